@@ -69,18 +69,16 @@ bench: $(READY)           ## the benchmarks behind the figures; appends to bench
 bench-batching: $(READY)  ## samplers side by side: ours, stock, lhotse, fairseq's rule, TRL
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	$(BIN)/python benchmarks/streaming.py
-	$(BIN)/python benchmarks/stream_scale.py
 	$(BIN)/python benchmarks/padding_free.py
 	$(BIN)/python benchmarks/batching.py
 
 bench-published: $(READY) ## predicted memory against what other people measured on GPUs, without a GPU
 	$(BIN)/python benchmarks/published.py
 
-bench-step-time: $(READY) ## predicted seconds of a step against what other people measured on GPUs, and against this CPU
+bench-step-time: $(READY) ## predicted seconds of a step against what other people measured on GPUs
 	$(BIN)/python benchmarks/step_time.py
-	$(BIN)/python benchmarks/step_time.py --cpu
 
-table: $(READY)           ## the generated parts of README, and what fits with each preset; planning goes on where it stopped
+table: $(READY)           ## the generated parts of README, and what fits with each preset
 	$(BIN)/python benchmarks/preset_fits.py
 	$(BIN)/python benchmarks/plans.py
 	$(BIN)/python benchmarks/table.py

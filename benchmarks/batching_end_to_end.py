@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from batching_processes import in_fresh_process
+from fresh_process import in_fresh_process
+from results_file import MACHINE, markdown, versions_of
 
 BATCH_SIZE = 32
 TITLES = {
@@ -27,7 +27,7 @@ TITLES = {
 }
 
 
-def measure_end_to_end(seeds: int, max_train: int | None, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_end_to_end(seeds: int, max_train: int | None) -> dict[str, Any]:
     """Return the figures of every run by arm, in the order of the seeds; the arms of a seed run one after the other."""
     from rich.console import Console
 
@@ -40,27 +40,35 @@ def measure_end_to_end(seeds: int, max_train: int | None, say: Callable[[str], N
         for seed in range(seeds):
             for arm, title in TITLES.items():
                 run = in_fresh_process(train, arm, folder, seed)
-                say(f"seed {seed}, {title}: {run['seconds']:.1f} s, accuracy {run['accuracy']:.3f}")
+                print(f"seed {seed}, {title}: {run['seconds']:.1f} s, accuracy {run['accuracy']:.3f}", flush=True)
                 runs[arm].append(run)
     return {"runs": runs, "seeds": seeds, "examples": runs["random"][0]["examples"], "arms": _summary(runs)}
 
 
 def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the medians and means of each arm, and its accuracy beside that of the random order."""
-    from accuracy import t_interval
-
-    arms = {}
-    for arm, of_arm in runs.items():
-        pairs = zip(of_arm, runs["random"], strict=True)
-        differences = [one["accuracy"] - other["accuracy"] for one, other in pairs]
-        arms[arm] = {
+    """Return the medians and means of each arm."""
+    return {
+        arm: {
             "seconds": statistics.median(run["seconds"] for run in of_arm),
-            "steps": of_arm[0]["steps"],
             "padding_efficiency": statistics.mean(run["padding_efficiency"] for run in of_arm),
             "accuracy": statistics.mean(run["accuracy"] for run in of_arm),
-            "accuracy_interval": list(t_interval(differences)) if len(of_arm) > 1 and arm != "random" else None,
         }
-    return arms
+        for arm, of_arm in runs.items()
+    }
+
+
+def end_to_end_table(row: dict[str, Any]) -> str:
+    """Return the demo's task with five ways of batching."""
+    figures = row["figures"]["figures"]
+    arms = figures["arms"]
+    rows = []
+    for arm, found in arms.items():
+        ratios = (f"{found['seconds'] / arms[other]['seconds']:.2f}x" for other in ("random", "group_by_length"))
+        shares = (f"{found[key]:.3f}" for key in ("padding_efficiency", "accuracy"))
+        rows.append((TITLES[arm], f"{found['seconds']:.1f}", *ratios, *shares))
+    head = "| | seconds per epoch | to random + dynamic | to group_by_length | padding efficiency | accuracy |"
+    note = f"{figures['examples']} texts, {figures['seeds']} seeds, on {MACHINE}; {versions_of(row, 'transformers')}."
+    return markdown(head, rows, note)
 
 
 def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
@@ -97,8 +105,8 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
     figures = measure(trainer)
     predicted = predict_labels(model, tokenizer, task.test_texts)
     hits = sum(one == other for one, other in zip(predicted, task.test_labels, strict=True))
-    kept = {key: figures[key] for key in ("seconds", "examples", "padding_efficiency", "real_tokens_per_second")}
-    return {**kept, "steps": trainer.state.global_step, "accuracy": hits / len(predicted), "test_texts": len(predicted)}
+    kept = {key: figures[key] for key in ("seconds", "examples", "padding_efficiency")}
+    return {**kept, "steps": trainer.state.global_step, "accuracy": hits / len(predicted)}
 
 
 def _trainer(arm: str, model: Any, tokenizer: Any, columns: Any, arguments: dict[str, Any]) -> Any:

@@ -14,11 +14,18 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-from batching_figures import RANKS, round_up
 from numpy.typing import NDArray
+
+PAD_TO_MULTIPLE_OF = 8
+RANKS = 8
 
 Batches = Iterable[Sequence[int] | NDArray[Any]]
 Lengths = NDArray[np.int32]
+
+
+def round_up(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Round lengths up to what the collator pads to; an empty text still takes a column."""
+    return -(-np.maximum(lengths, 1).astype(np.int64) // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Sampler:
     """``epoch(number)`` gives its batches; ``shapes(number)`` their (rows, widths) where a row is not an example."""
 
     epoch: Callable[[int], Batches]
-    shapes: Callable[[int], tuple[Sequence[int], Sequence[int]]] | None = None
+    shapes: Callable[[int], tuple[Sequence[int], Sequence[int]] | None] = lambda number: None
 
 
 @dataclass(frozen=True)
@@ -35,15 +42,12 @@ class Arm:
 
     ``build(lengths, budget, world_size)``: ``world_size`` consecutive batches are a step of as many ranks.
     ``knows_ranks``: the batches differ with ``world_size``. ``requires``: the package that it comes with.
-    ``ours``: made by hf_memopt. ``packs``: several examples share a row. ``counts_memory``: it is that of Python and
-    numpy objects, and counting it does not take minutes.
+    ``counts_memory``: it is that of Python and numpy objects, and counting it does not take minutes.
     """
 
     build: Callable[[Lengths, int, int], Sampler]
     knows_ranks: bool = False
     requires: str | None = None
-    ours: bool = False
-    packs: bool = False
     counts_memory: bool = True
 
 
@@ -307,10 +311,10 @@ def _planned(buckets: Any) -> Sampler:
 
 
 ARMS: dict[str, Arm] = {
-    "hf_memopt max_tokens": Arm(ours(), knows_ranks=True, ours=True),
-    "hf_memopt boundaries=auto": Arm(ours(boundaries="auto"), knows_ranks=True, ours=True),
-    "hf_memopt batch_size, safe": Arm(ours_batch_size(safe_batch_size), knows_ranks=True, ours=True),
-    "hf_memopt batch_size, mean": Arm(ours_batch_size(mean_batch_size), knows_ranks=True, ours=True),
+    "hf_memopt max_tokens": Arm(ours(), knows_ranks=True),
+    "hf_memopt boundaries=auto": Arm(ours(boundaries="auto"), knows_ranks=True),
+    "hf_memopt batch_size, safe": Arm(ours_batch_size(safe_batch_size), knows_ranks=True),
+    "hf_memopt batch_size, mean": Arm(ours_batch_size(mean_batch_size), knows_ranks=True),
     "random, safe": Arm(stock_random(safe_batch_size)),
     "random, mean": Arm(stock_random(mean_batch_size)),
     "group_by_length, safe": Arm(stock_group_by_length(safe_batch_size)),
@@ -320,7 +324,7 @@ ARMS: dict[str, Arm] = {
     "batch_rebalance, mean": Arm(stock_batch_rebalance(mean_batch_size), knows_ranks=True),
     "lhotse dynamic bucketing": Arm(lhotse_dynamic_bucketing, knows_ranks=True, requires="lhotse"),
     "fairseq batch_by_size": Arm(fairseq_batch_by_size),
-    "TRL bfd packing": Arm(trl_bfd, requires="trl", packs=True, counts_memory=False),
+    "TRL bfd packing": Arm(trl_bfd, requires="trl", counts_memory=False),
 }
 
 

@@ -11,6 +11,7 @@ The faster the disk, the larger the ratio: ``--folder /dev/shm`` is its limit, w
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import tempfile
 import time
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import results_file
 import torch
+from results_file import markdown, show
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_memopt import ShardedCheckpointCallback, attach
@@ -79,29 +80,32 @@ def measure(folder: Path, layers: int, repeats: int, shard_bytes: str | None) ->
     return {"bytes": size, "seconds": seconds, "check_seconds": min(checks)}
 
 
-def main() -> int:
-    """Run the cases, print a table, append the figures to the results."""
+def table(figures: dict[str, Any]) -> str:
+    """Return the seconds of each way."""
+    rows = []
+    for title, found in figures["cases"].items():
+        seconds = found["seconds"]
+        crc = f"{seconds['manifest'] / seconds['flushed'] - 1:+.1%}"
+        times = [f"{taken:.2f} s" for taken in (*(seconds[way] for way in WAYS), found["check_seconds"])]
+        rows.append((title, format_bytes(found["bytes"]), *times[:-1], crc, times[-1]))
+    return markdown("| checkpoint | bytes | stock | flushed | manifest | CRC32 | check |", rows)
+
+
+def main() -> None:
+    """Run the cases, print the table, append the row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--folder", help="in which checkpoints are saved; that of temporary files by default")
     given = parser.parse_args()
-    figures: dict[str, Any] = {"folder": given.folder or "temporary files"}
-    print(f"{'checkpoint':<30}{'bytes':>12}{'stock':>10}{'flushed':>10}{'manifest':>10}{'CRC32':>10}{'check':>10}")
-    for layers in given.layers:
-        for shard_bytes in (None, "256MB"):
-            with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-                found = measure(Path(folder), layers, given.repeats, shard_bytes)
-            title = f"{layers} layers, {'one file' if shard_bytes is None else 'sharded'}"
-            figures[title] = found
-            times = "".join(f"{found['seconds'][way]:>8.2f} s" for way in WAYS)
-            crc = f"{found['seconds']['manifest'] / found['seconds']['flushed'] - 1:>+10.1%}"
-            print(
-                f"{title:<30}{format_bytes(found['bytes']):>12}{times}{crc}{found['check_seconds']:>8.2f} s", flush=True
-            )
-    results_file.append("checkpoint manifest", figures)
-    return 0
+    cases = {}
+    for layers, shard_bytes in itertools.product(given.layers, (None, "256MB")):
+        title = f"{layers} layers, {'one file' if shard_bytes is None else 'sharded'}"
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            cases[title] = measure(Path(folder), layers, given.repeats, shard_bytes)
+    figures = {"folder": given.folder or "temporary files", "cases": cases}
+    show("checkpoint manifest", figures, table(figures))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from results_file import markdown, show
 from torch import nn
 
 CASES: dict[str, dict[str, Any]] = {
@@ -81,19 +82,19 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def checkpointing_table(figures: dict[str, Any]) -> str:
-    """Return the policies as a Markdown table, one below the other, and the budgets under it."""
+def table(figures: dict[str, Any]) -> str:
+    """Return the policies, one below the other, and the budgets under them."""
     head = "| policy | saved by the forward pass | of none | operations of the step | peak of forward and backward |"
-    lines = [head, "|---|---|---|---|---|"]
+    rows: list[Any] = []
     for case, policies in figures["policies"].items():
-        lines.append(f"| **{case}** | | | | |")
+        rows.append(f"| **{case}** | | | | |")
         plain = policies["none"]
         for policy, found in policies.items():
             share = found["saved_bytes"] / plain["saved_bytes"]
             again = found["flops"] / plain["flops"] - 1
             sizes = [f"{found[name] / 2**20:,.0f} MiB" for name in ("saved_bytes", "peak_bytes")]
             name = policy if policy == "none" else f'`"{policy}"`'
-            lines.append(f"| {name} | {sizes[0]} | {share:.0%} | {again:+.1%} | {sizes[1]} |")
+            rows.append((name, sizes[0], f"{share:.0%}", f"{again:+.1%}", sizes[1]))
     plain_bytes = figures["budgets"]["budget_1"]
     budgets = ", ".join(
         f'`"{budget}"` {saved / plain_bytes:.0%}' for budget, saved in figures["budgets"].items() if saved < plain_bytes
@@ -104,18 +105,14 @@ def checkpointing_table(figures: dict[str, Any]) -> str:
         "`torch.compile`, measured on a small compiled network, save of what it saves without a budget: "
         f"{budgets} (`python benchmarks/checkpointing.py`)."
     )
-    return "\n".join([*lines, "", note])
+    return markdown(head, rows, note)
 
 
-def main() -> int:
-    """Estimate, measure, print the table, append the figures to the results."""
-    from results_file import append
-
+def main() -> None:
+    """Estimate, measure, print the table, append the row."""
     figures = {**SETTINGS, "policies": {case: policy_figures(case) for case in CASES}, "budgets": budget_figures()}
-    print(checkpointing_table(figures))
-    append("checkpointing", figures)
-    return 0
+    show("checkpointing", figures, table(figures))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

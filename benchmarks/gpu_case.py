@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from gpu_figures import CRASH, MEASURED, OOM, SKIPPED, errors_of, is_beyond_aims  # noqa: E402
+from gpu_figures import CRASH, MEASURED, OOM, SKIPPED, errors_of  # noqa: E402
 from gpu_meters import GpuMeter, HostMeter, ask_driver, state_tensors, storage_bytes  # noqa: E402
 from gpu_setups import Case, build_model, estimate_settings, missing_package, training_arguments  # noqa: E402
 
@@ -69,34 +69,16 @@ def predict(case: Case) -> Figures:
     from hf_memopt.memory.timeline import COMPONENTS as NAMES
 
     model = build_model(case, "meta")
-    begin = time.perf_counter()
     found = estimate(model, batch_size=case.batch_size, seq_len=case.seq_len, **estimate_settings(case))
-    seconds = time.perf_counter() - begin
-    timeline = found.timeline
-    totals = timeline.components.sum(axis=1)
-    starts = [start for start, _ in timeline.phases]
-    spans = [
-        (name, begin, end)
-        for (begin, name), end in zip(timeline.phases, [*starts[1:], len(totals)], strict=True)
-        if end > begin
-    ]
-    peaks: dict[str, int] = {}
-    for name, begin_event, end_event in spans:
-        peaks[name] = max(peaks.get(name, 0), int(totals[begin_event:end_event].max()))
-    forward = [int(totals[end - 1] - totals[begin - 1]) for name, begin, end in spans if name == "forward" and begin]
     return {
         "allocated_bytes": found.peak_allocated_bytes,
         "reserved_bytes": found.peak_reserved_bytes,
         "context_bytes": found.context_bytes,
-        "components": {name: int(timeline.components[:, NAMES.index(name)].max()) for name in COMPONENTS},
+        "components": {name: int(found.timeline.components[:, NAMES.index(name)].max()) for name in COMPONENTS},
         "components_at_peak": found.components,
-        "forward_bytes": forward[-1] if forward else None,
-        "phase_peaks": peaks,
         "phase": found.phase,
         "module": found.module,
         "fits": found.fits,
-        "flops": found.flops,
-        "seconds": round(seconds, 3),
         "notes": list(found.notes),
     }
 
@@ -105,39 +87,14 @@ def predict(case: Case) -> Figures:
 
 
 def make_recorder(meter: Any, device: str) -> Any:
-    """Return the callback that reads the meter where a phase ends, and times the steps."""
+    """Return the callback that times the steps and counts the gradients."""
     from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):
         def __init__(self) -> None:
             self.gradient_bytes: int | None = None
-            self.forward_bytes: int | None = None
             self.step_seconds: list[float] = []
-            self._before: int | None = None
-            self._between = "load"
             self._begin = 0.0
-
-        def watch(self, trainer: Any) -> None:
-            """Mark the ends of forward and backward passes, for which there are no events."""
-            trainer.model.register_forward_pre_hook(lambda *_: self._forward_begins())
-            trainer.model.register_forward_hook(lambda *_: self._forward_ends())
-            backward = trainer.accelerator.backward
-
-            def marked(loss: Any, **kwargs: Any) -> None:
-                backward(loss, **kwargs)
-                meter.close("backward")
-
-            trainer.accelerator.backward = marked
-
-        def _forward_begins(self) -> None:
-            meter.close(self._between)
-            self._between = "between"
-            self._before = meter.allocated()
-
-        def _forward_ends(self) -> None:
-            now = meter.allocated()
-            self.forward_bytes = None if now is None or self._before is None else now - self._before
-            meter.close("forward")
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             meter.synchronise()
@@ -146,9 +103,6 @@ def make_recorder(meter: Any, device: str) -> Any:
         def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             self.gradient_bytes = storage_bytes(gradients, device)
-
-        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-            meter.close("optimizer")  # clipping and step
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             meter.synchronise()
@@ -164,7 +118,6 @@ def measure(case: Case, device: str, meter: Any, figures: Figures) -> None:
 
     measured: Figures = {"source": meter.source, "context_bytes": meter.make_context()}
     figures["measured"] = measured
-    begin = time.perf_counter()
     # drawn where that is fast, then handed over on the host as from_pretrained does, without its reserved blocks
     model = build_model(case, device).to("cpu")
     for prepare in estimate_settings(case)["prepare"]:
@@ -176,7 +129,6 @@ def measure(case: Case, device: str, meter: Any, figures: Figures) -> None:
         meter.begin(model)
         try:
             trainer = Trainer(model=model, args=args, train_dataset=rows, callbacks=[recorder])
-            recorder.watch(trainer)
             trainer.train()
         except torch.OutOfMemoryError as error:
             figures |= {"status": OOM, "reason": str(error).splitlines()[0]}
@@ -185,14 +137,12 @@ def measure(case: Case, device: str, meter: Any, figures: Figures) -> None:
         return
     state = state_tensors(dict(trainer.optimizer.state))
     measured |= {
-        "forward_bytes": recorder.forward_bytes,
         "components": {
             "weights": storage_bytes([*model.parameters(), *model.buffers()], device),
             "gradients": recorder.gradient_bytes,
             "optimizer state": storage_bytes(state, device),
         },
         "step_seconds": round(statistics.median(recorder.step_seconds[WARMUP_STEPS:]), 4),
-        "seconds": round(time.perf_counter() - begin, 1),
     }
     figures["status"] = MEASURED
 
@@ -235,7 +185,7 @@ def _random_like(name: str, example: Any, config: Any) -> Any:
 # ---- The process ----------------------------------------------------------------------------------------------------
 
 
-def run(case: Case, device: str, machine: Figures, out: Path, snapshot: Path | None) -> None:
+def run(case: Case, device: str, machine: Figures, out: Path) -> None:
     """Predict and measure; write the figures to ``out`` after each."""
     import torch
 
@@ -253,38 +203,17 @@ def run(case: Case, device: str, machine: Figures, out: Path, snapshot: Path | N
     except Exception as error:
         figures["reason"] = f"not predicted: {type(error).__name__}: {error}"
     _write(out, figures)
-    if snapshot is not None:
-        _record_history()
     try:
         measure(case, device, meter, figures)
     except torch.OutOfMemoryError as error:  # the model itself does not fit
         figures |= {"status": OOM, "reason": str(error).splitlines()[0]}
     if figures["predicted"] and figures["status"] == MEASURED:
         figures["errors"] = errors_of(figures["predicted"], figures["measured"])
-    if snapshot is not None and (figures["status"] == OOM or is_beyond_aims(figures["errors"])):
-        figures["snapshot"] = _dump_history(snapshot, case)
     _write(out, figures)
 
 
 def _write(out: Path, figures: Figures) -> None:
     out.write_text(json.dumps(figures), encoding="utf-8")
-
-
-def _record_history() -> None:
-    # Private by name, documented in torch's notes on CUDA memory; seen in torch 2.6 to 2.13.
-    import torch
-
-    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-
-
-def _dump_history(folder: Path, case: Case) -> str:
-    import torch
-
-    folder.mkdir(parents=True, exist_ok=True)
-    name = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in case.name)
-    path = folder / f"{name}.pickle"
-    torch.cuda.memory._dump_snapshot(str(path))
-    return str(path)
 
 
 def main() -> int:
@@ -294,13 +223,12 @@ def main() -> int:
     parser.add_argument("--case", type=json.loads, default=None, metavar="JSON")
     parser.add_argument("--machine", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--snapshot", type=Path, default=None, metavar="DIR")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
     if options.probe:
         _write(options.out, probe(options.device))
     else:
-        run(Case(**options.case), options.device, options.machine, options.out, options.snapshot)
+        run(Case(**options.case), options.device, options.machine, options.out)
     return 0
 
 

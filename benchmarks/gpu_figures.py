@@ -1,5 +1,4 @@
-"""The figures that ``gpu.py`` quotes: errors of a case, their statistics, and what they are to reach. Only the standard
-library.
+"""The figures that ``gpu.py`` quotes: errors of a case, and their statistics by GPU.
 
 An error is (predicted - measured) / measured in percent: below zero the prediction promised too little memory.
 """
@@ -9,17 +8,16 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import results_file
+
 CASE = "estimate_errors"  # of the rows in benchmarks/results
 MEASURED, OOM, SKIPPED, CRASH, TIMEOUT = "measured", "oom", "skipped", "crash", "timeout"
-
-MEDIAN_PERCENT = {"allocated": 1.5, "reserved": 4.0}
-WORST_PERCENT = {"allocated": 5.0, "total": 5.0}
-UNDER_PERCENT = {"allocated": 3.0}
 
 Figures = dict[str, Any]
 
@@ -37,15 +35,6 @@ class Spread:
     worst_under: float
 
 
-@dataclass(frozen=True)
-class Aim:
-    """What is to be reached, the figure, and whether it was."""
-
-    claim: str
-    figure: str
-    reached: bool
-
-
 def errors_of(predicted: Figures, measured: Figures) -> dict[str, float]:
     """Return the errors in percent by quantity, of those that were both predicted and measured.
 
@@ -58,7 +47,6 @@ def errors_of(predicted: Figures, measured: Figures) -> dict[str, float]:
         "allocated": (predicted["allocated_bytes"] - lacking_bytes, measured["allocated_bytes"]),
         "reserved": (predicted.get("reserved_bytes"), measured.get("reserved_bytes")),
         "total": (_sum(predicted.get("reserved_bytes"), measured.get("context_bytes")), measured.get("device_bytes")),
-        "forward": (predicted.get("forward_bytes"), measured.get("forward_bytes")),
     }
     for name, size_bytes in (measured.get("components") or {}).items():
         pairs[name] = ((predicted.get("components") or {}).get(name), size_bytes)
@@ -71,12 +59,6 @@ def errors_of(predicted: Figures, measured: Figures) -> dict[str, float]:
 
 def _sum(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
-
-
-def is_beyond_aims(errors: dict[str, float]) -> bool:
-    """Tell whether a single case misses what every case is to reach."""
-    too_wide = any(abs(errors[name]) > limit for name, limit in WORST_PERCENT.items() if name in errors)
-    return too_wide or any(errors[name] < -limit for name, limit in UNDER_PERCENT.items() if name in errors)
 
 
 def spread_of(errors: Iterable[float]) -> Spread | None:
@@ -99,24 +81,6 @@ def spreads_of(rows: Iterable[Figures]) -> dict[str, Spread]:
     return {name: spread for name, errors in by_name.items() if (spread := spread_of(errors)) is not None}
 
 
-def aims_of(rows: Iterable[Figures]) -> list[Aim]:
-    """Return what the measured cases are to reach, with what they did; a quantity nobody measured is left out."""
-    spreads = spreads_of(rows)
-    aims = []
-    for name, spread in spreads.items():
-        if name in MEDIAN_PERCENT:
-            limit = MEDIAN_PERCENT[name]
-            aims.append(Aim(f"{name}: median <= {limit} %", f"{spread.median:.2f} %", spread.median <= limit))
-        if name in WORST_PERCENT:
-            limit = WORST_PERCENT[name]
-            aims.append(Aim(f"{name}: worst <= {limit} %", f"{spread.worst:.2f} %", spread.worst <= limit))
-        if name in UNDER_PERCENT:
-            limit = UNDER_PERCENT[name]
-            claim = f"{name}: never more than {limit} % under"
-            aims.append(Aim(claim, f"{spread.worst_under:+.2f} %", spread.worst_under >= -limit))
-    return aims
-
-
 def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Return the rows of this benchmark in the files that exist, in their order."""
     lines = [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -129,3 +93,47 @@ def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in sorted(rows, key=lambda row: row["date"]):
         found[row["figures"]["gpu"], row["figures"]["name"]] = row
     return list(found.values())
+
+
+def estimate_errors() -> str:
+    """Return the errors of ``estimate`` against what GPUs measured."""
+    paths = sorted(results_file.RESULTS.glob("*.jsonl"))
+    rows = [row for row in latest(read_rows(paths)) if row["figures"]["device"] == "cuda"]
+    if not rows:
+        return (
+            "The figures of a GPU are still to come: no CUDA GPU was available when this was written. "
+            "`make bench-gpu` measures them on yours."
+        )
+    return errors_table(rows)
+
+
+def errors_table(rows: list[dict[str, Any]]) -> str:
+    """Return a line of errors for each GPU."""
+    head = (
+        "| GPU | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
+        "| worst | not measured |"
+    )
+    lines = [_errors_of_gpu(gpu, rows) for gpu in sorted({row["figures"]["gpu"] for row in rows})]
+    versions = sorted({results_file.versions_of(row["figures"], "torch", "transformers", "cuda") for row in rows})
+    note = (
+        "Errors of the prediction in percent of what was measured; all but `worst under` without sign. `total` is what "
+        "the GPU holds for the process, predicted as reserved bytes and the context measured after a first kernel. "
+        f"With {'; '.join(versions)} (`make bench-gpu`)."
+    )
+    return results_file.markdown(head, lines, note)
+
+
+def _errors_of_gpu(gpu: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Return a GPU's line of the table of errors."""
+    figures = [row["figures"] for row in rows if row["figures"]["gpu"] == gpu]
+    spreads = spreads_of(figures)
+    cells = [gpu, str(sum(row["status"] == MEASURED for row in figures))]
+    for name, keys in (
+        ("allocated", ("median", "p95", "worst", "worst_under")),
+        ("reserved", ("median", "p95")),
+        ("total", ("median", "worst")),
+    ):
+        cells += [f"{getattr(spreads[name], key):.2f}" if name in spreads else "-" for key in keys]
+    others = Counter(row["status"] for row in figures if row["status"] != MEASURED)
+    cells.append(", ".join(f"{count} {status}" for status, count in sorted(others.items())) or "0")
+    return cells

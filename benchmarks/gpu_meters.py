@@ -31,26 +31,17 @@ def device_used_bytes(uuid: str | None) -> int | None:
 
     By UUID, since ``CUDA_VISIBLE_DEVICES`` renumbers torch's devices and not the driver's.
     """
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-    except Exception:  # not installed, no driver's library, a GPU that is split: ask the program
-        answer = ask_driver("memory.used", uuid)
-        return int(answer.split()[0]) * 2**20 if answer and answer.split()[0].isdigit() else None
+    answer = ask_driver("memory.used", uuid)
+    return int(answer.split()[0]) * 2**20 if answer and answer.split()[0].isdigit() else None
 
 
 class GpuMeter:
-    """torch's own counters of the allocator on the GPU, span by span: the peaks of the whole run are the largest."""
+    """torch's own counters of the allocator on the GPU."""
 
     source = "torch.cuda and the driver"
 
     def __init__(self, uuid: str | None) -> None:
         self.uuid = uuid
-        self.phase_peaks: dict[str, int] = {}
-        self.reserved_bytes = 0
         self.before_bytes = device_used_bytes(uuid)  # before the context
 
     def make_context(self) -> int | None:
@@ -74,21 +65,6 @@ class GpuMeter:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
-    def close(self, phase: str) -> None:
-        """End the running span, which belonged to ``phase``. The counters live on the host: nothing is waited for."""
-        import torch
-
-        peak_bytes = torch.cuda.max_memory_allocated()
-        self.phase_peaks[phase] = max(peak_bytes, self.phase_peaks.get(phase, 0))
-        self.reserved_bytes = max(torch.cuda.max_memory_reserved(), self.reserved_bytes)
-        torch.cuda.reset_peak_memory_stats()
-
-    def allocated(self) -> int | None:
-        """Return the bytes that tensors hold now."""
-        import torch
-
-        return torch.cuda.memory_allocated()
-
     def synchronise(self) -> None:
         """Wait for the GPU."""
         import torch
@@ -100,19 +76,18 @@ class GpuMeter:
         import torch
 
         self.synchronise()
-        self.close("end")
         own_bytes, reserved_bytes = self._own_bytes(), torch.cuda.memory_reserved()
+        peak_bytes = torch.cuda.max_memory_reserved()
         return {
-            "allocated_bytes": max(self.phase_peaks.values()),
-            "reserved_bytes": self.reserved_bytes,
-            "device_bytes": None if own_bytes is None else own_bytes + self.reserved_bytes - reserved_bytes,
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": peak_bytes,
+            "device_bytes": None if own_bytes is None else own_bytes + peak_bytes - reserved_bytes,
             "context_end_bytes": None if own_bytes is None else own_bytes - reserved_bytes,
-            "phase_peaks": self.phase_peaks,
         }
 
 
 class HostMeter:
-    """torch's allocator on the host, by its profiler. It reserves nothing, has no context and tells no phases.
+    """torch's allocator on the host, by its profiler. It reserves nothing and has no context.
 
     What was allocated before the run (the weights) is not in the profiler's count and is added to it.
     """
@@ -135,13 +110,6 @@ class HostMeter:
         self.model_bytes = storage_bytes([*model.parameters(), *model.buffers()], "cpu")
         self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self.profile.start()
-
-    def close(self, phase: str) -> None:
-        """Do nothing: the profiler's trace has no phases."""
-
-    def allocated(self) -> int | None:
-        """Return None: the profiler tells afterwards."""
-        return None
 
     def synchronise(self) -> None:
         """Do nothing: the host waits for itself."""
@@ -167,12 +135,6 @@ def storage_bytes(tensors: Iterable[Any], device: str) -> int:
 
 def state_tensors(state: Any) -> list[Any]:
     """Return every tensor in an optimizer's state, however deep."""
-    import torch
+    from torch.utils._pytree import tree_leaves
 
-    if isinstance(state, torch.Tensor):
-        return [state]
-    if isinstance(state, dict):
-        return [tensor for value in state.values() for tensor in state_tensors(value)]
-    if isinstance(state, list | tuple):
-        return [tensor for value in state for tensor in state_tensors(value)]
-    return []
+    return [leaf for leaf in tree_leaves(state) if hasattr(leaf, "untyped_storage")]

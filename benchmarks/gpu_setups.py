@@ -1,6 +1,5 @@
 """The cases of ``gpu.py``: which models, which set-ups, in which order; what a case means for the estimate and for the
-Trainer. Those of ``gpu.py ladder`` are the rows of the published ladders. Light: torch and transformers are imported
-where they are needed.
+Trainer. Light: torch and transformers are imported where they are needed.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
-
-from ladders import LADDERS, LadderRow, read_ladder
 
 CHECKPOINTING = {"use_reentrant": False}
 LORA_RANK = 16
@@ -21,7 +18,6 @@ class Model:
     """A model by its well-known name, the shape of its batches, and what makes a tiny one of its configuration."""
 
     known_as: str
-    parameters: float
     batch_size: int
     seq_len: int | None
     tiny: dict[str, Any]
@@ -37,7 +33,6 @@ class Setup:
     checkpointing: bool = False
     prepare: str | None = None
     padding: bool = True
-    attention: str | None = None
     needs: tuple[str, ...] = ()
 
 
@@ -57,12 +52,12 @@ class Case:
     @property
     def shape(self) -> Model:
         """The model and its batches."""
-        return MODELS[self.model] if self.model in MODELS else _shape_of_row(self)
+        return MODELS[self.model]
 
     @property
     def settings(self) -> Setup:
         """The set-up."""
-        return SETUPS[self.setup] if self.model in MODELS else _setup_of_row(ladder_row(self))
+        return SETUPS[self.setup]
 
     @property
     def batch_size(self) -> int:
@@ -93,14 +88,14 @@ _T5 = {"vocab_size": 512, "d_model": 64, "d_ff": 128, "d_kv": 32, "num_heads": 2
 _VIT = {name: size for name, size in _ENCODER.items() if name != "vocab_size"}
 
 MODELS = {
-    "BERT-large": Model("bert-large-uncased", 0.34e9, 32, 128, _ENCODER),
-    "RoBERTa-base": Model("roberta-base", 0.13e9, 32, 256, _ENCODER),
-    "DeBERTa-v3-base": Model("deberta-v3-base", 0.18e9, 16, 256, {**_ENCODER, "pooler_hidden_size": 64}),
-    "GPT-2-medium": Model("gpt2-medium", 0.36e9, 8, 512, {**_GPT2, "bos_token_id": 1, "eos_token_id": 2}),
-    "Llama-3.2-1B": Model("Llama-3.2-1B", 1.24e9, 4, 512, _DECODER),
-    "Qwen3-0.6B": Model("Qwen3-0.6B", 0.60e9, 4, 512, {**_DECODER, "layer_types": None}),
-    "T5-base": Model("t5-base", 0.22e9, 16, 256, {**_T5, "num_decoder_layers": 2}),
-    "ViT-large": Model("vit-large-patch16-224", 0.30e9, 32, None, {**_VIT, "image_size": 32, "patch_size": 8}),
+    "BERT-large": Model("bert-large-uncased", 32, 128, _ENCODER),
+    "RoBERTa-base": Model("roberta-base", 32, 256, _ENCODER),
+    "DeBERTa-v3-base": Model("deberta-v3-base", 16, 256, {**_ENCODER, "pooler_hidden_size": 64}),
+    "GPT-2-medium": Model("gpt2-medium", 8, 512, {**_GPT2, "bos_token_id": 1, "eos_token_id": 2}),
+    "Llama-3.2-1B": Model("Llama-3.2-1B", 4, 512, _DECODER),
+    "Qwen3-0.6B": Model("Qwen3-0.6B", 4, 512, {**_DECODER, "layer_types": None}),
+    "T5-base": Model("t5-base", 16, 256, {**_T5, "num_decoder_layers": 2}),
+    "ViT-large": Model("vit-large-patch16-224", 32, None, {**_VIT, "image_size": 32, "patch_size": 8}),
 }
 
 SETUPS = {
@@ -131,41 +126,6 @@ def missing_package(case: Case) -> str | None:
     return next((name for name in case.settings.needs if find_spec(name) is None), None)
 
 
-# ---- The published ladders ------------------------------------------------------------------------------------------
-
-LADDER = "ladder "
-
-
-def ladder_cases(*, tiny: bool = False) -> list[Case]:
-    """Return the rows of the published ladders, those of one after the other."""
-    return [Case(LADDER + name, row.name, tiny) for name in LADDERS for row in read_ladder(name).rows]
-
-
-def ladder_row(case: Case) -> LadderRow:
-    """Return the published row of a case."""
-    rows = read_ladder(case.model.removeprefix(LADDER)).rows
-    return next(row for row in rows if row.name == case.setup)
-
-
-def _shape_of_row(case: Case) -> Model:
-    settings = ladder_row(case).settings
-    known_as = read_ladder(case.model.removeprefix(LADDER)).model
-    return Model(known_as, 0.34e9, settings["batch_size"], settings["seq_len"], _ENCODER)
-
-
-def _setup_of_row(row: LadderRow) -> Setup:
-    settings = row.settings
-    return Setup(
-        precision=settings["precision"],
-        accumulation=settings.get("gradient_accumulation_steps", 1),
-        optim=settings["optim"],
-        checkpointing=settings.get("checkpointing", False),
-        prepare="frozen base" if settings.get("freeze") == ["base"] else None,
-        attention=settings.get("attn_implementation"),
-        needs=("bitsandbytes",) if "8bit" in settings["optim"] else (),
-    )
-
-
 # ---- The model ------------------------------------------------------------------------------------------------------
 
 
@@ -188,8 +148,6 @@ def build_model(case: Case, device: str) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         model: Any = model_class(config)
-    if case.settings.attention is not None:
-        model.set_attn_implementation(case.settings.attention)
     return model
 
 
@@ -202,13 +160,6 @@ def freeze_body(model: Any) -> None:
     freeze(model, ["embeddings", f"layers:0-{last - 1}"])
 
 
-def freeze_base(model: Any) -> None:
-    """Freeze all but the head."""
-    from hf_memopt.techniques.freezing.freezing import freeze
-
-    freeze(model, ["base"])
-
-
 def add_lora(model: Any) -> None:
     """Put adapters on every linear layer but the head, and freeze the rest."""
     from peft import LoraConfig
@@ -219,7 +170,6 @@ def add_lora(model: Any) -> None:
 PREPARATIONS: dict[str | None, tuple[Callable[[Any], None], ...]] = {
     None: (),
     "frozen body": (freeze_body,),
-    "frozen base": (freeze_base,),
     "LoRA": (add_lora,),
 }
 
@@ -253,7 +203,6 @@ def training_arguments(case: Case, output_dir: str, *, steps: int, use_cpu: bool
         per_device_train_batch_size=case.batch_size,
         gradient_accumulation_steps=setup.accumulation,
         bf16=setup.precision == "bf16",
-        fp16=setup.precision == "fp16",
         optim=setup.optim,
         use_cpu=use_cpu,
         report_to="none",

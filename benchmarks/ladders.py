@@ -5,34 +5,30 @@ with what the settings of ``estimate`` can say of the measured versions. The las
 which nobody has published.
 
 python benchmarks/ladders.py B --plot ladder.png    # also a picture: .png, .svg or .pdf
-python benchmarks/ladders.py B --json               # JSON instead of a table
-
-Imported without torch or transformers, as ``gpu.py ladder`` measures the same rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.console import Console
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from hf_memopt.cli.command import spinner
+from results_file import markdown
+
+from hf_memopt import PRESETS, Estimate, estimate, find_gpu
 from hf_memopt.plotting import check_picture
+from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.units import to_gib
-
-if TYPE_CHECKING:
-    from hf_memopt.memory.result import Estimate
 
 LADDERS = ("A", "B")
 OURS = "4gb-gpu"
-COLUMNS = 8  # of a figure
 
 
 @dataclass(frozen=True)
@@ -88,36 +84,14 @@ class Ladder:
 
 def read_ladder(name: str) -> Ladder:
     """Return a ladder by its name, one of ``LADDERS``."""
-    return _every_ladder()[name]
-
-
-@cache
-def _every_ladder() -> dict[str, Ladder]:
     text = (Path(__file__).resolve().parent / "published" / "ladders.json").read_text(encoding="utf-8")
-    return {name: _ladder(name, found) for name, found in json.loads(text).items()}
+    found = json.loads(text)[name]
+    shared = {"seq_len": found["seq_len"], **found.pop("settings")}
+    rows = [LadderRow(**{**row, "settings": {**shared, **row["settings"]}}) for row in found.pop("rows")]
+    return Ladder(name=name, rows=tuple(rows), **found)
 
 
-def _ladder(name: str, found: Mapping[str, Any]) -> Ladder:
-    shared = {"precision": "fp32", "optim": "adamw_torch", "seq_len": found["seq_len"], **found["common"]}
-    rows = []
-    for row in found["rows"]:
-        size_bytes = round(row["gib"] * 2**30) if "gib" in row else row["mib"] * 2**20
-        speed = row.get("examples_per_second")
-        seconds = row["seconds"] if speed is None else found["effective_batch_size"] / speed
-        rows.append(LadderRow(row["id"], size_bytes, seconds, {**shared, **row["settings"]}))
-    context = found.get("context_mib")
-    return Ladder(
-        name=name,
-        of_task=found["gpu_is_assumed"],
-        context_bytes=None if context is None else context * 2**20,
-        rows=tuple(rows),
-        **{key: found[key] for key in ("title", "source", "measured_on", "model", "gpu", "effective_batch_size")},
-        seq_len=found["seq_len"],
-        then=found["then"],
-    )
-
-
-# ---- The predictions
+# ---- The predictions ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,57 +105,19 @@ class PredictedRow:
     estimate: Estimate | None = field(default=None, repr=False)
 
 
-def print_ladder(name: str, console: Console, errors: Console, *, json_output: bool, plot: Path | None = None) -> int:
-    """Print the ladder, draw it where there is a path for that, and return 0.
-
-    Raises:
-        ValueError: a path to which no picture can be written.
-        MissingExtraError: a picture without matplotlib.
-    """
-    ladder = read_ladder(name)
-    if plot is not None:
-        check_picture(plot, purpose="the picture of a ladder")
-    with spinner(f"simulating {ladder.model}", errors, shown=not json_output) as announce:
-        rows = predicted_rows(ladder, announce)
-        if plot is not None:
-            _draw(ladder, rows, plot)
-    if json_output:
-        console.out(json.dumps(_as_dict(ladder, rows), indent=2), highlight=False)
-        return 0
-    console.print(f"Ladder {ladder.name}: {ladder.title}\n", highlight=False)
-    for line in _table(ladder, rows):
-        console.out(line, highlight=False)
-    for text in _notes(ladder, rows):
-        console.print(text, highlight=False)
-    console.out(f"Source: {ladder.source}", highlight=False)  # an address is not wrapped
-    if plot is not None:
-        console.out(f"Picture: {plot}", highlight=False)
-    return 0
-
-
-def predicted_rows(ladder: Ladder, announce: Callable[[str], object] = lambda text: None) -> list[PredictedRow]:
+def predicted_rows(ladder: Ladder) -> list[PredictedRow]:
     """Return the rows of a ladder with their predictions, and one more: the preset for 4 GB with the same batch."""
-    from hf_memopt.devices.gpus import find_gpu
-    from hf_memopt.memory.estimation import estimate
-    from hf_memopt.memory.recording.session import keeping_models
-    from hf_memopt.recipes.effective_batch import largest_divisor
-    from hf_memopt.recipes.presets import PRESETS
-
     gpu = find_gpu(ladder.gpu)
     if ladder.context_bytes is not None:
         gpu = replace(gpu, context_bytes=ladder.context_bytes)
-    found = []
-    with keeping_models():
-        for row in ladder.rows:
-            announce(row.name)
-            found.append(_predicted(row.name, estimate(ladder.model, gpu=gpu, **row.settings, **ladder.then), row))
-        announce(OURS)
-        preset, effective = PRESETS[OURS], ladder.effective_batch_size
-        rows = largest_divisor(effective, preset.per_device_train_batch_size)
-        ours = preset.replace(effective_batch_size=effective, per_device_train_batch_size=rows)
-        own = estimate(ladder.model, gpu=gpu, batch_size=rows, seq_len=ladder.seq_len, recipe=ours)
-        found.append(_predicted(f"{OURS} preset", own, None))
-    return found
+    found = [
+        _predicted(row.name, estimate(ladder.model, gpu=gpu, **row.settings, **ladder.then), row) for row in ladder.rows
+    ]
+    preset, effective = PRESETS[OURS], ladder.effective_batch_size
+    rows = largest_divisor(effective, preset.per_device_train_batch_size)
+    ours = preset.replace(effective_batch_size=effective, per_device_train_batch_size=rows)
+    own = estimate(ladder.model, gpu=gpu, batch_size=rows, seq_len=ladder.seq_len, recipe=ours)
+    return [*found, _predicted(f"{OURS} preset", own, None)]
 
 
 def _predicted(name: str, found: Estimate, published: LadderRow | None) -> PredictedRow:
@@ -189,7 +125,7 @@ def _predicted(name: str, found: Estimate, published: LadderRow | None) -> Predi
     return PredictedRow(name, found.total_bytes, found.step_time.seconds, published, found)
 
 
-def _draw(ladder: Ladder, rows: Sequence[PredictedRow], path: Path) -> None:
+def draw(ladder: Ladder, rows: Sequence[PredictedRow], path: Path) -> None:
     """Draw each prediction as a bar, and mark what was published; an assumed GPU has no line."""
     from hf_memopt.memory.output.estimate_picture import bar_of
     from hf_memopt.reports.bar_picture import Limit, draw_bars
@@ -204,32 +140,24 @@ def _draw(ladder: Ladder, rows: Sequence[PredictedRow], path: Path) -> None:
     draw_bars(bars, path, title=f"Ladder {ladder.name}: {ladder.title}", limit=limit)
 
 
-# ---- Text and JSON
+# ---- Text -----------------------------------------------------------------------------------------------------------
 
 
-def _table(ladder: Ladder, rows: Sequence[PredictedRow]) -> Iterator[str]:
-    """Yield the lines of the table: GiB and speed, published and predicted."""
-    width = max(len(row.name) for row in rows)
-    speed = "baseline = 1" if ladder.of_task else "examples/s"
-    yield f"{'':<{width}}{'GiB':>{2 * COLUMNS}}{speed:>{2 * COLUMNS}}"
-    yield f"{'':<{width}}" + "".join(f"{text:>{COLUMNS}}" for text in ("publ.", "pred.", "publ.", "pred."))
+def table(ladder: Ladder, rows: Sequence[PredictedRow]) -> str:
+    """Return GiB and speed, published and predicted: examples per second, or the time against that of the first row."""
+    speed = "time, baseline = 1" if ladder.of_task else "examples/s"
+    first, lines = rows[0], []
     for row in rows:
         published = row.published
         cells = ["" if published is None else f"{to_gib(published.total_bytes):.2f}", f"{to_gib(row.total_bytes):.2f}"]
-        cells += ["" if time is None else f"{time:.2f}" for time in _speeds(ladder, rows, row)]
-        yield f"{row.name:<{width}}" + "".join(f"{cell:>{COLUMNS}}" for cell in cells)
-    yield ""
+        cells.append("" if published is None else f"{_speed(ladder, published, first.published):.2f}")
+        lines.append((row.name, *cells, f"{_speed(ladder, row, first):.2f}"))
+    heads = f"| | GiB published | predicted | {speed} published | predicted |"
+    return markdown(heads, lines, *_notes(ladder, rows), f"Source: {ladder.source}")
 
 
-def _speeds(ladder: Ladder, rows: Sequence[PredictedRow], row: PredictedRow) -> tuple[float | None, float]:
-    """Return published and predicted speed: examples per second, or the time against that of the first row."""
-    first, published = rows[0], row.published
-    if not ladder.of_task:
-        examples = ladder.effective_batch_size
-        return None if published is None else examples / published.seconds, examples / row.seconds
-    assert first.published is not None
-    relative = None if published is None else published.seconds / first.published.seconds
-    return relative, row.seconds / first.seconds
+def _speed(ladder: Ladder, row: Any, first: Any) -> float:
+    return row.seconds / first.seconds if ladder.of_task else ladder.effective_batch_size / row.seconds
 
 
 def _notes(ladder: Ladder, rows: Sequence[PredictedRow]) -> Iterator[str]:
@@ -265,31 +193,24 @@ def ordered_pairs(rows: Sequence[PredictedRow]) -> tuple[int, int, int]:
     return by_time, by_bytes, pairs
 
 
-def _as_dict(ladder: Ladder, rows: Sequence[PredictedRow]) -> dict[str, Any]:
-    names = ("name", "title", "source", "measured_on", "model", "gpu", "effective_batch_size", "seq_len")
-    found = []
-    for row in rows:
-        published = row.published
-        one = {"name": row.name, "predicted_bytes": row.total_bytes, "predicted_seconds": row.seconds}
-        if published is not None:
-            one |= {"published_bytes": published.total_bytes, "published_seconds": published.seconds}
-            one["settings"] = dict(published.settings)
-        found.append(one)
-    only_order = {"only_order_means_anything": ladder.of_task}
-    return {**{name: getattr(ladder, name) for name in names}, **only_order, "rows": found}
-
-
-def main() -> int:
+def main() -> None:
+    """Print the ladder, and draw it where there is a path for that."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", type=str.upper, choices=LADDERS)
     parser.add_argument("-p", "--plot", type=Path, metavar="FILE", help="also write a picture: .png, .svg or .pdf")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
-    try:
-        return print_ladder(options.name, Console(), Console(stderr=True), json_output=options.json, plot=options.plot)
-    except ValueError as error:  # of the picture
-        parser.error(str(error))
+    ladder = read_ladder(options.name)
+    if options.plot is not None:
+        try:
+            check_picture(options.plot, purpose="the picture of a ladder")
+        except ValueError as error:
+            parser.error(str(error))
+    rows = predicted_rows(ladder)
+    print(f"Ladder {ladder.name}: {ladder.title}\n\n{table(ladder, rows)}")
+    if options.plot is not None:
+        draw(ladder, rows, options.plot)
+        print(f"Picture: {options.plot}")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

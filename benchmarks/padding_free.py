@@ -17,10 +17,7 @@ import numpy as np
 import torch
 from batching import length_sets
 from datasets import Dataset
-from results_file import append
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
+from results_file import markdown, show
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_memopt import BucketedCollator, attach, bucketed
@@ -47,9 +44,8 @@ def measure(trainer: Trainer, lengths: np.ndarray, budget: int) -> dict[str, flo
     """Return the tokens of the batches of an epoch and the time to make them."""
     seconds, tokens, examples = [], int(lengths.sum()), len(lengths)
     for _ in range(REPEATS):
-        sizes, start = [], time.process_time()
-        for batch in trainer.get_train_dataloader():
-            sizes.append(batch["input_ids"].numel())
+        start = time.process_time()
+        sizes = [batch["input_ids"].numel() for batch in trainer.get_train_dataloader()]
         seconds.append(time.process_time() - start)
     return {
         "batches": len(sizes),
@@ -76,27 +72,31 @@ def arms(lengths: np.ndarray, budget: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def table(figures: dict[str, Any]) -> str:
+    """Return what each way makes of the budget."""
+    rows = [
+        (
+            f"{name}, {of_set['budget']:,}: {arm}",
+            f"{found['batches']:,}",
+            f"{found['tokens_per_batch']:,.0f}",
+            f"{found['largest_over_budget']:.2f}",
+            f"{found['budget_used']:.3f}",
+            f"{found['us_per_example']:.0f}",
+        )
+        for name, of_set in figures.items()
+        for arm, found in of_set["arms"].items()
+    ]
+    return markdown("| set, budget: way | batches | tokens, mean | largest / budget | budget used | us/example |", rows)
+
+
 def main() -> None:
-    """Measure, print and append a row to benchmarks/results."""
+    """Measure, print and append the row."""
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {}
-    for name, (lengths, budget) in tqdm(length_sets(EXAMPLES).items(), leave=False):
-        figures[name] = {"budget": budget, "arms": arms(np.asarray(lengths), budget)}
-        table = Table(title=f"{name}: {len(lengths):,} examples, budget {budget:,} tokens")
-        table.add_column("way", no_wrap=True)
-        for column in ("batches", "tokens, mean", "largest / budget", "budget used", "us / example"):
-            table.add_column(column, justify="right")
-        for arm, row in figures[name]["arms"].items():
-            table.add_row(
-                arm,
-                f"{row['batches']:,}",
-                f"{row['tokens_per_batch']:,.0f}",
-                f"{row['largest_over_budget']:.2f}",
-                f"{row['budget_used']:.3f}",
-                f"{row['us_per_example']:.0f}",
-            )
-        Console().print(table)
-    Console().print(f"appended to {append('padding_free', figures)}")
+    figures = {
+        name: {"budget": budget, "arms": arms(np.asarray(lengths), budget)}
+        for name, (lengths, budget) in length_sets(EXAMPLES).items()
+    }
+    show("padding_free", figures, table(figures))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """What ``plan`` chooses for eight models on five GPUs, and the largest full fine-tuning: python benchmarks/plans.py
 
-Every plan is appended to ``benchmarks/results/plans.jsonl`` as soon as it is found. A second run goes on where the
-first one stopped, and plans again what another version of the package has planned. Ten to twenty minutes on two idle
-CPU cores; no GPU is needed, and no figure was measured on one.
+The rows are in ``benchmarks/results/plans.jsonl``, written after each plan. Ten to twenty minutes on two idle CPU
+cores; no GPU is needed, and no figure was measured on one.
 
-python benchmarks/plans.py --only 'Llama*'    # models by name
-python benchmarks/plans.py --again            # plan everything anew
+python benchmarks/plans.py --only 'Llama*'    # models by name; the rows of the others stay
 """
 
 from __future__ import annotations
@@ -13,20 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import results_file
 
-import hf_memopt
 from hf_memopt import Plan, plan
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, to_gib
 
 OUT = results_file.RESULTS / "plans.jsonl"
 EXAMPLE_PLAN = results_file.RESULTS / "plan-example.json"  # of which README's picture is made
@@ -50,6 +45,10 @@ LARGEST = (  # model, GPU, effective batch: a released gradient takes it as one 
 )
 CONSENTS = ("release_clipping", "bf16_weights")
 
+STAGES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+SIZES = {"RTX 4060": 8, "T4": 16, "RTX 3090": 24}  # GB, of GPUs whose names have none
+MARKS = {"computed": "c", "measured": "m"}
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -71,6 +70,7 @@ class Cell:
 MODEL_CELLS = tuple(Cell(model, gpu, seq_len) for model, seq_len in MODELS for gpu in GPUS)
 EXAMPLE = Cell("Qwen2.5-1.5B", "RTX 3060 12GB", 512)  # whose table README shows
 LARGEST_CELLS = tuple(Cell(model, gpu, 512, batch, "full", CONSENTS) for model, gpu, batch in LARGEST)
+EVERY_CELL = (*LARGEST_CELLS, *MODEL_CELLS)
 
 
 def planned(cell: Cell) -> Plan:
@@ -129,61 +129,112 @@ def _per_second(shown: Any) -> float | None:
 # ---- The file -------------------------------------------------------------------------------------------------------
 
 
-def source_hash() -> str:
-    """Return a fingerprint of what plans depend on: the parts of the package that they run."""
-    folder = Path(hf_memopt.__file__).parent
-    parts = [folder / name for name in ("binding", "devices", "memory", "recipes/planning")]
-    files = [folder / "recipes" / "recipe.py", *(file for part in parts for file in part.rglob("*.py"))]
-    return results_file.fingerprint(sorted(files), folder)
-
-
-def read_plans(path: Path = OUT) -> dict[str, dict[str, Any]]:
-    """Return the last row of each question, by its text."""
-    if not path.exists():
-        return {}
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {key_of(row["figures"]): row for row in rows if row["case"] == CASE}
+def read_plans() -> dict[str, dict[str, Any]]:
+    """Return the row of each question, by its text."""
+    lines = OUT.read_text(encoding="utf-8").splitlines() if OUT.exists() else []
+    return {key_of(row["figures"]): row for row in map(json.loads, lines)}
 
 
 def key_of(figures: Mapping[str, Any]) -> str:
     """Return the text of the question that a row answers."""
-    names = asdict(MODEL_CELLS[0])
-    return Cell(**{name: tuple(figures[name]) if name == "allow" else figures[name] for name in names}).key
+    asked = {field.name: figures[field.name] for field in fields(Cell)}
+    return Cell(**{**asked, "allow": tuple(asked["allow"])}).key
 
 
-def undone(cells: Iterable[Cell], rows: Mapping[str, Mapping[str, Any]], source: str) -> list[Cell]:
-    """Return the questions that this version of the package has not answered."""
-    return [cell for cell in cells if rows.get(cell.key, {}).get("figures", {}).get("source") != source]
+def write_plans(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the rows in the order of the questions."""
+    lines = [json.dumps(rows[cell.key]) + "\n" for cell in EVERY_CELL if cell.key in rows]
+    OUT.write_text("".join(lines), encoding="utf-8")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Plan what is missing; keep one row of each question once all are answered."""
+# ---- The tables -----------------------------------------------------------------------------------------------------
+
+
+def plans_table() -> str:
+    """Return the table of models and GPUs."""
+    rows = read_plans()
+    heads = [gpu if "GB" in gpu else f"{gpu}, {SIZES[gpu]} GB" for gpu in GPUS]
+    lines = [
+        (
+            model if seq_len is None else f"{model}, {seq_len}",
+            *(_cell(rows, Cell(model, gpu, seq_len)) for gpu in GPUS),
+        )
+        for model, seq_len in MODELS
+    ]
+    note = (
+        f"What `plan` chooses with nothing allowed that changes the training but LoRA and QLoRA: micro-batch x "
+        f"accumulation steps of {EFFECTIVE_BATCH} examples, GiB of the GPU, predicted tokens (images) per second; "
+        "whisper: tokens of the labels. c: computed, m: measured (`python benchmarks/plans.py`)."
+    )
+    return results_file.markdown(f"| model, tokens | {' | '.join(heads)} |", lines, note)
+
+
+def _cell(rows: dict[str, dict[str, Any]], cell: Cell) -> str:
+    found = _figures(rows, cell)
+    if not found["fits"]:
+        return "-"
+    size = f"{to_gib(found['total_bytes']):.1f} GiB"
+    speed = "" if found["per_second"] is None else f", {_rounded(found['per_second'])}/s"
+    return f"{STAGES[found['stage']]} {found['batch']}<br>{size}{speed} {MARKS[found['basis']]}"
+
+
+def _figures(rows: dict[str, dict[str, Any]], cell: Cell) -> dict[str, Any]:
+    if cell.key not in rows:
+        raise SystemExit(f"{cell} was not planned; expected a row of it. Run: python benchmarks/plans.py")
+    figures: dict[str, Any] = rows[cell.key]["figures"]
+    return figures
+
+
+def _rounded(value: float) -> str:
+    """Return a number with two significant digits; a prediction is no more exact."""
+    digits = 2 - len(str(int(value)))
+    return f"{round(value, digits):,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def plan_example() -> str:
+    """Return what ``hf-memopt plan`` prints for one model and GPU."""
+    return f"```text\n{_figures(read_plans(), EXAMPLE)['text']}\n```"
+
+
+def largest_full() -> str:
+    """Return the largest models of which every parameter is trained."""
+    rows = read_plans()
+    lines = []
+    for cell in LARGEST_CELLS:
+        found = _figures(rows, cell)
+        cells = [f"{cell.model}, {cell.seq_len}, {cell.gpu}", found["batch"], "yes" if found["clipping"] else "none"]
+        cells.append(f"{to_gib(found['total_bytes']):.2f} of {to_gib(found['usable_bytes']):.2f}")
+        lines.append((*cells, _rounded(found["per_second"])))
+    words = ", ".join(f'"{word}"' for word in CONSENTS)
+    note = (
+        f'Every parameter trained by the stock `Trainer`: `plan(model, gpu=..., method="full", allow=[{words}], '
+        f"effective_batch_size=...)` chooses {found['set_up'].removeprefix('full, ')}; gradients are neither "
+        "accumulated nor clipped by their global norm. Computed, not measured (`python benchmarks/plans.py`)."
+    )
+    return results_file.markdown("| model, tokens, GPU | batch | clipping | GiB of usable | tokens/s |", lines, note)
+
+
+# ---- The program ----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Plan, and write the rows after each plan."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="*", metavar="PATTERN", help="models by name, such as 'Llama*'")
-    parser.add_argument("--again", action="store_true", help="plan again what is done")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="another file for the rows")
-    options = parser.parse_args(arguments)
-    source = source_hash()
-    every = (*LARGEST_CELLS, *MODEL_CELLS)
-    cells = [cell for cell in every if fnmatch(cell.model.lower(), options.only.lower())]
-    left = cells if options.again else undone(cells, read_plans(options.out), source)
-    for number, cell in enumerate(left, 1):
-        started = time.perf_counter()
-        found = planned(cell)
-        figures = {**figures_of(cell, found), "source": source}
-        if cell == EXAMPLE and options.out == OUT:
-            EXAMPLE_PLAN.write_text(pictured(found), encoding="utf-8")
-        results_file.append(CASE, figures, path=options.out)
-        needs = f"{figures['set_up']}, {figures['batch']}, {format_bytes(figures['total_bytes'])}"
-        took = time.perf_counter() - started
-        print(f"[{number}/{len(left)}] {cell.model}, {cell.gpu}: {needs} ({took:.0f} s)", flush=True)
-    rows = read_plans(options.out)
-    if not undone(every, rows, source):
-        lines = "".join(json.dumps(rows[cell.key]) + "\n" for cell in every)
-        options.out.write_text(lines, encoding="utf-8")
-    print(f"rows in {options.out}")
-    return 0
+    only = parser.parse_args(arguments).only.lower()
+    rows = read_plans()
+    for cell in EVERY_CELL:
+        if fnmatch(cell.model.lower(), only):
+            found = planned(cell)
+            figures = figures_of(cell, found)
+            rows[cell.key] = results_file.row_of(CASE, figures)
+            write_plans(rows)
+            if cell == EXAMPLE:
+                EXAMPLE_PLAN.write_text(pictured(found), encoding="utf-8")
+            needs = f"{figures['set_up']}, {figures['batch']}, {format_bytes(figures['total_bytes'])}"
+            print(f"{cell.model}, {cell.gpu}: {needs}", flush=True)
+    print(f"rows in {OUT}")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -13,8 +13,6 @@ from typing import Any
 
 from published_cases import Case
 from published_changes import (
-    adafactor_of_torch,
-    adamw_in_a_loop,
     adamw_of_transformers,
     bf16_adapters_and_heads,
     cache_without_copy,
@@ -22,7 +20,6 @@ from published_changes import (
     experts_in_a_loop,
     keep_projections_of_keys,
     upcast_and_copy_in_loss,
-    upcast_logits,
 )
 from published_sharding import FlatShards, sharded_optimizer
 from torch import nn
@@ -38,8 +35,7 @@ class Behaviour:
     Attributes:
         name: what happened then.
         library: as in ``Case.versions``.
-        since: the first (major, minor) that has it; None for every earlier one.
-        before: the first that no longer has it; None for every later one.
+        before: the first (major, minor) that no longer has it; every earlier one does.
         change: changes the settings of an estimate in place.
         source: where it is documented.
         loops: the kinds of loop that it concerns.
@@ -49,8 +45,7 @@ class Behaviour:
 
     name: str
     library: str
-    since: tuple[int, int] | None
-    before: tuple[int, int] | None
+    before: tuple[int, int]
     change: Callable[[Settings], None]
     source: str
     loops: tuple[str, ...] = LOOPS
@@ -60,7 +55,7 @@ class Behaviour:
     def concerns(self, case: Case, model_type: str) -> bool:
         """Return whether the run of ``case`` had this behaviour."""
         version = case.versions.get(self.library)
-        if version is None or (self.since and version < self.since) or (self.before and version >= self.before):
+        if version is None or version >= self.before:
             return False
         of_model = self.model_types is None or model_type in self.model_types
         return case.loop in self.loops and of_model and self.applies(case)
@@ -100,33 +95,13 @@ def _shard_flat(settings: Settings) -> None:
 _UPCASTING = frozenset(
     {"llama", "mistral", "mixtral", "granite", "qwen2", "qwen2_moe", "gemma", "gemma2", "phi", "phi3"}
 )
-_LATER = frozenset({"mistral", "granite"})  # moved to the common loss with 4.48, the others with 4.46
 _OWN_LOSS = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "gpt_neox"})
 _SOURCE = "github:huggingface/transformers "
 
 BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
-        "logits are cast to float32 in forward",
-        "transformers",
-        None,
-        (4, 46),
-        _prepare(upcast_logits),
-        _SOURCE + "v4.45.2 models/llama/modeling_llama.py, LlamaForCausalLM.forward",
-        model_types=_UPCASTING,
-    ),
-    Behaviour(
-        "logits are cast to float32 in forward (families that came later to the common loss)",
-        "transformers",
-        (4, 46),
-        (4, 48),
-        _prepare(upcast_logits),
-        _SOURCE + "v4.47.1 models/mistral/modeling_mistral.py, MistralForCausalLM.forward",
-        model_types=_LATER,
-    ),
-    Behaviour(
         "the loss casts the logits to float32 and copies their shifted part",
         "transformers",
-        None,
         (4, 49),
         _prepare(upcast_and_copy_in_loss),
         _SOURCE + "v4.48.1 loss/loss_utils.py, ForCausalLMLoss; before 4.46 each model's forward",
@@ -135,7 +110,6 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         "the loss copies the shifted logits in their own dtype",
         "transformers",
-        None,
         (4, 49),
         _prepare(copy_in_loss),
         _SOURCE + "v4.48.1 models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeForCausalLM.forward",
@@ -144,7 +118,6 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         "the key-value cache keeps keys and values without a copy",
         "transformers",
-        None,
         (4, 54),
         _prepare(cache_without_copy),
         _SOURCE + "v4.53.3 cache_utils.py, DynamicCache.update",
@@ -153,7 +126,6 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         "experts are linears of their own, run one after the other",
         "transformers",
-        None,
         (5, 0),
         _prepare(experts_in_a_loop, first=True),
         _SOURCE + "v4.57.1 models/mixtral/modeling_mixtral.py, MixtralSparseMoeBlock",
@@ -162,7 +134,6 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         "checkpointing leaves use_cache on, and keys and values are views of the whole projection",
         "transformers",
-        None,
         (4, 53),
         _prepare(keep_projections_of_keys),
         _SOURCE + "v4.51.3 models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeModel.forward",
@@ -172,17 +143,15 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         "bfloat16 adapters, embeddings and head after prepare_model_for_kbit_training",
         "trl",
-        None,
         (0, 24),
         _prepare(bf16_adapters_and_heads),
         "github:huggingface/trl v0.13.0 to v0.23.0 trl/trainer/utils.py, peft_module_casting_to_bf16",
         loops=("SFTTrainer",),
-        applies=lambda case: case.kbit_preparation == "peft" and case.settings["precision"] == "bf16",
+        applies=lambda case: case.kbit_preparation and case.settings["precision"] == "bf16",
     ),
     Behaviour(
         "softmax keeps its input",
         "torch",
-        None,
         (1, 11),
         _set(attn_implementation="eager_with_kept_input"),
         "github:pytorch/pytorch v1.10.0 tools/autograd/derivatives.yaml, _softmax (self in the backward formula)",
@@ -191,7 +160,6 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         "zero_grad keeps the gradients",
         "torch",
-        None,
         (2, 0),
         _set(zero_grad_to_none=False),
         "github:pytorch/pytorch release notes of 2.0: zero_grad sets gradients to None by default",
@@ -199,7 +167,6 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         "the Trainer's AdamW is transformers' own, a loop with one temporary",
         "transformers",
-        None,
         (4, 16),
         _set(optimizer_memory=adamw_of_transformers),
         _SOURCE + "v4.15.0 trainer.py, create_optimizer; optimization.py, AdamW.step",
@@ -207,29 +174,8 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         applies=lambda case: case.settings["optim"] == "adamw_torch",
     ),
     Behaviour(
-        "optim='adamw_hf': a loop with one temporary",
-        "transformers",
-        (4, 16),
-        (5, 0),
-        _set(optimizer_memory=adamw_of_transformers),
-        _SOURCE + "v4.45.2 optimization.py, AdamW.step",
-        loops=("Trainer", "SFTTrainer"),
-        applies=lambda case: case.optim_class == "transformers.AdamW",
-    ),
-    Behaviour(
-        "torch's AdamW loops over the parameters",
-        "torch",
-        None,
-        (2, 0),
-        _set(optimizer_memory=adamw_in_a_loop),
-        "github:pytorch/pytorch release notes of 2.0: foreach is the default of optimizers on CUDA",
-        loops=("manual",),
-        applies=lambda case: case.settings["optim"] == "adamw_torch",
-    ),
-    Behaviour(
         "8-bit optimizers keep embeddings at 8 bits",
         "transformers",
-        None,
         (4, 19),
         _set(embedding_bits=8),
         _SOURCE + "v4.19.0 trainer.py is the first with an override by GlobalOptimManager",
@@ -237,33 +183,13 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         applies=lambda case: "8bit" in case.settings["optim"],
     ),
     Behaviour(
-        "Adafactor is torch's: one temporary",
-        "torch",
-        (2, 5),
-        None,
-        _set(optimizer_memory=adafactor_of_torch),
-        "github:pytorch/pytorch v2.6.0 torch/optim/_adafactor.py, _single_tensor_adafactor",
-        loops=("manual",),
-        applies=lambda case: case.optim_class == "torch.optim.Adafactor",
-    ),
-    Behaviour(
         "FSDP has flat parameters, which are gathered in place",
         "transformers",
-        None,
         (5, 17),
         _shard_flat,
         _SOURCE
         + "v5.8.1 training_args.py: version 1 unless fsdp_config has another; accelerate 1.0 has that one alone",
         loops=("Trainer", "SFTTrainer"),
         applies=lambda case: case.gpus > 1,
-    ),
-    Behaviour(
-        "cuBLAS has no workspace in torch's allocator on ROCm",
-        "torch",
-        None,
-        None,
-        _set(cublas_workspace_bytes=0),
-        "github:pytorch/pytorch aten/src/ATen/cuda/CublasHandlePool.cpp: the workspace is set where USE_ROCM is not",
-        applies=lambda case: case.rocm,
     ),
 )

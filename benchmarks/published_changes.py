@@ -16,14 +16,9 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory, ParameterFacts
-from hf_memopt.memory.optimizers.parameter_facts import FLOAT_BYTES, in_order, memory_of, with_previous
+from hf_memopt.memory.optimizers.parameter_facts import in_order, memory_of, with_previous
 
 # ---- The loss and the logits of language models
-
-
-def upcast_logits(model: Any) -> None:
-    """Cast the logits to float32 as soon as the head has made them."""
-    model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.float())
 
 
 def upcast_and_copy_in_loss(model: Any) -> None:
@@ -208,34 +203,8 @@ def bf16_adapters_and_heads(model: Any) -> None:
 # ---- Optimizers
 
 
-def _two_averages(parameters: Sequence[ParameterFacts], temporaries: int) -> OptimizerMemory:
-    state = [size for parameter in in_order(parameters) for size in (parameter.size_bytes,) * 2]
-    step = [(left, *(parameter.size_bytes,) * temporaries) for left, parameter in with_previous(parameters)]
-    return memory_of(state, step)
-
-
 def adamw_of_transformers(parameters: Sequence[ParameterFacts]) -> OptimizerMemory:
     """Return the memory of transformers.AdamW: a loop over the parameters with one temporary."""
-    return _two_averages(parameters, 1)
-
-
-def adamw_in_a_loop(parameters: Sequence[ParameterFacts]) -> OptimizerMemory:
-    """Return the memory of torch.optim.AdamW without foreach: a loop over the parameters with two temporaries."""
-    return _two_averages(parameters, 2)
-
-
-def adafactor_of_torch(parameters: Sequence[ParameterFacts]) -> OptimizerMemory:
-    """Return the memory of torch.optim.Adafactor: factors along the last two dimensions, one temporary.
-
-    The last parameter's update is held while the next one's variance is estimated.
-    """
-    state: list[int] = []
-    step: list[tuple[int, ...]] = []
-    for left, parameter in with_previous(parameters):
-        shape, size = parameter.shape, parameter.element_size
-        rows = parameter.elements // shape[-1] if shape else 1
-        columns = parameter.elements // shape[-2] if len(shape) > 1 else 0
-        factors = (rows * size, columns * size) if len(shape) > 1 else (parameter.size_bytes,)
-        state += factors
-        step.append((left, *(factors if len(shape) > 1 else (parameter.size_bytes,)), parameter.size_bytes))
-    return memory_of(state, step, host_state_bytes=FLOAT_BYTES * len(parameters))
+    state = [size for parameter in in_order(parameters) for size in (parameter.size_bytes,) * 2]
+    step = [(left, parameter.size_bytes) for left, parameter in with_previous(parameters)]
+    return memory_of(state, step)

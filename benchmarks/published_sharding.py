@@ -124,10 +124,6 @@ class FlatShards:
 
         return after
 
-    def _watch(self, unit: _Unit, value: Any) -> None:
-        if _trains(value):
-            value.register_hook(lambda gradient: self._begin(unit))
-
     def _begin(self, unit: _Unit) -> None:
         if unit.is_root and not self.is_backward:
             self.is_backward = True

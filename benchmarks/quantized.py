@@ -2,10 +2,10 @@
 
 A small Llama is trained on docstrings of the standard library, saved in bfloat16 and loaded in 4 bits (nf4, double
 quantisation). Then the stock Trainer trains adapters on other docstrings in bfloat16 autocast, after PEFT's
-``prepare_model_for_kbit_training``, after ``prepare_quantized``, and with other choices of what is float32. The
-reference is the same run in float32 throughout. The memory is estimated, of Llama-3.1-8B on an 8 GB GPU.
+``prepare_model_for_kbit_training`` and after ``prepare_quantized``. The reference is the same run in float32
+throughout; another seed shows what is noise. The memory is estimated, of Llama-3.1-8B on an 8 GB GPU.
 
-    python benchmarks/quantized.py [--steps 80] [--out FILE]
+    python benchmarks/quantized.py [--steps 80]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results_file import markdown, show
 
 BLOCK_TOKENS, BATCH_SIZE, UPDATES_OF_BASE, HELD_OUT = 128, 8, 100, 64
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -28,21 +29,19 @@ ESTIMATED |= {"load_in": "nf4", "optim": "paged_adamw_8bit", "precision": "bf16"
 Preparation = Callable[[Any], Any]
 
 
-def adapted(model: Any, *, prepare_first: Preparation | None = None, **options: Any) -> Any:
-    """Return a model with adapters on its linear layers, after a preparation."""
+def adapted(model: Any) -> Any:
+    """Return a model with adapters on its linear layers."""
     from peft import LoraConfig, get_peft_model
 
-    if prepare_first is not None:
-        prepare_first(model)
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, config, **options)
+    return get_peft_model(model, config)
 
 
 def of_peft(model: Any) -> Any:
     """Prepare as PEFT does: every 16-bit parameter becomes float32."""
     from peft import prepare_model_for_kbit_training
 
-    return adapted(model, prepare_first=lambda m: prepare_model_for_kbit_training(m, use_gradient_checkpointing=False))
+    return adapted(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))
 
 
 def ours(model: Any) -> Any:
@@ -54,30 +53,7 @@ def ours(model: Any) -> Any:
     return wrapped
 
 
-def norms_in_float32(model: Any) -> Any:
-    """Prepare as QLoRA's own script does: norms in float32, embeddings and head in bfloat16."""
-    wrapped = ours(model)
-    for name, parameter in wrapped.named_parameters():
-        if "norm" in name:
-            parameter.data = parameter.data.float()
-    return wrapped
-
-
-def adapters_in_16_bits(model: Any) -> Any:
-    """Leave the adapters, which are trained, in the dtype of the model."""
-    wrapped = adapted(model, autocast_adapter_dtype=False)
-    for parameter in wrapped.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.bfloat16()
-    return wrapped
-
-
-PREPARATIONS: dict[str, Preparation] = {
-    "peft's prepare_model_for_kbit_training": of_peft,
-    "prepare_quantized": ours,
-    "prepare_quantized, norms float32": norms_in_float32,
-    "adapters in bfloat16 too": adapters_in_16_bits,
-}
+PREPARATIONS: dict[str, Preparation] = {"peft's prepare_model_for_kbit_training": of_peft, "prepare_quantized": ours}
 
 
 def token_blocks(texts: list[str]) -> tuple[int, list[dict[str, torch.Tensor]]]:
@@ -190,40 +166,29 @@ def table(figures: dict[str, Any]) -> str:
     runs, memory = figures["runs"], figures["memory_bytes"]
     reference = runs["float32 throughout"]["losses"]
     last = len(reference) // 4
-    lines = [
-        "| preparation | first loss | last quarter | unseen text | mean difference per step | Llama-3.1-8B |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, found in runs.items():
         losses = found["losses"]
         apart = "" if "seed" in name or losses is reference else f"{difference(losses, reference):.5f}"
         size = f"{memory[name] / 2**30:.2f} GiB" if name in memory else ""
-        lines.append(
-            f"| {name} | {losses[0]:.4f} | {statistics.mean(losses[-last:]):.4f} | {found['unseen']:.4f} | {apart} "
-            f"| {size} |"
-        )
-    return "\n".join(lines)
+        means = (losses[0], statistics.mean(losses[-last:]), found["unseen"])
+        rows.append((name, *(f"{mean:.4f}" for mean in means), apart, size))
+    head = "| preparation | first loss | last quarter | unseen text | mean difference per step | Llama-3.1-8B |"
+    return markdown(head, rows)
 
 
-def main() -> int:
-    """Train, estimate, print the curves and the table, append the figures to the results."""
-    from results_file import append
-
+def main() -> None:
+    """Train, estimate, print the table, append the row."""
     from hf_memopt.demo.docstring_task import read_docstrings, source_files
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=80, metavar="N")
-    parser.add_argument("--out", type=Path, default=None, metavar="FILE")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)  # peft 0.21, transformers 5.23
     texts = sorted(read_docstrings(source_files()))
     figures = {"runs": training_figures(texts, options.steps), "memory_bytes": memory_figures(), "estimated": ESTIMATED}
-    for name, found in figures["runs"].items():
-        print(f"{name}: loss {' '.join(f'{loss:.4f}' for loss in found['losses'][:: options.steps // 8 or 1])}")
-    print(table(figures))
-    print(f"appended to {append('quantized', figures, path=options.out)}")
-    return 0
+    show("quantized", figures, table(figures))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -1,29 +1,31 @@
-"""Append one row of a benchmark to ``benchmarks/results/<machine>.jsonl``: case, figures, versions, commit, date."""
+"""The rows of benchmarks: a run appends one to ``benchmarks/results/<machine>.jsonl`` (case, figures, versions, commit,
+date), and README's tables are made of the last ones.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import hf_memopt
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "datasets")
 PEERS = ("lhotse", "trl")  # written only where they are installed
+MACHINE = "2 CPU cores without an accelerator"  # of the rows that README shows
 
 
 def machine() -> str:
     """Return the GPU's name as a file name, or ``cpu-<physical cores>core`` without an accelerator."""
+    import torch
+
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     elif torch.xpu.is_available():
@@ -37,42 +39,59 @@ def machine() -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def fingerprint(files: Iterable[Path], root: Path) -> str:
-    """Return a fingerprint of files by their paths below ``root``: unlike the commit it knows a changed tree."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
-
-
-def append(case: str, figures: dict[str, Any], *, path: Path | str | None = None) -> Path:
-    """Append a row and return the file; ``path`` is another file than that of this machine.
-
-    Raises:
-        ValueError: a figure is NaN, infinite or no JSON value; nothing is written then.
-    """
-    target = RESULTS / f"{machine()}.jsonl" if path is None else Path(path)
-    row = {
+def row_of(case: str, figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a run."""
+    return {
         "case": case,
         "figures": figures,
-        "versions": _versions(),
-        "commit": _commit(),
+        "versions": installed_versions(),
+        "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    try:
-        line = json.dumps(row, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"figures={figures!r} cannot be written ({error}); expected finite numbers and text. "
-            "Write None for a figure that is missing."
-        ) from error
-    target.parent.mkdir(parents=True, exist_ok=True)
+
+
+def append(case: str, figures: dict[str, Any], *, path: Path | None = None) -> Path:
+    """Append a row and return the file; ``path`` is another file than that of this machine."""
+    target = path or RESULTS / f"{machine()}.jsonl"
+    line = json.dumps(row_of(case, figures), allow_nan=False)
     with target.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
     return target
 
 
-def _versions() -> dict[str, str]:
+def show(case: str, figures: dict[str, Any], table: str) -> None:
+    """Print the table of a run and append its row."""
+    print(table)
+    print(f"appended to {append(case, figures)}")
+
+
+def last_row(case: str, *, program: str | None = None) -> dict[str, Any]:
+    """Return the latest row of a case; ``program`` is the file that makes it, where its name is another one."""
+    rows = [
+        json.loads(line) for file in sorted(RESULTS.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()
+    ]
+    found = [row for row in rows if row["case"] == case]
+    if not found:
+        raise SystemExit(
+            f"benchmarks/results has no row of the case {case!r}; run benchmarks/{program or case}.py first"
+        )
+    return max(found, key=lambda row: row["date"])
+
+
+def versions_of(row: dict[str, Any], *packages: str) -> str:
+    """Return the versions of packages, of those that the row has."""
+    return ", ".join(f"{name} {row['versions'][name]}" for name in packages if name in row["versions"])
+
+
+def markdown(head: str, rows: Iterable[Sequence[str] | str], *notes: str) -> str:
+    """Return a table: its first line, rows as cells or as whole lines, and what stands below it."""
+    lines = [row if isinstance(row, str) else f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(
+        [head, f"|{'---|' * (head.count('|') - 1)}", *lines, *(line for note in notes for line in ("", note))]
+    )
+
+
+def installed_versions() -> dict[str, str]:
     """Return the versions of what is installed, and that of the code of this package."""
     found = {"python": platform.python_version(), "hf-memopt": hf_memopt.__version__}
     for package in (*PACKAGES, *PEERS):
@@ -83,7 +102,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the commit that was measured, with ``-dirty`` if the tree differs from it; None outside a repository."""
     command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     try:

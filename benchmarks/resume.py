@@ -9,11 +9,7 @@ reads it. Linux only. glibc keeps freed blocks for later use once it has seen bl
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fresh_process import in_fresh_process
+from results_file import markdown, show
 from torch import nn
+
+from hf_memopt.units import format_bytes
 
 CASES = {
     "AdamW of torch": "torch.optim.AdamW",
@@ -41,14 +41,14 @@ def build(name: str, device: str) -> tuple[list[nn.Parameter], Any]:
     return parameters, getattr(library.optim, name.split(".")[-1])(parameters, lr=0.1)
 
 
-def write(name: str, path: str) -> dict[str, Any]:
-    """Write the state of an optimizer that has stepped once."""
+def write(name: str, path: str) -> int:
+    """Write the state of an optimizer that has stepped once; return its bytes."""
     parameters, optimizer = build(name, "cpu")
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     torch.save(optimizer.state_dict(), path)
-    return {"state_bytes": Path(path).stat().st_size}
+    return Path(path).stat().st_size
 
 
 def load(name: str, path: str, way: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def load(name: str, path: str, way: str) -> dict[str, Any]:
                 state_dict = torch.load(path, map_location="cpu", weights_only=True)
             read(state_dict["state"])
             load_optimizer_state(optimizer, state_dict)
-    return {"host_bytes": peak.bytes, "seconds": peak.seconds}
+    return {"host_bytes": peak.bytes}
 
 
 def read(value: Any) -> None:
@@ -82,14 +82,12 @@ class AnonymousPeak:
     """The peak of this process's anonymous memory above what it was at the start, sampled by a thread."""
 
     def __enter__(self) -> AnonymousPeak:
-        self.bytes, self.seconds, self._before, self._is_over = 0, 0.0, anonymous_bytes(), False
-        self._started = time.perf_counter()
+        self.bytes, self._before, self._is_over = 0, anonymous_bytes(), False
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.seconds = time.perf_counter() - self._started
         self._is_over = True
         self._thread.join()
 
@@ -105,42 +103,30 @@ def anonymous_bytes() -> int:
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
 
 
-def main() -> int:
-    """Run the cases, print a table, append the figures to the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", nargs=2, metavar=("OPTIMIZER", "FILE"), help="in this process")
-    parser.add_argument("--load", nargs=3, metavar=("OPTIMIZER", "FILE", "WAY"), help="in this process")
-    given = parser.parse_args()
-    if given.write or given.load:
-        print(json.dumps(write(*given.write) if given.write else load(*given.load)))
-        return 0
-    from results_file import append
-
-    from hf_memopt.units import format_bytes
-
-    figures = {}
-    print(f"{'optimizer':<32}{'state':>12}{'stock':>12}{'lean':>12}{'of stock':>10}{'stock':>10}{'lean':>10}")
-    for title, name in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder) / "optimizer.pt")
-            size = _in_a_fresh_process("--write", name, path)["state_bytes"]
-            stock, lean = (_in_a_fresh_process("--load", name, path, way) for way in WAYS)
-        figures[title] = {"state_bytes": size, "stock": stock, "lean": lean}
-        cells = [format_bytes(number) for number in (size, stock["host_bytes"], lean["host_bytes"])]
-        ratio = lean["host_bytes"] / stock["host_bytes"]
-        times = f"{stock['seconds']:>8.2f} s{lean['seconds']:>8.2f} s"
-        print(f"{title:<32}{''.join(f'{cell:>12}' for cell in cells)}{ratio:>9.0%} {times}", flush=True)
-    append("resume", figures)
-    return 0
+def measure(name: str) -> dict[str, Any]:
+    """Return the figures of one optimizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "optimizer.pt")
+        size = in_fresh_process(write, name, path)
+        return {"state_bytes": size, **{way: in_fresh_process(load, name, path, way) for way in WAYS}}
 
 
-def _in_a_fresh_process(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, *arguments]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def table(figures: dict[str, Any]) -> str:
+    """Return the host memory of a resume."""
+    rows = [
+        (name, *map(format_bytes, (found["state_bytes"], *(found[way]["host_bytes"] for way in WAYS))))
+        for name, found in figures.items()
+    ]
+    note = "Host memory above the start, of a state that belongs on a GPU (`python benchmarks/resume.py`)."
+    return markdown("| optimizer | its state | stock reads it with | lean |", rows, note)
+
+
+def main() -> None:
+    """Run the cases, print the table, append the row."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # read when a process starts: for the fresh ones
+    figures = {title: measure(name) for title, name in CASES.items()}
+    show("resume", figures, table(figures))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -10,7 +10,7 @@ All ways compute in bfloat16 (``bf16=True`` for float32 weights), and all are ev
 order of the data, and the weights of the BERT. Printed are means over the seeds, and the 95 % t-interval of the mean
 difference from float32 weights with the same seed.
 
-    python benchmarks/sixteen_bit_weights.py [--seeds 3] [--task demo|causal-lm] [--out FILE]
+    python benchmarks/sixteen_bit_weights.py [--seeds 3]
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ import copy
 import statistics
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import results_file
 import torch
 from accuracy import t_interval
-from rich.console import Console
-from rich.table import Table
+from results_file import markdown, show
 from transformers import (
     DataCollatorWithPadding,
     LlamaConfig,
@@ -54,6 +51,7 @@ WAYS = ("float32 masters", "plain bf16", "stochastic", "kahan")
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256}
 LENGTH_TOKENS = 64
 ROWS = 320  # of each half of the causal LM's texts
+TITLES = {"demo": "the demo's task", "causal-lm": "a small causal language model, continued"}
 RATES = {"demo": 1e-3, "causal-lm before": 1e-3, "causal-lm": 5e-5}
 
 
@@ -194,45 +192,40 @@ def summarise(rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return found
 
 
-def show(task: str, found: dict[str, Any], console: Console) -> None:
-    """Print one task's table."""
-    table = Table(
-        *("weights", "loss", "difference, 95 %", "accuracy", "difference, 95 %", "bytes per parameter"),
-        title=f"{task} (bytes: weight + gradient + optimizer state)",
+def table(tasks: dict[str, dict[str, Any]]) -> str:
+    """Return quality and bytes of each way, task by task."""
+    rows = []
+    for task, figures in tasks.items():
+        for way in WAYS:
+            found = figures[way]
+            weight, state = found["weight_bytes"], found["state_bytes"]
+            differences = [
+                "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found[key]) if key in found else ""
+                for key in ("loss_difference", "accuracy_difference")
+            ]
+            cells = [TITLES[task], way, f"{found['loss']:.4f}", differences[0], f"{found['accuracy']:.4f}"]
+            rows.append((*cells, differences[1], f"{weight:.0f} + {weight:.0f} + {state:.2f}"))
+    seeds = next(iter(tasks.values()))["seeds"]
+    note = (
+        f"Means of {seeds} seeds with 95 % intervals of the difference; bytes of a parameter: weight, "
+        "gradient, 8-bit AdamW's state with embeddings in 32 bits (`python benchmarks/sixteen_bit_weights.py`)."
     )
-    for way, values in found.items():
-        differences = [
-            "" if way == WAYS[0] else "{:+.4f} [{:+.4f}, {:+.4f}]".format(*values[f"{name}_difference"])
-            for name in ("loss", "accuracy")
-        ]
-        weight, state = values["weight_bytes"], values["state_bytes"]
-        sizes = f"{weight:.2f} + {weight:.2f} + {state:.2f} = {2 * weight + state:.2f}"
-        table.add_row(way, f"{values['loss']:.4f}", differences[0], f"{values['accuracy']:.4f}", differences[1], sizes)
-    console.print(table)
+    return markdown("| task | weights | loss | against float32 weights | accuracy | against | bytes |", rows, note)
 
 
 def main() -> None:
-    """Run the seeds, print the tables, append a row for each task."""
+    """Run the seeds, print the table, append a row for each task."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, choices=range(2, 11), metavar="N")
-    parser.add_argument("--task", choices=("demo", "causal-lm"), default=None)
-    parser.add_argument("--out", type=Path, default=None, metavar="FILE")
-    options = parser.parse_args()
-    console = Console(width=150)
+    seeds = parser.parse_args().seeds
     task = docstring_task(read_docstrings(source_files()))
     tokenizer = train_tokenizer(task.train_texts)
     with tempfile.TemporaryDirectory() as folder:
         for name, build in (("demo", demo_run), ("causal-lm", causal_run)):
-            if options.task not in (None, name):
-                continue
             run, before = build(task, tokenizer, folder)
-            rows = {way: [run(way, seed) for seed in range(options.seeds)] for way in WAYS}
-            figures = {"seeds": options.seeds, "learning_rate": RATES[name], "before": before, **summarise(rows)}
-            if before is not None:
-                console.print("before: loss {:.4f}, accuracy {:.4f}".format(*before))
-            show(name, {way: figures[way] for way in WAYS}, console)
-            path = results_file.append(f"16-bit weights, {name}", figures, path=options.out)
-            console.print(f"appended to {path}", soft_wrap=True)
+            rows = {way: [run(way, seed) for seed in range(seeds)] for way in WAYS}
+            figures = {"seeds": seeds, "learning_rate": RATES[name], "before": before, **summarise(rows)}
+            show(f"16-bit weights, {name}", figures, table({name: figures}))
 
 
 if __name__ == "__main__":

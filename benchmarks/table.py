@@ -1,5 +1,5 @@
-"""Write the generated parts of README.md and docs/ between their markers, and README's picture, from the code and
-``benchmarks/results``.
+"""Write the generated parts of README.md and docs/ between their markers, and README's picture, from the code and the
+last rows in ``benchmarks/results``; each program there has its table.
 
 python benchmarks/table.py            # rewrite the pages
 python benchmarks/table.py --check    # exit code 1 if they are not current
@@ -9,50 +9,82 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-import table_estimates as estimates
-import table_plans as plans
-import table_trainings as trainings
-from table_cli import cli_help
-from table_compatibility import compatibility, tested_versions
+import accuracy
+import batching
+import batching_collation
+import batching_end_to_end
+import checkpointing
+import estimation
+import fused_cross_entropy
+import gpu_figures
+import large_models
+import memory_report
+import microbatch
+import plans
+import published
+import resume
+import sixteen_bit_weights
+import step_time
+import streaming
+from results_file import last_row
+from table_of_code import cli_help, compatibility, presets, tested_versions
+from table_of_demo import demo_sentence, demo_table, rescue_log
 from table_pictures import stale_pictures, write_pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(r"(?P<begin><!-- (?P<name>[\w-]+):begin -->\n).*?(?P<end><!-- (?P=name):end -->)", re.DOTALL)
 
+
+def _of(table: Callable[[Any], str], case: str, program: str | None = None) -> Callable[[], str]:
+    """Return what makes a table of the figures of a case's last row."""
+    return lambda: table(last_row(case, program=program)["figures"])
+
+
+def _of_batching(table: Callable[[Mapping[str, Any]], str], case: str) -> Callable[[], str]:
+    """Return what makes a table of a last row of ``batching.py``, versions included."""
+    return lambda: table(last_row(f"batching_{case}", program="batching"))
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
-    "status": estimates.status,
-    "rescue-log": trainings.rescue_log,
-    "demo-sentence": trainings.demo_sentence,
-    "demo-table": trainings.demo_table,
-    "accuracy": trainings.accuracy,
+    "status": lambda: published.status(last_row("published")["figures"], last_row("step_time")["figures"]),
+    "rescue-log": rescue_log,
+    "demo-sentence": demo_sentence,
+    "demo-table": demo_table,
+    "accuracy": _of(accuracy.table, "accuracy"),
     "cli-help": cli_help,
-    "padding-sentence": trainings.padding_sentence,
+    "padding-sentence": _of_batching(batching.padding_sentence, "lengths"),
     "plan-example": plans.plan_example,
-    "plans": plans.plans,
+    "plans": plans.plans_table,
     "largest-full": plans.largest_full,
-    "estimate-comparison": estimates.estimate_comparison,
-    "published-errors": estimates.published_errors,
-    "estimate-errors": estimates.estimate_errors,
-    "estimate-speed": estimates.estimate_speed,
-    "batching-table": trainings.batching_table,
-    "batching-collation": trainings.batching_collation,
-    "batching-end-to-end": trainings.batching_end_to_end,
-    "stream-scale": trainings.stream_scale,
-    "microbatch": trainings.microbatch,
-    "checkpointing": trainings.checkpointing,
-    "resume": trainings.resume,
-    "step-time": estimates.step_time,
-    "fused-cross-entropy": trainings.fused_cross_entropy,
-    "large-models": estimates.large_models,
-    "sixteen-bit-weights": trainings.sixteen_bit_weights,
+    "estimate-comparison": _of(estimation.comparison_table, "estimation_comparison", "estimation"),
+    "published-errors": _of(published.table, "published"),
+    "estimate-errors": gpu_figures.estimate_errors,
+    "estimate-speed": _of(estimation.table, "estimation"),
+    "batching-table": _of_batching(batching.lengths_table, "lengths"),
+    "batching-collation": _of_batching(batching_collation.collation_table, "collation"),
+    "batching-end-to-end": _of_batching(batching_end_to_end.end_to_end_table, "end_to_end"),
+    "stream-scale": _of(streaming.scale_table, "stream_scale", "streaming"),
+    "microbatch": _of(microbatch.table, "microbatch"),
+    "checkpointing": _of(checkpointing.table, "checkpointing"),
+    "resume": _of(resume.table, "resume"),
+    "step-time": _of(step_time.table, "step_time"),
+    "fused-cross-entropy": _of(fused_cross_entropy.table, "fused cross entropy", "fused_cross_entropy"),
+    "large-models": _of(large_models.table, "large_models"),
+    "sixteen-bit-weights": lambda: sixteen_bit_weights.table(
+        {
+            task: last_row(f"16-bit weights, {task}", program="sixteen_bit_weights")["figures"]
+            for task in sixteen_bit_weights.TITLES
+        }
+    ),
     "compatibility": compatibility,
     "tested-versions": tested_versions,
-    "presets": estimates.presets,
-    "memory-report": trainings.memory_report,
+    "presets": presets,
+    "memory-report": _of(memory_report.table, "memory_report"),
 }
 
 

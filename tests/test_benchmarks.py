@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-import itertools
+import importlib.util
 import json
 import math
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import batching
+import batching_end_to_end
+import batching_figures as figures
+import batching_peers as peers
+import command_line
 import numpy as np
 import pytest
+import results_file
+import streaming
 from hypothesis import given
 from hypothesis import strategies as st
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture
-def benchmark(monkeypatch) -> Any:
-    """Import a module of benchmarks/ by name."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
-
-
-@pytest.fixture(scope="module")
-def figures() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("batching_figures")
-
-
-@pytest.fixture(scope="module")
-def peers() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("batching_peers")
-
 
 @st.composite
-def epochs(draw: Any) -> tuple[list[int], list[list[int]], list[list[int]]]:
-    """Return lengths, and two ways to cut all of them into batches."""
+def epochs(draw: Any) -> tuple[list[int], list[list[int]]]:
+    """Return lengths, and a way to cut all of them into batches."""
     lengths = draw(st.lists(st.integers(0, 70), min_size=1, max_size=40))
-    return lengths, draw(cuts(len(lengths))), draw(cuts(len(lengths)))
+    return lengths, draw(cuts(len(lengths)))
 
 
 @st.composite
@@ -66,55 +47,27 @@ def slow_padded(batch: list[int], lengths: list[int]) -> tuple[int, int]:
 
 
 @given(epochs(), st.integers(1, 300))
-def test_figures_equal_a_count_by_hand(figures, drawn, budget) -> None:
-    lengths, batches, _ = drawn
-    epoch = figures.epoch_of(batches, np.array(lengths))
-    found = figures.figures_of(epoch, np.array(lengths), budget)
+def test_figures_equal_a_count_by_hand(drawn, budget) -> None:
+    lengths, batches = drawn
+    found = figures.figures_of(figures.epoch_of(batches, np.array(lengths)), budget)
     shapes = [slow_padded(batch, lengths) for batch in batches]
     padded = [rows * width for rows, width in shapes]
-    assert found["batches"] == len(batches)
     assert found["padding_efficiency"] == pytest.approx(sum(lengths) / sum(padded))
     assert found["fill"] == pytest.approx(sum(tokens / budget for tokens in padded) / len(batches))
-    real = [sum(lengths[i] for i in batch) for batch in batches]
-    assert found["real_tokens_over_budget"] == pytest.approx(sum(tokens / budget for tokens in real) / len(batches))
     assert found["shapes"] == len(set(shapes))
     assert found["batches_over_budget"] == len([tokens for tokens in padded if tokens > budget])
-    assert found["largest_batch_tokens"] == max(padded)
-    assert found["left_out_examples"] == 0
-    assert epoch.mean_lengths.tolist() == pytest.approx([sum(lengths[i] for i in b) / len(b) for b in batches])
 
 
-def test_shapes_that_the_sampler_tells_replace_the_own_ones(figures) -> None:
+def test_shapes_that_the_sampler_tells_replace_the_own_ones() -> None:
     lengths = np.array([3, 20, 5])
     epoch = figures.epoch_of([[0, 1], [2]], lengths, ([1, 1], [64, 32]))
-    found = figures.figures_of(epoch, lengths, 64)
+    found = figures.figures_of(epoch, 64)
     assert (found["padding_efficiency"], found["fill"], found["shapes"]) == (28 / 96, 0.75, 2)
 
 
-def test_examples_that_nobody_reads_and_those_read_twice(figures) -> None:
-    lengths = np.array([3, 20, 5, 9])
-    assert figures.figures_of(figures.epoch_of([[0, 1], [1]], lengths), lengths, 64)["left_out_examples"] == 2
-
-
-@given(epochs())
-def test_repeat_rate_equals_a_count_over_all_pairs(figures, drawn) -> None:
-    lengths, first, second = drawn
-    mates = {frozenset(pair) for batch in second for pair in itertools.combinations(batch, 2)}
-    pairs = [frozenset(pair) for batch in first for pair in itertools.combinations(batch, 2)]
-    expected = sum(pair in mates for pair in pairs) / len(pairs) if pairs else 0.0
-    made = [figures.epoch_of(batches, np.array(lengths)) for batches in (first, second)]
-    assert figures.repeat_rate(*made) == pytest.approx(expected)
-
-
-def test_mates_that_the_second_epoch_leaves_out_are_not_mates_again(figures) -> None:
-    first = figures.epoch_of([[0, 1], [2, 3]], np.full(4, 5))
-    second = figures.epoch_of([[2, 3]], np.full(4, 5))
-    assert figures.repeat_rate(first, second) == 0.5
-
-
 @given(epochs(), st.integers(1, 4))
-def test_straggler_ratio_equals_a_count_step_by_step(figures, drawn, ranks) -> None:
-    lengths, batches, _ = drawn
+def test_straggler_ratio_equals_a_count_step_by_step(drawn, ranks) -> None:
+    lengths, batches = drawn
     padded = [math.prod(slow_padded(batch, lengths)) for batch in batches]
     steps = [padded[i : i + ranks] for i in range(0, len(padded), ranks) if i + ranks <= len(padded)]
     found = figures.straggler_ratio(figures.epoch_of(batches, np.array(lengths)), ranks)
@@ -124,7 +77,7 @@ def test_straggler_ratio_equals_a_count_step_by_step(figures, drawn, ranks) -> N
         assert found is None
 
 
-def test_lag_one_of_known_series(figures) -> None:
+def test_lag_one_of_known_series() -> None:
     saw_tooth = np.tile(np.arange(50.0, 0, -1), 20)
     assert figures.lag_one(saw_tooth) == pytest.approx(slow_lag_one(saw_tooth.tolist()))
     assert figures.lag_one(saw_tooth) > 0.8
@@ -163,7 +116,7 @@ def slow_batch_by_size(lengths: list[int], max_tokens: int, multiple: int) -> li
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(60, 300), st.sampled_from([1, 4, 8]))
-def test_batch_by_size_equals_the_rule_step_by_step(peers, lengths, max_tokens, multiple) -> None:
+def test_batch_by_size_equals_the_rule_step_by_step(lengths, max_tokens, multiple) -> None:
     lengths = sorted(lengths)
     found = peers.batch_by_size(
         np.arange(len(lengths)), np.array(lengths, dtype=np.int64), max_tokens=max_tokens, multiple=multiple
@@ -179,7 +132,7 @@ NO_PACKAGE = ("hf_memopt", "random", "group_by_length", "batch_rebalance", "fair
 
 
 @pytest.mark.parametrize("world_size", [1, 8])
-def test_every_arm_reads_every_example_once_an_epoch(peers, world_size) -> None:
+def test_every_arm_reads_every_example_once_an_epoch(world_size) -> None:
     lengths, compared = small_lengths(), 0
     for name, arm in peers.ARMS.items():
         if not name.startswith(NO_PACKAGE) or peers.missing(name):
@@ -194,7 +147,7 @@ def test_every_arm_reads_every_example_once_an_epoch(peers, world_size) -> None:
 
 @pytest.mark.parametrize("name", ["lhotse dynamic bucketing", "TRL bfd packing"])
 @pytest.mark.filterwarnings("ignore")  # of packages that only the benchmark uses
-def test_peers_of_other_packages_read_every_example_once(peers, name) -> None:
+def test_peers_of_other_packages_read_every_example_once(name) -> None:
     if peers.missing(name):
         pytest.skip(peers.missing(name))
     lengths = small_lengths()
@@ -202,13 +155,13 @@ def test_peers_of_other_packages_read_every_example_once(peers, name) -> None:
     assert sorted(int(i) for batch in sampler.epoch(0) for i in batch) == list(range(500))
 
 
-def test_batch_sizes_of_the_fixed_arms(peers) -> None:
+def test_batch_sizes_of_the_fixed_arms() -> None:
     lengths = np.array([3, 3, 3, 60], dtype=np.int32)  # padded: 8, 8, 8, 64
     assert peers.safe_batch_size(lengths, 128) == 2
     assert peers.mean_batch_size(lengths, 128) == 5
 
 
-def test_a_peer_that_is_not_installed_is_named_with_the_call_that_installs_it(peers, monkeypatch) -> None:
+def test_a_peer_that_is_not_installed_is_named_with_the_call_that_installs_it(monkeypatch) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda _: None)
     assert peers.missing("lhotse dynamic bucketing") == (
         'lhotse dynamic bucketing: skipped, lhotse is not installed. Call: pip install "hf-memopt[bench]"'
@@ -216,8 +169,7 @@ def test_a_peer_that_is_not_installed_is_named_with_the_call_that_installs_it(pe
     assert peers.missing("random, safe") is None
 
 
-def test_held_bytes_count_the_lengths_where_they_are_kept(benchmark, peers) -> None:
-    measure = benchmark("batching_measure")
+def test_held_bytes_count_the_lengths_where_they_are_kept() -> None:
     lengths = np.full(100_000, 10, dtype=np.int32)
 
     def keeps(given: Any, *_: Any) -> Any:
@@ -227,14 +179,13 @@ def test_held_bytes_count_the_lengths_where_they_are_kept(benchmark, peers) -> N
         halves = given.astype(np.int16)
         return peers.Sampler(lambda _: iter([halves]))
 
-    held = [measure.held_bytes(peers.Arm(build), lengths, 0) / len(lengths) for build in (keeps, converts)]
+    held = [figures.held_bytes(peers.Arm(build), lengths, 0) / len(lengths) for build in (keeps, converts)]
     assert held == pytest.approx([4, 2], abs=0.1)
 
 
 @pytest.mark.slow
-def test_a_shared_stream_has_figures_of_each_rank(benchmark) -> None:
-    scale = benchmark("stream_scale")
-    found = scale.measure(2, 4, (3,))
+def test_a_shared_stream_has_figures_of_each_rank() -> None:
+    found = streaming.measure_scale(2, 4, (3,))
     assert set(found["modes"]) == {"batch_size=32", "max_tokens=8192"}
     for of_mode in found["modes"].values():
         assert 1 <= of_mode["straggler_ratio"] <= of_mode["straggler_ratio_worst"] < 2
@@ -242,44 +193,14 @@ def test_a_shared_stream_has_figures_of_each_rank(benchmark) -> None:
     assert found["resume"][0]["state_bytes"] < 1000
 
 
-# ---- Checks and tables ----------------------------------------------------------------------------------------------
-
-
-def of_arm(efficiency: float, fill: float, shapes: int, over: int = 0) -> dict[str, Any]:
-    return {"padding_efficiency": efficiency, "fill": fill, "shapes": shapes, "batches_over_budget": over}
-
-
-def test_only_a_peer_within_the_budget_that_wins_on_all_three_is_in_front(benchmark) -> None:
-    checks = benchmark("batching_checks")
-    arms = {
-        "hf_memopt max_tokens": of_arm(0.9, 0.9, 50),
-        "fairseq batch_by_size": of_arm(0.95, 0.95, 40),
-        "random, safe": of_arm(0.95, 0.95, 50),
-        "random, mean": of_arm(0.95, 0.95, 40, over=1),
-        "TRL bfd packing": of_arm(0.99, 0.99, 1),
-        "hf_memopt boundaries=auto": of_arm(0.95, 0.95, 40),
-    }
-    assert checks.peers_in_front(arms, "hf_memopt max_tokens") == ["fairseq batch_by_size"]
-    assert checks.peers_in_front(arms, "fairseq batch_by_size") == []
-
-
-def test_a_claim_that_is_missed_says_so_with_the_figure(benchmark) -> None:
-    checks = benchmark("batching_checks")
-    case = {"ratio": 21.0, "same_tensors": True}
-    report = {"128x512": case, "32x64": {**case, "same_tensors": False}}
-    assert [(check.claim, check.figures, check.reached) for check in checks.check_collation(report)] == [
-        ("fetch + collate 128x512: at least 30x", "21x", False),
-        ("fetch + collate 32x64: at least 8x", "21x", True),
-        ("the same tensors as stock", "32x64", False),
-    ]
+# ---- Tables ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "least", "most", "median"),
     [("review", 4, 512, 60), ("glue", 4, 256, 23), ("heavy", 8, 4096, 250)],
 )
-def test_length_sets_keep_to_their_limits_and_are_the_same_every_time(benchmark, name, least, most, median) -> None:
-    batching = benchmark("batching")
+def test_length_sets_keep_to_their_limits_and_are_the_same_every_time(name, least, most, median) -> None:
     lengths = batching.synthetic_lengths(name, 20_000)
     assert lengths.dtype == np.int32
     assert least <= lengths.min()
@@ -289,52 +210,48 @@ def test_length_sets_keep_to_their_limits_and_are_the_same_every_time(benchmark,
 
 
 @pytest.mark.parametrize("examples", [33, 640])
-def test_the_budget_of_the_trained_task_gives_the_steps_of_the_other_arms(benchmark, examples) -> None:
+def test_the_budget_of_the_trained_task_gives_the_steps_of_the_other_arms(examples) -> None:
     from hf_memopt import LengthBuckets
 
     lengths = np.clip(np.random.default_rng(1).lognormal(3.5, 0.8, examples), 2, 256).astype(np.int32)
-    budget = benchmark("batching_end_to_end").matching_budget(lengths)
+    budget = batching_end_to_end.matching_budget(lengths)
     batches, smaller = (LengthBuckets(lengths, max_tokens=b).n_batches for b in (budget, budget - 8))
     assert batches <= math.ceil(examples / 32) < smaller
 
 
-def test_rows_become_tables(benchmark, monkeypatch, tmp_path) -> None:
-    table: ModuleType = benchmark("table_trainings")
+def test_rows_become_tables() -> None:
     arm = {
-        **of_arm(0.9512, 0.961, 63),
+        "padding_efficiency": 0.9512,
+        "fill": 0.961,
+        "shapes": 63,
+        "batches_over_budget": 0,
         "bytes_per_example": 8.3,
         "lag_one": -0.012,
         "straggler_ratio": 1.0,
         "microseconds_per_example": 0.17,
     }
     packed = {**arm, "bytes_per_example": None, "batches_over_budget": 2}
-    runs = {"seconds": 20.0, "steps": 5, "padding_efficiency": 0.9, "accuracy": 0.75, "accuracy_interval": None}
+    runs = {"seconds": 20.0, "padding_efficiency": 0.9, "accuracy": 0.75}
     slow = {**runs, "seconds": 50.0}
-    cases = {
-        "batching_lengths": {"review": {"budget": 8192, "arms": {"one": arm, "other": packed}}},
-        "batching_collation": {
+    figures = {
+        "lengths": {"review": {"budget": 8192, "arms": {"one": arm, "other": packed}}},
+        "collation": {
             "32x64": {"stock_microseconds": 2500.0, "ours_microseconds": 100.0, "ratio": 25.0, "loader_ratio": 18.0}
         },
-        "batching_end_to_end": {"arms": {"random": slow, "group_by_length": runs}, "examples": 160, "seeds": 2},
+        "end-to-end": {"arms": {"random": slow, "group_by_length": runs}, "examples": 160, "seeds": 2},
     }
-    rows = [
-        {
-            "case": case,
-            "figures": {"figures": figures, "checks": []},
-            "date": "2026-01-01",
-            "versions": {"transformers": "5.23.0"},
-        }
-        for case, figures in cases.items()
-    ]
-    (tmp_path / "machine.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    monkeypatch.setattr(benchmark("table_rows"), "RESULTS", tmp_path)
-    lines = table.batching_table().splitlines()
-    assert lines[2:4] == [
+    tables = batching.TABLES
+    versions = {"transformers": "5.23.0"}
+    lengths, collation, end_to_end = (
+        table({"figures": {"figures": figures[name]}, "versions": versions}).splitlines()
+        for name, table in tables.items()
+    )
+    assert lengths[2:4] == [
         "| one | 0.951 / 0.961 / 63 | 0 | -0.01 | 1.000 | 0.17 | 8 |",
         "| other | 0.951 / 0.961 / 63 | 2 | -0.01 | 1.000 | 0.17 | - |",
     ]
-    assert table.batching_collation().splitlines()[2] == "| 32x64 | 2.50 ms | 0.10 ms | 25x | 18x |"
-    assert table.batching_end_to_end().splitlines()[2:] == [
+    assert collation[2] == "| 32x64 | 2.50 ms | 0.10 ms | 25x | 18x |"
+    assert end_to_end[2:] == [
         "| stock random + dynamic | 50.0 | 1.00x | 2.50x | 0.900 | 0.750 |",
         "| stock group_by_length | 20.0 | 0.40x | 1.00x | 0.900 | 0.750 |",
         "",
@@ -342,8 +259,7 @@ def test_rows_become_tables(benchmark, monkeypatch, tmp_path) -> None:
     ]
 
 
-def test_rows_name_the_versions_of_the_peers_that_are_installed(benchmark, tmp_path) -> None:
-    results_file = benchmark("results_file")
+def test_rows_name_the_versions_of_the_peers_that_are_installed(tmp_path) -> None:
     path = results_file.append("case", {"figure": 1}, path=tmp_path / "out.jsonl")
     versions = json.loads(path.read_text(encoding="utf-8"))["versions"]
     installed = {name for name in ("lhotse", "trl") if importlib.util.find_spec(name) is not None}
@@ -352,8 +268,7 @@ def test_rows_name_the_versions_of_the_peers_that_are_installed(benchmark, tmp_p
 
 
 @pytest.mark.slow
-def test_commands_are_measured_with_their_exit_codes(benchmark, monkeypatch, tmp_path) -> None:
-    command_line = benchmark("command_line")
+def test_commands_are_measured_with_their_exit_codes(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(command_line, "REPEATS", 1)
     [found] = command_line.measure({"--version": 0}, str(tmp_path)).values()
     assert 0 < found["cpu_seconds"] < found["wall_seconds"] * 8

@@ -11,9 +11,9 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import table
 
 import hf_memopt
 from hf_memopt.binding.refusals import ENGINES, PARTS, RUN, SETTINGS, TECHNIQUES, refusal_of
@@ -32,13 +32,7 @@ def test_examples_in_docstrings_run(name) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@pytest.fixture
-def table(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("table")
-
-
-def test_generated_parts_of_the_pages_are_current(table) -> None:
+def test_generated_parts_of_the_pages_are_current() -> None:
     texts = {page.name: page.read_text(encoding="utf-8") for page in table.PAGES}
     assert table.unplaced(texts.values()) == []
     if f"typer=={version('typer')}" not in (ROOT / "constraints.txt").read_text(encoding="utf-8").split():
@@ -112,7 +106,7 @@ def test_the_documentation_builds(tmp_path) -> None:
     assert (tmp_path / "api" / "index.html").exists()
 
 
-def test_the_matrix_tells_what_is_refused(table) -> None:
+def test_the_matrix_tells_what_is_refused() -> None:
     *tables, notes = table.compatibility().split("\n\n")
     reasons = dict(note.split(". ", 1) for note in notes.splitlines())
     shown = {}

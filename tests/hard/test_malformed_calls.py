@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from malformed import ARRAYS, MALFORMED, assert_clear, limited, malformed
-from malformed_calls import CALLS, TAKE_ARRAYS, UNCALLED
+from public_calls import CALLS, TAKE_ARRAYS, UNCALLED
 
 import hf_memopt
 

@@ -450,8 +450,8 @@ def benchmark_rows() -> Any:
 
 
 def published_cases(module: Any, source: str) -> list[Any]:
-    cases = module.read_cases([module.PUBLISHED / f"{source}.json"])
-    known = [case for case in cases if case.tokens_per_second and not case.excluded and case.gpus == 1]
+    cases = module.read_cases(BENCHMARKS / "published" / f"{source}.json")
+    known = [case for case in cases if case.tokens_per_second and case.gpus == 1]
     return [case for case in known if "Mixtral" not in case.model and case.quantization != "gptq"]
 
 

@@ -1,4 +1,5 @@
-"""Every public function with valid arguments, one of which ``test_malformed_calls.py`` replaces by a malformed value.
+"""Every public function with valid arguments, one of which ``test_wrong_values.py`` and
+``hard/test_malformed_calls.py`` replace by a wrong value.
 
 Left out are what the package makes and users only read (``Change``, ``Estimate``, ``Gpu``, ``MemoryReading``,
 ``PaddingReport``, ``Plan``) and exceptions: their methods that take arguments are here. ``Measurement`` is read from
@@ -188,6 +189,7 @@ CALLS: dict[str, Call] = {
         lambda folder: {"lengths": LENGTHS, "max_tokens": 32, "boundaries": [8, 16], "too_long": "drop"},
         lambda found: found.plan(0),
     ),
+    "LengthBuckets.plan": Call(m.LengthBuckets(LENGTHS, batch_size=2).plan, lambda folder: {"epoch": 0}),
     "LengthBucketedBatchSampler": Call(
         m.LengthBucketedBatchSampler,
         lambda folder: {"lengths": LENGTHS, "batch_size": 2, "seed": 0, "world_size": 1, "rank": None},
@@ -298,7 +300,7 @@ CALLS: dict[str, Call] = {
     ),
     "override_embedding_bits": Call(
         lambda model, optimizer, bits: m.override_embedding_bits(
-            model, AdamW8bit(model.parameters()) if optimizer == "its own" else optimizer, bits
+            model, AdamW8bit(model.parameters()) if isinstance(optimizer, str) else optimizer, bits
         ),
         lambda folder: {"model": bert(), "optimizer": "its own", "bits": 32},
         also={"model": ("parameters",)},
@@ -406,6 +408,11 @@ CALLS: dict[str, Call] = {
     ),
     "Recipe.replace": Call(m.recipe("4gb-gpu").replace, lambda folder: {"lora": None, "reasons": {}}),
     "Recipe.from_json": Call(m.Recipe.from_json, lambda folder: {"text": m.recipe("cpu").to_json()}),
+    "Recipe.reason_of": Call(m.recipe("cpu").reason_of, lambda folder: {"name": "optim"}),
+    "Recipe.training_arguments": Call(
+        lambda output_dir: m.recipe("cpu").training_arguments(output_dir, use_cpu=True),
+        lambda folder: {"output_dir": str(folder)},
+    ),
     "Recipe.model_kwargs": Call(m.recipe("cpu").model_kwargs, lambda folder: {"task": None}),
     "Recipe.collator": Call(m.recipe("cpu").collator, lambda folder: {"tokenizer": _tokenizer(), "causal_lm": False}),
     "Recipe.prepare_model": Call(m.recipe("cpu").replace(lora=4).prepare_model, lambda folder: {"model": llama()}),
@@ -456,6 +463,7 @@ CALLS: dict[str, Call] = {
     "Plan.plot": Call(
         _plan_method("plot"), lambda folder: {"path": folder / "a.svg"}, also={"path": ("plot=",)}, is_slow=True
     ),
+    "Plan.table": Call(_plan_method("table"), lambda folder: {"width": 80}),
     "Plan.to_json": Call(lambda figures: missing_plan().to_json(figures=figures), lambda folder: {"figures": False}),
 }
 

@@ -1,4 +1,6 @@
-"""What works together, from the table that ``attach`` enforces, and the versions that the suite was run with."""
+"""The parts of README.md and docs/ that are made of the code: the help of the command line, the presets, what works
+together, and the versions that the suite was run with.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,32 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import typer
+from results_file import markdown
+from typer.testing import CliRunner
+
 from hf_memopt.binding.refusals import ENGINES, PARTS, RUN, SETTINGS, TECHNIQUES, Refusal, every_refusal, refusal_of
+from hf_memopt.cli.app import app
+from hf_memopt.recipes.presets import PRESETS, preset_rows
 
 TESTED = Path(__file__).resolve().parent.parent / "tests" / "compat" / "results.jsonl"
+WIDTH = "80"
+
+
+def cli_help() -> str:
+    """Return the help of each command, as a terminal of 80 columns shows it."""
+    parts = []
+    for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+        shown = CliRunner().invoke(app, [name, "--help"], prog_name="hf-memopt", env={"COLUMNS": WIDTH}).output
+        lines = "\n".join(line.rstrip() for line in shown.strip("\n").splitlines())
+        parts.append(f"## hf-memopt {name}\n\n```text\n{lines}\n```")
+    return "\n\n".join(parts)
+
+
+def presets() -> str:
+    """Return the table of presets."""
+    rows = preset_rows(PRESETS)
+    return markdown(f"| {' | '.join(rows[0])} |", [list(row.values()) for row in rows])
 
 
 def tested_versions() -> str:
@@ -17,10 +42,7 @@ def tested_versions() -> str:
         return "Not run yet for this version."
     rows = [json.loads(line) for line in TESTED.read_text(encoding="utf-8").splitlines()]
     packages = list(next(row["versions"] for row in rows if row["counts"]))
-    lines = [
-        f"| | {' | '.join(packages)} | passed | failed | skipped | date |",
-        f"|---|{'---|' * (len(packages) + 4)}",
-    ]
+    lines = []
     for row in sorted(rows, key=lambda row: row["environment"]):
         if row["counts"] is None:
             cells = ["not installed, not run", *[""] * (len(packages) + 2)]
@@ -29,8 +51,8 @@ def tested_versions() -> str:
             failed = counts["failures"] + counts["errors"]
             passed = counts["tests"] - failed - counts["skipped"]
             cells = [*(row["versions"][name] for name in packages), f"{passed:,}", str(failed), str(counts["skipped"])]
-        lines.append(f"| `{row['environment']}` | {' | '.join([*cells, row['date']])} |")
-    return "\n".join(lines)
+        lines.append((f"`{row['environment']}`", *cells, row["date"]))
+    return markdown(f"| | {' | '.join(packages)} | passed | failed | skipped | date |", lines)
 
 
 def compatibility() -> str:
@@ -53,11 +75,8 @@ def compatibility() -> str:
 def _compatibility_table(rows: Mapping[str, str], columns: Mapping[str, str]) -> str:
     """Return one table: rows by the text that heads them, columns each with its head."""
     numbers = {found.reason: number for number, found in enumerate(_distinct_refusals(), 1)}
-    lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---|' * len(columns)}"]
-    for head, row in rows.items():
-        cells = [_compatibility_cell(row, column, numbers) for column in columns]
-        lines.append(f"| {head} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = [(head, *(_compatibility_cell(row, column, numbers) for column in columns)) for head, row in rows.items()]
+    return markdown(f"| | {' | '.join(columns.values())} |", lines)
 
 
 def _distinct_refusals() -> list[Refusal]:

@@ -1,4 +1,4 @@
-"""What ``batching.py`` times beside the samplers: plans of large sets, and fetching and collating a batch."""
+"""What ``batching.py`` times beside the samplers: fetching and collating a batch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,11 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from batching_checks import BOUNDED, OURS
-from batching_figures import RANKS, epoch_of, straggler_ratio
-from batching_measure import held_bytes
-from batching_peers import ARMS
 from numpy.typing import NDArray
+from results_file import markdown
 
 COLLATION_CASES = ((32, 64), (32, 512), (128, 64), (128, 512))
 VOCABULARY_TOKENS = 1000
-
-
-def _median_seconds(function: Callable[[int], object], repeats: int) -> float:
-    times = []
-    for number in range(repeats):
-        started = time.perf_counter()
-        function(number)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
 
 
 def arrow_dataset(lengths: NDArray[Any], **columns: Any) -> Any:
@@ -38,43 +26,6 @@ def arrow_dataset(lengths: NDArray[Any], **columns: Any) -> Any:
     tokens = (np.arange(int(lengths.sum()), dtype=np.int32) % (VOCABULARY_TOKENS - 5)) + 5
     table = {"input_ids": pa.LargeListArray.from_arrays(offsets, pa.array(tokens)), **columns}
     return Dataset(InMemoryTable(pa.table(table)))
-
-
-# ---- Scale ----------------------------------------------------------------------------------------------------------
-
-
-def measure_scale(lengths: NDArray[np.int32], budget: int, reshuffled: int, repeats: int = 3) -> dict[str, Any]:
-    """Return what ``LengthBuckets(max_tokens=budget)`` costs on a large set; called in a fresh process.
-
-    ``reshuffled``: examples of the set whose next epoch is timed: ``lengths`` over and over.
-    """
-    from hf_memopt import LengthBuckets, token_lengths
-
-    dataset = arrow_dataset(lengths)
-    token_lengths(dataset)  # the imports are not timed
-
-    def first_plan(**settings: Any) -> object:
-        return LengthBuckets(token_lengths(dataset), max_tokens=budget, **settings).plan(0)
-
-    figures: dict[str, Any] = {
-        "examples": len(lengths),
-        "token_lengths_seconds": _median_seconds(lambda _: token_lengths(dataset), repeats),
-        "lengths_and_plan_seconds": _median_seconds(lambda _: first_plan(), repeats),
-        "lengths_and_plan_bounded_seconds": _median_seconds(lambda _: first_plan(boundaries="auto"), repeats),
-    }
-    figures["bytes_per_example"] = held_bytes(ARMS[OURS], lengths, budget) / len(lengths)
-    for key, arm in {"straggler_ratio": OURS, "straggler_ratio_bounded": BOUNDED}.items():
-        sampler = ARMS[arm].build(lengths, budget, RANKS)
-        shapes = None if sampler.shapes is None else sampler.shapes(0)
-        figures[key] = straggler_ratio(epoch_of(sampler.epoch(0), lengths, shapes))
-    many = LengthBuckets(np.resize(lengths, reshuffled), max_tokens=budget)
-    many.plan(0)
-    figures["reshuffled_examples"] = reshuffled
-    figures["reshuffle_seconds"] = _median_seconds(lambda number: many.plan(number + 1), repeats)
-    return figures
-
-
-# ---- Collation ------------------------------------------------------------------------------------------------------
 
 
 def measure_collation(batches: int, repeats: int) -> dict[str, dict[str, float]]:
@@ -173,3 +124,13 @@ def word_tokenizer() -> Any:
         unk_token="[UNK]",
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )
+
+
+def collation_table(row: dict[str, Any]) -> str:
+    """Return the cost of fetching and collating a batch."""
+    rows = []
+    for case, found in row["figures"]["figures"].items():
+        times = (f"{found[key] / 1e3:.2f} ms" for key in ("stock_microseconds", "ours_microseconds"))
+        rows.append((case, *times, *(f"{found[key]:.0f}x" for key in ("ratio", "loader_ratio"))))
+    head = "| rows x tokens | Dataset + DataCollatorWithPadding | bucketed + BucketedCollator | ratio | whole step |"
+    return markdown(head, rows)
