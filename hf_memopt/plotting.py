@@ -60,7 +60,6 @@ class Theme:
         limit: of the line of a GPU, and of what is beyond it.
         fits: of text about what fits.
         tight: of text about what fits with little to spare.
-        asks: of the lengths of the data, in a picture of what fits.
         fits_area: of a cell that fits.
         tight_area: of a cell that fits with little to spare.
     """
@@ -72,17 +71,12 @@ class Theme:
     limit: str
     fits: str
     tight: str
-    asks: str
     fits_area: str
     tight_area: str
 
 
-LIGHT = Theme(
-    *("#FFFFFF", "#222222", "#DDDDDD", "#555555", "#B00020", "#00694E", "#7A4F00", "#4B3A9E", "#A9DCC9", "#F6D58B")
-)
-DARK = Theme(
-    *("#0D1117", "#E6EDF3", "#343B44", "#8B949E", "#FF7B72", "#56D1A4", "#E8B04A", "#B3A5FF", "#0B6B51", "#8A6100")
-)
+LIGHT = Theme(*("#FFFFFF", "#222222", "#DDDDDD", "#555555", "#B00020", "#00694E", "#7A4F00", "#A9DCC9", "#F6D58B"))
+DARK = Theme(*("#0D1117", "#E6EDF3", "#343B44", "#8B949E", "#FF7B72", "#56D1A4", "#E8B04A", "#0B6B51", "#8A6100"))
 
 
 # ---- Files

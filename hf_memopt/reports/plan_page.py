@@ -49,7 +49,7 @@ def _pictures(told: PlanData, one: CandidateData) -> dict[str, tuple[str, Callab
     if bars:
         found["ladder"] = ("The set-ups as bars", partial(bars_figure, bars, limit))
     if chart is not None:
-        found["map"] = ("Which batches and lengths fit", partial(map_figure, chart, padding, one))
+        found["map"] = ("Which batches and lengths fit", partial(map_figure, chart, one))
     if line is not None:
         timeline = TimelinePicture(line, parts, limit, f"usable on {limit.name}: {usable}")
         found["timeline"] = ("Memory by component over a run", timeline.draw)

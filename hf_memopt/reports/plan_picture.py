@@ -5,8 +5,6 @@ As the page, the picture is made of the JSON of a plan alone.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -16,7 +14,7 @@ from hf_memopt import plotting
 from hf_memopt.components import parts_of
 from hf_memopt.plotting import LIGHT, Theme
 from hf_memopt.reports.bar_picture import Bar, Limit, bars_in, height_of
-from hf_memopt.reports.plan_file import CandidateData, FitMapData, PaddingData, PlanData, batch_of, is_same, shown_one
+from hf_memopt.reports.plan_file import CandidateData, FitMapData, PlanData, batch_of, is_same, shown_one
 from hf_memopt.units import format_bytes, format_number, to_gib
 
 if TYPE_CHECKING:
@@ -28,9 +26,7 @@ __all__ = ["bars_of", "draw_plan", "limit_of", "map_figure", "parts_of_candidate
 LABEL_COLUMNS, TITLE_COLUMNS = 38, 105
 INCHES_OF_A_CELL = 0.3
 LEAST_INCHES = 2.0  # of a map, for the label of its rows
-NOTE_ROWS = 0.62  # of the map, for each percentile above it
 WORDS = {"fits": "fits", "tight": "tight", "over": "no"}
-PERCENTILES = ("p50", "p90", "p99")
 
 
 def draw_plan(told: PlanData, path: Path, *, theme: Theme = LIGHT) -> None:
@@ -44,15 +40,14 @@ def draw_plan(told: PlanData, path: Path, *, theme: Theme = LIGHT) -> None:
 
 
 def _figure(told: PlanData, theme: Theme) -> Figure:
-    one, bars, figures = shown_one(told), bars_of(told), told["figures"]
-    chart, marks = figures["fit_map"], _marks(figures["fit_map"], figures["padding"])
-    heights = [height_of(bars), *([] if chart is None else [_height_of_map(chart, marks) + 0.2])]
+    one, bars, chart = shown_one(told), bars_of(told), told["figures"]["fit_map"]
+    heights = [height_of(bars), *([] if chart is None else [_height_of_map(chart) + 0.2])]
     figure = plotting.new_figure(sum(heights) + 0.3)
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     bars_in(parts[0], bars, limit_of(told), theme)
     if chart is not None:
         axes = parts[1].subplots()
-        _draw_map(axes, chart, marks, one, theme)
+        _draw_map(axes, chart, one, theme)
         axes.set_title(fill(f"What fits with {one['name']}, in GiB where simulated", TITLE_COLUMNS), loc="left")
     figure.suptitle(_title(told, one), fontsize=9.5, x=0.01, ha="left")
     return figure
@@ -99,29 +94,23 @@ def bars_of(told: PlanData) -> list[Bar]:
 # ---- Batches and lengths
 
 
-def map_figure(chart: FitMapData, padding: PaddingData | None, one: CandidateData, theme: Theme) -> Figure:
+def map_figure(chart: FitMapData, one: CandidateData, theme: Theme) -> Figure:
     """Return a picture of which batches and lengths fit."""
-    marks = _marks(chart, padding)
-    figure = plotting.new_figure(_height_of_map(chart, marks))
-    _draw_map(figure.subplots(), chart, marks, one, theme)
+    figure = plotting.new_figure(_height_of_map(chart))
+    _draw_map(figure.subplots(), chart, one, theme)
     return figure
 
 
-def _height_of_map(chart: FitMapData, marks: Sequence[tuple[float, str]]) -> float:
-    return max(INCHES_OF_A_CELL * (len(chart["rows"]) + NOTE_ROWS * len(marks)) + 0.9, LEAST_INCHES)
+def _height_of_map(chart: FitMapData) -> float:
+    return max(INCHES_OF_A_CELL * len(chart["rows"]) + 0.9, LEAST_INCHES)
 
 
-def _draw_map(
-    axes: Axes, chart: FitMapData, marks: Sequence[tuple[float, str]], one: CandidateData, theme: Theme
-) -> None:
-    """Draw a cell for each batch and length, the largest batch on top, and the percentiles of the data above."""
+def _draw_map(axes: Axes, chart: FitMapData, one: CandidateData, theme: Theme) -> None:
+    """Draw a cell for each batch and length, the largest batch on top."""
     from matplotlib.patches import Rectangle
 
     areas = {"fits": theme.fits_area, "tight": theme.tight_area, "over": theme.faint}
-    columns, rows = (
-        len(chart["lengths"]),
-        sorted(zip(chart["rows"], chart["cells"], strict=True), key=lambda row: -row[0]),
-    )
+    columns, rows = len(chart["lengths"]), list(zip(chart["rows"], chart["cells"], strict=True))[::-1]
     for place, (count, cells) in enumerate(rows):
         for column, (length, cell) in enumerate(zip(chart["lengths"], cells, strict=True)):
             is_chosen = count == one["micro_batch_size"] and length == one["seq_len"]
@@ -137,41 +126,12 @@ def _draw_map(
             if is_chosen:
                 edge = Rectangle((column, place), 1, 1, fill=False, edgecolor=theme.ink, linewidth=1.8, zorder=2)
                 axes.add_patch(edge)
-    for row, (where, text) in enumerate(marks):
-        height, is_right = -NOTE_ROWS * (row + 0.5), where > 0.8 * columns
-        axes.plot([where, where], [height, 0], color=theme.asks, linewidth=0.9, linestyle=":")
-        axes.plot(where, -0.1, marker="v", color=theme.asks, markersize=4, clip_on=False)
-        look = {"ha": "right" if is_right else "left", "va": "center", "fontsize": 8.5}
-        axes.text(where + (-0.04 if is_right else 0.04), height, text, **look)
     axes.set_xlim(0, columns)
-    axes.set_ylim(len(rows), -NOTE_ROWS * len(marks))
+    axes.set_ylim(len(rows), 0)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     axes.set_yticks([place + 0.5 for place in range(len(rows))], [str(count) for count, _ in rows])
     lengths = ["one size" if length is None else f"{length:,}" for length in chart["lengths"]]
     axes.set_xticks([column + 0.5 for column in range(columns)], lengths)
-    data = "; above: lengths of the data" if marks else ""
-    axes.set_xlabel(f"tokens of the longest row{data}" if columns > 1 else "")
+    axes.set_xlabel("tokens of the longest row" if columns > 1 else "")
     axes.set_ylabel("rows of a micro-batch")
-
-
-def _marks(chart: FitMapData | None, padding: PaddingData | None) -> list[tuple[float, str]]:
-    """Return in which column percentiles and the longest row of the data are, and what stands there."""
-    import numpy as np
-
-    lengths = [] if chart is None else [length for length in chart["lengths"] if length is not None]
-    if padding is None or not lengths:
-        return []
-    found = {name: padding["percentiles"][name] for name in PERCENTILES if name in padding["percentiles"]}
-    found["max"] = padding["longest"]
-    # columns are of equal width: between their middles, and half a column beyond, by the logarithm
-    logs = [math.log2(lengths[0]) - 1, *map(math.log2, lengths), math.log2(lengths[-1]) + 1]
-    middles = [0.0, *(column + 0.5 for column in range(len(lengths))), float(len(lengths))]
-    return [
-        (
-            float(np.interp(math.log2(tokens), logs, middles)),
-            f"{name} {tokens:,}{', beyond' if tokens > lengths[-1] else ''}",
-        )
-        for name, tokens in found.items()
-        if tokens >= 1
-    ]

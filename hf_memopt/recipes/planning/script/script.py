@@ -12,6 +12,7 @@ not: there the script has a function, ``encode``, whose columns the user names.
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -129,7 +130,7 @@ def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, str]:
         targets = recipe.lora_targets
         view["adapters"] = adapter_options(task, recipe.lora, alpha=recipe.lora_alpha, targets=targets)
     text = laid_out(environment.get_template("train.py.jinja").render(view))
-    compile(text, "train.py", "exec", dont_inherit=True)  # names and paths of any kind stand in it
+    ast.parse(text)  # names and paths of any kind stand in it
     completes = view["to_fill_in"]
     return text, completes if task in KNOWN else f"encode(): {completes}"
 
