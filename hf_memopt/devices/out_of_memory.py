@@ -1,8 +1,9 @@
 """Recognise an out-of-memory error, and free what the failed step holds.
 
 Only allocators of torch raise ``torch.OutOfMemoryError``. A driver, a math library or torch's allocator on the host
-raises a plain ``RuntimeError`` that is recognised by the beginning of its text, listed in ``OUT_OF_MEMORY_TEXTS``. An
-error that quotes such a text later (a log, the report of another process) is another error.
+raises a plain ``RuntimeError`` that is recognised by the beginning of its text. ``out_of_memory.csv`` lists these, each
+with its origin and where it was seen. An error that quotes such a text later (a log, the report of another process) is
+another error.
 
 Not recognised, since a smaller batch does not help or the process cannot continue: Python's ``MemoryError``,
 ``CUDNN_STATUS_NOT_SUPPORTED`` and "unable to find an engine" (a layout or a size that cuDNN has no kernel for),
@@ -13,57 +14,21 @@ exit.
 
 from __future__ import annotations
 
+import csv
 import gc
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from importlib import resources
 from types import TracebackType
 
 import torch
 
-__all__ = ["OUT_OF_MEMORY_TEXTS", "free_failed_step", "is_out_of_memory"]
+__all__ = ["free_failed_step", "is_out_of_memory"]
 
-OUT_OF_MEMORY_TEXTS: Mapping[str, str] = {
-    "CUDA out of memory": "torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp)",
-    "CUDA error: out of memory": "a call of the CUDA runtime (c10/cuda/CUDAException.cpp)",
-    "CUDA driver error: out of memory": "expandable segments (c10/cuda/driver_api.h)",
-    "CUBLAS_STATUS_ALLOC_FAILED": "cuBLAS' workspace (aten/src/ATen/cuda/Exceptions.cpp)",
-    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate": (
-        "cuBLAS' handle on a full GPU (https://discuss.pytorch.org/t/125450). After a failed assertion on the device "
-        "cuBLAS says the same, but then whatever is run next fails with that assertion"
-    ),
-    "CUDNN_STATUS_NOT_INITIALIZED": "cuDNN's handle on a full GPU (https://github.com/haotian-liu/LLaVA/issues/392)",
-    "CUDNN_STATUS_ALLOC_FAILED": "cuDNN 8 (docs.nvidia.com/deeplearning/cudnn, cudnnStatus_t)",
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED": "cuDNN 9 (the same page)",
-    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED": "cuDNN 9 (the same page)",
-    "CUSOLVER_STATUS_ALLOC_FAILED": "cuSOLVER's workspace (aten/src/ATen/cuda/Exceptions.cpp)",
-    "CUDA error: resource allocation failed when calling `cusparse": (
-        "cuSPARSE (TORCH_CUDASPARSE_CHECK in aten/src/ATen/cuda/Exceptions.h, text of cusparseGetErrorString)"
-    ),
-    "CUDA error: insufficient resources when calling `cusparse": (
-        "cuSPARSE's workspace (https://github.com/pytorch/pytorch/issues/104108)"
-    ),
-    "CUFFT_ALLOC_FAILED": "cuFFT's workspace (aten/src/ATen/native/cuda/CuFFTUtils.h)",
-    "HIPFFT_ALLOC_FAILED": "the same on ROCm, translated",
-    "Triton Error [CUDA]: out of memory": "a kernel's launch (third_party/nvidia/backend/driver.c of triton)",
-    "Triton Error [HIP]: Code: 2,": "the same on ROCm (third_party/amd/backend/driver.c); 2 is hipErrorOutOfMemory",
-    "HIP out of memory": "torch's allocator on ROCm, whose sources are translated from CUDA's",
-    "HIP error: out of memory": "a call of the HIP runtime (c10/hip/HIPException.cpp, translated)",
-    "HIPBLAS_STATUS_ALLOC_FAILED": "hipBLAS' workspace (aten/src/ATen/cuda/Exceptions.cpp)",
-    "XPU out of memory": "torch's XPU allocator (c10/xpu/XPUCachingAllocator.cpp)",
-    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY": "Level Zero (https://github.com/intel/torch-xpu-ops/issues/5432)",
-    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY": "Level Zero (ur_api.h)",
-    "UR_RESULT_ERROR_OUT_OF_RESOURCES": "Level Zero (https://github.com/pytorch/pytorch/issues/190972)",
-    "NPU out of memory": "torch_npu's allocator (torch_npu/csrc/core/npu/NPUCachingAllocator.cpp)",
-    "MPS backend out of memory": "torch's MPS allocator (aten/src/ATen/mps/MPSAllocator.mm)",
-    "Invalid buffer size: ": "the same, for a tensor larger than one Metal buffer may be",
-    "DefaultCPUAllocator: can't allocate memory": "the host on Linux and macOS (c10/core/impl/alloc_cpu.cpp)",
-    "DefaultCPUAllocator: not enough memory": "the host on Windows (the same file)",
-}
-"""Texts of a ``RuntimeError`` that mean out of memory, each with its origin and where it was seen."""
-
-_TEXTS = "|".join(re.escape(text).replace(r"\ ", " +") for text in OUT_OF_MEMORY_TEXTS)
+_TABLE = resources.files("hf_memopt.devices").joinpath("out_of_memory.csv").read_text(encoding="utf-8")
+_TEXTS = "|".join(re.escape(row["text"]).replace(r"\ ", " +") for row in csv.DictReader(_TABLE.splitlines()))
 _BEGINNING = re.compile(
     r"(?:(?:CUDA|cuDNN|cusolver|cuFFT|HIP) error: |cuDNN Frontend error: .*?(?=CUDNN_)|\[enforce fail at [^]]*\] .*?"
     rf"|(?:level_zero|UR) backend .*?\d+ \()?(?:{_TEXTS})"
