@@ -1,4 +1,4 @@
-"""The class of all commands: help in groups of options, and messages that name flags instead of Python's parameters.
+"""What all commands share: made of a dataclass of parameters, help in groups, messages that name flags, a spinner.
 
 The package's messages speak of ``seq_len=4096``. ``in_flags`` turns that into ``--seq-len 4096`` by the options that a
 command declares, so each message is written once. Help is laid out without rich, whose tables cut the names of options

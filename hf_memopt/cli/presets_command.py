@@ -16,9 +16,13 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from rich import box
+from rich.table import Table
+
 from hf_memopt.cli.command import spinner, wrapped
 from hf_memopt.plain_data import parse_object
 from hf_memopt.recipes.planning.candidates import MARGIN_SHARE
+from hf_memopt.recipes.presets import PRESETS, preset_rows, recipe
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
@@ -54,8 +58,6 @@ def run(options: PresetsOptions, context: Any) -> None:
         else:
             _print_presets(console)
         return
-    from hf_memopt.recipes.presets import recipe
-
     what = "looking at this machine" if model is None else f"estimating {model}"
     is_long = (name == "auto" or model is not None) and not options.json_output
     with spinner(what, Console(stderr=True), shown=is_long):
@@ -65,8 +67,6 @@ def run(options: PresetsOptions, context: Any) -> None:
 
 def _presets_json() -> str:
     """Return the recipes of all presets by name, and under ``"fits"`` which models fit with them, as JSON text."""
-    from hf_memopt.recipes.presets import PRESETS
-
     found = preset_fits()
     fits = [{**row, "fits": {name: found.fits(row, name) for name in found.presets}} for row in found.rows]
     whole = {key: json.loads(value.to_json()) for key, value in PRESETS.items()}
@@ -77,11 +77,6 @@ def _presets_json() -> str:
 
 def _print_presets(console: Console) -> None:
     """Print the table of presets, and the largest effective batch of each model that fits with them."""
-    from rich import box
-    from rich.table import Table
-
-    from hf_memopt.recipes.presets import PRESETS, preset_rows
-
     rows = preset_rows(PRESETS)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     folded = {"eval batch": "eval\nbatch", "checkpointing": "check-\npointing"}
@@ -102,11 +97,13 @@ def _print_presets(console: Console) -> None:
 
 def _print_fits(console: Console) -> None:
     found = preset_fits()
-    headings, *lines = preset_fits_table(found)
-    widths = [max(len(line[column]) for line in (headings, *lines)) for column in range(len(headings))]
-    for line in (headings, *lines):
-        cells = [line[0].ljust(widths[0]), *(c.rjust(n) for c, n in zip(line[1:], widths[1:], strict=True))]
-        console.out(" ".join(cells), highlight=False)
+    (first, *headings), *lines = preset_fits_table(found)
+    table = Table(first, box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for line in lines:
+        table.add_row(*line)
+    console.print(table, crop=False)
     gpus = ", ".join(str(gpu["gpu"]) for gpu in found.presets.values())
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     console.print(

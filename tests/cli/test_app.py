@@ -269,7 +269,7 @@ def test_a_missing_and_a_broken_file_of_lengths(tmp_path) -> None:
 
 
 VERBS = {
-    "presets": ("hf_memopt.recipes.presets.preset_rows", []),
+    "presets": ("hf_memopt.cli.presets_command.preset_rows", []),
     "lengths": ("hf_memopt.cli.lengths_command.file_lengths", ["data.csv"]),
     "estimate": ("hf_memopt.memory.estimation.estimate", ["gpt2", "--seq-len", "8"]),
     "doctor": ("hf_memopt.cli.doctor.examine", []),

@@ -46,6 +46,11 @@ def test_the_newer_name_of_checkpointing_works_with_any_version() -> None:
     assert in_own_names({"activation_checkpointing": False}) == {"checkpointing": False}
 
 
+def test_shards_on_the_host_have_their_name_of_0_3_0_too() -> None:
+    shared = {"world_size": 2, "strategy": "fsdp2"}
+    assert StepSettings().replace(offload=True, **shared) == StepSettings(offload_params=True, **shared)
+
+
 def test_tf32_is_what_autocast_leaves() -> None:
     assert in_own_names({"tf32": True}) == {"precision": "tf32"}
     assert in_own_names({"tf32": True, "bf16": True}) == {"precision": "bf16"}
