@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_memopt.binding.refusals import refused_fields
+
 if TYPE_CHECKING:
     from hf_memopt.recipes.recipe import Recipe
 
@@ -34,10 +36,10 @@ def check_together(recipe: Recipe) -> None:
             f"every_n_layers={recipe.every_n_layers}, checkpointing=False recompute nothing; expected checkpointing. "
             "Pass checkpointing=True"
         )
-    if recipe.gradient_release and recipe.precision == "fp16":
+    for field, (_, refusal) in refused_fields(recipe, recipe.precision).items():
         raise ValueError(
-            "gradient_release=True, precision='fp16' are incompatible: the gradient scaler looks at all gradients at "
-            "once; expected another precision. Pass precision='auto'"
+            f"{field}={getattr(recipe, field)!r}, precision={recipe.precision!r} are incompatible: {refusal.reason}; "
+            "expected another precision. Pass precision='auto'"
         )
 
 

@@ -297,6 +297,11 @@ class Recipe:
 
         return prepared_model(self, model)[0]
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients stay until the step ends, so that they can be accumulated and clipped."""
+        return not self.gradient_release
+
     def step_settings(self) -> StepSettings:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
         accumulated = max(self.effective_batch_size // self.per_device_train_batch_size, 1)
@@ -312,8 +317,8 @@ class Recipe:
             fused_cross_entropy=self.fused_cross_entropy,
             sparse_tied_embedding=self.sparse_tied_embedding,
             gradient_release=self.gradient_release,
-            max_grad_norm=0.0 if self.gradient_release else 1.0,
-            gradient_accumulation_steps=1 if self.gradient_release else accumulated,
+            max_grad_norm=1.0 if self.accumulates else 0.0,
+            gradient_accumulation_steps=accumulated if self.accumulates else 1,
             autocast_cache=self.autocast_cache,
             checkpointing=self.checkpointing and (self.checkpointing_options() or True),
             attn_implementation=self.attn_implementation,

@@ -81,9 +81,9 @@ def step_optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) ->
     """Return the bytes of the optimizer that the settings ask for."""
     if settings.optimizer_memory is None:
         options = _optimizer_options(settings)
-        return optimizer_memory(facts, settings.optim, gradient_release=settings.gradient_release, **options)
+        return optimizer_memory(facts, settings.optim, one_by_one=settings.steps_in_backward, **options)
     found = settings.optimizer_memory(facts)
-    return replace(found, releases_gradients=found.releases_gradients or settings.gradient_release)
+    return replace(found, releases_gradients=found.releases_gradients or settings.steps_in_backward)
 
 
 def _optimizer_options(settings: StepSettings) -> dict[str, Any]:

@@ -18,13 +18,11 @@ from torch import nn
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.binding.adapters import add_adapters
-from hf_memopt.binding.conflicts import steps_in_backward
 from hf_memopt.binding.frozen_parameters import freeze
-from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
 from hf_memopt.binding.input_gradients import drop_input_gradients
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.binding.quantized_weights import prepare_quantized
-from hf_memopt.binding.tied_embedding import sparse_tied_embedding
+from hf_memopt.binding.techniques import TECHNIQUES, Technique, asked_by, load
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
@@ -49,8 +47,6 @@ _NOT_IN_TRACE = {
     "optim_target_modules",
     "weight_decay",
     "embedding_bits",
-    "rounding",
-    "gradient_release",
     "optimizer_memory",
     "max_grad_norm",
     "gradient_accumulation_steps",
@@ -61,6 +57,7 @@ _NOT_IN_TRACE = {
     "torch_empty_cache_steps",
     "expandable_segments",
     "cublas_workspace_bytes",
+    *(name for one in TECHNIQUES.values() if one.optimizer for name in one.fields),
 }
 _NOT_IN_MODEL = _NOT_IN_TRACE | {
     "precision",
@@ -120,8 +117,8 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
 
 def _prepare(loaded: LoadedModel, settings: StepSettings) -> PreparedModel:
     key = _values_of(settings, left_out=_NOT_IN_MODEL)
-    changes = (settings.lora, settings.load_in, settings.freeze, settings.fused_cross_entropy)
-    if not any((*changes, settings.sparse_tied_embedding, settings.prepare)):
+    changes = (settings.lora, settings.load_in, settings.freeze, settings.prepare)
+    if not any((*changes, _of_models(settings))):
         return prepare_or_reuse(loaded, None, key)
     return prepare_or_reuse(loaded, partial(_prepared, settings=settings), key)
 
@@ -182,7 +179,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
             batch,
             recorded,
             micro_batch=micro_batch,
-            releases_gradients=_releases(settings),
+            releases_gradients=settings.steps_in_backward,
             evaluation_batch=evaluation_batch,
             tracker=tracker,
             semantics=semantics,
@@ -212,10 +209,8 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
         _checkpoint(model, settings)
     if settings.freeze:
         freeze(model, settings.freeze)
-    if settings.fused_cross_entropy:
-        fuse_cross_entropy(model)
-    if settings.sparse_tied_embedding:
-        sparse_tied_embedding(model)
+    for technique in _of_models(settings):
+        load(technique.on_model)(model)
     for function in settings.prepare:
         changed = function(model)
         model = changed if isinstance(changed, nn.Module) else model
@@ -225,6 +220,11 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
             "Trainer refuses such a model; expected a function of prepare that adds some, or lora. Pass lora=16"
         )
     return model
+
+
+def _of_models(settings: StepSettings) -> list[Technique]:
+    """Return the techniques that the settings ask for and that change a model."""
+    return [one for one in asked_by(settings).values() if one.on_model]
 
 
 def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
@@ -246,7 +246,7 @@ def _key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) 
     if loaded.key is None or values is None:
         return None
     accumulates = min(settings.gradient_accumulation_steps, 3 if settings.is_sharded else 2)
-    return loaded.key, _code_of(loaded.model), values, accumulates, _releases(settings), shape, chip
+    return loaded.key, _code_of(loaded.model), values, accumulates, settings.steps_in_backward, shape, chip
 
 
 def _values_of(settings: StepSettings, left_out: Set[str]) -> str | None:
@@ -268,8 +268,3 @@ def _code_of(model: nn.Module) -> Hashable:
     modules = list(model.modules())
     code = dict.fromkeys((type(module), type(module).forward) for module in modules)
     return tuple(code), tuple(str(getattr(config, "_experts_implementation", None)) for config in configs_of(modules))
-
-
-def _releases(settings: StepSettings) -> bool:
-    """Return whether each parameter steps within the backward pass."""
-    return settings.gradient_release or steps_in_backward(settings.optim)

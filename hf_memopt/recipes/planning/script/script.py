@@ -22,6 +22,7 @@ from hf_memopt.binding.conflicts import names_of
 from hf_memopt.binding.model_tasks import HEADS, NEW_HEADS
 from hf_memopt.binding.quantized_weights import quantization_options
 from hf_memopt.binding.refusals import refusal_of
+from hf_memopt.binding.techniques import TECHNIQUES, asked_by
 from hf_memopt.recipes.planning.script.code import COLUMNS, Argument, call, commented, quoted, together
 from hf_memopt.recipes.planning.script.rows import KNOWN, Rows, rows_of
 from hf_memopt.recipes.resolved_arguments import sixteen_bits_here, stock_arguments
@@ -46,14 +47,6 @@ if __name__ == "__main__":  # before the imports below start CUDA
 """peft imports bitsandbytes, which asks for the GPU and so starts CUDA; an ``if`` may stand between imports (E402)."""
 NOT_REENTRANT = {"use_reentrant": False}
 """What transformers 5.8.1 to 5.23.0 use where no options of checkpointing are given."""
-FIELDS = {  # the field of a Recipe that asks for a callback, whose reason is printed beside it
-    "FreezeCallback": "freeze",
-    "EmbeddingBitsCallback": "embedding_bits",
-    "TiedEmbeddingCallback": "sparse_tied_embedding",
-    "FusedCrossEntropyCallback": "fused_cross_entropy",
-    "MicrobatchCallback": "micro_batching",
-    "MemoryReportCallback": "memory_report",
-}
 
 
 @dataclass(frozen=True)
@@ -276,9 +269,11 @@ def _optimizer(recipe: Recipe) -> list[str]:
     """Return the lines of an optimizer that stock's arguments do not name."""
     rounding = [Argument(f"rounding={quoted(recipe.rounding)}")] if recipe.rounding != "nearest" else []
     given = [Argument("args"), Argument("model"), *rounding]
-    if recipe.gradient_release:
-        return call("optimizer = hf_memopt.released_optimizer", given, recipe.reason_of("gradient_release"))
-    return call("optimizer = hf_memopt.rounded_optimizer", given) if rounding else []
+    for one in asked_by(recipe).values():
+        if one.optimizer:
+            reason = recipe.reason_of(one.field_in(recipe)) if one.kind == "training" else ""
+            return call(f"optimizer = hf_memopt.{one.optimizer.rpartition(':')[2]}", given, reason)
+    return []
 
 
 def _source_of(callback: TrainerCallback) -> str:
@@ -293,11 +288,11 @@ def _source_of(callback: TrainerCallback) -> str:
     return f"{type(callback).__name__}({', '.join(arguments)})"
 
 
-def _reason_of_callback(recipe: Recipe, callback: TrainerCallback) -> str:
+def _reason_of_callback(recipe: Recipe, callback: Any) -> str:
     name = type(callback).__name__
     if name == "PrecisionCallback":
         return "a new head is updated in float32" if recipe.autocast_cache else "no 16-bit copies are kept"
-    return recipe.reason_of(FIELDS[name])
+    return recipe.reason_of(TECHNIQUES[callback.technique].field_in(recipe) or "embedding_bits")
 
 
 def _has_work(recipe: Recipe, facts: ScriptFacts, precision: str, callback: TrainerCallback) -> bool:
@@ -314,8 +309,7 @@ def _has_work(recipe: Recipe, facts: ScriptFacts, precision: str, callback: Trai
 
 def _is_refused(recipe: Recipe, facts: ScriptFacts, precision: str, callback: Any) -> bool:
     """Return whether ``attach`` would refuse the callback beside what the recipe asks for."""
-    used = {"gradient release": recipe.gradient_release, "16-bit weights": recipe.rounding != "nearest"}
     of_whole_models = facts.world_size > 1 and facts.engine in ("", "DDP")
-    used |= {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, facts.engine: True}
-    in_use = [name for name, is_used in used.items() if is_used]
+    used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, facts.engine: True}
+    in_use = [*asked_by(recipe), *(name for name, is_used in used.items() if is_used)]
     return any(refusal_of(name, own) is not None for name in in_use for own in names_of(callback))
