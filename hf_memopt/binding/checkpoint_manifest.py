@@ -166,9 +166,11 @@ class _Saving:
     def begin(self, folder: Path) -> None:
         """Make a folder's manifest that of an unfinished checkpoint, and remove what an earlier run left."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / MANIFEST, self.run)
+        with open(folder / MANIFEST, "ab") as file:
+            file.truncate(0)
+            file.write(self.run.encode())
         remove_stale(folder)
-        _flush(folder, folder.parent)
+        _flush(folder / MANIFEST, folder, folder.parent)
         self.folder = folder
 
     def end(self, folder: Path) -> None:
