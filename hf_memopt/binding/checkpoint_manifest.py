@@ -2,16 +2,16 @@
 
 ``memopt_manifest.json`` is written last: when all processes have written their files and these are on the disk. It has
 the run, the step, the number of processes, and size and CRC32 of each file, so it finds whatever is missing, cut off,
-changed, or of another run or step, whoever wrote it. While a checkpoint is being saved its manifest has the run alone
-and is locked: a second run that saves into the same folder meanwhile ends in no manifest for either of them.
+changed, or of another run or step, whoever wrote it. While a checkpoint is being saved its manifest has the run alone:
+a second run that saves into the same folder meanwhile ends in no manifest for either of them.
 
 The trade: files are flushed to the disk and read back once, by several threads, when they are saved, and read once more
 before a run resumes (``python benchmarks/checkpoint_manifest.py``).
 
 It is written before stock deletes older checkpoints, and again where a callback changed files in ``on_save``.
 
-Limitations: ``load_best_model_at_end`` reads without a check. Two runs that save into one folder at the same time on a
-file system without locks are found out only where the first to begin is not killed before its end.
+Limitations: ``load_best_model_at_end`` reads without a check. Two runs that save into one folder at the same time are
+found out only where the first to begin is not killed before its end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from logging import getLogger
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers.trainer import TRAINER_STATE_NAME
@@ -109,7 +109,7 @@ class _Saving:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.run = trainer, secrets.token_hex(8)
-        self.file: IO[bytes] | None = None  # the manifest while it is being saved, only where files are
+        self.folder: Path | None = None  # of a checkpoint that is being saved, only where files are
         self.is_ended = False
         self.saved: Mapping[Path, tuple[int, int]] = {}  # when the last checkpoint ended, here
 
@@ -132,17 +132,17 @@ class _Saving:
                 if not self.is_ended:  # the process that ends it waits for this one
                     self.trainer.accelerator.wait_for_everyone()
             finally:
-                self.close()
+                self.folder = None
 
         return _save_checkpoint
 
     def wrap_save_to_json(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def save_to_json(*args: Any, **kwargs: Any) -> None:
             before(*args, **kwargs)
-            if self.file is not None:
+            if self.folder is not None:
                 self.trainer.accelerator.wait_for_everyone()
                 self.is_ended = True
-                self.end(self.file)
+                self.end(self.folder)
 
         return save_to_json
 
@@ -165,39 +165,30 @@ class _Saving:
 
     def begin(self, folder: Path) -> None:
         """Make a folder's manifest that of an unfinished checkpoint, and remove what an earlier run left."""
-        self.close()
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = open(folder / MANIFEST, "ab")  # noqa: SIM115  # and not "wb", before it is locked
-        self.file.truncate(0)
-        if _lock(self.file):  # else it stays empty, and neither run will find its own name
-            self.file.write(self.run.encode())
-            remove_stale(folder)
-        _flush(self.file, folder, folder.parent)
+        with open(folder / MANIFEST, "ab") as file:
+            file.truncate(0)
+            file.write(self.run.encode())
+        remove_stale(folder)
+        _flush(folder / MANIFEST, folder, folder.parent)
+        self.folder = folder
 
-    def end(self, file: IO[bytes]) -> None:
+    def end(self, folder: Path) -> None:
         """Write the manifest, unless another run has saved into the folder since ``begin``."""
-        path, args = Path(file.name), self.trainer.args
-        manifest = self.manifest(path.parent)
-        is_own = path.read_bytes() == self.run.encode()
-        file.truncate(0)
-        if is_own:
-            file.write(manifest.encode())
-        else:
-            warnings.warn(
-                f"output_dir={args.output_dir!r} is that of another run too, which saved {path.parent.name} at the "
-                "same time, so no run will resume from that; expected a folder for each run. "
-                "Pass TrainingArguments(output_dir=...)",
-                stacklevel=2,
-            )
-        _flush(file)
-        self.close()
-        self.saved = _stamps(path.parent) if is_own else {}
-
-    def close(self) -> None:
-        """End the lock."""
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        path, args = folder / MANIFEST, self.trainer.args
+        manifest = self.manifest(folder)
+        self.folder, self.saved = None, {}
+        if path.read_text() == self.run:
+            write_whole(path, manifest)
+            self.saved = _stamps(folder)
+            return
+        write_whole(path, "")
+        warnings.warn(
+            f"output_dir={args.output_dir!r} is that of another run too, which saved {folder.name} at the same time, "
+            "so no run will resume from that; expected a folder for each run. "
+            "Pass TrainingArguments(output_dir=...)",
+            stacklevel=2,
+        )
 
 
 def own_checkpoint(output_dir: Any = None, _internal_call: bool = False, **_: Any) -> Path | None:
@@ -215,27 +206,11 @@ def remove_stale(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _lock(file: IO[bytes]) -> bool:
-    """Lock a file until it is closed or the process ends; return False where another process has locked it."""
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):  # Windows, or a file system without locks
-        pass
-    return True
-
-
-def _flush(*files: IO[bytes] | Path) -> None:
+def _flush(*paths: Path) -> None:
     """Write files or folders to the disk."""
-    for file in files:
-        if not isinstance(file, Path):
-            file.flush()
-            os.fsync(file.fileno())
-        elif os.name != "nt" or file.is_file():  # Windows opens no folder, and writes none that is opened to be read
-            descriptor = os.open(file, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    for path in paths:
+        if os.name != "nt" or path.is_file():  # Windows opens no folder, and writes none that is opened to be read
+            descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:

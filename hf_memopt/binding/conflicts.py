@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.refusals import LATE_LOSS, NO_LIMIT, SETTINGS, TECHNIQUES, Refusal, refusal_of
+from hf_memopt.binding.refusals import LATE_LOSS, SETTINGS, TECHNIQUES, Refusal, refusal_of
+from hf_memopt.binding.techniques import VARIANTS
 from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def check_settings(technique: str, args: TrainingArguments) -> None:
 
 def refusals_of(trainer: Trainer, *callbacks: TrainerCallback) -> list[Refusal]:
     """Return every pair in use that is refused, of a Trainer and callbacks it is to get."""
-    names = [*techniques_in_use(trainer, *callbacks), *_parts_in_use(trainer, *callbacks)]
+    asked = _names_in_use(trainer, *callbacks)
+    names = [name for name in (*TECHNIQUES, *VARIANTS) if name in asked]
     engine = _sharding_engine(trainer)
     world_size = trainer.args.world_size if engine is None else 1  # else the model is not wrapped by DDP
     used = [*names, *settings_in_use(trainer.args, world_size=world_size)]
@@ -86,16 +88,19 @@ def techniques_in_use(trainer: Trainer, *callbacks: TrainerCallback) -> tuple[st
     return tuple(name for name in TECHNIQUES if name in names)
 
 
-def _parts_in_use(trainer: Trainer, *callbacks: TrainerCallback) -> list[str]:
-    """Return the names that a Trainer uses and that are neither a technique nor a setting."""
+def _names_in_use(trainer: Any, *callbacks: Any) -> set[Any]:
+    """Return the names that the parts of a Trainer bear, and those of uses that more is refused for."""
+    given = (*trainer.callback_handler.callbacks, *callbacks, trainer.train_dataset, *optimizers_of(trainer))
+    names = {name for part in given for name in names_of(part)}
+    if "fused cross-entropy" in names and trainer.compute_loss_func is not None:
+        names.add(LATE_LOSS)
     kinds = [part if isinstance(part, type) else type(part) for part in optimizers_of(trainer)]
     has_class = any(base.__module__.startswith("bitsandbytes") for kind in kinds for base in kind.__mro__)
     asked = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     is_chosen = trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None
-    found = ["bitsandbytes optimizer"] * (has_class or (is_chosen and is_of_bitsandbytes(asked)))
-    names = _names_in_use(trainer, *callbacks)
-    is_late = "fused cross-entropy" in names and trainer.compute_loss_func is not None
-    return found + [NO_LIMIT] * (NO_LIMIT in names) + [LATE_LOSS] * is_late
+    if has_class or (is_chosen and is_of_bitsandbytes(asked)):
+        names.add("bitsandbytes optimizer")
+    return names
 
 
 def is_of_bitsandbytes(optim: str) -> bool:
@@ -103,11 +108,6 @@ def is_of_bitsandbytes(optim: str) -> bool:
     return optim.startswith(("paged_", "lion", "ademamix", "rmsprop_bnb")) or (
         optim.endswith("_8bit") and "torch" not in optim
     )
-
-
-def _names_in_use(trainer: Any, *callbacks: TrainerCallback) -> set[Any]:
-    given = (*trainer.callback_handler.callbacks, *callbacks, trainer.train_dataset, *optimizers_of(trainer))
-    return {name for part in given for name in names_of(part)}
 
 
 def names_of(part: Any) -> set[Any]:

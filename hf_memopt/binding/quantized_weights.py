@@ -24,7 +24,7 @@ from hf_memopt.binding.frozen_parameters import cast_parameters, set_trainable
 from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, set_attribute, undo_all
 from hf_memopt.binding.layer_names import parameters_outside_adapters
 from hf_memopt.binding.model_tasks import NEW_HEADS
-from hf_memopt.binding.model_traits import unwrap_model
+from hf_memopt.binding.model_traits import check_model, unwrap_model
 
 __all__ = ["REPACKS", "is_quantized", "prepare_quantized", "quantization_options"]
 
@@ -105,11 +105,7 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
         >>> [(str(parameter.dtype), parameter.requires_grad) for parameter in model.parameters()]
         [('torch.bfloat16', False), ('torch.bfloat16', False)]
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model=<{type(model).__name__}> is not a module; expected a quantised model of transformers. "
-            "Pass the model that from_pretrained returns"
-        )
+    check_model(model)
     inside = unwrap_model(model)
     plain = [parameter for parameter in model.parameters() if type(parameter).__name__ not in _PACKED]
     if not is_quantized(model):

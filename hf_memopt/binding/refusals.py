@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_memopt.binding.techniques import ENGINES, LATE_LOSS, NO_LIMIT, TECHNIQUES, VARIANTS, Refusal, asked_by
+from hf_memopt.binding.techniques import (
+    ENGINES,
+    LATE_LOSS,
+    NO_LIMIT,
+    TECHNIQUES,
+    VARIANTS,
+    Refusal,
+    Technique,
+    asked_by,
+)
 
 __all__ = [
     "ENGINES",
@@ -84,10 +93,10 @@ def refusal_of(one: str, other: str) -> Refusal | None:
     return None
 
 
-def refused_fields(set_up: Any, setting: str) -> dict[str, Refusal]:
-    """Return the fields of a set-up that ask for what is refused with a setting, or with another technique."""
-    found = ((one.field_in(set_up), refusal_of(name, setting)) for name, one in asked_by(set_up).items())
-    return {field: refusal for field, refusal in found if refusal is not None}
+def refused_fields(set_up: Any, setting: str) -> dict[str, tuple[Technique, Refusal]]:
+    """Return by field what a set-up, a ``Recipe`` or ``StepSettings``, asks for and is refused with a setting."""
+    found = ((one, refusal_of(name, setting)) for name, one in asked_by(set_up).items())
+    return {one.field_in(set_up): (one, refusal) for one, refusal in found if refusal is not None}
 
 
 def refuse_without_adapters(load_in: str | None, lora: Any) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal
 
-__all__ = ["ENGINES", "LATE_LOSS", "NO_LIMIT", "TECHNIQUES", "VARIANTS", "Refusal", "Technique", "asked_by"]
+__all__ = ["ENGINES", "LATE_LOSS", "NO_LIMIT", "TECHNIQUES", "VARIANTS", "Refusal", "Technique", "asked_by", "load"]
 
 SHARDED = ("FSDP2", "other sharding", "DeepSpeed")
 ENGINES = ("DDP", "DDP, default flags", *SHARDED)
@@ -47,6 +48,11 @@ class Technique:
         fields: of ``StepSettings`` and of ``Recipe`` that ask for it, each with the value that does not.
         callback: the callback without arguments that a recipe uses where its field asks for it, as "module:class".
         on_model: what it does to a model before the first step, as "module:function"; "" for nothing.
+        optimizer: makes the optimizer's class from the arguments, the model and the recipe's rounding; "" for none.
+        title: its name in the table of plans that ask for consent; "" where no plan does.
+        sets: the fields of a ``Recipe`` that a plan sets for it.
+        pays_for: the fact of a model for which every plan uses it, an attribute of ``ModelFacts``; "" for none.
+        why: the reason that a plan gives.
         refused: reason and fix by the name of what it cannot be used with, a technique or a setting. Symmetric.
     """
 
@@ -56,6 +62,11 @@ class Technique:
     fields: Mapping[str, Any] = field(default_factory=dict)
     callback: str = ""
     on_model: str = ""
+    optimizer: str = ""
+    title: str = ""
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    pays_for: str = ""
+    why: str = ""
     refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def refusals(self) -> Iterator[Refusal]:
@@ -65,6 +76,12 @@ class Technique:
     def field_in(self, set_up: Any) -> str:
         """Return the field by which a set-up asks for it; "" where it does not."""
         return next((name for name, off in self.fields.items() if getattr(set_up, name, off) != off), "")
+
+
+def load(path: str) -> Any:
+    """Return what stands at "module:name"."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _listed(*techniques: Technique) -> dict[str, Technique]:
@@ -110,6 +127,10 @@ TECHNIQUES = _listed(
         "training",
         consent="release_clipping",
         fields={"gradient_release": False},
+        optimizer="hf_memopt.techniques.optimizers.gradient_release:released_optimizer",
+        title="released",
+        sets={"gradient_release": True},
+        why="a gradient is freed once its parameter has stepped; nothing is clipped or accumulated",
         refused={
             "norm clipping": (
                 "the global norm is known only when the first gradients are gone",
@@ -146,6 +167,9 @@ TECHNIQUES = _listed(
         fields={"sparse_tied_embedding": False},
         callback="hf_memopt.techniques.tied_embedding:TiedEmbeddingCallback",
         on_model="hf_memopt.binding.tied_embedding:sparse_tied_embedding",
+        sets={"sparse_tied_embedding": True},
+        pays_for="trains_tied_embedding",
+        why="saves a gradient as large as the embedding",
         refused={
             "torch.compile": (
                 "compiled code makes the whole gradient of the embeddings, so nothing would be saved",
@@ -166,6 +190,9 @@ TECHNIQUES = _listed(
         fields={"fused_cross_entropy": False},
         callback="hf_memopt.techniques.fused_cross_entropy:FusedCrossEntropyCallback",
         on_model="hf_memopt.binding.fused_loss.fuse:fuse_cross_entropy",
+        sets={"fused_cross_entropy": True},
+        pays_for="is_language_model",
+        why="all logits at once would be large",
         refused={
             "torch.compile": (
                 "the logits are a tensor without storage, which breaks the compiled graph",
@@ -188,6 +215,10 @@ TECHNIQUES = _listed(
         "rounding",
         consent="bf16_weights",
         fields={"rounding": "nearest"},
+        optimizer="hf_memopt.techniques.optimizers.sixteen_bit_weights:rounded_optimizer",
+        title="bf16 weights",
+        sets={"weights_dtype": "bfloat16", "rounding": "stochastic"},
+        why="2 bytes per weight and gradient; stochastic rounding keeps small updates on average",
         refused={
             "fp16": ("the gradient scaler needs float32 weights", _BF16_OR_NEITHER),
             "layer-wise optimizer": (

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.binding.handles import UndoHandle, is_overridden, nothing_to_undo, override_method, undo_all
-from hf_memopt.binding.model_traits import unwrap_model
+from hf_memopt.binding.model_traits import check_model, unwrap_model
 
 __all__ = ["sparse_tied_embedding", "tied_embeddings"]
 
@@ -99,11 +99,7 @@ def tied_embeddings(model: nn.Module) -> list[Any]:
     Raises:
         TypeError: ``model`` is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model=<{type(model).__name__}> is not a module; expected a model of transformers. Pass the model that "
-            "from_pretrained returns"
-        )
+    check_model(model)
     inside = unwrap_model(model)
     try:
         embedding, head = inside.get_input_embeddings(), inside.get_output_embeddings()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.binding.refusals import refused_fields
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.what_fits import largest_that_fits, margin_of
 from hf_memopt.units import format_bytes
@@ -159,7 +160,7 @@ def _candidates(found: Estimate) -> Iterator[dict[str, Any]]:
         yield {"checkpointing": True}
     if settings.micro_batch_size not in (None, 1):
         yield {"micro_batch_size": 1}
-    elif found.batch_size > 1 and not settings.gradient_release and matters(passing_bytes):
+    elif found.batch_size > 1 and not refused_fields(settings, "accumulation") and matters(passing_bytes):
         yield _smaller_batch(found, 1)
     if settings.precision in ("bf16", "fp16") and settings.autocast_cache and matters(2 * found.parameters):
         yield {"autocast_cache": False}

@@ -35,7 +35,7 @@ def settings_of_recipe(recipe: Any, overrides: Mapping[str, Any]) -> StepSetting
 def with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:
     if settings.precision != "auto":
         return settings
-    scaled = "fp32" if settings.gradient_release else "fp16"  # released gradients cannot wait for the gradient scaler
+    scaled = "fp16" if settings.takes_gradient_scaler else "fp32"
     native = "fp32" if gpu is None else "bf16" if gpu.bf16 else scaled
     return settings.replace(precision=native)
 

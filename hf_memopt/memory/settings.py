@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.binding.conflicts import steps_in_backward
 from hf_memopt.binding.refusals import refusal_of, refuse_without_adapters
+from hf_memopt.binding.techniques import asked_by
 from hf_memopt.memory.argument_spellings import in_own_names, unknown_setting
 from hf_memopt.plain_data import Count, CountOrZero, check_value, shown
 
@@ -297,6 +298,16 @@ class StepSettings:
         return "fsdp2" if self.offload_params else "ddp"
 
     @property
+    def steps_in_backward(self) -> bool:
+        """Whether each parameter steps within the backward pass, and frees its gradient there."""
+        return self.gradient_release or steps_in_backward(self.optim)
+
+    @property
+    def takes_gradient_scaler(self) -> bool:
+        """Whether fp16 is possible: released gradients cannot wait for the gradient scaler."""
+        return not self.gradient_release
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each of several processes has a part of the weights, of the gradients or of the optimizer states."""
         return self.engine not in ("", "ddp")
@@ -322,14 +333,11 @@ class StepSettings:
 
     def _check_conflicts(self) -> None:
         """Refuse what the table of conflicts does, so that ``attach`` would in a real run."""
+        techniques = {name: (one, one.field_in(self)) for name, one in asked_by(self).items()}
         settings = {  # by the table's name: the field, whether it is in use, a value that switches it off
-            "gradient release": ("gradient_release", self.gradient_release, False),
-            "sparse tied embedding": ("sparse_tied_embedding", self.sparse_tied_embedding, False),
-            "fused cross-entropy": ("fused_cross_entropy", self.fused_cross_entropy, False),
-            "16-bit weights": ("rounding", self.rounding != "nearest", "nearest"),
+            **{name: (field, True, one.fields[field]) for name, (one, field) in techniques.items()},
             "norm clipping": ("max_grad_norm", self.max_grad_norm > 0, 0),
             "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),
-            "micro-batching": ("micro_batch_size", self.micro_batch_size is not None, None),
             "fp16": ("precision", self.precision == "fp16", "bf16"),
             "DDP": ("world_size", self.engine == "ddp", 1),
             "FSDP2": ("strategy", self.engine == "fsdp2", "ddp"),

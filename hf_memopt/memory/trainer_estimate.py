@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.conflicts import optimizers_of, techniques_in_use
+from hf_memopt.binding.techniques import TECHNIQUES, load
 from hf_memopt.memory.estimation import estimate_from_arguments
+from hf_memopt.memory.settings import StepSettings
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -16,12 +19,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
 
 __all__ = ["estimate_of"]
-
-_FLAGS = {
-    "gradient release": "gradient_release",
-    "fused cross-entropy": "fused_cross_entropy",
-    "sparse tied embedding": "sparse_tied_embedding",
-}
 
 
 def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estimate:
@@ -49,7 +46,11 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     """Return the fields of ``StepSettings`` that the trainer's callbacks and optimizer decide."""
     used = techniques_in_use(trainer)
     handler = trainer.accelerator.autocast_handler
-    found: dict[str, Any] = {field: True for name, field in _FLAGS.items() if name in used}
+    own = {item.name: item.default for item in fields(StepSettings)}
+    techniques = [TECHNIQUES[name] for name in used]
+    found: dict[str, Any] = {field: True for one in techniques for field in one.fields if own.get(field) is False}
+    if functions := [load(one.on_model) for one in techniques if one.on_model and not own.keys() & one.fields.keys()]:
+        found["prepare"] = tuple(functions)
     found["autocast_cache"] = handler is None or bool(handler.cache_enabled)
     if "16-bit weights" in used:
         found["rounding"] = next(one.rounding for one in optimizers_of(trainer) if hasattr(one, "rounding"))

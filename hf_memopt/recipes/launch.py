@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
 from hf_memopt.binding.conflicts import is_of_bitsandbytes
-from hf_memopt.binding.refusals import NO_LIMIT, Refusal, refusal_of
+from hf_memopt.binding.refusals import Refusal, refusal_of, refused_fields
 from hf_memopt.changes import Change
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES, zero_options
 from hf_memopt.plain_data import Count, check_value, check_word, checked_path
@@ -202,20 +202,12 @@ def _check_request(world_size: int, strategy: str, offload_params: bool) -> None
 
 def _check_techniques(recipe: Recipe, strategy: str, offload_params: bool) -> None:
     """Refuse, in one error, everything in a recipe that does not work with the engine."""
-    micro_batching = NO_LIMIT if strategy == "fsdp2" else "micro-batching"  # a recipe sets no limit
-    in_use = {  # by the field: the technique's name in the table, whether it is in use, the value that switches it off
-        "gradient_release": ("gradient release", recipe.gradient_release, False),
-        "micro_batching": (micro_batching, recipe.micro_batching, False),
-        "sparse_tied_embedding": ("sparse tied embedding", recipe.sparse_tied_embedding, False),
-        "rounding": ("16-bit weights", recipe.rounding != "nearest", "nearest"),
-        "fused_cross_entropy": ("fused cross-entropy", recipe.fused_cross_entropy, False),
-        "optim": ("bitsandbytes optimizer", is_of_bitsandbytes(recipe.optim), "adamw_torch_fused"),
+    found: dict[str, tuple[Refusal, Any]] = {  # each with the value that switches it off
+        field: (refusal, one.fields[field]) for field, (one, refusal) in refused_fields(recipe, NAMES[strategy]).items()
     }
-    found: dict[str, tuple[Refusal, Any]] = {}
-    for field, (technique, is_used, off) in in_use.items():
-        refusal = refusal_of(technique, NAMES[strategy]) if is_used else None
-        if refusal is not None:
-            found[field] = refusal, off
+    refusal = refusal_of("bitsandbytes optimizer", NAMES[strategy]) if is_of_bitsandbytes(recipe.optim) else None
+    if refusal is not None:
+        found["optim"] = refusal, "adamw_torch_fused"
     if found:
         reasons = "; ".join(f"{refusal.one}: {refusal.reason}" for refusal, _ in found.values())
         fields = ", ".join(f"{field}={off!r}" for field, (_, off) in found.items())

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt import __version__
-from hf_memopt.binding.refusals import refuse_without_adapters
+from hf_memopt.binding.refusals import refuse_without_adapters, refused_fields
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import (
@@ -309,6 +309,11 @@ class Recipe:
 
         return prepared_model(self, model)[0]
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients stay until the step ends, so that they can be accumulated and clipped."""
+        return not self.gradient_release
+
     def step_settings(self) -> StepSettings:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
         from hf_memopt.memory.settings import StepSettings  # the presets are read without the estimate
@@ -321,8 +326,8 @@ class Recipe:
                 **shared,
                 "precision": self._step_precision(),
                 "checkpointing": self.checkpointing and (self.checkpointing_options() or True),
-                "max_grad_norm": 0.0 if self.gradient_release else 1.0,
-                "gradient_accumulation_steps": 1 if self.gradient_release else accumulated,
+                "max_grad_norm": 1.0 if self.accumulates else 0.0,
+                "gradient_accumulation_steps": accumulated if self.accumulates else 1,
                 "eval_batch_size": self.per_device_eval_batch_size,
             }
         )
@@ -455,10 +460,10 @@ def _check_together(recipe: Recipe) -> None:
             f"every_n_layers={recipe.every_n_layers}, checkpointing=False recompute nothing; expected checkpointing. "
             "Pass checkpointing=True"
         )
-    if recipe.gradient_release and recipe.precision == "fp16":
+    for name, (_, refusal) in refused_fields(recipe, recipe.precision).items():
         raise ValueError(
-            "gradient_release=True, precision='fp16' are incompatible: the gradient scaler looks at all gradients at "
-            "once; expected another precision. Pass precision='auto'"
+            f"{name}={getattr(recipe, name)!r}, precision={recipe.precision!r} are incompatible: {refusal.reason}; "
+            "expected another precision. Pass precision='auto'"
         )
 
 

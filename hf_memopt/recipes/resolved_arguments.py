@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.refusals import refusal_of
+from hf_memopt.binding.refusals import refused_fields
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count
@@ -62,7 +62,7 @@ def resolve_arguments(
         changes.append(why)
     preferred = recipe.per_device_train_batch_size, recipe.effective_batch_size // recipe.per_device_train_batch_size
     effective = recipe.effective_batch_size if effective_batch_size is None else effective_batch_size
-    if recipe.gradient_release:
+    if not recipe.accumulates:
         preferred = recipe.per_device_train_batch_size, 1
         effective = _released_batch(recipe, effective_batch_size, overrides, changes)
         overrides = {"gradient_accumulation_steps": 1, **overrides}
@@ -73,8 +73,8 @@ def resolve_arguments(
     if on_cpu and arguments.get("bf16") and "use_cpu" not in overrides:
         arguments["use_cpu"] = True  # stock asks for it where bf16 runs on a CPU
     arguments = {**arguments, **overrides, **batch}
-    if recipe.gradient_release:
-        _check_release(arguments)
+    if not recipe.accumulates:
+        _check_release(recipe, arguments)
     return arguments, tuple(changes)
 
 
@@ -104,7 +104,7 @@ def stock_arguments(recipe: Recipe) -> dict[str, Any]:
         "eval_accumulation_steps": recipe.eval_accumulation_steps,
         "dataloader_num_workers": recipe.dataloader_num_workers,
     }
-    if recipe.gradient_release:
+    if not recipe.accumulates:
         arguments["max_grad_norm"] = 0.0
     if recipe.checkpointing:
         arguments |= versions.checkpointing_arguments(**recipe.checkpointing_options())
@@ -141,7 +141,7 @@ def _released_batch(
 ) -> int:
     """Return the effective batch of one pass, and record what gradient release changes."""
     if overrides.get("gradient_accumulation_steps", 1) != 1:
-        raise ValueError(str(refusal_of("gradient release", "accumulation")))
+        _refuse(recipe, "accumulation")
     if "max_grad_norm" not in overrides:
         changes.append(Change("max_grad_norm", 1.0, 0.0, "released gradients have no norm of all of them to clip"))
     if effective_batch_size is not None:
@@ -154,15 +154,20 @@ def _released_batch(
     return effective
 
 
-def _check_release(arguments: Mapping[str, Any]) -> None:
+def _check_release(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
     asked = {
         "norm clipping": (arguments["max_grad_norm"] or 0) > 0,
         "fp16": arguments["fp16"],
     }
     for name, is_asked in asked.items():
-        refusal = refusal_of("gradient release", name)
-        if is_asked and refusal is not None:
-            raise ValueError(str(refusal))
+        if is_asked:
+            _refuse(recipe, name)
+
+
+def _refuse(recipe: Recipe, setting: str) -> None:
+    """Raise for what a recipe asks for and a setting excludes."""
+    for _, refusal in refused_fields(recipe, setting).values():
+        raise ValueError(str(refusal))
 
 
 # ---- Precision ------------------------------------------------------------------------------------------------------
@@ -213,7 +218,7 @@ def _chosen_precision(recipe: Recipe, weights: str, use_cpu: bool) -> Change:
     reason = chosen.reason
     if recipe.trains_16_bits:
         name, reason = "fp32", f"without autocast: the weights are {weights}, and so is the computation"
-    elif name == "fp16" and recipe.gradient_release:
+    elif name == "fp16" and not recipe.accumulates:
         name, reason = "fp32", f"gradient release has no gradient scaler, which fp16 needs ({chosen.reason})"
     elif weights == "float16":
         name, reason = "fp16", "the frozen weights are float16, and autocast mixes no two 16-bit formats"

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 from hf_memopt.binding import versions
 from hf_memopt.binding.attach import attach
 from hf_memopt.binding.conflicts import names_of, refusals_of
+from hf_memopt.binding.techniques import asked_by, load
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.report import MemoryReportCallback
@@ -26,13 +27,9 @@ from hf_memopt.recipes.data_views import (
 )
 from hf_memopt.recipes.model_setup import prepared_model
 from hf_memopt.techniques.freezing.freezing import FreezeCallback
-from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
-from hf_memopt.techniques.optimizers.gradient_release import released_optimizer
-from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimizer
 from hf_memopt.techniques.precision import PrecisionCallback
-from hf_memopt.techniques.tied_embedding import TiedEmbeddingCallback
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -84,7 +81,7 @@ def build_trainer(
     if recipe.bucketing:
         given = view_arguments(recipe.name, train_dataset, given)
     args = recipe.training_arguments(**given)
-    changes = list(recipe.changes(**_without_folder(given))) if recipe.gradient_release else []
+    changes = list(recipe.changes(**_without_folder(given))) if not recipe.accumulates else []
     trainer_kwargs |= _optimizer(recipe, args, model, trainer_kwargs)
     if model is not None:
         model, made = prepared_model(recipe, model)
@@ -182,15 +179,7 @@ def callbacks_of(recipe: Recipe, optim: str) -> list[TrainerCallback]:
     wanted.append(PrecisionCallback(autocast_cache=recipe.autocast_cache, master_weights=not recipe.trains_16_bits))
     if optim in BITSANDBYTES_8BIT:
         wanted.append(EmbeddingBitsCallback())
-    if recipe.sparse_tied_embedding:
-        wanted.append(TiedEmbeddingCallback())
-    if recipe.fused_cross_entropy:
-        wanted.append(FusedCrossEntropyCallback())
-    if recipe.micro_batching:
-        wanted.append(MicrobatchCallback())
-    if recipe.memory_report:
-        wanted.append(MemoryReportCallback())
-    return wanted
+    return wanted + [load(one.callback)() for one in asked_by(recipe).values() if one.callback]
 
 
 _REMOVABLE = (PrecisionCallback, EmbeddingBitsCallback, MicrobatchCallback, MemoryReportCallback)
@@ -212,18 +201,17 @@ def _remove_refused_callbacks(recipe: Recipe, trainer: Trainer, kept: Iterable[T
 
 def _optimizer(recipe: Recipe, args: TrainingArguments, model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``optimizer_cls_and_kwargs`` for gradient release and the rounding of 16-bit weights, or nothing."""
-    if not recipe.gradient_release and recipe.rounding == "nearest":
+    technique = next((one for one in asked_by(recipe).values() if one.optimizer), None)
+    if technique is None:
         return {}
-    field = "gradient_release" if recipe.gradient_release else "rounding"
+    field = technique.field_in(recipe)
     for name, value in (("optimizers", (given.get("optimizers") or (None,))[0]), (_CLASS, given.get(_CLASS))):
         if value is not None:
             raise ValueError(
                 f"{name} is given, and {field}={getattr(recipe, field)!r} makes an optimizer of its own; expected "
                 f"only one of them. Pass training_arguments={{'optim': ...}}, or recipe.replace({field}=...)"
             )
-    if recipe.rounding == "nearest" or recipe.gradient_release:
-        return {_CLASS: released_optimizer(args, model, rounding=recipe.rounding)}
-    return {_CLASS: rounded_optimizer(args, model, recipe.rounding)}
+    return {_CLASS: load(technique.optimizer)(args, model, rounding=recipe.rounding)}
 
 
 _CLASS = "optimizer_cls_and_kwargs"

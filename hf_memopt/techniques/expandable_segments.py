@@ -69,7 +69,12 @@ def use_expandable_segments() -> UndoHandle:
     former = os.environ.get(variable)
     os.environ[variable] = f"{text},{SETTING}:True" if text else f"{SETTING}:True"
     logger.info("%s", Change(variable, former, os.environ[variable], "segments grow in place, so nothing fragments"))
-    return UndoHandle(lambda: _put_back(variable, former))
+
+    def undo() -> None:
+        os.environ.pop(variable, None)
+        os.environ.update({} if former is None else {variable: former})
+
+    return UndoHandle(undo)
 
 
 def _settings_in_effect(variable: str) -> str:
@@ -90,10 +95,3 @@ def platform_problem() -> str:
     if TEGRA_RELEASE.exists():
         return "on Tegra boards the driver reports out of memory (https://github.com/unslothai/unsloth-zoo/pull/1235)"
     return ""
-
-
-def _put_back(variable: str, former: str | None) -> None:
-    if former is None:
-        os.environ.pop(variable, None)
-    else:
-        os.environ[variable] = former

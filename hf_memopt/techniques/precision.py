@@ -55,8 +55,8 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
     float32 instead of 16 bits: 42 casts instead of 18 in an ALBERT of 3 layers.
 
     Source: ``estimate("bert-large-uncased", batch_size=32, seq_len=128, gpu="RTX 3090", precision="bf16",
-    checkpointing=True, gradient_accumulation_steps=2, autocast_cache=False)``, or ``gradient_release=True,
-    max_grad_norm=0.0`` in place of the accumulation; ``tests/techniques/test_precision.py``.
+    checkpointing=True, gradient_accumulation_steps=2, autocast_cache=False)``, or with gradients that are
+    released in place of the accumulation; ``tests/techniques/test_precision.py``.
 
     Returns:
         A handle that restores the former setting for models that are prepared later; if the cache was switched off

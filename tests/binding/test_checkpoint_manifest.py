@@ -451,35 +451,24 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path) -> None:
 # ---- Two runs in one folder -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dies", "has_locks", "warned"),
-    [("no run", True, 2), ("no run", False, 1), ("second", True, 1), ("second", False, 1), ("first", True, 1)],
-)
-def test_two_runs_that_save_at_the_same_time_leave_no_checkpoint_of_both(
-    tmp_path, monkeypatch, dies, has_locks, warned
-) -> None:
+@pytest.mark.parametrize("dies", ["no run", "second"])
+def test_two_runs_that_save_at_the_same_time_leave_no_checkpoint_of_both(tmp_path, dies) -> None:
     """The second run saves while the first one is between its weights and its optimizer."""
     first, second = (trainer(tiny.llama(seed=seed), tmp_path / f"{seed}", max_steps=4) for seed in (1, 2))
     for run in (first, second):
         run.train()
         run.args.output_dir = str(tmp_path / "out")
-    if not has_locks:
-        monkeypatch.setitem(sys.modules, "fcntl", None)
     save, save_second = first._save_optimizer_and_scheduler, second._save_optimizer_and_scheduler
 
     def between(folder: str) -> None:
         with suppress(SystemExit):
             second._save_checkpoint(second.model, trial=None)
-        if dies == "first":
-            raise SystemExit("killed")
         save(folder)
 
     def between_of_second(folder: str) -> None:
         save_second(folder)
         if dies == "second":
             raise SystemExit("killed")
-        if dies == "first":
-            save(folder)
 
     first._save_optimizer_and_scheduler, second._save_optimizer_and_scheduler = between, between_of_second
     with warnings.catch_warnings(record=True) as caught, suppress(SystemExit):
@@ -489,7 +478,7 @@ def test_two_runs_that_save_at_the_same_time_leave_no_checkpoint_of_both(
         f"output_dir={str(tmp_path / 'out')!r} is that of another run too, which saved checkpoint-4 at the same time, "
         "so no run will resume from that; expected a folder for each run. Pass TrainingArguments(output_dir=...)"
     )
-    assert [str(each.message) for each in caught] == [message] * warned
+    assert [str(each.message) for each in caught] == [message]
     reason = "its memopt_manifest.json was not written to its end"
     assert why_not_whole(tmp_path / "out/checkpoint-4") == reason
     first._save_optimizer_and_scheduler = save

@@ -182,8 +182,8 @@ def test_a_model_without_quantised_weights_is_refused() -> None:
     with pytest.raises(TypeError) as refused:
         prepare_quantized("Llama-3.1-8B")  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "model=<str> is not a module; expected a quantised model of transformers. Pass the model that from_pretrained "
-        "returns"
+        "model='Llama-3.1-8B' is not a torch.nn.Module; expected the model to train. Pass the model that "
+        "from_pretrained returns"
     )
 
 

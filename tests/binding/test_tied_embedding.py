@@ -438,7 +438,8 @@ def test_models_without_a_tied_weight_are_refused() -> None:
     with pytest.raises(TypeError) as error:
         sparse_tied_embedding("Llama-3.2-1B")  # type: ignore[arg-type]
     assert str(error.value) == (
-        "model=<str> is not a module; expected a model of transformers. Pass the model that from_pretrained returns"
+        "model='Llama-3.2-1B' is not a torch.nn.Module; expected the model to train. Pass the model that "
+        "from_pretrained returns"
     )
 
 

@@ -382,7 +382,7 @@ def test_one_parameter_by_itself(optim: str, shape: tuple[int, ...], tmp_path: A
         group["foreach"] = True
     gradients(model)
     optimizer.step()
-    (alone,) = optimizer_memory(parameter_facts(model), optim, gradient_release=True).alone
+    (alone,) = optimizer_memory(parameter_facts(model), optim, one_by_one=True).alone
     group = max(alone.step, key=sum)
     assert abs(measured_step(model, optimizer) - sum(group)) <= 24  # single numbers
 
@@ -402,7 +402,7 @@ def test_groups_of_a_foreach_step() -> None:
 def test_gradient_release_has_the_memory_of_each_parameter() -> None:
     facts = parameter_facts(models(torch.float32)["bert"])
     for optim in ("adamw_torch", "adamw_torch_fused", "adafactor", "adamw_bnb_8bit"):
-        released = optimizer_memory(facts, optim, gradient_release=True)
+        released = optimizer_memory(facts, optim, one_by_one=True)
         whole = optimizer_memory(facts, optim)
         assert (released.state, released.host_state_bytes) == (whole.state, whole.host_state_bytes)
         assert (released.releases_gradients, whole.releases_gradients) == (True, False)
@@ -421,7 +421,7 @@ def test_what_steps_within_backward_releases_gradients(optim: str) -> None:
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "paged_ademamix_8bit", "lion_8bit", "galore_adamw_layerwise"])
 def test_the_memory_of_each_parameter_adds_up(optim: str) -> None:
     facts = parameter_facts(models(torch.float32)["bert"])
-    whole = optimizer_memory(facts, optim, target_modules="all-linear", gradient_release=True)
+    whole = optimizer_memory(facts, optim, target_modules="all-linear", one_by_one=True)
     assert len(whole.alone) == len(facts)
     assert sorted(size for memory in whole.alone for size in memory.state) == sorted(whole.state)
     assert sum(memory.host_state_bytes for memory in whole.alone) == whole.host_state_bytes
@@ -673,7 +673,7 @@ def test_temporaries_of_rounding_are_at_most_64_mib(case: str, tmp_path: Any) ->
 
 def test_released_rounding_has_the_memory_of_each_parameter() -> None:
     facts = parameter_facts(models(torch.bfloat16)["bert"])
-    released = optimizer_memory(facts, "paged_adamw_8bit", gradient_release=True, rounding="stochastic")
+    released = optimizer_memory(facts, "paged_adamw_8bit", one_by_one=True, rounding="stochastic")
     assert [one.step for one in released.alone] == [((4 * fact.elements, 4 * fact.elements),) for fact in facts]
     assert released.state == optimizer_memory(facts, "paged_adamw_8bit").state  # no byte more
     kahan = optimizer_memory(facts, "paged_adamw_8bit", rounding="kahan")

@@ -230,7 +230,7 @@ ELEMENTS = sum(fact.elements for fact in FACTS)
 
 
 def step_of(optim: str, **settings: Any) -> Counter[Operation]:
-    memory = optimizer_memory(FACTS, optim, gradient_release=settings.pop("releases", False))
+    memory = optimizer_memory(FACTS, optim, one_by_one=settings.pop("releases", False))
     return optimizer_operations(FACTS, memory, optim, **{"clips": False, **settings})
 
 

@@ -155,7 +155,7 @@ REFUSED = [
     ({"strategy": "fsdp2", "load_in": "int8", "lora": 8}, "quantised weights are bytes with tables of their own"),
     (
         {"strategy": "zero3", "micro_batching": True, "fused_cross_entropy": True},
-        "Call recipe.replace(micro_batching=False, fused_cross_entropy=False).distributed(...)",
+        "Call recipe.replace(fused_cross_entropy=False, micro_batching=False).distributed(...)",
     ),
     (
         {"strategy": "fsdp2", "micro_batching": True, "optim": "paged_adamw_8bit"},

@@ -23,7 +23,6 @@ from transformers import Trainer, TrainerCallback
 
 import tiny
 from hf_memopt.binding.attach import attach
-from hf_memopt.changes import Change
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from hf_memopt.techniques.nonfinite.overflow import BFLOAT16_FAMILY, OverflowCallback, StepReading, read_step
 from scarcity import Scarcity
@@ -33,13 +32,12 @@ SYNCS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "
 
 
 class Recorder(TrainerCallback):
-    """Note weights, optimizer state, schedule and filter around each optimizer step."""
+    """Note weights, optimizer state, and schedule around each optimizer step."""
 
     def __init__(self) -> None:
         self.before: list[Any] = []
         self.after: list[Any] = []
         self.epochs: list[int] = []
-        self.filters: list[bool] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.before.append((weights_of(kwargs["model"]), states_of(kwargs["optimizer"])))
@@ -47,7 +45,6 @@ class Recorder(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.after.append((weights_of(kwargs["model"]), states_of(kwargs["optimizer"])))
         self.epochs.append(kwargs["lr_scheduler"].last_epoch)
-        self.filters.append(args.logging_nan_inf_filter)
 
     def moved(self) -> list[bool]:
         """Tell for each step whether it changed the weights."""
@@ -167,38 +164,31 @@ def syncs_of_training(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> Coun
     return counts
 
 
-def test_one_sync_per_optimizer_step_and_fewer_than_stock(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_sync_per_optimizer_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "optim": "sgd"}
 
-    def trainer(*callbacks: Any, **more: Any) -> Trainer:
-        one = nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(32), tmp_path, **settings, **more)
+    def trainer(*callbacks: Any) -> Trainer:
+        one = nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(32), tmp_path, **settings)
         return attach(one, *callbacks)
 
-    unfiltered = syncs_of_training(trainer(logging_nan_inf_filter=False), monkeypatch)
     stock = syncs_of_training(trainer(), monkeypatch)
     ours = syncs_of_training(trainer(OverflowCallback()), monkeypatch)
-    steps, accumulation_steps = 4, 8
-    assert stock - unfiltered == {"__bool__": 2 * accumulation_steps}
-    assert ours - unfiltered == {"tolist": steps}
+    steps = 4
+    assert ours - stock == {"tolist": steps}
 
 
-# ---- The filter of stock's log --------------------------------------------------------------------------------------
+# ---- Stock's log -----------------------------------------------------------------------------------------------------
 
 
 def logged_losses(trainer: Trainer) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-def test_the_log_stays_finite_and_the_arguments_are_only_changed_within_a_step(tmp_path: Any) -> None:
-    recorder, callback = Recorder(), OverflowCallback()
+def test_the_log_stays_finite_by_the_filter_of_stock(tmp_path: Any) -> None:
     settings = {"logging_strategy": "steps", "logging_steps": 1, "gradient_accumulation_steps": 2}
     model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
-    trainer = run(tmp_path, model, nonfinite_models.rows(24, bad=(13,)), recorder, callback, **settings)
+    trainer = run(tmp_path, model, nonfinite_models.rows(24, bad=(13,)), OverflowCallback(), **settings)
     assert all(loss < 10 for loss in logged_losses(trainer))  # NaN is not
-    assert recorder.filters == [True, True, True]
-    assert trainer.args.logging_nan_inf_filter
-    reason = "it waits for the device twice per accumulation step; the same is done on the device"
-    assert callback.changes == [Change("logging_nan_inf_filter", True, False, reason)]
 
 
 def test_who_does_not_filter_sees_the_loss_as_it_is(tmp_path: Any) -> None:
@@ -214,7 +204,6 @@ def test_who_does_not_filter_sees_the_loss_as_it_is(tmp_path: Any) -> None:
     first, second = logged_losses(trainer)
     assert not math.isnan(first)
     assert math.isnan(second)
-    assert callback.changes == []
 
 
 # ---- Stopping -------------------------------------------------------------------------------------------------------
@@ -247,7 +236,6 @@ def test_it_stops_after_some_steps_in_a_row(tmp_path: Any, caplog: pytest.LogCap
         (level, f"non-finite detection dropped {report}")
         for level, report in zip(("WARNING", "INFO", "INFO"), reports, strict=True)
     ]
-    assert trainer.args.logging_nan_inf_filter
     assert window_of(trainer) == []
 
 

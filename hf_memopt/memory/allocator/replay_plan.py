@@ -84,12 +84,12 @@ def step_optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) ->
             optim_args=settings.optim_args,
             target_modules=settings.optim_target_modules,
             embedding_bits=settings.embedding_bits,
-            gradient_release=settings.gradient_release,
+            one_by_one=settings.steps_in_backward,
             weight_decay=settings.weight_decay,
             rounding=settings.rounding,
         )
     found = settings.optimizer_memory(facts)
-    if not (found.releases_gradients or settings.gradient_release):
+    if not (found.releases_gradients or settings.steps_in_backward):
         return found
     alone = tuple(settings.optimizer_memory((fact,)) for fact in facts)
     return replace(found, releases_gradients=True, alone=alone)

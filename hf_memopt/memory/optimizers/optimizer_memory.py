@@ -130,7 +130,7 @@ def optimizer_memory(
     optim_args: str | None = None,
     target_modules: Any = None,
     embedding_bits: int = 32,
-    gradient_release: bool = False,
+    one_by_one: bool = False,
     weight_decay: float = 0.0,
     rounding: str = "nearest",
     cuda: bool = True,
@@ -143,7 +143,7 @@ def optimizer_memory(
         optim_args: as ``TrainingArguments`` takes it.
         target_modules: ``optim_target_modules`` of a low-rank optimizer.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer of bitsandbytes.
-        gradient_release: each parameter steps separately, as the optimizers do that step within the backward pass.
+        one_by_one: each parameter steps separately, as the optimizers do that step within the backward pass.
         weight_decay: as ``TrainingArguments`` takes it; torch's optimizers other than AdamW copy gradients for it.
         rounding: of 16-bit weights: ``"nearest"`` as the plain class, or as ``sixteen_bit_optimizer``.
         cuda: False for a CPU: nothing is paged, counters are state, torch loops over the parameters.
@@ -166,7 +166,7 @@ def optimizer_memory(
     request = OptimizerRequest(optim, _read_arguments(optim_args), target_modules, embedding_bits, weight_decay, cuda)
     parameters = _with_targets(parameters, request)
     whole = family(parameters, request)
-    if not (gradient_release or whole.releases_gradients):
+    if not (one_by_one or whole.releases_gradients):
         return whole
     alone = []
     for parameter in parameters:

@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.binding.techniques import asked_by
 from hf_memopt.components import COLOURS, COMPONENTS
 from hf_memopt.memory.timeline import phase_peaks
 from hf_memopt.reports.sides import ESTIMATE_FORMAT
@@ -146,12 +147,7 @@ def _choices(settings: StepSettings) -> Iterator[str]:
         yield f"checkpointing{_call_text(options) if options else ''}"
     if settings.rounding != "nearest":
         yield f"{settings.rounding} rounding"
-    if settings.gradient_release:
-        yield "gradient release"
-    if settings.fused_cross_entropy:
-        yield "fused cross-entropy"
-    if settings.sparse_tied_embedding:
-        yield "sparse tied embedding"
+    yield from (name for name, one in asked_by(settings).items() if one.fields[one.field_in(settings)] is False)
     if settings.attn_implementation is not None:
         yield f"{settings.attn_implementation} attention"
     if settings.eval_batch_size is not None:

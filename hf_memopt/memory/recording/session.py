@@ -26,13 +26,11 @@ from torch import nn
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.binding.adapters import add_adapters
-from hf_memopt.binding.conflicts import steps_in_backward
 from hf_memopt.binding.frozen_parameters import freeze
-from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
 from hf_memopt.binding.input_gradients import drop_input_gradients
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.binding.quantized_weights import prepare_quantized
-from hf_memopt.binding.tied_embedding import sparse_tied_embedding
+from hf_memopt.binding.techniques import Technique, asked_by, load
 from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
@@ -190,7 +188,7 @@ def _preparation(settings: StepSettings) -> str | None:
     if settings.prepare or own_layers:
         return None
     adapters = settings.lora, settings.lora_targets, settings.load_in
-    return repr((adapters, settings.freeze, settings.fused_cross_entropy, settings.sparse_tied_embedding))
+    return repr((adapters, settings.freeze, [one.name for one in _of_models(settings)]))
 
 
 def _trace_key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
@@ -202,12 +200,7 @@ def _trace_key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: 
     if settings.precision == "tf32":
         settings = settings.replace(precision="fp32")  # the same allocations and operations
     values = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _NOT_IN_TRACE}
-    return loaded.key, repr(values), accumulates, _releases(settings), shape, chip
-
-
-def _releases(settings: StepSettings) -> bool:
-    """Return whether each parameter steps within the backward pass."""
-    return settings.gradient_release or steps_in_backward(settings.optim)
+    return loaded.key, repr(values), accumulates, settings.steps_in_backward, shape, chip
 
 
 # ---- Before the first step
@@ -224,10 +217,8 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
         _checkpoint(model, settings)
     if settings.freeze:
         freeze(model, settings.freeze)
-    if settings.fused_cross_entropy:
-        fuse_cross_entropy(model)
-    if settings.sparse_tied_embedding:
-        sparse_tied_embedding(model)
+    for technique in _of_models(settings):
+        load(technique.on_model)(model)
     for function in settings.prepare:
         changed = function(model)
         model = changed if isinstance(changed, nn.Module) else model
@@ -237,6 +228,11 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
             "Trainer refuses such a model; expected a function of prepare that adds some, or lora. Pass lora=16"
         )
     return model
+
+
+def _of_models(settings: StepSettings) -> list[Technique]:
+    """Return the techniques that the settings ask for and that change a model."""
+    return [one for one in asked_by(settings).values() if one.on_model]
 
 
 def _checkpoint(model: nn.Module, settings: StepSettings) -> None:
@@ -283,7 +279,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
             batch,
             recorded,
             micro_batch=cut_batch(batch, shape.batch_size, rows) if rows and rows < shape.batch_size else None,
-            releases_gradients=_releases(settings),
+            releases_gradients=settings.steps_in_backward,
             evaluation_batch=evaluation_batch,
             tracker=tracker,
             semantics=semantics,

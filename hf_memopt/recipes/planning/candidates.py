@@ -109,7 +109,7 @@ class Candidate:
     @property
     def floor_bytes(self) -> int:
         """What is there whatever the rows, with the context: weights, gradients that are kept, optimizer state."""
-        kept = ("weights", "optimizer state", *(() if self.recipe.gradient_release else ("gradients",)))
+        kept = ("weights", "optimizer state", *(("gradients",) if self.recipe.accumulates else ()))
         return self.context_bytes + sum(self.components[name] for name in kept)
 
     @property

@@ -49,12 +49,12 @@ def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation, 
         if (count, length) not in found:
             simulation.announce(f"what fits: {count} rows" + ("" if length is None else f" of {length} tokens"))
             recipe = one.recipe.replace(per_device_train_batch_size=count)
-            if recipe.gradient_release:
+            if not recipe.accumulates:
                 recipe = recipe.replace(effective_batch_size=count)
             found[count, length] = simulation.estimate(recipe, length).total_bytes
         return one.usable_bytes - found[count, length]
 
-    accumulated = rows if one.recipe.gradient_release else [count for count in rows if count < share]
+    accumulated = [count for count in rows if count < share] if one.recipe.accumulates else rows
     cells: list[list[CellData]] = []
     for part in (accumulated, [count for count in rows if count not in accumulated]):
         for count, verdicts in zip(part, settle(part, lengths, spare_bytes, one.margin_bytes), strict=True):
@@ -103,7 +103,7 @@ def _lengths(seq_len: int | None, most: int | None) -> list[int | None]:
 
 def _rows(one: Candidate, share: int) -> list[int]:
     """Return the micro-batches of the map, near to powers of two, those of the set-up and all rows among them."""
-    if one.recipe.gradient_release:  # the batch as one: the effective batch itself is what can change
+    if not one.recipe.accumulates:  # the batch as one: the effective batch itself is what can change
         return sorted({count for count in (share // 4, share // 2, share, 2 * share, 4 * share) if count})
     counts = [count for count in range(1, share + 1) if share % count == 0]
     wanted = {1, one.rows, share}

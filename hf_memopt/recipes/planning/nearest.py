@@ -124,7 +124,7 @@ def _batch(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> int 
 
     It is the last one, or the one before, which has no expandable segments: these round up by 2 MiB in each pool.
     """
-    released = [one.recipe for one in set_ups if one.recipe.gradient_release][-2:]
+    released = [one.recipe for one in set_ups if not one.recipe.accumulates][-2:]
 
     def spare_bytes(rows: int) -> int | None:
         sized = [one.replace(effective_batch_size=rows, per_device_train_batch_size=rows) for one in released]

@@ -116,7 +116,7 @@ def shown_candidates(found: Plan) -> list[Candidate]:
 
 def _is_least(one: Candidate) -> bool:
     """Return whether a set-up that needs no further consent has as few rows as it can."""
-    return not one.consents and (one.rows == 1 or one.recipe.gradient_release)
+    return not one.consents and (one.rows == 1 or not one.recipe.accumulates)
 
 
 def _is_worth_asking(one: Candidate, found: Plan) -> bool:

@@ -253,7 +253,7 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
     if chosen is not None and one is chosen:
         return _why_chosen(one, candidates, goal)
     if one.verdict == "over":
-        whole = " with the effective batch as one, which a released gradient needs" * one.recipe.gradient_release
+        whole = " with the effective batch as one, which a released gradient needs" * (not one.recipe.accumulates)
         return f"{one.says()}{whole}"
     if one.consents:
         words = ", ".join(map(repr, one.consents))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated
 
+from hf_memopt.binding.techniques import TECHNIQUES
 from hf_memopt.devices.gpus import Gpu, current_gpu, custom_gpu, find_gpu
 from hf_memopt.plain_data import Count, check_value, check_word, items_of
 from hf_memopt.units import format_bytes
@@ -26,7 +27,7 @@ METHODS: Mapping[str, str] = {
     "lora": "adapters are trained, on 16-bit weights",
     "qlora": "adapters are trained, on 4-bit weights",
 }
-ALLOW: Mapping[str, str] = {
+ALLOW: dict[str, str] = {
     "release_clipping": "give up clipping by the global norm, so that each gradient is freed as soon as it is used",
     "bf16_weights": "train bfloat16 weights with stochastic rounding, without float32 copies",
     "freeze": "leave embeddings, or also the lower half of the layers, as they are",
@@ -41,15 +42,16 @@ EffectiveBatch = Annotated[int, range(1, 10**5 + 1)]
 
 
 def checked_allow(allow: str | Iterable[str], method: str, gpu: Gpu) -> tuple[str, ...]:
-    """Return the words of ``allow`` in the order of ``ALLOW``.
+    """Return the words of ``allow`` in the order of ``ALLOW``, then those of other techniques that ask for one.
 
     Raises:
         ValueError: a word is unknown, or contradicts the method or the GPU.
     """
     items = items_of(allow)
     words = (allow,) if items is None else items
+    known = ALLOW | {one.consent: one.why for one in TECHNIQUES.values() if one.consent not in ("", *ALLOW)}
     for word in words:
-        check_word("allow", word, ALLOW)
+        check_word("allow", word, known)
     for word in OF_ALL_WEIGHTS:
         if word in words and method in ("lora", "qlora"):
             raise ValueError(
@@ -61,7 +63,7 @@ def checked_allow(allow: str | Iterable[str], method: str, gpu: Gpu) -> tuple[st
             f"allow='bf16_weights', gpu={gpu.name!r} contradict each other: this GPU only emulates bfloat16; expected "
             "compute capability 8.0 or newer. Leave 'bf16_weights' out"
         )
-    return tuple(word for word in ALLOW if word in words)
+    return tuple(word for word in known if word in words)
 
 
 def checked_batch(effective_batch_size: int, world_size: int) -> int:

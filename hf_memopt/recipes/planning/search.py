@@ -40,7 +40,7 @@ SAVES_LITTLE = {OFFLOAD, SEGMENTS}
 
 def row_counts(set_up: SetUp, share: int) -> list[int]:
     """Return the micro-batches that a step's examples of one GPU can be cut into; a released gradient needs all."""
-    if set_up.recipe.gradient_release:
+    if not set_up.recipe.accumulates:
         return [share]
     return [rows for rows in range(1, share + 1) if share % rows == 0]
 

@@ -7,9 +7,10 @@ set-ups that are as good as each other the one that changes less, and then the o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.binding.techniques import TECHNIQUES
 from hf_memopt.recipes.planning.simulation import priced_on
 from hf_memopt.recipes.recipe import Recipe
 
@@ -100,20 +101,19 @@ TF32 = Technique(
     "products of float32 matrices keep 10 bits of each factor's mantissa, and nothing is stored in 16 bits",
     "rounding",
 )
-RELEASE = Technique(
-    "released",
-    _set(gradient_release=True),
-    "a gradient is freed once its parameter has stepped; nothing is clipped or accumulated",
-    "training",
-    "release_clipping",
-)
-BF16_WEIGHTS = Technique(
-    "bf16 weights",
-    _set(weights_dtype="bfloat16", rounding="stochastic"),
-    "2 bytes per weight and gradient; stochastic rounding keeps small updates on average",
-    "rounding",
-    "bf16_weights",
-)
+
+
+def _planned(one: Any) -> Technique:
+    """Return a technique of this package as plans choose it, with a word of consent."""
+    return Technique(one.title, tuple(one.sets.items()), one.why, one.kind, one.consent)
+
+
+BF16_WEIGHTS = _planned(TECHNIQUES["16-bit weights"])
+
+
+def _asking() -> list[Technique]:
+    """Return the other techniques of this package that need a word of consent."""
+    return [one for one in map(_planned, TECHNIQUES.values()) if one.name not in ("", BF16_WEIGHTS.name)]
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,11 @@ class ModelFacts:
     def is_language_model(self) -> bool:
         """Whether its head has a logit for each word of the vocabulary."""
         return self.task in LANGUAGE_TASKS
+
+    @property
+    def trains_tied_embedding(self) -> bool:
+        """Whether it is a language model whose embedding is the head too, and trained."""
+        return self.is_language_model and self.is_tied and not self.has_adapters and not self.is_quantized
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ class SetUp:
     def held(self) -> tuple[Any, ...]:
         """What decides the bytes that are there in every pass: weights, gradients between passes, optimizer state."""
         one = self.recipe
-        return one.weights_dtype, one.load_in, one.lora, one.freeze, one.gradient_release, one.optim
+        return one.weights_dtype, one.load_in, one.lora, one.freeze, one.accumulates, one.optim
 
     def with_rows(self, rows: int) -> Recipe:
         """Return the recipe with micro-batches of ``rows``, with its reasons."""
@@ -241,8 +246,7 @@ def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) ->
         "per_device_eval_batch_size": "evaluation keeps logits"
         if facts.is_language_model
         else "evaluation keeps no activations, and more examples at a time are hardly faster",
-        "fused_cross_entropy": "all logits at once would be large",
-        "sparse_tied_embedding": "saves a gradient as large as the embedding",
+        **{field: one.why for one in TECHNIQUES.values() for field in one.sets},
         "eval_accumulation_steps": "logits would pile up on the GPU until evaluation ends",
     }
     if gpu.bf16 and facts.supports_flash and not facts.has_flash:
@@ -255,16 +259,16 @@ def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) ->
         per_device_eval_batch_size=rows,
         eval_accumulation_steps=1 if facts.is_language_model else None,
         bucketing=facts.task != "image-classification",
-        **_fused(facts, stage),
+        **_paying(facts, stage),
     )
     return found.replace(reasons={name: reason for name, reason in reasons.items() if getattr(found, name)})
 
 
-def _fused(facts: ModelFacts, stage: str) -> dict[str, Any]:
-    if not facts.is_language_model:
-        return {}
-    trains_embedding = stage == "full" and not facts.has_adapters and not facts.is_quantized
-    return {"fused_cross_entropy": True, "sparse_tied_embedding": facts.is_tied and trains_embedding}
+def _paying(facts: ModelFacts, stage: str) -> dict[str, Any]:
+    """Return the fields of the techniques that every plan for such a model uses."""
+    trained = replace(facts, is_tied=facts.is_tied and stage == "full")
+    paying = (one for one in TECHNIQUES.values() if one.pays_for and getattr(trained, one.pays_for))
+    return {field: value for one in paying for field, value in one.sets.items()}
 
 
 def _optimizers(stage: str, common: tuple[Technique, ...]) -> tuple[tuple[Technique, ...], ...]:
@@ -312,10 +316,10 @@ def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techn
         yield (plain,)
         if facts.has_adapters or facts.is_quantized:
             return
-        yield ((autocast if gpu.bf16 else plain), RELEASE)
+        yield from (((autocast if gpu.bf16 else plain), one) for one in _asking())
         if gpu.bf16 and facts.can_reload:
             yield (BF16_WEIGHTS,)
-            yield BF16_WEIGHTS, RELEASE
+            yield from ((BF16_WEIGHTS, one) for one in _asking())
 
 
 def _has_faster_tf32(gpu: Gpu) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.refusals import NO_LIMIT, refusal_of
+from hf_memopt.binding.refusals import refused_fields
 from hf_memopt.plain_data import check_word
 from hf_memopt.recipes.launch import NAMES, STRATEGIES
 from hf_memopt.units import format_bytes
@@ -25,11 +25,6 @@ __all__ = ["Sharing", "check_strategy", "sharing_text", "sharings_of"]
 
 TITLES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 PLAIN_OPTIMIZER = "adamw_torch_fused"
-SWITCHED_OFF = {  # by the field: the technique's names in the table of conflicts
-    "micro_batching": ("micro-batching", NO_LIMIT),  # a recipe sets no limit
-    "fused_cross_entropy": ("fused cross-entropy",),
-    "sparse_tied_embedding": ("sparse tied embedding",),
-}
 
 
 @dataclass(frozen=True)
@@ -61,11 +56,8 @@ class Sharing:
         where the GPU has them.
         """
         recipe, engine = set_up.recipe, NAMES[self.strategy]
-        refused = {
-            "gradient release": recipe.gradient_release,
-            "16-bit weights": recipe.rounding != "nearest",
-        }
-        if any(is_used and refusal_of(name, engine) is not None for name, is_used in refused.items()):
+        refused = refused_fields(recipe, engine)
+        if any(technique.kind != "exact" for technique, _ in refused.values()):
             return None
         if self.strategy == "ddp":
             return replace(set_up, sharing=self)
@@ -76,10 +68,8 @@ class Sharing:
             return None
         fields: dict[str, Any] = {}
         reasons = dict(recipe.reasons)
-        for name, techniques in SWITCHED_OFF.items():
-            refusal = next(filter(None, (refusal_of(one, engine) for one in techniques)), None)
-            if getattr(recipe, name) and refusal is not None:
-                fields[name], reasons[name] = False, f"{self.title}: {refusal.reason}"
+        for name, (technique, refusal) in refused.items():
+            fields[name], reasons[name] = technique.fields[name], f"{self.title}: {refusal.reason}"
         return replace(set_up, recipe=recipe.replace(**fields, reasons=reasons), sharing=self)
 
     def may_improve(self, best: Candidate | None, goal: str) -> bool:

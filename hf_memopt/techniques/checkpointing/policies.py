@@ -107,23 +107,20 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
             for name in _STATE
         )
     )
-    hooks = len(input_gradient_hooks(model))
+    had_hooks = bool(input_gradient_hooks(model))
     enable_checkpointing(model, options)
     for layer in _checkpointing_layers(model):
         if chosen is not None:  # stock has no first layers, and every n-th one only from 5.17 on
             layer.gradient_checkpointing = layer in chosen
         _clear_flags_within(layer)
-    has_new_hooks = len(input_gradient_hooks(model)) > hooks
-    dropped = drop_input_gradients(model)
-    was_dropped = not dropped.is_removed
+    drop_input_gradients(model)
     reference = weakref.ref(model)
 
     def undo() -> None:
         restore.remove()
-        if was_dropped and hooks:
-            dropped.remove()
-        elif not was_dropped and has_new_hooks and (alive := reference()) is not None:
-            alive.disable_input_require_grads()
+        alive = reference()
+        if alive is not None and had_hooks != bool(input_gradient_hooks(alive)):
+            (alive.enable_input_require_grads if had_hooks else alive.disable_input_require_grads)()
 
     return UndoHandle(undo)
 

@@ -30,8 +30,8 @@ are not a ``PreTrainedModel``'s, such as PEFT adapters, which are small and stay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,23 +110,18 @@ def _has_adapters(model: Any) -> bool:
 # ---- Resuming -------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def mapped_loading() -> Iterator[None]:
-    """Let ``torch.load`` map files instead of reading them; a process-wide setting, restored afterwards.
+def mapped_loading() -> AbstractContextManager[Any]:
+    """Return the context in which ``torch.load`` maps files instead of reading them, a process-wide setting.
 
     torch 2.6 has no such setting: there nothing changes.
     """
     try:
         from torch.utils.serialization import config
     except ImportError:
-        yield
-        return
-    before = config.load.mmap
-    config.load.mmap = True
-    try:
-        yield
-    finally:
-        config.load.mmap = before
+        return nullcontext()
+    settings: Any = config  # its methods are added when it is imported
+    patch: AbstractContextManager[Any] = settings.patch({"load.mmap": True})
+    return patch
 
 
 def load_optimizer_state(

@@ -6,9 +6,8 @@ learning-rate schedule go on. Under fp16 the gradient scaler drops steps by itse
 these are only counted, unless that goes on. In such a step the schedule waits, as accelerate means it to; with a fused
 optimizer, stock's default, accelerate does not notice the skip.
 
-Detection waits for the device once per optimizer step. Stock's ``logging_nan_inf_filter`` waits twice per accumulation
-step, so during the run it is replaced by the same filter on the device: a loss that is not finite is logged as the last
-one that was. The gradient norm is the one that stock computes at every step anyway.
+Detection waits for the device once per optimizer step. The gradient norm is the one that stock computes at every step
+anyway.
 
 Stock's ``TrainingArguments(debug="underflow_overflow")`` is enough to look at a forward pass that overflows, in a run
 that may stop there: it prints the largest values of every module up to the first one that is not finite, and raises. It
@@ -36,8 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_memopt.binding.conflicts import check_compatibility
-from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all, set_attribute
-from hf_memopt.changes import Change, add_change
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, check_value, checked_path
@@ -49,7 +47,7 @@ from hf_memopt.techniques.technique_callback import TechniqueCallback
 from hf_memopt.whole_files import warn_unwritten
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
 __all__ = ["OverflowCallback"]
 
@@ -82,7 +80,7 @@ class OverflowCallback(TechniqueCallback):
     ============= =====================================================================================
     key           value in a dropped step
     ============= =====================================================================================
-    ``loss``      a loss that is not finite counts as the last one that was, as stock's filter does it
+    ``loss``      a loss that is not finite is replaced by stock's ``logging_nan_inf_filter``
     ``grad_norm`` as stock computed it: NaN or infinite
     ============= =====================================================================================
 
@@ -95,7 +93,6 @@ class OverflowCallback(TechniqueCallback):
         reports: one ``OverflowReport`` for each non-finite step that began in this process.
         nonfinite_steps: steps dropped so far, those found by other processes included.
         skipped_steps: steps that the gradient scaler of fp16 skipped, those among the non-finite ones included.
-        changes: the settings that were changed for the run.
         handle: takes everything off the trainer again; None before ``attach``.
 
     Raises:
@@ -124,9 +121,7 @@ class OverflowCallback(TechniqueCallback):
         self._window: list[StepInputs] = []  # since the last optimizer step
         self._is_loss_bad: list[torch.Tensor] = []  # for each of them, 0-dimensional
         self._norm: torch.Tensor | float | None = None
-        self._last_loss: torch.Tensor | None = None
-        self._filter: list[UndoHandle] = []  # what each of these events has to put back
-        self._of_step: list[UndoHandle] = []
+        self._of_step: list[UndoHandle] = []  # what is put back when it ends
         self._of_run: list[UndoHandle] = []
         self._unwritten: set[str] = set()  # the causes of failed writes that were already warned of
 
@@ -148,13 +143,11 @@ class OverflowCallback(TechniqueCallback):
         """Remember the inputs and the loss of each accumulation step."""
 
         def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-            args = self.binding.trainer.args
-            step_inputs = StepInputs(inputs, num_items_in_batch, RandomState.capture(args.device))
+            random_state = RandomState.capture(self.binding.trainer.args.device)
             loss: torch.Tensor = before(model, inputs, num_items_in_batch)
-            is_bad = ~torch.isfinite(loss)
-            self._window.append(step_inputs)
-            self._is_loss_bad.append(is_bad)
-            return self._filtered(loss, is_bad) if self._switch_filter_off(args) else loss
+            self._window.append(StepInputs(inputs, num_items_in_batch, random_state))
+            self._is_loss_bad.append(~torch.isfinite(loss))
+            return loss
 
         return training_step
 
@@ -165,23 +158,6 @@ class OverflowCallback(TechniqueCallback):
 
         return clip_grad_norm_
 
-    # ---- Stock's filter, on the device ------------------------------------------------------------------------------
-
-    def _switch_filter_off(self, args: TrainingArguments) -> bool:
-        """Keep stock from reading this accumulation step's loss, only until the next event: a checkpoint contains the
-        arguments, and evaluation reads them.
-        """
-        if args.logging_nan_inf_filter:
-            self._filter.append(set_attribute(args, "logging_nan_inf_filter", False))
-            reason = "it waits for the device twice per accumulation step; the same is done on the device"
-            add_change(self.changes, Change("logging_nan_inf_filter", True, False, reason))
-        return bool(self._filter)
-
-    def _filtered(self, loss: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
-        last = torch.zeros_like(loss) if self._last_loss is None else self._last_loss
-        self._last_loss = torch.where(is_bad, last, loss)
-        return self._last_loss
-
     # ---- Events -----------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -191,7 +167,6 @@ class OverflowCallback(TechniqueCallback):
         self._end_run()
         # only now: a search for hyperparameters gives each run an accelerator of its own
         self._of_run.append(override_method(trainer.accelerator, "clip_grad_norm_", self._wrap_clip_grad_norm))
-        self._last_loss = None
         self._in_a_row = self._skips_in_a_row = 0
         self.nonfinite_steps = self.skipped_steps = 0
         self.reports.clear()
@@ -200,13 +175,8 @@ class OverflowCallback(TechniqueCallback):
         """Forget the step before, which may have raised."""
         self._end_step()
 
-    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        """Give stock its filter back."""
-        remove_all(self._filter)
-
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Read the flags of the step, and drop it if it is not finite."""
-        remove_all(self._filter)
         if not self._window:
             return
         trainer = self.binding.trainer
@@ -250,7 +220,6 @@ class OverflowCallback(TechniqueCallback):
         remove_all(self._of_run)
 
     def _end_step(self) -> None:
-        remove_all(self._filter)
         self._window, self._is_loss_bad, self._norm = [], [], None
         remove_all(self._of_step)
 

@@ -26,6 +26,7 @@ from hf_memopt.binding.conflicts import names_of
 from hf_memopt.binding.model_tasks import HEADS, NEW_HEADS
 from hf_memopt.binding.quantized_weights import quantization_options
 from hf_memopt.binding.refusals import refusal_of
+from hf_memopt.binding.techniques import TECHNIQUES, asked_by
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
 from hf_memopt.recipes.resolved_arguments import sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.wired_trainer import callbacks_of
@@ -52,14 +53,6 @@ LEARNING_RATES = {"lora": "2e-4", "causal-lm": "1e-5", "seq2seq": "1e-4", "speec
 LEARNING_RATE = "2e-5"  # of encoders
 NOT_REENTRANT = {"use_reentrant": False}
 """What transformers 5.8.1 to 5.23.0 use where no options of checkpointing are given."""
-FIELDS = {  # the field of a Recipe that asks for a callback, whose reason is printed beside it
-    "FreezeCallback": "freeze",
-    "EmbeddingBitsCallback": "embedding_bits",
-    "TiedEmbeddingCallback": "sparse_tied_embedding",
-    "FusedCrossEntropyCallback": "fused_cross_entropy",
-    "MicrobatchCallback": "micro_batching",
-    "MemoryReportCallback": "memory_report",
-}
 
 
 @dataclass(frozen=True)
@@ -121,6 +114,7 @@ def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, str]:
         "head": HEADS[task][0],
         "learning_rate": LEARNING_RATES.get("lora" if recipe.lora is not None else task, LEARNING_RATE),
         "stock": list(_stock(recipe)),
+        "optimizer": _optimizer(recipe),
         "callbacks": list(_callbacks(recipe, facts, precision)),
     }
     if recipe.load_in is not None:
@@ -180,7 +174,17 @@ def _default(name: str) -> Any:
     return next(item.default for item in fields(TrainingArguments) if item.name == name)
 
 
-# ---- Callbacks
+# ---- The optimizer and the callbacks
+
+
+def _optimizer(recipe: Recipe) -> tuple[str, str] | None:
+    """Return the function that makes an optimizer of ours, and the reason for it; None for one of stock's."""
+    for one in asked_by(recipe).values():
+        if one.optimizer:
+            return one.optimizer.rpartition(":")[2], recipe.reason_of(
+                one.field_in(recipe)
+            ) if one.kind == "training" else ""
+    return None
 
 
 def _callbacks(recipe: Recipe, facts: ScriptFacts, precision: str) -> Iterator[tuple[str, str]]:
@@ -202,11 +206,11 @@ def _source_of(callback: TrainerCallback) -> str:
     return f"{type(callback).__name__}({', '.join(arguments)})"
 
 
-def _reason_of_callback(recipe: Recipe, callback: TrainerCallback) -> str:
+def _reason_of_callback(recipe: Recipe, callback: Any) -> str:
     name = type(callback).__name__
     if name == "PrecisionCallback":
         return "a new head is updated in float32" if recipe.autocast_cache else "no 16-bit copies are kept"
-    return recipe.reason_of(FIELDS[name])
+    return recipe.reason_of(TECHNIQUES[callback.technique].field_in(recipe) or "embedding_bits")
 
 
 def _has_work(recipe: Recipe, facts: ScriptFacts, precision: str, callback: TrainerCallback) -> bool:
@@ -223,8 +227,7 @@ def _has_work(recipe: Recipe, facts: ScriptFacts, precision: str, callback: Trai
 
 def _is_refused(recipe: Recipe, facts: ScriptFacts, precision: str, callback: Any) -> bool:
     """Return whether ``attach`` would refuse the callback beside what the recipe asks for."""
-    used = {"gradient release": recipe.gradient_release, "16-bit weights": recipe.rounding != "nearest"}
     of_whole_models = facts.world_size > 1 and facts.engine in ("", "DDP")
-    used |= {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, facts.engine: True}
-    in_use = [name for name, is_used in used.items() if is_used]
+    used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, facts.engine: True}
+    in_use = [*asked_by(recipe), *(name for name, is_used in used.items() if is_used)]
     return any(refusal_of(name, own) is not None for name in in_use for own in names_of(callback))
