@@ -297,7 +297,7 @@ def test_the_tokenizer_of_inner_shows_so_that_the_trainer_can_save_it():
         BucketedCollator(tiny.tokenizer(), mlm_probability=0.5),
         BucketedCollator(inner=DataCollatorWithPadding(tiny.tokenizer())),
     ],
-    ids=repr,
+    ids=["causal", "masked", "inner"],
 )
 def test_pickled_and_copied_collators_give_the_same_batch(collator):
     rows = tokenized([3, 5])
