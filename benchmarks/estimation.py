@@ -33,7 +33,7 @@ COMPARISON: dict[str, Any] = {"model": "chinese-macbert-large", "examples": 32, 
 
 def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any]:
     """Time the estimates of one case in this process."""
-    from hf_memopt.devices.memory_reading import read_process
+    from hf_memopt.devices.readings.memory_reading import read_process
     from hf_memopt.memory.estimation import estimate
     from hf_memopt.memory.models.loading import load_model
     from hf_memopt.memory.recording.session import forget_traces

@@ -66,7 +66,7 @@ def probe(device: str) -> Figures:
 def predict(case: Case) -> Figures:
     """Return the figures of the estimate, by the names of the measured ones."""
     from hf_memopt.memory.estimation import estimate
-    from hf_memopt.memory.timeline import COMPONENTS as NAMES
+    from hf_memopt.memory.tracking.timeline import COMPONENTS as NAMES
 
     model = build_model(case, "meta")
     found = estimate(model, batch_size=case.batch_size, seq_len=case.seq_len, **estimate_settings(case))

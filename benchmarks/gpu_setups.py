@@ -153,7 +153,7 @@ def build_model(case: Case, device: str) -> Any:
 
 def freeze_body(model: Any) -> None:
     """Freeze the embeddings and all layers but the last, so that a tied head leaves something to train."""
-    from hf_memopt.binding.layer_names import layer_stacks
+    from hf_memopt.binding.parameters.layer_names import layer_stacks
     from hf_memopt.techniques.freezing.freezing import freeze
 
     last = min(len(layers) for layers in layer_stacks(model).values()) - 1

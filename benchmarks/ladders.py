@@ -128,7 +128,7 @@ def _predicted(name: str, found: Estimate, published: LadderRow | None) -> Predi
 def draw(ladder: Ladder, rows: Sequence[PredictedRow], path: Path) -> None:
     """Draw each prediction as a bar, and mark what was published; an assumed GPU has no line."""
     from hf_memopt.memory.output.estimate_picture import bar_of
-    from hf_memopt.reports.bar_picture import Limit, draw_bars
+    from hf_memopt.reports.pictures.bar_picture import Limit, draw_bars
 
     bars = []
     for row in rows:

@@ -12,7 +12,7 @@ import typer
 from results_file import markdown
 from typer.testing import CliRunner
 
-from hf_memopt.binding.refusals import ENGINES, PARTS, RUN, SETTINGS, TECHNIQUES, Refusal, every_refusal, refusal_of
+from hf_memopt.binding.compatibility.refusals import ENGINES, PARTS, RUN, SETTINGS, TECHNIQUES, Refusal, every_refusal, refusal_of
 from hf_memopt.cli.app import app
 from hf_memopt.recipes.presets import PRESETS, preset_rows
 

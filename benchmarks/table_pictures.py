@@ -10,8 +10,8 @@ from plans import EXAMPLE_PLAN
 
 from hf_memopt.batching.padding_costs.figures import padding_report
 from hf_memopt.plotting import DARK, LIGHT, Theme
-from hf_memopt.reports.plan_file import read_plan_text
-from hf_memopt.reports.plan_picture import draw_plan
+from hf_memopt.reports.plan.plan_file import read_plan_text
+from hf_memopt.reports.plan.plan_picture import draw_plan
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 PLANS: dict[str, Theme] = {"plan.svg": LIGHT, "plan-dark.svg": DARK}

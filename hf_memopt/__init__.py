@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from hf_memopt.batching.padding_costs.figures import PaddingReport as PaddingReport
     from hf_memopt.batching.padding_costs.figures import padding_report as padding_report
     from hf_memopt.batching.plan.buckets import LengthBuckets as LengthBuckets
-    from hf_memopt.batching.plan.lengths import token_lengths as token_lengths
+    from hf_memopt.batching.lengths import token_lengths as token_lengths
     from hf_memopt.batching.plan.samplers import LengthBucketedBatchSampler as LengthBucketedBatchSampler
     from hf_memopt.batching.plan.samplers import LengthBucketedSampler as LengthBucketedSampler
     from hf_memopt.batching.views.bucketed_view import bucketed as bucketed
     from hf_memopt.batching.views.sorted_view import sorted_by_length as sorted_by_length
     from hf_memopt.binding.attach import attach as attach
     from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy as fuse_cross_entropy
-    from hf_memopt.binding.quantized_weights import prepare_quantized as prepare_quantized
+    from hf_memopt.binding.model_changes.quantized_weights import prepare_quantized as prepare_quantized
     from hf_memopt.changes import Change as Change
     from hf_memopt.devices.gpus import GPUS as GPUS
     from hf_memopt.devices.gpus import Gpu as Gpu
     from hf_memopt.devices.gpus import custom_gpu as custom_gpu
     from hf_memopt.devices.gpus import find_gpu as find_gpu
-    from hf_memopt.devices.memory_reading import MemoryReading as MemoryReading
-    from hf_memopt.devices.memory_reading import read_memory as read_memory
+    from hf_memopt.devices.readings.memory_reading import MemoryReading as MemoryReading
+    from hf_memopt.devices.readings.memory_reading import read_memory as read_memory
     from hf_memopt.errors import MissingExtraError as MissingExtraError
     from hf_memopt.memory.estimation import estimate as estimate
     from hf_memopt.memory.estimation import estimate_from_arguments as estimate_from_arguments
-    from hf_memopt.memory.printed_memory import print_gpu_utilization as print_gpu_utilization
-    from hf_memopt.memory.printed_memory import print_summary as print_summary
-    from hf_memopt.memory.report import MemoryReportCallback as MemoryReportCallback
+    from hf_memopt.memory.run.printed_memory import print_gpu_utilization as print_gpu_utilization
+    from hf_memopt.memory.run.printed_memory import print_summary as print_summary
+    from hf_memopt.memory.run.callback import MemoryReportCallback as MemoryReportCallback
     from hf_memopt.memory.result import Estimate as Estimate
-    from hf_memopt.memory.settings import NotEstimableError as NotEstimableError
-    from hf_memopt.memory.settings import StepSettings as StepSettings
+    from hf_memopt.memory.settings.step_settings import NotEstimableError as NotEstimableError
+    from hf_memopt.memory.settings.step_settings import StepSettings as StepSettings
     from hf_memopt.recipes.measuring.measure import measure as measure
     from hf_memopt.recipes.planning.plan import plan as plan
     from hf_memopt.recipes.planning.result import Plan as Plan
@@ -76,23 +76,23 @@ _MODULES = {
     "hf_memopt.batching.plan.buckets": ("LengthBuckets",),
     "hf_memopt.batching.collation.collators": ("BucketedCollator", "DynamicPaddingCollator"),
     "hf_memopt.batching.views.sorted_view": ("sorted_by_length",),
-    "hf_memopt.batching.plan.lengths": ("token_lengths",),
+    "hf_memopt.batching.lengths": ("token_lengths",),
     "hf_memopt.batching.exact_losses": ("exact_loss",),
     "hf_memopt.batching.padding_costs.figures": ("PaddingReport", "padding_report"),
     "hf_memopt.batching.plan.samplers": ("LengthBucketedBatchSampler", "LengthBucketedSampler"),
     "hf_memopt.batching.views.bucketed_view": ("bucketed",),
     "hf_memopt.binding.attach": ("attach",),
     "hf_memopt.binding.fused_loss.fuse": ("fuse_cross_entropy",),
-    "hf_memopt.binding.quantized_weights": ("prepare_quantized",),
+    "hf_memopt.binding.model_changes.quantized_weights": ("prepare_quantized",),
     "hf_memopt.changes": ("Change",),
     "hf_memopt.errors": ("MissingExtraError",),
     "hf_memopt.devices.gpus": ("GPUS", "Gpu", "custom_gpu", "find_gpu"),
     "hf_memopt.memory.estimation": ("estimate", "estimate_from_arguments"),
-    "hf_memopt.memory.printed_memory": ("print_gpu_utilization", "print_summary"),
-    "hf_memopt.memory.report": ("MemoryReportCallback",),
+    "hf_memopt.memory.run.printed_memory": ("print_gpu_utilization", "print_summary"),
+    "hf_memopt.memory.run.callback": ("MemoryReportCallback",),
     "hf_memopt.memory.result": ("Estimate",),
-    "hf_memopt.memory.settings": ("NotEstimableError", "StepSettings"),
-    "hf_memopt.devices.memory_reading": ("MemoryReading", "read_memory"),
+    "hf_memopt.memory.settings.step_settings": ("NotEstimableError", "StepSettings"),
+    "hf_memopt.devices.readings.memory_reading": ("MemoryReading", "read_memory"),
     "hf_memopt.recipes.measuring.measure": ("measure",),
     "hf_memopt.reports.measurement_file": ("Measurement",),
     "hf_memopt.recipes.planning.plan": ("plan",),

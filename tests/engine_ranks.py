@@ -31,9 +31,9 @@ from hf_memopt import (
     ShardedCheckpointCallback,
     attach,
 )
-from hf_memopt.binding.adapters import add_adapters
-from hf_memopt.binding.handles import override_method
-from hf_memopt.binding.refusals import TECHNIQUES, every_refusal, refusal_of
+from hf_memopt.binding.model_changes.adapters import add_adapters
+from hf_memopt.binding.undo.handles import override_method
+from hf_memopt.binding.compatibility.refusals import TECHNIQUES, every_refusal, refusal_of
 from hf_memopt.binding.versions import fsdp_arguments, fsdp_environment
 
 RANK = int(os.environ.get("RANK", "0"))

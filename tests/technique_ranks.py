@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import tiny
-from hf_memopt.binding.refusals import TECHNIQUES, refusal_of
+from hf_memopt.binding.compatibility.refusals import TECHNIQUES, refusal_of
 from technique_table import GROUPS, run
 
 FLAGS = {

@@ -110,7 +110,7 @@ def test_no_foreign_escape_reaches_a_terminal(line: list[str], code: int, said: 
 def test_nothing_is_printed_past_the_console() -> None:
     """``print`` is for figures alone, ``typer.echo`` for constants and for errors that are printable already."""
     allowed = {
-        "memory/printed_memory.py": {"print"},
+        "memory/run/printed_memory.py": {"print"},
         "recipes/measuring/script.py": {"print"},  # of what printable() returns
         "cli/app.py": {"typer.echo"},
         "cli/options.py": {"typer.echo"},

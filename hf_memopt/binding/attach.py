@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.conflicts import check_compatibility
-from hf_memopt.binding.gradient_scale import repair_gradient_scale
-from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all, set_attribute, undo_all
-from hf_memopt.binding.model_traits import used_columns
+from hf_memopt.binding.compatibility.conflicts import check_compatibility
+from hf_memopt.binding.losses.gradient_scale import repair_gradient_scale
+from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, override_method, remove_all, set_attribute, undo_all
+from hf_memopt.binding.model.traits import used_columns
 from hf_memopt.binding.protocols import AttachedCallback, AttachedPart, EvaluationView, TrainingView
 from hf_memopt.changes import CHANGES
 
@@ -54,7 +54,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         RuntimeError: several GPUs in one process (``torch.nn.DataParallel``).
         TypeError: ``trainer`` is not a Trainer, or a callback is not an instance of ``TrainerCallback``.
         ValueError: data view, collator and arguments do not fit each other, two techniques or a technique and a
-            setting are incompatible (``hf_memopt.binding.conflicts``), fp16 training of float16 weights, or a
+            setting are incompatible (``hf_memopt.binding.compatibility.conflicts``), fp16 training of float16 weights, or a
             callback is attached to another Trainer. The trainer is as before then.
     """
     from hf_memopt.binding.checkpoint_manifest import keep_manifests  # imports transformers

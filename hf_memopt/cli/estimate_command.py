@@ -16,7 +16,7 @@ from hf_memopt.cli.command import Flag, check_of_data, flags_of, in_flags, spinn
 from hf_memopt.devices.gpus import custom_gpu, find_gpu
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
-from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.settings.step_settings import StepSettings
 from hf_memopt.memory.without_compiler import without_compiler
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.recipes.planning.request import checked_batch

@@ -39,7 +39,7 @@ from transformers import (
 from hf_memopt.demo.docstring_task import MAX_LENGTH_TOKENS, DocstringTask
 from hf_memopt.devices.precision_support import accelerator_type, choose_precision
 from hf_memopt.memory.estimation import estimate_from_arguments
-from hf_memopt.memory.report import MemoryReportCallback
+from hf_memopt.memory.run.callback import MemoryReportCallback
 from hf_memopt.recipes.presets import recipe
 from hf_memopt.techniques.optimizers.embedding_bits import optimizer_state_bytes
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory.output.estimate_picture import draw
 from hf_memopt.memory.output.estimate_text import as_dict, estimate_table, print_estimate
-from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.settings.step_settings import StepSettings
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.memory.batch_lengths import Fragmentation
+    from hf_memopt.memory.settings.batch_lengths import Fragmentation
     from hf_memopt.memory.hints import Hint
     from hf_memopt.memory.step_time.prices import StepCosts, StepTime
-    from hf_memopt.memory.timeline import Timeline
+    from hf_memopt.memory.tracking.timeline import Timeline
 
 __all__ = ["Estimate"]
 

@@ -10,7 +10,7 @@ from hf_memopt.batching.views.bucketed_stream import BucketedStream
 from hf_memopt.batching.views.bucketed_view import BucketedView, bucketed
 from hf_memopt.batching.views.sorted_view import SortedExamples, loses_order, sorted_by_length
 from hf_memopt.batching.views.view import is_map_style
-from hf_memopt.binding.model_traits import is_causal_lm, unwrap_model
+from hf_memopt.binding.model.traits import is_causal_lm, unwrap_model
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.effective_batch import process_count

@@ -189,7 +189,7 @@ def _smallest_gpu(name: str) -> Gpu:
 
 
 def _for_this_machine() -> Recipe:
-    from hf_memopt.devices.memory_reading import read_memory  # torch, which no other preset needs
+    from hf_memopt.devices.readings.memory_reading import read_memory  # torch, which no other preset needs
 
     reading = read_memory()
     if reading.device_total_bytes is None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt import __version__
-from hf_memopt.binding.refusals import refuse_without_adapters, refused_fields
+from hf_memopt.binding.compatibility.refusals import refuse_without_adapters, refused_fields
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from hf_memopt.batching.collation.collators import BucketedCollator
-    from hf_memopt.memory.settings import StepSettings
+    from hf_memopt.memory.settings.step_settings import StepSettings
     from hf_memopt.recipes.launch import Launch
 
 __all__ = ["Recipe"]
@@ -223,7 +223,7 @@ class Recipe:
             )
         read = from_object(Recipe, values)
         from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
-        from hf_memopt.memory.settings import NotEstimableError
+        from hf_memopt.memory.settings.step_settings import NotEstimableError
 
         with suppress(NotEstimableError):  # which may be trained with all the same
             check_optimizer(read.optim)
@@ -316,7 +316,7 @@ class Recipe:
 
     def step_settings(self) -> StepSettings:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
-        from hf_memopt.memory.settings import StepSettings  # the presets are read without the estimate
+        from hf_memopt.memory.settings.step_settings import StepSettings  # the presets are read without the estimate
 
         own = {item.name for item in fields(self)}
         shared = {item.name: getattr(self, item.name) for item in fields(StepSettings) if item.name in own}

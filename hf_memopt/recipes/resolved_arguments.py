@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.refusals import refused_fields
+from hf_memopt.binding.compatibility.refusals import refused_fields
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count

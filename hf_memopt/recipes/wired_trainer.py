@@ -12,11 +12,11 @@ from transformers import Trainer, TrainerCallback
 
 from hf_memopt.binding import versions
 from hf_memopt.binding.attach import attach
-from hf_memopt.binding.conflicts import names_of, refusals_of
-from hf_memopt.binding.techniques import asked_by, load
+from hf_memopt.binding.compatibility.conflicts import names_of, refusals_of
+from hf_memopt.technique_list import asked_by, load
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.errors import did_you_mean
-from hf_memopt.memory.report import MemoryReportCallback
+from hf_memopt.memory.run.callback import MemoryReportCallback
 from hf_memopt.recipes.data_views import (
     evaluation_view,
     fixed_size_input,
@@ -233,6 +233,6 @@ def _without_folder(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(model: Any) -> str:
-    from hf_memopt.binding.model_traits import unwrap_model
+    from hf_memopt.binding.model.traits import unwrap_model
 
     return type(unwrap_model(model)).__name__

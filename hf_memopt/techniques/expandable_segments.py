@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from hf_memopt.binding.handles import UndoHandle, nothing_to_undo
+from hf_memopt.binding.undo.handles import UndoHandle, nothing_to_undo
 from hf_memopt.binding.versions import allocator_variable
 from hf_memopt.changes import Change
 

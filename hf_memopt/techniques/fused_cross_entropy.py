@@ -10,7 +10,7 @@ import logging
 import warnings
 from typing import Any
 
-from hf_memopt.binding.conflicts import check_settings
+from hf_memopt.binding.compatibility.conflicts import check_settings
 from hf_memopt.binding.fused_loss.fuse import FusedHandle, fuse_cross_entropy
 from hf_memopt.changes import add_change, record_changes
 from hf_memopt.plain_data import Count, check_value
@@ -37,7 +37,7 @@ class FusedCrossEntropyCallback(ModelCallback):
 
     Raises:
         ValueError: ``chunk_bytes`` out of range, at once; what ``fuse_cross_entropy`` refuses, when the ``Trainer`` is
-            constructed; settings that it is incompatible with (``hf_memopt.binding.conflicts``).
+            constructed; settings that it is incompatible with (``hf_memopt.binding.compatibility.conflicts``).
         TypeError: the head is not a linear layer, when the ``Trainer`` is constructed.
     """
 

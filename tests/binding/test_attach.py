@@ -38,8 +38,8 @@ from hf_memopt.batching.views.bucketed_view import bucketed
 from hf_memopt.batching.views.sorted_view import sorted_by_length
 from hf_memopt.binding.attach import attach, refuse_data_parallel
 from hf_memopt.binding.callback_binding import unbound_error
-from hf_memopt.binding.handles import UndoHandle
-from hf_memopt.binding.model_traits import used_columns
+from hf_memopt.binding.undo.handles import UndoHandle
+from hf_memopt.binding.model.traits import used_columns
 from hf_memopt.binding.protocols import AttachedCallback, AttachedPart, EvaluationView, TrainingView
 from hf_memopt.changes import Change
 from two_ranks import run_pair
@@ -144,7 +144,7 @@ def test_two_processes_give_the_gradient_of_one(tmp_path):
 
 
 def test_the_change_tells_what_was_found(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="hf_memopt.binding.gradient_scale"):
+    with caplog.at_level(logging.INFO, logger="hf_memopt.binding.losses.gradient_scale"):
         trainer = attach(bert_trainer(tmp_path))
     assert trainer.memopt_changes == (BERT_CHANGE,)
     assert caplog.messages == [f"attach changed {BERT_CHANGE}"]

@@ -21,7 +21,7 @@ from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES, Loss
 from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
 from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 from language_models import distance, gradients
 
 VOCABULARY = 100

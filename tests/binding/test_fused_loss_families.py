@@ -11,7 +11,7 @@ import torch
 from slow_cases import slow_except
 
 from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 from language_models import ENCODERS, FAMILIES, VOCABULARY, batch, build, distance, gradients
 
 CHUNK_BYTES = VOCABULARY * 4 * 16  # 16 rows of float32, so that there are several chunks

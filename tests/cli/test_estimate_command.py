@@ -24,7 +24,7 @@ from hf_memopt.memory.hints import Hint
 from hf_memopt.memory.models.config_files import known_models
 from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
 from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
 
 runner = CliRunner()
 MIB = 2**20

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_memopt.devices import memory_reading as reading
-from hf_memopt.devices.memory_reading import (
+from hf_memopt.devices.readings.memory_reading import (
     MemoryReading,
     PeakMeter,
     measured_device,
@@ -177,7 +177,7 @@ def test_asking_for_the_host_touches_no_accelerator(monkeypatch):
 def test_peak_of_the_process_is_its_own_and_not_its_parents():
     parent_bytes = GIB  # a child that has imported torch is smaller
     held = b"x" * parent_bytes
-    script = "from hf_memopt.devices.memory_reading import read_process; print(*read_process())"
+    script = "from hf_memopt.devices.readings.memory_reading import read_process; print(*read_process())"
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     rss_bytes, peak_bytes = map(int, answer.stdout.split())
     assert len(held) == parent_bytes
@@ -548,7 +548,7 @@ def test_reading_a_real_gpu_makes_no_context():
 @pytest.mark.gpu
 def test_context_of_a_real_gpu_is_read_and_none_before_it_is_there():
     script = (
-        "import torch; from hf_memopt.devices.memory_reading import read_context; GPU = torch.device('cuda', 0); "
+        "import torch; from hf_memopt.devices.readings.memory_reading import read_context; GPU = torch.device('cuda', 0); "
         "torch.cuda.init(); "
         "print(read_context(GPU), torch._C._cuda_hasPrimaryContext(0)); "
         "held = torch.zeros(64 << 20, dtype=torch.uint8, device=GPU); print(read_context(GPU))"

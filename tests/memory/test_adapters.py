@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig
 
 import tiny
-from hf_memopt.binding.input_gradients import drop_input_gradients
+from hf_memopt.binding.model_changes.input_gradients import drop_input_gradients
 from hf_memopt.memory import estimation
 from hf_memopt.memory.estimation import estimate, estimate_from_arguments
 from hf_memopt.memory.recording import session as sessions

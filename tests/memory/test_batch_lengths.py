@@ -18,7 +18,7 @@ import tiny
 from hf_memopt import bucketed
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory import batch_lengths as module
-from hf_memopt.memory.batch_lengths import Fragmentation, checked_lengths, plan_lengths
+from hf_memopt.memory.settings.batch_lengths import Fragmentation, checked_lengths, plan_lengths
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.result import Estimate
 

@@ -16,7 +16,7 @@ from hf_memopt.memory.hints import Hint
 from hf_memopt.memory.output.estimate_picture import draw, drawn_events
 from hf_memopt.memory.output.estimate_text import describe, verdict
 from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.timeline import COMPONENTS, Timeline, phase_peaks
+from hf_memopt.memory.tracking.timeline import COMPONENTS, Timeline, phase_peaks
 
 LARGE = Gpu("Card 80GB", 81920 * MIB, 80000 * MIB, 400 * MIB, (9, 0), "made up for the tests")
 

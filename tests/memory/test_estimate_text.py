@@ -14,7 +14,7 @@ from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt import __version__
 from hf_memopt.memory.hints import Hint
 from hf_memopt.memory.output.estimate_text import as_dict, describe, estimate_table, verdict
-from hf_memopt.memory.timeline import COMPONENTS, phase_peaks
+from hf_memopt.memory.tracking.timeline import COMPONENTS, phase_peaks
 from hf_memopt.techniques.freezing.freezing import freeze
 
 # ---- Table

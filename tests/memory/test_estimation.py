@@ -36,8 +36,8 @@ from hf_memopt.memory.optimizers.optimizer_memory import optimizer_memory, param
 from hf_memopt.memory.recording import session as sessions
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.memory.timeline import COMPONENTS
+from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
+from hf_memopt.memory.tracking.timeline import COMPONENTS
 from hf_memopt.recipes.presets import recipe
 from hf_memopt.techniques.freezing.freezing import freeze
 

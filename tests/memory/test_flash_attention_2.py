@@ -15,8 +15,8 @@ from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.recording.step import recording
-from hf_memopt.memory.settings import NotEstimableError
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 
 BATCH, SEQ, HEADS, WIDTH = 2, 16, 4, 8
 

@@ -17,7 +17,7 @@ from hf_memopt.memory.estimation import estimate_from_arguments
 from hf_memopt.memory.recording import generation
 from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 
 # torch 2.13 says so whenever the state of oneDNN is read
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")

@@ -20,8 +20,8 @@ from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.settings import StepSettings
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.settings.step_settings import StepSettings
+from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 
 # torch 2.13 says so whenever the state of oneDNN is read
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")

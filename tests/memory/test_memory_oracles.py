@@ -26,8 +26,8 @@ from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.session import _prepared
 from hf_memopt.memory.recording.step import record_step, recording
-from hf_memopt.memory.settings import StepSettings
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.settings.step_settings import StepSettings
+from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 
 pytestmark = [
     # the deprecated name of activation checkpointing, asked for by peft; seen in peft 0.18 with transformers 5.23

@@ -28,7 +28,7 @@ from hf_memopt.memory.optimizers.optimizer_memory import (
     optimizer_memory,
     parameter_facts,
 )
-from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.settings.step_settings import NotEstimableError
 from hf_memopt.techniques.optimizers import sixteen_bit_weights
 from hf_memopt.techniques.optimizers.embedding_bits import override_embedding_bits
 

@@ -16,8 +16,8 @@ from hf_memopt.memory.allocator.replay import Replayed, replay
 from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
 from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
-from hf_memopt.memory.storage_tracker import StorageTracker
-from hf_memopt.memory.timeline import COMPONENTS
+from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking.timeline import COMPONENTS
 
 BLOCK = 512
 LETTERS = dict(zip("WGSALTCI", COMPONENTS, strict=True))  # C: cuBLAS, the workspace

@@ -25,7 +25,7 @@ from hf_memopt.memory.optimizers.optimizer_memory import parameter_facts
 from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
 from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 from two_ranks import run_pair
 
 LLAMA = {

@@ -32,7 +32,7 @@ from hf_memopt.memory.step_time.operations import (
     optimizer_operations,
 )
 from hf_memopt.memory.step_time.prices import PARTS, Prices, StepCosts, equally_fast, step_time
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 
 A100 = "A100 80GB"
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])

@@ -20,8 +20,8 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt.binding.attach import attach
-from hf_memopt.binding.input_gradients import drop_input_gradients
-from hf_memopt.binding.layer_names import layer_stacks
+from hf_memopt.binding.model_changes.input_gradients import drop_input_gradients
+from hf_memopt.binding.parameters.layer_names import layer_stacks
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.changes import Change
 from hf_memopt.techniques.freezing.freezing import FreezeCallback, freeze, trainable_parameters

@@ -24,7 +24,7 @@ from transformers.optimization import Adafactor
 
 import tiny
 from hf_memopt.binding.attach import attach
-from hf_memopt.binding.refusals import refusal_of
+from hf_memopt.binding.compatibility.refusals import refusal_of
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.techniques.optimizers.built_classes import plain_step

@@ -13,16 +13,16 @@ from transformers import Trainer
 import hf_memopt
 import tiny
 from hf_memopt import attach, custom_gpu, plan
-from hf_memopt.binding.refusals import refusal_of
-from hf_memopt.binding.techniques import TECHNIQUES, Technique
-from hf_memopt.memory.batch_lengths import BatchShape
+from hf_memopt.binding.compatibility.refusals import refusal_of
+from hf_memopt.technique_list import TECHNIQUES, Technique
+from hf_memopt.memory.settings.batch_lengths import BatchShape
 from hf_memopt.memory.trainer_estimate import estimate_of
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 
 TOY = '''
 """Train a model without its embeddings: a toy."""
 
-from hf_memopt.binding.frozen_parameters import freeze
+from hf_memopt.binding.parameters.frozen_parameters import freeze
 from hf_memopt.techniques.technique_callback import ModelCallback
 
 
@@ -103,7 +103,7 @@ def test_the_table_of_docs_has_it(toy: Any, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("name", "own"),
     [
-        ("sparse_tied_embedding", {"binding/tied_embedding.py", "techniques/tied_embedding.py"}),
+        ("sparse_tied_embedding", {"binding/model_changes/tied_embedding.py", "techniques/tied_embedding.py"}),
         ("fused_cross_entropy", {"techniques/fused_cross_entropy.py"}),
         ("gradient_release", {"techniques/optimizers/gradient_release.py"}),
     ],
@@ -116,8 +116,8 @@ def test_few_files_name_a_technique(name: str, own: set[str]) -> None:
     found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if is_named(name, path)}
     assert {path for path in found - own if not path.startswith("cli/")} <= {
         "__init__.py",
-        "binding/techniques.py",
-        "memory/settings.py",
+        "technique_list.py",
+        "memory/settings/step_settings.py",
         "recipes/recipe.py",
     }
 

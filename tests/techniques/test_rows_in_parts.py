@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import tiny
-from hf_memopt.devices.random_state import RandomState
+from hf_memopt.binding.undo.random_state import RandomState
 from hf_memopt.techniques.microbatching import backbones as backbones_module
 from hf_memopt.techniques.microbatching.backbones import Backbones, CutStep
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback

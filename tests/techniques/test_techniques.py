@@ -18,7 +18,7 @@ import tiny
 from hf_memopt import FusedCrossEntropyCallback, exact_loss
 from hf_memopt.binding.attach import attach
 from hf_memopt.binding.callback_binding import unbound_error
-from hf_memopt.binding.refusals import (
+from hf_memopt.binding.compatibility.refusals import (
     LATE_LOSS,
     NO_LIMIT,
     PARTS,

@@ -16,7 +16,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from hf_memopt.batching.collation.columns import Array, Column
-from hf_memopt.batching.plan.lengths import LENGTH_COLUMN
+from hf_memopt.batching.lengths import LENGTH_COLUMN
 
 __all__ = ["ColumnBatch", "RowBatch", "RowReader"]
 

@@ -48,7 +48,7 @@ from hf_memopt.batching.views.view import (
     take_seed,
     tell_what_a_sample_is,
 )
-from hf_memopt.binding.handles import UndoHandle, set_attribute, share_attribute, undo_all
+from hf_memopt.binding.undo.handles import UndoHandle, set_attribute, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.plain_data import CountOrZero, check_value
 

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from hf_memopt.batching.collation.columns import round_up
-from hf_memopt.batching.plan.lengths import token_count
+from hf_memopt.batching.lengths import token_count
 from hf_memopt.batching.views.view import SharedArray
 from hf_memopt.plain_data import shown
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from numpy.typing import NDArray
 
-from hf_memopt.binding.handles import (
+from hf_memopt.binding.undo.handles import (
     UndoHandle,
     is_overridden,
     nothing_to_undo,

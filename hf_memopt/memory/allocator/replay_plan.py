@@ -15,7 +15,7 @@ from hf_memopt.memory.optimizers.optimizer_memory import (
     clipping_temporaries,
     optimizer_memory,
 )
-from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.settings.step_settings import StepSettings
 
 __all__ = ["ReplayPlan", "replay_plan", "step_optimizer"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.settings.step_settings import NotEstimableError
 
 __all__ = ["copy_to_meta"]
 

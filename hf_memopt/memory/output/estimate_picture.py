@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from hf_memopt import plotting
 from hf_memopt.components import parts_of
 from hf_memopt.memory.output.estimate_text import describe, verdict
-from hf_memopt.memory.timeline import COMPONENTS, phase_spans
+from hf_memopt.memory.tracking.timeline import COMPONENTS, phase_spans
 from hf_memopt.plain_data import checked_path
-from hf_memopt.reports.bar_picture import Bar, Limit
-from hf_memopt.reports.timeline_picture import TITLE_COLUMNS, TimelinePicture
+from hf_memopt.reports.pictures.bar_picture import Bar, Limit
+from hf_memopt.reports.pictures.timeline_picture import TITLE_COLUMNS, TimelinePicture
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hf_memopt.memory.result import Estimate
-    from hf_memopt.memory.timeline import Timeline
-    from hf_memopt.reports.plan_file import TimelineData
+    from hf_memopt.memory.tracking.timeline import Timeline
+    from hf_memopt.reports.plan.plan_file import TimelineData
 
 __all__ = ["bar_of", "draw", "drawn_events", "event_positions", "timeline_data"]
 

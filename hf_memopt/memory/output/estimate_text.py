@@ -8,17 +8,17 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.techniques import asked_by
+from hf_memopt.technique_list import asked_by
 from hf_memopt.components import COLOURS, COMPONENTS
-from hf_memopt.memory.timeline import phase_peaks
-from hf_memopt.reports.sides import ESTIMATE_FORMAT
+from hf_memopt.memory.tracking.timeline import phase_peaks
+from hf_memopt.reports.difference.sides import ESTIMATE_FORMAT
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from hf_memopt.memory.result import Estimate
-    from hf_memopt.memory.settings import StepSettings
+    from hf_memopt.memory.settings.step_settings import StepSettings
 
 __all__ = ["as_dict", "describe", "estimate_table", "print_estimate", "verdict"]
 

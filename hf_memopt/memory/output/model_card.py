@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.versions import checkpointing_of
-from hf_memopt.memory.run_report import name_of
+from hf_memopt.memory.run.run_report import name_of
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
-from hf_memopt.memory.settings import StepSettings
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.settings.step_settings import StepSettings
+from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 
 if TYPE_CHECKING:
     from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep

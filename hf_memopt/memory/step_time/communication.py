@@ -22,7 +22,7 @@ from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
 
 if TYPE_CHECKING:
     from hf_memopt.memory.optimizers.parameter_facts import ParameterFacts
-    from hf_memopt.memory.settings import StepSettings
+    from hf_memopt.memory.settings.step_settings import StepSettings
 
 __all__ = ["Communication", "communication_of_step"]
 

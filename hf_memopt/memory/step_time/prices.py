@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.allocator.replay_plan import ReplayPlan
     from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
     from hf_memopt.memory.recording.passes import StepTrace
-    from hf_memopt.memory.settings import StepSettings
+    from hf_memopt.memory.settings.step_settings import StepSettings
 
 __all__ = [
     "PARTS",

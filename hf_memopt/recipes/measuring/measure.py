@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from hf_memopt.binding.attach import refuse_data_parallel
-from hf_memopt.binding.quantized_weights import is_quantized
+from hf_memopt.binding.model_changes.quantized_weights import is_quantized
 from hf_memopt.binding.versions import checkpointing_of
 from hf_memopt.devices.gpus import GPUS, current_gpu
-from hf_memopt.devices.memory_reading import read_memory, read_process
-from hf_memopt.memory.batch_lengths import BatchShape
-from hf_memopt.memory.settings import NotEstimableError
-from hf_memopt.memory.timeline import COMPONENTS, Timeline, phase_spans
+from hf_memopt.devices.readings.memory_reading import read_memory, read_process
+from hf_memopt.memory.settings.batch_lengths import BatchShape
+from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.tracking.timeline import COMPONENTS, Timeline, phase_spans
 from hf_memopt.memory.trainer_estimate import estimate_of
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder

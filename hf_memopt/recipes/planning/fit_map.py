@@ -21,7 +21,7 @@ from hf_memopt.recipes.planning.texts import MULTIPLE
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.simulation import Simulation
-    from hf_memopt.reports.plan_file import CellData, FitMapData
+    from hf_memopt.reports.plan.plan_file import CellData, FitMapData
 
 __all__ = ["fit_map", "settle"]
 

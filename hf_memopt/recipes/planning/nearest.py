@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import GPUS
-from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.settings.step_settings import NotEstimableError
 from hf_memopt.memory.what_fits import largest_that_fits
 from hf_memopt.recipes.planning.candidates import margin_of
 from hf_memopt.recipes.planning.texts import MULTIPLE

@@ -184,8 +184,8 @@ class Plan:
             ValueError: ``path`` cannot be written, or is there already.
         """
         from hf_memopt.reports.page import check_page, write_page
-        from hf_memopt.reports.plan_file import read_plan_text
-        from hf_memopt.reports.plan_page import plan_page
+        from hf_memopt.reports.plan.plan_file import read_plan_text
+        from hf_memopt.reports.plan.plan_page import plan_page
 
         check_page(path, force=force)
         write_page(plan_page(read_plan_text(self.to_json(figures=True), "Plan.to_json()")), path)
@@ -198,8 +198,8 @@ class Plan:
             MissingExtraError: matplotlib is not installed.
         """
         from hf_memopt.plotting import check_picture
-        from hf_memopt.reports.plan_file import read_plan_text
-        from hf_memopt.reports.plan_picture import draw_plan
+        from hf_memopt.reports.plan.plan_file import read_plan_text
+        from hf_memopt.reports.plan.plan_picture import draw_plan
 
         picture = checked_path("path", path)
         check_picture(picture, purpose="the picture of a plan", name="path")  # before what it shows is simulated

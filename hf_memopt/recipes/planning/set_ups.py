@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.techniques import TECHNIQUES
+from hf_memopt.technique_list import TECHNIQUES
 from hf_memopt.recipes.planning.simulation import priced_on
 from hf_memopt.recipes.recipe import Recipe
 

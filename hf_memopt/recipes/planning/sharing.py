@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.refusals import refused_fields
+from hf_memopt.binding.compatibility.refusals import refused_fields
 from hf_memopt.plain_data import check_word
 from hf_memopt.recipes.launch import NAMES, STRATEGIES
 from hf_memopt.units import format_bytes

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers.trainer_utils import has_length
 
-from hf_memopt.binding.conflicts import check_compatibility
-from hf_memopt.binding.handles import UndoHandle, override_method, set_attribute, undo_all
+from hf_memopt.binding.compatibility.conflicts import check_compatibility
+from hf_memopt.binding.undo.handles import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.plain_data import shown
 from hf_memopt.techniques.evaluation.outputs import KeptOutputs, Reduce
 from hf_memopt.techniques.evaluation.recovery import recover_predictions

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_memopt.binding.foreign_code import is_listed_module
-from hf_memopt.binding.kept_state import KeptState
+from hf_memopt.binding.losses.foreign_code import is_listed_module
+from hf_memopt.binding.undo.kept_state import KeptState
 from hf_memopt.changes import CHANGES
-from hf_memopt.devices.random_state import RandomState
+from hf_memopt.binding.undo.random_state import RandomState
 
 __all__ = ["StepState"]
 

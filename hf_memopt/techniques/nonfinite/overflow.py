@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_memopt.binding.conflicts import check_compatibility
-from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
-from hf_memopt.devices.random_state import RandomState
+from hf_memopt.binding.compatibility.conflicts import check_compatibility
+from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, override_method, remove_all
+from hf_memopt.binding.undo.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, check_value, checked_path
 from hf_memopt.techniques.microbatching.splitting import row_count

@@ -4,7 +4,7 @@ All gradients together are as large as the weights (4 bytes per parameter in flo
 exists at a time, at most the largest: 131,072 instead of 919,808 bytes in ``test_gradient_release.py``. Weights,
 optimizer state and checkpoints are bit for bit those of the plain optimizer. The price is the fixed Python cost of a
 ``step()``, paid for each parameter instead of once, and whatever needs all gradients together (its entry in
-``binding/techniques.py``): the norm of all gradients, loss scaling, accumulation, several processes.
+``technique_list.py``): the norm of all gradients, loss scaling, accumulation, several processes.
 
 Limitations: there is no global norm, so the stock ``Trainer`` logs ``grad_norm`` 0.0 (see ``last_grad_norm``);
 optimizers whose parameters depend on each other within a step are refused; an optimizer's step hooks run around
@@ -24,9 +24,9 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.conflicts import check_settings
-from hf_memopt.binding.handles import UndoHandle, set_attribute
-from hf_memopt.binding.refusals import refusal_of
+from hf_memopt.binding.compatibility.conflicts import check_settings
+from hf_memopt.binding.undo.handles import UndoHandle, set_attribute
+from hf_memopt.binding.compatibility.refusals import refusal_of
 from hf_memopt.plain_data import check_value, check_word, shown
 from hf_memopt.techniques.optimizers.built_classes import (
     ELEMENTWISE,
@@ -137,7 +137,7 @@ def released_optimizer(
         What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
 
     Raises:
-        ValueError: a setting cannot work with it (``hf_memopt.binding.conflicts``), or as ``gradient_release`` and
+        ValueError: a setting cannot work with it (``hf_memopt.binding.compatibility.conflicts``), or as ``gradient_release`` and
             ``sixteen_bit_optimizer`` do.
 
     Examples:

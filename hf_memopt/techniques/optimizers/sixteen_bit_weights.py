@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optimizer8bit
 
-from hf_memopt.binding.conflicts import check_settings
-from hf_memopt.binding.handles import set_attribute
+from hf_memopt.binding.compatibility.conflicts import check_settings
+from hf_memopt.binding.undo.handles import set_attribute
 from hf_memopt.devices.precision_support import choose_precision
 from hf_memopt.plain_data import check_word
 from hf_memopt.techniques.optimizers.built_classes import (
@@ -262,7 +262,7 @@ def rounded_optimizer(
         What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
 
     Raises:
-        ValueError: a setting cannot work with it (``hf_memopt.binding.conflicts``), or as ``sixteen_bit_optimizer``
+        ValueError: a setting cannot work with it (``hf_memopt.binding.compatibility.conflicts``), or as ``sixteen_bit_optimizer``
             does.
 
     Examples:

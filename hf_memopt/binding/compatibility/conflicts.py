@@ -1,0 +1,155 @@
+"""What a ``Trainer`` uses of the table of ``refusals``, and the error for what is incompatible; ``attach`` asks.
+
+Limitations: an engine is found by stock's own flags and by the parameters, so a model that a user shards by hand after
+``attach`` is not seen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.binding import versions
+from hf_memopt.binding.compatibility.refusals import LATE_LOSS, SETTINGS, TECHNIQUES, Refusal, refusal_of
+from hf_memopt.technique_list import VARIANTS
+from hf_memopt.plain_data import shown
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+__all__ = [
+    "check_compatibility",
+    "check_settings",
+    "is_of_bitsandbytes",
+    "names_of",
+    "refusals_of",
+    "settings_in_use",
+    "steps_in_backward",
+    "techniques_in_use",
+]
+
+
+def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
+    """Refuse techniques and settings that are incompatible: those of a Trainer, and callbacks it is to get.
+
+    Raises:
+        ValueError: naming the first such pair, the reason and the fix.
+    """
+    for found in refusals_of(trainer, *callbacks):
+        raise ValueError(str(found))
+
+
+def check_settings(technique: str, args: TrainingArguments) -> None:
+    """Refuse settings that a technique cannot work with, where there are arguments but no Trainer to ask.
+
+    Raises:
+        ValueError: naming the first such setting, the reason and the fix.
+    """
+    if not hasattr(args, "world_size"):
+        raise TypeError(
+            f"args={shown(args)} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"
+        )
+    for setting in settings_in_use(args, world_size=args.world_size):
+        found = refusal_of(technique, setting)
+        if found is not None:
+            raise ValueError(str(found))
+
+
+def refusals_of(trainer: Trainer, *callbacks: TrainerCallback) -> list[Refusal]:
+    """Return every pair in use that is refused, of a Trainer and callbacks it is to get."""
+    asked = _names_in_use(trainer, *callbacks)
+    names = [name for name in (*TECHNIQUES, *VARIANTS) if name in asked]
+    engine = _sharding_engine(trainer)
+    world_size = trainer.args.world_size if engine is None else 1  # else the model is not wrapped by DDP
+    used = [*names, *settings_in_use(trainer.args, world_size=world_size)]
+    used += [] if engine is None else [engine]
+    used += ["ZeRO-3"] * (
+        getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", None) == 3
+    )
+    used += ["TRL"] * any(kind.__module__.partition(".")[0] == "trl" for kind in type(trainer).__mro__)
+    pairs = ((one, other) for one in names for other in used)
+    found = dict.fromkeys(refusal_of(one, other) for one, other in pairs)
+    return [refusal for refusal in found if refusal is not None]
+
+
+def _sharding_engine(trainer: Any) -> str | None:
+    """Return the engine that splits the weights, or what they are trained by; None for DDP and for one process."""
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed"
+    if trainer.is_fsdp_enabled:
+        return "FSDP2" if trainer.accelerator.is_fsdp2 else "other sharding"
+    parameters = () if trainer.model is None else trainer.model.parameters()  # none before a search has made it
+    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+    return "other sharding" if is_sharded else None
+
+
+def techniques_in_use(trainer: Trainer, *callbacks: TrainerCallback) -> tuple[str, ...]:
+    """Return the names of this package's techniques that a Trainer uses, in the order of ``TECHNIQUES``."""
+    names = _names_in_use(trainer, *callbacks)
+    return tuple(name for name in TECHNIQUES if name in names)
+
+
+def _names_in_use(trainer: Any, *callbacks: Any) -> set[Any]:
+    """Return the names that the parts of a Trainer bear, and those of uses that more is refused for."""
+    given = (*trainer.callback_handler.callbacks, *callbacks, trainer.train_dataset, *optimizers_of(trainer))
+    names = {name for part in given for name in names_of(part)}
+    if "fused cross-entropy" in names and trainer.compute_loss_func is not None:
+        names.add(LATE_LOSS)
+    kinds = [part if isinstance(part, type) else type(part) for part in optimizers_of(trainer)]
+    has_class = any(base.__module__.startswith("bitsandbytes") for kind in kinds for base in kind.__mro__)
+    asked = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    is_chosen = trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None
+    if has_class or (is_chosen and is_of_bitsandbytes(asked)):
+        names.add("bitsandbytes optimizer")
+    return names
+
+
+def is_of_bitsandbytes(optim: str) -> bool:
+    """Return whether stock's optimizer of this name is one of bitsandbytes; those of torchao have "torch" in theirs."""
+    return optim.startswith(("paged_", "lion", "ademamix", "rmsprop_bnb")) or (
+        optim.endswith("_8bit") and "torch" not in optim
+    )
+
+
+def names_of(part: Any) -> set[Any]:
+    """Return the names that a part bears: an optimizer class may be one technique around another.
+
+    ``variant`` names a use of a technique that more is refused for.
+    """
+    kind = part if isinstance(part, type) else type(part)
+    own = {getattr(part, "technique", None), getattr(part, "variant", None)}
+    return own.union(vars(base).get("technique") for base in kind.__mro__)
+
+
+def optimizers_of(trainer: Any) -> tuple[Any, ...]:
+    """Return the optimizer that a Trainer was given or has built, and the class it is to build one from."""
+    optimizer = trainer.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's AcceleratedOptimizer
+    asked = trainer.optimizer_cls_and_kwargs
+    return (inner, None if asked is None else asked[0])
+
+
+def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[str, ...]:
+    """Return the names among ``SETTINGS`` that ``TrainingArguments`` ask for."""
+    is_checkpointed, options = versions.checkpointing_of(args)
+    optim = str(getattr(args.optim, "value", args.optim))
+    flags = (args.ddp_broadcast_buffers, args.ddp_find_unused_parameters)
+    asked = {
+        "bf16": args.bf16,
+        "fp16": args.fp16,
+        "accumulation": args.gradient_accumulation_steps > 1,
+        "norm clipping": (args.max_grad_norm or 0) > 0,
+        "NEFTune": args.neftune_noise_alpha is not None,
+        "reentrant checkpointing": is_checkpointed and options.get("use_reentrant") is True,
+        "layer-wise optimizer": steps_in_backward(optim),
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "torch.compile": args.torch_compile,
+        "Liger kernel": args.use_liger_kernel,
+        "DDP": world_size > 1 and flags == (False, False),
+        "DDP, default flags": world_size > 1 and flags != (False, False),
+    }
+    return tuple(name for name in SETTINGS if asked.get(name))
+
+
+def steps_in_backward(optim: str) -> bool:
+    """Return whether stock's optimizer of this name steps each parameter within the backward pass."""
+    return optim in ("lomo", "adalomo") or optim.endswith("_layerwise")

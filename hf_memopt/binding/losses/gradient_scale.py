@@ -1,0 +1,167 @@
+"""Repair the scale of gradients under accumulation where the model's loss ignores ``num_items_in_batch``.
+
+Stock transformers 5.x multiplies the gradients of such a head (BERT classification, T5, ...) by accumulation steps
+times processes: it leaves the division to a head that never does it. Stock's own division is switched back on where it
+is needed, only there. Heads of transformers are looked up (``known_losses``); of any other loss the first training step
+is watched: a count that stock passed and no operation took is ignored. Nothing is run for it, and nothing read before.
+
+Limitations: a count that only a kernel of one's own reads, in a ``torch.autograd.Function``, is taken for ignored; what
+``torch.compile`` has compiled cannot be watched, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves  # private: pinned by a test, seen in torch 2.6 to 2.13
+
+from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, override_method, set_attribute, undo_all
+from hf_memopt.binding.losses.known_losses import counts_items
+from hf_memopt.changes import Change, record_changes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["repair_gradient_scale"]
+
+logger = logging.getLogger(__name__)
+
+# A public attribute, named in stock's docstring and read live at every step, after the loss (5.8.1, 5.17.0, 5.23.0;
+# pinned by a test).
+SWITCH = "model_accepts_loss_kwargs"
+WATCHES = "gradient scale"  # the purpose of the override that watches the first step
+
+# Methods of a tensor that give the same numbers on another device, in another dtype or shape.
+SAME_NUMBERS = {"__get__", "clone", "cpu", "cuda", "detach", "double", "float", "long", "to"}
+SAME_NUMBERS |= {"contiguous", "expand", "flatten", "reshape", "squeeze", "unsqueeze", "view"}
+READ_NUMBERS = {"__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist"}
+
+
+def repair_gradient_scale(trainer: Any) -> UndoHandle:
+    """Switch stock's own division by accumulation steps back on where the head ignores ``num_items_in_batch``."""
+    restore = set_attribute(trainer, SWITCH, trainer.model_accepts_loss_kwargs)
+    if not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
+        return restore  # stock divides already, or the user's own loss counts
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is not None:  # of 5.23: the user says who divides
+        return restore
+    parameters = inspect.signature(trainer.compute_loss).parameters.values()
+    if not any(p.name == "num_items_in_batch" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return restore  # a subclass that calls its own compute_loss its own way
+    if trainer.train_dataset is None:
+        return restore
+    counts = counts_items(trainer)
+    if counts is None:
+        return undo_all(restore, _watch_first_step(trainer))
+    if not counts:
+        _divide_by_steps(trainer)
+    return restore
+
+
+def _watch_first_step(trainer: Any) -> UndoHandle:
+    """Watch the first loss of the training, and take out what watches."""
+    if is_overridden(trainer, "compute_loss", WATCHES):
+        return undo_all()
+
+    def watching(before: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not model.training:
+                return before(model, inputs, *args, **kwargs)
+            items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
+            # once more, since labels may decide what a classification head computes
+            counts = counts_items(trainer, inputs.get("labels") if isinstance(inputs, Mapping) else None)
+            finding = "" if counts is not None or items is None else _hidden(trainer, model, items)
+            if counts is not None or finding:
+                handle.remove()
+                _decide(trainer, items is not None and counts is False, finding)
+                return before(model, inputs, *args, **kwargs)
+            with _WatchedCount(items) as watched:
+                loss = before(model, inputs, *args, **kwargs)
+            handle.remove()
+            _decide(trainer, items is not None and not watched.is_used)
+            return loss
+
+        return compute_loss
+
+    handle = override_method(trainer, "compute_loss", watching, purpose=WATCHES)
+    return handle
+
+
+def _decide(trainer: Any, ignores: bool, finding: str = "") -> None:
+    """Switch stock's division on if the loss of any process ignores its count; warn where that could not be seen."""
+    if _any_process(trainer, ignores):
+        _divide_by_steps(trainer)
+    elif finding:
+        warnings.warn(
+            f"attach could not find out whether the loss of {type(trainer.model).__name__} is normalised by "
+            f"num_items_in_batch ({finding}); its gradients may be multiplied by the accumulation steps. If the loss "
+            "is a mean over the batch, set: trainer.model_accepts_loss_kwargs = False",
+            stacklevel=3,
+        )
+
+
+def _divide_by_steps(trainer: Any) -> None:
+    setattr(trainer, SWITCH, False)
+    reason = (
+        f"the loss of {type(trainer.model).__name__} ignores num_items_in_batch, so stock would multiply its "
+        "gradients by accumulation steps x processes"
+    )
+    change = Change(SWITCH, True, False, reason)
+    logger.info("attach changed %s", change)
+    record_changes(trainer, (change,))
+
+
+def _hidden(trainer: Any, model: nn.Module, items: Any) -> str:
+    """Return why the use of a count cannot be seen; "" if it can."""
+    if not torch.is_tensor(items):
+        return f"it is {items!r}, not a tensor"
+    # what torch.compile puts around a module, or leaves on it: private, seen in torch 2.13
+    is_compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
+    return "torch.compile hides what it computes" if is_compiled or trainer.args.torch_compile else ""
+
+
+def _any_process(trainer: Any, ignores: bool) -> bool:
+    """Give all processes one answer: those that count items wait for each other, so two answers would hang."""
+    if trainer.args.world_size == 1:
+        return ignores
+    votes = trainer.accelerator.gather(torch.tensor([int(ignores)], device=trainer.args.device))
+    return bool(votes.any())
+
+
+class _WatchedCount(TorchFunctionMode):
+    """See whether an operation takes ``num_items_in_batch``, or a copy of it.
+
+    Stock's ``compute_loss`` multiplies a loss that it takes for a sum by the number of processes, in place, and nothing
+    else (5.8.1, 5.17.0, 5.23.0; pinned by a test). That is left out if the count was not used up to then: the loss is a
+    mean.
+    """
+
+    def __init__(self, items: Any) -> None:
+        super().__init__()
+        self.items = items
+        self.is_used = False
+        self._same = [items]
+        from transformers import Trainer
+
+        self._stock = Trainer.compute_loss.__code__
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function."""
+        name = getattr(function, "__name__", "")
+        if name == "mul_" and not self.is_used and sys._getframe(1).f_code is self._stock:
+            return args[0]
+        is_taken = any(part is one for part in tree_leaves((args, kwargs)) for one in self._same)
+        result = function(*args, **(kwargs or {}))
+        if is_taken and torch.is_tensor(result) and name in SAME_NUMBERS:
+            self._same.append(result)
+        elif is_taken and (torch.is_tensor(result) or name in READ_NUMBERS):
+            self.is_used = True
+        return result

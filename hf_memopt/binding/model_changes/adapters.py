@@ -1,0 +1,142 @@
+"""Add LoRA adapters to a model, by ``peft.get_peft_model``: real ones for a run, on the meta device for its estimate.
+
+A rank alone means adapters on all linear layers but the head, which QLoRA found to matter more than the rank (Dettmers
+et al. 2023, section 4) and PEFT's guide to quantisation recommends. A new head of a classifier is trained as well.
+Whatever is trained is float32, as PEFT makes its adapters: an update below 1/512 of a bfloat16 weight is lost, and
+torch's gradient scaler stops at float16 ("Attempting to unscale FP16 gradients").
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_memopt.binding.model.tasks import NEW_HEADS, task_of
+from hf_memopt.errors import MissingExtraError, nearest
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+__all__ = ["AUTO_TARGETS", "adapter_options", "add_adapters", "without_warnings_of_peft"]
+
+AUTO_TARGETS = "auto"
+"""As ``lora_targets``: all linear layers but the head."""
+
+_TASK_TYPES = {
+    "causal-lm": "CAUSAL_LM",
+    "seq2seq": "SEQ_2_SEQ_LM",
+    "sequence-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+    "question-answering": "QUESTION_ANS",
+}
+"""PEFT's names of tasks."""
+
+
+def add_adapters(
+    model: nn.Module,
+    lora: int | LoraConfig,
+    *,
+    alpha: int | None = None,
+    targets: str | tuple[str, ...] = AUTO_TARGETS,
+) -> nn.Module:
+    """Return the model with adapters, all else frozen; the given model is changed, a ``LoraConfig`` is not.
+
+    Args:
+        model: with real weights, or on the meta device.
+        lora: the rank, or the configuration, which then says the rest.
+        alpha: the adapters' output is scaled by alpha / rank; None for twice the rank.
+        targets: the last parts of the names of layers, such as ``("q_proj", "v_proj")``.
+
+    Raises:
+        ValueError: the model has adapters already; a target names no layer, or one that PEFT cannot adapt.
+        MissingExtraError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MissingExtraError("peft", extra="peft", purpose=f"lora={lora!r}") from error
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"lora={_shown(lora)} is given for a {type(model).__name__}, which has adapters already; expected a model "
+            "without them. Remove lora, or pass model=model.unload()"
+        )
+    if targets != AUTO_TARGETS:
+        _check_targets(model, targets)
+    config: Any = copy.deepcopy(lora)
+    if isinstance(lora, int):
+        config = LoraConfig(**adapter_options(task_of(model), lora, alpha=alpha, targets=targets))
+    with without_warnings_of_peft():
+        try:
+            adapted: nn.Module = get_peft_model(model, config)
+        except (ValueError, TypeError) as error:
+            cause = str(error).splitlines()[0].rstrip(".")
+            name, given, fix = "target_modules", f"lora={_shown(lora)}", "lora=16, which takes all of them but the head"
+            if targets != AUTO_TARGETS:
+                name, given, fix = "names", f"lora_targets={targets!r}", "lora_targets='auto'"
+            raise ValueError(
+                f"{given} cannot be added to {type(model).__name__} ({cause}); expected {name} "
+                f"that name linear layers of the model. Pass {fix}"
+            ) from error
+    if isinstance(lora, int):
+        for parameter in adapted.parameters():  # PEFT leaves a copied head in the dtype of the model
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+    return adapted
+
+
+@contextmanager
+def without_warnings_of_peft() -> Iterator[None]:
+    """Leave out what PEFT warns of and does right.
+
+    peft 0.21 asks transformers 5.23 under the names of 5.17, and corrects ``fan_in_fan_out`` for GPT-2 by itself.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)
+        warnings.filterwarnings("ignore", ".*fan_in_fan_out.*", UserWarning)
+        yield
+
+
+def adapter_options(
+    task: str | None, rank: int, *, alpha: int | None = None, targets: str | tuple[str, ...] = AUTO_TARGETS
+) -> dict[str, Any]:
+    """Return the options of PEFT's ``LoraConfig`` for a model with a head for ``task``.
+
+    Examples:
+        >>> adapter_options("causal-lm", 8)
+        {'r': 8, 'lora_alpha': 16, 'target_modules': 'all-linear', 'task_type': 'CAUSAL_LM', 'modules_to_save': None}
+    """
+    heads = NEW_HEADS.get(task or "")  # trained whole: PEFT 0.21 would put adapters on some first, and then refuse
+    return {
+        "r": rank,
+        "lora_alpha": 2 * rank if alpha is None else alpha,
+        "target_modules": "all-linear" if isinstance(targets, str) else list(targets),
+        "task_type": _TASK_TYPES.get(task or ""),
+        "modules_to_save": None if heads is None else list(heads),
+    }
+
+
+def _check_targets(model: nn.Module, targets: str | tuple[str, ...]) -> None:
+    """Refuse targets of which one names no layer, which PEFT accepts as long as another one does."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    named = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in named):
+            leaves = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+            near = nearest(target, leaves)
+            hint = "" if near is None else f" Did you mean {near!r}?"
+            raise ValueError(
+                f"lora_targets={targets!r} names no layer of {type(model).__name__} with {target!r}; expected last "
+                f"parts of the names of its linear layers: {', '.join(leaves)}.{hint} Pass lora_targets="
+                + (f"{(near,)!r}" if near is not None else "'auto'")
+            )
+
+
+def _shown(lora: int | LoraConfig) -> str:
+    return repr(lora) if isinstance(lora, int) else f"LoraConfig(target_modules={lora.target_modules!r})"

@@ -1,0 +1,159 @@
+"""Prepare a model with quantised weights for training adapters, without float32 copies of its embeddings and head.
+
+PEFT's ``prepare_model_for_kbit_training`` freezes the model and makes every 16-bit parameter float32: of Llama-3.1-8B
+embeddings and head, 2.0 GiB more, and with them the activations between the layers, which have the embeddings' dtype.
+Neither changes the loss: norms compute in float32 whatever their weights are, and 16 bits are what the weights were
+published in. ``benchmarks/quantized.py`` compares losses and memory of both. Only what is trained is made float32, as
+PEFT makes its adapters: an update below 1/512 of a bfloat16 weight is lost, and torch's gradient scaler
+refuses float16.
+
+Others measured what the copies cost: Mistral-7B in 4 bits, 4 rows of 4096 tokens on an A100, holds 19.2 GiB with them
+and 15.2 without (github.com/foundation-model-stack/fms-acceleration, ``scripts/benchmarks/refs/a100_80gb.csv``,
+baseline-peft-bnb and accelerated-peft-bnb). The estimate prepares its model by the function below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_memopt.binding.parameters.frozen_parameters import cast_parameters, set_trainable
+from hf_memopt.binding.undo.handles import UndoHandle, nothing_to_undo, set_attribute, undo_all
+from hf_memopt.binding.parameters.layer_names import parameters_outside_adapters
+from hf_memopt.binding.model.tasks import NEW_HEADS
+from hf_memopt.binding.model.traits import check_model, unwrap_model
+
+__all__ = ["REPACKS", "is_quantized", "prepare_quantized", "quantization_options"]
+
+_LOAD_IN: Mapping[str, Mapping[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+"""Options of ``BitsAndBytesConfig``; for 4 bits those of QLoRA (Dettmers et al. 2023, section 3)."""
+
+_PACKED = ("Params4bit", "Int8Params")
+"""The classes of bitsandbytes' quantised weights, by name: importing it takes a second."""
+REPACKS = "support_avx512bf16_for_cpu"
+"""By this attribute bitsandbytes 0.50's ``Linear4bit`` repacks its weight for a CPU with AVX-512 BF16 at the first
+forward pass in evaluation mode, and keeps it so: gradients no longer pass the layer when training goes on, with no more
+than a warning. False keeps the weight as it is."""
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+_CHECKED_ROWS = 4096
+
+
+def quantization_options(
+    load_in: str, compute_dtype: str, task: str | None = None, *, is_sharded: bool = False
+) -> dict[str, Any]:
+    """Return the options of ``BitsAndBytesConfig``.
+
+    Args:
+        load_in: ``"nf4"`` or ``"int8"``.
+        compute_dtype: of the products with 4-bit weights.
+        task: of the model's head. A new head is not quantised, since it could not be trained and PEFT stops at it;
+            of any other model transformers itself leaves the head out.
+        is_sharded: whether FSDP is to cut 4-bit weights, which it does where they are stored as numbers of the dtype
+            that is computed in; the bytes are the same. accelerate leaves whole what is stored as uint8.
+
+    Examples:
+        >>> quantization_options("int8", "bfloat16", "question-answering")["llm_int8_skip_modules"]
+        ['qa_outputs']
+    """
+    heads = {"llm_int8_skip_modules": list(NEW_HEADS[task])} if task is not None and task in NEW_HEADS else {}
+    storage = {"bnb_4bit_quant_storage": compute_dtype} if is_sharded and load_in == "nf4" else {}
+    return {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype, **storage, **heads}
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether weights of a model are quantised by bitsandbytes, or the model says that they are."""
+    packed = any(type(parameter).__name__ in _PACKED for parameter in model.parameters())
+    return packed or bool(getattr(unwrap_model(model), "is_quantized", False))
+
+
+def prepare_quantized(model: nn.Module) -> UndoHandle:
+    """Freeze a quantised model, keep its embeddings, norms and head in 16 bits, and make what is trained float32.
+
+    Call it in place of PEFT's ``prepare_model_for_kbit_training``, before the optimizer is built. It may be called
+    before ``get_peft_model`` or, which is better, after it: then copies of whole modules that PEFT trains
+    (``modules_to_save``) become float32 too. Called after PEFT's function (TRL's ``SFTTrainer`` calls it by itself), it
+    takes the float32 copies back: a frozen float32 parameter becomes 16-bit again if it loses nothing, i.e. if 16 bits
+    hold each of its values. A second call changes nothing.
+
+    Checkpointing of activations needs nothing here: transformers makes the embeddings' output require a gradient
+    when checkpointing is switched on, by the ``Trainer`` or by hand.
+
+    Limitations: in float16 the activations between the layers are float16 as well, which overflow in some models (T5,
+    Gemma); those need bfloat16, or PEFT's function.
+
+    Args:
+        model: as ``from_pretrained(quantization_config=...)`` returned it, or wrapped by PEFT. Changed in place.
+
+    Returns:
+        A handle whose ``remove()`` restores dtypes and ``requires_grad`` of what this call changed; it does not keep
+        the model alive. Weights that were made float32 are rounded to 16 bits again.
+
+    Raises:
+        ValueError: no weight of the model is quantised.
+        TypeError: ``model`` is no module.
+
+    Examples:
+        >>> from bitsandbytes.nn import Linear4bit
+        >>> model = nn.Sequential(nn.Embedding(4, 64), Linear4bit(64, 64, bias=False))
+        >>> handle = prepare_quantized(model.bfloat16())
+        >>> [(str(parameter.dtype), parameter.requires_grad) for parameter in model.parameters()]
+        [('torch.bfloat16', False), ('torch.bfloat16', False)]
+    """
+    check_model(model)
+    inside = unwrap_model(model)
+    plain = [parameter for parameter in model.parameters() if type(parameter).__name__ not in _PACKED]
+    if not is_quantized(model):
+        raise ValueError(
+            f"model=<{type(inside).__name__}> has no quantised weights; expected one that from_pretrained has "
+            "quantised. Load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
+        )
+    frozen = [] if hasattr(model, "peft_config") else [p for p in model.parameters() if p.requires_grad]
+    undo_flags = set_trainable(model, dict.fromkeys(frozen, False))
+    casts = _trained_to_float32(plain) + _frozen_to_16_bits(model, inside)
+    repacking = [module for module in model.modules() if getattr(module, REPACKS, False)]
+    if not frozen and not casts and not repacking:
+        return nothing_to_undo()
+    repacked = (set_attribute(module, REPACKS, False) for module in repacking)
+    return undo_all(undo_flags, cast_parameters(dict(casts)), *repacked)
+
+
+def _trained_to_float32(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, torch.dtype]]:
+    return [(p, torch.float32) for p in parameters if p.requires_grad and p.dtype in _SIXTEEN_BITS]
+
+
+def _frozen_to_16_bits(model: nn.Module, inside: Any) -> list[tuple[nn.Parameter, torch.dtype]]:
+    """Return the frozen float32 parameters whose values 16 bits hold, with that dtype, adapters left out.
+
+    Classes of transformers name modules that they keep in float32 themselves: ``_keep_in_fp32_modules``, private, seen
+    in transformers 5.8.1, 5.17.0 and 5.23.0.
+    """
+    own = getattr(getattr(inside, "config", None), "dtype", None)  # as it was loaded
+    dtypes = sorted(_SIXTEEN_BITS, key=lambda dtype: dtype != own)
+    kept = {
+        name
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for name in getattr(inside, attribute, None) or ()
+    }
+    outside = {id(parameter) for parameter in parameters_outside_adapters(model)}
+    found = []
+    for name, parameter in model.named_parameters():
+        is_candidate = parameter.dtype == torch.float32 and not parameter.requires_grad and id(parameter) in outside
+        if not is_candidate or parameter.is_meta or not kept.isdisjoint(name.split(".")):
+            continue  # a meta tensor has no values to look at
+        dtype = next((dtype for dtype in dtypes if _holds(dtype, parameter)), None)
+        if dtype is not None:
+            found.append((parameter, dtype))
+    return found
+
+
+def _holds(dtype: torch.dtype, parameter: nn.Parameter) -> bool:
+    """Return whether a dtype has every value of a parameter; a few rows at a time, so that no whole copy is made."""
+    values = parameter.detach()
+    parts = torch.split(values, _CHECKED_ROWS) if values.dim() else (values,)
+    return all(torch.equal(part.to(dtype).to(part.dtype), part) for part in parts)

@@ -1,0 +1,242 @@
+"""Write what a run leaves: the picture of its peaks, and the report of ``MemoryReportCallback`` in its output folder.
+
+After a failure that ends the run the step is simulated once, and more to find what fits.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.binding.model.traits import unwrap_model
+from hf_memopt.changes import CHANGES
+from hf_memopt.devices.readings.memory_reading import measured_device, read_context, read_memory
+from hf_memopt.memory.tracking.timeline import phase_peaks
+from hf_memopt.notices import notify
+from hf_memopt.plain_data import shown
+from hf_memopt.reports.run.run_file import FORMAT, read_run, run_name
+from hf_memopt.whole_files import warn_unwritten, write_whole
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_memopt.memory.settings.batch_lengths import BatchShape
+    from hf_memopt.memory.result import Estimate
+    from hf_memopt.memory.run.run_record import RunRecord
+
+__all__ = ["draw_report", "name_of", "write_failure", "write_report"]
+
+logger = logging.getLogger(__name__)
+
+VERSIONS = ("hf-memopt", "torch", "transformers", "accelerate")
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
+LONGEST = 200  # characters of a value of a change
+ARGUMENTS = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "optim"),
+    *("bf16", "fp16", "tf32", "max_grad_norm", "num_train_epochs", "max_steps", "eval_accumulation_steps"),
+)
+"""Of ``TrainingArguments``, what memory depends on."""
+
+Peaks = Mapping[str, Mapping[str, int]]
+
+
+def draw_report(path: Path, peaks: Peaks, record: RunRecord, device: torch.device, trainer: Any) -> None:
+    """Draw a run beside its prediction; what fails is reported and not raised, since training is over.
+
+    Args:
+        path: the picture.
+        peaks: of the whole run, by phase and kind.
+        record: of the run.
+        device: whose memory they are.
+        trainer: the Trainer; None where none is bound, and so nothing is predicted.
+    """
+    try:
+        from hf_memopt.reports.run.run_picture import RunPicture, draw_run
+
+        predicted, batch = {}, ""
+        found, reason = None, "without an accelerator the memory of the whole process is measured"
+        if device.type != "cpu":
+            found, reason = _predicted(trainer, record.largest)
+        if found is not None:
+            predicted = _phases(found)
+            batch = f"{found.batch_size}" + ("" if found.seq_len is None else f" x {found.seq_len}")
+        model = "" if trainer is None else f"{type(unwrap_model(trainer.model)).__name__} on "
+        name = f"{model}{name_of(device)}"
+        draw_run(RunPicture(record.by_step(), peaks, predicted, name=name, batch=batch, reason=reason), path)
+    except Exception as error:  # a picture must not cost a training its result
+        notify(logger, f"plot={str(path)!r} was not drawn ({type(error).__name__}: {error}); the training is whole")
+
+
+def write_report(trainer: Any, peaks: Peaks, record: RunRecord, state: str, *, predict: bool = False) -> None:
+    """Write the report of a run that goes on or has finished.
+
+    Args:
+        trainer: of the run.
+        peaks: of the run so far, by phase and kind.
+        record: of the run.
+        state: "training" or "finished".
+        predict: whether to simulate the largest batch.
+    """
+    try:
+        predicted, notes = _prediction(trainer, record.largest) if predict else (None, [])
+        _write(trainer, _as_dict(trainer, peaks, record, state, predicted, notes), record.unwritten)
+    except RuntimeError as error:  # of a device or a driver; a report must not cost a training its result
+        notify(logger, f"there is no report of this run ({error})")
+
+
+def write_failure(trainer: Any, error: BaseException, peaks: Peaks, record: RunRecord) -> None:
+    """Write the report of an out-of-memory that ends the run, as JSON and as a page; nothing is raised."""
+    try:
+        if record.failure is None or record.phase not in ("forward", "backward"):  # else it was noted as it happened
+            record.note_failure(trainer, error)
+        else:
+            record.failure["error"] = str(error)  # of what gave up, with its advice
+        predicted, notes = _prediction(trainer, record.shape or record.largest, hints=True)
+        told = _as_dict(trainer, peaks, record, "out of memory", predicted, notes)
+        page = _write(trainer, told, record.unwritten, with_page=True)
+        if page is not None:
+            fits = "" if predicted is None else "".join(f"\n[memopt] {hint}" for hint in predicted["hints"])
+            error.add_note(f"[memopt] what was alive when memory ran out: {page}{fits}")
+    except (Exception, KeyboardInterrupt) as failed:  # the original error is the one to see
+        notify(logger, f"there is no report of the out-of-memory ({type(failed).__name__}: {failed})")
+
+
+def _write(trainer: Any, told: dict[str, Any], unwritten: set[str], *, with_page: bool = False) -> Path | None:
+    """Write JSON, and the page of it where asked for; return the last path, None where nothing was written."""
+    path = Path(trainer.args.output_dir or "") / run_name(trainer.args.process_index)
+    try:
+        write_whole(path, json.dumps(told) + "\n")
+        if with_page:
+            from hf_memopt.reports.run.run_page import run_page
+
+            text = run_page(read_run(path.read_bytes(), str(path)))
+            path = path.with_suffix(".html")
+            write_whole(path, text)
+    except OSError as error:
+        warn_unwritten(path, error, "there is no report of this run", unwritten)
+        return None
+    return path
+
+
+def _as_dict(
+    trainer: Any, peaks: Peaks, record: RunRecord, state: str, predicted: dict[str, Any] | None, notes: list[str]
+) -> dict[str, Any]:
+    args, model = trainer.args, trainer.model
+    reading = read_memory(measured_device(args.device))
+    largest = record.largest
+    return {
+        "format": FORMAT,
+        "state": state,
+        "model": type(model).__name__,
+        "parameters": sum(one.numel() for one in model.parameters()),
+        "trainable_parameters": sum(one.numel() for one in model.parameters() if one.requires_grad),
+        "device": str(args.device),
+        "device_name": reading.device_name,
+        "device_bytes": reading.device_total_bytes if reading.has_accelerator else reading.host_total_bytes,
+        "context_bytes": read_context(args.device),
+        "process": args.process_index,
+        "processes": args.world_size,
+        "first_step": record.first_step,
+        "last_step": trainer.state.global_step,
+        "peaks": peaks,
+        "components": record.components,
+        "steps": record.by_step(),
+        "batches": {
+            "batches": record.batches,
+            "examples": record.examples,
+            "padded_tokens": record.padded_tokens,
+            "tokens": record.tokens,
+            "largest_rows": 0 if largest is None else largest.rows,
+            "largest_length": None if largest is None else largest.seq_len,
+        },
+        "changes": [
+            {"name": one.name, "old": shown(one.old, LONGEST), "new": shown(one.new, LONGEST), "reason": one.reason}
+            for one in getattr(trainer, CHANGES, ())
+        ],
+        "micro_batching": _micro_batching(trainer),
+        "predicted": predicted,
+        "out_of_memory": record.failure if state == "out of memory" else None,
+        "arguments": {name: _text(getattr(args, name)) for name in ARGUMENTS if hasattr(args, name)},
+        "notes": notes,
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        "environment": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            **{name: os.environ[name] for name in VARIABLES if name in os.environ},
+        },
+    }
+
+
+def _prediction(
+    trainer: Any, shape: BatchShape | None, *, hints: bool = False
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return what the estimate says of a batch; None and a note where it cannot."""
+    found, reason = None, "several processes"
+    if trainer.args.world_size == 1:
+        found, reason = _predicted(trainer, shape, hints=hints, eval_batch_size=None)
+    if found is None:
+        return None, [f"not predicted: {reason}"]
+    return {
+        "batch_size": found.batch_size,
+        "seq_len": found.seq_len,
+        "reserved_bytes": found.peak_reserved_bytes,
+        "allocated_bytes": found.peak_allocated_bytes,
+        "context_bytes": found.context_bytes,
+        "components": found.components,
+        "phases": _phases(found),
+        "gpu": "" if found.gpu is None else found.gpu.name,
+        "usable_bytes": None if found.gpu is None else found.gpu.usable_bytes,
+        "hints": [str(hint) for hint in found.hints or ()],
+    }, []
+
+
+def _predicted(
+    trainer: Any, shape: BatchShape | None, *, hints: bool = False, **overrides: Any
+) -> tuple[Estimate | None, str]:
+    """Return the estimate of a batch, or None and the reason."""
+    from hf_memopt.memory.estimation import with_hints
+    from hf_memopt.memory.trainer_estimate import estimate_of
+
+    if trainer is None:
+        return None, "the callback was not attached; call attach(trainer) before trainer.train()"
+    if shape is None or not shape.rows:
+        return None, "no batch of tensors was seen"
+    if hints:
+        notify(logger, "out of memory: simulating the step, to find what fits (Ctrl-C to go without)")
+    try:
+        found = estimate_of(trainer, shape, **overrides)
+        return with_hints(trainer.model, found, labels_length=shape.labels_length) if hints else found, ""
+    except Exception as error:  # NotEstimableError, and what a user's own model may raise on meta
+        return None, str(error)
+
+
+def _phases(found: Estimate) -> dict[str, int]:
+    return {name: peaks["allocated_bytes"] for name, peaks in phase_peaks(found.timeline).items()}
+
+
+def _micro_batching(trainer: Any) -> dict[str, Any] | None:
+    for callback in trainer.callback_handler.callbacks:
+        if getattr(callback, "technique", None) == "micro-batching":
+            return {
+                "steps": callback.tally.steps,
+                "cut_steps": callback.tally.cut_steps,
+                "failures": callback.tally.failures,
+                "lost_seconds": callback.tally.lost_seconds,
+                "limits": {name: limit.limit for name, limit in callback.limits.items()},
+            }
+    return None
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def name_of(device: torch.device) -> str:
+    """Return what a device is called."""
+    return "a CPU" if device.type == "cpu" else read_memory(device).device_name

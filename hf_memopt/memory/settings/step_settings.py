@@ -1,0 +1,402 @@
+"""``StepSettings``: the settings that affect the memory of a training step, named as in ``TrainingArguments``."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Literal
+
+from hf_memopt.binding.compatibility.conflicts import steps_in_backward
+from hf_memopt.binding.compatibility.refusals import refusal_of, refuse_without_adapters
+from hf_memopt.technique_list import asked_by
+from hf_memopt.memory.settings.argument_spellings import in_own_names, unknown_setting
+from hf_memopt.plain_data import Count, CountOrZero, check_value, shown
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
+
+__all__ = ["NotEstimableError", "StepSettings", "settings_that_change"]
+
+
+class NotEstimableError(ValueError):
+    """A set-up that cannot be simulated; the message begins with "not estimable: "."""
+
+
+_NUMBER: Mapping[str, Any] = {"metavar": "N", "read_as": int, "least": 1}
+"""Of an option that is a count."""
+
+
+def _setting(default: Any, kind: Any = None, *, changes: str = "model", hash: bool | None = None, **option: Any) -> Any:
+    """Declare a setting.
+
+    Args:
+        default: its usual value.
+        kind: the annotation that a value is checked against; None where ``__post_init__`` does more.
+        changes: what has to be done anew for another value: "model" to prepare the model, "trace" to record the step,
+            "replay" to replay the recording.
+        hash: as for ``dataclasses.field``.
+        option: how ``hf-memopt estimate`` reads it, where it does: ``help``, and where they are not the usual ones
+            ``names`` of the flag, ``group`` in the help, ``metavar``, the type it is ``read_as``, ``least`` of
+            numbers, and other ``words`` for values.
+    """
+    return field(default=default, hash=hash, metadata={"kind": kind, "changes": changes, **option})
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The settings that affect memory. Names and meanings are those of ``TrainingArguments`` where it has them.
+
+    Attributes:
+        precision: of the autocast region; ``"auto"`` follows the GPU, ``"tf32"`` needs as much memory as fp32.
+        weights_dtype: of the weights as loaded; 16 bits without autocast is "pure" 16-bit training. A module keeps its
+            own, which an ``Estimate`` of it shows here (of mixed weights, the dtype that most bytes have). With
+            ``load_in`` that of the weights that are not quantised.
+        autocast_cache: whether autocast keeps the 16-bit copy of each trainable weight through a forward pass.
+        optim: a name that ``TrainingArguments(optim=...)`` accepts.
+        optim_args: extra arguments as text, as in ``TrainingArguments(optim_args=...)``.
+        optim_target_modules: modules of a low-rank optimizer (GaLore, APOLLO).
+        weight_decay: some optimizers copy the gradients for it.
+        embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
+        rounding: of weights in bfloat16 after an update: ``"nearest"`` as the plain optimizer, or ``"stochastic"`` or
+            ``"kahan"`` as ``sixteen_bit_optimizer``, with its temporaries and its buffer. Nothing for float32 weights.
+        gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
+        sparse_tied_embedding: whether the gradient of tied input embeddings is added into the head's as rows, as
+            ``hf_memopt.sparse_tied_embedding`` does.
+        fused_cross_entropy: whether the loss is computed without the logits, as ``hf_memopt.fuse_cross_entropy`` does.
+            Every position counts as labelled.
+        max_grad_norm: 0 (or less, as in the Trainer) for no clipping.
+        gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.
+        micro_batch_size: examples of one forward pass, where a batch of a known loss is cut; None for the whole batch.
+        checkpointing: whether activations are recomputed; a mapping for the options of
+            ``activation_checkpointing_kwargs`` (``every_n_layers``, ``offload``, ``use_reentrant``, ``context_fn``).
+        label_smoothing_factor: 0 for the model's own loss, below 1.
+        attn_implementation: None for the model's own.
+        padding: whether batches contain padding, so that attention needs a mask.
+        eval_batch_size: examples of an evaluation batch; None for no evaluation.
+        eval_batches: the number of evaluation batches.
+        prediction_loss_only: whether evaluation drops the logits (stock does without ``compute_metrics``).
+        eval_accumulation_steps: evaluation batches whose logits are gathered on the GPU; None for all of them.
+        eval_do_concat_batches: whether gathered logits are concatenated, a copy at every batch, or stay a list.
+        batch_eval_metrics: whether metrics are computed batch by batch, so that no logits are gathered.
+        predict_with_generate: whether evaluation generates, as ``Seq2SeqTrainer`` does, and gathers tokens, not logits.
+        generation_max_length: tokens to generate at most; None for the model's own limit (20 unless it has one).
+        generation_num_beams: beams of the search; None for the model's own number.
+        torch_empty_cache_steps: steps between two calls of ``torch.cuda.empty_cache()``.
+        expandable_segments: whether the allocator runs with ``expandable_segments:True``.
+        load_in: what bitsandbytes quantises the linears to: ``"nf4"`` (4 bits, double quantisation, as in QLoRA) or
+            ``"int8"`` (LLM.int8); None for weights as they are. Needs adapters, as in the Trainer. The head stays as it
+            is: a language model's as in ``from_pretrained``, a classifier's as with ``llm_int8_skip_modules``.
+        lora: the adapters that PEFT adds: their rank, for all linear layers but the head (a classifier's is trained
+            whole), or a ``peft.LoraConfig``; None for none. They are float32, as ``get_peft_model`` makes them.
+        lora_targets: with a rank, the last parts of the names of the layers that get adapters, such as
+            ``("q_proj", "v_proj")``; ``"auto"`` for all linear layers but the head.
+        freeze: patterns of parameters that are not trained, as ``hf_memopt.freeze`` takes them.
+        prepare: functions that change the model, the same as in the real run, after all of the above.
+        world_size: processes that train together, one for each GPU; the bytes are those of one of them.
+        strategy: ``"ddp"``: each has a whole model, and DDP's buckets. ``"fsdp2"``: weights, gradients and optimizer
+            states are sharded, as accelerate sets FSDP2 up, in mixed precision with shards of what is trained in
+            float32. ``"zero2"``, ``"zero3"``: DeepSpeed with the buckets of ``Recipe.distributed``, computed from its
+            documentation and sources. ``"auto"``: DDP, or FSDP2 with ``offload_params``. Nothing for one process.
+        offload_params: whether shards, their gradients and optimizer states are in host memory between uses; with
+            ``"zero2"`` the optimizer states and the float32 weights.
+        loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
+            that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
+            Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
+            ``use_cache``, and one batch is on the GPU at a time.
+        optimizer_memory: a function that returns the memory of an optimizer that ``optim`` does not name, from the
+            facts of the trainable parameters; it replaces ``optim`` and its options. None for ``optim``.
+        zero_grad_to_none: False where gradients are zeroed and kept between steps, ``zero_grad(set_to_none=False)``.
+        cublas_workspace_bytes: of each thread's cuBLAS handle, as ``CUBLAS_WORKSPACE_CONFIG`` sets it; 0 where torch
+            allocates none (ROCm), None for what torch takes on this GPU.
+    """
+
+    precision: str = _setting(
+        "auto",
+        Literal["auto", "fp32", "tf32", "bf16", "fp16"],
+        changes="trace",
+        help="auto, fp32, tf32, bf16 or fp16.",
+    )
+    weights_dtype: str = _setting(
+        "float32",
+        Literal["float32", "bfloat16", "float16"],
+        help="Of the weights as loaded: float32, bf16 or fp16; float32 by default.",
+        names=("--weights",),
+        group="Model",
+        metavar="DTYPE",
+        words={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+    )
+    autocast_cache: bool = _setting(
+        True, changes="trace", help="Keep 16-bit copies of the weights through a forward pass."
+    )
+    optim: str = _setting(
+        "adamw_torch_fused", str, changes="replay", help="An optimizer, by its name in TrainingArguments."
+    )
+    optim_args: str | None = _setting(None, str | None, changes="replay")
+    optim_target_modules: Any = _setting(None, changes="replay")
+    weight_decay: float = _setting(0.0, changes="replay")
+    embedding_bits: int = _setting(32, Literal[8, 32], changes="replay")
+    rounding: str = _setting(
+        "nearest",
+        Literal["nearest", "stochastic", "kahan"],
+        changes="replay",
+        help="Of updates of bf16 weights: nearest, stochastic or kahan.",
+        metavar="KIND",
+    )
+    gradient_release: bool = _setting(
+        False, bool, changes="replay", help="Step within the backward pass, with --max-grad-norm 0."
+    )
+    sparse_tied_embedding: bool = _setting(False, bool, help="Keep no second copy of a tied embedding's gradient.")
+    fused_cross_entropy: bool = _setting(False, bool, help="Compute a language model's loss without its logits.")
+    max_grad_norm: float = _setting(
+        1.0,
+        changes="replay",
+        help="Clip gradients at it; 1 by default, 0 for no clipping.",
+        metavar="NORM",
+        read_as=float,
+        least=0,
+    )
+    gradient_accumulation_steps: int = _setting(
+        1,
+        Count,
+        changes="replay",
+        help="Accumulation steps per optimizer step.",
+        names=("--grad-accum", "--gradient-accumulation-steps"),
+        **_NUMBER,
+    )
+    micro_batch_size: int | None = _setting(None, Count | None, changes="trace")
+    checkpointing: bool | Mapping[str, Any] = _setting(  # which is switched on around the recording
+        False, changes="trace", help="Recompute activations instead of keeping them.", hash=False
+    )
+    label_smoothing_factor: float = _setting(0.0, changes="trace")
+    attn_implementation: str | None = _setting(
+        None, str | None, help="Attention: sdpa, eager or flash_attention_2.", names=("--attn",), group="Model"
+    )
+    padding: bool = _setting(True, changes="trace")
+    eval_batch_size: int | None = _setting(
+        None, Count | None, changes="trace", help="Also simulate an evaluation with batches of this size.", **_NUMBER
+    )
+    eval_batches: int = _setting(1, Count, changes="replay")
+    prediction_loss_only: bool = _setting(False, changes="trace")
+    eval_accumulation_steps: int | None = _setting(None, Count | None, changes="replay")
+    eval_do_concat_batches: bool = _setting(True, changes="replay")
+    batch_eval_metrics: bool = _setting(False, changes="replay")
+    predict_with_generate: bool = False
+    generation_max_length: int | None = _setting(None, Count | None)
+    generation_num_beams: int | None = _setting(None, Count | None)
+    torch_empty_cache_steps: int | None = _setting(None, Count | None, changes="replay")
+    expandable_segments: bool = _setting(
+        False, changes="replay", help="Of torch's allocator; see hf_memopt.use_expandable_segments."
+    )
+    load_in: str | None = _setting(
+        None,
+        Literal["nf4", "int8"] | None,
+        help="Quantised weights: nf4 or int8.",
+        group="Model",
+        metavar="KIND",
+        words={"4bit": "nf4", "8bit": "int8"},
+    )
+    lora: int | LoraConfig | None = _setting(
+        None,
+        help="Train LoRA adapters of this rank alone.",
+        group="Model",
+        hash=False,
+        **{**_NUMBER, "metavar": "RANK"},
+    )
+    lora_targets: str | tuple[str, ...] = "auto"
+    freeze: tuple[str, ...] = _setting(
+        (),
+        help="A pattern for hf_memopt.freeze; may be repeated.",
+        group="Model",
+        metavar="PATTERN",
+        read_as=list[str],
+    )
+    prepare: tuple[Callable[[Any], Any], ...] = ()
+    world_size: int = _setting(1, Count, help="GPUs that train together; the estimate is of one of them.", **_NUMBER)
+    strategy: str = _setting(
+        "auto",
+        Literal["auto", "ddp", "fsdp2", "zero2", "zero3"],
+        help="With --world-size: ddp (whole models), fsdp2, zero2, zero3 (sharded) or auto.",
+    )
+    offload_params: bool = _setting(
+        False,
+        bool,
+        help="Keep shards and optimizer states in host memory between uses.",
+        names=("--offload/--no-offload",),
+    )
+    loop: str = _setting("trainer", Literal["trainer", "manual"])
+    optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = _setting(
+        None, Callable | None, changes="replay"
+    )
+    zero_grad_to_none: bool = _setting(True, changes="trace")
+    cublas_workspace_bytes: int | None = _setting(None, CountOrZero | None, changes="replay")
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if item.metadata.get("kind") is not None:
+                check_value(item.name, getattr(self, item.name), item.metadata["kind"], item.default)
+        if not _is_number(self.max_grad_norm):
+            raise ValueError(
+                f"max_grad_norm={shown(self.max_grad_norm)} is not a number; expected one, 0 for no clipping. "
+                "Pass max_grad_norm=0"
+            )
+        if not _is_number(self.label_smoothing_factor) or not 0 <= self.label_smoothing_factor < 1:
+            raise ValueError(
+                f"label_smoothing_factor={shown(self.label_smoothing_factor)} is invalid; expected a number from 0 to "
+                "below 1. Pass label_smoothing_factor=0.1"
+            )
+        functions = self.prepare if isinstance(self.prepare, tuple | list) else (None,)
+        if not all(map(callable, functions)):
+            raise ValueError(
+                f"prepare={shown(self.prepare)} is invalid; expected a tuple of functions that change the model. "
+                "Pass prepare=(function,)"
+            )
+        if self.rounding != "nearest" and self.weights_dtype == "float16":
+            raise ValueError(
+                f"rounding={self.rounding!r}, weights_dtype='float16' are incompatible: float16 gradients need a "
+                "scaler, which needs float32 weights; expected bfloat16. Pass weights_dtype='bfloat16'"
+            )
+        self._read_freeze()
+        self._read_lora()
+        self._check_sharing()
+        if not self.prepare:  # which may add adapters
+            refuse_without_adapters(self.load_in, self.lora)
+        self._check_conflicts()
+        self._check_stock()
+
+    def _read_lora(self) -> None:
+        """Check the adapters, and keep a copy of a ``LoraConfig``, which may change later (PEFT changes it itself)."""
+        # a LoraConfig is recognised without importing peft, which takes seconds
+        if getattr(self.lora, "peft_type", None) == "LORA":
+            object.__setattr__(self, "lora", copy.deepcopy(self.lora))
+        elif self.lora is not None and (isinstance(self.lora, bool) or not isinstance(self.lora, int) or self.lora < 1):
+            raise ValueError(
+                f"lora={shown(self.lora)} is invalid; expected a rank of 1 or more, a peft.LoraConfig, or None. "
+                "Pass lora=16"
+            )
+        targets: Any = self.lora_targets
+        if isinstance(targets, list):
+            object.__setattr__(self, "lora_targets", tuple(targets))
+        check_value("lora_targets", self.lora_targets, Literal["auto"] | tuple[str, ...], "auto")
+        if self.lora_targets != "auto" and not isinstance(self.lora, int):
+            raise ValueError(
+                f"lora_targets={self.lora_targets!r}, lora={shown(self.lora)} do not fit each other; expected a rank "
+                "as lora. Pass lora=16, or LoraConfig(target_modules=...) alone"
+            )
+
+    @property
+    def engine(self) -> str:
+        """The strategy, with ``"auto"`` resolved; "" in one process."""
+        if self.world_size == 1:
+            return ""
+        if self.strategy != "auto":
+            return self.strategy
+        return "fsdp2" if self.offload_params else "ddp"
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether each parameter steps within the backward pass, and frees its gradient there."""
+        return self.gradient_release or steps_in_backward(self.optim)
+
+    @property
+    def takes_gradient_scaler(self) -> bool:
+        """Whether fp16 is possible: released gradients cannot wait for the gradient scaler."""
+        return not self.gradient_release
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each of several processes has a part of the weights, of the gradients or of the optimizer states."""
+        return self.engine not in ("", "ddp")
+
+    def _check_sharing(self) -> None:
+        if self.offload_params and (self.world_size == 1 or self.strategy == "ddp"):
+            raise ValueError(
+                f"offload_params=True, world_size={self.world_size}, strategy={self.strategy!r} do not fit each other: "
+                "what goes to the host are shards; expected several processes that shard. "
+                "Pass world_size=2, strategy='fsdp2'"
+            )
+
+    def _read_freeze(self) -> None:
+        """Make a tuple of the patterns. Whether they match is known when there is a model."""
+        given: Any = self.freeze  # one pattern too, or a list
+        patterns = (given,) if isinstance(given, str) else given
+        if not isinstance(patterns, tuple | list) or not all(isinstance(name, str) and name for name in patterns):
+            raise ValueError(
+                f"freeze={shown(self.freeze)} is invalid; expected a pattern of hf_memopt.freeze, or a tuple of them. "
+                "Pass freeze=('embeddings',)"
+            )
+        object.__setattr__(self, "freeze", tuple(patterns))
+
+    def _check_conflicts(self) -> None:
+        """Refuse what the table of conflicts does, so that ``attach`` would in a real run."""
+        techniques = {name: (one, one.field_in(self)) for name, one in asked_by(self).items()}
+        settings = {  # by the table's name: the field, whether it is in use, a value that switches it off
+            **{name: (field, True, one.fields[field]) for name, (one, field) in techniques.items()},
+            "norm clipping": ("max_grad_norm", self.max_grad_norm > 0, 0),
+            "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),
+            "fp16": ("precision", self.precision == "fp16", "bf16"),
+            "DDP": ("world_size", self.engine == "ddp", 1),
+            "FSDP2": ("strategy", self.engine == "fsdp2", "ddp"),
+            "DeepSpeed": ("strategy", self.engine in ("zero2", "zero3"), "ddp"),
+            "layer-wise optimizer": ("optim", steps_in_backward(self.optim), "adamw_torch_fused"),
+        }
+        for one, other in combinations((what for what, (_, is_used, _) in settings.items() if is_used), 2):
+            refusal = refusal_of(one, other)
+            if refusal is not None:
+                (name, _, off), (second, _, second_off) = settings[one], settings[other]
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}, {second}={getattr(self, second)!r} are incompatible: "
+                    f"{refusal.reason}; expected only one of them. Pass {second}={second_off!r}, or {name}={off!r}"
+                )
+
+    def _check_stock(self) -> None:
+        """Refuse optimizers that step within the backward pass where stock's own run would stop."""
+        by_layer = self.optim.endswith("_layerwise")
+        if by_layer and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"optim={self.optim!r}, gradient_accumulation_steps={self.gradient_accumulation_steps!r} are "
+                "incompatible: each layer steps within the backward pass, and stock Trainer refuses it; expected "
+                "gradient_accumulation_steps=1. Pass gradient_accumulation_steps=1"
+            )
+        # By layer, the scaler gets a stand-in without gradients ("No inf checks were recorded for this optimizer",
+        # first step). With LOMO accelerate never updates the scaler, so clipping unscales again ("unscale_() has
+        # already been called", second step); without clipping it runs.
+        clipped_lomo = self.optim in ("lomo", "adalomo") and self.max_grad_norm > 0
+        if self.precision == "fp16" and (by_layer or clipped_lomo):
+            raise ValueError(
+                f"optim={self.optim!r}, precision='fp16' are incompatible: each parameter steps within the backward "
+                "pass, and the gradient scaler then stops the run; expected bf16 or fp32. Pass precision='bf16', or "
+                "another optimizer"
+            )
+
+    def replace(self, **changed: Any) -> StepSettings:
+        """Return the settings with other values; ``bf16=True`` and such names of ``TrainingArguments`` work too.
+
+        Raises:
+            TypeError: a name is not a setting; the message suggests the closest one.
+        """
+        changed = in_own_names(changed)
+        known = [item.name for item in fields(self)]
+        if "quantization_config" in changed:
+            raise TypeError(
+                f"quantization_config=<{type(changed['quantization_config']).__name__}> is not a setting of a step; "
+                "expected load_in, or a configuration that has it. Pass load_in='nf4', lora=16; or set "
+                "config.quantization_config and pass model=config"
+            )
+        for name in changed:
+            if name not in known:
+                raise unknown_setting(name, changed[name], known)
+        return replace(self, **changed)
+
+
+def settings_that_change(*stages: str) -> frozenset[str]:
+    """Return the names of the settings that change one of these stages of an estimate."""
+    return frozenset(item.name for item in fields(StepSettings) if item.metadata.get("changes", "model") in stages)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

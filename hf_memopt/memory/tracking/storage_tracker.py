@@ -1,0 +1,324 @@
+"""Record which storages some code allocates and frees, in order, without an accelerator.
+
+``StorageTracker`` sees every operation below autograd, and a weak reference to each storage sees when it is freed. So
+nothing has to be known about the code that runs: what autograd saves, what checkpointing drops and recomputes and what
+a technique frees early all appear in one list. On the meta device it is the list of a real run without its arithmetic.
+
+Limitations: memory that a CUDA kernel allocates inside itself (the ``hidden`` argument gives it by operation), and what
+differs above autograd on CUDA (``CudaSemantics``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_memopt.memory.tracking.meta_outputs import run_on_meta
+from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.step_time.operations import Operation, operation_of
+
+__all__ = ["Hidden", "StorageTracker"]
+
+_aten = torch.ops.aten
+_NO_SEQUENCE = 2**64 - 1  # torch's number of nodes that accumulate a gradient
+_next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
+Hidden = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
+
+
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
+    """Every allocation and free of a storage while the mode is on, in order.
+
+    Args:
+        device_type: count storages of this device only, an attribute too; None for all.
+        padding: the answer when transformers' code for masks reads from a meta tensor whether a mask is all ones: with
+            padding it is not.
+        hidden: bytes that an operation's kernel allocates and frees inside itself, by ``(func, args, kwargs, out)``.
+        flops: whether to sum floating-point operations.
+
+    Attributes:
+        events: (storage number, +bytes) for an allocation, (storage number, -bytes) for a free.
+        sizes: bytes by storage number.
+        allocated_at: the event of its allocation, by storage number.
+        sequences: autograd's sequence number at the allocation of a storage: of the operation in a forward pass, of the
+            node whose backward runs in a backward pass; -1 where it belongs to none.
+        places: index in ``modules`` at the allocation of a storage in a forward pass; -1 in a backward pass.
+        recomputed: (first event, last event) of every stretch of recomputation inside a backward pass.
+        after_recomputation: called at the end of each such stretch.
+        modules: names of the watched modules; ``module_of`` returns that of a storage.
+        flops: floating-point operations so far.
+        operations: for each pass inside ``counting``, how often each operation runs, by its cost.
+    """
+
+    def __init__(
+        self,
+        *,
+        device_type: str | None = "meta",
+        padding: bool = True,
+        hidden: Hidden | None = None,
+        flops: bool = True,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[tuple[int, int]] = []
+        self.sizes: list[int] = []
+        self.allocated_at: list[int] = []
+        self.sequences: list[int] = []
+        self.places: list[int] = []
+        self.recomputed: list[tuple[int, int]] = []
+        self.modules: list[str] = [""]
+        self.flops = 0
+        self.operations: list[Counter[Operation]] = []
+        self.ignored: set[int] = set()
+        self.after_recomputation: list[Callable[[], None]] = []
+        self._live: dict[int, tuple[int, Any]] = {}
+        self.device_type = device_type
+        self._padding = padding
+        self._hidden = hidden
+        self._count_flops = flops
+        self._backward = False
+        self._recomputing = -1
+        self._is_counting = False
+        self._stack = [0]
+        self._entered: tuple[list[int], list[int]] = ([-1], [0])
+        self._answers: Callable[[str, torch.dtype], bool | int] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing its compiler to switch it off around each operation; seen in torch 2.6 to 2.13."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # a function mode is on in a backward pass, and would see each shape that is read here
+        with torch._C.DisableTorchFunction():  # private: pinned by a test, seen in torch 2.6 to 2.13
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (func is _READS_ONE or func is _COMPARES) and args[0].is_meta:
+            return self._answer(func, args[0].dtype)
+        if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
+            self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
+        out, flops, beside = run_on_meta(func, args, kwargs, self._count_flops)
+        if isinstance(out, torch.Tensor):
+            self.add(out)
+        elif isinstance(out, (tuple, list)):
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self.add(item)
+        self.flops += flops
+        if beside is None or self.ignored:
+            beside = {}
+        if self._is_counting:
+            in_cpp = self._backward and self._recomputing < 0
+            cost = beside.get(in_cpp)
+            if cost is None:
+                cost = operation_of(func, args, kwargs, out, flops=flops, in_backward=in_cpp, on_host=self.ignored)
+                beside[in_cpp] = cost
+            self.operations[-1][cost] += 1
+        if self._hidden is not None:
+            sizes = beside.get(self._hidden)
+            if sizes is None:
+                sizes = beside[self._hidden] = self._hidden(func, args, kwargs, out)
+            if sizes:
+                self._add_hidden(sizes)
+        return out
+
+    def _answer(self, func: Any, dtype: torch.dtype) -> bool | int:
+        """Answer transformers' code whether a mask is all ones; refuse every other read of values."""
+        module, line, function = _asker()
+        if self._answers is not None and module.startswith("transformers.") and ".generation" in module:
+            return self._answers(function, dtype)
+        number = func is not _COMPARES and dtype != torch.bool
+        if module in _MASK_CODE and not number:
+            return not self._padding
+        if number:
+            raise NotEstimableError(
+                f"not estimable: the model's code reads a number ({dtype}) from the GPU, in {self.here()}, and only "
+                "real data has it"
+            )
+        raise NotEstimableError(
+            f"not estimable: {module}, line {line}, lets values on the GPU decide what runs, in {self.here()}, and "
+            "only real data has them; expected a pass that depends on shapes and settings alone. Estimate the model "
+            "without that branch"
+        )
+
+    @contextmanager
+    def answering(self, answers: Callable[[str, torch.dtype], bool | int]) -> Iterator[None]:
+        """Answer transformers' code for generation by ``answers(function, dtype)`` when it reads from a meta tensor."""
+        self._answers = answers
+        try:
+            yield
+        finally:
+            self._answers = None
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Return the number of the tensor's storage, a new one if it is new; -1 where it is not counted."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata  # private: pinned by a test, seen in torch 2.6 to 2.13
+        known = self._live.get(key)
+        if known is not None:
+            return known[0]
+        if self.device_type is not None and tensor.device.type != self.device_type:
+            return -1
+        if key in self.ignored:
+            return -1
+        number = self._allocate(storage.nbytes())
+        size_bytes = self.sizes[number]
+        live, events = self._live, self.events
+
+        def freed(_: Any) -> None:
+            live.pop(key, None)
+            events.append((number, -size_bytes))
+
+        live[key] = (number, weakref.ref(storage, freed))
+        return number
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Do not count the tensor's storage, which represents host memory; remove its allocation if it was last."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        number, _ = self._live.pop(key, (-1, None))
+        if number == len(self.sizes) - 1 >= 0:
+            for column in (self.events, self.sizes, self.allocated_at, self.sequences, self.places):
+                column.pop()
+        self.ignored.add(key)
+        weakref.finalize(storage, self.ignored.discard, key)
+
+    def close(self) -> None:
+        """End the list: what is still allocated has no free in it, whenever it is freed."""
+        self._live.clear()  # the weak references too, so that none is called
+        self.after_recomputation.clear()
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Return the number of a storage that is still allocated; -1 if it was never counted."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        return -1 if known is None else known[0]
+
+    def _allocate(self, size_bytes: int) -> int:
+        number = len(self.sizes)
+        self.sizes.append(size_bytes)
+        self.allocated_at.append(len(self.events))
+        self._note_origin()
+        self.events.append((number, size_bytes))
+        return number
+
+    def _add_hidden(self, sizes: tuple[int, ...]) -> None:
+        numbers = [self._allocate(size_bytes) for size_bytes in sizes]
+        for number in numbers:
+            self.events.append((number, -self.sizes[number]))
+
+    @staticmethod
+    def sequence() -> int:
+        """Return autograd's next sequence number: private, pinned by a test, seen in torch 2.6 to 2.13."""
+        return _next_sequence()
+
+    def _note_origin(self) -> None:
+        """Note what runs now, for the storage that was just allocated.
+
+        ``_current_autograd_node`` and ``_sequence_nr`` are private, pinned by a test, seen in torch 2.6 to 2.13.
+        """
+        place = self._stack[-1]
+        if not self._backward or (self._recomputing >= 0 and place):
+            self.sequences.append(_next_sequence())
+            self.places.append(place)
+            return
+        node = torch._C._current_autograd_node()
+        sequence = _NO_SEQUENCE if node is None else node._sequence_nr()
+        self.sequences.append(-1 if sequence == _NO_SEQUENCE else int(sequence))
+        self.places.append(-1)
+
+    # ---- Modules and phases -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Treat what runs inside as a backward pass."""
+        self._backward = True
+        try:
+            yield
+        finally:
+            if self._recomputing >= 0:
+                self._toggle_recomputation()
+            self._backward = False
+
+    def _toggle_recomputation(self) -> None:
+        if self._recomputing < 0:
+            self._recomputing = len(self.events)
+        else:
+            self.recomputed.append((self._recomputing, len(self.events)))
+            self._recomputing = -1
+            for leave in self.after_recomputation:
+                leave()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Note the cost of each operation inside, as those of one pass in ``operations``."""
+        self.operations.append(Counter())
+        self._is_counting = True
+        try:
+            yield
+        finally:
+            self._is_counting = False
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Note which module of ``model`` runs, by hooks that are removed at the end."""
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                number = len(self.modules)
+                self.modules.append(name)
+                hooks.callback(module.register_forward_pre_hook(self._enter(number)).remove)
+                hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            yield
+
+    def _enter(self, number: int) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._stack.append(number)
+            self._note_module()
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        if len(self._stack) > 1:
+            self._stack.pop()
+        self._note_module()
+
+    def _note_module(self) -> None:
+        sequences, numbers = self._entered
+        sequences.append(_next_sequence())
+        numbers.append(self._stack[-1])
+
+    def here(self) -> str:
+        """Return the name of the module that runs, for messages."""
+        return self.modules[self._stack[-1]] or "the model"
+
+    def module_of(self, number: int) -> str:
+        """Return the name of the module that ran when a storage was allocated; "" for none."""
+        place = self.places[number]
+        if place < 0:
+            sequences, places = self._entered
+            place = places[max(bisect_right(sequences, self.sequences[number]) - 1, 0)]
+        return self.modules[place]
+
+
+_READS_ONE, _COMPARES = _aten._local_scalar_dense.default, _aten.equal.default
+_MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
+
+
+def _asker() -> tuple[str, int, str]:
+    """Return module, line and function of the code outside torch and this package that reads a value."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] != "torch" and not module.startswith("hf_memopt.memory."):
+            return module, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+    return "torch", 0, ""

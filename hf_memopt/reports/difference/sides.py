@@ -1,0 +1,230 @@
+"""Read what a report is made of, whichever kind it is, and bring what two of them share into one form.
+
+Known are the JSON of ``hf-memopt plan``, ``estimate`` and ``measure``, and what a run with ``MemoryReportCallback``
+leaves in its output folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from hf_memopt.components import parts_of
+from hf_memopt.plain_data import Count, CountOrZero, checked_path, parse_object
+from hf_memopt.json_fields import read_json
+from hf_memopt.reports.measurement_file import Measurement
+from hf_memopt.reports.plan.plan_file import PlanData, batch_of, read_plan_text, shown_one
+from hf_memopt.reports.run.run_file import RunData, measured_parts, phase_pairs, read_run, run_file_of, total_bytes
+from hf_memopt.reports.run.run_picture import phase_name
+
+__all__ = ["ESTIMATE_FORMAT", "Kind", "Side", "kind_of", "read_side", "text_of"]
+
+Kind = Literal["plan", "run", "estimate", "measurement"]
+MARKS: Mapping[Kind, str] = {
+    "plan": "candidates",
+    "run": "micro_batching",
+    "estimate": "phase_peaks",
+    "measurement": "step_seconds",
+}
+"""A field that only this kind has."""
+ESTIMATE_FORMAT = 1
+"""Raised when a field changes its meaning or goes."""
+
+
+class GpuData(TypedDict):
+    """The GPU of an estimate; see ``Gpu``."""
+
+    name: str
+    usable_bytes: Count
+
+
+class EstimateData(TypedDict):
+    """An estimate; see ``Estimate``."""
+
+    model: str
+    batch_size: Count
+    seq_len: Count | None
+    settings: dict[str, Any]
+    gpu: GpuData | None
+    peak_reserved_bytes: CountOrZero
+    context_bytes: CountOrZero | None
+    total_bytes: CountOrZero
+    components: dict[str, CountOrZero]
+    phase_peaks: dict[str, dict[str, CountOrZero]]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of two that are compared. Bytes everywhere.
+
+    Attributes:
+        name: of its file.
+        kind: of it.
+        title: model, batch and device.
+        device: its name; "" where there is none.
+        limit_bytes: what is usable of the device; None where that is unknown.
+        total_bytes: what it needs, or held.
+        components: what the total is made of, in order.
+        phases: the allocated peak of each phase.
+        failed: how the run ended early; "" where it did not.
+        settings: as text, by name.
+        versions: of packages.
+    """
+
+    name: str
+    kind: Kind
+    title: str
+    device: str
+    limit_bytes: int | None
+    total_bytes: int
+    components: Mapping[str, int]
+    phases: Mapping[str, int]
+    failed: str
+    settings: Mapping[str, str]
+    versions: Mapping[str, str]
+
+
+def text_of(path: Path) -> tuple[bytes, Path]:
+    """Return the JSON of a file, or of a run's output folder, and its path.
+
+    Raises:
+        ValueError: there is none, or no file can have this path.
+    """
+    path = checked_path("path", path)
+    found = run_file_of(path) if path.is_dir() else path
+    if not found.is_file():
+        raise ValueError(
+            f"path={str(path)!r} does not exist; expected the output folder of a run, or the JSON of a plan or an "
+            "estimate. Write it: hf-memopt plan MODEL --json > plan.json"
+        )
+    return found.read_bytes(), found
+
+
+def kind_of(text: bytes, name: str) -> Kind:
+    """Return what a JSON text holds; ``name`` is what messages call it.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    try:
+        told = parse_object(text)
+        for kind, mark in MARKS.items():
+            if mark in told:
+                return kind
+        raise ValueError(f"it has none of the fields {', '.join(MARKS.values())}")
+    except ValueError as error:
+        raise ValueError(
+            f"path={name!r} is nothing to report ({error}); expected what `hf-memopt plan --json`, `estimate --json` "
+            "or a MemoryReportCallback wrote. Write it: hf-memopt plan MODEL --json > plan.json"
+        ) from None
+
+
+def read_side(path: Path) -> Side:
+    """Return what a file or a run's output folder says of memory.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else or another version.
+    """
+    text, found = text_of(path)
+    name = str(found)
+    kind = kind_of(text, name)
+    if kind == "plan":
+        return _of_plan(read_plan_text(text, name), name)
+    if kind == "run":
+        return _of_run(read_run(text, name), name)
+    if kind == "estimate":
+        refused = f"path={name!r} cannot be read as an estimate"
+        expected = (
+            "what this version of hf-memopt writes. Write it anew: hf-memopt estimate MODEL --json > estimate.json"
+        )
+        formats = (ESTIMATE_FORMAT, None)  # once estimates had no format
+        return _of_estimate(read_json(text, EstimateData, formats, refused=refused, expected=expected), name)
+    try:
+        return _of_measurement(Measurement.from_json(text), name)
+    except ValueError as error:
+        raise ValueError(
+            f"path={name!r} cannot be read as a measurement ({error}); expected what this version of hf-memopt writes. "
+            "Write it anew: hf-memopt measure train.py -o run.json"
+        ) from None
+
+
+def _of_plan(told: PlanData, name: str) -> Side:
+    one = shown_one(told)
+    length = "" if one["seq_len"] is None else f" of {one['seq_len']} tokens"
+    return Side(
+        name=name,
+        kind="plan",
+        title=f"{told['model']}: {one['name']}, {batch_of(one)}{length}",
+        device=told["gpu"],
+        limit_bytes=told["usable_bytes"],
+        total_bytes=one["total_bytes"],
+        components=parts_of(one["components"], one["reserved_bytes"], one["context_bytes"]),
+        phases={},
+        failed="",
+        settings={"set-up": one["name"], "batch": batch_of(one), **_texts(one["recipe"], without=("reasons", "name"))},
+        versions=told["versions"],
+    )
+
+
+def _of_run(told: RunData, name: str) -> Side:
+    batches, lost = told["batches"], told["out_of_memory"]
+    length = "" if batches["largest_length"] is None else f" of up to {batches['largest_length']} tokens"
+    phases = {phase_name(phase): size or 0 for phase, (size, _) in phase_pairs(told["peaks"], {}).items()}
+    micro = told["micro_batching"]
+    limits = {} if micro is None else {f"micro-batching {key}": str(limit) for key, limit in micro["limits"].items()}
+    return Side(
+        name=name,
+        kind="run",
+        title=f"{told['model']}: {batches['largest_rows']} rows{length}",
+        device=told["device_name"],
+        limit_bytes=told["device_bytes"],
+        total_bytes=total_bytes(told),
+        components=measured_parts(told),
+        phases=phases,
+        failed="" if lost is None else f"ran out of memory in step {lost['step']}, {lost['phase']}",
+        settings={"largest batch": f"{batches['largest_rows']}{length}", **told["arguments"], **limits},
+        versions={**told["versions"], "python": told["environment"].get("python", "")},
+    )
+
+
+def _of_estimate(told: EstimateData, name: str) -> Side:
+    gpu = told["gpu"]
+    size = f"batch {told['batch_size']}" + ("" if told["seq_len"] is None else f" x {told['seq_len']}")
+    return Side(
+        name=name,
+        kind="estimate",
+        title=f"{told['model']}: {size}",
+        device="" if gpu is None else gpu["name"],
+        limit_bytes=None if gpu is None else gpu["usable_bytes"],
+        total_bytes=told["total_bytes"],
+        components=parts_of(told["components"], told["peak_reserved_bytes"], told["context_bytes"]),
+        phases={phase: peaks.get("allocated_bytes", 0) for phase, peaks in told["phase_peaks"].items()},
+        failed="",
+        settings={"batch": size, **_texts(told["settings"])},
+        versions=told["versions"],
+    )
+
+
+def _of_measurement(found: Measurement, name: str) -> Side:
+    size = f"{found.batch_size} rows" + ("" if found.seq_len is None else f" of {found.seq_len} tokens")
+    settings = ("method", "precision", "optim", "checkpointing", "accumulation_steps")
+    return Side(
+        name=name,
+        kind="measurement",
+        title=f"{found.model}: {size}",
+        device=found.gpu,
+        limit_bytes=None,
+        total_bytes=found.total_bytes,
+        components=found.measured.components,
+        phases=found.measured.phases,
+        failed="" if found.fits else f"ran out of memory in the {found.out_of_memory} phase",
+        settings={"largest batch": size, **{key: str(getattr(found, key)) for key in settings}},
+        versions=found.versions,
+    )
+
+
+def _texts(values: Mapping[str, Any], without: tuple[str, ...] = ()) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items() if name not in without}

@@ -1,0 +1,236 @@
+"""The JSON that ``MemoryReportCallback`` leaves in a run's output folder: its fields, and the reading of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypedDict, cast
+
+from hf_memopt.components import CONTEXT, UNUSED
+from hf_memopt.plain_data import Count, CountOrZero
+from hf_memopt.json_fields import Number, read_json
+
+__all__ = [
+    "FORMAT",
+    "RESERVED",
+    "RUN_FILE",
+    "RunData",
+    "largest_peak",
+    "measured_parts",
+    "phase_pairs",
+    "read_run",
+    "run_file_of",
+    "run_name",
+    "total_bytes",
+]
+
+FORMAT = 1
+"""Raised when a field changes its meaning or goes."""
+
+RUN_FILE = "memopt_run.json"
+HOST, REST = "resident memory of the process", "gradients, activations and others"
+ALLOCATED = ("peak_allocated_bytes", "allocated_bytes", "rss_bytes")
+RESERVED = ("peak_reserved_bytes", "reserved_bytes", "rss_bytes")
+"""The kinds of a reading: peaks on CUDA, ROCm and XPU, samples on MPS, the process without an accelerator."""
+PREDICTED_PHASES = {"forward_backward": ("forward", "backward"), "evaluation": ("evaluation", "generation")}
+"""By the phases of a run that an estimate calls otherwise, what it calls them."""
+
+
+class StepsData(TypedDict):
+    """The peak of each stretch of optimizer steps: the first step of each, and the largest peak in it."""
+
+    first: list[CountOrZero]
+    bytes: list[CountOrZero]
+
+
+class BatchesData(TypedDict):
+    """The batches that the Trainer got: how many, their examples and tokens, and the largest of them."""
+
+    batches: CountOrZero
+    examples: CountOrZero
+    padded_tokens: CountOrZero
+    tokens: CountOrZero | None
+    largest_rows: CountOrZero
+    largest_length: CountOrZero | None
+
+
+class ChangeData(TypedDict):
+    """An automatic choice; see ``Change``. The values are text as Python writes them."""
+
+    name: str
+    old: str
+    new: str
+    reason: str
+
+
+class MicrobatchingData(TypedDict):
+    """What micro-batching did; see ``Tally``, and the limits that it ended with."""
+
+    steps: CountOrZero
+    cut_steps: CountOrZero
+    failures: CountOrZero
+    lost_seconds: Number
+    limits: dict[str, Count | None]
+
+
+class PredictedData(TypedDict):
+    """What the estimate of the largest batch says, or of the one that failed."""
+
+    batch_size: Count
+    seq_len: Count | None
+    reserved_bytes: CountOrZero
+    context_bytes: CountOrZero | None
+    components: dict[str, CountOrZero]
+    phases: dict[str, CountOrZero]
+    usable_bytes: Count | None
+    hints: list[str]
+
+
+class TensorsData(TypedDict):
+    """Tensors of one component, shape and dtype that were alive, and their bytes together."""
+
+    component: str
+    shape: list[CountOrZero]
+    dtype: str
+    count: Count
+    bytes: CountOrZero
+
+
+class BlocksData(TypedDict):
+    """Blocks of the allocator of one size that no tensor of Python begins."""
+
+    bytes: Count
+    count: Count
+
+
+class OutOfMemoryData(TypedDict):
+    """An out-of-memory that ended the run."""
+
+    step: CountOrZero
+    phase: str
+    rows: CountOrZero | None
+    length: CountOrZero | None
+    error: str
+    allocated_bytes: CountOrZero | None
+    reserved_bytes: CountOrZero | None
+    components: dict[str, CountOrZero]
+    tensors: list[TensorsData]
+    blocks: list[BlocksData] | None
+
+
+class RunData(TypedDict):
+    """A training run."""
+
+    state: Literal["training", "finished", "out of memory"]
+    model: str
+    parameters: CountOrZero
+    trainable_parameters: CountOrZero
+    device_name: str
+    device_bytes: CountOrZero | None
+    context_bytes: CountOrZero | None
+    process: CountOrZero
+    processes: Count
+    first_step: CountOrZero
+    last_step: CountOrZero
+    peaks: dict[str, dict[str, CountOrZero]]
+    components: dict[str, CountOrZero]
+    steps: dict[str, StepsData]
+    batches: BatchesData
+    changes: list[ChangeData]
+    micro_batching: MicrobatchingData | None
+    predicted: PredictedData | None
+    out_of_memory: OutOfMemoryData | None
+    arguments: dict[str, str]
+    notes: list[str]
+    versions: dict[str, str]
+    environment: dict[str, str]
+
+
+def run_name(process: int) -> str:
+    """Return the file name of a process's report."""
+    return RUN_FILE if process == 0 else f"memopt_run-rank{process}.json"
+
+
+def run_file_of(folder: Path) -> Path:
+    """Return the newest report in a run's output folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = sorted(folder.glob("memopt_run*.json"), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        raise ValueError(
+            f"path={str(folder)!r} is a folder without {RUN_FILE}; expected the output folder of a run with a "
+            "MemoryReportCallback. Call: attach(trainer, MemoryReportCallback()) before trainer.train()"
+        )
+    return found[-1]
+
+
+def read_run(text: str | bytes, name: str) -> RunData:
+    """Return the run of a JSON text; ``name`` is what messages call it.
+
+    Raises:
+        ValueError: it is no run, or one of another version.
+    """
+    refused = f"path={name!r} is not a run of format {FORMAT}"
+    remedy = "Train with this version: attach(trainer, MemoryReportCallback())"
+    expected = f"what a MemoryReportCallback writes. {remedy}"
+    return cast(RunData, read_json(text, RunData, (FORMAT,), refused=refused, expected=expected, check=_check_steps))
+
+
+def _check_steps(told: RunData) -> None:
+    """Check what the types do not say."""
+    if (told["state"] == "out of memory") is not (told["out_of_memory"] is not None):
+        raise ValueError("it is out of memory and does not say how, or the other way round")
+    if any(len(one["first"]) != len(one["bytes"]) for one in told["steps"].values()):
+        raise ValueError("it has steps without one peak for each")
+
+
+# ---- What the fields say together
+
+
+def largest_peak(told: RunData, kinds: tuple[str, ...]) -> int:
+    """Return the largest peak of one of ``kinds`` over all phases; 0 where nothing was measured."""
+    return max((of_phase.get(kind, 0) for of_phase in told["peaks"].values() for kind in kinds), default=0)
+
+
+def total_bytes(told: RunData) -> int:
+    """Return what the device held at the peak: reserved bytes and the context, as far as they are known."""
+    return _peaks(told)[1] + (told["context_bytes"] or 0)
+
+
+def _peaks(told: RunData) -> tuple[int, int]:
+    """Return the largest allocated and reserved bytes, what was held when memory ran out included."""
+    lost = told["out_of_memory"]
+    failed = (0, 0) if lost is None else (lost["allocated_bytes"] or 0, lost["reserved_bytes"] or 0)
+    return max(largest_peak(told, ALLOCATED), failed[0]), max(largest_peak(told, RESERVED), failed[1])
+
+
+def measured_parts(told: RunData) -> dict[str, int]:
+    """Return the parts of the measured peak: weights and optimizer state are in it, whatever the phase."""
+    if host_bytes := largest_peak(told, ("rss_bytes",)):
+        return {HOST: host_bytes}
+    rest, reserved = _peaks(told)
+    parts = {CONTEXT: told["context_bytes"] or 0}
+    unused = max(reserved - rest, 0)
+    for name in ("weights", "optimizer state"):
+        parts[name] = min(told["components"].get(name, 0), rest)
+        rest -= parts[name]
+    return {**parts, REST: rest, UNUSED: unused}
+
+
+def phase_pairs(
+    peaks: Mapping[str, Mapping[str, int]], predicted: Mapping[str, int]
+) -> dict[str, tuple[int | None, int | None]]:
+    """Return the measured and the predicted allocated peak of each phase of a run, None where one is unknown.
+
+    Args:
+        peaks: measured, by phase and kind.
+        predicted: by the phases of an estimate. A process holds more than what is predicted: nothing is beside it.
+    """
+    found: dict[str, tuple[int | None, int | None]] = {}
+    for phase, kinds in peaks.items():
+        size = next((kinds[kind] for kind in ALLOCATED if kind in kinds), None)
+        names = PREDICTED_PHASES.get(phase, (phase,)) if "rss_bytes" not in kinds else ()
+        found[phase] = size, max((predicted[name] for name in names if name in predicted), default=None)
+    return found
