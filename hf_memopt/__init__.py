@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from hf_memopt.batching.collation.collators import BucketedCollator as BucketedCollator
     from hf_memopt.batching.collation.collators import DynamicPaddingCollator as DynamicPaddingCollator
     from hf_memopt.batching.exact_losses import exact_loss as exact_loss
+    from hf_memopt.batching.lengths import token_lengths as token_lengths
     from hf_memopt.batching.padding_costs.figures import PaddingReport as PaddingReport
     from hf_memopt.batching.padding_costs.figures import padding_report as padding_report
     from hf_memopt.batching.plan.buckets import LengthBuckets as LengthBuckets
-    from hf_memopt.batching.lengths import token_lengths as token_lengths
     from hf_memopt.batching.plan.samplers import LengthBucketedBatchSampler as LengthBucketedBatchSampler
     from hf_memopt.batching.plan.samplers import LengthBucketedSampler as LengthBucketedSampler
     from hf_memopt.batching.views.bucketed_view import bucketed as bucketed
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from hf_memopt.errors import MissingExtraError as MissingExtraError
     from hf_memopt.memory.estimation import estimate as estimate
     from hf_memopt.memory.estimation import estimate_from_arguments as estimate_from_arguments
+    from hf_memopt.memory.result import Estimate as Estimate
+    from hf_memopt.memory.run.callback import MemoryReportCallback as MemoryReportCallback
     from hf_memopt.memory.run.printed_memory import print_gpu_utilization as print_gpu_utilization
     from hf_memopt.memory.run.printed_memory import print_summary as print_summary
-    from hf_memopt.memory.run.callback import MemoryReportCallback as MemoryReportCallback
-    from hf_memopt.memory.result import Estimate as Estimate
     from hf_memopt.memory.settings.step_settings import NotEstimableError as NotEstimableError
     from hf_memopt.memory.settings.step_settings import StepSettings as StepSettings
     from hf_memopt.recipes.measuring.measure import measure as measure

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import tiny
-from hf_memopt.binding.compatibility.refusals import TECHNIQUES, refusal_of
+from hf_memopt.binding.compatibility.refusals import refusal_of
+from hf_memopt.technique_list import TECHNIQUES
 from technique_table import GROUPS, run
 
 FLAGS = {

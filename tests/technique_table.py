@@ -34,7 +34,7 @@ from hf_memopt import (
     gradient_release,
     sixteen_bit_optimizer,
 )
-from hf_memopt.binding.compatibility.refusals import TECHNIQUES
+from hf_memopt.technique_list import TECHNIQUES
 
 LENGTHS = (12, 5, 9, 3, 7, 12, 4, 6)
 STEPS = 4

@@ -14,8 +14,8 @@ from hf_memopt.memory.settings.step_settings import StepSettings
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.memory.settings.batch_lengths import Fragmentation
     from hf_memopt.memory.hints import Hint
+    from hf_memopt.memory.settings.batch_lengths import Fragmentation
     from hf_memopt.memory.step_time.prices import StepCosts, StepTime
     from hf_memopt.memory.tracking.timeline import Timeline
 

@@ -45,8 +45,8 @@ def prepared_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[C
     float32. Checkpointing comes last, by the Trainer: it must find the wrapped model, whose embeddings' output then
     requires a gradient.
     """
-    from hf_memopt.binding.model_changes.adapters import add_adapters
     from hf_memopt.binding.model.traits import check_model
+    from hf_memopt.binding.model_changes.adapters import add_adapters
     from hf_memopt.binding.model_changes.quantized_weights import is_quantized, prepare_quantized
     from hf_memopt.memory.resolved_settings import own_dtype
 

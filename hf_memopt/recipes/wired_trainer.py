@@ -13,7 +13,6 @@ from transformers import Trainer, TrainerCallback
 from hf_memopt.binding import versions
 from hf_memopt.binding.attach import attach
 from hf_memopt.binding.compatibility.conflicts import names_of, refusals_of
-from hf_memopt.technique_list import asked_by, load
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.run.callback import MemoryReportCallback
@@ -26,6 +25,7 @@ from hf_memopt.recipes.data_views import (
     view_arguments,
 )
 from hf_memopt.recipes.model_setup import prepared_model
+from hf_memopt.technique_list import asked_by, load
 from hf_memopt.techniques.freezing.freezing import FreezeCallback
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback

@@ -10,8 +10,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Literal
 
-from hf_memopt.plain_data import Count, CountOrZero, check_fields, checked_path, from_object, parse_object, shown
 from hf_memopt.json_fields import check_format
+from hf_memopt.plain_data import Count, CountOrZero, check_fields, checked_path, from_object, parse_object, shown
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
 

@@ -20,7 +20,7 @@ from hf_memopt.reports.pictures.bar_picture import colours_of
 from hf_memopt.units import format_bytes, format_duration, format_number, to_gib
 from hf_memopt.whole_files import write_whole
 
-__all__ = ["check_page", "rendered", "share_text", "signed", "write_page"]
+__all__ = ["check_page", "phase_name", "rendered", "share_text", "signed", "write_page"]
 
 ENDINGS = (".html", ".htm")
 
@@ -124,3 +124,13 @@ def share_text(value: float, before: float) -> str:
         return ""
     change = round(100 * (value / before - 1), 1)
     return f"{change:+.1f} %" if change else "0.0 %"
+
+
+def phase_name(phase: str) -> str:
+    """Return what a phase of a run is called.
+
+    Examples:
+        >>> phase_name("forward_backward")
+        'forward + backward'
+    """
+    return phase.replace("_", " + ")

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from hf_memopt.binding.compatibility.conflicts import check_compatibility, techniques_in_use
+from hf_memopt.binding.model.traits import unwrap_optimizer
 from hf_memopt.binding.parameters.frozen_parameters import cast_parameters
 from hf_memopt.binding.undo.handles import UndoHandle, nothing_to_undo, override_method, set_attribute
-from hf_memopt.binding.model.traits import unwrap_optimizer
 from hf_memopt.binding.versions import checkpointing_of, is_checkpointing
 from hf_memopt.changes import Change, add_change
 from hf_memopt.plain_data import check_value

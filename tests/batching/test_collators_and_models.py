@@ -39,7 +39,7 @@ from transformers import (
 
 import tiny
 from hf_memopt.batching.collation.collators import DynamicPaddingCollator
-from hf_memopt.binding.model.traits import needs_position_ids
+from hf_memopt.batching.collation.model_needs import needs_position_ids
 from hf_memopt.changes import Change
 
 # Equal to stock where stock is right

@@ -13,9 +13,15 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.binding.compatibility.conflicts import check_compatibility, refusals_of, settings_in_use, techniques_in_use
-from hf_memopt.binding.compatibility.refusals import ENGINES, SETTINGS, TECHNIQUES, refusal_of
+from hf_memopt.binding.compatibility.conflicts import (
+    check_compatibility,
+    refusals_of,
+    settings_in_use,
+    techniques_in_use,
+)
+from hf_memopt.binding.compatibility.refusals import SETTINGS, refusal_of
 from hf_memopt.binding.versions import checkpointing_arguments
+from hf_memopt.technique_list import ENGINES, TECHNIQUES
 from hf_memopt.techniques.freezing.freezing import FreezeCallback
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from hf_memopt.techniques.nonfinite.overflow import OverflowCallback

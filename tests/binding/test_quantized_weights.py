@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 
 import tiny
 from hf_memopt import prepare_quantized
-from hf_memopt.binding import versions as compat
 from hf_memopt.batching.collation.undisturbed import undisturbed
+from hf_memopt.binding import versions as compat
 
 pytestmark = [
     # peft 0.21 still asks transformers 5.23 under the names of 5.17

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tiny
 from hf_memopt import gradient_release, sparse_tied_embedding
-from hf_memopt.binding import tied_embedding as module_under_test
 from hf_memopt.binding import versions as compat
+from hf_memopt.binding.model_changes import tied_embedding as module_under_test
 from hf_memopt.binding.model_changes.tied_embedding import tied_embeddings
 
 VOCABULARY = 499

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_memopt.devices import gpus
-from hf_memopt.devices import memory_reading as reading
 from hf_memopt.devices.gpus import GPUS, Gpu, PeakRates, current_gpu, custom_gpu, find_gpu
+from hf_memopt.devices.readings import memory_reading as reading
 
 GIB = 2**30
 MIB = 2**20

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from hf_memopt.devices import memory_reading as reading
+from hf_memopt.devices.readings import memory_reading as reading
 from hf_memopt.devices.readings.memory_reading import (
     MemoryReading,
     PeakMeter,

@@ -27,7 +27,7 @@ import tiny
 from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, read_memory
 from hf_memopt.cli.app import app
 from hf_memopt.cli.doctor import read_gpu_use
-from hf_memopt.devices import memory_reading
+from hf_memopt.devices.readings import memory_reading
 
 GIB = 2**30
 CUDA = torch.device("cuda", 0)

@@ -25,7 +25,7 @@ from accelerate.state import GradientState
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt.binding.compatibility.refusals import TECHNIQUES
+from hf_memopt.technique_list import TECHNIQUES
 from technique_table import TABLE, make_trainer
 
 STEPS = 16

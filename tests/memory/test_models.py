@@ -30,7 +30,7 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenCl
 
 import tiny
 from hf_memopt import hub
-from hf_memopt.binding import model_tasks
+from hf_memopt.binding.model import tasks as model_tasks
 from hf_memopt.binding.model.tasks import task_of
 from hf_memopt.memory.models import loading as models
 from hf_memopt.memory.models.config_files import known_models

@@ -18,9 +18,10 @@ from transformers.trainer_utils import TrainOutput
 import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.devices.readings.memory_reading import MemoryReading, read_process
-from hf_memopt.memory import printed_memory, report
-from hf_memopt.memory.run.printed_memory import print_gpu_utilization, print_summary
+from hf_memopt.memory.run import callback as report
+from hf_memopt.memory.run import printed_memory
 from hf_memopt.memory.run.callback import MemoryReportCallback, PhasePeaks
+from hf_memopt.memory.run.printed_memory import print_gpu_utilization, print_summary
 
 GIB = 2**30
 MIB = 2**20

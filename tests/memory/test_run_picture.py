@@ -10,13 +10,13 @@ import pytest
 from test_report import EVALUATION, GIB, STATE, TRAIN_FORWARD, WEIGHTS, gpu, make_trainer  # noqa: F401
 
 from hf_memopt.binding.attach import attach
-from hf_memopt.memory import run_report
 from hf_memopt.memory.output.model_card import add_section
+from hf_memopt.memory.run import run_report
 from hf_memopt.memory.run.callback import MemoryReportCallback
 from hf_memopt.memory.run.run_record import StepPeaks
 from hf_memopt.memory.tracking.timeline import phase_peaks
 from hf_memopt.memory.trainer_estimate import estimate_of
-from hf_memopt.reports import run_picture
+from hf_memopt.reports.run import run_picture
 from hf_memopt.reports.run.run_file import phase_pairs
 
 PEAK = WEIGHTS + STATE + EVALUATION

@@ -14,7 +14,8 @@ from transformers import Trainer
 import scarcity
 import tiny
 from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, custom_gpu, measure
-from hf_memopt.memory import estimation, live_tensors
+from hf_memopt.memory import estimation
+from hf_memopt.memory.tracking import live_tensors
 from hf_memopt.reports.run.run_file import RunData, read_run
 
 BATCH = 6

@@ -15,7 +15,8 @@ from slow_cases import resumes_on_a_cpu, slow_except
 import technique_table
 from hf_memopt import OverflowCallback, attach
 from hf_memopt.binding.checkpoint_manifest import MANIFEST
-from hf_memopt.binding.compatibility.refusals import TECHNIQUES, every_refusal
+from hf_memopt.binding.compatibility.refusals import every_refusal
+from hf_memopt.technique_list import TECHNIQUES
 from two_ranks import run_pair
 
 PARTS = ("optimizer", "pytorch_model_fsdp")  # of a checkpoint, as accelerate 1.15 names them

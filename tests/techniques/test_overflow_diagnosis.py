@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 
 import tiny
 from hf_memopt.binding.attach import attach
-from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.binding.undo.random_state import RandomState
+from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_tensors, replay
 from hf_memopt.techniques.nonfinite.overflow import OverflowCallback
 from hf_memopt.techniques.nonfinite.report import OverflowReport

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.collation.rows import RowReader
+from hf_memopt.batching.lengths import lengths_of
 from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets
 from hf_memopt.batching.plan.checks import check_batch_limits, check_settings, checked_position
-from hf_memopt.batching.lengths import lengths_of
 from hf_memopt.batching.plan.packing import PackedBatches
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
 from hf_memopt.batching.views.stream_reading import check_source

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.compatibility.refusals import LATE_LOSS, SETTINGS, TECHNIQUES, Refusal, refusal_of
-from hf_memopt.technique_list import VARIANTS
+from hf_memopt.binding.compatibility.refusals import SETTINGS, refusal_of
 from hf_memopt.plain_data import shown
+from hf_memopt.technique_list import LATE_LOSS, TECHNIQUES, VARIANTS, Refusal
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments

@@ -8,10 +8,10 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.technique_list import asked_by
 from hf_memopt.components import COLOURS, COMPONENTS
 from hf_memopt.memory.tracking.timeline import phase_peaks
 from hf_memopt.reports.difference.sides import ESTIMATE_FORMAT
+from hf_memopt.technique_list import asked_by
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

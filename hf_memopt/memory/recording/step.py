@@ -24,9 +24,9 @@ from torch import nn
 from hf_memopt.binding.undo.handles import set_attribute, undo_all
 from hf_memopt.errors import reason
 from hf_memopt.memory.cuda.semantics import CudaSemantics
-from hf_memopt.memory.tracking.meta_outputs import HOST_GENERATOR
 from hf_memopt.memory.recording.passes import PassRecorder, StepTrace, autocast_dtype, storage_numbers
 from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
+from hf_memopt.memory.tracking.meta_outputs import HOST_GENERATOR
 from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 
 if TYPE_CHECKING:

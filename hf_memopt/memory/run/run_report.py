@@ -26,9 +26,9 @@ from hf_memopt.whole_files import warn_unwritten, write_whole
 if TYPE_CHECKING:
     import torch
 
-    from hf_memopt.memory.settings.batch_lengths import BatchShape
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.run.run_record import RunRecord
+    from hf_memopt.memory.settings.batch_lengths import BatchShape
 
 __all__ = ["draw_report", "name_of", "write_failure", "write_report"]
 

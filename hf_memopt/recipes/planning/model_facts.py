@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from hf_memopt.binding.parameters.layer_names import layer_stacks
 from hf_memopt.binding.model.tasks import task_of
 from hf_memopt.binding.model_changes.quantized_weights import is_quantized
 from hf_memopt.binding.model_changes.tied_embedding import tied_embeddings
+from hf_memopt.binding.parameters.layer_names import layer_stacks
 from hf_memopt.binding.versions import can_offload_checkpoints
 from hf_memopt.memory.models.config_files import name_on_hub
 from hf_memopt.memory.models.example_batch import default_length, most_tokens

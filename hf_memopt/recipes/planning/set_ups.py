@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.technique_list import TECHNIQUES
 from hf_memopt.recipes.planning.simulation import priced_on
 from hf_memopt.recipes.recipe import Recipe
+from hf_memopt.technique_list import TECHNIQUES
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu

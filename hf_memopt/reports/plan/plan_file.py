@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from hf_memopt.plain_data import Count, CountOrZero
 from hf_memopt.json_fields import Number, read_json
+from hf_memopt.plain_data import Count, CountOrZero
 
 __all__ = [
     "FORMAT",

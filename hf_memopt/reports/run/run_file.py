@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from hf_memopt.components import CONTEXT, UNUSED
-from hf_memopt.plain_data import Count, CountOrZero
 from hf_memopt.json_fields import Number, read_json
+from hf_memopt.plain_data import Count, CountOrZero
 
 __all__ = [
     "FORMAT",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt import plotting
 from hf_memopt.components import COLOURS
 from hf_memopt.plotting import Theme
+from hf_memopt.reports.page import phase_name
 from hf_memopt.reports.pictures.bar_picture import Limit, near
 from hf_memopt.reports.run.run_file import StepsData, phase_pairs
 from hf_memopt.units import format_bytes
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["RunPicture", "draw_run", "phase_name"]
+__all__ = ["RunPicture", "draw_run"]
 
 TITLE_COLUMNS, NAME_COLUMNS = 100, 40
 LOOKS: dict[str, dict[str, Any]] = {  # a marker for each besides its colour
@@ -117,16 +118,6 @@ def draw_run(picture: RunPicture, path: Path) -> None:
         MissingExtraError: matplotlib is not installed.
     """
     plotting.write_picture(path, picture.draw, purpose="the picture of a memory report")
-
-
-def phase_name(phase: str) -> str:
-    """Return what a phase of a run is called.
-
-    Examples:
-        >>> phase_name("forward_backward")
-        'forward + backward'
-    """
-    return phase.replace("_", " + ")
 
 
 def _draw_phases(

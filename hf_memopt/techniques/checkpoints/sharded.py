@@ -42,9 +42,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_memopt.binding.compatibility.conflicts import check_compatibility
-from hf_memopt.binding.undo.handles import UndoHandle, override_method
-from hf_memopt.binding.model.traits import unwrap_optimizer
 from hf_memopt.binding.model.nested_tensors import tensors_in
+from hf_memopt.binding.model.traits import unwrap_optimizer
+from hf_memopt.binding.undo.handles import UndoHandle, override_method
 from hf_memopt.techniques.technique_callback import TechniqueCallback
 from hf_memopt.units import parse_bytes
 

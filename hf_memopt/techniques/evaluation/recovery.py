@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hf_memopt.binding.losses.foreign_code import HookChangesError, full_name, observed_hooks
-from hf_memopt.binding.undo.handles import UndoHandle, function_below, override_method, set_attribute, undo_all
 from hf_memopt.binding.losses.known_losses import KnownLoss, known_loss
 from hf_memopt.binding.model.traits import IGNORED_LABEL, unwrap_parallel
+from hf_memopt.binding.undo.handles import UndoHandle, function_below, override_method, set_attribute, undo_all
 from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.backbones import Backbones

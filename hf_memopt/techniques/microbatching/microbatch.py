@@ -41,11 +41,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.binding.losses.known_losses import stated_loss
-from hf_memopt.binding.compatibility.refusals import NO_LIMIT
+from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import shown
+from hf_memopt.technique_list import NO_LIMIT
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, microbatch_limits, saved_limits
 from hf_memopt.techniques.microbatching.step import MicrobatchedStep

@@ -29,8 +29,8 @@ from torch import nn
 from hf_memopt.binding.losses.foreign_code import foreign_hooks, is_listed_module
 from hf_memopt.binding.undo.handles import set_attribute
 from hf_memopt.binding.undo.kept_state import KeptState
-from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.binding.undo.random_state import RandomState
+from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.module_call import (
     PLAIN,
     ChangesItselfError,

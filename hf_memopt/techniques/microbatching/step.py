@@ -20,9 +20,9 @@ from torch import nn
 
 from hf_memopt.binding.compatibility.conflicts import check_compatibility
 from hf_memopt.binding.losses.foreign_code import HookChangesError
-from hf_memopt.binding.undo.handles import override_method
 from hf_memopt.binding.losses.known_losses import KnownLoss, has_stock_step, known_loss
 from hf_memopt.binding.model.traits import unwrap_parallel
+from hf_memopt.binding.undo.handles import override_method
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory

@@ -26,10 +26,10 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.model.traits import IGNORED_LABEL, local_part
 from hf_memopt.binding.model.nested_tensors import tensors_in
-from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.binding.model.traits import IGNORED_LABEL
 from hf_memopt.binding.undo.random_state import RandomState
+from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.splitting import count_rows, row_count
 from hf_memopt.techniques.nonfinite.report import OverflowReport
 
@@ -298,9 +298,15 @@ def bad_tensors(value: Any, *, allow_masks: bool = False) -> list[torch.Tensor]:
 
 
 def _finite(tensor: torch.Tensor, allow_masks: bool) -> torch.Tensor:
-    values = tensor.coalesce().values() if tensor.is_sparse else local_part(tensor)
+    values = tensor.coalesce().values() if tensor.is_sparse else _local_part(tensor)
     finite = torch.isfinite(values)
     return finite | torch.isneginf(values) if allow_masks and not tensor.requires_grad else finite
+
+
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a sharded tensor (``DTensor``), and any other tensor as it is."""
+    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def _bad_rows(bad: list[torch.Tensor], rows: int, *, allow_masks: bool = False) -> tuple[int, ...]:

@@ -1,0 +1,59 @@
+"""What a collator asks of the model: absolute positions, a decoder, and how labels become its inputs."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hf_memopt.binding.model.traits import unwrap_model
+
+__all__ = ["has_decoder", "label_shifter", "needs_position_ids"]
+
+
+def needs_position_ids(model: nn.Module) -> bool:
+    """Return whether left padding shifts the positions of ``model`` and ``position_ids`` repair that.
+
+    True for a forward that takes ``position_ids`` and would number the padded columns (GPT-2, BERT). False for rotary
+    positions, which are relative, and for models that number the real tokens themselves: RoBERTa and its descendants
+    from ``input_ids``, starting above 0, OPT from ``attention_mask``.
+    """
+    inside = unwrap_model(model)
+    if "position_ids" not in inspect.signature(inside.forward).parameters:
+        return False
+    return not any(_is_free_of_columns(type(module)) for module in inside.modules())
+
+
+def _is_free_of_columns(kind: type[nn.Module]) -> bool:
+    """Return whether a module class has positions that are relative, or counted from the tokens themselves."""
+    if "Rotary" in kind.__name__ or kind.__name__ == "OPTLearnedPositionalEmbedding":
+        return True
+    name = "create_position_ids_from_input_ids"  # a method or a function of the module file, seen in 5.8.1 to 5.23.0
+    return hasattr(kind, name) or hasattr(sys.modules[kind.__module__], name)
+
+
+def has_decoder(model: nn.Module) -> bool | None:
+    """Return whether the labels of ``model`` go to a decoder of its own; None if it has no config."""
+    inside = unwrap_model(model)
+    if not hasattr(inside, "config"):
+        return None
+    takes_decoder_ids = "decoder_input_ids" in inspect.signature(inside.forward).parameters
+    return takes_decoder_ids and bool(getattr(inside.config, "is_encoder_decoder", False))
+
+
+def label_shifter(model: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """Return the model's ``prepare_decoder_input_ids_from_labels``, bound to a copy that has the config but no weights.
+
+    Spawned workers would get the weights otherwise; all of transformers 5.8.1, 5.17.0 and 5.23.0 read the config only.
+    """
+    inside = unwrap_model(model)
+    if not hasattr(inside, "prepare_decoder_input_ids_from_labels"):
+        return None
+    shell = object.__new__(type(inside))
+    nn.Module.__init__(shell)
+    shell.config = inside.config
+    shift_labels: Callable[..., torch.Tensor] = shell.prepare_decoder_input_ids_from_labels
+    return shift_labels
