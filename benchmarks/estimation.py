@@ -36,7 +36,7 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
     from hf_memopt.devices.readings.memory_reading import read_process
     from hf_memopt.memory.estimation import estimate
     from hf_memopt.memory.models.loading import load_model
-    from hf_memopt.memory.recording.session import forget_traces
+    from hf_memopt.memory.recording.sessions import forget_traces
 
     load_model("bert-base-uncased")  # transformers imports a model's code when it is first built
     type_of = load_model(model).model

@@ -154,7 +154,7 @@ def make_rows(case: Case, count: int) -> list[Figures]:
     """
     import torch
 
-    from hf_memopt.memory.models.example_batch import example_batch
+    from hf_memopt.memory.models.batches import example_batch
 
     model = build_model(case, "meta")
     batch = example_batch(model, batch_size=case.batch_size, seq_len=case.seq_len)

@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hf_memopt
 from hf_memopt import PRESETS, Recipe, estimate, find_gpu
 from hf_memopt.cli.presets_command import LARGEST_BATCH
-from hf_memopt.memory.recording.session import keeping_models
+from hf_memopt.memory.recording.sessions import keeping_models
 from hf_memopt.recipes.effective_batch import largest_divisor
 
 FILE = Path(hf_memopt.__file__).parent / "recipes" / "preset_fits.json"

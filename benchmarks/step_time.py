@@ -24,7 +24,7 @@ from published_cases import FILES, Case, estimate_settings, read_cases
 from results_file import markdown, show
 
 from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, optimizer_memory, parameter_facts
+from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts, optimizer_memory, parameter_facts
 from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
 from hf_memopt.memory.step_time.operations import Operation, optimizer_operations
 from hf_memopt.memory.step_time.prices import StepTime

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hf_memopt.batching.plan.samplers import LengthBucketedSampler as LengthBucketedSampler
     from hf_memopt.batching.views.bucketed_view import bucketed as bucketed
     from hf_memopt.batching.views.sorted_view import sorted_by_length as sorted_by_length
-    from hf_memopt.binding.attach import attach as attach
+    from hf_memopt.binding.attachment import attach as attach
     from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy as fuse_cross_entropy
     from hf_memopt.binding.model_changes.quantized_weights import prepare_quantized as prepare_quantized
     from hf_memopt.changes import Change as Change
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from hf_memopt.memory.run.printed_memory import print_summary as print_summary
     from hf_memopt.memory.settings.step_settings import NotEstimableError as NotEstimableError
     from hf_memopt.memory.settings.step_settings import StepSettings as StepSettings
-    from hf_memopt.recipes.measuring.measure import measure as measure
-    from hf_memopt.recipes.planning.plan import plan as plan
+    from hf_memopt.recipes.measuring.child_process import measure as measure
+    from hf_memopt.recipes.planning.planner import plan as plan
     from hf_memopt.recipes.planning.result import Plan as Plan
     from hf_memopt.recipes.presets import PRESETS as PRESETS
     from hf_memopt.recipes.presets import preset as preset
     from hf_memopt.recipes.presets import recipe as recipe
-    from hf_memopt.recipes.recipe import Recipe as Recipe
+    from hf_memopt.recipes.recipe_class import Recipe as Recipe
     from hf_memopt.reports.measurement_file import Measurement as Measurement
     from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback as CheckpointingCallback
     from hf_memopt.techniques.checkpointing.policies import checkpoint_layers as checkpoint_layers
@@ -81,7 +81,7 @@ _MODULES = {
     "hf_memopt.batching.padding_costs.figures": ("PaddingReport", "padding_report"),
     "hf_memopt.batching.plan.samplers": ("LengthBucketedBatchSampler", "LengthBucketedSampler"),
     "hf_memopt.batching.views.bucketed_view": ("bucketed",),
-    "hf_memopt.binding.attach": ("attach",),
+    "hf_memopt.binding.attachment": ("attach",),
     "hf_memopt.binding.fused_loss.fuse": ("fuse_cross_entropy",),
     "hf_memopt.binding.model_changes.quantized_weights": ("prepare_quantized",),
     "hf_memopt.changes": ("Change",),
@@ -93,12 +93,12 @@ _MODULES = {
     "hf_memopt.memory.result": ("Estimate",),
     "hf_memopt.memory.settings.step_settings": ("NotEstimableError", "StepSettings"),
     "hf_memopt.devices.readings.memory_reading": ("MemoryReading", "read_memory"),
-    "hf_memopt.recipes.measuring.measure": ("measure",),
+    "hf_memopt.recipes.measuring.child_process": ("measure",),
     "hf_memopt.reports.measurement_file": ("Measurement",),
-    "hf_memopt.recipes.planning.plan": ("plan",),
+    "hf_memopt.recipes.planning.planner": ("plan",),
     "hf_memopt.recipes.planning.result": ("Plan",),
     "hf_memopt.recipes.presets": ("PRESETS", "preset", "recipe"),
-    "hf_memopt.recipes.recipe": ("Recipe",),
+    "hf_memopt.recipes.recipe_class": ("Recipe",),
     "hf_memopt.techniques.expandable_segments": ("use_expandable_segments",),
     "hf_memopt.techniques.checkpoints.sharded": ("LeanCheckpointCallback", "ShardedCheckpointCallback"),
     "hf_memopt.techniques.checkpointing.policies": ("CheckpointingCallback", "checkpoint_layers"),

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import tiny
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 
 ROWS, COLUMNS, WORDS = 7, 10, 99

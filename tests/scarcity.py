@@ -22,7 +22,7 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 
 LENGTHS = (12, 3, 7, 10, 4, 5)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import tiny
-from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts
+from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts
 
 
 def measurement(**changed: Any) -> dict[str, Any]:

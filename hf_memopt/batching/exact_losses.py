@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from hf_memopt.binding.attach import refuse_data_parallel
+from hf_memopt.binding.attachment import refuse_data_parallel
 from hf_memopt.binding.losses.row_weights import CLASSES, KnownLoss
 from hf_memopt.binding.model.traits import IGNORED_LABEL, check_model, unwrap_model
 from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, override_method, share_attribute, undo_all

@@ -17,7 +17,7 @@ from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.output.estimate_picture import bar_of
 from hf_memopt.memory.output.estimate_text import as_dict
-from hf_memopt.memory.recording.session import keeping_models
+from hf_memopt.memory.recording.sessions import keeping_models
 from hf_memopt.memory.what_fits import largest_that_fits
 from hf_memopt.reports.pictures.bar_picture import Limit, draw_bars
 from hf_memopt.units import format_bytes, to_gib

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import Flag, check_of_data, flags_of, in_flags, spinner
 from hf_memopt.devices.gpus import custom_gpu, find_gpu
+from hf_memopt.memory.compiler_import import without_compiler
 from hf_memopt.memory.models.config_files import check_task, find_config
-from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
+from hf_memopt.memory.optimizers.state_and_temporaries import check_optimizer
 from hf_memopt.memory.settings.step_settings import StepSettings
-from hf_memopt.memory.without_compiler import without_compiler
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.recipes.planning.request import checked_batch
 from hf_memopt.recipes.presets import recipe
@@ -26,7 +26,7 @@ from hf_memopt.terminal import Console
 if TYPE_CHECKING:
     from hf_memopt.cli.options import EstimateOptions
     from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.recipes.recipe_class import Recipe
 
 __all__ = ["run"]
 

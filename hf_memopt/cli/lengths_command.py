@@ -99,7 +99,7 @@ def _counted_by_model(model: str, path: Path, column: str | None) -> FileLengths
 
 
 def _positions(model: str, task: str | None) -> int | None:
-    from hf_memopt.memory.models.example_batch import most_tokens
+    from hf_memopt.memory.models.batches import most_tokens
     from hf_memopt.memory.models.loading import load_model
 
     return most_tokens(load_model(model, task=task).model)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import check_of_data, flags_of, in_flags, spinner, typed_command
+from hf_memopt.memory.compiler_import import without_compiler
 from hf_memopt.memory.models.config_files import check_task, find_config
-from hf_memopt.memory.without_compiler import without_compiler
 from hf_memopt.plain_data import check_word
 from hf_memopt.recipes.launch import launch_files
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, read_gpu
@@ -44,7 +44,7 @@ def run(options: PlanOptions, context: Any) -> int:
     _check(options, words)
     with spinner(f"planning {options.model}", errors, shown=not options.json_output) as announce:
         from hf_memopt.recipes.planning.output import print_plan
-        from hf_memopt.recipes.planning.plan import plan
+        from hf_memopt.recipes.planning.planner import plan
 
         lengths = None if options.data is None else _lengths(options, options.data)
         with without_compiler():

@@ -21,14 +21,14 @@ import torch
 from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
+from hf_memopt.memory.allocator.planned_replay import replay_plan, step_optimizer
 from hf_memopt.memory.allocator.replay import Replayed, fragmentation_of, replay_on_gpu
-from hf_memopt.memory.allocator.replay_plan import replay_plan, step_optimizer
 from hf_memopt.memory.distributed.shares import as_the_engine_steps, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
+from hf_memopt.memory.models.batches import DEFAULT_LENGTH, default_length
 from hf_memopt.memory.models.config_files import check_task
-from hf_memopt.memory.models.example_batch import DEFAULT_LENGTH, default_length
 from hf_memopt.memory.recording.passes import StepTrace
-from hf_memopt.memory.recording.session import Shape, keeping_models, session
+from hf_memopt.memory.recording.sessions import Shape, keeping_models, session
 from hf_memopt.memory.recording.step import collector_paused
 from hf_memopt.memory.resolved_settings import own_dtype, settings_of_recipe, sixteen_bits, with_16_bits, with_precision
 from hf_memopt.memory.result import Estimate

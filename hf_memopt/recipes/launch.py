@@ -26,7 +26,7 @@ from hf_memopt.technique_list import Refusal
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.recipes.recipe_class import Recipe
 
 __all__ = ["STRATEGIES", "Launch", "launch_files", "launch_of"]
 

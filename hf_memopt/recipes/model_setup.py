@@ -11,7 +11,7 @@ from hf_memopt.recipes.resolved_arguments import sixteen_bits_here, weights_dtyp
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.recipes.recipe_class import Recipe
 
 __all__ = ["model_keywords", "prepared_model"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import FixedMapping, shown
-from hf_memopt.recipes.recipe import Recipe
+from hf_memopt.recipes.recipe_class import Recipe
 from hf_memopt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -258,10 +258,10 @@ def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu)
         ValueError: nothing fits; as ``estimate`` and ``plan`` do.
     """
     from hf_memopt.memory.estimation import estimate
-    from hf_memopt.memory.recording.session import keeping_models
+    from hf_memopt.memory.recording.sessions import keeping_models
     from hf_memopt.recipes.planning.candidates import margin_of
     from hf_memopt.recipes.planning.model_facts import facts_of
-    from hf_memopt.recipes.planning.plan import plan
+    from hf_memopt.recipes.planning.planner import plan
 
     rows = preset.per_device_train_batch_size
     with keeping_models():

@@ -14,7 +14,7 @@ from hf_memopt.errors import did_you_mean
 from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.recipes.recipe_class import Recipe
 
 __all__ = ["resolve_arguments", "sixteen_bits_here", "stock_arguments", "weights_dtype_here"]
 

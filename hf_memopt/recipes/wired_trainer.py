@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, TrainerCallback
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.binding.compatibility.conflicts import names_of, refusals_of
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.errors import did_you_mean
@@ -34,7 +34,7 @@ from hf_memopt.techniques.precision import PrecisionCallback
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.recipes.recipe_class import Recipe
 
 __all__ = ["BITSANDBYTES_8BIT", "build_trainer", "callbacks_of"]
 

@@ -27,7 +27,7 @@ from transformers import Trainer
 import tiny
 from hf_memopt.batching.collation.collators import BucketedCollator
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.changes import Change
 from two_ranks import run_pair
 

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback
 import tiny
 from hf_memopt.batching.collation.collators import BucketedCollator
 from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from two_ranks import run_pair
 
 COUNT, EPOCHS = 28, 2

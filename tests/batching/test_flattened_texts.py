@@ -23,7 +23,7 @@ from hf_memopt.batching.plan.buckets import LengthBuckets
 from hf_memopt.batching.plan.packing import PackedBatches
 from hf_memopt.batching.views.bucketed_view import bucketed
 from hf_memopt.batching.views.sorted_view import sorted_by_length
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.changes import Change
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 

@@ -30,7 +30,7 @@ from hf_memopt.batching.collation.rows import RowReader
 from hf_memopt.batching.exact_losses import exact_loss
 from hf_memopt.batching.views.bucketed_view import bucketed
 from hf_memopt.batching.views.sorted_view import sorted_by_length
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from two_ranks import run_pair
 
 COUNT = 13

@@ -22,7 +22,7 @@ import tiny
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
 from hf_memopt.batching.views.bucketed_view import bucketed
 from hf_memopt.batching.views.stream_reading import LARGEST_BYTES, PLACES, SharedPlaces, _holds_rows_back
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from two_ranks import run_pair
 
 RANKS_PROGRAM = str(Path(__file__).parent / "stream_ranks.py")

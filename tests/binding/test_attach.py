@@ -36,7 +36,7 @@ from hf_memopt.batching.collation.collators import BucketedCollator
 from hf_memopt.batching.exact_losses import exact_loss
 from hf_memopt.batching.views.bucketed_view import bucketed
 from hf_memopt.batching.views.sorted_view import sorted_by_length
-from hf_memopt.binding.attach import attach, refuse_data_parallel
+from hf_memopt.binding.attachment import attach, refuse_data_parallel
 from hf_memopt.binding.callback_binding import unbound_error
 from hf_memopt.binding.model.traits import used_columns
 from hf_memopt.binding.protocols import AttachedCallback, AttachedPart, EvaluationView, TrainingView

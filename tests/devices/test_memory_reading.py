@@ -548,7 +548,7 @@ def test_reading_a_real_gpu_makes_no_context():
 @pytest.mark.gpu
 def test_context_of_a_real_gpu_is_read_and_none_before_it_is_there():
     script = (
-        "import torch; from hf_memopt.devices.readings.memory_reading import read_context; GPU = torch.device('cuda', 0); "
+        "import torch; from hf_memopt.devices.readings import read_context; GPU = torch.device('cuda', 0); "
         "torch.cuda.init(); "
         "print(read_context(GPU), torch._C._cuda_hasPrimaryContext(0)); "
         "held = torch.zeros(64 << 20, dtype=torch.uint8, device=GPU); print(read_context(GPU))"

@@ -34,10 +34,10 @@ from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.reports.difference.difference import compare, difference_page, print_difference
 from hf_memopt.reports.difference.sides import read_side
 from hf_memopt.reports.measurement_file import Figures, Measurement, named_measurement
+from hf_memopt.reports.plan.page_of_plan import plan_page
 from hf_memopt.reports.plan.plan_file import read_plan_text
-from hf_memopt.reports.plan.plan_page import plan_page
+from hf_memopt.reports.run.page_of_run import run_page
 from hf_memopt.reports.run.run_file import read_run
-from hf_memopt.reports.run.run_page import run_page
 
 __all__ = ["FILES", "StrangeFile", "broken_bytes", "broken_json"]
 

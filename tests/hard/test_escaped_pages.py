@@ -25,10 +25,10 @@ from hf_memopt import custom_gpu, estimate, padding_report, plan, recipe
 from hf_memopt.cli.app import app
 from hf_memopt.reports.difference.difference import compare, difference_page
 from hf_memopt.reports.difference.sides import read_side
+from hf_memopt.reports.plan.page_of_plan import plan_page
 from hf_memopt.reports.plan.plan_file import read_plan_text
-from hf_memopt.reports.plan.plan_page import plan_page
+from hf_memopt.reports.run.page_of_run import run_page
 from hf_memopt.reports.run.run_file import read_run
-from hf_memopt.reports.run.run_page import run_page
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

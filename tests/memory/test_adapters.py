@@ -15,7 +15,7 @@ import tiny
 from hf_memopt.binding.model_changes.input_gradients import drop_input_gradients
 from hf_memopt.memory import estimation
 from hf_memopt.memory.estimation import estimate, estimate_from_arguments
-from hf_memopt.memory.recording import session as sessions
+from hf_memopt.memory.recording import sessions as sessions
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.result import Estimate
 from hf_memopt.techniques.freezing.freezing import freeze

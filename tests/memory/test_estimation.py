@@ -26,14 +26,14 @@ from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory import estimation
 from hf_memopt.memory.allocator import replay as allocator_replay
+from hf_memopt.memory.allocator.planned_replay import ReplayPlan
 from hf_memopt.memory.allocator.replay import replay
-from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.estimation import estimate, estimate_from_arguments
+from hf_memopt.memory.models.batches import example_batch
 from hf_memopt.memory.models.config_files import known_models
-from hf_memopt.memory.models.example_batch import example_batch
 from hf_memopt.memory.models.loading import load_model
-from hf_memopt.memory.optimizers.optimizer_memory import optimizer_memory, parameter_facts
-from hf_memopt.memory.recording import session as sessions
+from hf_memopt.memory.optimizers.state_and_temporaries import optimizer_memory, parameter_facts
+from hf_memopt.memory.recording import sessions as sessions
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_memopt import estimate
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
-from hf_memopt.memory.recording.session import _prepared
+from hf_memopt.memory.recording.sessions import _prepared
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.settings.step_settings import StepSettings
 from hf_memopt.memory.tracking.storage_tracker import StorageTracker

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_memopt.binding import versions as compat
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
-from hf_memopt.memory.recording.session import _prepared
+from hf_memopt.memory.recording.sessions import _prepared
 from hf_memopt.memory.recording.step import record_step, recording
 from hf_memopt.memory.settings.step_settings import StepSettings
 from hf_memopt.memory.tracking.storage_tracker import StorageTracker

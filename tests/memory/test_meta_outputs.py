@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
-from hf_memopt.memory.recording.session import Shape, forget_traces, session
+from hf_memopt.memory.recording.sessions import Shape, forget_traces, session
 from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.settings.step_settings import StepSettings
 from hf_memopt.memory.tracking import meta_outputs, storage_tracker

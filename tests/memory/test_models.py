@@ -33,8 +33,8 @@ from hf_memopt import hub
 from hf_memopt.binding.model import tasks as model_tasks
 from hf_memopt.binding.model.tasks import task_of
 from hf_memopt.memory.models import loading as models
+from hf_memopt.memory.models.batches import check_sequence, cut_batch, example_batch
 from hf_memopt.memory.models.config_files import known_models
-from hf_memopt.memory.models.example_batch import check_sequence, cut_batch, example_batch
 from hf_memopt.memory.models.loading import TASKS, load_model
 from hf_memopt.memory.models.meta_copy import copy_to_meta
 from hf_memopt.memory.settings.step_settings import NotEstimableError

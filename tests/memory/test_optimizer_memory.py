@@ -19,9 +19,9 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 import tiny
-from hf_memopt.memory.optimizers import optimizer_memory as optimizer_module
+from hf_memopt.memory.optimizers import state_and_temporaries as optimizer_module
 from hf_memopt.memory.optimizers.formulas import ELEMENTWISE, FAMILIES
-from hf_memopt.memory.optimizers.optimizer_memory import (
+from hf_memopt.memory.optimizers.state_and_temporaries import (
     OptimizerMemory,
     ParameterFacts,
     clipping_temporaries,

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
+from hf_memopt.memory.allocator.planned_replay import ReplayPlan
 from hf_memopt.memory.allocator.replay import Replayed, replay
-from hf_memopt.memory.allocator.replay_plan import ReplayPlan
-from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
+from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory
 from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
 from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 from hf_memopt.memory.tracking.timeline import COMPONENTS

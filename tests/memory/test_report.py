@@ -16,7 +16,7 @@ from transformers.integrations import integration_utils
 from transformers.trainer_utils import TrainOutput
 
 import tiny
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.devices.readings.memory_reading import MemoryReading, read_process
 from hf_memopt.memory.run import callback as report
 from hf_memopt.memory.run import printed_memory

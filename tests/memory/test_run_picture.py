@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_report import EVALUATION, GIB, STATE, TRAIN_FORWARD, WEIGHTS, gpu, make_trainer  # noqa: F401
 
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.memory.output.model_card import add_section
 from hf_memopt.memory.run import run_report
 from hf_memopt.memory.run.callback import MemoryReportCallback

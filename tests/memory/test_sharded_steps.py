@@ -17,12 +17,12 @@ from sharded_ranks import batch, build
 
 from hf_memopt import Estimate, NotEstimableError, Recipe, StepSettings, estimate
 from hf_memopt.binding.fused_loss import chunked_loss
+from hf_memopt.memory.allocator.planned_replay import ReplayPlan
 from hf_memopt.memory.allocator.replay import replay
-from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.distributed.shares import bucket_bytes, shard_facts, sharded_step
-from hf_memopt.memory.models.example_batch import cut_batch
-from hf_memopt.memory.optimizers.optimizer_memory import parameter_facts
-from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
+from hf_memopt.memory.models.batches import cut_batch
+from hf_memopt.memory.optimizers.parameters import OptimizerMemory, ParameterFacts
+from hf_memopt.memory.optimizers.state_and_temporaries import parameter_facts
 from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.tracking.storage_tracker import StorageTracker

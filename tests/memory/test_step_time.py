@@ -19,7 +19,7 @@ from torch import nn
 import tiny
 from hf_memopt import GPUS, custom_gpu
 from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, optimizer_memory
+from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts, optimizer_memory
 from hf_memopt.memory.quantized import stand_ins
 from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.result import Estimate

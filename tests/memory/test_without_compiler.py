@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from hf_memopt.memory.without_compiler import without_compiler
+from hf_memopt.memory.compiler_import import without_compiler
 
 
 def plain(number: int) -> int:
@@ -29,7 +29,7 @@ def test_nothing_is_compiled_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bitsandbytes_does_not_bring_the_compiler() -> None:
     pytest.importorskip("bitsandbytes")
     code = (
-        "import sys\nfrom hf_memopt.memory.without_compiler import without_compiler\n"
+        "import sys\nfrom hf_memopt.memory.compiler_import import without_compiler\n"
         "with without_compiler():\n    import bitsandbytes\n"
         "assert 'torch._inductor.compile_fx' not in sys.modules"
     )

@@ -14,7 +14,7 @@ from hf_memopt.memory.distributed.shares import sharded_step
 from hf_memopt.memory.distributed.zero import ZeroStep, partition_facts
 from hf_memopt.memory.distributed.zero_config import BUCKET_ELEMENTS, LIVE_ELEMENTS, zero_options
 from hf_memopt.memory.models.loading import load_model
-from hf_memopt.memory.optimizers.parameter_facts import ParameterFacts
+from hf_memopt.memory.optimizers.parameters import ParameterFacts
 from hf_memopt.memory.tracking.timeline import phase_peaks
 
 SIZES = {

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import tiny
 from hf_memopt import GPUS, Plan, custom_gpu, estimate, plan
-from hf_memopt.memory.recording.session import forget_traces, keeping_models
+from hf_memopt.memory.recording.sessions import forget_traces, keeping_models
 from hf_memopt.memory.step_time.prices import equally_fast
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.model_facts import facts_of

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiny
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.binding.callback_binding import unbound_error
 from hf_memopt.binding.versions import (
     can_offload_checkpoints,

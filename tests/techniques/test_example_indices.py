@@ -23,7 +23,7 @@ import two_ranks
 from hf_memopt.batching.collation.collators import BucketedCollator, DynamicPaddingCollator
 from hf_memopt.batching.views.bucketed_view import bucketed
 from hf_memopt.binding.undo.handles import override_method
-from hf_memopt.techniques.nonfinite.example_indices import COPIES_HAVE_THE_EPOCH, example_indices
+from hf_memopt.techniques.nonfinite.indices import COPIES_HAVE_THE_EPOCH, example_indices
 
 FIRST = 5  # the first token of example i is FIRST + i
 EXAMPLES = 17

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.binding.model_changes.input_gradients import drop_input_gradients
 from hf_memopt.binding.parameters.layer_names import layer_stacks
 from hf_memopt.binding.versions import checkpointing_arguments

@@ -12,7 +12,7 @@ from transformers import Trainer, default_data_collator
 
 import tiny
 from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.optimization import Adafactor
 
 import tiny
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.binding.compatibility.refusals import refusal_of
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.memory.estimation import estimate

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.binding.checkpoint_manifest import MANIFEST
 from hf_memopt.techniques.microbatching.limits import Limit, saved_limits
 from hf_memopt.techniques.microbatching.microbatch import SAVED, MicrobatchCallback

@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback
 import tiny
 from hf_memopt.batching.exact_losses import exact_loss
 from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.changes import Change
 from hf_memopt.techniques.microbatching.limits import MOST_FAILED_TRIES, Limit, Tally, microbatch_limits
 from hf_memopt.techniques.microbatching.microbatch import SAVED, MicrobatchCallback, run_in_microbatches

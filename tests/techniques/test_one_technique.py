@@ -118,7 +118,7 @@ def test_few_files_name_a_technique(name: str, own: set[str]) -> None:
         "__init__.py",
         "technique_list.py",
         "memory/settings/step_settings.py",
-        "recipes/recipe.py",
+        "recipes/recipe_class.py",
     }
 
 

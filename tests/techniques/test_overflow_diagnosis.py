@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import tiny
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.binding.undo.random_state import RandomState
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_tensors, replay

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.binding.versions import checkpointing_arguments, enable_checkpointing
 from hf_memopt.changes import Change
 from hf_memopt.devices import precision_support

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.binding.checkpoint_manifest import MANIFEST
 from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 from hf_memopt.techniques.checkpoints import sharded as checkpoint_files

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 import technique_ranks
 import tiny
 from hf_memopt import FusedCrossEntropyCallback, exact_loss
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding.attachment import attach
 from hf_memopt.binding.callback_binding import unbound_error
 from hf_memopt.binding.compatibility.refusals import PARTS, RUN_IN_ONE_PROCESS, SETTINGS, every_refusal, refusal_of
 from hf_memopt.binding.versions import checkpointing_arguments

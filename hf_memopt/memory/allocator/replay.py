@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
-from hf_memopt.memory.allocator.replay_plan import ReplayPlan
-from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
+from hf_memopt.memory.allocator.planned_replay import ReplayPlan
+from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory
 from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
 from hf_memopt.memory.settings.batch_lengths import Fragmentation, LengthPlan
 from hf_memopt.memory.settings.step_settings import StepSettings

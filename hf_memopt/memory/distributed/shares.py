@@ -16,7 +16,7 @@ from hf_memopt.memory.settings.step_settings import NotEstimableError
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
+    from hf_memopt.memory.optimizers.parameters import OptimizerMemory, ParameterFacts
     from hf_memopt.memory.settings.step_settings import StepSettings
 
 __all__ = [

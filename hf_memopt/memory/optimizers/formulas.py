@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from hf_memopt.memory.optimizers.low_rank import SVD_NOTE, low_rank_adamw, low_rank_order, projection
-from hf_memopt.memory.optimizers.parameter_facts import (
+from hf_memopt.memory.optimizers.parameters import (
     FLOAT_BYTES,
     Family,
     Groups,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_memopt.memory.optimizers.parameter_facts import (
+from hf_memopt.memory.optimizers.parameters import (
     FLOAT_BYTES,
     OptimizerMemory,
     OptimizerRequest,

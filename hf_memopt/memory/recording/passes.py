@@ -24,7 +24,7 @@ from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 if TYPE_CHECKING:
     from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep
     from hf_memopt.memory.distributed.zero import ZeroStep
-    from hf_memopt.memory.optimizers.parameter_facts import ParameterFacts
+    from hf_memopt.memory.optimizers.parameters import ParameterFacts
     from hf_memopt.memory.recording.generation import DecodingSteps
 
 __all__ = ["PassRecorder", "RecordedPass", "StepTrace", "autocast_dtype", "storage_numbers"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.devices.readings.memory_reading import measured_device, read_memory
 from hf_memopt.devices.readings.out_of_memory import is_out_of_memory
 from hf_memopt.memory.settings.batch_lengths import BatchShape
-from hf_memopt.memory.tracking.live_tensors import bytes_on, held_by_trainer, largest_blocks, live_tensors
+from hf_memopt.memory.tracking.tensors_alive import bytes_on, held_by_trainer, largest_blocks, live_tensors
 from hf_memopt.notices import notify
 
 if TYPE_CHECKING:

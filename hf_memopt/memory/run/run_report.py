@@ -113,7 +113,7 @@ def _write(trainer: Any, told: dict[str, Any], unwritten: set[str], *, with_page
     try:
         write_whole(path, json.dumps(told) + "\n")
         if with_page:
-            from hf_memopt.reports.run.run_page import run_page
+            from hf_memopt.reports.run.page_of_run import run_page
 
             text = run_page(read_run(path.read_bytes(), str(path)))
             path = path.with_suffix(".html")

@@ -18,7 +18,7 @@ from hf_memopt.technique_list import asked_by
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
+    from hf_memopt.memory.optimizers.parameters import OptimizerMemory, ParameterFacts
 
 __all__ = ["NotEstimableError", "StepSettings", "settings_that_change"]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
 
 if TYPE_CHECKING:
-    from hf_memopt.memory.optimizers.parameter_facts import ParameterFacts
+    from hf_memopt.memory.optimizers.parameters import ParameterFacts
     from hf_memopt.memory.settings.step_settings import StepSettings
 
 __all__ = ["Communication", "communication_of_step"]

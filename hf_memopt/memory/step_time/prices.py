@@ -24,8 +24,8 @@ from hf_memopt.memory.step_time.communication import Communication, communicatio
 from hf_memopt.memory.step_time.operations import UNPRICED_OPTIMIZERS, Operation, optimizer_operations
 
 if TYPE_CHECKING:
-    from hf_memopt.memory.allocator.replay_plan import ReplayPlan
-    from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
+    from hf_memopt.memory.allocator.planned_replay import ReplayPlan
+    from hf_memopt.memory.optimizers.parameters import OptimizerMemory, ParameterFacts
     from hf_memopt.memory.recording.passes import StepTrace
     from hf_memopt.memory.settings.step_settings import StepSettings
 

@@ -32,8 +32,8 @@ from hf_memopt.devices.readings.memory_reading import PeakMeter, measured_device
 from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.memory.run.callback import MemoryReportCallback, PhasePeaks
 from hf_memopt.memory.settings.batch_lengths import BatchShape
-from hf_memopt.memory.tracking.live_tensors import bytes_on
 from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking.tensors_alive import bytes_on
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl

@@ -138,7 +138,7 @@ def _leave() -> NoReturn:
 
 
 def _measured(trainer: Any, steps: int, train: Callable[[], Any]) -> dict[str, str]:
-    from hf_memopt.recipes.measuring.measure import check_trainer, measurement_of
+    from hf_memopt.recipes.measuring.child_process import check_trainer, measurement_of
     from hf_memopt.recipes.measuring.recorder import StepRecorder
 
     try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
     from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.sharing import Sharing
-    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.recipes.recipe_class import Recipe
 
 __all__ = ["MARGIN_SHARE", "Candidate", "Verdict", "candidate_of", "margin_of", "verdict_of"]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.step_time.prices import StepTime
     from hf_memopt.recipes.planning.candidates import Candidate
-    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.recipes.recipe_class import Recipe
     from hf_memopt.reports.measurement_file import Measurement
 
 __all__ = ["Corrections"]

@@ -13,9 +13,9 @@ from hf_memopt.binding.model_changes.quantized_weights import is_quantized
 from hf_memopt.binding.model_changes.tied_embedding import tied_embeddings
 from hf_memopt.binding.parameters.layer_names import layer_stacks
 from hf_memopt.binding.versions import can_offload_checkpoints
+from hf_memopt.memory.models.batches import default_length, most_tokens
 from hf_memopt.memory.models.config_files import name_on_hub
-from hf_memopt.memory.models.example_batch import default_length, most_tokens
-from hf_memopt.memory.recording.session import session
+from hf_memopt.memory.recording.sessions import session
 from hf_memopt.recipes.planning.set_ups import ModelFacts
 from hf_memopt.techniques.expandable_segments import platform_problem
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.output.estimate_picture import timeline_data
-from hf_memopt.memory.recording.session import keeping_models
+from hf_memopt.memory.recording.sessions import keeping_models
 from hf_memopt.recipes.planning.fit_map import fit_map
 from hf_memopt.units import format_bytes
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.script.folder import RowsFile, Written
     from hf_memopt.recipes.planning.simulation import Simulation
     from hf_memopt.recipes.planning.texts import Texts
-    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.recipes.recipe_class import Recipe
 
 __all__ = ["Plan"]
 
@@ -184,8 +184,8 @@ class Plan:
             ValueError: ``path`` cannot be written, or is there already.
         """
         from hf_memopt.reports.page import check_page, write_page
+        from hf_memopt.reports.plan.page_of_plan import plan_page
         from hf_memopt.reports.plan.plan_file import read_plan_text
-        from hf_memopt.reports.plan.plan_page import plan_page
 
         check_page(path, force=force)
         write_page(plan_page(read_plan_text(self.to_json(figures=True), "Plan.to_json()")), path)

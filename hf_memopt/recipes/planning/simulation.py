@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.planning.texts import Texts
-    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.recipes.recipe_class import Recipe
 
     Case = tuple[tuple[Technique, ...], int, int | None, Sharing | None]
     """The techniques, the rows of a micro-batch, the tokens of a row, and how GPUs share a step."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.planning.simulation import Simulation
-    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.recipes.recipe_class import Recipe
 
 __all__ = ["StageSearch", "stages_of"]
 

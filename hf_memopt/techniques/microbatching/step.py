@@ -50,7 +50,7 @@ from hf_memopt.techniques.microbatching.whole_micro_batches import (
     groups_of,
     refuse_together,
 )
-from hf_memopt.techniques.nonfinite.example_indices import example_indices
+from hf_memopt.techniques.nonfinite.indices import example_indices
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

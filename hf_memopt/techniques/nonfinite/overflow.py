@@ -41,7 +41,7 @@ from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, check_value, checked_path
 from hf_memopt.techniques.microbatching.splitting import row_count
 from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_gradients, diagnose
-from hf_memopt.techniques.nonfinite.example_indices import example_indices
+from hf_memopt.techniques.nonfinite.indices import example_indices
 from hf_memopt.techniques.nonfinite.report import OverflowReport, save_batch, write_reports
 from hf_memopt.techniques.technique_callback import TechniqueCallback
 from hf_memopt.whole_files import warn_unwritten

@@ -137,7 +137,7 @@ def released_optimizer(
         What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
 
     Raises:
-        ValueError: a setting cannot work with it (``hf_memopt.binding.compatibility.conflicts``), or as ``gradient_release`` and
+        ValueError: a setting cannot work with it (``binding.compatibility``), or as ``gradient_release`` and
             ``sixteen_bit_optimizer`` do.
 
     Examples:

@@ -262,7 +262,7 @@ def rounded_optimizer(
         What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
 
     Raises:
-        ValueError: a setting cannot work with it (``hf_memopt.binding.compatibility.conflicts``), or as ``sixteen_bit_optimizer``
+        ValueError: a setting cannot work with it (``binding.compatibility``), or as ``sixteen_bit_optimizer``
             does.
 
     Examples:

@@ -14,7 +14,7 @@ import tiny
 from hf_memopt import Plan, Recipe, __version__, plan, recipe
 from hf_memopt.cli.app import app
 from hf_memopt.memory.models.config_files import name_on_hub
-from hf_memopt.recipes.planning import plan as planning
+from hf_memopt.recipes.planning import planner as planning
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

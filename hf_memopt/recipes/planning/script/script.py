@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from hf_memopt.batching.padding_costs.data_files import DataFile
-    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.recipes.recipe_class import Recipe
 
 __all__ = ["KNOWN", "ScriptFacts", "training_script"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from hf_memopt.binding.attach import refuse_data_parallel
+from hf_memopt.binding.attachment import refuse_data_parallel
 from hf_memopt.binding.model_changes.quantized_weights import is_quantized
 from hf_memopt.binding.versions import checkpointing_of
 from hf_memopt.devices.gpus import GPUS, current_gpu

@@ -61,7 +61,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         RuntimeError: several GPUs in one process (``torch.nn.DataParallel``).
         TypeError: ``trainer`` is not a Trainer, or a callback is not an instance of ``TrainerCallback``.
         ValueError: data view, collator and arguments do not fit each other, two techniques or a technique and a
-            setting are incompatible (``hf_memopt.binding.compatibility.conflicts``), fp16 training of float16 weights, or a
+            setting are incompatible (``binding.compatibility``), fp16 training of float16 weights, or a
             callback is attached to another Trainer. The trainer is as before then.
     """
     from hf_memopt.binding.checkpoint_manifest import keep_manifests  # imports transformers

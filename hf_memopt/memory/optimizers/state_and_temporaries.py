@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.errors import did_you_mean, nearest
 from hf_memopt.memory.optimizers.formulas import ELEMENTWISE, FAMILIES
-from hf_memopt.memory.optimizers.parameter_facts import (
+from hf_memopt.memory.optimizers.parameters import (
     FLOAT_BYTES,
     Family,
     Groups,

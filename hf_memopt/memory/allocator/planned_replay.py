@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
 from hf_memopt.memory.distributed.shares import bucket_bytes
-from hf_memopt.memory.optimizers.optimizer_memory import (
+from hf_memopt.memory.optimizers.state_and_temporaries import (
     OptimizerMemory,
     ParameterFacts,
     clipping_temporaries,

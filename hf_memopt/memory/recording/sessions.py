@@ -34,9 +34,9 @@ from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.distributed.shares import sharded_step, without_autocast
-from hf_memopt.memory.models.example_batch import cut_batch, example_batch
+from hf_memopt.memory.models.batches import cut_batch, example_batch
 from hf_memopt.memory.models.loading import LoadedModel, load_model, rest_to_meta
-from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
+from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import record_step, state_kept
 from hf_memopt.memory.settings.step_settings import StepSettings, settings_that_change

@@ -222,7 +222,7 @@ class Recipe:
                 "Call: pip install --upgrade hf-memopt"
             )
         read = from_object(Recipe, values)
-        from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
+        from hf_memopt.memory.optimizers.state_and_temporaries import check_optimizer
         from hf_memopt.memory.settings.step_settings import NotEstimableError
 
         with suppress(NotEstimableError):  # which may be trained with all the same
@@ -253,7 +253,7 @@ class Recipe:
         """
         from transformers import TrainingArguments
 
-        from hf_memopt.binding.attach import refuse_data_parallel
+        from hf_memopt.binding.attachment import refuse_data_parallel
 
         folder = None if output_dir is None else checked_path("output_dir", output_dir)
         if folder is not None and folder.exists() and not folder.is_dir():

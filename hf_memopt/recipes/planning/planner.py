@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
 from hf_memopt.memory.models.config_files import check_task
-from hf_memopt.memory.recording.session import keeping_models
+from hf_memopt.memory.recording.sessions import keeping_models
 from hf_memopt.memory.step_time.prices import equally_fast
 from hf_memopt.plain_data import Count, check_value, check_word
 from hf_memopt.recipes.planning.candidates import Candidate
