@@ -78,7 +78,7 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
 
     from hf_memopt.demo.docstring_task import DocstringTask
     from hf_memopt.demo.training import HYPERPARAMETERS, build_model, measure, model_config, predict_labels
-    from hf_memopt.devices.precision_support import accelerator_type, choose_precision
+    from hf_memopt.devices import accelerator_type, choose_precision
 
     task = DocstringTask(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
     tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")

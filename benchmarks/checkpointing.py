@@ -28,8 +28,8 @@ BUDGETS = (1.0, 0.5, 0.25, 0.0)
 
 def policy_figures(case: str) -> dict[str, dict[str, int]]:
     """Estimate a case with each policy."""
-    from hf_memopt.memory.estimation import estimate
-    from hf_memopt.memory.tracking.timeline import COMPONENTS
+    from hf_memopt.memory import estimate
+    from hf_memopt.memory.tracking import COMPONENTS
     from hf_memopt.techniques.checkpointing.policies import checkpoint_layers
 
     kept = [COMPONENTS.index(name) for name in ("activations", "logits and loss")]

@@ -33,9 +33,9 @@ COMPARISON: dict[str, Any] = {"model": "chinese-macbert-large", "examples": 32, 
 
 def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any]:
     """Time the estimates of one case in this process."""
-    from hf_memopt.devices.readings.memory_reading import read_process
-    from hf_memopt.memory.estimation import estimate
-    from hf_memopt.memory.models.loading import load_model
+    from hf_memopt.devices.readings import read_process
+    from hf_memopt.memory import estimate
+    from hf_memopt.memory.models import load_model
     from hf_memopt.memory.recording.sessions import forget_traces
 
     load_model("bert-base-uncased")  # transformers imports a model's code when it is first built
@@ -60,7 +60,7 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
 def compared_figures() -> dict[str, Any]:
     """Estimate the set-ups of ``hf-memopt estimate --compare`` for docs/ in this process."""
     from hf_memopt.cli.compared_set_ups import compare
-    from hf_memopt.devices.gpus import find_gpu
+    from hf_memopt.devices import find_gpu
 
     gpu = find_gpu(COMPARISON["gpu"])
     rows = [row.as_dict() for row in compare(**{**COMPARISON, "gpu": gpu})]

@@ -24,7 +24,7 @@ from results_file import markdown
 
 from hf_memopt import PRESETS, Estimate, estimate, find_gpu
 from hf_memopt.plotting import check_picture
-from hf_memopt.recipes.effective_batch import largest_divisor
+from hf_memopt.recipes import largest_divisor
 from hf_memopt.units import to_gib
 
 LADDERS = ("A", "B")
@@ -127,8 +127,8 @@ def _predicted(name: str, found: Estimate, published: LadderRow | None) -> Predi
 
 def draw(ladder: Ladder, rows: Sequence[PredictedRow], path: Path) -> None:
     """Draw each prediction as a bar, and mark what was published; an assumed GPU has no line."""
-    from hf_memopt.memory.output.estimate_picture import bar_of
-    from hf_memopt.reports.pictures.bar_picture import Limit, draw_bars
+    from hf_memopt.memory.output import bar_of
+    from hf_memopt.reports.pictures import Limit, draw_bars
 
     bars = []
     for row in rows:

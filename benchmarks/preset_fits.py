@@ -20,8 +20,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hf_memopt
 from hf_memopt import PRESETS, Recipe, estimate, find_gpu
 from hf_memopt.cli.presets_command import LARGEST_BATCH
-from hf_memopt.memory.recording.sessions import keeping_models
-from hf_memopt.recipes.effective_batch import largest_divisor
+from hf_memopt.memory.recording import keeping_models
+from hf_memopt.recipes import largest_divisor
 
 FILE = Path(hf_memopt.__file__).parent / "recipes" / "preset_fits.json"
 GPUS: Mapping[str, str] = MappingProxyType(

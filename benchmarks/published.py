@@ -24,9 +24,8 @@ from published_behaviours import behaviours_of
 from published_cases import FILES, Case, estimate_settings, read_cases
 from results_file import markdown, show
 
-from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory import Estimate, estimate
+from hf_memopt.memory.settings import NotEstimableError
 
 TODAY = (4, 40)  # of transformers: stock Trainer runs from here on count as today's software
 LOOPS = {"Trainer": "`Trainer`", "SFTTrainer": "TRL's `SFTTrainer`", "manual": "hand-written loop"}

@@ -15,9 +15,10 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from hf_memopt.devices.gpus import find_gpu
-from hf_memopt.memory.models.config_files import known_models, known_name
-from hf_memopt.memory.quantized.stand_ins import quantize
+from hf_memopt.devices import find_gpu
+from hf_memopt.memory.models import known_models
+from hf_memopt.memory.models.config_files import known_name
+from hf_memopt.memory.quantized import quantize
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
 FILES = (PUBLISHED / "measurements.json", PUBLISHED / "a100_throughput.json")

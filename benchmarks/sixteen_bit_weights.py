@@ -44,7 +44,7 @@ from hf_memopt.demo.docstring_task import (
     train_tokenizer,
 )
 from hf_memopt.demo.training import build_model, model_config
-from hf_memopt.techniques.optimizers.embedding_bits import optimizer_state_bytes
+from hf_memopt.techniques.optimizers import optimizer_state_bytes
 
 Run = Callable[[str, int], dict[str, float]]
 WAYS = ("float32 masters", "plain bf16", "stochastic", "kahan")

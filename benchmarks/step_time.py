@@ -23,11 +23,12 @@ from published_behaviours import behaviours_of
 from published_cases import FILES, Case, estimate_settings, read_cases
 from results_file import markdown, show
 
-from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts, optimizer_memory, parameter_facts
-from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
-from hf_memopt.memory.step_time.operations import Operation, optimizer_operations
-from hf_memopt.memory.step_time.prices import StepTime
+from hf_memopt.memory import estimate
+from hf_memopt.memory.optimizers import optimizer_memory, parameter_facts
+from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.step_time import Operation, StepTime
+from hf_memopt.memory.step_time.operations import optimizer_operations
 
 FITTED = "fitted"
 LOOPS_BEFORE = (2, 0)  # of torch: from then on clipping and zeroing take all gradients together

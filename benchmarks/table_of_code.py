@@ -12,9 +12,10 @@ import typer
 from results_file import markdown
 from typer.testing import CliRunner
 
-from hf_memopt.binding.compatibility.refusals import PARTS, RUN, SETTINGS, every_refusal, refusal_of
+from hf_memopt.binding.compatibility import refusal_of
+from hf_memopt.binding.compatibility.refusals import PARTS, RUN, SETTINGS, every_refusal
 from hf_memopt.cli.app import app
-from hf_memopt.recipes.presets import PRESETS, preset_rows
+from hf_memopt.recipes import PRESETS, preset_rows
 from hf_memopt.technique_list import ENGINES, TECHNIQUES, Refusal
 
 TESTED = Path(__file__).resolve().parent.parent / "tests" / "compat" / "results.jsonl"

@@ -8,10 +8,9 @@ from pathlib import Path
 from batching import synthetic_lengths
 from plans import EXAMPLE_PLAN
 
-from hf_memopt.batching.padding_costs.figures import padding_report
+from hf_memopt.batching.padding_costs import padding_report
 from hf_memopt.plotting import DARK, LIGHT, Theme
-from hf_memopt.reports.plan.plan_file import read_plan_text
-from hf_memopt.reports.plan.plan_picture import draw_plan
+from hf_memopt.reports.plan import draw_plan, read_plan_text
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 PLANS: dict[str, Theme] = {"plan.svg": LIGHT, "plan-dark.svg": DARK}

@@ -31,9 +31,10 @@ from hf_memopt import (
     ShardedCheckpointCallback,
     attach,
 )
-from hf_memopt.binding.compatibility.refusals import every_refusal, refusal_of
-from hf_memopt.binding.model_changes.adapters import add_adapters
-from hf_memopt.binding.undo.handles import override_method
+from hf_memopt.binding.compatibility import refusal_of
+from hf_memopt.binding.compatibility.refusals import every_refusal
+from hf_memopt.binding.model_changes import add_adapters
+from hf_memopt.binding.undo import override_method
 from hf_memopt.binding.versions import fsdp_arguments, fsdp_environment
 from hf_memopt.technique_list import TECHNIQUES
 

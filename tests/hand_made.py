@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from hf_memopt.devices.gpus import Gpu
-from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings.step_settings import StepSettings
-from hf_memopt.memory.tracking.timeline import COMPONENTS, Timeline
+from hf_memopt.devices import Gpu
+from hf_memopt.memory import Estimate
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.tracking import COMPONENTS, Timeline
 
 MIB = 2**20
 SMALL = Gpu("GPU 4GB", 4096 * MIB, 3891 * MIB, 400 * MIB, (8, 6), "made up for the tests")

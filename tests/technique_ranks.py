@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import tiny
-from hf_memopt.binding.compatibility.refusals import refusal_of
+from hf_memopt.binding.compatibility import refusal_of
 from hf_memopt.technique_list import TECHNIQUES
 from technique_table import GROUPS, run
 

@@ -70,7 +70,7 @@ def test_every_prefix_is_spread_over_models_and_setups() -> None:
 
 
 def test_estimate_and_trainer_are_told_the_same(tmp_path) -> None:
-    from hf_memopt.memory.settings.step_settings import StepSettings
+    from hf_memopt.memory.settings import StepSettings
 
     own = [setups.Case("BERT-large", setup, tiny=True) for setup in setups.SETUPS]
     for case in own:

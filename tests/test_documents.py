@@ -16,7 +16,8 @@ import pytest
 import table
 
 import hf_memopt
-from hf_memopt.binding.compatibility.refusals import PARTS, RUN, SETTINGS, refusal_of
+from hf_memopt.binding.compatibility import refusal_of
+from hf_memopt.binding.compatibility.refusals import PARTS, RUN, SETTINGS
 from hf_memopt.technique_list import ENGINES, TECHNIQUES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.batching.plan.checks import check_integers
+from hf_memopt.batching.plan import check_integers
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value, checked_array, shown
 

@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.compatibility.conflicts import check_compatibility
-from hf_memopt.binding.losses.gradient_scale import repair_gradient_scale
-from hf_memopt.binding.model.traits import used_columns
+from hf_memopt.binding.compatibility import check_compatibility
+from hf_memopt.binding.losses import repair_gradient_scale
+from hf_memopt.binding.model import used_columns
 from hf_memopt.binding.protocols import AttachedCallback, AttachedPart, EvaluationView, TrainingView
-from hf_memopt.binding.undo.handles import (
-    UndoHandle,
-    is_overridden,
-    override_method,
-    remove_all,
-    set_attribute,
-    undo_all,
-)
+from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, remove_all, set_attribute, undo_all
 from hf_memopt.changes import CHANGES
 
 if TYPE_CHECKING:

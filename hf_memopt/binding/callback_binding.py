@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hf_memopt.binding.undo.handles import UndoHandle, nothing_to_undo, remove_all
+from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, remove_all
 
 __all__ = ["Binding", "unbound_error"]
 

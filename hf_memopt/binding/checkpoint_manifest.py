@@ -36,7 +36,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, override_method, undo_all
+from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, undo_all
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
 from hf_memopt.whole_files import write_whole

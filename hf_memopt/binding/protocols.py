@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.trainer_utils import EvalLoopOutput
 
-    from hf_memopt.binding.undo.handles import UndoHandle
+    from hf_memopt.binding.undo import UndoHandle
 
 __all__ = ["AttachedCallback", "AttachedPart", "EvaluationView", "TrainingView"]
 

@@ -120,7 +120,7 @@ def _version(
 
 
 def _demo(options: DemoOptions, context: typer.Context) -> None:
-    from hf_memopt.demo.run import run_demo
+    from hf_memopt.demo import run_demo
 
     run_demo(
         options.output,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from hf_memopt.memory.settings.step_settings import StepSettings
+from hf_memopt.memory.settings import StepSettings
 
 if TYPE_CHECKING:
     from rich.console import Console

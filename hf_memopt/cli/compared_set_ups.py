@@ -12,21 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices.gpus import current_gpu
+from hf_memopt.devices import current_gpu
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.output.estimate_picture import bar_of
-from hf_memopt.memory.output.estimate_text import as_dict
-from hf_memopt.memory.recording.sessions import keeping_models
-from hf_memopt.memory.what_fits import largest_that_fits
-from hf_memopt.reports.pictures.bar_picture import Limit, draw_bars
+from hf_memopt.memory import estimate, largest_that_fits
+from hf_memopt.memory.output import as_dict, bar_of
+from hf_memopt.memory.recording import keeping_models
+from hf_memopt.reports.pictures import Limit, draw_bars
 from hf_memopt.units import format_bytes, to_gib
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.memory.result import Estimate
+    from hf_memopt.devices import Gpu
+    from hf_memopt.memory import Estimate
 
 __all__ = ["Compared", "compare", "draw_compared", "print_compared", "set_ups"]
 

@@ -17,8 +17,8 @@ import psutil
 import torch
 from torch import distributed
 
-from hf_memopt.devices.precision_support import accelerator_type, choose_precision
-from hf_memopt.devices.readings.memory_reading import measured_device, nvml_handle, read_memory
+from hf_memopt.devices import accelerator_type, choose_precision
+from hf_memopt.devices.readings import measured_device, nvml_handle, read_memory
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

@@ -13,20 +13,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import Flag, check_of_data, flags_of, in_flags, spinner
-from hf_memopt.devices.gpus import custom_gpu, find_gpu
-from hf_memopt.memory.compiler_import import without_compiler
-from hf_memopt.memory.models.config_files import check_task, find_config
-from hf_memopt.memory.optimizers.state_and_temporaries import check_optimizer
-from hf_memopt.memory.settings.step_settings import StepSettings
-from hf_memopt.recipes.effective_batch import largest_divisor
-from hf_memopt.recipes.planning.request import checked_batch
-from hf_memopt.recipes.presets import recipe
+from hf_memopt.devices import custom_gpu, find_gpu
+from hf_memopt.memory import without_compiler
+from hf_memopt.memory.models import check_task, find_config
+from hf_memopt.memory.optimizers import check_optimizer
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.recipes import largest_divisor, recipe
+from hf_memopt.recipes.planning import checked_batch
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import EstimateOptions
-    from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.recipes.recipe_class import Recipe
+    from hf_memopt.devices import Gpu
+    from hf_memopt.recipes import Recipe
 
 __all__ = ["run"]
 
@@ -160,9 +159,8 @@ def _run_one(
 ) -> int:
     wording = partial(_as_options, flags=flags)
     with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
-        from hf_memopt.memory.estimation import estimate, with_hints
-        from hf_memopt.memory.output.estimate_picture import draw
-        from hf_memopt.memory.output.estimate_text import as_dict, print_estimate
+        from hf_memopt.memory import estimate, with_hints
+        from hf_memopt.memory.output import as_dict, draw, print_estimate
 
         chosen, batch_size, settings = _set_up(options)
         if options.task is not None:

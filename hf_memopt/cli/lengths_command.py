@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_memopt.batching.padding_costs.data_files import FileLengths, file_lengths
-from hf_memopt.batching.padding_costs.figures import padding_report
-from hf_memopt.batching.padding_costs.output import print_report
+from hf_memopt.batching.padding_costs import FileLengths, file_lengths, padding_report, print_report
 from hf_memopt.cli.command import wrapped
-from hf_memopt.memory.models.config_files import name_on_hub
+from hf_memopt.memory.models import name_on_hub
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
@@ -99,7 +97,6 @@ def _counted_by_model(model: str, path: Path, column: str | None) -> FileLengths
 
 
 def _positions(model: str, task: str | None) -> int | None:
-    from hf_memopt.memory.models.batches import most_tokens
-    from hf_memopt.memory.models.loading import load_model
+    from hf_memopt.memory.models import load_model, most_tokens
 
     return most_tokens(load_model(model, task=task).model)

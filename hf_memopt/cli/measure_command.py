@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hf_memopt.plain_data import checked_path
-from hf_memopt.reports.measurement_file import Measurement, check_new_file
+from hf_memopt.reports import Measurement, check_new_file
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import check_of_data, flags_of, in_flags, spinner, typed_command
-from hf_memopt.memory.compiler_import import without_compiler
-from hf_memopt.memory.models.config_files import check_task, find_config
+from hf_memopt.memory import without_compiler
+from hf_memopt.memory.models import check_task, find_config
 from hf_memopt.plain_data import check_word
-from hf_memopt.recipes.launch import launch_files
-from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, read_gpu
-from hf_memopt.recipes.planning.script.folder import RowsFile, check_folder
-from hf_memopt.recipes.planning.sharing import check_strategy
-from hf_memopt.reports.measurement_file import named_measurement
-from hf_memopt.reports.page import check_page
+from hf_memopt.recipes import launch_files
+from hf_memopt.recipes.planning import GOALS, METHODS, check_strategy, checked_allow, checked_batch, read_gpu
+from hf_memopt.recipes.planning.script import RowsFile, check_folder
+from hf_memopt.reports import check_page, named_measurement
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
@@ -43,8 +41,7 @@ def run(options: PlanOptions, context: Any) -> int:
     words = tuple(word for text in options.allow or () for word in text.split(","))
     _check(options, words)
     with spinner(f"planning {options.model}", errors, shown=not options.json_output) as announce:
-        from hf_memopt.recipes.planning.output import print_plan
-        from hf_memopt.recipes.planning.planner import plan
+        from hf_memopt.recipes.planning import plan, print_plan
 
         lengths = None if options.data is None else _lengths(options, options.data)
         with without_compiler():

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from hf_memopt.cli.command import spinner, wrapped
 from hf_memopt.plain_data import parse_object
-from hf_memopt.recipes.planning.candidates import MARGIN_SHARE
-from hf_memopt.recipes.presets import PRESETS, preset_rows, recipe
+from hf_memopt.recipes import PRESETS, preset_rows, recipe
+from hf_memopt.recipes.planning import MARGIN_SHARE
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:

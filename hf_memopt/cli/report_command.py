@@ -10,13 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.reports.difference.difference import compare, difference_page, print_difference
-from hf_memopt.reports.difference.sides import kind_of, read_side, text_of
-from hf_memopt.reports.page import check_page, write_page
-from hf_memopt.reports.plan.page_of_plan import plan_page
-from hf_memopt.reports.plan.plan_file import read_plan_text
-from hf_memopt.reports.run.page_of_run import run_page
-from hf_memopt.reports.run.run_file import read_run
+from hf_memopt.reports import check_page, write_page
+from hf_memopt.reports.difference import compare, difference_page, kind_of, print_difference, read_side, text_of
+from hf_memopt.reports.plan import plan_page, read_plan_text
+from hf_memopt.reports.run import read_run, run_page
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:

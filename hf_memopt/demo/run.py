@@ -186,7 +186,7 @@ def _train_in_child(work: Path, *, setup: str, **options: Any) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions that the figures belong to, and the device."""
-    from hf_memopt.devices.readings.memory_reading import read_memory
+    from hf_memopt.devices.readings import read_memory
 
     found = {name: importlib.metadata.version(name) for name in VERSIONS_OF}
     return {"python": platform.python_version(), **found, "device": read_memory().device_name}

@@ -37,11 +37,11 @@ from transformers import (
 )
 
 from hf_memopt.demo.docstring_task import MAX_LENGTH_TOKENS, DocstringTask
-from hf_memopt.devices.precision_support import accelerator_type, choose_precision
-from hf_memopt.memory.estimation import estimate_from_arguments
-from hf_memopt.memory.run.callback import MemoryReportCallback
-from hf_memopt.recipes.presets import recipe
-from hf_memopt.techniques.optimizers.embedding_bits import optimizer_state_bytes
+from hf_memopt.devices import accelerator_type, choose_precision
+from hf_memopt.memory import estimate_from_arguments
+from hf_memopt.memory.run import MemoryReportCallback
+from hf_memopt.recipes import recipe
+from hf_memopt.techniques.optimizers import optimizer_state_bytes
 
 __all__ = ["build_model", "measure", "model_config", "predict_labels", "run_setup", "trainer_of"]
 

@@ -223,7 +223,7 @@ def current_gpu() -> Gpu | None:
     # ROCm calls itself cuda, but its compute capabilities are not NVIDIA's.
     if torch.version.hip is not None or not torch.cuda.is_available():
         return None
-    from hf_memopt.devices.readings.memory_reading import read_context, read_memory
+    from hf_memopt.devices.readings import read_context, read_memory
 
     reading = read_memory()
     if reading.device_total_bytes is None:

@@ -19,23 +19,23 @@ import numpy as np
 import torch
 
 from hf_memopt.binding import versions as compat
-from hf_memopt.devices.gpu_table import Chip
-from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
-from hf_memopt.memory.allocator.planned_replay import replay_plan, step_optimizer
-from hf_memopt.memory.allocator.replay import Replayed, fragmentation_of, replay_on_gpu
-from hf_memopt.memory.distributed.shares import as_the_engine_steps, notes_of_sharing, shard_facts
+from hf_memopt.devices import Chip, Gpu, current_gpu, find_gpu
+from hf_memopt.memory.allocator import Replayed, fragmentation_of, replay_on_gpu, replay_plan, step_optimizer
+from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
-from hf_memopt.memory.models.batches import DEFAULT_LENGTH, default_length
-from hf_memopt.memory.models.config_files import check_task
-from hf_memopt.memory.recording.passes import StepTrace
-from hf_memopt.memory.recording.sessions import Shape, keeping_models, session
-from hf_memopt.memory.recording.step import collector_paused
+from hf_memopt.memory.models import DEFAULT_LENGTH, check_task, default_length
+from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, keeping_models, session
 from hf_memopt.memory.resolved_settings import own_dtype, settings_of_recipe, sixteen_bits, with_16_bits, with_precision
 from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings.argument_spellings import in_own_names
-from hf_memopt.memory.settings.batch_lengths import LengthPlan, checked_lengths, plan_lengths
-from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
-from hf_memopt.memory.step_time.prices import timing_of_step
+from hf_memopt.memory.settings import (
+    LengthPlan,
+    NotEstimableError,
+    StepSettings,
+    checked_lengths,
+    in_own_names,
+    plan_lengths,
+)
+from hf_memopt.memory.step_time import timing_of_step
 from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
 from hf_memopt.plain_data import Count, check_value, checked_array, shown
 

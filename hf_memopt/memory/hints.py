@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.compatibility.refusals import refused_fields
+from hf_memopt.binding.compatibility import refused_fields
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.what_fits import largest_that_fits, margin_of
 from hf_memopt.units import format_bytes

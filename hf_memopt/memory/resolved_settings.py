@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices.gpus import Gpu
-from hf_memopt.memory.settings.step_settings import StepSettings
+from hf_memopt.devices import Gpu
+from hf_memopt.memory.settings import StepSettings
 from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.output.estimate_picture import draw
-from hf_memopt.memory.output.estimate_text import as_dict, estimate_table, print_estimate
-from hf_memopt.memory.settings.step_settings import StepSettings
+from hf_memopt.memory.output import as_dict, draw, estimate_table, print_estimate
+from hf_memopt.memory.settings import StepSettings
 
 if TYPE_CHECKING:
-    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.devices import Gpu
     from hf_memopt.memory.hints import Hint
-    from hf_memopt.memory.settings.batch_lengths import Fragmentation
-    from hf_memopt.memory.step_time.prices import StepCosts, StepTime
-    from hf_memopt.memory.tracking.timeline import Timeline
+    from hf_memopt.memory.settings import Fragmentation
+    from hf_memopt.memory.step_time import StepCosts, StepTime
+    from hf_memopt.memory.tracking import Timeline
 
 __all__ = ["Estimate"]
 

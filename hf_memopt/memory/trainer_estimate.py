@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.compatibility.conflicts import optimizers_of, techniques_in_use
+from hf_memopt.binding.compatibility import optimizers_of, techniques_in_use
 from hf_memopt.memory.estimation import estimate_from_arguments
-from hf_memopt.memory.settings.step_settings import StepSettings
+from hf_memopt.memory.settings import StepSettings
 from hf_memopt.technique_list import TECHNIQUES, load
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
     from hf_memopt.memory.result import Estimate
-    from hf_memopt.memory.settings.batch_lengths import BatchShape
+    from hf_memopt.memory.settings import BatchShape
 
 __all__ = ["estimate_of"]
 

@@ -7,8 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions as compat
-from hf_memopt.memory.settings.argument_spellings import REFUSED
-from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
+from hf_memopt.memory.settings import REFUSED, NotEstimableError, StepSettings
 from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:

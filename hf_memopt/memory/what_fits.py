@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.devices import Gpu
 
 __all__ = ["MARGIN_SHARE", "largest_that_fits", "margin_of"]
 

@@ -1,0 +1,5 @@
+"""Presets and recipes: techniques that go together, and how they become a ``Trainer``."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

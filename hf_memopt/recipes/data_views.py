@@ -6,17 +6,22 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.batching.views.bucketed_stream import BucketedStream
-from hf_memopt.batching.views.bucketed_view import BucketedView, bucketed
-from hf_memopt.batching.views.sorted_view import SortedExamples, loses_order, sorted_by_length
-from hf_memopt.batching.views.view import is_map_style
-from hf_memopt.binding.model.traits import is_causal_lm, unwrap_model
+from hf_memopt.batching.views import (
+    BucketedStream,
+    BucketedView,
+    SortedExamples,
+    bucketed,
+    is_map_style,
+    loses_order,
+    sorted_by_length,
+)
+from hf_memopt.binding.model import is_causal_lm, unwrap_model
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.effective_batch import process_count
 
 if TYPE_CHECKING:
-    from hf_memopt.batching.collation.speech import SpeechCollator
+    from hf_memopt.batching.collation import SpeechCollator
 
 __all__ = [
     "evaluation_view",
@@ -110,7 +115,7 @@ def fixed_size_input(model: Any, dataset: Any) -> str | None:
 
 def speech_collator(model: Any) -> SpeechCollator:
     """Return the collator of sound for a model, or for float32 features where ``model_init`` builds it later."""
-    from hf_memopt.batching.collation.speech import SpeechCollator
+    from hf_memopt.batching.collation import SpeechCollator
 
     if model is None:
         return SpeechCollator()

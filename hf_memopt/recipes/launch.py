@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.compatibility.conflicts import is_of_bitsandbytes
-from hf_memopt.binding.compatibility.refusals import refusal_of, refused_fields
+from hf_memopt.binding.compatibility import is_of_bitsandbytes, refusal_of, refused_fields
 from hf_memopt.changes import Change
-from hf_memopt.memory.distributed.zero_config import ZERO_STAGES, zero_options
+from hf_memopt.memory.distributed import ZERO_STAGES, zero_options
 from hf_memopt.plain_data import Count, check_value, check_word, checked_path
 from hf_memopt.recipes.effective_batch import cut_effective_batch
 from hf_memopt.technique_list import Refusal

@@ -20,7 +20,7 @@ def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
     """Return keywords for ``from_pretrained``; see ``Recipe.model_kwargs``."""
     import torch
 
-    from hf_memopt.memory.models.config_files import check_task
+    from hf_memopt.memory.models import check_task
 
     check_task(task)
     found = {
@@ -30,7 +30,7 @@ def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
     if recipe.load_in is not None:
         from transformers import BitsAndBytesConfig
 
-        from hf_memopt.binding.model_changes.quantized_weights import quantization_options
+        from hf_memopt.binding.model_changes import quantization_options
 
         is_sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # as accelerate launch sets it
         options = quantization_options(recipe.load_in, sixteen_bits_here(recipe), task, is_sharded=is_sharded)
@@ -45,10 +45,9 @@ def prepared_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[C
     float32. Checkpointing comes last, by the Trainer: it must find the wrapped model, whose embeddings' output then
     requires a gradient.
     """
-    from hf_memopt.binding.model.traits import check_model
-    from hf_memopt.binding.model_changes.adapters import add_adapters
-    from hf_memopt.binding.model_changes.quantized_weights import is_quantized, prepare_quantized
-    from hf_memopt.memory.resolved_settings import own_dtype
+    from hf_memopt.binding.model import check_model
+    from hf_memopt.binding.model_changes import add_adapters, is_quantized, prepare_quantized
+    from hf_memopt.memory import own_dtype
 
     check_model(model)
     if hasattr(model, "peft_config"):
@@ -74,8 +73,8 @@ def prepared_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[C
 
 
 def _check_quantisation(recipe: Recipe, model: nn.Module) -> None:
-    from hf_memopt.binding.model.tasks import NEW_HEADS, task_of
-    from hf_memopt.binding.model_changes.quantized_weights import is_quantized
+    from hf_memopt.binding.model import NEW_HEADS, task_of
+    from hf_memopt.binding.model_changes import is_quantized
 
     name, quantized = type(model).__name__, is_quantized(model)
     if recipe.load_in is not None and not quantized:

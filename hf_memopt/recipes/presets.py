@@ -21,7 +21,7 @@ from hf_memopt.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.devices import Gpu
 
 __all__ = ["PRESETS", "fitting_recipe", "preset", "recipe"]
 
@@ -169,7 +169,7 @@ def _from_file(path: str | os.PathLike[str], model: Any) -> Recipe:
 
 
 def _fitting_here(model: Any, seq_len: int | None) -> Recipe:
-    from hf_memopt.devices.gpus import current_gpu
+    from hf_memopt.devices import current_gpu
 
     preset, gpu = _for_this_machine(), current_gpu()
     return preset if gpu is None else fitting_recipe(preset, model, seq_len=seq_len, gpu=gpu)
@@ -180,7 +180,7 @@ def _smallest_gpu(name: str) -> Gpu:
 
     Without a GPU here the kernels are those that ``custom_gpu`` assumes.
     """
-    from hf_memopt.devices.gpus import GPUS, current_gpu, custom_gpu
+    from hf_memopt.devices import GPUS, current_gpu, custom_gpu
 
     size = parse_bytes(f"{name.removesuffix('gb-gpu')}GiB")
     usable_bytes = min(gpu.usable_bytes for gpu in GPUS.values() if gpu.memory_bytes == size)
@@ -189,7 +189,7 @@ def _smallest_gpu(name: str) -> Gpu:
 
 
 def _for_this_machine() -> Recipe:
-    from hf_memopt.devices.readings.memory_reading import read_memory  # torch, which no other preset needs
+    from hf_memopt.devices.readings import read_memory  # torch, which no other preset needs
 
     reading = read_memory()
     if reading.device_total_bytes is None:
@@ -257,11 +257,9 @@ def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu)
     Raises:
         ValueError: nothing fits; as ``estimate`` and ``plan`` do.
     """
-    from hf_memopt.memory.estimation import estimate
-    from hf_memopt.memory.recording.sessions import keeping_models
-    from hf_memopt.recipes.planning.candidates import margin_of
-    from hf_memopt.recipes.planning.model_facts import facts_of
-    from hf_memopt.recipes.planning.planner import plan
+    from hf_memopt.memory import estimate
+    from hf_memopt.memory.recording import keeping_models
+    from hf_memopt.recipes.planning import facts_of, margin_of, plan
 
     rows = preset.per_device_train_batch_size
     with keeping_models():

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt import __version__
-from hf_memopt.binding.compatibility.refusals import refuse_without_adapters, refused_fields
+from hf_memopt.binding.compatibility import refuse_without_adapters, refused_fields
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import (
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from hf_memopt.batching.collation.collators import BucketedCollator
-    from hf_memopt.memory.settings.step_settings import StepSettings
+    from hf_memopt.batching.collation import BucketedCollator
+    from hf_memopt.memory.settings import StepSettings
     from hf_memopt.recipes.launch import Launch
 
 __all__ = ["Recipe"]
@@ -222,8 +222,8 @@ class Recipe:
                 "Call: pip install --upgrade hf-memopt"
             )
         read = from_object(Recipe, values)
-        from hf_memopt.memory.optimizers.state_and_temporaries import check_optimizer
-        from hf_memopt.memory.settings.step_settings import NotEstimableError
+        from hf_memopt.memory.optimizers import check_optimizer
+        from hf_memopt.memory.settings import NotEstimableError
 
         with suppress(NotEstimableError):  # which may be trained with all the same
             check_optimizer(read.optim)
@@ -253,7 +253,7 @@ class Recipe:
         """
         from transformers import TrainingArguments
 
-        from hf_memopt.binding.attachment import refuse_data_parallel
+        from hf_memopt.binding import refuse_data_parallel
 
         folder = None if output_dir is None else checked_path("output_dir", output_dir)
         if folder is not None and folder.exists() and not folder.is_dir():
@@ -316,7 +316,7 @@ class Recipe:
 
     def step_settings(self) -> StepSettings:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
-        from hf_memopt.memory.settings.step_settings import StepSettings  # the presets are read without the estimate
+        from hf_memopt.memory.settings import StepSettings  # the presets are read without the estimate
 
         own = {item.name for item in fields(self)}
         shared = {item.name: getattr(self, item.name) for item in fields(StepSettings) if item.name in own}
@@ -339,8 +339,8 @@ class Recipe:
 
     def _prepare_allocator(self) -> None:
         if self.expandable_segments:
-            from hf_memopt.devices.precision_support import accelerator_type
-            from hf_memopt.techniques.expandable_segments import use_expandable_segments
+            from hf_memopt.devices import accelerator_type
+            from hf_memopt.techniques import use_expandable_segments
 
             if accelerator_type() == "cuda":
                 use_expandable_segments()
@@ -360,7 +360,7 @@ class Recipe:
 
     def collator(self, tokenizer: Any, *, causal_lm: bool = False) -> BucketedCollator:
         """Return the collator that pads every batch to its own longest row, and labels the tokens of a causal LM."""
-        from hf_memopt.batching.collation.collators import BucketedCollator
+        from hf_memopt.batching.collation import BucketedCollator
 
         return BucketedCollator(tokenizer, causal_lm=causal_lm, pad_to_multiple_of=self.pad_to_multiple_of)
 

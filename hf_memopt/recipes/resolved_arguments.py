@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.compatibility.refusals import refused_fields
+from hf_memopt.binding.compatibility import refused_fields
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count
@@ -41,7 +41,7 @@ def resolve_arguments(
     Raises:
         TypeError, ValueError: see ``Recipe.training_arguments``.
     """
-    from hf_memopt.devices.precision_support import accelerator_type
+    from hf_memopt.devices import accelerator_type
 
     _check_names(overrides)
     _check_deepspeed(overrides)
@@ -128,7 +128,7 @@ def _check_checkpointing(recipe: Recipe, on_cpu: bool) -> None:
             "newer. Pass recipe.replace(every_n_layers=1), or call: pip install -U transformers"
         )
     if recipe.offload:
-        from hf_memopt.techniques.checkpointing.policies import check_offload
+        from hf_memopt.techniques.checkpointing import check_offload
 
         check_offload(on_cpu=on_cpu)
 
@@ -175,7 +175,7 @@ def _refuse(recipe: Recipe, setting: str) -> None:
 
 def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
     """Return ``bf16`` and ``fp16``, or ``tf32``, and the ``Change`` where the recipe leaves them to the machine."""
-    from hf_memopt.devices.precision_support import check_precision
+    from hf_memopt.devices import check_precision
 
     weights = weights_dtype_here(recipe, use_cpu=use_cpu)  # what it refuses is refused before a model is loaded
     why = None
@@ -211,7 +211,7 @@ def _tf32(use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
 
 
 def _chosen_precision(recipe: Recipe, weights: str, use_cpu: bool) -> Change:
-    from hf_memopt.devices.precision_support import accelerator_type, choose_precision
+    from hf_memopt.devices import accelerator_type, choose_precision
 
     chosen = choose_precision(use_cpu=use_cpu)
     name: str = chosen.name
@@ -229,7 +229,7 @@ def _chosen_precision(recipe: Recipe, weights: str, use_cpu: bool) -> Change:
 
 def sixteen_bits_here(recipe: Recipe) -> str:
     """Return the 16-bit dtype that this machine computes in: float16 on a GPU that only emulates bfloat16."""
-    from hf_memopt.devices.precision_support import choose_precision
+    from hf_memopt.devices import choose_precision
 
     name = choose_precision().name if recipe.precision == "auto" else recipe.precision
     return "float16" if name == "fp16" else "bfloat16"
@@ -241,7 +241,7 @@ def weights_dtype_here(recipe: Recipe, *, use_cpu: bool = False) -> str:
     Raises:
         ValueError: bfloat16 that this machine only emulates, float16 where it has no gradient scaler.
     """
-    from hf_memopt.devices.precision_support import accelerator_type, choose_precision
+    from hf_memopt.devices import accelerator_type, choose_precision
 
     if recipe.load_in is not None and recipe.weights_dtype == "float32":
         return sixteen_bits_here(recipe)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
 
-from hf_memopt.binding import versions
-from hf_memopt.binding.attachment import attach
-from hf_memopt.binding.compatibility.conflicts import names_of, refusals_of
+from hf_memopt.binding import attach, versions
+from hf_memopt.binding.compatibility import names_of, refusals_of
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.errors import did_you_mean
-from hf_memopt.memory.run.callback import MemoryReportCallback
+from hf_memopt.memory.run import MemoryReportCallback
 from hf_memopt.recipes.data_views import (
     evaluation_view,
     fixed_size_input,
@@ -26,10 +25,10 @@ from hf_memopt.recipes.data_views import (
 )
 from hf_memopt.recipes.model_setup import prepared_model
 from hf_memopt.technique_list import asked_by, load
-from hf_memopt.techniques.freezing.freezing import FreezeCallback
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
-from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
-from hf_memopt.techniques.precision import PrecisionCallback
+from hf_memopt.techniques import PrecisionCallback
+from hf_memopt.techniques.freezing import FreezeCallback
+from hf_memopt.techniques.microbatching import MicrobatchCallback
+from hf_memopt.techniques.optimizers import EmbeddingBitsCallback
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -95,7 +94,7 @@ def build_trainer(
     if trainer_kwargs.get("data_collator") is None:
         if fixed is None:
             causal_lm = needs_causal_labels(model, train_dataset)
-            from hf_memopt.batching.collation.collators import check_tokenizer
+            from hf_memopt.batching.collation import check_tokenizer
 
             check_tokenizer(processing_class, "processing_class")
             trainer_kwargs["data_collator"] = recipe.collator(processing_class, causal_lm=causal_lm)
@@ -233,6 +232,6 @@ def _without_folder(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(model: Any) -> str:
-    from hf_memopt.binding.model.traits import unwrap_model
+    from hf_memopt.binding.model import unwrap_model
 
     return type(unwrap_model(model)).__name__

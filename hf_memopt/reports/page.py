@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_memopt.plain_data import checked_path
 from hf_memopt.plotting import DARK, LIGHT, Theme
-from hf_memopt.reports.pictures.bar_picture import colours_of
+from hf_memopt.reports.pictures import colours_of
 from hf_memopt.units import format_bytes, format_duration, format_number, to_gib
 from hf_memopt.whole_files import write_whole
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from hf_memopt.binding.undo.handles import UndoHandle, nothing_to_undo
-from hf_memopt.binding.versions import allocator_variable
+from hf_memopt.binding import allocator_variable
+from hf_memopt.binding.undo import UndoHandle, nothing_to_undo
 from hf_memopt.changes import Change
 
 __all__ = ["platform_problem", "use_expandable_segments"]

@@ -10,8 +10,8 @@ import logging
 import warnings
 from typing import Any
 
-from hf_memopt.binding.compatibility.conflicts import check_settings
-from hf_memopt.binding.fused_loss.fuse import FusedHandle, fuse_cross_entropy
+from hf_memopt.binding.compatibility import check_settings
+from hf_memopt.binding.fused_loss import FusedHandle, fuse_cross_entropy
 from hf_memopt.changes import add_change, record_changes
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.techniques.technique_callback import ModelCallback

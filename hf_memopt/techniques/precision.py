@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from hf_memopt.binding.compatibility.conflicts import check_compatibility, techniques_in_use
-from hf_memopt.binding.model.traits import unwrap_optimizer
-from hf_memopt.binding.parameters.frozen_parameters import cast_parameters
-from hf_memopt.binding.undo.handles import UndoHandle, nothing_to_undo, override_method, set_attribute
-from hf_memopt.binding.versions import checkpointing_of, is_checkpointing
+from hf_memopt.binding import checkpointing_of, is_checkpointing
+from hf_memopt.binding.compatibility import check_compatibility, techniques_in_use
+from hf_memopt.binding.model import unwrap_optimizer
+from hf_memopt.binding.parameters import cast_parameters
+from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, override_method, set_attribute
 from hf_memopt.changes import Change, add_change
 from hf_memopt.plain_data import check_value
 from hf_memopt.techniques.technique_callback import TechniqueCallback

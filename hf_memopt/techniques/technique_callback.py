@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from hf_memopt.binding.callback_binding import Binding
-from hf_memopt.binding.undo.handles import UndoHandle, remove_all, undo_all
+from hf_memopt.binding import Binding
+from hf_memopt.binding.undo import UndoHandle, remove_all, undo_all
 
 if TYPE_CHECKING:
     from transformers import Trainer

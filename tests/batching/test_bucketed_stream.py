@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from transformers import Trainer
 
 import tiny
-from hf_memopt.batching.collation.collators import BucketedCollator
-from hf_memopt.batching.views.bucketed_stream import BucketedStream
-from hf_memopt.binding.attachment import attach
+from hf_memopt.batching.collation import BucketedCollator
+from hf_memopt.batching.views import BucketedStream
+from hf_memopt.binding import attach
 from hf_memopt.changes import Change
 from two_ranks import run_pair
 

@@ -16,11 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from transformers import Trainer
 
 import tiny
-from hf_memopt.batching.collation.collators import BucketedCollator
-from hf_memopt.batching.views.bucketed_stream import BucketedStream
-from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.batching.views.sorted_view import sorted_by_length
-from hf_memopt.binding.attachment import attach
+from hf_memopt.batching.collation import BucketedCollator
+from hf_memopt.batching.views import BucketedStream, bucketed, sorted_by_length
+from hf_memopt.binding import attach
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import shown
 

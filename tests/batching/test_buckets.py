@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_memopt.batching.plan import LengthBuckets
 from hf_memopt.batching.plan.boundaries import optimal_boundaries
-from hf_memopt.batching.plan.buckets import LengthBuckets
 
 
 def round_up(length: int, multiple: int) -> int:

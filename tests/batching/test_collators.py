@@ -33,7 +33,8 @@ from transformers import (
 )
 
 import tiny
-from hf_memopt.batching.collation.collators import BucketedCollator, DynamicPaddingCollator, flatten
+from hf_memopt.batching.collation import BucketedCollator
+from hf_memopt.batching.collation.collators import DynamicPaddingCollator, flatten
 
 # Columns
 

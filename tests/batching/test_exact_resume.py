@@ -20,9 +20,9 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt.batching.collation.collators import BucketedCollator
-from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.binding.attachment import attach
+from hf_memopt.batching.collation import BucketedCollator
+from hf_memopt.batching.views import bucketed
+from hf_memopt.binding import attach
 from two_ranks import run_pair
 
 COUNT, EPOCHS = 28, 2

@@ -17,15 +17,13 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 import tiny
-from hf_memopt.batching.collation.collators import BucketedCollator
+from hf_memopt.batching.collation import BucketedCollator
 from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.batching.plan.buckets import LengthBuckets
-from hf_memopt.batching.plan.packing import PackedBatches
-from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.batching.views.sorted_view import sorted_by_length
-from hf_memopt.binding.attachment import attach
+from hf_memopt.batching.plan import LengthBuckets, PackedBatches
+from hf_memopt.batching.views import bucketed, sorted_by_length
+from hf_memopt.binding import attach
 from hf_memopt.changes import Change
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching import MicrobatchCallback
 
 COUNT, MAX_TOKENS = 36, 64
 LENGTHS = [(7 * i) % 23 + 2 for i in range(COUNT)]

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset
 
 import tiny
-from hf_memopt.batching.lengths import token_lengths
-from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.batching.views.sorted_view import sorted_by_length
+from hf_memopt.batching import token_lengths
+from hf_memopt.batching.views import bucketed, sorted_by_length
 
 
 @pytest.fixture(autouse=True, scope="module")

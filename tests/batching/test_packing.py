@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_memopt.batching.plan.buckets import LengthBuckets
-from hf_memopt.batching.plan.packing import PackedBatches
+from hf_memopt.batching.plan import LengthBuckets, PackedBatches
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=80)
 SETTINGS = st.fixed_dictionaries(

@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
 import tiny
-from hf_memopt.batching.collation.collators import BucketedCollator, DynamicPaddingCollator
-from hf_memopt.batching.collation.rows import ColumnBatch, RowBatch, RowReader
-from hf_memopt.batching.views.bucketed_view import bucketed
+from hf_memopt.batching.collation import BucketedCollator, RowBatch, RowReader
+from hf_memopt.batching.collation.collators import DynamicPaddingCollator
+from hf_memopt.batching.collation.rows import ColumnBatch
+from hf_memopt.batching.views import bucketed
 
 pytestmark = pytest.mark.filterwarnings(
     # datasets 5.2.0 sorts with an argument that pyarrow 25 deprecates.

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from hf_memopt.batching.plan.buckets import LengthBuckets
+from hf_memopt.batching.plan import LengthBuckets
 from hf_memopt.batching.plan.samplers import LengthBucketedBatchSampler, LengthBucketedSampler
 
 LENGTHS = [(7 * i) % 23 + 1 for i in range(37)]

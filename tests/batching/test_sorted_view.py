@@ -25,12 +25,10 @@ from torch.utils.data import DataLoader, Sampler, Subset
 from transformers import DataCollatorWithPadding, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import tiny
-from hf_memopt.batching.collation.collators import BucketedCollator
-from hf_memopt.batching.collation.rows import RowReader
+from hf_memopt.batching.collation import BucketedCollator, RowReader
 from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.batching.views.sorted_view import sorted_by_length
-from hf_memopt.binding.attachment import attach
+from hf_memopt.batching.views import bucketed, sorted_by_length
+from hf_memopt.binding import attach
 from two_ranks import run_pair
 
 COUNT = 13

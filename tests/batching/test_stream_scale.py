@@ -19,10 +19,9 @@ from slow_cases import slow_except
 from test_bucketed_stream import COUNT, Passes, Rows, arrow_stream, identity, make_stream, make_trainer, one_core
 
 import tiny
-from hf_memopt.batching.views.bucketed_stream import BucketedStream
-from hf_memopt.batching.views.bucketed_view import bucketed
+from hf_memopt.batching.views import BucketedStream, bucketed
 from hf_memopt.batching.views.stream_reading import LARGEST_BYTES, PLACES, SharedPlaces, _holds_rows_back
-from hf_memopt.binding.attachment import attach
+from hf_memopt.binding import attach
 from two_ranks import run_pair
 
 RANKS_PROGRAM = str(Path(__file__).parent / "stream_ranks.py")

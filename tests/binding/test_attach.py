@@ -32,15 +32,14 @@ from transformers import (
 import hf_memopt
 import tiny
 from hf_memopt import FreezeCallback, MicrobatchCallback, OverflowCallback, PrecisionCallback
-from hf_memopt.batching.collation.collators import BucketedCollator
+from hf_memopt.batching.collation import BucketedCollator
 from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.batching.views.sorted_view import sorted_by_length
-from hf_memopt.binding.attachment import attach, refuse_data_parallel
+from hf_memopt.batching.views import bucketed, sorted_by_length
+from hf_memopt.binding import TrainingView, attach, refuse_data_parallel
 from hf_memopt.binding.callback_binding import unbound_error
-from hf_memopt.binding.model.traits import used_columns
-from hf_memopt.binding.protocols import AttachedCallback, AttachedPart, EvaluationView, TrainingView
-from hf_memopt.binding.undo.handles import UndoHandle
+from hf_memopt.binding.model import used_columns
+from hf_memopt.binding.protocols import AttachedCallback, AttachedPart, EvaluationView
+from hf_memopt.binding.undo import UndoHandle
 from hf_memopt.changes import Change
 from two_ranks import run_pair
 

@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback
 
 import tiny
 from hf_memopt import BucketedCollator, MicrobatchCallback, ShardedCheckpointCallback, bucketed
-from hf_memopt.binding.attachment import attach
+from hf_memopt.binding import attach
 from hf_memopt.binding.checkpoint_manifest import MANIFEST, checkpoint_to_resume, remove_stale, why_not_whole
 from two_ranks import run_pair
 

@@ -12,18 +12,14 @@ import torch
 from transformers import Trainer
 
 import tiny
-from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.binding.compatibility.conflicts import (
-    check_compatibility,
-    refusals_of,
-    settings_in_use,
-    techniques_in_use,
-)
-from hf_memopt.binding.compatibility.refusals import SETTINGS, refusal_of
-from hf_memopt.binding.versions import checkpointing_arguments
+from hf_memopt.batching.views import bucketed
+from hf_memopt.binding import checkpointing_arguments
+from hf_memopt.binding.compatibility import check_compatibility, refusal_of, refusals_of, techniques_in_use
+from hf_memopt.binding.compatibility.conflicts import settings_in_use
+from hf_memopt.binding.compatibility.refusals import SETTINGS
 from hf_memopt.technique_list import ENGINES, TECHNIQUES
-from hf_memopt.techniques.freezing.freezing import FreezeCallback
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.freezing import FreezeCallback
+from hf_memopt.techniques.microbatching import MicrobatchCallback
 from hf_memopt.techniques.nonfinite.overflow import OverflowCallback
 from hf_memopt.techniques.optimizers.gradient_release import gradient_release
 

@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import BertForMaskedLM
 
 import tiny
+from hf_memopt.binding.fused_loss import DeferredLogits, fuse_cross_entropy
 from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES, Loss
-from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
-from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
-from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.cuda import CudaSemantics, run_backward
+from hf_memopt.memory.tracking import StorageTracker
 from language_models import distance, gradients
 
 VOCABULARY = 100

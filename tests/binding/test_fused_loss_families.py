@@ -10,8 +10,8 @@ import pytest
 import torch
 from slow_cases import slow_except
 
-from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.binding.fused_loss import fuse_cross_entropy
+from hf_memopt.memory.tracking import StorageTracker
 from language_models import ENCODERS, FAMILIES, VOCABULARY, batch, build, distance, gradients
 
 CHUNK_BYTES = VOCABULARY * 4 * 16  # 16 rows of float32, so that there are several chunks

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, override_method
+from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method
 
 
 class Speaker:

@@ -29,11 +29,11 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import tiny
 from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.binding.losses.foreign_code import foreign_hooks
-from hf_memopt.binding.losses.known_losses import MEANS, KnownLoss, head_counts_items, known_loss, stated_loss
-from hf_memopt.binding.losses.row_weights import CLASSES, POSITIONS
-from hf_memopt.binding.undo.handles import override_method
-from hf_memopt.techniques.microbatching.not_splittable import splittable_reason
+from hf_memopt.binding.losses import CLASSES, KnownLoss, foreign_hooks, known_loss, stated_loss
+from hf_memopt.binding.losses.known_losses import MEANS, head_counts_items
+from hf_memopt.binding.losses.row_weights import POSITIONS
+from hf_memopt.binding.undo import override_method
+from hf_memopt.techniques.microbatching import splittable_reason
 
 PARTS = ([0, 1], [2, 3], [4])
 LOSS, GRADIENT = 1e-5, 2e-5  # relative: stock computes most losses in float32, whatever the model's dtype

@@ -14,9 +14,9 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt.batching.collation.undisturbed import undisturbed
-from hf_memopt.binding.attachment import attach
+from hf_memopt.binding import attach
 from hf_memopt.binding.undo.kept_state import LARGEST_COPY_BYTES
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching import MicrobatchCallback
 from scarcity import Pad, mixed_rows
 
 

@@ -22,7 +22,7 @@ import tiny
 from hf_memopt import gradient_release, sparse_tied_embedding
 from hf_memopt.binding import versions as compat
 from hf_memopt.binding.model_changes import tied_embedding as module_under_test
-from hf_memopt.binding.model_changes.tied_embedding import tied_embeddings
+from hf_memopt.binding.model_changes import tied_embeddings
 
 VOCABULARY = 499
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

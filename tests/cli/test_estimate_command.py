@@ -18,13 +18,12 @@ from hf_memopt import recipe
 from hf_memopt.cli import compared_set_ups, estimate_command
 from hf_memopt.cli.app import app
 from hf_memopt.cli.compared_set_ups import compare, set_ups
-from hf_memopt.devices.gpus import custom_gpu, find_gpu
-from hf_memopt.memory import estimation
+from hf_memopt.devices import custom_gpu, find_gpu
+from hf_memopt.memory import Estimate, estimation
 from hf_memopt.memory.hints import Hint
-from hf_memopt.memory.models.config_files import known_models
-from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
-from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
+from hf_memopt.memory.models import known_models
+from hf_memopt.memory.output import as_dict, estimate_table
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
 
 runner = CliRunner()
 MIB = 2**20

@@ -32,18 +32,9 @@ from transformers import (
 
 from hf_memopt import recipe
 from hf_memopt.demo import run as demo
-from hf_memopt.demo import training
+from hf_memopt.demo import run_demo, training
 from hf_memopt.demo.docstring_task import docstring_task, read_docstrings, source_files
-from hf_memopt.demo.run import (
-    TITLES,
-    conclusions,
-    figures_table,
-    prepare,
-    print_results,
-    run_child,
-    run_demo,
-    setups_text,
-)
+from hf_memopt.demo.run import TITLES, conclusions, figures_table, prepare, print_results, run_child, setups_text
 
 TINY = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
 KEYS = {

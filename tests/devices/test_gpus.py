@@ -14,8 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_memopt.devices import gpus
-from hf_memopt.devices.gpus import GPUS, Gpu, PeakRates, current_gpu, custom_gpu, find_gpu
+from hf_memopt.devices import GPUS, Gpu, PeakRates, current_gpu, custom_gpu, find_gpu, gpus
 from hf_memopt.devices.readings import memory_reading as reading
 
 GIB = 2**30

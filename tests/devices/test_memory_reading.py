@@ -14,8 +14,7 @@ import psutil
 import pytest
 import torch
 
-from hf_memopt.devices.readings import memory_reading as reading
-from hf_memopt.devices.readings.memory_reading import (
+from hf_memopt.devices.readings import (
     MemoryReading,
     PeakMeter,
     measured_device,
@@ -24,6 +23,7 @@ from hf_memopt.devices.readings.memory_reading import (
     read_memory,
     read_process,
 )
+from hf_memopt.devices.readings import memory_reading as reading
 
 GIB = 2**30
 MIB = 2**20

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt.binding.undo.random_state import RandomState
-from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.binding.undo import RandomState
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 
 CPU = torch.device("cpu")
 

@@ -25,19 +25,16 @@ from transformers import Trainer
 
 import hf_memopt as m
 import tiny
-from hf_memopt.batching.padding_costs.data_files import data_file, file_lengths
+from hf_memopt.batching.padding_costs import data_file, file_lengths
 from hf_memopt.batching.views.stream_checkpoint import _saved_state
 from hf_memopt.binding.checkpoint_manifest import MANIFEST, why_not_whole
-from hf_memopt.devices.gpus import find_gpu
-from hf_memopt.memory.models.loading import load_model
+from hf_memopt.devices import find_gpu
+from hf_memopt.memory.models import load_model
 from hf_memopt.recipes.planning.measured import Corrections
-from hf_memopt.reports.difference.difference import compare, difference_page, print_difference
-from hf_memopt.reports.difference.sides import read_side
-from hf_memopt.reports.measurement_file import Figures, Measurement, named_measurement
-from hf_memopt.reports.plan.page_of_plan import plan_page
-from hf_memopt.reports.plan.plan_file import read_plan_text
-from hf_memopt.reports.run.page_of_run import run_page
-from hf_memopt.reports.run.run_file import read_run
+from hf_memopt.reports import Figures, Measurement, named_measurement
+from hf_memopt.reports.difference import compare, difference_page, print_difference, read_side
+from hf_memopt.reports.plan import plan_page, read_plan_text
+from hf_memopt.reports.run import read_run, run_page
 
 __all__ = ["FILES", "StrangeFile", "broken_bytes", "broken_json"]
 

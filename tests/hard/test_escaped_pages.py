@@ -23,12 +23,9 @@ from typer.testing import CliRunner
 import tiny
 from hf_memopt import custom_gpu, estimate, padding_report, plan, recipe
 from hf_memopt.cli.app import app
-from hf_memopt.reports.difference.difference import compare, difference_page
-from hf_memopt.reports.difference.sides import read_side
-from hf_memopt.reports.plan.page_of_plan import plan_page
-from hf_memopt.reports.plan.plan_file import read_plan_text
-from hf_memopt.reports.run.page_of_run import run_page
-from hf_memopt.reports.run.run_file import read_run
+from hf_memopt.reports.difference import compare, difference_page, read_side
+from hf_memopt.reports.plan import plan_page, read_plan_text
+from hf_memopt.reports.run import read_run, run_page
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -25,7 +25,7 @@ from hf_memopt import (
     bucketed,
     sorted_by_length,
 )
-from hf_memopt.batching.collation.speech import SpeechCollator
+from hf_memopt.batching.collation import SpeechCollator
 
 COUNT = 41
 LENGTHS = [(7 * i) % 23 + 2 for i in range(COUNT)]

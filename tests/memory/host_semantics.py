@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from hf_memopt.memory.cuda import CudaSemantics
 from hf_memopt.memory.cuda.autocast import Policy, casts_of
-from hf_memopt.memory.cuda.semantics import CudaSemantics
 
 CPU_LOWER_PRECISION: tuple[str, ...] = (
     "_addmm_activation",

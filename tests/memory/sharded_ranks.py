@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hf_memopt.binding import versions as compat
-from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
-from hf_memopt.binding.model_changes.adapters import add_adapters
+from hf_memopt.binding.fused_loss import fuse_cross_entropy
+from hf_memopt.binding.model_changes import add_adapters
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 

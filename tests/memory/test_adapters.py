@@ -12,12 +12,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig
 
 import tiny
-from hf_memopt.binding.model_changes.input_gradients import drop_input_gradients
-from hf_memopt.memory import estimation
-from hf_memopt.memory.estimation import estimate, estimate_from_arguments
+from hf_memopt.binding.model_changes import drop_input_gradients
+from hf_memopt.memory import Estimate, estimate, estimate_from_arguments, estimation
 from hf_memopt.memory.recording import sessions as sessions
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.result import Estimate
 from hf_memopt.techniques.freezing.freezing import freeze
 
 # peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed.

@@ -9,8 +9,7 @@ from transformers import TrainingArguments
 
 import tiny
 from hf_memopt import estimate
-from hf_memopt.memory.settings.argument_spellings import in_own_names
-from hf_memopt.memory.settings.step_settings import StepSettings
+from hf_memopt.memory.settings import StepSettings, in_own_names
 from hf_memopt.memory.training_arguments import settings_of_arguments
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from blocks import A100, BF16, FP16, FP32, H100, L4, P100, RTX_3090, T4, V100, Blocks, empty, header
 
-from hf_memopt.devices.gpu_table import Chip
-from hf_memopt.memory.cuda import attention
+from hf_memopt.devices import Chip
+from hf_memopt.memory.cuda import attention, hidden_bytes
 from hf_memopt.memory.cuda.attention import attention_kernel
-from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 
 aten = torch.ops.aten
 

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 import tiny
 from hf_memopt import bucketed
-from hf_memopt.devices.gpus import find_gpu
-from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.result import Estimate
+from hf_memopt.devices import find_gpu
+from hf_memopt.memory import Estimate, estimate
+from hf_memopt.memory.settings import Fragmentation, checked_lengths, plan_lengths
 from hf_memopt.memory.settings import batch_lengths as module
-from hf_memopt.memory.settings.batch_lengths import Fragmentation, checked_lengths, plan_lengths
 
 SIZES = {"batch_size": 2, "precision": "fp32"}
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from blocks import A100, H100, L4, P100, RTX_3090, T4, V100, empty, header
 
-from hf_memopt.devices.gpu_table import Chip
+from hf_memopt.devices import Chip
 from hf_memopt.memory.cuda.attention import TORCH_RELEASE, copy_bytes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_memopt import GPUS, StepSettings, estimate
-from hf_memopt.memory.optimizers.parameters import ParameterFacts
+from hf_memopt.memory.optimizers import ParameterFacts
 from hf_memopt.memory.step_time.communication import Communication, communication_of_step
 
 FACTS = [ParameterFacts("weight", (1000,), 4, False)]

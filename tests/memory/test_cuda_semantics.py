@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from hf_memopt.binding import versions as compat
+from hf_memopt.memory.cuda import CudaSemantics, run_backward
 from hf_memopt.memory.cuda.autocast import OPERATORS, functions_of
-from hf_memopt.memory.cuda.semantics import OPENED, CudaSemantics, cross_entropy, run_backward
+from hf_memopt.memory.cuda.semantics import OPENED, cross_entropy
 from hf_memopt.memory.recording.step import record_step, recording
-from hf_memopt.memory.settings.step_settings import StepSettings
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.tracking import StorageTracker
 
 aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

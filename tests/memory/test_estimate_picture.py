@@ -11,12 +11,13 @@ import pytest
 
 from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt.components import COLOURS
-from hf_memopt.devices.gpus import Gpu
+from hf_memopt.devices import Gpu
+from hf_memopt.memory import Estimate
 from hf_memopt.memory.hints import Hint
-from hf_memopt.memory.output.estimate_picture import draw, drawn_events
+from hf_memopt.memory.output import draw
+from hf_memopt.memory.output.estimate_picture import drawn_events
 from hf_memopt.memory.output.estimate_text import describe, verdict
-from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.tracking.timeline import COMPONENTS, Timeline, phase_peaks
+from hf_memopt.memory.tracking import COMPONENTS, Timeline, phase_peaks
 
 LARGE = Gpu("Card 80GB", 81920 * MIB, 80000 * MIB, 400 * MIB, (9, 0), "made up for the tests")
 

@@ -13,8 +13,9 @@ from peft import LoraConfig
 from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt import __version__
 from hf_memopt.memory.hints import Hint
-from hf_memopt.memory.output.estimate_text import as_dict, describe, estimate_table, verdict
-from hf_memopt.memory.tracking.timeline import COMPONENTS, phase_peaks
+from hf_memopt.memory.output import as_dict, estimate_table
+from hf_memopt.memory.output.estimate_text import describe, verdict
+from hf_memopt.memory.tracking import COMPONENTS, phase_peaks
 from hf_memopt.techniques.freezing.freezing import freeze
 
 # ---- Table

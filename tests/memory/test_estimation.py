@@ -23,22 +23,18 @@ from transformers import AutoConfig, BitsAndBytesConfig, Trainer
 
 import tiny
 from hf_memopt.binding import versions as compat
-from hf_memopt.devices.gpus import find_gpu
-from hf_memopt.memory import estimation
+from hf_memopt.devices import find_gpu
+from hf_memopt.memory import Estimate, estimate, estimate_from_arguments, estimation
+from hf_memopt.memory.allocator import ReplayPlan
 from hf_memopt.memory.allocator import replay as allocator_replay
-from hf_memopt.memory.allocator.planned_replay import ReplayPlan
 from hf_memopt.memory.allocator.replay import replay
-from hf_memopt.memory.estimation import estimate, estimate_from_arguments
-from hf_memopt.memory.models.batches import example_batch
-from hf_memopt.memory.models.config_files import known_models
-from hf_memopt.memory.models.loading import load_model
-from hf_memopt.memory.optimizers.state_and_temporaries import optimizer_memory, parameter_facts
+from hf_memopt.memory.models import example_batch, known_models, load_model
+from hf_memopt.memory.optimizers import optimizer_memory, parameter_facts
 from hf_memopt.memory.recording import sessions as sessions
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
-from hf_memopt.memory.tracking.timeline import COMPONENTS
-from hf_memopt.recipes.presets import recipe
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.tracking import COMPONENTS
+from hf_memopt.recipes import recipe
 from hf_memopt.techniques.freezing.freezing import freeze
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])

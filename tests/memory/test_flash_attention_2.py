@@ -10,13 +10,13 @@ import transformers
 from torch import nn
 
 import tiny
-from hf_memopt.memory.cuda.flash_attention_2 import STAND_IN, attend, use_stand_in
-from hf_memopt.memory.cuda.semantics import CudaSemantics
-from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.models.loading import load_model
+from hf_memopt.memory import estimate
+from hf_memopt.memory.cuda import CudaSemantics, use_stand_in
+from hf_memopt.memory.cuda.flash_attention_2 import STAND_IN, attend
+from hf_memopt.memory.models import load_model
 from hf_memopt.memory.recording.step import recording
-from hf_memopt.memory.settings.step_settings import NotEstimableError
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.tracking import StorageTracker
 
 BATCH, SEQ, HEADS, WIDTH = 2, 16, 4, 8
 

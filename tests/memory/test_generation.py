@@ -13,11 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, Seq2SeqTrainingArguments, T5Config, WhisperConfig
 
 from hf_memopt import NotEstimableError, StepSettings, estimate
-from hf_memopt.memory.estimation import estimate_from_arguments
-from hf_memopt.memory.recording import generation
-from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
+from hf_memopt.memory import estimate_from_arguments
+from hf_memopt.memory.recording import RecordedPass, StepTrace, generation
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking import StorageTracker
 
 # torch 2.13 says so whenever the state of oneDNN is read
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")

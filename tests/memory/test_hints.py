@@ -11,12 +11,11 @@ import pytest
 import tiny
 from hand_made import MIB, SMALL, hand_made
 from hf_memopt import estimate
-from hf_memopt.devices.gpus import Gpu
+from hf_memopt.devices import Gpu
 from hf_memopt.errors import MissingExtraError
+from hf_memopt.memory import Estimate, with_hints
 from hf_memopt.memory import hints as module
-from hf_memopt.memory.estimation import with_hints
 from hf_memopt.memory.hints import Hint, find_hints
-from hf_memopt.memory.result import Estimate
 
 
 class Simulation:

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from hf_memopt.cli.compared_set_ups import compare, set_ups
-from hf_memopt.devices.gpus import find_gpu
-from hf_memopt.memory.estimation import estimate
+from hf_memopt.devices import find_gpu
+from hf_memopt.memory import estimate
 from hf_memopt.memory.models import loading
+from hf_memopt.memory.recording import keeping_models, session
 from hf_memopt.memory.recording import sessions as sessions
-from hf_memopt.memory.recording.sessions import forget_traces, keeping_models, session
+from hf_memopt.memory.recording.sessions import forget_traces
 from hf_memopt.memory.recording.step import state_kept
 from tests.memory.small_configs import CONFIGS
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from blocks import A100, BF16, FP32, H100, RTX_3090, T4, Blocks, empty, header
 from host_semantics import CPU_LISTS
 
+from hf_memopt.memory.cuda import hidden_bytes, workspace_bytes
 from hf_memopt.memory.cuda import kernel_buffers as kernels
 from hf_memopt.memory.cuda.attention import TORCH_RELEASE
 from hf_memopt.memory.cuda.autocast import OPERATORS, Policy
-from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes, workspace_bytes
 
 aten = torch.ops.aten
 

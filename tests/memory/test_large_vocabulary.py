@@ -17,11 +17,12 @@ from host_semantics import HostSemantics
 from torch.profiler import ProfilerActivity, profile
 
 from hf_memopt import estimate
-from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
+from hf_memopt.memory.recording import StepTrace
+from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.recording.sessions import _prepared
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.settings.step_settings import StepSettings
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.tracking import StorageTracker
 
 # torch 2.13 says so whenever the state of oneDNN is read
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")

@@ -15,13 +15,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tiny
 from hf_memopt import estimate
-from hf_memopt.memory.allocator.planned_replay import ReplayPlan
+from hf_memopt.memory.allocator import ReplayPlan
 from hf_memopt.memory.allocator.replay import replay
-from hf_memopt.memory.models.loading import load_model
+from hf_memopt.memory.models import load_model
 from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.settings.step_settings import StepSettings
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.tracking import StorageTracker
 
 # torch 2.13 says so whenever the state of oneDNN is read
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")

@@ -22,12 +22,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.binding import versions as compat
-from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
-from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
+from hf_memopt.memory.cuda import CudaSemantics, run_backward
+from hf_memopt.memory.recording import StepTrace
+from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.recording.sessions import _prepared
 from hf_memopt.memory.recording.step import record_step, recording
-from hf_memopt.memory.settings.step_settings import StepSettings
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.tracking import StorageTracker
 
 pytestmark = [
     # the deprecated name of activation checkpointing, asked for by peft; seen in peft 0.18 with transformers 5.23

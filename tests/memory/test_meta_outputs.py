@@ -10,15 +10,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from hf_memopt.devices.gpu_table import Chip
-from hf_memopt.memory.models.loading import load_model
-from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
-from hf_memopt.memory.recording.sessions import Shape, forget_traces, session
+from hf_memopt.devices import Chip
+from hf_memopt.memory.models import load_model
+from hf_memopt.memory.recording import RecordedPass, Shape, StepTrace, session
+from hf_memopt.memory.recording.sessions import forget_traces
 from hf_memopt.memory.recording.step import recording
-from hf_memopt.memory.settings.step_settings import StepSettings
-from hf_memopt.memory.tracking import meta_outputs, storage_tracker
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.tracking import StorageTracker, meta_outputs, storage_tracker
 from hf_memopt.memory.tracking.meta_outputs import run_on_meta
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
 from tests.memory.small_configs import CONFIGS
 
 aten = torch.ops.aten

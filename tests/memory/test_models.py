@@ -30,14 +30,14 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenCl
 
 import tiny
 from hf_memopt import hub
+from hf_memopt.binding.model import task_of
 from hf_memopt.binding.model import tasks as model_tasks
-from hf_memopt.binding.model.tasks import task_of
+from hf_memopt.memory.models import cut_batch, example_batch, known_models, load_model
 from hf_memopt.memory.models import loading as models
-from hf_memopt.memory.models.batches import check_sequence, cut_batch, example_batch
-from hf_memopt.memory.models.config_files import known_models
-from hf_memopt.memory.models.loading import TASKS, load_model
+from hf_memopt.memory.models.batches import check_sequence
+from hf_memopt.memory.models.loading import TASKS
 from hf_memopt.memory.models.meta_copy import copy_to_meta
-from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.settings import NotEstimableError
 
 # Elements of the parameters, with ("all") or without ("base") the head, as published:
 # - "params" in keras-team/keras-hub, keras_hub/src/models/*/*_presets.py: BERT (macbert-base as bert_base_zh),

@@ -25,10 +25,10 @@ from bitsandbytes.nn import Embedding4bit, Embedding8bit, Linear4bit, Linear8bit
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.binding.versions import is_checkpointing
-from hf_memopt.memory.models.loading import load_model
-from hf_memopt.memory.quantized.stand_ins import quantize, stand_in
-from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
+from hf_memopt.binding import is_checkpointing
+from hf_memopt.memory.models import load_model
+from hf_memopt.memory.quantized import quantize, stand_in
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from tiny import llama_config
 
 # bitsandbytes says so for each linear whose input features are no multiple of the block; the bytes are what is tested

@@ -6,7 +6,7 @@ import pytest
 import torch
 from blocks import A100, BF16, FP32, RTX_3090, T4, Blocks, empty, header
 
-from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
+from hf_memopt.memory.cuda import hidden_bytes
 
 aten = torch.ops.aten
 

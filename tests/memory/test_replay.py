@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hf_memopt.memory.allocator import Replayed, ReplayPlan
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
-from hf_memopt.memory.allocator.planned_replay import ReplayPlan
-from hf_memopt.memory.allocator.replay import Replayed, replay
+from hf_memopt.memory.allocator.replay import replay
 from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory
-from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
-from hf_memopt.memory.tracking.timeline import COMPONENTS
+from hf_memopt.memory.recording import RecordedPass, StepTrace
+from hf_memopt.memory.tracking import COMPONENTS, StorageTracker
 
 BLOCK = 512
 LETTERS = dict(zip("WGSALTCI", COMPONENTS, strict=True))  # C: cuBLAS, the workspace

@@ -16,11 +16,10 @@ from transformers.integrations import integration_utils
 from transformers.trainer_utils import TrainOutput
 
 import tiny
-from hf_memopt.binding.attachment import attach
-from hf_memopt.devices.readings.memory_reading import MemoryReading, read_process
+from hf_memopt.binding import attach
+from hf_memopt.devices.readings import MemoryReading, read_process
+from hf_memopt.memory.run import MemoryReportCallback, PhasePeaks, printed_memory
 from hf_memopt.memory.run import callback as report
-from hf_memopt.memory.run import printed_memory
-from hf_memopt.memory.run.callback import MemoryReportCallback, PhasePeaks
 from hf_memopt.memory.run.printed_memory import print_gpu_utilization, print_summary
 
 GIB = 2**30

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 from test_report import EVALUATION, GIB, STATE, TRAIN_FORWARD, WEIGHTS, gpu, make_trainer  # noqa: F401
 
-from hf_memopt.binding.attachment import attach
+from hf_memopt.binding import attach
+from hf_memopt.memory import estimate_of
 from hf_memopt.memory.output.model_card import add_section
-from hf_memopt.memory.run import run_report
-from hf_memopt.memory.run.callback import MemoryReportCallback
+from hf_memopt.memory.run import MemoryReportCallback, run_report
 from hf_memopt.memory.run.run_record import StepPeaks
-from hf_memopt.memory.tracking.timeline import phase_peaks
-from hf_memopt.memory.trainer_estimate import estimate_of
-from hf_memopt.reports.run import run_picture
-from hf_memopt.reports.run.run_file import phase_pairs
+from hf_memopt.memory.tracking import phase_peaks
+from hf_memopt.reports.run import phase_pairs, run_picture
 
 PEAK = WEIGHTS + STATE + EVALUATION
 

@@ -16,7 +16,7 @@ import tiny
 from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, custom_gpu, measure
 from hf_memopt.memory import estimation
 from hf_memopt.memory.tracking import tensors_alive as live_tensors
-from hf_memopt.reports.run.run_file import RunData, read_run
+from hf_memopt.reports.run import RunData, read_run
 
 BATCH = 6
 

@@ -17,15 +17,14 @@ from sharded_ranks import batch, build
 
 from hf_memopt import Estimate, NotEstimableError, Recipe, StepSettings, estimate
 from hf_memopt.binding.fused_loss import chunked_loss
-from hf_memopt.memory.allocator.planned_replay import ReplayPlan
+from hf_memopt.memory.allocator import ReplayPlan
 from hf_memopt.memory.allocator.replay import replay
-from hf_memopt.memory.distributed.shares import bucket_bytes, shard_facts, sharded_step
-from hf_memopt.memory.models.batches import cut_batch
-from hf_memopt.memory.optimizers.parameters import OptimizerMemory, ParameterFacts
-from hf_memopt.memory.optimizers.state_and_temporaries import parameter_facts
+from hf_memopt.memory.distributed import bucket_bytes, shard_facts, sharded_step
+from hf_memopt.memory.models import cut_batch
+from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking import StorageTracker
 from two_ranks import run_pair
 
 LLAMA = {

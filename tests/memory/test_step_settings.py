@@ -12,9 +12,9 @@ import transformers
 
 import tiny
 from hf_memopt.binding import versions as compat
-from hf_memopt.binding.compatibility.refusals import refusal_of
+from hf_memopt.binding.compatibility import refusal_of
 from hf_memopt.memory.recording.passes import autocast_dtype
-from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
 
 NAMES = [item.name for item in dataclasses.fields(StepSettings)]
 

@@ -18,21 +18,16 @@ from torch import nn
 
 import tiny
 from hf_memopt import GPUS, custom_gpu
-from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts, optimizer_memory
+from hf_memopt.memory import Estimate, estimate
+from hf_memopt.memory.optimizers import optimizer_memory
+from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts
 from hf_memopt.memory.quantized import stand_ins
 from hf_memopt.memory.recording.step import recording
-from hf_memopt.memory.result import Estimate
+from hf_memopt.memory.step_time import Operation, Prices, StepCosts, equally_fast, operation_of
 from hf_memopt.memory.step_time import prices as module
-from hf_memopt.memory.step_time.operations import (
-    Operation,
-    _adafactor_step,
-    _Counting,
-    operation_of,
-    optimizer_operations,
-)
-from hf_memopt.memory.step_time.prices import PARTS, Prices, StepCosts, equally_fast, step_time
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.step_time.operations import _adafactor_step, _Counting, optimizer_operations
+from hf_memopt.memory.step_time.prices import PARTS, step_time
+from hf_memopt.memory.tracking import StorageTracker
 
 A100 = "A100 80GB"
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])

@@ -14,10 +14,11 @@ from torch import nn
 
 import tiny
 from hf_memopt.binding import versions as compat
-from hf_memopt.memory.recording.passes import RecordedPass, StepTrace, autocast_dtype
+from hf_memopt.memory.recording import RecordedPass, StepTrace
+from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.tracking import StorageTracker
 
 BATCH, SEQ, HIDDEN = 2, 12, 32
 FP32 = StepSettings(precision="fp32")

@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 from transformers.utils import logging
 
-from hf_memopt.binding.undo.random_state import RandomState
-from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
-from hf_memopt.memory.estimation import estimate
+from hf_memopt.binding.undo import RandomState
+from hf_memopt.memory import estimate
+from hf_memopt.memory.cuda import CudaSemantics, run_backward
 from hf_memopt.memory.recording.step import RECORDING_LOCK, recording
-from hf_memopt.memory.settings.step_settings import NotEstimableError
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.tracking import StorageTracker
 
 aten = torch.ops.aten
 

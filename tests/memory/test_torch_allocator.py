@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch_allocator import OutOfMemoryError, TorchAllocator
 
 import tiny
+from hf_memopt.memory import estimate
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
-from hf_memopt.memory.estimation import estimate
 
 MIB = 2**20
 SIZES = st.one_of(

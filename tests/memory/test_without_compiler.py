@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from hf_memopt.memory.compiler_import import without_compiler
+from hf_memopt.memory import without_compiler
 
 
 def plain(number: int) -> int:

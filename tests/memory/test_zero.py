@@ -10,12 +10,12 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from hf_memopt import Estimate, StepSettings, estimate
-from hf_memopt.memory.distributed.shares import sharded_step
-from hf_memopt.memory.distributed.zero import ZeroStep, partition_facts
-from hf_memopt.memory.distributed.zero_config import BUCKET_ELEMENTS, LIVE_ELEMENTS, zero_options
-from hf_memopt.memory.models.loading import load_model
-from hf_memopt.memory.optimizers.parameters import ParameterFacts
-from hf_memopt.memory.tracking.timeline import phase_peaks
+from hf_memopt.memory.distributed import ZeroStep, sharded_step, zero_options
+from hf_memopt.memory.distributed.zero import partition_facts
+from hf_memopt.memory.distributed.zero_config import BUCKET_ELEMENTS, LIVE_ELEMENTS
+from hf_memopt.memory.models import load_model
+from hf_memopt.memory.optimizers import ParameterFacts
+from hf_memopt.memory.tracking import phase_peaks
 
 SIZES = {
     "vocab_size": 8000,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from hf_memopt import Recipe, prepare_quantized
-from hf_memopt.batching.collation.speech import SpeechCollator
+from hf_memopt.batching.collation import SpeechCollator
 from hf_memopt.binding.model_changes.adapters import without_warnings_of_peft
 
 pytestmark = [

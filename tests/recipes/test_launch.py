@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 import tiny
 from hf_memopt import Recipe, recipe
 from hf_memopt.changes import Change
-from hf_memopt.recipes.launch import STRATEGIES, Launch
+from hf_memopt.recipes import STRATEGIES, Launch
 
 ENGINES = [(name, offload) for name in STRATEGIES if name != "auto" for offload in (False, True)]
 ENGINES.remove(("ddp", True))

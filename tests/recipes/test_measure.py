@@ -29,7 +29,7 @@ from hf_memopt import (
     gradient_release,
     measure,
 )
-from hf_memopt.binding.versions import checkpointing_arguments
+from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS
 from hf_memopt.reports.measurement_file import read_measurement
 

@@ -17,7 +17,7 @@ from hf_memopt import Gpu, Measurement, Plan, Recipe, estimate, find_gpu, measur
 from hf_memopt.devices import gpus
 from hf_memopt.recipes.measuring.recorder import StepMeter
 from hf_memopt.recipes.planning.measured import Corrections
-from hf_memopt.reports.measurement_file import Figures
+from hf_memopt.reports import Figures
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

@@ -17,11 +17,12 @@ from rich.console import Console
 
 import tiny
 from hf_memopt import GPUS, Plan, custom_gpu, estimate, plan
-from hf_memopt.memory.recording.sessions import forget_traces, keeping_models
-from hf_memopt.memory.step_time.prices import equally_fast
+from hf_memopt.memory.recording import keeping_models
+from hf_memopt.memory.recording.sessions import forget_traces
+from hf_memopt.memory.step_time import equally_fast
+from hf_memopt.recipes.planning import facts_of, print_plan
 from hf_memopt.recipes.planning.candidates import Candidate
-from hf_memopt.recipes.planning.model_facts import facts_of
-from hf_memopt.recipes.planning.output import print_plan, shown_candidates
+from hf_memopt.recipes.planning.output import shown_candidates
 from hf_memopt.recipes.planning.search import best_of, row_counts
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 from hf_memopt.recipes.planning.simulation import Simulation, priced_on

@@ -28,14 +28,12 @@ from hf_memopt import (
     preset,
     recipe,
 )
-from hf_memopt.batching.views.bucketed_stream import BucketedStream
-from hf_memopt.batching.views.bucketed_view import BucketedView, bucketed
-from hf_memopt.batching.views.sorted_view import SortedExamples
+from hf_memopt.batching.views import BucketedStream, BucketedView, SortedExamples, bucketed
 from hf_memopt.binding import versions
 from hf_memopt.devices import precision_support as precision
 from hf_memopt.devices.precision_support import Precision
 from hf_memopt.devices.readings import memory_reading
-from hf_memopt.memory.estimation import estimate
+from hf_memopt.memory import estimate
 from hf_memopt.recipes.resolved_arguments import resolve_arguments
 from hf_memopt.recipes.wired_trainer import BITSANDBYTES_8BIT
 from hf_memopt.techniques.freezing.freezing import freeze, trainable_parameters

@@ -8,9 +8,10 @@ import pytest
 
 from hand_made import MIB, SMALL, hand_made
 from hf_memopt.components import COLOURS
-from hf_memopt.memory.output.estimate_picture import bar_of
-from hf_memopt.memory.result import Estimate
-from hf_memopt.reports.pictures.bar_picture import MOST_OF_GPU, Bar, Limit, draw_bars, height_of
+from hf_memopt.memory import Estimate
+from hf_memopt.memory.output import bar_of
+from hf_memopt.reports.pictures import Bar, Limit, draw_bars, height_of
+from hf_memopt.reports.pictures.bar_picture import MOST_OF_GPU
 
 pytest.importorskip("matplotlib")
 LARGE = hand_made(4)

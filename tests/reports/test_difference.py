@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 import tiny
 from hf_memopt import estimate
 from hf_memopt.cli.app import app
-from hf_memopt.reports.difference.difference import compare, difference_page, print_difference
-from hf_memopt.reports.difference.sides import read_side
+from hf_memopt.reports.difference import compare, difference_page, print_difference, read_side
 
 
 def newer() -> dict[str, Any]:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from hand_made_runs import estimate_data
 
-from hf_memopt.reports.difference.difference import compare
-from hf_memopt.reports.difference.sides import read_side
-from hf_memopt.reports.plan.plan_file import FORMAT, read_plan_text
+from hf_memopt.reports.difference import compare, read_side
+from hf_memopt.reports.plan import FORMAT, read_plan_text
 
 
 def changed(text: str, place: str, value: Any) -> str:

@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from hf_memopt import Plan, plotting
 from hf_memopt.cli.app import app
 from hf_memopt.plotting import LIGHT
-from hf_memopt.reports.page import check_page
-from hf_memopt.reports.plan.page_of_plan import plan_page
-from hf_memopt.reports.plan.plan_file import read_plan_text
+from hf_memopt.reports import check_page
+from hf_memopt.reports.plan import plan_page, read_plan_text
 from hf_memopt.units import format_bytes, to_gib
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -10,9 +10,7 @@ import pytest
 
 from hf_memopt import Plan
 from hf_memopt.plotting import DARK, LIGHT, Theme
-from hf_memopt.reports.plan import plan_picture
-from hf_memopt.reports.plan.plan_file import PlanData, read_plan_text
-from hf_memopt.reports.plan.plan_picture import draw_plan
+from hf_memopt.reports.plan import PlanData, draw_plan, plan_picture, read_plan_text
 
 pytest.importorskip("matplotlib")
 

@@ -14,8 +14,7 @@ from html_page import EVIL, SHOWN, Page
 from typer.testing import CliRunner
 
 from hf_memopt.cli.app import app
-from hf_memopt.reports.run.page_of_run import run_page
-from hf_memopt.reports.run.run_file import read_run
+from hf_memopt.reports.run import read_run, run_page
 
 SECTIONS = {"peak", "timeline", "padding", "micro", "changes", "sure", "environment"}
 

@@ -23,19 +23,20 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiny
-from hf_memopt.binding.attachment import attach
-from hf_memopt.binding.callback_binding import unbound_error
-from hf_memopt.binding.versions import (
+from hf_memopt.binding import (
+    attach,
     can_offload_checkpoints,
     checkpointing_arguments,
     enable_checkpointing,
     is_checkpointing,
 )
+from hf_memopt.binding.callback_binding import unbound_error
 from hf_memopt.changes import Change
-from hf_memopt.memory.estimation import estimate
+from hf_memopt.memory import estimate
 from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback, checkpoint_layers
 from hf_memopt.techniques.checkpointing.selective import KEPT_ATTENTIONS, KEPT_PRODUCTS, activation_memory_budget
-from hf_memopt.techniques.freezing.freezing import FreezeCallback, freeze
+from hf_memopt.techniques.freezing import FreezeCallback
+from hf_memopt.techniques.freezing.freezing import freeze
 
 POLICIES = ("full", "every_2", "first_1", "selective")
 

@@ -20,12 +20,9 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt.techniques.freezing.freezing import FreezeCallback
-from hf_memopt.techniques.optimizers.embedding_bits import (
-    EmbeddingBitsCallback,
-    optimizer_state_bytes,
-    override_embedding_bits,
-)
+from hf_memopt.techniques.freezing import FreezeCallback
+from hf_memopt.techniques.optimizers import EmbeddingBitsCallback, optimizer_state_bytes
+from hf_memopt.techniques.optimizers.embedding_bits import override_embedding_bits
 
 pytestmark = [
     # bitsandbytes 0.50.2 on a machine without a GPU

@@ -25,9 +25,9 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, defa
 
 import tiny
 from hf_memopt.batching.collation.collators import DynamicPaddingCollator
-from hf_memopt.batching.views.sorted_view import sorted_by_length
-from hf_memopt.binding.attachment import attach
-from hf_memopt.devices.readings.memory_reading import read_memory, read_process
+from hf_memopt.batching.views import sorted_by_length
+from hf_memopt.binding import attach
+from hf_memopt.devices.readings import read_memory, read_process
 from hf_memopt.techniques.evaluation import outputs as kept_outputs
 from hf_memopt.techniques.evaluation.guard import (
     EvaluationGuardCallback,

@@ -20,10 +20,12 @@ from transformers import Trainer, TrainerCallback
 
 import tiny
 import two_ranks
-from hf_memopt.batching.collation.collators import BucketedCollator, DynamicPaddingCollator
-from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.binding.undo.handles import override_method
-from hf_memopt.techniques.nonfinite.indices import COPIES_HAVE_THE_EPOCH, example_indices
+from hf_memopt.batching.collation import BucketedCollator
+from hf_memopt.batching.collation.collators import DynamicPaddingCollator
+from hf_memopt.batching.views import bucketed
+from hf_memopt.binding.undo import override_method
+from hf_memopt.techniques.nonfinite import example_indices
+from hf_memopt.techniques.nonfinite.indices import COPIES_HAVE_THE_EPOCH
 
 FIRST = 5  # the first token of example i is FIRST + i
 EXAMPLES = 17

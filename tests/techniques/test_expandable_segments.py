@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_memopt.techniques import expandable_segments as allocator_settings
-from hf_memopt.techniques.expandable_segments import use_expandable_segments
+from hf_memopt.techniques import use_expandable_segments
 
 NEW, OLD, HIP = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 

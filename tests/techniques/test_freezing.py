@@ -19,12 +19,12 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding.attachment import attach
-from hf_memopt.binding.model_changes.input_gradients import drop_input_gradients
-from hf_memopt.binding.parameters.layer_names import layer_stacks
-from hf_memopt.binding.versions import checkpointing_arguments
+from hf_memopt.binding import attach, checkpointing_arguments
+from hf_memopt.binding.model_changes import drop_input_gradients
+from hf_memopt.binding.parameters import layer_stacks
 from hf_memopt.changes import Change
-from hf_memopt.techniques.freezing.freezing import FreezeCallback, freeze, trainable_parameters
+from hf_memopt.techniques.freezing import FreezeCallback
+from hf_memopt.techniques.freezing.freezing import freeze, trainable_parameters
 
 pytestmark = [
     # DeBERTa-v2 in transformers 5.8 and 5.17, with torch 2.13

@@ -12,11 +12,10 @@ from transformers import Trainer, default_data_collator
 
 import tiny
 from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.binding.attachment import attach
-from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
-from hf_memopt.binding.versions import checkpointing_arguments
+from hf_memopt.binding import attach, checkpointing_arguments
+from hf_memopt.binding.fused_loss import DeferredLogits
 from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching import MicrobatchCallback
 from hf_memopt.techniques.optimizers.gradient_release import gradient_release
 
 FUSED = (

@@ -23,12 +23,11 @@ from transformers import Trainer, TrainerCallback
 from transformers.optimization import Adafactor
 
 import tiny
-from hf_memopt.binding.attachment import attach
-from hf_memopt.binding.compatibility.refusals import refusal_of
-from hf_memopt.binding.versions import checkpointing_arguments
-from hf_memopt.memory.estimation import estimate
+from hf_memopt.binding import attach, checkpointing_arguments
+from hf_memopt.binding.compatibility import refusal_of
+from hf_memopt.memory import estimate
+from hf_memopt.techniques.optimizers import EmbeddingBitsCallback
 from hf_memopt.techniques.optimizers.built_classes import plain_step
-from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
 from hf_memopt.techniques.optimizers.gradient_release import gradient_release, released_optimizer
 
 pytestmark = [

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding.attachment import attach
+from hf_memopt.binding import attach
 from hf_memopt.binding.checkpoint_manifest import MANIFEST
+from hf_memopt.techniques.microbatching import MicrobatchCallback
 from hf_memopt.techniques.microbatching.limits import Limit, saved_limits
-from hf_memopt.techniques.microbatching.microbatch import SAVED, MicrobatchCallback
+from hf_memopt.techniques.microbatching.microbatch import SAVED
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "per_device_train_batch_size": 2}
 

@@ -23,7 +23,7 @@ from transformers import EarlyStoppingCallback, Trainer, default_data_collator
 
 import tiny
 from hf_memopt import EvaluationGuardCallback, attach, sorted_by_length
-from hf_memopt.devices.readings.memory_reading import read_memory
+from hf_memopt.devices.readings import read_memory
 from hf_memopt.techniques.evaluation import outputs as kept_outputs
 from hf_memopt.techniques.evaluation.metric_check import FOR_CLASSES
 from two_ranks import run_pair

@@ -26,11 +26,12 @@ from transformers import Trainer, TrainerCallback
 
 import tiny
 from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.binding.attachment import attach
+from hf_memopt.batching.views import bucketed
+from hf_memopt.binding import attach
 from hf_memopt.changes import Change
+from hf_memopt.techniques.microbatching import MicrobatchCallback
 from hf_memopt.techniques.microbatching.limits import MOST_FAILED_TRIES, Limit, Tally, microbatch_limits
-from hf_memopt.techniques.microbatching.microbatch import SAVED, MicrobatchCallback, run_in_microbatches
+from hf_memopt.techniques.microbatching.microbatch import SAVED, run_in_microbatches
 from hf_memopt.techniques.microbatching.splitting import cut, take_rows
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
 

@@ -13,9 +13,9 @@ from transformers import Trainer
 import hf_memopt
 import tiny
 from hf_memopt import attach, custom_gpu, plan
-from hf_memopt.binding.compatibility.refusals import refusal_of
-from hf_memopt.memory.settings.batch_lengths import BatchShape
-from hf_memopt.memory.trainer_estimate import estimate_of
+from hf_memopt.binding.compatibility import refusal_of
+from hf_memopt.memory import estimate_of
+from hf_memopt.memory.settings import BatchShape
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 from hf_memopt.technique_list import TECHNIQUES, Technique
 

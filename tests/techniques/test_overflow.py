@@ -22,8 +22,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt.binding.attachment import attach
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.binding import attach
+from hf_memopt.techniques.microbatching import MicrobatchCallback
 from hf_memopt.techniques.nonfinite.overflow import BFLOAT16_FAMILY, OverflowCallback, StepReading, read_step
 from scarcity import Scarcity
 from two_ranks import run_pair

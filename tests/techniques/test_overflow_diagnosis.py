@@ -17,9 +17,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 import tiny
-from hf_memopt.binding.attachment import attach
-from hf_memopt.binding.undo.random_state import RandomState
-from hf_memopt.binding.versions import checkpointing_arguments
+from hf_memopt.binding import attach, checkpointing_arguments
+from hf_memopt.binding.undo import RandomState
 from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_tensors, replay
 from hf_memopt.techniques.nonfinite.overflow import OverflowCallback
 from hf_memopt.techniques.nonfinite.report import OverflowReport

@@ -15,8 +15,8 @@ from torch.nn import functional
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding.attachment import attach
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.binding import attach
+from hf_memopt.techniques.microbatching import MicrobatchCallback
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
 from scarcity import Pad, Scarcity, mixed_rows
 

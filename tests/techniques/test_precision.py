@@ -21,14 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt.binding.attachment import attach
-from hf_memopt.binding.versions import checkpointing_arguments, enable_checkpointing
+from hf_memopt.binding import attach, checkpointing_arguments, enable_checkpointing
 from hf_memopt.changes import Change
-from hf_memopt.devices import precision_support
-from hf_memopt.devices.precision_support import check_precision, choose_precision
-from hf_memopt.memory.estimation import estimate
-from hf_memopt.techniques.freezing.freezing import FreezeCallback
-from hf_memopt.techniques.precision import PrecisionCallback, disable_autocast_cache, keep_master_weights
+from hf_memopt.devices import check_precision, choose_precision, precision_support
+from hf_memopt.memory import estimate
+from hf_memopt.techniques import PrecisionCallback
+from hf_memopt.techniques.freezing import FreezeCallback
+from hf_memopt.techniques.precision import disable_autocast_cache, keep_master_weights
 from hf_memopt.units import format_bytes
 
 

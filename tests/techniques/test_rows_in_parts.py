@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import tiny
-from hf_memopt.binding.undo.random_state import RandomState
+from hf_memopt.binding.undo import RandomState
+from hf_memopt.techniques.microbatching import Backbones, MicrobatchCallback, Size
 from hf_memopt.techniques.microbatching import backbones as backbones_module
-from hf_memopt.techniques.microbatching.backbones import Backbones, CutStep
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching.backbones import CutStep
 from hf_memopt.techniques.microbatching.module_call import DependentRowsError, ModuleCall
 from hf_memopt.techniques.microbatching.row_check import check_rows
-from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
+from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError
 from two_ranks import run_pair
 
 PART = 3  # of 7 rows: the last part has one

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 import tiny
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking import StorageTracker
 
 
 class WatchSaving(TrainerCallback):

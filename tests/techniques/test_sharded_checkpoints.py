@@ -21,9 +21,9 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding.attachment import attach
+from hf_memopt.binding import attach
 from hf_memopt.binding.checkpoint_manifest import MANIFEST
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking import StorageTracker
 from hf_memopt.techniques.checkpoints import sharded as checkpoint_files
 from hf_memopt.techniques.checkpoints.sharded import (
     ShardedCheckpointCallback,

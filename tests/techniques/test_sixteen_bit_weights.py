@@ -30,8 +30,7 @@ from hf_memopt import (
     rounded_optimizer,
     sixteen_bit_optimizer,
 )
-from hf_memopt.binding.compatibility.conflicts import techniques_in_use
-from hf_memopt.binding.compatibility.refusals import refusal_of
+from hf_memopt.binding.compatibility import refusal_of, techniques_in_use
 from hf_memopt.devices.precision_support import Precision
 from hf_memopt.techniques.optimizers import sixteen_bit_weights
 from hf_memopt.techniques.optimizers.weight_slices import round_weights, widened

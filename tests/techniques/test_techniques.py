@@ -16,12 +16,12 @@ from transformers import Trainer, TrainerCallback
 import technique_ranks
 import tiny
 from hf_memopt import FusedCrossEntropyCallback, exact_loss
-from hf_memopt.binding.attachment import attach
+from hf_memopt.binding import attach, checkpointing_arguments
 from hf_memopt.binding.callback_binding import unbound_error
-from hf_memopt.binding.compatibility.refusals import PARTS, RUN_IN_ONE_PROCESS, SETTINGS, every_refusal, refusal_of
-from hf_memopt.binding.versions import checkpointing_arguments
+from hf_memopt.binding.compatibility import refusal_of
+from hf_memopt.binding.compatibility.refusals import PARTS, RUN_IN_ONE_PROCESS, SETTINGS, every_refusal
 from hf_memopt.technique_list import LATE_LOSS, NO_LIMIT, TECHNIQUES
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching import MicrobatchCallback
 from technique_table import GROUPS, STEPS, TABLE, make_trainer, run, tolerance
 from two_ranks import run_pair
 

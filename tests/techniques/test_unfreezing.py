@@ -17,9 +17,10 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt.binding.versions import checkpointing_arguments
+from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.changes import Change
-from hf_memopt.techniques.freezing.freezing import FreezeCallback, trainable_parameters
+from hf_memopt.techniques.freezing import FreezeCallback
+from hf_memopt.techniques.freezing.freezing import trainable_parameters
 from hf_memopt.techniques.freezing.unfreezing import GradualUnfreezeCallback, unfreeze_by_schedule
 
 SCHEDULE = {0: "classifier", 1: ["layers:1", "bert.pooler"], 3: "base"}

@@ -36,9 +36,9 @@ from hf_memopt.batching.collation.columns import (
 from hf_memopt.batching.collation.flattened_texts import check_flattened_texts
 from hf_memopt.batching.collation.model_needs import has_decoder, label_shifter, needs_position_ids
 from hf_memopt.batching.collation.rows import ColumnBatch, RowBatch
-from hf_memopt.batching.plan.checks import check_settings
-from hf_memopt.binding.model.traits import is_causal_lm
-from hf_memopt.binding.undo.handles import UndoHandle, set_attribute, undo_all
+from hf_memopt.batching.plan import check_settings
+from hf_memopt.binding.model import is_causal_lm
+from hf_memopt.binding.undo import UndoHandle, set_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.plain_data import check_value
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_memopt.batching.lengths import LENGTH_COLUMN
+from hf_memopt.batching import LENGTH_COLUMN
 
 __all__ = [
     "Array",

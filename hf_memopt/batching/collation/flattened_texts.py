@@ -17,8 +17,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from hf_memopt.batching.collation.undisturbed import undisturbed
-from hf_memopt.binding.model.traits import IGNORED_LABEL, is_causal_lm, unwrap_model
-from hf_memopt.binding.undo.handles import set_attribute
+from hf_memopt.binding.model import IGNORED_LABEL, is_causal_lm, unwrap_model
+from hf_memopt.binding.undo import set_attribute
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hf_memopt.binding.model.traits import unwrap_model
+from hf_memopt.binding.model import unwrap_model
 
 __all__ = ["has_decoder", "label_shifter", "needs_position_ids"]
 

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
+from hf_memopt.batching import LENGTH_COLUMN
 from hf_memopt.batching.collation.columns import Array, Column
-from hf_memopt.batching.lengths import LENGTH_COLUMN
 
 __all__ = ["ColumnBatch", "RowBatch", "RowReader"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import default_data_collator
 
-from hf_memopt.binding.model.traits import IGNORED_LABEL
+from hf_memopt.binding.model import IGNORED_LABEL
 
 __all__ = ["SpeechCollator"]
 

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_memopt.binding.model_changes.quantized_weights import REPACKS
-from hf_memopt.binding.undo.handles import set_attribute
-from hf_memopt.binding.undo.kept_state import KeptState
+from hf_memopt.binding.model_changes import REPACKS
+from hf_memopt.binding.undo import KeptState, set_attribute
 
 __all__ = ["undisturbed"]
 

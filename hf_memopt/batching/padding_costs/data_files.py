@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from hf_memopt.batching.lengths import is_list
+from hf_memopt.batching import is_list
 from hf_memopt.batching.padding_costs.file_readers import first_line, likely_type, open_source, reading
 from hf_memopt.errors import did_you_mean
 from hf_memopt.hub import hub_answers

@@ -25,12 +25,11 @@ from hf_memopt.batching.padding_costs.strategies import (
     ordered_strategies,
     pad_lengths,
 )
-from hf_memopt.batching.plan.buckets import LengthBuckets
-from hf_memopt.batching.plan.checks import check_batch_limits, check_settings
+from hf_memopt.batching.plan import LengthBuckets, check_batch_limits, check_settings
 from hf_memopt.plain_data import check_value, checked_path
 
 if TYPE_CHECKING:
-    from hf_memopt.reports.plan.plan_file import PaddingData
+    from hf_memopt.reports.plan import PaddingData
 
 __all__ = ["Cut", "Histogram", "PaddingReport", "PaddingStrategy", "Suggestion", "padding_report"]
 
@@ -125,7 +124,7 @@ class PaddingReport:
             ValueError: ``path`` is not such a file that can be written.
             MissingExtraError: matplotlib is not installed.
         """
-        from hf_memopt.reports.plan.lengths_picture import draw_lengths
+        from hf_memopt.reports.plan import draw_lengths
 
         draw_lengths(cast("PaddingData", self.as_dict()), checked_path("path", path), self.unit)
 

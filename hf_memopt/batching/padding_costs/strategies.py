@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_memopt.batching.plan.buckets import LengthBuckets
+from hf_memopt.batching.plan import LengthBuckets
 
 __all__ = [
     "PaddingStrategy",

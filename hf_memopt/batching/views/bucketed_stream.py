@@ -30,9 +30,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch.utils.data import get_worker_info
 
-from hf_memopt.batching.collation.rows import RowBatch
-from hf_memopt.batching.plan.checks import check_batch_limits, check_settings, checked_boundaries
-from hf_memopt.batching.plan.samplers import check_state
+from hf_memopt.batching.collation import RowBatch
+from hf_memopt.batching.plan import check_batch_limits, check_settings, check_state, checked_boundaries
 from hf_memopt.batching.views.stream_reading import (
     Entry,
     Place,
@@ -48,7 +47,7 @@ from hf_memopt.batching.views.view import (
     take_seed,
     tell_what_a_sample_is,
 )
-from hf_memopt.binding.undo.handles import UndoHandle, set_attribute, share_attribute, undo_all
+from hf_memopt.binding.undo import UndoHandle, set_attribute, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.plain_data import CountOrZero, check_value
 

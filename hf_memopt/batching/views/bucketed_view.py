@@ -17,11 +17,16 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.batching.collation.rows import RowReader
-from hf_memopt.batching.lengths import lengths_of
-from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets
-from hf_memopt.batching.plan.checks import check_batch_limits, check_settings, checked_position
-from hf_memopt.batching.plan.packing import PackedBatches
+from hf_memopt.batching import lengths_of
+from hf_memopt.batching.collation import RowReader
+from hf_memopt.batching.plan import (
+    EpochPlan,
+    LengthBuckets,
+    PackedBatches,
+    check_batch_limits,
+    check_settings,
+    checked_position,
+)
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
 from hf_memopt.batching.views.stream_reading import check_source
 from hf_memopt.batching.views.view import (
@@ -35,7 +40,7 @@ from hf_memopt.batching.views.view import (
     takes_columns,
     tell_what_a_sample_is,
 )
-from hf_memopt.binding.undo.handles import UndoHandle, share_attribute, undo_all
+from hf_memopt.binding.undo import UndoHandle, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.plain_data import shown
 

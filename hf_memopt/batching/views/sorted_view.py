@@ -34,10 +34,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 from torch.utils.data import SequentialSampler
 
-from hf_memopt.batching.collation.rows import RowReader
-from hf_memopt.batching.exact_losses import ExactLoss
-from hf_memopt.batching.lengths import lengths_of
-from hf_memopt.batching.plan.checks import checked_position
+from hf_memopt.batching import ExactLoss, lengths_of
+from hf_memopt.batching.collation import RowReader
+from hf_memopt.batching.plan import checked_position
 from hf_memopt.batching.views.view import (
     DescribedByDataset,
     is_map_style,
@@ -45,8 +44,8 @@ from hf_memopt.batching.views.view import (
     reads_in_order,
     takes_columns,
 )
-from hf_memopt.binding.model.traits import IGNORED_LABEL, is_causal_lm, used_columns
-from hf_memopt.binding.undo.handles import override_method, set_attribute
+from hf_memopt.binding.model import IGNORED_LABEL, is_causal_lm, used_columns
+from hf_memopt.binding.undo import override_method, set_attribute
 
 if TYPE_CHECKING:
     from transformers import Trainer

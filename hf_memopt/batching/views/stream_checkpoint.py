@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_memopt.binding.checkpoint_manifest import own_checkpoint
-from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, override_method, remove_all, undo_all
+from hf_memopt.binding import own_checkpoint
+from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, remove_all, undo_all
 from hf_memopt.plain_data import parse_object
 from hf_memopt.whole_files import warn_unwritten, write_whole
 

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from hf_memopt.batching.collation.columns import round_up
-from hf_memopt.batching.lengths import token_count
+from hf_memopt.batching import token_count
+from hf_memopt.batching.collation import round_up
 from hf_memopt.batching.views.view import SharedArray
 from hf_memopt.plain_data import shown
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from numpy.typing import NDArray
 
-from hf_memopt.binding.undo.handles import (
+from hf_memopt.binding.undo import (
     UndoHandle,
     is_overridden,
     nothing_to_undo,
@@ -152,7 +152,7 @@ def tell_what_a_sample_is(trainer: Trainer) -> None:
 
 def flattens_batches(collator: Any) -> bool:
     """Return whether a collator, or the one in stock's that removes columns, takes an item that is a whole batch."""
-    from hf_memopt.batching.collation.collators import BucketedCollator  # imports transformers, which a view need not
+    from hf_memopt.batching.collation import BucketedCollator  # imports transformers, which a view need not
 
     return isinstance(getattr(collator, "data_collator", collator), BucketedCollator)
 

@@ -33,7 +33,7 @@ from hf_memopt.binding.fused_loss.chunked_loss import (
     without_autocast,
 )
 from hf_memopt.binding.fused_loss.steps import Step, step_of
-from hf_memopt.binding.undo.handles import UndoHandle, remove_all
+from hf_memopt.binding.undo import UndoHandle, remove_all
 
 if TYPE_CHECKING:
     from hf_memopt.binding.fused_loss.fuse import FusionRecord

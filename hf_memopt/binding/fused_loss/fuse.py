@@ -28,8 +28,8 @@ from torch import nn
 
 from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES
 from hf_memopt.binding.fused_loss.deferred_logits import defer
-from hf_memopt.binding.model.traits import unwrap_model
-from hf_memopt.binding.undo.handles import UndoHandle, override_method, remove_all
+from hf_memopt.binding.model import unwrap_model
+from hf_memopt.binding.undo import UndoHandle, override_method, remove_all
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.units import format_bytes

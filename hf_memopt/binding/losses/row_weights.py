@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_memopt.binding.model.traits import IGNORED_LABEL
+from hf_memopt.binding.model import IGNORED_LABEL
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import shown
 

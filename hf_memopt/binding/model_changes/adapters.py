@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_memopt.binding.model.tasks import NEW_HEADS, task_of
+from hf_memopt.binding.model import NEW_HEADS, task_of
 from hf_memopt.errors import MissingExtraError, nearest
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_memopt.binding.undo.handles import UndoHandle, nothing_to_undo
-from hf_memopt.binding.versions import is_checkpointing
+from hf_memopt.binding import is_checkpointing
+from hf_memopt.binding.undo import UndoHandle, nothing_to_undo
 from hf_memopt.changes import Change
 
 __all__ = ["INPUT_GRADIENTS_DROPPED", "drop_input_gradients", "input_gradient_hooks"]

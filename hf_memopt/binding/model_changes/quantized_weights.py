@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_memopt.binding.model.tasks import NEW_HEADS
-from hf_memopt.binding.model.traits import check_model, unwrap_model
-from hf_memopt.binding.parameters.frozen_parameters import cast_parameters, set_trainable
-from hf_memopt.binding.parameters.layer_names import parameters_outside_adapters
-from hf_memopt.binding.undo.handles import UndoHandle, nothing_to_undo, set_attribute, undo_all
+from hf_memopt.binding.model import NEW_HEADS, check_model, unwrap_model
+from hf_memopt.binding.parameters import cast_parameters, parameters_outside_adapters, set_trainable
+from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, set_attribute, undo_all
 
 __all__ = ["REPACKS", "is_quantized", "prepare_quantized", "quantization_options"]
 

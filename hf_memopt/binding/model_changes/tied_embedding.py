@@ -28,8 +28,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.model.traits import check_model, unwrap_model
-from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, nothing_to_undo, override_method, undo_all
+from hf_memopt.binding.model import check_model, unwrap_model
+from hf_memopt.binding.undo import UndoHandle, is_overridden, nothing_to_undo, override_method, undo_all
 
 __all__ = ["sparse_tied_embedding", "tied_embeddings"]
 

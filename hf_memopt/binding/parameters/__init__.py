@@ -1,0 +1,5 @@
+"""Parameters by the names of layers, frozen and cast."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

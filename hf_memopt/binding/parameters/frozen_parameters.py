@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from hf_memopt.binding.model.traits import check_model
+from hf_memopt.binding.model import check_model
 from hf_memopt.binding.parameters.layer_names import checked_patterns, matching_parameters, shown_patterns
-from hf_memopt.binding.undo.handles import UndoHandle
+from hf_memopt.binding.undo import UndoHandle
 
 __all__ = ["cast_parameters", "freeze", "set_trainable", "trainable_parameters"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memopt.binding.model.traits import unwrap_model
+from hf_memopt.binding.model import unwrap_model
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import items_of, shown
 

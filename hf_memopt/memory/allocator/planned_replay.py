@@ -6,16 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hf_memopt.devices.gpu_table import Chip
-from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
-from hf_memopt.memory.distributed.shares import bucket_bytes
-from hf_memopt.memory.optimizers.state_and_temporaries import (
-    OptimizerMemory,
-    ParameterFacts,
-    clipping_temporaries,
-    optimizer_memory,
-)
-from hf_memopt.memory.settings.step_settings import StepSettings
+from hf_memopt.devices import Chip
+from hf_memopt.memory.cuda import workspace_bytes
+from hf_memopt.memory.distributed import bucket_bytes
+from hf_memopt.memory.optimizers import clipping_temporaries, optimizer_memory
+from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory, ParameterFacts
+from hf_memopt.memory.settings import StepSettings
 
 __all__ = ["ReplayPlan", "replay_plan", "step_optimizer"]
 

@@ -19,13 +19,12 @@ import numpy as np
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 from hf_memopt.memory.allocator.planned_replay import ReplayPlan
 from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory
-from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
-from hf_memopt.memory.settings.batch_lengths import Fragmentation, LengthPlan
-from hf_memopt.memory.settings.step_settings import StepSettings
-from hf_memopt.memory.tracking.timeline import COMPONENTS, SimulatedTimeline, Timeline
+from hf_memopt.memory.recording import RecordedPass, StepTrace
+from hf_memopt.memory.settings import Fragmentation, LengthPlan, StepSettings
+from hf_memopt.memory.tracking import COMPONENTS, SimulatedTimeline, Timeline
 
 if TYPE_CHECKING:
-    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.devices import Gpu
 
 __all__ = ["Replayed", "fragmentation_of", "replay", "replay_on_gpu"]
 

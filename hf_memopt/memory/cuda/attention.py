@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memopt.devices.gpu_table import Chip
-from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.devices import Chip
+from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = [
     "TORCH_RELEASE",

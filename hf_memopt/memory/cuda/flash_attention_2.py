@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = ["STAND_IN", "use_stand_in"]
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memopt.devices.gpu_table import Chip
+from hf_memopt.devices import Chip
 from hf_memopt.memory.cuda.attention import (
     TORCH_RELEASE,
     copy_bytes,

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
+from hf_memopt.binding.fused_loss import DeferredLogits
 from hf_memopt.memory.cuda.attention import attend
 from hf_memopt.memory.cuda.autocast import CUDA_CASTS, Policy, functions_of
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.tracking import StorageTracker
 
 __all__ = ["OPENED", "CudaSemantics", "cross_entropy", "run_backward"]
 

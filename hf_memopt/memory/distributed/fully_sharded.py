@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = ["FullyShardedStep", "shard_shape", "swap_parameters"]
 

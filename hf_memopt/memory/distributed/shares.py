@@ -11,13 +11,13 @@ import torch
 from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep, shard_shape
 from hf_memopt.memory.distributed.zero import ZeroStep, partition_facts, with_flat_gradients
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
-from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.settings import NotEstimableError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_memopt.memory.optimizers.parameters import OptimizerMemory, ParameterFacts
-    from hf_memopt.memory.settings.step_settings import StepSettings
+    from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
+    from hf_memopt.memory.settings import StepSettings
 
 __all__ = [
     "as_the_engine_steps",

@@ -20,9 +20,8 @@ from torch import nn
 
 from hf_memopt.memory.distributed.fully_sharded import swap_parameters
 from hf_memopt.memory.distributed.zero_config import BUCKET_ELEMENTS, LIVE_ELEMENTS, ZERO_STAGES
-from hf_memopt.memory.optimizers.parameters import FLOAT_BYTES, OptimizerMemory, ParameterFacts, trainer_groups
-from hf_memopt.memory.optimizers.state_and_temporaries import parameter_facts
-from hf_memopt.memory.settings.step_settings import StepSettings
+from hf_memopt.memory.optimizers import FLOAT_BYTES, OptimizerMemory, ParameterFacts, parameter_facts, trainer_groups
+from hf_memopt.memory.settings import StepSettings
 
 __all__ = ["ZeroStep", "partition_facts", "with_flat_gradients"]
 

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
-from hf_memopt.binding.model.tasks import task_of
-from hf_memopt.binding.model.traits import unwrap_model
+from hf_memopt.binding.model import task_of, unwrap_model
 from hf_memopt.memory.models.loading import TASKS
 from hf_memopt.plain_data import Count, check_value
 

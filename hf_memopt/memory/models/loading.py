@@ -26,14 +26,13 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from hf_memopt.binding.model.tasks import HEADS, task_of_class
-from hf_memopt.binding.model.traits import unwrap_model
-from hf_memopt.binding.model_changes.quantized_weights import quantization_options
+from hf_memopt.binding.model import HEADS, task_of_class, unwrap_model
+from hf_memopt.binding.model_changes import quantization_options
 from hf_memopt.errors import did_you_mean
-from hf_memopt.memory.cuda.flash_attention_2 import use_stand_in
+from hf_memopt.memory.cuda import use_stand_in
 from hf_memopt.memory.models.config_files import TASKS, check_task, find_config, known_models, known_name
 from hf_memopt.memory.models.meta_copy import copy_to_meta
-from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = ["TASKS", "LoadedModel", "load_model", "rest_to_meta"]
 
@@ -246,7 +245,7 @@ def _build(
         use_stand_in(model)
     rest_to_meta(model)
     if quantization is not None:
-        from hf_memopt.memory.quantized.stand_ins import quantize  # bitsandbytes takes a second to import
+        from hf_memopt.memory.quantized import quantize  # bitsandbytes takes a second to import
 
         quantize(model, quantization)
     built: nn.Module = model

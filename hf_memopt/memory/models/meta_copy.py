@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = ["copy_to_meta"]
 
@@ -82,7 +82,7 @@ def _stand_ins(model: nn.Module) -> dict[int, Any]:
     classes = {base for module in model.modules() for base in type(module).__mro__}
     if not any(base.__module__.startswith("bitsandbytes.") for base in classes):
         return {}
-    from hf_memopt.memory.quantized.stand_ins import stand_in  # imports bitsandbytes, which takes a second
+    from hf_memopt.memory.quantized import stand_in  # imports bitsandbytes, which takes a second
 
     found = {id(module): stand_in(module) for module in model.modules()}
     return {number: copied for number, copied in found.items() if copied is not None}

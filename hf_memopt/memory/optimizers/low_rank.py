@@ -17,7 +17,7 @@ from hf_memopt.memory.optimizers.parameters import (
     ParameterFacts,
     memory_of,
 )
-from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = ["SVD_NOTE", "Projection", "low_rank_adamw", "low_rank_order", "projection"]
 

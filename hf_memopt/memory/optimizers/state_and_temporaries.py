@@ -28,7 +28,7 @@ from hf_memopt.memory.optimizers.parameters import (
     in_order,
     memory_of,
 )
-from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.settings import NotEstimableError
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from hf_memopt import plotting
 from hf_memopt.components import parts_of
 from hf_memopt.memory.output.estimate_text import describe, verdict
-from hf_memopt.memory.tracking.timeline import COMPONENTS, phase_spans
+from hf_memopt.memory.tracking import COMPONENTS, phase_spans
 from hf_memopt.plain_data import checked_path
-from hf_memopt.reports.pictures.bar_picture import Bar, Limit
-from hf_memopt.reports.pictures.timeline_picture import TITLE_COLUMNS, TimelinePicture
+from hf_memopt.reports.pictures import TITLE_COLUMNS, Bar, Limit, TimelinePicture
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from hf_memopt.memory.result import Estimate
-    from hf_memopt.memory.tracking.timeline import Timeline
-    from hf_memopt.reports.plan.plan_file import TimelineData
+    from hf_memopt.memory import Estimate
+    from hf_memopt.memory.tracking import Timeline
+    from hf_memopt.reports.plan import TimelineData
 
 __all__ = ["bar_of", "draw", "drawn_events", "event_positions", "timeline_data"]
 

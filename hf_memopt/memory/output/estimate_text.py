@@ -9,16 +9,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.components import COLOURS, COMPONENTS
-from hf_memopt.memory.tracking.timeline import phase_peaks
-from hf_memopt.reports.difference.sides import ESTIMATE_FORMAT
+from hf_memopt.memory.tracking import phase_peaks
+from hf_memopt.reports.difference import ESTIMATE_FORMAT
 from hf_memopt.technique_list import asked_by
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from hf_memopt.memory.result import Estimate
-    from hf_memopt.memory.settings.step_settings import StepSettings
+    from hf_memopt.memory import Estimate
+    from hf_memopt.memory.settings import StepSettings
 
 __all__ = ["as_dict", "describe", "estimate_table", "print_estimate", "verdict"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.versions import checkpointing_of
-from hf_memopt.memory.run.run_report import name_of
+from hf_memopt.binding import checkpointing_of
+from hf_memopt.memory.run import name_of
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import TrainingArguments
 
-    from hf_memopt.binding.callback_binding import Binding
+    from hf_memopt.binding import Binding
 
 __all__ = ["add_section", "training_memory", "with_section"]
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 from torch import Tensor, nn
 
-from hf_memopt.memory.settings.step_settings import NotEstimableError
+from hf_memopt.memory.settings import NotEstimableError
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, StoppingCriteria
 
-from hf_memopt.binding.model.traits import unwrap_model
-from hf_memopt.binding.undo.handles import set_attribute
-from hf_memopt.memory.cuda.semantics import CudaSemantics
-from hf_memopt.memory.settings.step_settings import StepSettings
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.binding.model import unwrap_model
+from hf_memopt.binding.undo import set_attribute
+from hf_memopt.memory.cuda import CudaSemantics
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.tracking import StorageTracker
 
 __all__ = ["RUN_STEPS", "DecodingSteps", "Inserted", "add_missing_steps", "check_generation", "generate"]
 

@@ -16,15 +16,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
-from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
-from hf_memopt.memory.settings.step_settings import StepSettings
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.binding.fused_loss import DeferredLogits
+from hf_memopt.memory.cuda import CudaSemantics, run_backward
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.tracking import StorageTracker
 
 if TYPE_CHECKING:
-    from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep
-    from hf_memopt.memory.distributed.zero import ZeroStep
-    from hf_memopt.memory.optimizers.parameters import ParameterFacts
+    from hf_memopt.memory.distributed import FullyShardedStep, ZeroStep
+    from hf_memopt.memory.optimizers import ParameterFacts
     from hf_memopt.memory.recording.generation import DecodingSteps
 
 __all__ = ["PassRecorder", "RecordedPass", "StepTrace", "autocast_dtype", "storage_numbers"]

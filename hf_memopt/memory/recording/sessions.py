@@ -25,22 +25,19 @@ import torch
 from torch import nn
 
 from hf_memopt.binding import versions as compat
-from hf_memopt.binding.model.traits import unwrap_model
-from hf_memopt.binding.model_changes.adapters import add_adapters
-from hf_memopt.binding.model_changes.input_gradients import drop_input_gradients
-from hf_memopt.binding.model_changes.quantized_weights import prepare_quantized
-from hf_memopt.binding.parameters.frozen_parameters import freeze
-from hf_memopt.devices.gpu_table import Chip
-from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
-from hf_memopt.memory.cuda.semantics import CudaSemantics
-from hf_memopt.memory.distributed.shares import sharded_step, without_autocast
-from hf_memopt.memory.models.batches import cut_batch, example_batch
-from hf_memopt.memory.models.loading import LoadedModel, load_model, rest_to_meta
-from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts, parameter_facts
+from hf_memopt.binding.model import unwrap_model
+from hf_memopt.binding.model_changes import add_adapters, drop_input_gradients, prepare_quantized
+from hf_memopt.binding.parameters import freeze
+from hf_memopt.devices import Chip
+from hf_memopt.memory.cuda import CudaSemantics, hidden_bytes
+from hf_memopt.memory.distributed import sharded_step, without_autocast
+from hf_memopt.memory.models import LoadedModel, cut_batch, example_batch, load_model, rest_to_meta
+from hf_memopt.memory.optimizers import parameter_facts
+from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import record_step, state_kept
-from hf_memopt.memory.settings.step_settings import StepSettings, settings_that_change
-from hf_memopt.memory.tracking.storage_tracker import Hidden, StorageTracker
+from hf_memopt.memory.settings import StepSettings, settings_that_change
+from hf_memopt.memory.tracking import Hidden, StorageTracker
 from hf_memopt.technique_list import Technique, asked_by, load
 
 __all__ = ["Session", "Shape", "forget_traces", "keeping_models", "session"]

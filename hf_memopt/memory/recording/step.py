@@ -21,17 +21,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_memopt.binding.undo.handles import set_attribute, undo_all
+from hf_memopt.binding.undo import set_attribute, undo_all
 from hf_memopt.errors import reason
-from hf_memopt.memory.cuda.semantics import CudaSemantics
+from hf_memopt.memory.cuda import CudaSemantics
 from hf_memopt.memory.recording.passes import PassRecorder, StepTrace, autocast_dtype, storage_numbers
-from hf_memopt.memory.settings.step_settings import NotEstimableError, StepSettings
-from hf_memopt.memory.tracking.meta_outputs import HOST_GENERATOR
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.tracking import HOST_GENERATOR, StorageTracker
 
 if TYPE_CHECKING:
-    from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep
-    from hf_memopt.memory.distributed.zero import ZeroStep
+    from hf_memopt.memory.distributed import FullyShardedStep, ZeroStep
 
 __all__ = ["RECORDING_LOCK", "collector_paused", "record_step", "recording", "state_kept"]
 

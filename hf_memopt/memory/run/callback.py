@@ -15,16 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from hf_memopt.binding.callback_binding import Binding
-from hf_memopt.binding.undo.handles import UndoHandle, override_method
-from hf_memopt.devices.readings.memory_reading import (
-    PeakMeter,
-    measured_device,
-    read_device_used,
-    read_process,
-)
-from hf_memopt.devices.readings.out_of_memory import is_out_of_memory
-from hf_memopt.memory.output.model_card import training_memory, with_section
+from hf_memopt.binding import Binding
+from hf_memopt.binding.undo import UndoHandle, override_method
+from hf_memopt.devices.readings import PeakMeter, is_out_of_memory, measured_device, read_device_used, read_process
+from hf_memopt.memory.output import training_memory, with_section
 from hf_memopt.memory.run.run_record import RunRecord
 from hf_memopt.memory.run.run_report import draw_report, write_failure, write_report
 from hf_memopt.plain_data import checked_path

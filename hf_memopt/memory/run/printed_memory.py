@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_memopt.devices.readings.memory_reading import MemoryReading, read_memory
+from hf_memopt.devices.readings import MemoryReading, read_memory
 from hf_memopt.plain_data import shown
 from hf_memopt.units import format_bytes
 

@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices.readings.memory_reading import measured_device, read_memory
-from hf_memopt.devices.readings.out_of_memory import is_out_of_memory
-from hf_memopt.memory.settings.batch_lengths import BatchShape
-from hf_memopt.memory.tracking.tensors_alive import bytes_on, held_by_trainer, largest_blocks, live_tensors
+from hf_memopt.devices.readings import is_out_of_memory, measured_device, read_memory
+from hf_memopt.memory.settings import BatchShape
+from hf_memopt.memory.tracking import bytes_on, held_by_trainer, largest_blocks, live_tensors
 from hf_memopt.notices import notify
 
 if TYPE_CHECKING:
     import torch
     from transformers import Trainer
 
-    from hf_memopt.reports.run.run_file import StepsData
+    from hf_memopt.reports.run import StepsData
 
 __all__ = ["RunRecord", "StepPeaks"]
 

@@ -14,21 +14,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.model.traits import unwrap_model
+from hf_memopt.binding.model import unwrap_model
 from hf_memopt.changes import CHANGES
-from hf_memopt.devices.readings.memory_reading import measured_device, read_context, read_memory
-from hf_memopt.memory.tracking.timeline import phase_peaks
+from hf_memopt.devices.readings import measured_device, read_context, read_memory
+from hf_memopt.memory.tracking import phase_peaks
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import shown
-from hf_memopt.reports.run.run_file import FORMAT, read_run, run_name
+from hf_memopt.reports.run import FORMAT, read_run, run_name
 from hf_memopt.whole_files import warn_unwritten, write_whole
 
 if TYPE_CHECKING:
     import torch
 
-    from hf_memopt.memory.result import Estimate
+    from hf_memopt.memory import Estimate
     from hf_memopt.memory.run.run_record import RunRecord
-    from hf_memopt.memory.settings.batch_lengths import BatchShape
+    from hf_memopt.memory.settings import BatchShape
 
 __all__ = ["draw_report", "name_of", "write_failure", "write_report"]
 
@@ -57,7 +57,7 @@ def draw_report(path: Path, peaks: Peaks, record: RunRecord, device: torch.devic
         trainer: the Trainer; None where none is bound, and so nothing is predicted.
     """
     try:
-        from hf_memopt.reports.run.run_picture import RunPicture, draw_run
+        from hf_memopt.reports.run import RunPicture, draw_run
 
         predicted, batch = {}, ""
         found, reason = None, "without an accelerator the memory of the whole process is measured"
@@ -113,7 +113,7 @@ def _write(trainer: Any, told: dict[str, Any], unwritten: set[str], *, with_page
     try:
         write_whole(path, json.dumps(told) + "\n")
         if with_page:
-            from hf_memopt.reports.run.page_of_run import run_page
+            from hf_memopt.reports.run import run_page
 
             text = run_page(read_run(path.read_bytes(), str(path)))
             path = path.with_suffix(".html")
@@ -200,8 +200,7 @@ def _predicted(
     trainer: Any, shape: BatchShape | None, *, hints: bool = False, **overrides: Any
 ) -> tuple[Estimate | None, str]:
     """Return the estimate of a batch, or None and the reason."""
-    from hf_memopt.memory.estimation import with_hints
-    from hf_memopt.memory.trainer_estimate import estimate_of
+    from hf_memopt.memory import estimate_of, with_hints
 
     if trainer is None:
         return None, "the callback was not attached; call attach(trainer) before trainer.train()"

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt.binding.compatibility.conflicts import steps_in_backward
-from hf_memopt.binding.compatibility.refusals import refusal_of, refuse_without_adapters
+from hf_memopt.binding.compatibility import refusal_of, refuse_without_adapters, steps_in_backward
 from hf_memopt.memory.settings.argument_spellings import in_own_names, unknown_setting
 from hf_memopt.plain_data import Count, CountOrZero, check_value, shown
 from hf_memopt.technique_list import asked_by
@@ -18,7 +17,7 @@ from hf_memopt.technique_list import asked_by
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from hf_memopt.memory.optimizers.parameters import OptimizerMemory, ParameterFacts
+    from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
 
 __all__ = ["NotEstimableError", "StepSettings", "settings_that_change"]
 

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
+from hf_memopt.memory.distributed import ZERO_STAGES
 
 if TYPE_CHECKING:
-    from hf_memopt.memory.optimizers.parameters import ParameterFacts
-    from hf_memopt.memory.settings.step_settings import StepSettings
+    from hf_memopt.memory.optimizers import ParameterFacts
+    from hf_memopt.memory.settings import StepSettings
 
 __all__ = ["Communication", "communication_of_step"]
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from hf_memopt.memory.optimizers.parameters import OptimizerMemory, ParameterFacts
+    from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
 
 __all__ = ["UNPRICED_OPTIMIZERS", "Operation", "operation_of", "optimizer_operations"]
 

@@ -19,15 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_memopt.devices.gpus import Gpu, PeakRates
+from hf_memopt.devices import Gpu, PeakRates
 from hf_memopt.memory.step_time.communication import Communication, communication_of_step
 from hf_memopt.memory.step_time.operations import UNPRICED_OPTIMIZERS, Operation, optimizer_operations
 
 if TYPE_CHECKING:
-    from hf_memopt.memory.allocator.planned_replay import ReplayPlan
-    from hf_memopt.memory.optimizers.parameters import OptimizerMemory, ParameterFacts
-    from hf_memopt.memory.recording.passes import StepTrace
-    from hf_memopt.memory.settings.step_settings import StepSettings
+    from hf_memopt.memory.allocator import ReplayPlan
+    from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
+    from hf_memopt.memory.recording import StepTrace
+    from hf_memopt.memory.settings import StepSettings
 
 __all__ = [
     "PARTS",

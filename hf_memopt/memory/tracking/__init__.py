@@ -1,0 +1,5 @@
+"""Storages followed from allocation to release, and memory against time."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.memory.settings.step_settings import NotEstimableError
-from hf_memopt.memory.step_time.operations import Operation, operation_of
+from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.step_time import Operation, operation_of
 from hf_memopt.memory.tracking.meta_outputs import run_on_meta
 
 __all__ = ["Hidden", "StorageTracker"]

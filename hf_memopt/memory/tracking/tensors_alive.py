@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_memopt.binding.model.nested_tensors import tensors_in
-from hf_memopt.binding.model.traits import unwrap_optimizer
+from hf_memopt.binding.model import tensors_in, unwrap_optimizer
 
 if TYPE_CHECKING:
     from transformers import Trainer

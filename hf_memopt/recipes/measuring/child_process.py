@@ -14,25 +14,23 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from hf_memopt.binding.attachment import refuse_data_parallel
-from hf_memopt.binding.model_changes.quantized_weights import is_quantized
-from hf_memopt.binding.versions import checkpointing_of
-from hf_memopt.devices.gpus import GPUS, current_gpu
-from hf_memopt.devices.readings.memory_reading import read_memory, read_process
-from hf_memopt.memory.settings.batch_lengths import BatchShape
-from hf_memopt.memory.settings.step_settings import NotEstimableError
-from hf_memopt.memory.tracking.timeline import COMPONENTS, Timeline, phase_spans
-from hf_memopt.memory.trainer_estimate import estimate_of
+from hf_memopt.binding import checkpointing_of, refuse_data_parallel
+from hf_memopt.binding.model_changes import is_quantized
+from hf_memopt.devices import GPUS, current_gpu
+from hf_memopt.devices.readings import read_memory, read_process
+from hf_memopt.memory import estimate_of
+from hf_memopt.memory.settings import BatchShape, NotEstimableError
+from hf_memopt.memory.tracking import COMPONENTS, Timeline, phase_spans
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
 from hf_memopt.recipes.measuring.restoring import restored
-from hf_memopt.reports.measurement_file import DEFAULT_STEPS, PACKAGES, Figures, Measurement, check_new_file
+from hf_memopt.reports import DEFAULT_STEPS, PACKAGES, Figures, Measurement, check_new_file
 
 if TYPE_CHECKING:
     import torch
     from transformers import Trainer
 
-    from hf_memopt.memory.result import Estimate
+    from hf_memopt.memory import Estimate
 
 __all__ = ["check_trainer", "measure", "measurement_of"]
 

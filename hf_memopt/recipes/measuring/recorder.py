@@ -23,17 +23,21 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from hf_memopt.batching.lengths import token_lengths
-from hf_memopt.binding.model.nested_tensors import tensors_in
-from hf_memopt.binding.model.traits import unwrap_optimizer
-from hf_memopt.binding.protocols import TrainingView
-from hf_memopt.binding.undo.handles import UndoHandle, override_method, set_attribute, undo_all
-from hf_memopt.devices.readings.memory_reading import PeakMeter, measured_device, read_context, read_memory
-from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
-from hf_memopt.memory.run.callback import MemoryReportCallback, PhasePeaks
-from hf_memopt.memory.settings.batch_lengths import BatchShape
-from hf_memopt.memory.tracking.storage_tracker import StorageTracker
-from hf_memopt.memory.tracking.tensors_alive import bytes_on
+from hf_memopt.batching import token_lengths
+from hf_memopt.binding import TrainingView
+from hf_memopt.binding.model import tensors_in, unwrap_optimizer
+from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
+from hf_memopt.devices.readings import (
+    PeakMeter,
+    free_failed_step,
+    is_out_of_memory,
+    measured_device,
+    read_context,
+    read_memory,
+)
+from hf_memopt.memory.run import MemoryReportCallback, PhasePeaks
+from hf_memopt.memory.settings import BatchShape
+from hf_memopt.memory.tracking import StorageTracker, bytes_on
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.model.traits import unwrap_optimizer
-from hf_memopt.binding.undo.kept_state import FOREIGN, KeptState
-from hf_memopt.binding.undo.random_state import RandomState
+from hf_memopt.binding.model import unwrap_optimizer
+from hf_memopt.binding.undo import FOREIGN, KeptState, RandomState
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt.memory.what_fits import MARGIN_SHARE, margin_of
+from hf_memopt.memory import MARGIN_SHARE, margin_of
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.memory.result import Estimate
+    from hf_memopt.devices import Gpu
+    from hf_memopt.memory import Estimate
+    from hf_memopt.recipes import Recipe
     from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.sharing import Sharing
-    from hf_memopt.recipes.recipe_class import Recipe
 
 __all__ = ["MARGIN_SHARE", "Candidate", "Verdict", "candidate_of", "margin_of", "verdict_of"]
 

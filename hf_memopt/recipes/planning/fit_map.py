@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.what_fits import largest_that_fits
+from hf_memopt.memory import largest_that_fits
 from hf_memopt.recipes.planning.candidates import Verdict
 from hf_memopt.recipes.planning.texts import MULTIPLE
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.simulation import Simulation
-    from hf_memopt.reports.plan.plan_file import CellData, FitMapData
+    from hf_memopt.reports.plan import CellData, FitMapData
 
 __all__ = ["fit_map", "settle"]
 

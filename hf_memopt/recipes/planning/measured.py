@@ -17,17 +17,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.step_time.prices import Prices
-from hf_memopt.reports.measurement_file import PACKAGES
+from hf_memopt.memory.step_time import Prices
+from hf_memopt.reports import PACKAGES
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.memory.result import Estimate
-    from hf_memopt.memory.step_time.prices import StepTime
+    from hf_memopt.devices import Gpu
+    from hf_memopt.memory import Estimate
+    from hf_memopt.memory.step_time import StepTime
+    from hf_memopt.recipes import Recipe
     from hf_memopt.recipes.planning.candidates import Candidate
-    from hf_memopt.recipes.recipe_class import Recipe
-    from hf_memopt.reports.measurement_file import Measurement
+    from hf_memopt.reports import Measurement
 
 __all__ = ["Corrections"]
 

@@ -8,16 +8,14 @@ from typing import Any
 from torch import nn
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from hf_memopt.binding.model.tasks import task_of
-from hf_memopt.binding.model_changes.quantized_weights import is_quantized
-from hf_memopt.binding.model_changes.tied_embedding import tied_embeddings
-from hf_memopt.binding.parameters.layer_names import layer_stacks
-from hf_memopt.binding.versions import can_offload_checkpoints
-from hf_memopt.memory.models.batches import default_length, most_tokens
-from hf_memopt.memory.models.config_files import name_on_hub
-from hf_memopt.memory.recording.sessions import session
+from hf_memopt.binding import can_offload_checkpoints
+from hf_memopt.binding.model import task_of
+from hf_memopt.binding.model_changes import is_quantized, tied_embeddings
+from hf_memopt.binding.parameters import layer_stacks
+from hf_memopt.memory.models import default_length, most_tokens, name_on_hub
+from hf_memopt.memory.recording import session
 from hf_memopt.recipes.planning.set_ups import ModelFacts
-from hf_memopt.techniques.expandable_segments import platform_problem
+from hf_memopt.techniques import platform_problem
 
 __all__ = ["facts_of", "name_to_load"]
 

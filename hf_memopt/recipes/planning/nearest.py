@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices.gpus import GPUS
-from hf_memopt.memory.settings.step_settings import NotEstimableError
-from hf_memopt.memory.what_fits import largest_that_fits
+from hf_memopt.devices import GPUS
+from hf_memopt.memory import largest_that_fits
+from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.recipes.planning.candidates import margin_of
 from hf_memopt.recipes.planning.texts import MULTIPLE
 from hf_memopt.units import format_bytes

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.memory.step_time.prices import equally_fast
+from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.recipes.planning.report_figures import known_figures
 from hf_memopt.recipes.planning.request import GOALS
 from hf_memopt.recipes.planning.set_ups import CHECKPOINTING
 from hf_memopt.recipes.planning.sharing import sharing_text
-from hf_memopt.reports.plan.plan_file import FORMAT
+from hf_memopt.reports.plan import FORMAT
 from hf_memopt.units import format_bytes, to_gib
 from hf_memopt.units import format_duration as _duration
 from hf_memopt.units import format_number as _number

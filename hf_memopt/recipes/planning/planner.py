@@ -19,11 +19,11 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from hf_memopt.devices.gpus import current_gpu
-from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
-from hf_memopt.memory.models.config_files import check_task
-from hf_memopt.memory.recording.sessions import keeping_models
-from hf_memopt.memory.step_time.prices import equally_fast
+from hf_memopt.devices import current_gpu
+from hf_memopt.memory.distributed import ZERO_STAGES
+from hf_memopt.memory.models import check_task
+from hf_memopt.memory.recording import keeping_models
+from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.plain_data import Count, check_value, check_word
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.measured import Corrections
@@ -41,7 +41,7 @@ from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulation import Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
 from hf_memopt.recipes.planning.texts import Texts
-from hf_memopt.reports.measurement_file import named_measurement
+from hf_memopt.reports import named_measurement
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.devices import Gpu
     from hf_memopt.recipes.planning.candidates import Candidate
-    from hf_memopt.reports.measurement_file import Measurement
+    from hf_memopt.reports import Measurement
 
 __all__ = ["plan"]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.memory.output.estimate_picture import timeline_data
-from hf_memopt.memory.recording.sessions import keeping_models
+from hf_memopt.memory.output import timeline_data
+from hf_memopt.memory.recording import keeping_models
 from hf_memopt.recipes.planning.fit_map import fit_map
 from hf_memopt.units import format_bytes
 
@@ -64,7 +64,7 @@ def _padding(found: Plan, one: Candidate | None) -> dict[str, Any] | None:
     """Return what padding costs on the lengths, cut as planned; None where there are none."""
     if found.texts.lengths is None or one is None:
         return None
-    from hf_memopt.batching.padding_costs.figures import padding_report
+    from hf_memopt.batching.padding_costs import padding_report
 
     report = padding_report(found.texts.lengths, batch_size=one.rows, max_length=found.texts.seq_len).as_dict()
     kept = ("examples", "total", "mean", "shortest", "longest", "percentiles", "histogram", "strategies", "batch_size")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated
 
-from hf_memopt.devices.gpus import Gpu, current_gpu, custom_gpu, find_gpu
+from hf_memopt.devices import Gpu, current_gpu, custom_gpu, find_gpu
 from hf_memopt.plain_data import Count, check_value, check_word, items_of
 from hf_memopt.technique_list import TECHNIQUES
 from hf_memopt.units import format_bytes

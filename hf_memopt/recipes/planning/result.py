@@ -11,14 +11,13 @@ from hf_memopt.plain_data import check_value, checked_path
 if TYPE_CHECKING:
     import os
 
-    from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.recipes.launch import Launch
+    from hf_memopt.devices import Gpu
+    from hf_memopt.recipes import Launch, Recipe
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.nearest import Shortfall
-    from hf_memopt.recipes.planning.script.folder import RowsFile, Written
+    from hf_memopt.recipes.planning.script import RowsFile, Written
     from hf_memopt.recipes.planning.simulation import Simulation
     from hf_memopt.recipes.planning.texts import Texts
-    from hf_memopt.recipes.recipe_class import Recipe
 
 __all__ = ["Plan"]
 
@@ -157,7 +156,7 @@ class Plan:
             ValueError: none fits; the folder has such files already; the data has no such column.
             OSError: a file cannot be written.
         """
-        from hf_memopt.recipes.planning.script.folder import RowsFile, write_plan
+        from hf_memopt.recipes.planning.script import RowsFile, write_plan
 
         check_value("force", force, bool, False)
         rows = self.rows if data is None else RowsFile(checked_path("data", data), column, tokenizer)
@@ -169,7 +168,7 @@ class Plan:
         Raises:
             ValueError: none fits.
         """
-        from hf_memopt.recipes.planning.script.folder import script_of
+        from hf_memopt.recipes.planning.script import script_of
 
         return script_of(self, self.rows)[0]
 
@@ -183,9 +182,8 @@ class Plan:
         Raises:
             ValueError: ``path`` cannot be written, or is there already.
         """
-        from hf_memopt.reports.page import check_page, write_page
-        from hf_memopt.reports.plan.page_of_plan import plan_page
-        from hf_memopt.reports.plan.plan_file import read_plan_text
+        from hf_memopt.reports import check_page, write_page
+        from hf_memopt.reports.plan import plan_page, read_plan_text
 
         check_page(path, force=force)
         write_page(plan_page(read_plan_text(self.to_json(figures=True), "Plan.to_json()")), path)
@@ -198,8 +196,7 @@ class Plan:
             MissingExtraError: matplotlib is not installed.
         """
         from hf_memopt.plotting import check_picture
-        from hf_memopt.reports.plan.plan_file import read_plan_text
-        from hf_memopt.reports.plan.plan_picture import draw_plan
+        from hf_memopt.reports.plan import draw_plan, read_plan_text
 
         picture = checked_path("path", path)
         check_picture(picture, purpose="the picture of a plan", name="path")  # before what it shows is simulated

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.step_time.prices import SAME_FRACTION, equally_fast
-from hf_memopt.memory.what_fits import largest_that_fits
+from hf_memopt.memory import largest_that_fits
+from hf_memopt.memory.step_time import SAME_FRACTION, equally_fast
 from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.recipes import Recipe
 from hf_memopt.recipes.planning.simulation import priced_on
-from hf_memopt.recipes.recipe_class import Recipe
 from hf_memopt.technique_list import TECHNIQUES
 
 if TYPE_CHECKING:
-    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.devices import Gpu
     from hf_memopt.recipes.planning.sharing import Sharing
 
 __all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "set_ups"]

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.compatibility.refusals import refused_fields
+from hf_memopt.binding.compatibility import refused_fields
 from hf_memopt.plain_data import check_word
-from hf_memopt.recipes.launch import NAMES, STRATEGIES
+from hf_memopt.recipes import NAMES, STRATEGIES
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.devices import Gpu
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.set_ups import SetUp
 
@@ -124,7 +124,7 @@ def sharing_text(chosen: Candidate, candidates: Sequence[Candidate], gpu: Gpu, w
 
 
 def _why(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
-    from hf_memopt.memory.step_time.prices import equally_fast  # imports torch, and options are checked without it
+    from hf_memopt.memory.step_time import equally_fast  # imports torch, and options are checked without it
 
     own = chosen.sharing
     others = [one for one in candidates if one.stage == chosen.stage and one.sharing != own]

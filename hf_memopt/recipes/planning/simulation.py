@@ -14,21 +14,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices.gpus import GPUS
+from hf_memopt.devices import GPUS
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.step_time.prices import missing_figures
+from hf_memopt.memory import estimate
+from hf_memopt.memory.step_time import missing_figures
 from hf_memopt.recipes.planning.candidates import Candidate, candidate_of, margin_of
 
 if TYPE_CHECKING:
-    from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.memory.result import Estimate
-    from hf_memopt.memory.step_time.prices import StepTime
+    from hf_memopt.devices import Gpu
+    from hf_memopt.memory import Estimate
+    from hf_memopt.memory.step_time import StepTime
+    from hf_memopt.recipes import Recipe
     from hf_memopt.recipes.planning.measured import Corrections
     from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.planning.texts import Texts
-    from hf_memopt.recipes.recipe_class import Recipe
 
     Case = tuple[tuple[Technique, ...], int, int | None, Sharing | None]
     """The techniques, the rows of a micro-batch, the tokens of a row, and how GPUs share a step."""

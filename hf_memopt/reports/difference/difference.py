@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.plotting import page_pictures
+from hf_memopt.reports import rendered, share_text, signed
 from hf_memopt.reports.difference.sides import Side
-from hf_memopt.reports.page import rendered, share_text, signed
-from hf_memopt.reports.pictures.bar_picture import Bar, Limit, bars_figure, near
+from hf_memopt.reports.pictures import Bar, Limit, bars_figure, near
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from typing import Any, Literal, TypedDict
 from hf_memopt.components import parts_of
 from hf_memopt.json_fields import read_json
 from hf_memopt.plain_data import Count, CountOrZero, checked_path, parse_object
-from hf_memopt.reports.measurement_file import Measurement
-from hf_memopt.reports.page import phase_name
-from hf_memopt.reports.plan.plan_file import PlanData, batch_of, read_plan_text, shown_one
-from hf_memopt.reports.run.run_file import RunData, measured_parts, phase_pairs, read_run, run_file_of, total_bytes
+from hf_memopt.reports import Measurement, phase_name
+from hf_memopt.reports.plan import PlanData, batch_of, read_plan_text, shown_one
+from hf_memopt.reports.run import RunData, measured_parts, phase_pairs, read_run, run_file_of, total_bytes
 
 __all__ = ["ESTIMATE_FORMAT", "Kind", "Side", "kind_of", "read_side", "text_of"]
 

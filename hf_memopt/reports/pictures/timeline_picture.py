@@ -15,7 +15,7 @@ from hf_memopt import plotting
 from hf_memopt.components import CONTEXT
 from hf_memopt.plotting import Theme
 from hf_memopt.reports.pictures.bar_picture import Limit, colours_of, near
-from hf_memopt.reports.plan.plan_file import TimelineData
+from hf_memopt.reports.plan import TimelineData
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

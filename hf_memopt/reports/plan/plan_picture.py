@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt import plotting
 from hf_memopt.components import parts_of
 from hf_memopt.plotting import LIGHT, Theme
-from hf_memopt.reports.pictures.bar_picture import Bar, Limit, bars_in, height_of
+from hf_memopt.reports.pictures import Bar, Limit, bars_in, height_of
 from hf_memopt.reports.plan.plan_file import CandidateData, FitMapData, PlanData, batch_of, is_same, shown_one
 from hf_memopt.units import format_bytes, format_number, to_gib
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.components import parts_of
 from hf_memopt.plotting import page_pictures
-from hf_memopt.reports.page import phase_name, rendered, share_text
-from hf_memopt.reports.pictures.bar_picture import Bar, Limit, bars_figure, near
+from hf_memopt.reports import phase_name, rendered, share_text
+from hf_memopt.reports.pictures import Bar, Limit, bars_figure, near
 from hf_memopt.reports.run.run_file import (
     RESERVED,
     RunData,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt import plotting
 from hf_memopt.components import COLOURS
 from hf_memopt.plotting import Theme
-from hf_memopt.reports.page import phase_name
-from hf_memopt.reports.pictures.bar_picture import Limit, near
+from hf_memopt.reports import phase_name
+from hf_memopt.reports.pictures import Limit, near
 from hf_memopt.reports.run.run_file import StepsData, phase_pairs
 from hf_memopt.units import format_bytes
 

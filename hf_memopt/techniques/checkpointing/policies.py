@@ -23,17 +23,17 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memopt.binding.compatibility.conflicts import check_settings
-from hf_memopt.binding.model.traits import unwrap_model
-from hf_memopt.binding.model_changes.input_gradients import drop_input_gradients, input_gradient_hooks
-from hf_memopt.binding.parameters.layer_names import layer_stacks
-from hf_memopt.binding.undo.handles import UndoHandle, override_method, set_attribute, undo_all
-from hf_memopt.binding.versions import can_offload_checkpoints, checkpointing_of, enable_checkpointing
+from hf_memopt.binding import can_offload_checkpoints, checkpointing_of, enable_checkpointing
+from hf_memopt.binding.compatibility import check_settings
+from hf_memopt.binding.model import unwrap_model
+from hf_memopt.binding.model_changes import drop_input_gradients, input_gradient_hooks
+from hf_memopt.binding.parameters import layer_stacks
+from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.changes import Change, add_change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value, shown
+from hf_memopt.techniques import TechniqueCallback
 from hf_memopt.techniques.checkpointing.selective import activation_memory_budget, selective_contexts
-from hf_memopt.techniques.technique_callback import TechniqueCallback
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments

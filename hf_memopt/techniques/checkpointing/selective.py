@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from hf_memopt.binding.undo.handles import UndoHandle
+from hf_memopt.binding.undo import UndoHandle
 
 __all__ = ["KEPT_ATTENTIONS", "KEPT_PRODUCTS", "activation_memory_budget", "selective_contexts"]
 

@@ -1,0 +1,1 @@
+"""Checkpoints written in parts, and without what a resume does not need."""

@@ -41,11 +41,10 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_memopt.binding.compatibility.conflicts import check_compatibility
-from hf_memopt.binding.model.nested_tensors import tensors_in
-from hf_memopt.binding.model.traits import unwrap_optimizer
-from hf_memopt.binding.undo.handles import UndoHandle, override_method
-from hf_memopt.techniques.technique_callback import TechniqueCallback
+from hf_memopt.binding.compatibility import check_compatibility
+from hf_memopt.binding.model import tensors_in, unwrap_optimizer
+from hf_memopt.binding.undo import UndoHandle, override_method
+from hf_memopt.techniques import TechniqueCallback
 from hf_memopt.units import parse_bytes
 
 if TYPE_CHECKING:

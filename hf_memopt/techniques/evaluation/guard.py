@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers.trainer_utils import has_length
 
-from hf_memopt.binding.compatibility.conflicts import check_compatibility
-from hf_memopt.binding.undo.handles import UndoHandle, override_method, set_attribute, undo_all
+from hf_memopt.binding.compatibility import check_compatibility
+from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.plain_data import shown
+from hf_memopt.techniques import TechniqueCallback
 from hf_memopt.techniques.evaluation.outputs import KeptOutputs, Reduce
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
-from hf_memopt.techniques.technique_callback import TechniqueCallback
 from hf_memopt.units import parse_bytes
 
 if TYPE_CHECKING:

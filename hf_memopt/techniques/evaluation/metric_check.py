@@ -20,10 +20,8 @@ from transformers import EvalPrediction
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import denumpify_detensorize
 
-from hf_memopt.binding.model.nested_tensors import tensors_in
-from hf_memopt.binding.model.traits import IGNORED_LABEL
-from hf_memopt.binding.undo.kept_state import KeptState
-from hf_memopt.binding.undo.random_state import RandomState
+from hf_memopt.binding.model import IGNORED_LABEL, tensors_in
+from hf_memopt.binding.undo import KeptState, RandomState
 
 __all__ = ["Reduce", "why_whole"]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import gather_object
 
-from hf_memopt.binding.model.nested_tensors import tensors_in
-from hf_memopt.devices.readings.memory_reading import read_memory
+from hf_memopt.binding.model import tensors_in
+from hf_memopt.devices.readings import read_memory
 from hf_memopt.notices import notify
 from hf_memopt.techniques.evaluation.metric_check import Reduce, why_whole
 from hf_memopt.units import format_bytes

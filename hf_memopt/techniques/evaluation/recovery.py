@@ -24,22 +24,22 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from hf_memopt.binding.losses.foreign_code import HookChangesError, full_name, observed_hooks
-from hf_memopt.binding.losses.known_losses import KnownLoss, known_loss
-from hf_memopt.binding.model.traits import IGNORED_LABEL, unwrap_parallel
-from hf_memopt.binding.undo.handles import UndoHandle, function_below, override_method, set_attribute, undo_all
-from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.binding.losses import HookChangesError, KnownLoss, full_name, known_loss, observed_hooks
+from hf_memopt.binding.model import IGNORED_LABEL, unwrap_parallel
+from hf_memopt.binding.undo import UndoHandle, function_below, override_method, set_attribute, undo_all
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.notices import notify
-from hf_memopt.techniques.microbatching.backbones import Backbones
-from hf_memopt.techniques.microbatching.not_splittable import splittable_batch_reason, splittable_reason
-from hf_memopt.techniques.microbatching.rows_in_parts import Size
-from hf_memopt.techniques.microbatching.splitting import (
+from hf_memopt.techniques.microbatching import (
+    Backbones,
+    Size,
+    StepState,
     copied_batch,
     count_rows,
     row_lengths,
     select_rows,
+    splittable_batch_reason,
+    splittable_reason,
 )
-from hf_memopt.techniques.microbatching.step_state import StepState
 
 if TYPE_CHECKING:
     from transformers import Trainer

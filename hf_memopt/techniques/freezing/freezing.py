@@ -16,11 +16,10 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from hf_memopt.binding.model_changes.input_gradients import INPUT_GRADIENTS_DROPPED, drop_input_gradients
-from hf_memopt.binding.parameters.frozen_parameters import freeze, trainable_parameters
-from hf_memopt.binding.parameters.layer_names import checked_patterns
+from hf_memopt.binding.model_changes import INPUT_GRADIENTS_DROPPED, drop_input_gradients
+from hf_memopt.binding.parameters import checked_patterns, freeze, trainable_parameters
 from hf_memopt.changes import Change, add_change
-from hf_memopt.techniques.technique_callback import ModelCallback
+from hf_memopt.techniques import ModelCallback
 
 __all__ = ["FreezeCallback", "freeze", "trainable_parameters"]
 

@@ -20,14 +20,13 @@ from typing import Any
 
 from torch import nn
 
-from hf_memopt.binding.compatibility.conflicts import check_settings
-from hf_memopt.binding.model_changes.input_gradients import INPUT_GRADIENTS_DROPPED, drop_input_gradients
-from hf_memopt.binding.parameters.frozen_parameters import set_trainable, trainable_parameters
-from hf_memopt.binding.parameters.layer_names import checked_patterns, matching_parameters
-from hf_memopt.binding.undo.handles import UndoHandle
+from hf_memopt.binding.compatibility import check_settings
+from hf_memopt.binding.model_changes import INPUT_GRADIENTS_DROPPED, drop_input_gradients
+from hf_memopt.binding.parameters import checked_patterns, matching_parameters, set_trainable, trainable_parameters
+from hf_memopt.binding.undo import UndoHandle
 from hf_memopt.changes import Change, add_change
 from hf_memopt.plain_data import shown
-from hf_memopt.techniques.technique_callback import TechniqueCallback
+from hf_memopt.techniques import TechniqueCallback
 
 __all__ = ["GradualUnfreezeCallback", "unfreeze_by_schedule"]
 

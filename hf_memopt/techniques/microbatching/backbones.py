@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_memopt.binding.undo.handles import override_method
-from hf_memopt.devices.readings.out_of_memory import is_out_of_memory
+from hf_memopt.binding.undo import override_method
+from hf_memopt.devices.readings import is_out_of_memory
 from hf_memopt.errors import did_you_mean
 from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall
 from hf_memopt.techniques.microbatching.row_check import check_rows

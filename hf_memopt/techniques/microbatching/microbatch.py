@@ -41,15 +41,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt.binding.losses.known_losses import stated_loss
-from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, override_method, remove_all
+from hf_memopt.binding.losses import stated_loss
+from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import shown
 from hf_memopt.technique_list import NO_LIMIT
-from hf_memopt.techniques.evaluation.recovery import recover_predictions
+from hf_memopt.techniques import TechniqueCallback
+from hf_memopt.techniques.evaluation import recover_predictions
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, microbatch_limits, saved_limits
 from hf_memopt.techniques.microbatching.step import MicrobatchedStep
-from hf_memopt.techniques.technique_callback import TechniqueCallback
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_memopt.binding.model.traits import unwrap_model
-from hf_memopt.binding.undo.handles import is_overridden
-from hf_memopt.devices.readings.memory_reading import read_memory
+from hf_memopt.binding.model import unwrap_model
+from hf_memopt.binding.undo import is_overridden
+from hf_memopt.devices.readings import read_memory
 from hf_memopt.techniques.microbatching.splitting import row_count, tensors_by_name
 from hf_memopt.units import format_bytes
 

@@ -26,11 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_memopt.binding.losses.foreign_code import foreign_hooks, is_listed_module
-from hf_memopt.binding.undo.handles import set_attribute
-from hf_memopt.binding.undo.kept_state import KeptState
-from hf_memopt.binding.undo.random_state import RandomState
-from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.binding.losses import foreign_hooks, is_listed_module
+from hf_memopt.binding.undo import KeptState, RandomState, set_attribute
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.module_call import (
     PLAIN,
     ChangesItselfError,

@@ -31,8 +31,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from hf_memopt.binding.undo.random_state import RandomState
-from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.binding.undo import RandomState
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall
 
 __all__ = ["PartsFailedError", "Size", "run_rows_in_parts"]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_memopt.binding.model.traits import IGNORED_LABEL
+from hf_memopt.binding.model import IGNORED_LABEL
 
 __all__ = [
     "copied_batch",

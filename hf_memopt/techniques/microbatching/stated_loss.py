@@ -14,9 +14,9 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from hf_memopt.binding.losses.known_losses import KnownLoss
-from hf_memopt.binding.undo.handles import override_method
-from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.binding.losses import KnownLoss
+from hf_memopt.binding.undo import override_method
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
 from hf_memopt.techniques.microbatching.row_check import without_dropout
 from hf_memopt.techniques.microbatching.splitting import row_count, row_lengths, take_rows

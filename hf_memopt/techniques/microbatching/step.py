@@ -18,14 +18,13 @@ from weakref import ref
 import torch
 from torch import nn
 
-from hf_memopt.binding.compatibility.conflicts import check_compatibility
-from hf_memopt.binding.losses.foreign_code import HookChangesError
-from hf_memopt.binding.losses.known_losses import KnownLoss, has_stock_step, known_loss
-from hf_memopt.binding.model.traits import unwrap_parallel
-from hf_memopt.binding.undo.handles import override_method
-from hf_memopt.binding.versions import checkpointing_arguments
+from hf_memopt.binding import checkpointing_arguments
+from hf_memopt.binding.compatibility import check_compatibility
+from hf_memopt.binding.losses import HookChangesError, KnownLoss, has_stock_step, known_loss
+from hf_memopt.binding.model import unwrap_parallel
+from hf_memopt.binding.undo import override_method
 from hf_memopt.changes import Change, record_changes
-from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.backbones import LOSS_OF_ALL_ROWS, Backbones, CutStep
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, are_set, part_rows
@@ -50,7 +49,7 @@ from hf_memopt.techniques.microbatching.whole_micro_batches import (
     groups_of,
     refuse_together,
 )
-from hf_memopt.techniques.nonfinite.indices import example_indices
+from hf_memopt.techniques.nonfinite import example_indices
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

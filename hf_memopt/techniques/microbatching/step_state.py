@@ -20,9 +20,8 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_memopt.binding.losses.foreign_code import is_listed_module
-from hf_memopt.binding.undo.kept_state import KeptState
-from hf_memopt.binding.undo.random_state import RandomState
+from hf_memopt.binding.losses import is_listed_module
+from hf_memopt.binding.undo import KeptState, RandomState
 from hf_memopt.changes import CHANGES
 
 __all__ = ["StepState"]

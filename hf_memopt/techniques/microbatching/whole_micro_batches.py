@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_memopt.binding.losses.foreign_code import observed_hooks
-from hf_memopt.binding.losses.known_losses import KnownLoss
+from hf_memopt.binding.losses import KnownLoss, observed_hooks
 from hf_memopt.techniques.microbatching.limits import Limit, are_set
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
 from hf_memopt.techniques.microbatching.splitting import (

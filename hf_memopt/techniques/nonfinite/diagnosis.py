@@ -26,11 +26,10 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.model.nested_tensors import tensors_in
-from hf_memopt.binding.model.traits import IGNORED_LABEL
-from hf_memopt.binding.undo.random_state import RandomState
-from hf_memopt.devices.readings.out_of_memory import free_failed_step, is_out_of_memory
-from hf_memopt.techniques.microbatching.splitting import count_rows, row_count
+from hf_memopt.binding.model import IGNORED_LABEL, tensors_in
+from hf_memopt.binding.undo import RandomState
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
+from hf_memopt.techniques.microbatching import count_rows, row_count
 from hf_memopt.techniques.nonfinite.report import OverflowReport
 
 __all__ = ["StepInputs", "Watch", "bad_gradients", "diagnose", "replay"]

@@ -34,16 +34,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_memopt.binding.compatibility.conflicts import check_compatibility
-from hf_memopt.binding.undo.handles import UndoHandle, is_overridden, override_method, remove_all
-from hf_memopt.binding.undo.random_state import RandomState
+from hf_memopt.binding.compatibility import check_compatibility
+from hf_memopt.binding.undo import RandomState, UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, check_value, checked_path
-from hf_memopt.techniques.microbatching.splitting import row_count
+from hf_memopt.techniques import TechniqueCallback
+from hf_memopt.techniques.microbatching import row_count
 from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_gradients, diagnose
 from hf_memopt.techniques.nonfinite.indices import example_indices
 from hf_memopt.techniques.nonfinite.report import OverflowReport, save_batch, write_reports
-from hf_memopt.techniques.technique_callback import TechniqueCallback
 from hf_memopt.whole_files import warn_unwritten
 
 if TYPE_CHECKING:

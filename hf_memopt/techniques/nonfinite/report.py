@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 
-from hf_memopt.binding.model.nested_tensors import tensors_in
+from hf_memopt.binding.model import tensors_in
 from hf_memopt.whole_files import write_whole
 
 __all__ = ["OverflowReport", "save_batch", "write_reports"]

@@ -28,11 +28,10 @@ from bitsandbytes.functional import dequantize_blockwise
 from bitsandbytes.optim.optimizer import GlobalOptimManager, Optimizer8bit
 from torch import nn
 
-from hf_memopt.binding.model.nested_tensors import tensors_in
-from hf_memopt.binding.model.traits import check_model, unwrap_optimizer
-from hf_memopt.binding.undo.handles import UndoHandle
+from hf_memopt.binding.model import check_model, tensors_in, unwrap_optimizer
+from hf_memopt.binding.undo import UndoHandle
 from hf_memopt.plain_data import check_value
-from hf_memopt.techniques.technique_callback import TechniqueCallback
+from hf_memopt.techniques import TechniqueCallback
 from hf_memopt.units import format_bytes
 
 __all__ = ["EmbeddingBitsCallback", "optimizer_state_bytes", "override_embedding_bits"]

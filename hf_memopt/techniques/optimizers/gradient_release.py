@@ -24,9 +24,8 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.compatibility.conflicts import check_settings
-from hf_memopt.binding.compatibility.refusals import refusal_of
-from hf_memopt.binding.undo.handles import UndoHandle, set_attribute
+from hf_memopt.binding.compatibility import check_settings, refusal_of
+from hf_memopt.binding.undo import UndoHandle, set_attribute
 from hf_memopt.plain_data import check_value, check_word, shown
 from hf_memopt.techniques.optimizers.built_classes import (
     ELEMENTWISE,

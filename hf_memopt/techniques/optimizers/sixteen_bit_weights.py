@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optimizer8bit
 
-from hf_memopt.binding.compatibility.conflicts import check_settings
-from hf_memopt.binding.undo.handles import set_attribute
-from hf_memopt.devices.precision_support import choose_precision
+from hf_memopt.binding.compatibility import check_settings
+from hf_memopt.binding.undo import set_attribute
+from hf_memopt.devices import choose_precision
 from hf_memopt.plain_data import check_word
 from hf_memopt.techniques.optimizers.built_classes import (
     ELEMENTWISE,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import tiny
 from hf_memopt import Plan, Recipe, __version__, plan, recipe
 from hf_memopt.cli.app import app
-from hf_memopt.memory.models.config_files import name_on_hub
+from hf_memopt.memory.models import name_on_hub
 from hf_memopt.recipes.planning import planner as planning
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

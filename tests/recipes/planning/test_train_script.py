@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 import tiny
 from hf_memopt import PrecisionCallback, Recipe, custom_gpu, estimate_from_arguments, plan, recipe
-from hf_memopt.batching.padding_costs.data_files import DataFile
+from hf_memopt.batching.padding_costs import DataFile
 from hf_memopt.cli.app import app
-from hf_memopt.devices.gpus import find_gpu
+from hf_memopt.devices import find_gpu
 from hf_memopt.recipes.planning.script.script import KNOWN, NOT_REENTRANT, ScriptFacts, training_script
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 

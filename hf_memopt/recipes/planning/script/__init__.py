@@ -1,0 +1,5 @@
+"""The training script of a plan, from a template."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from hf_memopt import __version__
 from hf_memopt.plain_data import checked_path
-from hf_memopt.recipes.launch import NAMES, launch_files
+from hf_memopt.recipes import NAMES, launch_files
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.planning.result import Plan
+    from hf_memopt.recipes.planning import Plan
 
 __all__ = ["RECIPE", "SCRIPT", "RowsFile", "Written", "check_folder", "script_of", "write_plan"]
 
@@ -119,7 +119,7 @@ def write_plan(
 
 def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") -> tuple[str | None, list[str]]:
     """Return the script of the chosen recipe, None where there is none for the task, and what it leaves to complete."""
-    from hf_memopt.batching.padding_costs.data_files import data_file
+    from hf_memopt.batching.padding_costs import data_file
     from hf_memopt.recipes.planning.script.script import ScriptFacts, training_script
 
     recipe, chosen = found.recipe, found.chosen

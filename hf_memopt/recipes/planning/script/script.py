@@ -21,21 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from hf_memopt.binding.compatibility.conflicts import names_of
-from hf_memopt.binding.compatibility.refusals import refusal_of
-from hf_memopt.binding.model.tasks import HEADS, NEW_HEADS
-from hf_memopt.binding.model_changes.adapters import adapter_options
-from hf_memopt.binding.model_changes.quantized_weights import quantization_options
+from hf_memopt.binding.compatibility import names_of, refusal_of
+from hf_memopt.binding.model import HEADS, NEW_HEADS
+from hf_memopt.binding.model_changes import adapter_options, quantization_options
+from hf_memopt.recipes import callbacks_of, sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
-from hf_memopt.recipes.resolved_arguments import sixteen_bits_here, stock_arguments
-from hf_memopt.recipes.wired_trainer import callbacks_of
 from hf_memopt.technique_list import TECHNIQUES, asked_by
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from hf_memopt.batching.padding_costs.data_files import DataFile
-    from hf_memopt.recipes.recipe_class import Recipe
+    from hf_memopt.batching.padding_costs import DataFile
+    from hf_memopt.recipes import Recipe
 
 __all__ = ["KNOWN", "ScriptFacts", "training_script"]
 

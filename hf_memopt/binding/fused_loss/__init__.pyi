@@ -1,0 +1,3 @@
+from .deferred_logits import DeferredLogits as DeferredLogits
+from .fuse import FusedHandle as FusedHandle
+from .fuse import fuse_cross_entropy as fuse_cross_entropy

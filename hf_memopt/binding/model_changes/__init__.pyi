@@ -1,0 +1,11 @@
+from .adapters import adapter_options as adapter_options
+from .adapters import add_adapters as add_adapters
+from .input_gradients import INPUT_GRADIENTS_DROPPED as INPUT_GRADIENTS_DROPPED
+from .input_gradients import drop_input_gradients as drop_input_gradients
+from .input_gradients import input_gradient_hooks as input_gradient_hooks
+from .quantized_weights import REPACKS as REPACKS
+from .quantized_weights import is_quantized as is_quantized
+from .quantized_weights import prepare_quantized as prepare_quantized
+from .quantized_weights import quantization_options as quantization_options
+from .tied_embedding import sparse_tied_embedding as sparse_tied_embedding
+from .tied_embedding import tied_embeddings as tied_embeddings

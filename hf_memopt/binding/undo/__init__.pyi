@@ -1,0 +1,12 @@
+from .handles import UndoHandle as UndoHandle
+from .handles import function_below as function_below
+from .handles import is_overridden as is_overridden
+from .handles import nothing_to_undo as nothing_to_undo
+from .handles import override_method as override_method
+from .handles import remove_all as remove_all
+from .handles import set_attribute as set_attribute
+from .handles import share_attribute as share_attribute
+from .handles import undo_all as undo_all
+from .kept_state import FOREIGN as FOREIGN
+from .kept_state import KeptState as KeptState
+from .random_state import RandomState as RandomState

@@ -1,0 +1,1 @@
+from .run import run_demo as run_demo

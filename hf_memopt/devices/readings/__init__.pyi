@@ -1,0 +1,10 @@
+from .memory_reading import MemoryReading as MemoryReading
+from .memory_reading import PeakMeter as PeakMeter
+from .memory_reading import measured_device as measured_device
+from .memory_reading import nvml_handle as nvml_handle
+from .memory_reading import read_context as read_context
+from .memory_reading import read_device_used as read_device_used
+from .memory_reading import read_memory as read_memory
+from .memory_reading import read_process as read_process
+from .out_of_memory import free_failed_step as free_failed_step
+from .out_of_memory import is_out_of_memory as is_out_of_memory

@@ -1,0 +1,12 @@
+from .batches import DEFAULT_LENGTH as DEFAULT_LENGTH
+from .batches import cut_batch as cut_batch
+from .batches import default_length as default_length
+from .batches import example_batch as example_batch
+from .batches import most_tokens as most_tokens
+from .config_files import check_task as check_task
+from .config_files import find_config as find_config
+from .config_files import known_models as known_models
+from .config_files import name_on_hub as name_on_hub
+from .loading import LoadedModel as LoadedModel
+from .loading import load_model as load_model
+from .loading import rest_to_meta as rest_to_meta

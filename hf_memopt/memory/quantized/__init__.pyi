@@ -1,0 +1,2 @@
+from .stand_ins import quantize as quantize
+from .stand_ins import stand_in as stand_in

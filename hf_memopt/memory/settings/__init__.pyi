@@ -1,0 +1,10 @@
+from .argument_spellings import REFUSED as REFUSED
+from .argument_spellings import in_own_names as in_own_names
+from .batch_lengths import BatchShape as BatchShape
+from .batch_lengths import Fragmentation as Fragmentation
+from .batch_lengths import LengthPlan as LengthPlan
+from .batch_lengths import checked_lengths as checked_lengths
+from .batch_lengths import plan_lengths as plan_lengths
+from .step_settings import NotEstimableError as NotEstimableError
+from .step_settings import StepSettings as StepSettings
+from .step_settings import settings_that_change as settings_that_change

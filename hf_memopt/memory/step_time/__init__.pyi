@@ -1,0 +1,9 @@
+from .operations import Operation as Operation
+from .operations import operation_of as operation_of
+from .prices import SAME_FRACTION as SAME_FRACTION
+from .prices import Prices as Prices
+from .prices import StepCosts as StepCosts
+from .prices import StepTime as StepTime
+from .prices import equally_fast as equally_fast
+from .prices import missing_figures as missing_figures
+from .prices import timing_of_step as timing_of_step

@@ -1,0 +1,12 @@
+from .candidates import MARGIN_SHARE as MARGIN_SHARE
+from .candidates import margin_of as margin_of
+from .model_facts import facts_of as facts_of
+from .output import print_plan as print_plan
+from .planner import plan as plan
+from .request import GOALS as GOALS
+from .request import METHODS as METHODS
+from .request import checked_allow as checked_allow
+from .request import checked_batch as checked_batch
+from .request import read_gpu as read_gpu
+from .result import Plan as Plan
+from .sharing import check_strategy as check_strategy

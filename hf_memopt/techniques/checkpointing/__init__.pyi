@@ -1,0 +1,1 @@
+from .policies import check_offload as check_offload

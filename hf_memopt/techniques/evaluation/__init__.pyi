@@ -1,0 +1,1 @@
+from .recovery import recover_predictions as recover_predictions

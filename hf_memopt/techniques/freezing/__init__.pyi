@@ -1,0 +1,1 @@
+from .freezing import FreezeCallback as FreezeCallback

@@ -1,0 +1,1 @@
+from .indices import example_indices as example_indices

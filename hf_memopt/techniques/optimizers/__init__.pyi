@@ -1,0 +1,2 @@
+from .embedding_bits import EmbeddingBitsCallback as EmbeddingBitsCallback
+from .embedding_bits import optimizer_state_bytes as optimizer_state_bytes
