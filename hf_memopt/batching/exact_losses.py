@@ -37,8 +37,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_memopt.binding import refuse_data_parallel
-from hf_memopt.binding.losses import CLASSES
-from hf_memopt.binding.losses.row_weights import KnownLoss
+from hf_memopt.binding.losses import CLASSES, KnownLoss
 from hf_memopt.binding.model import IGNORED_LABEL, check_model, unwrap_model
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes

@@ -673,7 +673,7 @@ def test_released_rounding_has_the_memory_of_each_parameter() -> None:
     assert released.state == optimizer_memory(facts, "paged_adamw_8bit").state  # no byte more
     kahan = optimizer_memory(facts, "paged_adamw_8bit", rounding="kahan")
     assert kahan.state_bytes - released.state_bytes == sum(2 * fact.elements for fact in facts)
-    alone = optimizer_memory(facts, "paged_adamw_8bit", rounding="kahan", gradient_release=True).alone
+    alone = optimizer_memory(facts, "paged_adamw_8bit", rounding="kahan", one_by_one=True).alone
     assert sum(memory.state_bytes for memory in alone) == kahan.state_bytes
 
 

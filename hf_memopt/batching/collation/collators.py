@@ -40,7 +40,7 @@ from hf_memopt.batching.plan import check_settings
 from hf_memopt.binding.model import is_causal_lm
 from hf_memopt.binding.undo import UndoHandle, set_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
-from hf_memopt.plain_data import check_value
+from hf_memopt.plain_data import check_value, shown
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -191,6 +191,10 @@ class BucketedCollator:
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """Return the batch of ``features``, which stay as they are."""
+        if not isinstance(features, Sequence):
+            raise TypeError(
+                f"features={shown(features)} is not a list of examples; expected one. Call: collator([dataset[0]])"
+            )
         if len(features) == 1 and isinstance(features[0], ColumnBatch):
             return self._collate(dict(features[0].columns), features[0].width)
         examples = flatten(features)

@@ -27,7 +27,7 @@ import torch
 
 __all__ = ["free_failed_step", "is_out_of_memory"]
 
-_TABLE = resources.files("hf_memopt.devices").joinpath("out_of_memory.csv").read_text(encoding="utf-8")
+_TABLE = resources.files("hf_memopt.devices.readings").joinpath("out_of_memory.csv").read_text(encoding="utf-8")
 _TEXTS = "|".join(re.escape(row["text"]).replace(r"\ ", " +") for row in csv.DictReader(_TABLE.splitlines()))
 _BEGINNING = re.compile(
     r"(?:(?:CUDA|cuDNN|cusolver|cuFFT|HIP) error: |cuDNN Frontend error: .*?(?=CUDNN_)|\[enforce fail at [^]]*\] .*?"

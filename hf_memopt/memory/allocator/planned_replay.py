@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from hf_memopt.devices import Chip
 from hf_memopt.memory.cuda import workspace_bytes
 from hf_memopt.memory.distributed import bucket_bytes
-from hf_memopt.memory.optimizers import clipping_temporaries, optimizer_memory
-from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory, ParameterFacts
+from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, clipping_temporaries, optimizer_memory
 from hf_memopt.memory.settings import StepSettings
 
 __all__ = ["ReplayPlan", "replay_plan", "step_optimizer"]

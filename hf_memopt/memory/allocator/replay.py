@@ -18,7 +18,7 @@ import numpy as np
 
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 from hf_memopt.memory.allocator.planned_replay import ReplayPlan
-from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory
+from hf_memopt.memory.optimizers import OptimizerMemory
 from hf_memopt.memory.recording import RecordedPass, StepTrace
 from hf_memopt.memory.settings import Fragmentation, LengthPlan, StepSettings
 from hf_memopt.memory.tracking import COMPONENTS, SimulatedTimeline, Timeline

@@ -32,8 +32,7 @@ from hf_memopt.devices import Chip
 from hf_memopt.memory.cuda import CudaSemantics, hidden_bytes
 from hf_memopt.memory.distributed import sharded_step, without_autocast
 from hf_memopt.memory.models import LoadedModel, cut_batch, example_batch, load_model, rest_to_meta
-from hf_memopt.memory.optimizers import parameter_facts
-from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts
+from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import record_step, state_kept
 from hf_memopt.memory.settings import StepSettings, settings_that_change
