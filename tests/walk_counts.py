@@ -7,10 +7,12 @@ left out. Each walk is a process of its own; with ``PYTHONPATH`` it counts anoth
 from __future__ import annotations
 
 import json
+import pkgutil
 import sys
 import threading
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -23,7 +25,10 @@ UNCOUNTED = {"errors.py", "units.py"}
 
 
 def walk(call: Callable[[], Any]) -> list[str]:
-    """Return the files of the package whose functions ``call`` enters, in any thread; module level is not counted."""
+    """Return the files of the package whose functions ``call`` enters, in any thread; all is imported before."""
+    for module in pkgutil.walk_packages(hf_memopt.__path__, "hf_memopt."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
     found: set[str] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
