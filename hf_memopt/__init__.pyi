@@ -21,13 +21,13 @@ from .devices.readings.memory_reading import MemoryReading as MemoryReading
 from .devices.readings.memory_reading import read_memory as read_memory
 from .errors import MissingExtraError as MissingExtraError
 from .memory.estimation import estimate as estimate
-from .memory.estimation import estimate_from_arguments as estimate_from_arguments
 from .memory.result import Estimate as Estimate
 from .memory.run.callback import MemoryReportCallback as MemoryReportCallback
 from .memory.run.printed_memory import print_gpu_utilization as print_gpu_utilization
 from .memory.run.printed_memory import print_summary as print_summary
 from .memory.settings.step_settings import NotEstimableError as NotEstimableError
 from .memory.settings.step_settings import StepSettings as StepSettings
+from .memory.training_arguments import estimate_from_arguments as estimate_from_arguments
 from .recipes.measuring.child_process import measure as measure
 from .recipes.planning.planner import plan as plan
 from .recipes.planning.result import Plan as Plan

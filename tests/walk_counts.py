@@ -68,7 +68,13 @@ def recovery() -> list[str]:
     scarcity.watch(model)
     with TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
-            folder, max_steps=1, per_device_train_batch_size=4, report_to="none", use_cpu=True, disable_tqdm=True
+            folder,
+            max_steps=1,
+            per_device_train_batch_size=4,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            save_strategy="no",
         )
         callback = hf_memopt.MicrobatchCallback()
         trainer = transformers.Trainer(model, arguments, train_dataset=tiny.rows(4, 6), callbacks=[callback])

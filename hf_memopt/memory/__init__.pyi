@@ -1,10 +1,10 @@
 from .compiler_import import without_compiler as without_compiler
 from .estimation import estimate as estimate
-from .estimation import estimate_from_arguments as estimate_from_arguments
+from .estimation import own_dtype as own_dtype
 from .estimation import with_hints as with_hints
-from .resolved_settings import own_dtype as own_dtype
 from .result import Estimate as Estimate
 from .trainer_estimate import estimate_of as estimate_of
+from .training_arguments import estimate_from_arguments as estimate_from_arguments
 from .what_fits import MARGIN_SHARE as MARGIN_SHARE
 from .what_fits import largest_that_fits as largest_that_fits
 from .what_fits import margin_of as margin_of

@@ -10,12 +10,11 @@ What cannot be simulated raises ``NotEstimableError``; ``estimate`` lists it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from hf_memopt.binding import versions as compat
@@ -25,28 +24,25 @@ from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, 
 from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models import DEFAULT_LENGTH, check_task, default_length
 from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, keeping_models, session
-from hf_memopt.memory.resolved_settings import own_dtype, settings_of_recipe, sixteen_bits, with_16_bits, with_precision
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import (
     LengthPlan,
-    NotEstimableError,
     StepSettings,
     checked_lengths,
     in_own_names,
     plan_lengths,
 )
 from hf_memopt.memory.step_time import timing_of_step
-from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
-from hf_memopt.plain_data import Count, check_value, checked_array, shown
+from hf_memopt.plain_data import Count, check_value, shown
 
 if TYPE_CHECKING:
     import os
 
     from numpy.typing import ArrayLike
     from torch import nn
-    from transformers import PretrainedConfig, TrainingArguments
+    from transformers import PretrainedConfig
 
-__all__ = ["estimate", "estimate_from_arguments", "with_hints"]
+__all__ = ["estimate", "estimate_of_step", "own_dtype", "with_hints"]
 
 DEFAULT_BATCH_SIZE = 8
 _ASSUMED_CAPABILITY = (8, 0)
@@ -131,7 +127,7 @@ def estimate(
         plan = plan_lengths(checked_lengths(lengths, seq_len), settings.gradient_accumulation_steps)
         shape = replace(shape, seq_len=plan.recorded[0])
     dtype = overrides.get("weights_dtype")
-    found = _estimate(model, shape, settings, found_gpu, task=task, weights_dtype=dtype, lengths=plan)
+    found = estimate_of_step(model, shape, settings, found_gpu, task=task, weights_dtype=dtype, lengths=plan)
     return with_hints(model, found, task=task, labels_length=labels_length) if hints else found
 
 
@@ -150,7 +146,7 @@ def with_hints(
     def simulate(changes: Mapping[str, Any]) -> Estimate:
         sizes = {name: changes.get(name, getattr(found, name)) for name in ("batch_size", "seq_len")}
         settings = {name: value for name, value in changes.items() if name not in sizes}
-        return _estimate(
+        return estimate_of_step(
             model,
             Shape(**sizes, labels_length=labels_length),
             found.settings.replace(**settings),
@@ -163,62 +159,8 @@ def with_hints(
         return replace(found, hints=find_hints(found, simulate, announce=announce))
 
 
-def estimate_from_arguments(
-    model: nn.Module | PretrainedConfig | str | os.PathLike[str],
-    args: TrainingArguments,
-    lengths: int | Sequence[int] | np.ndarray | None,
-    *,
-    gpu: str | Gpu | None = None,
-    **overrides: Any,
-) -> Estimate:
-    """Return the memory of a training step that existing ``TrainingArguments`` describe.
-
-    Args:
-        model: as for ``estimate``.
-        args: not changed. Evaluation is included where ``eval_strategy`` is not ``"no"`` or ``eval_on_start`` is set,
-            with one batch unless ``eval_batches=`` gives their number.
-        lengths: tokens of the examples, such as ``token_lengths(dataset)``, or of the longest; None for images, and for
-            the default of ``estimate``. Every batch counts as long as the longest example; ``estimate(lengths=)`` takes
-            those of the batches in order.
-        gpu: as for ``estimate``.
-        overrides: fields of ``StepSettings`` that the arguments do not have, such as ``world_size``, which ``fsdp``
-            needs; ``task`` and ``labels_length``.
-
-    Raises:
-        NotEstimableError: the arguments ask for something that is not simulated: compilation, Liger kernels, DeepSpeed,
-            FSDP but FSDP2 that shards all, NEFTune, a key-value cache in training, metrics that get the inputs.
-        ValueError, TypeError: as ``estimate`` does; ``lengths`` is empty.
-    """
-    refuse_arguments(args)
-    longest = None
-    if lengths is not None:
-        values = np.atleast_1d(checked_array("lengths", lengths))
-        if not values.size:
-            raise ValueError(
-                f"lengths={lengths!r} is empty; expected the tokens of at least one example. "
-                "Pass lengths=token_lengths(dataset)"
-            )
-        if values.dtype.kind not in "iuf" or not 1 <= values.max() < 2**63:
-            raise ValueError(
-                f"lengths={shown(lengths)} are no numbers of tokens; expected integers of 1 or more. "
-                "Pass lengths=token_lengths(dataset)"
-            )
-        longest = int(values.max())
-    of_model = {name: overrides.pop(name) for name in ("task", "labels_length") if name in overrides}
-    found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
-    settings = settings_of_arguments(args, overrides.get("world_size")).replace(**overrides)
-    if settings.eval_batch_size is not None and "inputs" in args.include_for_metrics:
-        raise NotEstimableError(
-            f"not estimable: include_for_metrics={args.include_for_metrics!r}: inputs that are gathered on the GPU "
-            "besides the logits are not simulated"
-        )
-    shape = Shape(args.per_device_train_batch_size, longest, of_model.pop("labels_length", None))
-    found = _estimate(model, shape, settings, found_gpu, **of_model, weights_dtype=overrides.get("weights_dtype"))
-    return replace(found, notes=(*found.notes, *notes_of_arguments(args)))
-
-
 @collector_paused()
-def _estimate(
+def estimate_of_step(
     model: nn.Module | PretrainedConfig | str | os.PathLike[str],
     shape: Shape,
     settings: StepSettings,
@@ -354,3 +296,71 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
     if settings.micro_batch_size is not None:
         notes.append("micro-batches of a known loss; any other sees all rows, whose logits and gradients come on top")
     return tuple(notes)
+
+
+# ---- Settings, once recipe, GPU and model are known
+
+
+def settings_of_recipe(recipe: Any, overrides: Mapping[str, Any]) -> StepSettings:
+    """Return the settings of a recipe with the overrides; several processes share its accumulation steps."""
+    if recipe is None:
+        settings = StepSettings()
+    elif hasattr(recipe, "step_settings"):
+        settings = recipe.step_settings()
+    else:
+        raise TypeError(
+            f"recipe={shown(recipe)} is not a recipe; expected an object with step_settings(). "
+            "Pass recipe=hf_memopt.recipe('4gb-gpu')"
+        )
+    changed = settings.replace(**overrides)
+    if recipe is None or changed.world_size == 1 or "gradient_accumulation_steps" in overrides:
+        return changed
+    return changed.replace(gradient_accumulation_steps=-(-settings.gradient_accumulation_steps // changed.world_size))
+
+
+def with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:
+    if settings.precision != "auto":
+        return settings
+    scaled = "fp16" if settings.takes_gradient_scaler else "fp32"
+    native = "fp32" if gpu is None else "bf16" if gpu.bf16 else scaled
+    return settings.replace(precision=native)
+
+
+def sixteen_bits(gpu: Gpu | None) -> str:
+    return "bfloat16" if gpu is None or gpu.bf16 else "float16"
+
+
+def with_16_bits(settings: StepSettings, gpu: Gpu | None, asked: str | None) -> tuple[StepSettings, tuple[str, ...]]:
+    """Return the settings with 16-bit weights beside quantised ones, unless the caller asked for a dtype; and notes."""
+    if settings.load_in is None:
+        return settings, ()
+    notes = []
+    if asked is None and settings.weights_dtype == "float32":
+        settings = settings.replace(weights_dtype=sixteen_bits(gpu))
+        notes.append(f"weights that are not quantised are {settings.weights_dtype}: give weights_dtype for another")
+    if not settings.prepare and settings.weights_dtype != "float32":
+        notes.append(
+            "embeddings, norms and head as loaded: call hf_memopt.prepare_quantized, not peft's "
+            "prepare_model_for_kbit_training, which makes them float32"
+        )
+    return settings, tuple(notes)
+
+
+def own_dtype(model: nn.Module, asked: str | None) -> str:
+    """Return the dtype of a module's weights, of mixed ones the dtype that most bytes have.
+
+    Raises:
+        ValueError: the caller asked for another one.
+    """
+    sizes: dict[str, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            name = str(parameter.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + parameter.nbytes
+    own = max(sizes, key=lambda name: sizes[name], default="float32")
+    if asked is not None and asked != own:
+        raise ValueError(
+            f"weights_dtype={asked!r} is not that of the given module, whose weights are {own}; expected {own!r}. "
+            f"Call: model.to(torch.{asked})"
+        )
+    return own

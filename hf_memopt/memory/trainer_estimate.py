@@ -8,8 +8,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.compatibility import optimizers_of, techniques_in_use
-from hf_memopt.memory.estimation import estimate_from_arguments
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.training_arguments import estimate_from_arguments
 from hf_memopt.technique_list import TECHNIQUES, load
 
 if TYPE_CHECKING:

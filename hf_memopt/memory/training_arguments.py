@@ -1,19 +1,27 @@
-"""Read ``StepSettings`` from existing ``TrainingArguments``, and refuse arguments that are not simulated."""
+"""The estimate of a step that ``TrainingArguments`` describe; arguments that are not simulated are refused."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hf_memopt.binding import versions as compat
+from hf_memopt.devices import Gpu, current_gpu, find_gpu
+from hf_memopt.memory.estimation import estimate_of_step
+from hf_memopt.memory.recording import Shape
+from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import REFUSED, NotEstimableError, StepSettings
-from hf_memopt.plain_data import shown
+from hf_memopt.plain_data import checked_array, shown
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from torch import nn
+    from transformers import PretrainedConfig, TrainingArguments
 
-__all__ = ["notes_of_arguments", "refuse_arguments", "settings_of_arguments"]
+__all__ = ["estimate_from_arguments", "settings_of_arguments"]
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
@@ -109,3 +117,59 @@ def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:
             "names are wrapped (_no_split_modules)"
         )
     return tuple(notes)
+
+
+def estimate_from_arguments(
+    model: nn.Module | PretrainedConfig | str | os.PathLike[str],
+    args: TrainingArguments,
+    lengths: int | Sequence[int] | np.ndarray | None,
+    *,
+    gpu: str | Gpu | None = None,
+    **overrides: Any,
+) -> Estimate:
+    """Return the memory of a training step that existing ``TrainingArguments`` describe.
+
+    Args:
+        model: as for ``estimate``.
+        args: not changed. Evaluation is included where ``eval_strategy`` is not ``"no"`` or ``eval_on_start`` is set,
+            with one batch unless ``eval_batches=`` gives their number.
+        lengths: tokens of the examples, such as ``token_lengths(dataset)``, or of the longest; None for images, and for
+            the default of ``estimate``. Every batch counts as long as the longest example; ``estimate(lengths=)`` takes
+            those of the batches in order.
+        gpu: as for ``estimate``.
+        overrides: fields of ``StepSettings`` that the arguments do not have, such as ``world_size``, which ``fsdp``
+            needs; ``task`` and ``labels_length``.
+
+    Raises:
+        NotEstimableError: the arguments ask for something that is not simulated: compilation, Liger kernels, DeepSpeed,
+            FSDP but FSDP2 that shards all, NEFTune, a key-value cache in training, metrics that get the inputs.
+        ValueError, TypeError: as ``estimate`` does; ``lengths`` is empty.
+    """
+    refuse_arguments(args)
+    longest = None
+    if lengths is not None:
+        values = np.atleast_1d(checked_array("lengths", lengths))
+        if not values.size:
+            raise ValueError(
+                f"lengths={lengths!r} is empty; expected the tokens of at least one example. "
+                "Pass lengths=token_lengths(dataset)"
+            )
+        if values.dtype.kind not in "iuf" or not 1 <= values.max() < 2**63:
+            raise ValueError(
+                f"lengths={shown(lengths)} are no numbers of tokens; expected integers of 1 or more. "
+                "Pass lengths=token_lengths(dataset)"
+            )
+        longest = int(values.max())
+    of_model = {name: overrides.pop(name) for name in ("task", "labels_length") if name in overrides}
+    found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
+    settings = settings_of_arguments(args, overrides.get("world_size")).replace(**overrides)
+    if settings.eval_batch_size is not None and "inputs" in args.include_for_metrics:
+        raise NotEstimableError(
+            f"not estimable: include_for_metrics={args.include_for_metrics!r}: inputs that are gathered on the GPU "
+            "besides the logits are not simulated"
+        )
+    shape = Shape(args.per_device_train_batch_size, longest, of_model.pop("labels_length", None))
+    found = estimate_of_step(
+        model, shape, settings, found_gpu, **of_model, weights_dtype=overrides.get("weights_dtype")
+    )
+    return replace(found, notes=(*found.notes, *notes_of_arguments(args)))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import tiny
 from hf_memopt import NotEstimableError, estimate, plan
 from hf_memopt.cli.app import app
-from hf_memopt.recipes.planning import simulation
+from hf_memopt.recipes.planning import simulated as simulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

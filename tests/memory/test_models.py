@@ -31,7 +31,7 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenCl
 import tiny
 from hf_memopt import hub
 from hf_memopt.binding.model import task_of
-from hf_memopt.binding.model import tasks as model_tasks
+from hf_memopt.binding.model import traits as model_tasks
 from hf_memopt.memory.models import cut_batch, example_batch, known_models, load_model
 from hf_memopt.memory.models import loading as models
 from hf_memopt.memory.models.batches import check_sequence

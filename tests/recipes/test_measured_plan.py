@@ -234,7 +234,7 @@ class Counters(StepMeter):
 
 def test_the_whole_way_from_the_counters_of_a_gpu_to_a_plan(tmp_path: Path, monkeypatch: Any) -> None:
     """Only the counters are made up: steps, prediction, file and plan are real."""
-    for module in ("memory.estimation", "recipes.measuring.measure"):
+    for module in ("memory.estimation", "recipes.measuring.child_process"):
         monkeypatch.setattr(f"hf_memopt.{module}.current_gpu", lambda: GPU)
     monkeypatch.setattr(
         "hf_memopt.recipes.measuring.recorder.meter_of", lambda device: Counters(torch.device("cuda:0"))

@@ -21,12 +21,11 @@ from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.recording.sessions import forget_traces
 from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.recipes.planning import facts_of, print_plan
-from hf_memopt.recipes.planning.candidates import Candidate
+from hf_memopt.recipes.planning.model_and_rows import Texts
 from hf_memopt.recipes.planning.output import shown_candidates
 from hf_memopt.recipes.planning.search import best_of, row_counts
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
-from hf_memopt.recipes.planning.simulation import Simulation, priced_on
-from hf_memopt.recipes.planning.texts import Texts
+from hf_memopt.recipes.planning.simulated import Candidate, Simulation, priced_on
 from hf_memopt.units import format_bytes, parse_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.compatibility.refusals import SETTINGS, refusal_of
+from hf_memopt.binding.compatibility.refusals import SETTINGS, is_of_bitsandbytes, refusal_of, steps_in_backward
 from hf_memopt.plain_data import shown
 from hf_memopt.technique_list import LATE_LOSS, TECHNIQUES, VARIANTS, Refusal
 
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 __all__ = [
     "check_compatibility",
     "check_settings",
-    "is_of_bitsandbytes",
     "names_of",
     "refusals_of",
     "settings_in_use",
-    "steps_in_backward",
     "techniques_in_use",
 ]
 
@@ -103,13 +101,6 @@ def _names_in_use(trainer: Any, *callbacks: Any) -> set[Any]:
     return names
 
 
-def is_of_bitsandbytes(optim: str) -> bool:
-    """Return whether stock's optimizer of this name is one of bitsandbytes; those of torchao have "torch" in theirs."""
-    return optim.startswith(("paged_", "lion", "ademamix", "rmsprop_bnb")) or (
-        optim.endswith("_8bit") and "torch" not in optim
-    )
-
-
 def names_of(part: Any) -> set[Any]:
     """Return the names that a part bears: an optimizer class may be one technique around another.
 
@@ -148,8 +139,3 @@ def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[st
         "DDP, default flags": world_size > 1 and flags != (False, False),
     }
     return tuple(name for name in SETTINGS if asked.get(name))
-
-
-def steps_in_backward(optim: str) -> bool:
-    """Return whether stock's optimizer of this name steps each parameter within the backward pass."""
-    return optim in ("lomo", "adalomo") or optim.endswith("_layerwise")

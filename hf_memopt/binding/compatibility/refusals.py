@@ -32,9 +32,11 @@ __all__ = [
     "TECHNIQUES",
     "Refusal",
     "every_refusal",
+    "is_of_bitsandbytes",
     "refusal_of",
     "refuse_without_adapters",
     "refused_fields",
+    "steps_in_backward",
 ]
 
 SETTINGS: Mapping[str, str] = {
@@ -106,3 +108,15 @@ def refuse_without_adapters(load_in: str | None, lora: Any) -> None:
             f"load_in={load_in!r}, lora=None leave nothing to train: quantised weights have no gradient, and the "
             "Trainer refuses such a model; expected adapters. Pass lora=16"
         )
+
+
+def is_of_bitsandbytes(optim: str) -> bool:
+    """Return whether stock's optimizer of this name is one of bitsandbytes; those of torchao have "torch" in theirs."""
+    return optim.startswith(("paged_", "lion", "ademamix", "rmsprop_bnb")) or (
+        optim.endswith("_8bit") and "torch" not in optim
+    )
+
+
+def steps_in_backward(optim: str) -> bool:
+    """Return whether stock's optimizer of this name steps each parameter within the backward pass."""
+    return optim in ("lomo", "adalomo") or optim.endswith("_layerwise")

@@ -1,11 +1,11 @@
-from .nested_tensors import tensors_in as tensors_in
-from .tasks import HEADS as HEADS
-from .tasks import NEW_HEADS as NEW_HEADS
-from .tasks import task_of as task_of
-from .tasks import task_of_class as task_of_class
+from .traits import HEADS as HEADS
 from .traits import IGNORED_LABEL as IGNORED_LABEL
+from .traits import NEW_HEADS as NEW_HEADS
 from .traits import check_model as check_model
 from .traits import is_causal_lm as is_causal_lm
+from .traits import task_of as task_of
+from .traits import task_of_class as task_of_class
+from .traits import tensors_in as tensors_in
 from .traits import unwrap_model as unwrap_model
 from .traits import unwrap_optimizer as unwrap_optimizer
 from .traits import unwrap_parallel as unwrap_parallel

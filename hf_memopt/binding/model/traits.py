@@ -1,28 +1,35 @@
-"""Questions about a model that several techniques ask: what its loss compares, the model inside its wrappers."""
+"""Questions that several rooms ask about a model: its task, what its loss compares, the model inside its wrappers."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_memopt.plain_data import shown
 
 __all__ = [
+    "HEADS",
     "IGNORED_LABEL",
+    "NEW_HEADS",
     "check_model",
     "is_causal_lm",
+    "task_of",
+    "task_of_class",
+    "tensors_in",
     "unwrap_model",
     "unwrap_optimizer",
     "unwrap_parallel",
     "used_columns",
 ]
-
 
 IGNORED_LABEL = -100
 """The label that losses of transformers do not count, and what the ``Trainer`` pads outputs and labels with."""
@@ -93,3 +100,65 @@ def used_columns(trainer: Any) -> set[str] | None:
         return set(trainer._signature_columns)
     finally:
         trainer._signature_columns = cached
+
+
+HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "speech-seq2seq": ("AutoModelForSpeechSeq2Seq", modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+    "seq2seq": ("AutoModelForSeq2SeqLM", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "causal-lm": ("AutoModelForCausalLM", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "masked-lm": ("AutoModelForMaskedLM", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "sequence-classification": (
+        "AutoModelForSequenceClassification",
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    "token-classification": (
+        "AutoModelForTokenClassification",
+        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    "question-answering": ("AutoModelForQuestionAnswering", modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
+    "multiple-choice": ("AutoModelForMultipleChoice", modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
+    "image-classification": (
+        "AutoModelForImageClassification",
+        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+}
+# Of the tasks that list a class, the first is taken: BartForConditionalGeneration is not a masked LM.
+
+NEW_HEADS: Mapping[str, tuple[str, ...]] = {
+    "sequence-classification": ("pre_classifier", "classifier", "score"),
+    "token-classification": ("classifier", "score"),
+    "question-answering": ("qa_outputs",),
+    "multiple-choice": ("pre_classifier", "classifier"),
+    "image-classification": ("classifier",),
+}
+"""Heads that a checkpoint usually lacks, so that they are trained whole, by the names that PEFT gives them."""
+
+
+def task_of(model: nn.Module) -> str | None:
+    """Return the task of a model's head, or None if its class is not one of the known heads of transformers."""
+    tasks = task_of_class()
+    return next((tasks[kind.__name__] for kind in type(unwrap_model(model)).__mro__ if kind.__name__ in tasks), None)
+
+
+@cache
+def task_of_class() -> dict[str, str]:
+    """Return the task of each class of the known heads, by the name of the class."""
+    tasks: dict[str, str] = {}
+    for task, (_, mapping) in HEADS.items():
+        for names in mapping.values():
+            for name in (names,) if isinstance(names, str) else names:
+                tasks.setdefault(name, task)
+    return tasks
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested mappings (a ``ModelOutput`` too), lists and tuples, in their order.
+
+    Examples:
+        >>> len(tensors_in({"logits": torch.ones(2), "others": (torch.ones(1), [torch.ones(3), "text"])}))
+        3
+    """
+    if torch.is_tensor(value):
+        return [value]
+    entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for entry in entries for tensor in tensors_in(entry)]

@@ -1,6 +1,4 @@
-from .candidates import MARGIN_SHARE as MARGIN_SHARE
-from .candidates import margin_of as margin_of
-from .model_facts import facts_of as facts_of
+from .model_and_rows import facts_of as facts_of
 from .output import print_plan as print_plan
 from .planner import plan as plan
 from .request import GOALS as GOALS
@@ -10,3 +8,5 @@ from .request import checked_batch as checked_batch
 from .request import read_gpu as read_gpu
 from .result import Plan as Plan
 from .sharing import check_strategy as check_strategy
+from .simulated import MARGIN_SHARE as MARGIN_SHARE
+from .simulated import margin_of as margin_of

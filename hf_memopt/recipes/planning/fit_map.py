@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
-from hf_memopt.recipes.planning.candidates import Verdict
-from hf_memopt.recipes.planning.texts import MULTIPLE
+from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
+from hf_memopt.recipes.planning.simulated import Verdict
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.planning.candidates import Candidate
-    from hf_memopt.recipes.planning.simulation import Simulation
+    from hf_memopt.recipes.planning.simulated import Candidate, Simulation
     from hf_memopt.reports.plan import CellData, FitMapData
 
 __all__ = ["fit_map", "settle"]

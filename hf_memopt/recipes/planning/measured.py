@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory import Estimate
     from hf_memopt.memory.step_time import StepTime
     from hf_memopt.recipes import Recipe
-    from hf_memopt.recipes.planning.candidates import Candidate
+    from hf_memopt.recipes.planning.simulated import Candidate
     from hf_memopt.reports import Measurement
 
 __all__ = ["Corrections"]

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.devices import GPUS
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.memory.settings import NotEstimableError
-from hf_memopt.recipes.planning.candidates import margin_of
-from hf_memopt.recipes.planning.texts import MULTIPLE
+from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
+from hf_memopt.recipes.planning.simulated import margin_of
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp
-    from hf_memopt.recipes.planning.simulation import Simulation
+    from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
 __all__ = ["NAMES", "Shortfall", "shortfall_of"]
 

@@ -22,8 +22,8 @@ from hf_memopt.units import format_number as _number
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.result import Plan
+    from hf_memopt.recipes.planning.simulated import Candidate
 
 __all__ = ["plan_json", "plan_text", "print_plan", "shown_candidates"]
 

@@ -25,9 +25,8 @@ from hf_memopt.memory.models import check_task
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.plain_data import Count, check_value, check_word
-from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.measured import Corrections
-from hf_memopt.recipes.planning.model_facts import facts_of, name_to_load
+from hf_memopt.recipes.planning.model_and_rows import Texts, facts_of, name_to_load
 from hf_memopt.recipes.planning.nearest import NAMES, shortfall_of
 from hf_memopt.recipes.planning.request import (
     GOALS,
@@ -38,9 +37,8 @@ from hf_memopt.recipes.planning.request import (
 )
 from hf_memopt.recipes.planning.result import Plan
 from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
-from hf_memopt.recipes.planning.simulation import Simulation
+from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
-from hf_memopt.recipes.planning.texts import Texts
 from hf_memopt.reports import named_measurement
 from hf_memopt.units import format_bytes
 
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hf_memopt.devices import Gpu
-    from hf_memopt.recipes.planning.candidates import Candidate
+    from hf_memopt.recipes.planning.simulated import Candidate
     from hf_memopt.reports import Measurement
 
 __all__ = ["plan"]

@@ -14,8 +14,8 @@ from hf_memopt.recipes.planning.fit_map import fit_map
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.result import Plan
+    from hf_memopt.recipes.planning.simulated import Candidate
 
 __all__ = ["known_figures", "report_figures"]
 

@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 
     from hf_memopt.devices import Gpu
     from hf_memopt.recipes import Launch, Recipe
-    from hf_memopt.recipes.planning.candidates import Candidate
+    from hf_memopt.recipes.planning.model_and_rows import Texts
     from hf_memopt.recipes.planning.nearest import Shortfall
     from hf_memopt.recipes.planning.script import RowsFile, Written
-    from hf_memopt.recipes.planning.simulation import Simulation
-    from hf_memopt.recipes.planning.texts import Texts
+    from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
 __all__ = ["Plan"]
 

@@ -29,9 +29,8 @@ from hf_memopt.memory.step_time import SAME_FRACTION, equally_fast
 from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.set_ups import SetUp, Technique
-    from hf_memopt.recipes.planning.simulation import Simulation
+    from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
 __all__ = ["best_of", "least_set_ups", "most_rows", "row_counts", "search"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.recipes import Recipe
-from hf_memopt.recipes.planning.simulation import priced_on
+from hf_memopt.recipes.planning.simulated import priced_on
 from hf_memopt.technique_list import TECHNIQUES
 
 if TYPE_CHECKING:

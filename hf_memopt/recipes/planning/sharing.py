@@ -18,8 +18,8 @@ from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
-    from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.set_ups import SetUp
+    from hf_memopt.recipes.planning.simulated import Candidate
 
 __all__ = ["Sharing", "check_strategy", "sharing_text", "sharings_of"]
 

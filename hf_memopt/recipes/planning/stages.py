@@ -13,15 +13,14 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
+from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
 from hf_memopt.recipes.planning.search import best_of, least_set_ups, most_rows, row_counts, search
 from hf_memopt.recipes.planning.set_ups import BF16_WEIGHTS, CHECKPOINTING, ModelFacts, SetUp, set_ups
-from hf_memopt.recipes.planning.texts import MULTIPLE
 
 if TYPE_CHECKING:
     from hf_memopt.recipes import Recipe
-    from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.sharing import Sharing
-    from hf_memopt.recipes.planning.simulation import Simulation
+    from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
 __all__ = ["StageSearch", "stages_of"]
 
