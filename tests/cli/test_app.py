@@ -270,9 +270,9 @@ def test_a_missing_and_a_broken_file_of_lengths(tmp_path) -> None:
 VERBS = {
     "presets": ("hf_memopt.cli.presets_command.preset_rows", []),
     "lengths": ("hf_memopt.cli.lengths_command.file_lengths", ["data.csv"]),
-    "estimate": ("hf_memopt.memory.estimation.estimate", ["gpt2", "--seq-len", "8"]),
+    "estimate": ("hf_memopt.memory.estimate", ["gpt2", "--seq-len", "8"]),
     "doctor": ("hf_memopt.cli.doctor.examine", []),
-    "demo": ("hf_memopt.demo.run.run_demo", []),
+    "demo": ("hf_memopt.demo.run_demo", []),
 }
 
 

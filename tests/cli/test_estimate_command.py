@@ -19,7 +19,7 @@ from hf_memopt.cli import compared_set_ups, estimate_command
 from hf_memopt.cli.app import app
 from hf_memopt.cli.compared_set_ups import compare, set_ups
 from hf_memopt.devices import custom_gpu, find_gpu
-from hf_memopt.memory import Estimate, estimation
+from hf_memopt.memory import Estimate
 from hf_memopt.memory.hints import Hint
 from hf_memopt.memory.models import known_models
 from hf_memopt.memory.output import as_dict, estimate_table
@@ -64,8 +64,8 @@ class Simulation:
 def simulation(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     """The simulation that the command calls, on a machine without a card."""
     stand_in = Simulation()
-    monkeypatch.setattr(estimation, "estimate", stand_in)
-    monkeypatch.setattr(estimation, "with_hints", stand_in.with_hints)
+    monkeypatch.setattr("hf_memopt.memory.estimate", stand_in)
+    monkeypatch.setattr("hf_memopt.memory.with_hints", stand_in.with_hints)
     monkeypatch.setattr(estimate_command, "find_config", lambda text: Path(text))
     monkeypatch.setattr(compared_set_ups, "estimate", stand_in)
     monkeypatch.setattr(compared_set_ups, "current_gpu", lambda: None)

@@ -70,7 +70,7 @@ def test_json_and_report_are_of_one_plan(model: str, tmp_path: Path) -> None:
 def test_a_report_that_is_there_is_refused_before_the_search(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_memopt.recipes.planning.planner.plan", None)
+    monkeypatch.setattr("hf_memopt.recipes.planning.plan", None)
     page = tmp_path / "plan.html"
     page.write_text("kept")
     found = run(model, "--gpu", "T4", "--report", str(page))

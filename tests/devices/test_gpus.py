@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_memopt.devices import GPUS, Gpu, PeakRates, current_gpu, custom_gpu, find_gpu, gpus
-from hf_memopt.devices.readings import memory_reading as reading
 
 GIB = 2**30
 MIB = 2**20
@@ -578,7 +577,7 @@ def test_a_context_that_can_be_measured_is(monkeypatch, driver_name, known):
     install_gpu(monkeypatch, driver_name, 22563 * MIB, (8, 9))
     guessed = current_gpu()
     asked = []
-    monkeypatch.setattr(reading, "read_context", lambda device: asked.append(device) or 321 * MIB)
+    monkeypatch.setattr("hf_memopt.devices.readings.read_context", lambda device: asked.append(device) or 321 * MIB)
     measured = current_gpu()
     assert asked == [torch.device("cuda", 0)]
     assert guessed.context_bytes == (236 if known else 256) * MIB
@@ -589,7 +588,7 @@ def test_a_context_that_can_be_measured_is(monkeypatch, driver_name, known):
 def test_a_context_measured_before_training_does_not_replace_a_larger_one(monkeypatch):
     install_gpu(monkeypatch, "NVIDIA L4", 22563 * MIB, (8, 9))
     known = current_gpu()
-    monkeypatch.setattr(reading, "read_context", lambda device: known.context_bytes - 1)
+    monkeypatch.setattr("hf_memopt.devices.readings.read_context", lambda device: known.context_bytes - 1)
     assert current_gpu() == known
 
 

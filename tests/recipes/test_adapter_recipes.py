@@ -16,7 +16,6 @@ from datasets import Dataset
 import tiny
 from hf_memopt import Recipe, StepSettings, estimate, find_gpu, recipe
 from hf_memopt.binding import versions
-from hf_memopt.devices import precision_support
 from hf_memopt.devices.precision_support import Precision
 from hf_memopt.recipes.model_setup import prepared_model
 
@@ -34,8 +33,9 @@ T4 = Precision("fp16", "a T4 (compute capability 7.5) only emulates bfloat16")
 @pytest.fixture
 def on_t4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answer as a GPU without bfloat16 does."""
-    monkeypatch.setattr(precision_support, "choose_precision", lambda *, use_cpu=False: T4)
-    monkeypatch.setattr(precision_support, "accelerator_type", lambda: "cuda")
+    for module in ("hf_memopt.devices", "hf_memopt.devices.precision_support"):
+        monkeypatch.setattr(f"{module}.choose_precision", lambda *, use_cpu=False: T4)
+        monkeypatch.setattr(f"{module}.accelerator_type", lambda: "cuda")
 
 
 def message_of(function: Any, *args: Any, **kwargs: Any) -> str:
@@ -275,8 +275,9 @@ def test_float16_needs_a_gradient_scaler_and_one_format() -> None:
 
 def test_weights_and_autocast_of_two_formats_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ampere = Precision("bf16", "an A10 computes bfloat16 natively")
-    monkeypatch.setattr(precision_support, "choose_precision", lambda *, use_cpu=False: ampere)
-    monkeypatch.setattr(precision_support, "accelerator_type", lambda: "cuda")
+    for module in ("hf_memopt.devices", "hf_memopt.devices.precision_support"):
+        monkeypatch.setattr(f"{module}.choose_precision", lambda *, use_cpu=False: ampere)
+        monkeypatch.setattr(f"{module}.accelerator_type", lambda: "cuda")
     half = PLAIN.replace(lora=4, weights_dtype="float16")
     assert next(change.new for change in half.changes() if change.name == "precision") == "fp16"
     assert message_of(half.changes, bf16=True) == (
@@ -315,7 +316,7 @@ def test_gradient_release_takes_one_pass_and_clips_nothing() -> None:
 def test_what_gradient_release_cannot_do_is_refused_when_asked_for(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(precision_support, "check_precision", lambda **_: None)
+    monkeypatch.setattr("hf_memopt.devices.check_precision", lambda **_: None)
     released = PLAIN.replace(gradient_release=True, per_device_train_batch_size=1)
     assert message_of(released.changes, **{"use_cpu": True, **asked}).startswith(message)
 

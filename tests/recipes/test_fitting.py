@@ -95,7 +95,7 @@ def test_a_preset_without_a_model_stays_what_it_is(monkeypatch: pytest.MonkeyPat
         "seq_len=512 is the length of a model's texts, and model=None; expected both. "
         "Call: recipe('8gb-gpu', model='Llama-3.2-1B', seq_len=512)"
     )
-    monkeypatch.setattr("hf_memopt.devices.gpus.current_gpu", lambda: None)
+    monkeypatch.setattr("hf_memopt.devices.current_gpu", lambda: None)
     assert recipe("auto", model="bert-base-uncased").name == recipe("auto").name == "cpu"
 
 

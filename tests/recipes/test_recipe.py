@@ -30,7 +30,6 @@ from hf_memopt import (
 )
 from hf_memopt.batching.views import BucketedStream, BucketedView, SortedExamples, bucketed
 from hf_memopt.binding import versions
-from hf_memopt.devices import precision_support as precision
 from hf_memopt.devices.precision_support import Precision
 from hf_memopt.devices.readings import memory_reading
 from hf_memopt.memory import estimate
@@ -115,7 +114,7 @@ def test_unknown_preset_names_the_nearest_and_all() -> None:
 def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, chosen) -> None:
     here = memory_reading.read_memory("cpu")
     gpu = replace(here, device="cuda:0", device_name="some GPU", device_total_bytes=round(gib * 2**30))
-    monkeypatch.setattr(memory_reading, "read_memory", lambda: gpu)
+    monkeypatch.setattr("hf_memopt.devices.readings.read_memory", lambda: gpu)
     found = recipe("auto")
     assert found.name == chosen
     assert found.purpose.startswith(f"chosen by recipe('auto') for some GPU with {gib:.2f} GiB: ")
@@ -124,7 +123,7 @@ def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, ch
 
 def test_auto_without_a_card_is_the_cpu_preset(monkeypatch) -> None:
     here = memory_reading.read_memory("cpu")
-    monkeypatch.setattr(memory_reading, "read_memory", lambda: replace(here, device_total_bytes=None))
+    monkeypatch.setattr("hf_memopt.devices.readings.read_memory", lambda: replace(here, device_total_bytes=None))
     assert recipe("auto").name == "cpu"
 
 
@@ -246,7 +245,7 @@ def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path) -> None:
 
 
 def test_precision_follows_the_card_and_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(precision, "choose_precision", lambda **_: Precision("fp32", "a made-up GPU"))
+    monkeypatch.setattr("hf_memopt.devices.choose_precision", lambda **_: Precision("fp32", "a made-up GPU"))
     [change] = [c for c in recipe("16gb-gpu").changes() if c.name == "precision"]
     assert str(change) == "precision: 'auto' -> 'fp32' (a made-up GPU)"
 
@@ -282,12 +281,12 @@ def test_checkpointing_of_some_layers_is_stocks_own(tmp_path) -> None:
 
 def test_expandable_segments_are_asked_for_before_cuda_starts(monkeypatch, tmp_path) -> None:
     asked = []
-    monkeypatch.setattr("hf_memopt.techniques.expandable_segments.use_expandable_segments", lambda: asked.append(1))
+    monkeypatch.setattr("hf_memopt.techniques.use_expandable_segments", lambda: asked.append(1))
     chosen = Recipe("mine", "a test", expandable_segments=True)
     assert chosen.step_settings().expandable_segments
     chosen.training_arguments(str(tmp_path))
     assert asked == []  # there is no GPU
-    monkeypatch.setattr(precision, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr("hf_memopt.devices.accelerator_type", lambda: "cuda")
     chosen._prepare_allocator()
     assert asked == [1]
 
