@@ -257,9 +257,9 @@ def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu)
     Raises:
         ValueError: nothing fits; as ``estimate`` and ``plan`` do.
     """
-    from hf_memopt.memory import estimate
+    from hf_memopt.memory import estimate, margin_of
     from hf_memopt.memory.recording import keeping_models
-    from hf_memopt.recipes.planning import facts_of, margin_of, plan
+    from hf_memopt.recipes.planning import facts_of, plan
 
     rows = preset.per_device_train_batch_size
     with keeping_models():

@@ -14,7 +14,7 @@ from transformers import Trainer
 import scarcity
 import tiny
 from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, custom_gpu, measure
-from hf_memopt.memory import estimation
+from hf_memopt.memory import training_arguments
 from hf_memopt.memory.tracking import tensors_alive as live_tensors
 from hf_memopt.reports.run import RunData, read_run
 
@@ -91,7 +91,7 @@ def test_a_run_leaves_what_its_report_shows(tmp_path: Path) -> None:
 def test_an_out_of_memory_that_ends_the_run_leaves_what_was_alive(tmp_path: Path, monkeypatch: Any) -> None:
     """The single row that does not fit is named by micro-batching; the report has the rows of the failed pass."""
     gpu = custom_gpu("1GiB", "8.6", name="a small GPU")
-    monkeypatch.setattr(estimation, "current_gpu", lambda: gpu)
+    monkeypatch.setattr(training_arguments, "current_gpu", lambda: gpu)
     monkeypatch.setattr(live_tensors, "MOST_GROUPS", 10**6)  # other tests may have left tensors that are larger
     trainer = make_trainer(tmp_path, MicrobatchCallback(), MemoryReportCallback(), calls=(1, 2, 3))
     with pytest.raises(torch.OutOfMemoryError, match="does not fit into memory by itself") as failed:
@@ -141,7 +141,7 @@ def test_what_fits_is_found_for_a_gpu_that_is_too_small(tmp_path: Path, monkeypa
     context_bytes = custom_gpu("1GiB", "8.6").context_bytes
     assert context_bytes is not None
     gpu = custom_gpu(context_bytes + 24 * 2**20, "8.6", name="a tiny GPU")
-    monkeypatch.setattr(estimation, "current_gpu", lambda: gpu)
+    monkeypatch.setattr(training_arguments, "current_gpu", lambda: gpu)
     trainer = make_trainer(tmp_path, MemoryReportCallback(), calls=(1,))
     with pytest.raises(torch.OutOfMemoryError) as failed:
         trainer.train()

@@ -210,7 +210,7 @@ def test_a_measurement_of_something_else_is_refused(predicted: Figures, changed:
 
 def test_without_a_name_this_machines_gpu_counts(predicted: Figures, monkeypatch: Any) -> None:
     """And not that of the file, where they differ."""
-    for module in ("request", "plan"):
+    for module in ("request", "planner"):
         monkeypatch.setattr(f"hf_memopt.recipes.planning.{module}.current_gpu", lambda: gpus.GPUS["RTX 4060"])
     with pytest.raises(ValueError, match="is of RTX 3060 12GB, and gpu='RTX 4060' is planned for"):
         plan(config(), measured=measurement(predicted), **OPTIONS)
@@ -234,7 +234,7 @@ class Counters(StepMeter):
 
 def test_the_whole_way_from_the_counters_of_a_gpu_to_a_plan(tmp_path: Path, monkeypatch: Any) -> None:
     """Only the counters are made up: steps, prediction, file and plan are real."""
-    for module in ("memory.estimation", "recipes.measuring.child_process"):
+    for module in ("memory.training_arguments", "recipes.measuring.child_process"):
         monkeypatch.setattr(f"hf_memopt.{module}.current_gpu", lambda: GPU)
     monkeypatch.setattr(
         "hf_memopt.recipes.measuring.recorder.meter_of", lambda device: Counters(torch.device("cuda:0"))

@@ -8,5 +8,3 @@ from .request import checked_batch as checked_batch
 from .request import read_gpu as read_gpu
 from .result import Plan as Plan
 from .sharing import check_strategy as check_strategy
-from .simulated import MARGIN_SHARE as MARGIN_SHARE
-from .simulated import margin_of as margin_of

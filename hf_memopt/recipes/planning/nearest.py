@@ -8,10 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices import GPUS
-from hf_memopt.memory import largest_that_fits
+from hf_memopt.memory import largest_that_fits, margin_of
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
-from hf_memopt.recipes.planning.simulated import margin_of
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

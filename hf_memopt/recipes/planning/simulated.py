@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt.memory import MARGIN_SHARE, margin_of
+from hf_memopt.memory import margin_of
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     Case = tuple[tuple[Technique, ...], int, int | None, Sharing | None]
 
-__all__ = ["MARGIN_SHARE", "Candidate", "Simulation", "Verdict", "candidate_of", "margin_of", "priced_on", "verdict_of"]
+__all__ = ["Candidate", "Simulation", "Verdict", "candidate_of", "priced_on", "verdict_of"]
 
 Verdict = Literal["fits", "tight", "over"]
 

@@ -84,8 +84,9 @@ def trainer_of_recipe(chosen: Recipe, script: Any) -> Any:
 
 def own_callbacks(trainer: Any) -> list[Any]:
     """Return the callbacks of this package, by what they are made from, in their order."""
-    made = [one.__reduce__()[0] for one in trainer.callback_handler.callbacks if hasattr(one, "technique")]
-    return [(one.func, one.args, one.keywords) for one in made]  # partials are equal only to themselves
+    made = [one.__reduce__()[:2] for one in trainer.callback_handler.callbacks if hasattr(one, "technique")]
+    parts = ("func", "args", "keywords")  # partials are equal only to themselves
+    return [([getattr(one, part, one) for part in parts], given) for one, given in made]
 
 
 def arguments_of(trainer: Any) -> dict[str, Any]:
