@@ -246,7 +246,7 @@ def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) ->
         "per_device_eval_batch_size": "evaluation keeps logits"
         if facts.is_language_model
         else "evaluation keeps no activations, and more examples at a time are hardly faster",
-        **{field: one.why for one in TECHNIQUES.values() for field in one.sets},
+        **{field: one.why for one in TECHNIQUES.values() if one.pays_for for field in one.sets},
         "eval_accumulation_steps": "logits would pile up on the GPU until evaluation ends",
     }
     if gpu.bf16 and facts.supports_flash and not facts.has_flash:
