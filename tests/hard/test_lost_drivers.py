@@ -63,7 +63,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(memory_reading, "_device_count", lambda kind: int(kind == "cuda"))
-    for module in (f"hf_memopt.memory.{name}" for name in ("report", "run_record", "run_report")):
+    for module in (f"hf_memopt.memory.run.{name}" for name in ("callback", "run_record", "run_report")):
         monkeypatch.setattr(f"{module}.measured_device", lambda device: CUDA)
     return driver
 
