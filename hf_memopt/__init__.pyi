@@ -36,6 +36,8 @@ from .recipes.presets import preset as preset
 from .recipes.presets import recipe as recipe
 from .recipes.recipe_class import Recipe as Recipe
 from .reports.measurement_file import Measurement as Measurement
+from .rows.read import Rows as Rows
+from .rows.read import read_rows as read_rows
 from .techniques.checkpointing.policies import CheckpointingCallback as CheckpointingCallback
 from .techniques.checkpointing.policies import checkpoint_layers as checkpoint_layers
 from .techniques.checkpoints.sharded import LeanCheckpointCallback as LeanCheckpointCallback

@@ -13,7 +13,7 @@ import pytest
 import hf_memopt
 
 PACKAGE = Path(hf_memopt.__file__).parent
-ROOMS = ("batching", "techniques", "memory")
+ROOMS = ("batching", "techniques", "memory", "rows")
 
 
 def modules() -> list[Path]:
@@ -66,9 +66,10 @@ ALLOWED = {
     "ground": set(),
     "devices": {"ground"},
     "binding": {"ground"},
-    "batching": {*BELOW, "reports"},
+    "batching": {*BELOW, "reports", "rows"},
     "techniques": BELOW,
     "reports": {"ground"},
+    "rows": {"ground"},
     "memory": {*BELOW, "reports"},
     "recipes": {*BELOW, *ROOMS, "reports"},
     "demo": {*BELOW, *ROOMS, "recipes"},

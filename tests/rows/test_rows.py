@@ -1,0 +1,298 @@
+"""Rows in the formats that people have, against what each says by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from templates import CHATML, TEMPLATES, THINKING, byte_tokenizer
+from transformers import EvalPrediction
+
+import tiny
+from hf_memopt import Rows, read_rows
+from hf_memopt.rows.labels import labels_of
+from hf_memopt.rows.metrics import kept_predictions, metrics_of
+
+TURNS = [
+    {"role": "user", "content": "Hi é"},
+    {"role": "assistant", "content": "Hello ü"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def read(rows: list[dict[str, Any]], tokenizer: Any, task: str = "causal-lm", **options: Any) -> Rows:
+    return read_rows(datasets.Dataset.from_list(rows), tokenizer, task, **options)
+
+
+def learned(row: dict[str, Any], tokenizer: Any) -> list[str]:
+    """Return the parts of a row that are learned, one after the other."""
+    parts: list[list[int]] = [[]]
+    for token, label in zip(row["input_ids"], row["labels"], strict=True):
+        assert label in (-100, token)
+        parts = [*parts[:-1], [*parts[-1], token]] if label != -100 else [*parts, []] if parts[-1] else parts
+    return [tokenizer.decode(part) for part in parts if part]
+
+
+# ---- Language models
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_only_answers_are_learned(name: str) -> None:
+    template = TEMPLATES[name]
+    tokenizer = byte_tokenizer(template.end, template.text)
+    found = read([{"messages": TURNS}] * 2, tokenizer)
+    row = found.train[0]
+    written = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    ended = written if written.rstrip().endswith(template.end) else written + template.end
+    assert tokenizer.decode(row["input_ids"]) == ended
+    expected = [template.learned.format(turn["content"]) for turn in TURNS if turn["role"] == "assistant"]
+    extra = [] if ended == written else [template.end]
+    assert learned(row, tokenizer) == [*expected, *extra]
+
+
+def test_what_was_thought_is_learned_where_the_template_writes_it() -> None:
+    tokenizer = byte_tokenizer("<|im_end|>", THINKING)
+    turns = [*TURNS[:1], {"role": "assistant", "content": "<think>who?</think>Hello"}, TURNS[2]]
+    turns += [{"role": "assistant", "content": "<think>4 or 5</think>4"}]
+    row = read([{"messages": turns}] * 2, tokenizer).train[0]
+    assert learned(row, tokenizer) == ["Hello<|im_end|>", "<think>\n4 or 5\n</think>\n\n4<|im_end|>"]
+
+
+def test_conversations_of_sharegpt_are_the_same_rows() -> None:
+    tokenizer = byte_tokenizer("<|im_end|>", CHATML)
+    names = {"user": "human", "assistant": "gpt"}
+    theirs = [{"from": names[turn["role"]], "value": turn["content"]} for turn in TURNS]
+    mine, others = read([{"messages": TURNS}] * 2, tokenizer), read([{"conversations": theirs}] * 2, tokenizer)
+    assert mine.train[0] == others.train[0]
+
+
+WRITTEN = {
+    "prompt": ({"prompt": "2+2=", "completion": "4"}, None, "2+2=4</s>", ["4</s>"]),
+    "conversational prompt": (
+        {"prompt": TURNS[:3], "completion": TURNS[3:]},
+        CHATML,
+        None,
+        ["It is 4.<|im_end|>", "</s>"],
+    ),
+    "instruction": (
+        {"instruction": "Add.", "input": "2 2", "output": "4"},
+        CHATML,
+        "<|im_start|>user\nAdd.\n\n2 2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n</s>",
+        ["4<|im_end|>", "</s>"],
+    ),
+    "instruction, no template": ({"instruction": "Add.", "input": "", "output": "4"}, None, None, ["4</s>"]),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_completion_is_learned(name: str) -> None:
+    row, template, text, parts = WRITTEN[name]
+    tokenizer = byte_tokenizer("</s>", template)
+    made = read([row] * 2, tokenizer).train[0]
+    assert learned(made, tokenizer) == parts
+    if text is not None:
+        assert tokenizer.decode(made["input_ids"]) == text
+
+
+def test_a_text_ends_once() -> None:
+    tokenizer = byte_tokenizer()
+    found = read([{"text": "ab"}, {"text": "ab</s>"}], tokenizer)
+    rows = [*found.train, *found.evaluation]
+    assert [tokenizer.decode(row["input_ids"]) for row in rows] == ["ab</s>", "ab</s>"]
+    assert all(row.keys() == {"input_ids"} for row in rows)  # the collator copies the labels
+
+
+def test_cut_rows_keep_what_is_learned() -> None:
+    tokenizer = byte_tokenizer()
+    rows = [{"prompt": "a", "completion": "bcdef"}] * 3 + [{"prompt": "abcdefgh", "completion": "i"}]
+    found = read(rows, tokenizer, max_length=4)
+    assert {len(row["input_ids"]) for row in [*found.train, *found.evaluation]} == {4}
+    assert len(found.train) + len(found.evaluation) == 3
+    assert found.notes == ("1 rows of which nothing is learned were left out",)
+
+
+def test_a_conversation_without_a_template_names_the_cure() -> None:
+    with pytest.raises(ValueError, match="has no chat template to write messages by; expected one"):
+        read([{"messages": TURNS}] * 2, byte_tokenizer())
+
+
+def test_a_template_that_mixes_turns_is_refused() -> None:
+    shuffled = "{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(ValueError, match="cannot be told from the rest of what the chat template writes"):
+        read([{"messages": TURNS}] * 2, byte_tokenizer("</s>", shuffled))
+
+
+# ---- Labels
+
+LABELS = {
+    "ids stay": ([0, 1, 2, 10, *range(3, 10)], "single_label_classification", [0, 1, 2, 10, *range(3, 10)]),
+    "gaps": ([3, 1, 5, 1], "single_label_classification", [1, 0, 2, 0]),
+    "negative": ([-1, 1, 1, -1], "single_label_classification", [0, 1, 1, 0]),
+    "texts": (["b", "a", "c"], "single_label_classification", [1, 0, 2]),
+    "numbers as texts": (["10", "9", "100"], "single_label_classification", [1, 0, 2]),
+    "bools": ([True, False], "single_label_classification", [1, 0]),
+    "stars": ([1.0, 5.0, 2.0, 1.0], "single_label_classification", [0, 2, 1, 0]),
+    "floats": ([0.5, 1.0], "regression", [0.5, 1.0]),
+    "several": ([["a", "b"], [], ["b"]], "multi_label_classification", [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]),
+    "vectors": ([[0, 0, 1], [1, 0, 0]], "multi_label_classification", [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_by_their_type(name: str) -> None:
+    values, kind, encoded = LABELS[name]
+    labels = labels_of(values * 3)
+    assert labels.kind == kind
+    assert [labels.encode(value) for value in values] == encoded
+    if labels.names:
+        assert labels.head["label2id"] == {name: at for at, name in labels.head["id2label"].items()}
+
+
+def test_many_whole_floats_are_numbers() -> None:
+    assert labels_of([float(i) for i in range(21)] * 3).kind == "regression"
+    assert labels_of([float(i) for i in range(20)] * 3).note.startswith("labels are floats but 20 whole numbers")
+
+
+def test_classes_that_hardly_repeat_are_refused() -> None:
+    with pytest.raises(ValueError, match="labels of 3 rows are 3 different classes, fewer than 2 rows for each"):
+        labels_of(["a", "b", "c"])
+
+
+def test_an_unknown_class_is_named() -> None:
+    with pytest.raises(ValueError, match=r"label='z' is not among the 2 classes of the training rows"):
+        labels_of(["a", "b"] * 2).encode("z")
+
+
+def test_a_task_overrides_the_type() -> None:
+    rows = [{"text": "w1 w2", "label": i % 3} for i in range(12)]
+    assert read(rows, tiny.tokenizer(), "sequence-classification").head["num_labels"] == 3
+    found = read(rows, tiny.tokenizer(), "regression")
+    assert (found.head["num_labels"], found.head["problem_type"]) == (1, "regression")
+    assert found.train.features["labels"].dtype == "float64"
+
+
+# ---- Encoders
+
+
+def test_pairs_of_texts() -> None:
+    tokenizer = tiny.tokenizer()
+    rows = [{"premise": "w1 w2", "hypothesis": "w3", "label": "yes" if i % 2 else "no"} for i in range(8)]
+    found = read(rows, tokenizer, "sequence-classification")
+    assert found.head["id2label"] == {0: "no", 1: "yes"}
+    assert found.train[0]["input_ids"] == tokenizer("w1 w2", "w3")["input_ids"]
+
+
+def test_names_of_classes_are_kept() -> None:
+    data = datasets.Dataset.from_list([{"text": "w1", "label": i % 2} for i in range(8)])
+    data = data.cast_column("label", datasets.ClassLabel(names=["bad", "good"]))
+    found = read_rows(data, tiny.tokenizer(), "sequence-classification")
+    assert found.head["id2label"] == {0: "bad", 1: "good"}
+
+
+def test_tags_stand_at_the_first_token_of_a_word() -> None:
+    found = read([{"tokens": ["ab", "c"], "ner_tags": [4, 7]}] * 3, byte_tokenizer(), "token-classification")
+    assert found.train[0]["labels"] == [0, -100, 1]
+    assert found.head["id2label"] == {0: "4", 1: "7"}
+
+
+def test_answers_are_found_by_their_characters() -> None:
+    answers = {"text": ["cd"], "answer_start": [2]}
+    rows = [{"question": "q", "context": "abcd", "answers": answers}] * 2
+    rows += [{"question": "q", "context": "abcd", "answers": {"text": [], "answer_start": []}}] * 2
+    found = read(rows, byte_tokenizer(), "question-answering")
+    spans = {(row["start_positions"], row["end_positions"]) for row in [*found.train, *found.evaluation]}
+    assert spans == {(3, 4), (0, 0)}
+    cut = read(rows, byte_tokenizer(), "question-answering", max_length=4)
+    assert {(row["start_positions"], row["end_positions"]) for row in [*cut.train, *cut.evaluation]} == {(0, 0)}
+
+
+def test_source_and_target() -> None:
+    tokenizer = byte_tokenizer()
+    found = read([{"document": "ab", "summary": "c"}] * 2, tokenizer, "seq2seq", prefix="summarize: ")
+    assert tokenizer.decode(found.train[0]["input_ids"]) == "summarize: ab"
+    assert tokenizer.decode(found.train[0]["labels"]) == "c"
+    pair = read([{"translation": {"en": "ab", "de": "c"}}] * 2, tokenizer, "seq2seq")
+    assert (pair.train[0]["input_ids"], pair.train[0]["labels"]) == (
+        tokenizer("ab")["input_ids"],
+        tokenizer("c")["input_ids"],
+    )
+
+
+# ---- Splits and columns
+
+
+def test_named_splits_are_taken() -> None:
+    rows = datasets.Dataset.from_list([{"text": f"w{i}"} for i in range(4)])
+    parts = datasets.DatasetDict(train=rows.select([0, 1]), test=rows.select([2]), validation=rows.select([3]))
+    found = read_rows(parts, tiny.tokenizer(), "masked-lm")
+    assert found.evaluation[0]["input_ids"] == tiny.tokenizer()("w3")["input_ids"]
+    assert len(found.train) == 2
+
+
+def test_rows_with_nothing_in_them_are_left_out() -> None:
+    found = read([{"text": text} for text in ("a", None, "", "b", "c")], byte_tokenizer())
+    assert len(found.train) + len(found.evaluation) == 3
+    assert any("rows without text were left out" in note for note in found.notes)
+
+
+def test_other_names_are_given() -> None:
+    rows = [{"body": "w1", "stars": i % 2} for i in range(6)]
+    with pytest.raises(ValueError, match=r"columns \['body', 'stars'\] are in no format of sequence-classification"):
+        read(rows, tiny.tokenizer(), "sequence-classification")
+    columns = {"text": "body", "label": "stars"}
+    assert read(rows, tiny.tokenizer(), "sequence-classification", columns=columns).head["num_labels"] == 2
+    with pytest.raises(ValueError, match=r"name 'bodi', which is not in the data.*Did you mean 'body'"):
+        read(rows, tiny.tokenizer(), "sequence-classification", columns={"text": "bodi"})
+
+
+# ---- Metrics
+
+RIGHT = np.array([0, 1, 2, 1])
+FOUND = np.array([0, 1, 1, 1])
+METRICS: dict[str, tuple[Any, Any, dict[str, float]]] = {
+    "single_label_classification": (FOUND, RIGHT, {"accuracy": 0.75, "f1": (1 + 0.8 + 0) / 3}),
+    "token-classification": (FOUND, np.array([0, 1, -100, 1]), {"accuracy": 1.0, "f1": 1.0}),
+    "multi_label_classification": (
+        np.array([[1.0, -1.0], [2.0, 3.0]]),
+        np.array([[1.0, 0.0], [1.0, 0.0]]),
+        {"accuracy": 0.5, "f1": 0.8},
+    ),
+    "regression": (
+        np.array([[1.0], [2.0], [3.0]]),
+        np.array([2.0, 4.0, 6.0]),
+        {"pearson": 1.0, "rmse": (14 / 3) ** 0.5},
+    ),
+    "question-answering": ((FOUND, FOUND), (FOUND, RIGHT), {"exact_match": 0.75}),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_metrics(kind: str) -> None:
+    predictions, labels, expected = METRICS[kind]
+    metric = metrics_of(kind)
+    assert metric is not None
+    assert metric(EvalPrediction(predictions, labels)) == pytest.approx(expected)
+
+
+def test_generated_texts_are_compared() -> None:
+    tokenizer = byte_tokenizer()
+    right = [tokenizer("ab")["input_ids"], [*tokenizer("c")["input_ids"], -100]]
+    found = [tokenizer("ab")["input_ids"], [*tokenizer("d")["input_ids"], tokenizer.pad_token_id]]
+    metric = metrics_of("seq2seq", tokenizer)
+    assert metric is not None
+    assert metric(EvalPrediction(np.array(found), np.array(right))) == {"exact_match": 0.5, "generated_tokens": 1.5}
+
+
+def test_a_language_model_keeps_no_logits() -> None:
+    assert metrics_of("causal-lm") is None
+    assert kept_predictions("causal-lm") is None
