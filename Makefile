@@ -3,14 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
-COMPAT = 5.8.1 5.17.0 5.23.0 5.8.1-oldest 5.17.0-oldest 5.23.0-oldest python3.12 python3.13
+COMPAT = 5.8.1 5.17.0 5.23.0 5.8.1-oldest 5.17.0-oldest 5.23.0-oldest python3.12 python3.13 newest
 PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 HARD_ARGS ?= -m "not nightly"
 
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-hard test-compat test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table clean
+.PHONY: demo test test-full test-hard test-compat test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table dist clean
 
 demo: $(READY)            ## the main job: four set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -24,7 +24,7 @@ test-full: $(READY)       ## the test suite with the slow tests
 test-hard: $(READY)       ## hard use: kills, full disks, storms of out of memory; HARD_ARGS= with the nightly ones
 	$(BIN)/python -m pytest $(HARD_ARGS) $(PYTEST_ARGS) tests/hard
 
-test-compat: $(COMPAT:%=test-compat-%)   ## the suite on every supported transformers, with the oldest of the rest, on other Pythons
+test-compat: $(COMPAT:%=test-compat-%)   ## the suite on every supported transformers, the oldest and newest of the rest, other Pythons
 
 test-zero: .venv-zero/.ready  ## the tests that need DeepSpeed, on a CPU: none of them is skipped there
 	.venv-zero/bin/python -m pytest -m "not hard" $(PYTEST_ARGS) -k "deepspeed or DeepSpeed or ZeRO" tests/recipes/test_launch.py tests/techniques/test_engines.py
@@ -86,8 +86,13 @@ table: $(READY)           ## the generated parts of README, and what fits with e
 bench-gpu: $(READY)       ## predicted against measured memory, on a CUDA GPU; goes on where it stopped
 	$(BIN)/python benchmarks/gpu.py
 
+dist:                     ## the wheel, in dist/
+	rm -rf build/lib build/bdist.*  # files that are no more would come along
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist
+
 clean:
-	rm -rf $(VENV) .venv-clients .venv-zero .venv-[0-9]* build *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-zero .venv-newest .venv-[0-9]* build dist *.egg-info
 
 $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf-memopt needs Python >= 3.11, this is " + sys.version.split()[0] + ". Call: make PYTHON=python3.11")'

@@ -55,6 +55,12 @@ def test_changelog_has_this_version() -> None:
     assert f"## [{hf_memopt.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_the_wheel_that_is_installed_is_of_this_version() -> None:
+    for page in ("README.md", "docs/getting-started.md"):
+        named = set(re.findall(r"hf_memopt-([\d.]+)-py3-none-any\.whl", (ROOT / page).read_text(encoding="utf-8")))
+        assert named == {hf_memopt.__version__}, page
+
+
 def test_makefile_has_the_targets_that_the_readme_names() -> None:
     readme = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

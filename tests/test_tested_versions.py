@@ -33,6 +33,7 @@ def test_an_environment_has_the_named_transformers_and_the_oldest_or_the_pinned_
     changed = {name for name in pinned if oldest[name] != pinned[name]}
     assert {"transformers", "accelerate", "datasets", "bitsandbytes", "typer"} <= changed
     assert "torch" not in changed
+    assert not list(runner.constraints_of("newest"))
     assert all(Requirement(f"{name}>={oldest[name]}").specifier.contains(pinned[name]) for name in changed)
 
 

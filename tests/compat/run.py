@@ -3,7 +3,8 @@
 python tests/compat/run.py ENVIRONMENT [pytest arguments]
 
 An environment is a release of transformers, with the other packages as in constraints.txt (``5.8.1``) or as old as
-setup.cfg allows (``5.8.1-oldest``), or another Python (``python3.12``); it is made in ``.venv-ENVIRONMENT`` and kept.
+setup.cfg allows (``5.8.1-oldest``), another Python (``python3.12``), or what a new user gets: the newest of everything
+(``newest``, several GB of CUDA with torch). It is made in ``.venv-ENVIRONMENT`` and kept; ``newest`` is renewed.
 The counts go to ``results.jsonl`` beside this file, from which ``make table`` makes the table of docs/compatibility.md.
 The exit code is that of pytest; a Python that is not installed is told in one line, noted, and no failure.
 """
@@ -45,7 +46,8 @@ def main(environment: str, *arguments: str) -> int:
         subprocess.run([python, "-m", "venv", folder], check=True)
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(constraints_of(environment)) + "\n", encoding="utf-8")
-    install = ["install", "--quiet", "--constraint", constraints, "--editable", f"{ROOT}[test,plot]"]
+    renewed = ("--upgrade", "--upgrade-strategy", "eager") if environment == "newest" else ()
+    install = ["install", "--quiet", *renewed, "--constraint", constraints, "--editable", f"{ROOT}[test,plot]"]
     subprocess.run([inside, "-m", "pip", *install], check=True)
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
@@ -69,7 +71,9 @@ def runs(python: str) -> bool:
 
 
 def constraints_of(environment: str) -> Iterator[str]:
-    """Yield the lines of constraints.txt with the environment's versions in place."""
+    """Yield the lines of constraints.txt with the environment's versions in place; none for what is newest."""
+    if environment == "newest":
+        return
     name, _, age = environment.partition("-")
     wanted = oldest_versions() if age == "oldest" else {}
     if not name.startswith("python"):
