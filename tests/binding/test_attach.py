@@ -98,8 +98,14 @@ class SeenBatches(TrainerCallback):
 # ---- gradient scale
 
 
-@pytest.mark.parametrize("smoothing", slow_except((0.0,), (0.0, 0.1)))
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    ("name", "smoothing"),
+    slow_except(
+        [(name, 0.0) for name in HEADS],
+        # stock asks for the configuration of a model whose labels it smooths, and one of its own has none
+        [(name, smoothing) for name in HEADS for smoothing in (0.0, 0.1) if not (smoothing and "own" in name)],
+    ),
+)
 def test_the_split_of_a_batch_changes_neither_gradient_nor_weights(name, smoothing, tmp_path):
     head = HEADS[name]
 

@@ -203,6 +203,6 @@ def test_what_fails_in_a_run_says_what_to_set(tmp_path: Path) -> None:
         )
         assert rank["mean"].startswith(
             "NotSplittableError: model=FSDPBertForSequenceClassification cannot be trained in micro-batches: under "
-            "FSDP2 its loss has to be a sum that num_items_in_batch divides"
+            "FSDP2 its loss has to be a known sum that num_items_in_batch divides"
         )
         assert rank["8-bit"].startswith("NotImplementedError: Operator bitsandbytes.optimizer_update")
