@@ -27,7 +27,7 @@ NEW_FIELDS = (
     *("lora", "lora_alpha", "lora_targets", "load_in", "weights_dtype", "rounding", "offload"),
     *("fused_cross_entropy", "sparse_tied_embedding", "gradient_release"),
 )
-T4 = Precision("fp16", "a T4 (compute capability 7.5) only emulates bfloat16")
+T4 = Precision("fp16", "a T4 (compute capability 7.5) only emulates bfloat16", emulates_bf16=True)
 
 
 @pytest.fixture

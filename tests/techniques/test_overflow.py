@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 import tiny
 from hf_memopt.binding import attach
 from hf_memopt.techniques.microbatching import MicrobatchCallback
-from hf_memopt.techniques.nonfinite.overflow import BFLOAT16_FAMILY, OverflowCallback, StepReading, read_step
+from hf_memopt.techniques.nonfinite.overflow import OverflowCallback, StepReading, read_step
 from scarcity import Scarcity
 from two_ranks import run_pair
 
@@ -372,19 +372,15 @@ def tiny_t5() -> nn.Module:
 def test_fp16_of_the_t5_family_is_warned_of_once(tmp_path: Any) -> None:
     trainer = Trainer(model=tiny_t5(), args=tiny.arguments(tmp_path, fp16=True), train_dataset=None)
     callback = OverflowCallback()
-    with pytest.warns(UserWarning, match="T5") as warned:
+    with pytest.warns(UserWarning, match="t5") as warned:
         attach(trainer, callback)
     assert [str(one.message) for one in warned] == [
-        "fp16=True is likely to overflow in T5ForConditionalGeneration: models of the T5 family were trained in "
-        "bfloat16, with values beyond float16's 65,504; expected bf16=True, or neither of the two. "
-        "Set: fp16=False, bf16=True"
+        "fp16=True is likely to lose steps: t5 is unsafe in float16: its feed-forward outputs exceed 65,504 "
+        "(https://github.com/huggingface/transformers/issues/5651); expected bf16 where the GPU has it, else float32. "
+        "Set: fp16=False"
     ]
     assert warned[0].filename == __file__
     attach(trainer)  # warnings are errors here
-
-
-def test_the_family_is_of_types_that_transformers_knows() -> None:
-    assert set(BFLOAT16_FAMILY) <= set(transformers.models.auto.configuration_auto.CONFIG_MAPPING)
 
 
 def test_fp16_weights_under_fp16_are_refused(tmp_path: Any) -> None:

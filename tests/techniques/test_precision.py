@@ -46,6 +46,21 @@ def play(monkeypatch, kind: str, *, name: str = "", capability: tuple[int, int] 
         ("Tesla T4", (7, 5), False, "fp16", "Tesla T4 (compute capability 7.5) only emulates bfloat16"),
         ("Tesla V100", (7, 0), False, "fp16", "Tesla V100 (compute capability 7.0) only emulates bfloat16"),
         ("RTX 3050", (8, 6), True, "bf16", "RTX 3050 (compute capability 8.6) computes bfloat16 natively"),
+        (
+            "Tesla P4",
+            (6, 1),
+            False,
+            "fp32",
+            "Tesla P4 (compute capability 6.1) only emulates bfloat16, and it has no tensor cores for float16",
+        ),
+        (
+            "NVIDIA GeForce GTX 1650",
+            (7, 5),
+            False,
+            "fp32",
+            "NVIDIA GeForce GTX 1650 (compute capability 7.5) only emulates bfloat16, and GTX 16 is unsafe in float16: "
+            "its convolutions return NaN (https://github.com/pytorch/pytorch/issues/58123)",
+        ),
     ],
 )
 def test_cuda_cards(monkeypatch, name, capability, native, chosen, reason) -> None:
@@ -102,8 +117,8 @@ def test_emulated_bf16_is_refused(monkeypatch) -> None:
     with pytest.raises(ValueError) as error:
         check_precision(bf16=True, fp16=False)
     assert str(error.value) == (
-        "bf16=True is emulated here: Tesla T4 (compute capability 7.5) only emulates bfloat16; expected fp16 on this "
-        "GPU. Pass fp16=True"
+        "bf16=True is emulated here: Tesla T4 (compute capability 7.5) only emulates bfloat16; expected fp16. Leave "
+        "bf16 out"
     )
 
 
