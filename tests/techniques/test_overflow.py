@@ -383,6 +383,30 @@ def test_fp16_of_the_t5_family_is_warned_of_once(tmp_path: Any) -> None:
     attach(trainer)  # warnings are errors here
 
 
+def test_autocast_overflows_where_float16_weights_do_not(tmp_path: Any) -> None:
+    """T5's ``wo`` stays float32 beside float16 weights; under autocast its product is float16."""
+    model = tiny_t5()
+    layer = model.encoder.block[0].layer[-1].DenseReluDense
+    torch.nn.init.constant_(layer.wi.weight, 3.0)
+    torch.nn.init.constant_(layer.wo.weight, 3e4)
+    model.save_pretrained(tmp_path)
+    half = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+
+    def product_of(built: Any, *, autocast: bool) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        product = built.encoder.block[0].layer[-1].DenseReluDense.wo
+        hook = product.register_forward_hook(lambda module, inputs, output: found.append(output))
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+            built.eval()(input_ids=torch.arange(8)[None], decoder_input_ids=torch.zeros(1, 1, dtype=torch.long))
+        hook.remove()
+        return found[0]
+
+    for built in (model, half):
+        plain, mixed = product_of(built, autocast=False), product_of(built, autocast=True)
+        assert (plain.dtype, bool(plain.isfinite().all())) == (torch.float32, True)
+        assert (mixed.dtype, bool(mixed.isinf().any())) == (torch.float16, True)
+
+
 def test_fp16_weights_under_fp16_are_refused(tmp_path: Any) -> None:
     trainer = Trainer(model=tiny.bert().half(), args=tiny.arguments(tmp_path, fp16=True), train_dataset=tiny.rows(4))
     with pytest.raises(ValueError, match=r"^fp16=True cannot train bert\.embeddings"):
