@@ -1,4 +1,5 @@
 from .gpu_table import Chip as Chip
+from .gpu_table import against_float16 as against_float16
 from .gpus import GPUS as GPUS
 from .gpus import Gpu as Gpu
 from .gpus import PeakRates as PeakRates

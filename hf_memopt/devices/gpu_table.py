@@ -39,11 +39,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from statistics import median_low
+from typing import Any
 
 from hf_memopt.plain_data import FixedMapping
 from hf_memopt.units import parse_bytes
 
-__all__ = ["GIB", "GPUS", "NAMES", "Chip", "Gpu", "PeakRates", "typical_context"]
+__all__ = ["GIB", "GPUS", "NAMES", "Chip", "Gpu", "PeakRates", "against_float16", "typical_context"]
 
 GIB = 2**30
 PAGES = "https://www.techpowerup.com/gpu-specs/"
@@ -127,7 +128,7 @@ def _read(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(text.splitlines()))
 
 
-_ROWS = _read("gpus.csv")
+_ROWS, _OVERFLOWING = _read("gpus.csv"), {row["name"]: row for row in _read("float16_overflow.csv")}
 _DESIGNS = {row["name"]: row for row in _read("architectures.csv")}
 
 
@@ -146,6 +147,14 @@ def typical_context(capability: tuple[int, int]) -> tuple[int | None, str]:
     if not found:
         return None, "unknown"
     return median_low(found), "derived from the GPUs of compute capability {}.{}".format(*capability)
+
+
+def against_float16(gpu_name: str = "", config: Any = None) -> str:
+    """Return why a GPU or a model, or the language model in it, should not compute in float16, with a source; or ""."""
+    inside = getattr(config, "get_text_config", lambda: None)()
+    names = (getattr(config, "model_type", ""), getattr(inside, "model_type", ""), "GTX 16" * ("GTX 16" in gpu_name))
+    row = next((_OVERFLOWING[name] for name in names if name in _OVERFLOWING), None)
+    return "" if row is None else f"{row['name']} is unsafe in float16: {row['what']} ({row['source']})"
 
 
 def _typical_usable(memory_gib: int) -> int:

@@ -1,7 +1,8 @@
 """Which floating-point format the current machine trains in.
 
 bfloat16 where it is native (never where it is emulated: Turing, Volta, Pascal), else float16 with float32 master
-weights and a gradient scaler, else float32. On a CPU float32, unless its instruction set multiplies bfloat16.
+weights and a gradient scaler where tensor cores make it fast, else float32. On a CPU float32, unless its instruction
+set multiplies bfloat16. ``float16_overflow.csv`` has what is known to leave float16's range, with its source.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from hf_memopt.devices.gpu_table import against_float16
 
 __all__ = ["Precision", "accelerator_type", "check_precision", "choose_precision"]
 
@@ -20,6 +23,7 @@ class Precision:
 
     name: Literal["bf16", "fp16", "fp32"]
     reason: str
+    emulates_bf16: bool = False
 
     @property
     def bf16(self) -> bool:
@@ -39,11 +43,13 @@ def choose_precision(*, use_cpu: bool = False) -> Precision:
     """
     backend = "cpu" if use_cpu else accelerator_type()
     if backend == "cuda":
-        name = torch.cuda.get_device_name()
-        capability = "{}.{}".format(*torch.cuda.get_device_capability())
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        gpu = "{} (compute capability {}.{})".format(name, *capability)
         if torch.cuda.is_bf16_supported(including_emulation=False):
-            return Precision("bf16", f"{name} (compute capability {capability}) computes bfloat16 natively")
-        return Precision("fp16", f"{name} (compute capability {capability}) only emulates bfloat16")
+            return Precision("bf16", f"{gpu} computes bfloat16 natively")
+        problem = against_float16(name) or ("it has no tensor cores for float16" if capability < (7, 0) else "")
+        reason = f"{gpu} only emulates bfloat16{problem and f', and {problem}'}"
+        return Precision("fp32" if problem else "fp16", reason, emulates_bf16=True)
     if backend == "xpu":
         return Precision("bf16", f"{torch.xpu.get_device_name()} computes bfloat16 natively")
     if backend == "mps":
@@ -87,5 +93,5 @@ def check_precision(*, bf16: bool, fp16: bool, use_cpu: bool = False) -> None:
             f"fp16=True cannot train on this machine, whose device is {backend!r}; expected a GPU with a gradient "
             f"scaler. Leave fp16 out: this machine trains in {native.name}"
         )
-    if bf16 and native.fp16:
-        raise ValueError(f"bf16=True is emulated here: {native.reason}; expected fp16 on this GPU. Pass fp16=True")
+    if bf16 and native.emulates_bf16:
+        raise ValueError(f"bf16=True is emulated here: {native.reason}; expected {native.name}. Leave bf16 out")

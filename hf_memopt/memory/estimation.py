@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_memopt.binding import versions as compat
-from hf_memopt.devices import Chip, Gpu, current_gpu, find_gpu
+from hf_memopt.devices import Chip, Gpu, against_float16, current_gpu, find_gpu
 from hf_memopt.memory.allocator import Replayed, fragmentation_of, replay_on_gpu, replay_plan, step_optimizer
 from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
@@ -178,7 +178,8 @@ def estimate_of_step(
         if getattr(shape, size) is not None:
             check_value(size, getattr(shape, size), Count, 1)
     check_task(task)
-    settings, quantised = with_16_bits(with_precision(settings, gpu), gpu, weights_dtype)
+    settings, quantised = with_16_bits(settings, gpu, weights_dtype)
+    settings = with_precision(settings, gpu)
     chip = Chip.of(_ASSUMED_CAPABILITY) if gpu is None else Chip.of(gpu.compute_capability, gpu.multiprocessors)
     recorded = partial(_recorded, model, chip=chip, gpu=gpu, task=task, weights_dtype=weights_dtype)
     asked_length = shape.seq_len
@@ -257,7 +258,7 @@ def _recorded(
             weights_dtype=settings.weights_dtype,
             task=task,
             load_in=settings.load_in,
-            compute_dtype=sixteen_bits(gpu),
+            compute_dtype="float32" if settings.weights_dtype == "float32" else sixteen_bits(gpu),
             is_sharded=settings.engine == "fsdp2" and settings.load_in is not None,
             keep_cache=settings.loop == "manual",
         )
@@ -323,7 +324,8 @@ def with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:
         return settings
     scaled = "fp16" if settings.takes_gradient_scaler else "fp32"
     native = "fp32" if gpu is None else "bf16" if gpu.bf16 else scaled
-    return settings.replace(precision=native)
+    is_plain = gpu is not None and (gpu.compute_capability < (7, 0) or against_float16(gpu.name))  # choose_precision
+    return settings.replace(precision="fp32" if is_plain and settings.weights_dtype != "float16" else native)
 
 
 def sixteen_bits(gpu: Gpu | None) -> str:
@@ -335,7 +337,7 @@ def with_16_bits(settings: StepSettings, gpu: Gpu | None, asked: str | None) -> 
     if settings.load_in is None:
         return settings, ()
     notes = []
-    if asked is None and settings.weights_dtype == "float32":
+    if asked is None and settings.weights_dtype == "float32" and settings.precision not in ("fp32", "tf32"):
         settings = settings.replace(weights_dtype=sixteen_bits(gpu))
         notes.append(f"weights that are not quantised are {settings.weights_dtype}: give weights_dtype for another")
     if not settings.prepare and settings.weights_dtype != "float32":

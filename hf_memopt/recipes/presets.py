@@ -264,6 +264,8 @@ def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu)
     rows = preset.per_device_train_batch_size
     with keeping_models():
         source, task, facts, _, _ = facts_of(model, None)
+        if problem := facts.against_float16(gpu):
+            preset = preset.replace(precision="fp32", reasons={**preset.reasons, "precision": problem})
         as_it_is = None
         if not facts.is_quantized or facts.has_adapters:
             as_it_is = estimate(source, batch_size=rows, seq_len=seq_len, recipe=preset, gpu=gpu, task=task)

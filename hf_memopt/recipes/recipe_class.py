@@ -80,7 +80,7 @@ class Recipe:
             quantises; needs ``lora``. None for weights as they are.
         weights_dtype: of the weights as loaded: ``"float32"``, or 16 bits for weights that adapters leave frozen, or
             (``"bfloat16"`` alone) for training without float32 copies. Beside quantised weights ``"float32"`` means
-            the 16 bits that the machine computes in.
+            the 16 bits that the machine computes in, unless ``precision`` is ``"fp32"`` or ``"tf32"``.
         rounding: how an update of 16-bit weights is rounded: ``"nearest"``, which loses small ones, ``"stochastic"`` or
             ``"kahan"``.
         offload: whether the inputs of checkpointed layers wait in host memory.
@@ -352,7 +352,7 @@ class Recipe:
 
     def callbacks(self) -> list[TrainerCallback]:
         """Return new callbacks for a Trainer that ``attach`` is called on: freezing, float32 weights and autocast's
-        cache, 32-bit embeddings of an 8-bit optimizer, micro-batches after out of memory, the memory report.
+        cache, 32-bit embeddings of an 8-bit optimizer, fp16's overflow, micro-batches after out of memory, the report.
         """
         from hf_memopt.recipes.wired_trainer import callbacks_of
 

@@ -204,9 +204,9 @@ def _tf32(use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
     """Return ``tf32``, or nothing where the machine has none: float32 products are exact there, and slower."""
     from transformers.utils.import_utils import is_torch_tf32_available
 
-    if not use_cpu and is_torch_tf32_available():
-        return {"tf32": True, "bf16": False, "fp16": False}, None
     asked = {"bf16": False, "fp16": False}
+    if not use_cpu and is_torch_tf32_available():
+        return {"tf32": True, **asked}, None
     return asked, Change("precision", "tf32", "fp32", "this machine has no TF32: compute capability 8.0 and newer have")
 
 
@@ -228,11 +228,12 @@ def _chosen_precision(recipe: Recipe, weights: str, use_cpu: bool) -> Change:
 
 
 def sixteen_bits_here(recipe: Recipe) -> str:
-    """Return the 16-bit dtype that this machine computes in: float16 on a GPU that only emulates bfloat16."""
+    """Return the dtype beside quantised weights: the 16 bits of this machine or of autocast, float32 without these."""
     from hf_memopt.devices import choose_precision
 
-    name = choose_precision().name if recipe.precision == "auto" else recipe.precision
-    return "float16" if name == "fp16" else "bfloat16"
+    if recipe.precision == "auto":
+        return "float16" if choose_precision().emulates_bf16 else "bfloat16"
+    return {"fp16": "float16", "bf16": "bfloat16"}.get(recipe.precision, "float32")
 
 
 def weights_dtype_here(recipe: Recipe, *, use_cpu: bool = False) -> str:
@@ -246,7 +247,7 @@ def weights_dtype_here(recipe: Recipe, *, use_cpu: bool = False) -> str:
     if recipe.load_in is not None and recipe.weights_dtype == "float32":
         return sixteen_bits_here(recipe)
     native = choose_precision(use_cpu=use_cpu)
-    if recipe.weights_dtype == "bfloat16" and native.fp16:
+    if recipe.weights_dtype == "bfloat16" and native.emulates_bf16:
         other = "float32" if recipe.lora is None else "float16"
         raise ValueError(
             f"weights_dtype='bfloat16' is emulated here: {native.reason}; expected {other} on this GPU. "

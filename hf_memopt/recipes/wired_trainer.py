@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 from hf_memopt.binding import attach, versions
 from hf_memopt.binding.compatibility import names_of, refusals_of
 from hf_memopt.changes import Change, add_change, record_changes
+from hf_memopt.devices import choose_precision
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.run import MemoryReportCallback
 from hf_memopt.recipes.data_views import (
@@ -28,6 +29,7 @@ from hf_memopt.technique_list import asked_by, load
 from hf_memopt.techniques import PrecisionCallback
 from hf_memopt.techniques.freezing import FreezeCallback
 from hf_memopt.techniques.microbatching import MicrobatchCallback
+from hf_memopt.techniques.nonfinite import OverflowCallback
 from hf_memopt.techniques.optimizers import EmbeddingBitsCallback
 
 if TYPE_CHECKING:
@@ -103,7 +105,8 @@ def build_trainer(
                 changes.append(Change("labels", None, "input_ids", reason))
         elif fixed == "input_features":
             trainer_kwargs["data_collator"] = speech_collator(model)
-    own = callbacks_of(recipe, args.optim)
+    theirs = {type(callback) for callback in callbacks} & {OverflowCallback}
+    own = [one for one in callbacks_of(recipe, args.optim) if type(one) not in theirs]
     trainer = Trainer(
         model=model,
         args=args,
@@ -178,10 +181,13 @@ def callbacks_of(recipe: Recipe, optim: str) -> list[TrainerCallback]:
     wanted.append(PrecisionCallback(autocast_cache=recipe.autocast_cache, master_weights=not recipe.trains_16_bits))
     if optim in BITSANDBYTES_8BIT:
         wanted.append(EmbeddingBitsCallback())
+    precision = recipe.step_settings().precision
+    if recipe.accumulates and (precision == "fp16" or (precision == "auto" and choose_precision().fp16)):
+        wanted.append(OverflowCallback())
     return wanted + [load(one.callback)() for one in asked_by(recipe).values() if one.callback]
 
 
-_REMOVABLE = (PrecisionCallback, EmbeddingBitsCallback, MicrobatchCallback, MemoryReportCallback)
+_REMOVABLE = (PrecisionCallback, EmbeddingBitsCallback, OverflowCallback, MicrobatchCallback, MemoryReportCallback)
 """What a recipe leaves out where the caller asks for something else; what a recipe was asked for is refused."""
 
 

@@ -760,7 +760,8 @@ def test_torch_is_as_before_also_after_an_error() -> None:
 
 
 def test_a_gpu_decides_precision_fit_and_context() -> None:
-    for name, precision in (("T4", "fp16"), ("P100", "fp16"), ("V100 16GB", "fp16"), ("RTX 3060 12GB", "bf16")):
+    of_gpus = {"T4": "fp16", "P100": "fp32", "GTX 1650": "fp32", "V100 16GB": "fp16", "RTX 3060 12GB": "bf16"}
+    for name, precision in of_gpus.items():
         found = of_bert(gpu=name)
         assert (found.settings.precision, found.fits, found.gpu) == (precision, True, find_gpu(name))
         assert found.context_bytes == find_gpu(name).context_bytes

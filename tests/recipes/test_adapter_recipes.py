@@ -14,7 +14,7 @@ import transformers
 from datasets import Dataset
 
 import tiny
-from hf_memopt import Recipe, StepSettings, estimate, find_gpu, recipe
+from hf_memopt import OverflowCallback, Recipe, StepSettings, estimate, find_gpu, recipe
 from hf_memopt.binding import versions
 from hf_memopt.devices.precision_support import Precision
 from hf_memopt.recipes.model_setup import prepared_model
@@ -27,7 +27,7 @@ NEW_FIELDS = (
     *("lora", "lora_alpha", "lora_targets", "load_in", "weights_dtype", "rounding", "offload"),
     *("fused_cross_entropy", "sparse_tied_embedding", "gradient_release"),
 )
-T4 = Precision("fp16", "a T4 (compute capability 7.5) only emulates bfloat16")
+T4 = Precision("fp16", "a T4 (compute capability 7.5) only emulates bfloat16", emulates_bf16=True)
 
 
 @pytest.fixture
@@ -250,6 +250,32 @@ def test_fp16_keeps_adapters_in_float32(on_t4: None) -> None:
     halves[0].grad = torch.ones_like(halves[0])
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         scaler.unscale_(torch.optim.SGD(halves))
+
+
+def test_fp16_is_watched_and_the_watch_is_not_doubled(on_t4: None) -> None:
+    def watches(chosen: Recipe) -> int:
+        return sum(isinstance(callback, OverflowCallback) for callback in chosen.callbacks())
+
+    narrow = {
+        "auto": PLAIN,
+        "fp16": PLAIN.replace(precision="fp16"),
+        "float16": PLAIN.replace(lora=4, weights_dtype="float16"),
+    }
+    assert {name: watches(one) for name, one in narrow.items()} == dict.fromkeys(narrow, 1)
+    wide = [PLAIN.replace(precision="fp32"), PLAIN.replace(gradient_release=True, optim="adamw_torch")]
+    assert [watches(one) for one in wide] == [0, 0]
+
+
+def test_quantised_weights_compute_in_float32_where_nothing_is_narrow(on_t4: None) -> None:
+    chosen = PLAIN.replace(lora=4, load_in="nf4", precision="fp32")
+    keywords = chosen.model_kwargs()
+    assert keywords["dtype"] == keywords["quantization_config"].bnb_4bit_compute_dtype == torch.float32
+    found = estimate(tiny.llama_config(**SIZES), batch_size=1, seq_len=8, recipe=chosen, gpu="T4")
+    narrow = estimate(
+        tiny.llama_config(**SIZES), batch_size=1, seq_len=8, recipe=chosen.replace(precision="fp16"), gpu="T4"
+    )
+    assert (found.settings.weights_dtype, narrow.settings.weights_dtype) == ("float32", "float16")
+    assert found.components["weights"] > narrow.components["weights"]
 
 
 def test_16_bit_formats_that_the_gpu_lacks_are_refused_when_arguments_are_made(on_t4: None) -> None:

@@ -42,6 +42,7 @@ RECIPES = {
     "LoRA, two targets": SMALL.replace(lora=4, lora_targets=("q_proj", "v_proj")),
     "int8": SMALL.replace(lora=4, load_in="int8"),
     "QLoRA": SMALL.replace(**LEAST_MEMORY, lora=4, load_in="nf4"),
+    "QLoRA, float32": SMALL.replace(**LEAST_MEMORY, lora=4, load_in="nf4", precision="fp32"),
 }
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # bitsandbytes quantises blocks of 64
 QUICK = ("QLoRA",)
@@ -101,6 +102,14 @@ def test_a_recipe_trains_saves_reloads_and_resumes(name: str, folder: Path, tmp_
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     again = trained_weights(resumed.model)
     assert all(torch.equal(after[name], again[name]) for name in after)
+
+
+def test_of_quantised_weights_in_float32_nothing_has_16_bits(folder: Path, tmp_path: Path) -> None:
+    """The values are bfloat16's, as published: without the precision they would be stored in 16 bits again."""
+    trainer = trainer_of(RECIPES["QLoRA, float32"], folder, tmp_path)
+    trainer.train()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32, torch.uint8}
+    assert all(p.grad is None or p.grad.isfinite().all() for p in trainer.model.parameters())
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 
 import tiny
-from hf_memopt import PRESETS, Recipe, custom_gpu, estimate, recipe
+from hf_memopt import GPUS, PRESETS, Recipe, custom_gpu, estimate, recipe
+from hf_memopt.devices import against_float16
 from hf_memopt.recipes import presets
 from hf_memopt.recipes.presets import fitting_recipe
 from hf_memopt.units import parse_bytes
@@ -56,6 +57,18 @@ def test_what_is_chosen_fits_and_has_its_reasons(memory: str, lora: int | None, 
     names = ("lora", "load_in", "weights_dtype", "checkpointing", "optim", "fused_cross_entropy")
     assert all(found.reasons[name] for name in names if getattr(found, name) != getattr(PRESET, name))
     assert Recipe.from_json(found.to_json()) == found
+
+
+def test_a_preset_computes_in_float32_what_overflows_in_float16() -> None:
+    t5 = transformers.T5Config(
+        vocab_size=4000, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    preset = PRESET.replace(precision="auto")
+    for model, gpu, precision in ((t5, "T4", "fp32"), (t5, "RTX 4080", "auto"), (config(), "T4", "auto")):
+        found = fitting_recipe(preset, model, seq_len=64, gpu=GPUS[gpu])
+        assert (found.lora, found.precision) == (None, precision)
+        why = against_float16(config=t5) if precision == "fp32" else preset.reason_of("precision")
+        assert found.reason_of("precision") == why
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from rich.console import Console
 
 import tiny
 from hf_memopt import GPUS, Plan, custom_gpu, estimate, plan
+from hf_memopt.binding.model_changes import add_adapters
+from hf_memopt.devices import against_float16
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.recording.sessions import forget_traces
 from hf_memopt.memory.step_time import equally_fast
@@ -319,6 +321,43 @@ def test_of_a_mixture_of_experts_no_time_is_told(gpu: str, precision: str) -> No
     assert "the least assumed time of the " in found.chosen.reason
     assert not any(word in found.table(300) for word in ("tok/s", "its time", "Speed"))
     assert "ranking_seconds" not in found.to_json()
+
+
+def gemma3() -> transformers.Gemma3TextConfig:
+    return transformers.Gemma3TextConfig(
+        **SIZES, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=64
+    )
+
+
+OF_T4 = [  # the model, the GPU, the method, then precision, the weights' dtype and the words of its name
+    (gemma3, "T4", "full", ("fp32", "float32"), "full, fp32"),
+    (gemma3, "T4", "lora", ("fp32", "float32"), "LoRA r16, fp32"),
+    (gemma3, "T4", "qlora", ("fp32", "float32"), "QLoRA r16, nf4, fp32"),
+    (gemma3, "RTX 3060 12GB", "qlora", ("bf16", "float32"), "QLoRA r16, nf4"),
+    (config, "T4", "lora", ("fp16", "float16"), "LoRA r16, fp16"),
+    (config, "T4", "qlora", ("fp16", "float32"), "QLoRA r16, nf4"),
+    (config, "GTX 1650", "lora", ("fp32", "float32"), "LoRA r16, fp32"),
+]
+
+
+@pytest.mark.parametrize(("build", "gpu", "method", "dtypes", "name"), OF_T4)
+def test_nothing_is_computed_in_float16_that_overflows_in_it(
+    build: Any, gpu: str, method: str, dtypes: tuple[str, str], name: str
+) -> None:
+    found = plan(build(), gpu=gpu, seq_len=64, effective_batch_size=2, method=method)
+    assert (found.recipe.precision, found.recipe.weights_dtype) == dtypes
+    assert found.candidates[0].name == name
+    problem = against_float16("" if gpu == "T4" else gpu, build())
+    is_avoided = dtypes[0] == "fp32"
+    assert [note for note in found.notes if "float16" in note] == ([problem] if is_avoided else [])
+    assert not is_avoided or problem in found.recipe.reason_of("precision")
+
+
+def test_weights_that_are_loaded_in_float16_already_are_noted() -> None:
+    model = add_adapters(transformers.Gemma3ForCausalLM(gemma3()).half(), 4)
+    found = plan(model, gpu="T4", seq_len=64, effective_batch_size=2)
+    assert [note for note in found.notes if "float16" in note] == [against_float16(config=gemma3())]
+    assert "full, fp16" in {one.name for one in found.candidates}
 
 
 def test_of_a_gpu_without_known_rates_the_nearest_one_ranks_set_ups() -> None:

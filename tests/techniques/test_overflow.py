@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 import tiny
 from hf_memopt.binding import attach
 from hf_memopt.techniques.microbatching import MicrobatchCallback
-from hf_memopt.techniques.nonfinite.overflow import BFLOAT16_FAMILY, OverflowCallback, StepReading, read_step
+from hf_memopt.techniques.nonfinite.overflow import OverflowCallback, StepReading, read_step
 from scarcity import Scarcity
 from two_ranks import run_pair
 
@@ -372,19 +372,39 @@ def tiny_t5() -> nn.Module:
 def test_fp16_of_the_t5_family_is_warned_of_once(tmp_path: Any) -> None:
     trainer = Trainer(model=tiny_t5(), args=tiny.arguments(tmp_path, fp16=True), train_dataset=None)
     callback = OverflowCallback()
-    with pytest.warns(UserWarning, match="T5") as warned:
+    with pytest.warns(UserWarning, match="t5") as warned:
         attach(trainer, callback)
     assert [str(one.message) for one in warned] == [
-        "fp16=True is likely to overflow in T5ForConditionalGeneration: models of the T5 family were trained in "
-        "bfloat16, with values beyond float16's 65,504; expected bf16=True, or neither of the two. "
-        "Set: fp16=False, bf16=True"
+        "fp16=True is likely to lose steps: t5 is unsafe in float16: its feed-forward outputs exceed 65,504 "
+        "(https://github.com/huggingface/transformers/issues/5651); expected bf16 where the GPU has it, else float32. "
+        "Set: fp16=False"
     ]
     assert warned[0].filename == __file__
     attach(trainer)  # warnings are errors here
 
 
-def test_the_family_is_of_types_that_transformers_knows() -> None:
-    assert set(BFLOAT16_FAMILY) <= set(transformers.models.auto.configuration_auto.CONFIG_MAPPING)
+def test_autocast_overflows_where_float16_weights_do_not(tmp_path: Any) -> None:
+    """T5's ``wo`` stays float32 beside float16 weights; under autocast its product is float16."""
+    model = tiny_t5()
+    layer = model.encoder.block[0].layer[-1].DenseReluDense
+    torch.nn.init.constant_(layer.wi.weight, 3.0)
+    torch.nn.init.constant_(layer.wo.weight, 3e4)
+    model.save_pretrained(tmp_path)
+    half = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+
+    def product_of(built: Any, *, autocast: bool) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        product = built.encoder.block[0].layer[-1].DenseReluDense.wo
+        hook = product.register_forward_hook(lambda module, inputs, output: found.append(output))
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+            built.eval()(input_ids=torch.arange(8)[None], decoder_input_ids=torch.zeros(1, 1, dtype=torch.long))
+        hook.remove()
+        return found[0]
+
+    for built in (model, half):
+        plain, mixed = product_of(built, autocast=False), product_of(built, autocast=True)
+        assert (plain.dtype, bool(plain.isfinite().all())) == (torch.float32, True)
+        assert (mixed.dtype, bool(mixed.isinf().any())) == (torch.float16, True)
 
 
 def test_fp16_weights_under_fp16_are_refused(tmp_path: Any) -> None:

@@ -5,10 +5,12 @@ cache, and master weights.
 from __future__ import annotations
 
 import copy
+import csv
 import gc
 import pickle
 import weakref
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -23,7 +25,7 @@ from transformers import Trainer, TrainerCallback
 import tiny
 from hf_memopt.binding import attach, checkpointing_arguments, enable_checkpointing
 from hf_memopt.changes import Change
-from hf_memopt.devices import check_precision, choose_precision, precision_support
+from hf_memopt.devices import against_float16, check_precision, choose_precision, precision_support
 from hf_memopt.memory import estimate
 from hf_memopt.techniques import PrecisionCallback
 from hf_memopt.techniques.freezing import FreezeCallback
@@ -46,12 +48,57 @@ def play(monkeypatch, kind: str, *, name: str = "", capability: tuple[int, int] 
         ("Tesla T4", (7, 5), False, "fp16", "Tesla T4 (compute capability 7.5) only emulates bfloat16"),
         ("Tesla V100", (7, 0), False, "fp16", "Tesla V100 (compute capability 7.0) only emulates bfloat16"),
         ("RTX 3050", (8, 6), True, "bf16", "RTX 3050 (compute capability 8.6) computes bfloat16 natively"),
+        (
+            "Tesla P4",
+            (6, 1),
+            False,
+            "fp32",
+            "Tesla P4 (compute capability 6.1) only emulates bfloat16, and it has no tensor cores for float16",
+        ),
+        (
+            "NVIDIA GeForce GTX 1650",
+            (7, 5),
+            False,
+            "fp32",
+            "NVIDIA GeForce GTX 1650 (compute capability 7.5) only emulates bfloat16, and GTX 16 is unsafe in float16: "
+            "its convolutions return NaN (https://github.com/pytorch/pytorch/issues/58123)",
+        ),
     ],
 )
 def test_cuda_cards(monkeypatch, name, capability, native, chosen, reason) -> None:
     play(monkeypatch, "cuda", name=name, capability=capability, native_bf16=native)
     found = choose_precision()
     assert (found.name, found.reason, found.bf16, found.fp16) == (chosen, reason, chosen == "bf16", chosen == "fp16")
+
+
+# ---- What is known to leave float16's range
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "hf_memopt/devices/float16_overflow.csv"
+OVERFLOWING = list(csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines()))
+
+
+@pytest.mark.parametrize("row", OVERFLOWING, ids=lambda row: row["name"])
+def test_what_overflows_in_float16_is_known_has_a_source_and_is_documented(row: dict[str, str]) -> None:
+    assert row["source"].startswith("https://")
+    said = f"{row['name']} is unsafe in float16: {row['what']} ({row['source']})"
+    if row["name"] == "GTX 16":
+        assert against_float16("NVIDIA GeForce GTX 1650") == said
+    else:
+        assert against_float16(config=transformers.AutoConfig.for_model(row["name"])) == said
+    page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    assert row["source"] in next(line for line in page.splitlines() if f"| {row['name']} " in line)
+
+
+def test_a_language_model_within_another_model_counts() -> None:
+    assert against_float16(config=transformers.PaliGemmaConfig(text_config={"model_type": "gemma2"})).startswith(
+        "gemma2 "
+    )
+
+
+@pytest.mark.parametrize("config", [None, object(), transformers.BertConfig(), transformers.LlamaConfig()])
+def test_of_others_nothing_is_said(config: Any) -> None:
+    assert against_float16(config=config) == against_float16("Tesla T4", config) == ""
 
 
 def test_use_cpu_wins_over_the_card(monkeypatch) -> None:
@@ -102,8 +149,8 @@ def test_emulated_bf16_is_refused(monkeypatch) -> None:
     with pytest.raises(ValueError) as error:
         check_precision(bf16=True, fp16=False)
     assert str(error.value) == (
-        "bf16=True is emulated here: Tesla T4 (compute capability 7.5) only emulates bfloat16; expected fp16 on this "
-        "GPU. Pass fp16=True"
+        "bf16=True is emulated here: Tesla T4 (compute capability 7.5) only emulates bfloat16; expected fp16. Leave "
+        "bf16 out"
     )
 
 

@@ -458,7 +458,7 @@ def test_weights_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         "dtype=torch.float16 of a parameter of shape (2, 3) cannot be trained: float16 gradients need a scaler, which "
         "needs float32 weights; expected bfloat16 or float32. Load the model with dtype=torch.bfloat16."
     )
-    emulated = Precision("fp16", "Tesla T4 (compute capability 7.5) only emulates bfloat16")
+    emulated = Precision("fp16", "Tesla T4 (compute capability 7.5) only emulates bfloat16", emulates_bf16=True)
     monkeypatch.setattr(sixteen_bit_weights, "choose_precision", lambda: emulated)
     on_gpu: Any = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"), shape=(2, 3))
     with pytest.raises(ValueError) as error:

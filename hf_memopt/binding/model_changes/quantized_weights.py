@@ -83,7 +83,7 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
     when checkpointing is switched on, by the ``Trainer`` or by hand.
 
     Limitations: in float16 the activations between the layers are float16 as well, which overflow in some models (T5,
-    Gemma); those need bfloat16, or PEFT's function.
+    Gemma); those need bfloat16, or float32 as ``dtype`` and ``bnb_4bit_compute_dtype``, which is left as it is.
 
     Args:
         model: as ``from_pretrained(quantization_config=...)`` returned it, or wrapped by PEFT. Changed in place.
@@ -131,7 +131,11 @@ def _frozen_to_16_bits(model: nn.Module, inside: Any) -> list[tuple[nn.Parameter
     Classes of transformers name modules that they keep in float32 themselves: ``_keep_in_fp32_modules``, private, seen
     in transformers 5.8.1, 5.17.0 and 5.23.0.
     """
-    own = getattr(getattr(inside, "config", None), "dtype", None)  # as it was loaded
+    config = getattr(inside, "config", None)
+    own = getattr(config, "dtype", None)  # as it was loaded
+    quantization = getattr(config, "quantization_config", None)
+    if own == getattr(quantization, "bnb_4bit_compute_dtype", None) == torch.float32:
+        return []
     dtypes = sorted(_SIXTEEN_BITS, key=lambda dtype: dtype != own)
     kept = {
         name

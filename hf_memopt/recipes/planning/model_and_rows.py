@@ -21,6 +21,7 @@ from hf_memopt.binding import can_offload_checkpoints
 from hf_memopt.binding.model import task_of
 from hf_memopt.binding.model_changes import is_quantized, tied_embeddings
 from hf_memopt.binding.parameters import layer_stacks
+from hf_memopt.devices import against_float16
 from hf_memopt.memory.models import default_length, most_tokens, name_on_hub
 from hf_memopt.memory.recording import session
 from hf_memopt.recipes.planning.set_ups import ModelFacts
@@ -149,6 +150,7 @@ def facts_of(model: Any, task: str | None) -> tuple[Any, str | None, ModelFacts,
         has_flash=is_flash_attn_2_available(),
         has_offload=can_offload_checkpoints(),
         has_segments=not platform_problem(),
+        overflow=against_float16(config=getattr(built, "config", None)),
     )
     return source, own_task, facts, most_tokens(built) if found is not None else None, default_length(built)
 

@@ -160,7 +160,10 @@ def plan(
         candidates=all_of_them,
         chosen=taken,
         shortfall=shortfall,
-        notes=tuple(_notes(simulation, texts, chosen, candidates, method, lengths is None and seq_len is None)),
+        notes=(
+            *_notes(simulation, texts, chosen, candidates, method, lengths is None and seq_len is None),
+            *filter(None, [facts.against_float16(found_gpu)]),
+        ),
         simulations=simulation.count,
         source=name_to_load(model),
         task=facts.task,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.devices import against_float16
 from hf_memopt.recipes import Recipe
 from hf_memopt.recipes.planning.simulated import priced_on
 from hf_memopt.technique_list import TECHNIQUES
@@ -132,6 +133,7 @@ class ModelFacts:
         has_flash: whether FlashAttention-2 is installed here.
         has_offload: whether transformers here can offload.
         has_segments: whether torch's allocator has expandable segments on this platform.
+        overflow: why it should not compute in float16, with the source; "" where nothing is known.
     """
 
     task: str | None
@@ -145,11 +147,16 @@ class ModelFacts:
     has_flash: bool = False
     has_offload: bool = True
     has_segments: bool = True
+    overflow: str = ""
 
     @property
     def is_language_model(self) -> bool:
         """Whether its head has a logit for each word of the vocabulary."""
         return self.task in LANGUAGE_TASKS
+
+    def against_float16(self, gpu: Gpu) -> str:
+        """Return why it should not compute in float16 on a GPU without bfloat16; "" where nothing is known."""
+        return "" if gpu.bf16 else self.overflow or against_float16(gpu.name)
 
     @property
     def trains_tied_embedding(self) -> bool:
@@ -291,29 +298,29 @@ def _commons(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techniqu
 
 
 def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Technique, ...]]:
-    """Yield what computes in 16 bits first, since it is the faster as a rule."""
-    name = "bf16" if gpu.bf16 else "fp16"
-    weights = "bfloat16" if gpu.bf16 else "float16"
-    autocast = Technique(name, _set(precision=name), AUTOCAST, "rounding")
-    plain = Technique("fp32", _set(precision="fp32"), "nothing is rounded to 16 bits")
+    """Yield what computes in 16 bits first, since it is the faster as a rule; only float32 where float16 overflows."""
+    problem = facts.against_float16(gpu) if facts.can_reload else ""
+    name, weights = ("bf16", "bfloat16") if gpu.bf16 else ("fp32", "float32") if problem else ("fp16", "float16")
+    plain = Technique("fp32", _set(precision="fp32"), problem or "nothing is rounded to 16 bits")
+    autocast = plain if problem else Technique(name, _set(precision=name), AUTOCAST, "rounding")
     if stage == "lora":
         loaded = {} if facts.is_quantized else {"weights_dtype": weights}
-        reason = "adapters are trained in float32, and the weights stay as published, in 16 bits"
+        reason = "adapters are trained in float32, and the weights "
+        reason += f"are float32 too: {problem}" if problem else "stay as published, in 16 bits"
         yield (Technique(name, _set(lora=LORA_RANK, **loaded, precision=name), reason, "training"),)
     elif stage == "qlora":
         fields = _set(lora=LORA_RANK, load_in="nf4", precision=name)
         reason = "adapters are trained in float32, and the frozen weights take 4 bits"
-        yield (Technique("nf4", fields, reason, "training"),)
+        reason += f"; all else is float32: {problem}" if problem else ""
+        yield (Technique("nf4, fp32" if problem else "nf4", fields, reason, "training"),)
     elif stage == "freeze":
         for patterns in _frozen(facts):
             what = " and ".join(patterns).replace("layers:0-", "layers 0-")
             reason = "frozen parameters have no gradient, no state and no backward pass below them"
             yield autocast, Technique(f"frozen {what}", _set(freeze=patterns), reason, "training", "freeze")
     else:
-        yield (autocast,)
-        if _has_faster_tf32(gpu):
-            yield (TF32,)
-        yield (plain,)
+        faster = [(TF32,)] if _has_faster_tf32(gpu) else []
+        yield from dict.fromkeys([(autocast,), *faster, (plain,)])
         if facts.has_adapters or facts.is_quantized:
             return
         yield from (((autocast if gpu.bf16 else plain), one) for one in _asking())

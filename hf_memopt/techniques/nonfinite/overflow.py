@@ -36,6 +36,7 @@ import torch
 
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.undo import RandomState, UndoHandle, is_overridden, override_method, remove_all
+from hf_memopt.devices import against_float16
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, check_value, checked_path
 from hf_memopt.techniques import TechniqueCallback
@@ -59,10 +60,6 @@ MOST_SKIPS = 10
 
 SMALLEST_SCALE = 1.0
 """A smaller loss scale makes the loss smaller, not larger; ``GradScaler`` too says that something is likely wrong."""
-
-BFLOAT16_FAMILY = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
-"""Model types pretrained with bfloat16 activations (github.com/google-research/text-to-text-transfer-transformer,
-issue 539), whose feed-forward outputs exceed float16's 65,504 (github.com/huggingface/transformers, issue 5651)."""
 
 
 class OverflowCallback(TechniqueCallback):
@@ -127,7 +124,7 @@ class OverflowCallback(TechniqueCallback):
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Watch this trainer's steps; a second ``attach`` makes it the outermost override again."""
         if self.binding.trainer is not trainer:
-            _warn_of_bfloat16_family(trainer)
+            _warn_of_overflow(trainer)
         self.binding.end()
         if is_overridden(trainer, "training_step", DETECTS):
             raise ValueError(
@@ -336,12 +333,11 @@ def _precision(trainer: Any) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(next(trainer.model.parameters()).dtype, "fp32")
 
 
-def _warn_of_bfloat16_family(trainer: Any) -> None:
-    family = getattr(getattr(trainer.model, "config", None), "model_type", None)
-    if trainer.args.fp16 and family in BFLOAT16_FAMILY:
+def _warn_of_overflow(trainer: Any) -> None:
+    problem = against_float16(config=getattr(trainer.model, "config", None))
+    if trainer.args.fp16 and problem:
         warnings.warn(
-            f"fp16=True is likely to overflow in {type(trainer.model).__name__}: models of the T5 family were trained "
-            "in bfloat16, with values beyond float16's 65,504; expected bf16=True, or neither of the two. "
-            "Set: fp16=False, bf16=True",
+            f"fp16=True is likely to lose steps: {problem}; expected bf16 where the GPU has it, else float32. "
+            "Set: fp16=False",
             stacklevel=4,
         )

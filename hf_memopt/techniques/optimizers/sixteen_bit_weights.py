@@ -332,7 +332,7 @@ def _check_parameter(parameter: torch.Tensor) -> None:
         )
     if is_rounded(parameter) and parameter.device.type == "cuda":
         native = choose_precision()
-        if native.fp16:
+        if native.emulates_bf16:
             raise ValueError(
                 f"dtype=torch.bfloat16 of a parameter of shape {tuple(parameter.shape)} is emulated here: "
                 f"{native.reason}; expected float32 weights on this GPU. Load the model with dtype=torch.float32."

@@ -335,6 +335,18 @@ def test_names_of_any_kind_are_literals_of_the_script(name: str) -> None:
         assert all(character == "\n" or character.isprintable() for character in text)
 
 
+@pytest.mark.parametrize("stage", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("overflow", ["", "it is unsafe in float16 (https://a.source)"])
+def test_fp16_is_watched_and_what_overflows_in_it_is_float32(stage: str, overflow: str) -> None:
+    facts = ModelFacts("causal-lm", is_tied=True, layers=4, overflow=overflow)
+    chosen = next(iter(set_ups(stage, facts, find_gpu("T4"), 32))).recipe
+    text = training_script(chosen, ScriptFacts("a/model", "causal-lm", 512, 32, 1, "out", ("A script.",)))[0]
+    is_narrow = not overflow
+    assert ("fp16=True" in text, "hf_memopt.OverflowCallback()," in text) == (is_narrow, is_narrow)
+    assert ('dtype="float16"' in text) is (is_narrow and stage != "full")
+    assert ('bnb_4bit_compute_dtype="float32"' in text) is (stage == "qlora" and not is_narrow)
+
+
 # ---- Layout
 
 

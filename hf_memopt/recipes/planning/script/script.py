@@ -207,6 +207,8 @@ def _reason_of_callback(recipe: Recipe, callback: Any) -> str:
     name = type(callback).__name__
     if name == "PrecisionCallback":
         return "a new head is updated in float32" if recipe.autocast_cache else "no 16-bit copies are kept"
+    if name == "OverflowCallback":
+        return "drops and reports a step beyond float16's 65,504"
     return recipe.reason_of(TECHNIQUES[callback.technique].field_in(recipe) or "embedding_bits")
 
 
