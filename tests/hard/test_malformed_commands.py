@@ -149,9 +149,10 @@ def run(arguments: Sequence[str], made: Path, folder: Path) -> Any:
         assert BUG not in done.output, shown
         if done.exit_code == 2:
             lines = done.stderr.strip().splitlines()
-            is_usage = done.stderr.startswith("Usage: ")
-            assert lines, "nothing is said"
-            assert len(lines) == 1 or is_usage, shown
+            assert [line.split(":")[0] for line in lines] in (["error"], ["error", "hint"]), shown
+            is_usage = lines[-1].startswith(
+                ("hint: See: ", "hint: Did you mean ", "hint: Pass ", "hint: It is an option")
+            )
             assert is_usage or "expected" in lines[0] or "not estimable" in lines[0], shown
             assert files_of(folder) == before, "a file was written or changed"
         return done
