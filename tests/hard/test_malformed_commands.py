@@ -31,6 +31,7 @@ BUG = "which is a bug in hf-memopt"
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "demo": (),
+    "gpus": ("3060",),
     "presets": ("4gb-gpu",),
     "lengths": ("rows.jsonl",),
     "estimate": ("model", "--batch-size", "1", "--seq-len", "8"),
@@ -164,7 +165,7 @@ def run(arguments: Sequence[str], made: Path, folder: Path) -> Any:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_with_every_word(name: str, made: Path, tmp_path: Path) -> None:
     """What takes longer than a check of options is drawn below."""
-    words = WORDS if name in ("demo", "presets", "lengths", "report") else WORDS[:20]
+    words = WORDS if name in ("demo", "gpus", "presets", "lengths", "report") else WORDS[:20]
     for option in OPTIONS[name]:
         if name in ("estimate", "plan", "measure", "doctor") and option in FLAGS[name]:
             continue
