@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import results_file
 from plans import LARGEST_CELLS, MODEL_CELLS, Cell, planned
 
-from hf_memopt import Estimate, Plan, estimate, plan
+from hf_memopt import GPUS, Estimate, Plan, estimate, plan
 
 FILE = results_file.RESULTS / "unchanged.jsonl"
 SAME_SPEED = 0.95
@@ -127,12 +127,12 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         consents = ", allowed" if cell.allow else ""
         yield f"plan {cell.model}, {cell.gpu}{consents}", lambda c=cell: _of_plan(planned(Cell(**vars(c))))
     for number, (model, gpu, more) in enumerate(OTHER_PLANS):
-        yield f"plan {number} {model}, {gpu}", lambda m=model, g=gpu, k=more: _of_plan(plan(m, gpu=g, **k))
+        yield f"plan {number} {model}, {gpu}", lambda m=model, g=gpu, k=more: _of_plan(plan(m, gpu=GPUS[g], **k))
 
 
 def _estimated(model: str, seq_len: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     lengths = {} if seq_len is None else {"seq_len": seq_len}
-    found = estimate(model, batch_size=4, gpu="RTX 4090", **lengths, **settings)
+    found = estimate(model, batch_size=4, gpu=GPUS["RTX 4090"], **lengths, **settings)
     return _of_estimate(found)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 __all__ = ["MissingExtraError", "did_you_mean", "nearest", "reason"]
@@ -44,9 +46,7 @@ def reason(error: BaseException) -> str:
 
 
 def did_you_mean(name: Any, known: Iterable[Any]) -> str:
-    """Return the known name that ``name`` most resembles as a hint for an error text, or an empty string.
-
-    What is not text resembles nothing.
+    """Return the known name that was probably meant as a hint for an error text, or an empty string.
 
     Examples:
         >>> did_you_mean("4gb", ["4gb-gpu", "cpu"])
@@ -56,9 +56,38 @@ def did_you_mean(name: Any, known: Iterable[Any]) -> str:
     return "" if found is None else f" Did you mean {found!r}?"
 
 
+PREFIX_SHARE = 0.75  # of the name that is the beginning of what is meant: "adamw9"
+ALIKE, SHORT_ALIKE = (
+    0.8,
+    0.75,
+)  # difflib's ratio; "all-mpnet-base-v2" and "albert-base-v2" have 0.77, "paln" and "plan" 0.75
+
+
 def nearest(name: Any, known: Iterable[Any]) -> str | None:
-    """Return the known name that ``name`` most resembles, or None; what is not text resembles nothing."""
-    if not isinstance(name, str):
-        return None
-    names = [other for other in known if isinstance(other, str)]
-    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.5)), None)
+    """Return the known name that was probably meant, or None: a wrong suggestion is worse than none.
+
+    Case and separators do not count. A name that begins alike comes before one with a typing error, in which digits may
+    change places alone: "MX450" is not "MI250". What is not text resembles nothing.
+
+    Examples:
+        >>> nearest("adamw9", ["grokadamw", "adamw_torch"]), nearest("MX450", ["MI250"])
+        ('adamw_torch', None)
+    """
+    asked = _plain(name) if isinstance(name, str) else ""
+    spelled = {other: _plain(other) for other in known if isinstance(other, str)}
+    shared = {other: len(commonprefix((asked, text))) for other, text in spelled.items()}  # noqa: RUF071  # no paths
+    alike = {other: (shared[other], text == asked, _digits(text) == _digits(asked)) for other, text in spelled.items()}
+    best = max(alike, key=lambda other: alike[other], default="")
+    if best and shared[best] >= max(2, min(3, len(asked)), PREFIX_SHARE * len(asked)):
+        return best
+    typed = {spelled[other]: other for other, (_, _, same_digits) in alike.items() if same_digits}
+    found = difflib.get_close_matches(asked, typed, n=1, cutoff=ALIKE if len(asked) > 5 else SHORT_ALIKE)
+    return typed[found[0]] if found else None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_./-]", "", name.casefold())
+
+
+def _digits(text: str) -> list[str]:
+    return sorted(re.findall(r"\d", text))

@@ -94,7 +94,7 @@ def test_tables_spinners_and_notebooks_are_printable() -> None:
         (
             ["lengths", os.fsdecode(b"\xff\xfe.csv")],
             2,
-            "'\\udcff\\udcfe.csv' does not exist; expected a file or a folder.",
+            "'\\udcff\\udcfe.csv' does not exist; expected a file or a folder",
         ),
         (["lengths", "a", "\u202eb"], 2, "Got unexpected extra argument(s) (\\u202eb)"),
     ],

@@ -1,8 +1,8 @@
-"""The command line: ``hf-memopt demo | presets | lengths | estimate | plan | measure | report | doctor``.
+"""The command line: ``hf-memopt demo | gpus | presets | lengths | estimate | plan | measure | report | doctor``.
 
 ``python -m hf_memopt ...`` does the same.
 
-Exit code 2 and one line on standard error report an invalid input, and a bug of the package too; with
+Exit code 2, ``error:`` and ``hint:`` on standard error report an invalid input, and a bug of the package too; with
 ``HF_MEMOPT_DEBUG=1`` the traceback is shown instead. 0 and 1 are results of the commands.
 
 Each command has a module of its own, which imports torch and transformers last, so that ``--help``, the tables and the
@@ -12,7 +12,6 @@ checks of the options answer at once.
 from __future__ import annotations
 
 import gc
-import io
 import json
 import logging
 import os
@@ -25,17 +24,19 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hf_memopt.cli.command import BEFORE, MACHINE, TRYING_OUT, Command, examples_of, function_of, spinner
+from hf_memopt.cli.command import BEFORE, MACHINE, TRYING_OUT, Command, examples_of, function_of, print_error, spinner
 from hf_memopt.cli.options import (
     DemoOptions,
     DoctorOptions,
     EstimateOptions,
+    GpusOptions,
     LengthsOptions,
     MeasureOptions,
     PlanOptions,
     PresetsOptions,
     ReportOptions,
 )
+from hf_memopt.cli.wrong_usage import usage_message
 from hf_memopt.errors import MissingExtraError, reason
 from hf_memopt.notices import PrintableRecord, printable
 from hf_memopt.plotting import check_picture
@@ -44,24 +45,17 @@ __all__ = ["app", "main"]
 
 
 class _Commands(TyperGroup):
-    """Prints the errors of all commands in one line, and lists the commands in groups.
-
-    typer itself words invalid options.
-    """
+    """Prints the errors of all commands in two lines, and lists the commands in groups."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
             # which returns exit codes, and raises what it would print
             sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}) or 0)
         except Exception as error:
-            text, show = io.StringIO(), getattr(error, "show", None)
-            if show is not None:  # typer's own
-                show(text)
-            elif os.environ.get("HF_MEMOPT_DEBUG"):
+            is_usage = hasattr(error, "format_message")  # typer's own, of words that it cannot parse
+            if os.environ.get("HF_MEMOPT_DEBUG") and not is_usage:
                 raise
-            else:
-                text.write(f"{' '.join(_message(error).split())}\n")
-            typer.echo(printable(text.getvalue()), err=True, nl=False)
+            print_error(usage_message(error) if is_usage else _message(error))
             sys.exit(2)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -98,7 +92,6 @@ Examples:
 
 app = typer.Typer(
     cls=_Commands,
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # see Command
     help="Train transformers on the GPU you have, with the stock Hugging Face Trainer.",
@@ -109,7 +102,8 @@ COMMAND_COLUMNS = 8  # of the longest name
 
 
 @app.callback(invoke_without_command=True)
-def _version(
+def _alone(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
 ) -> None:
     if version:
@@ -117,18 +111,15 @@ def _version(
 
         typer.echo(f"hf-memopt {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
 
 
 def _demo(options: DemoOptions, context: typer.Context) -> None:
     from hf_memopt.demo import run_demo
 
-    run_demo(
-        options.output,
-        json_file=options.json_file,
-        epochs=options.epochs,
-        seed=options.seed,
-        max_train=options.max_train,
-    )
+    run_demo(**vars(options))
 
 
 def _doctor(options: DoctorOptions, context: typer.Context) -> int:
@@ -159,6 +150,7 @@ def _of_module(name: str) -> Callable[[Any, typer.Context], int | None]:
 
 for name, group, options, run in (
     ("demo", TRYING_OUT, DemoOptions, _demo),
+    ("gpus", BEFORE, GpusOptions, _of_module("gpus")),
     ("presets", BEFORE, PresetsOptions, _of_module("presets")),
     ("lengths", BEFORE, LengthsOptions, _of_module("lengths")),
     ("estimate", BEFORE, EstimateOptions, _of_module("estimate")),

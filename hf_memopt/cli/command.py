@@ -14,7 +14,7 @@ from ast import literal_eval
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields
-from textwrap import fill
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -36,6 +36,8 @@ __all__ = [
     "flags_of",
     "function_of",
     "in_flags",
+    "print_coloured",
+    "print_error",
     "spinner",
     "typed_command",
     "wrapped",
@@ -49,6 +51,7 @@ OTHER_NAMES = {  # an option, and what Python calls its value
     "effective_batch": ("effective_batch_size",),
     "write": ("directory",),
     "output": ("path", "report"),
+    "fused_cross_entropy": ("fuse_cross_entropy",),
 }
 WIDEST_COLUMNS = 28  # of an option in the help; what is longer has a line of its own
 VALUE = r"""[\w.]+\([^()]*\)|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()]*\)|\[[^][]*\]|[^\s,;:()]*[^\s,;:().]"""
@@ -121,7 +124,7 @@ def in_flags(text: str, flags: Mapping[str, Flag]) -> str:
             return f"no {known.on}"
         return known.on if value == "True" else f"{known.on} {_as_typed(value)}"
 
-    return given.sub(flag, text)
+    return given.sub(flag, text).replace(", or None", ", or none")
 
 
 def _as_typed(value: str) -> str:
@@ -241,13 +244,20 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_of_data(options: Any) -> None:
-    """Raise ValueError for an option that says how ``--data`` is read, without it."""
+    """Raise ValueError for an option that says how ``--data`` is read, without it, and for a file that cannot be read.
+
+    It needs neither torch nor transformers.
+    """
     for name in ("column", "tokenizer"):
         if options.data is None and getattr(options, name) is not None:
             raise ValueError(
                 f"{name}={getattr(options, name)!r} is for a data file, and there is none; expected both. "
                 "Pass --data FILE"
             )
+    if options.data is not None:
+        from hf_memopt.batching.padding_costs import data_file
+
+        data_file(options.data, column=options.column, has_tokenizer=options.tokenizer is not None)
 
 
 # ---- What a command shows
@@ -272,11 +282,41 @@ def spinner(text: str, errors: Console, *, shown: bool = True) -> Iterator[Calla
 
 
 def wrapped(text: str, console: Console) -> str:
-    """Return lines that fit a terminal, continued with an indent; unchanged where standard output is not a terminal."""
+    """Return lines that fit a terminal, continued with an indent; unchanged where the console is not a terminal."""
     if not console.is_terminal:
         return text
-    lines = (fill(line, console.width, subsequent_indent=" " * 6, break_on_hyphens=False) for line in text.splitlines())
-    return "\n".join(lines)
+    whole = TextWrapper(console.width, subsequent_indent=" " * 6, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(map(whole.fill, text.splitlines()))
+
+
+STYLES = {
+    r"^It fits\b|^Recommended\b": "bold green",
+    r"^Nothing fits\b|^Out of memory\b|^error:": "bold red",
+    r"^hint:": "bold cyan",
+}
+
+
+def print_coloured(text: str, console: Console) -> None:
+    """Print lines as they are, without wrapping them, and what ``STYLES`` matches in its colour."""
+    from rich.text import Text
+
+    shown = Text(text)
+    for pattern, style in STYLES.items():
+        shown.highlight_regex(re.compile(pattern, re.MULTILINE), style)
+    console.print(shown, soft_wrap=True, highlight=False)
+
+
+WITH_ACTION = re.compile(r"(.*?; expected .*?|(?!.*; expected ).*)\. ([A-Z].*)")
+
+
+def print_error(message: str) -> None:
+    """Print a message on standard error: what is wrong after ``error:``, what to do about it after ``hint:``."""
+    from hf_memopt.terminal import Console
+
+    console, text = Console(stderr=True), " ".join(message.split())
+    parts = WITH_ACTION.fullmatch(text)
+    lines = [f"error: {text}"] if parts is None else [f"error: {parts[1]}", f"hint: {parts[2]}"]
+    print_coloured("\n".join(wrapped(line, console) for line in lines), console)
 
 
 BEFORE, MACHINE, TRYING_OUT = "Before the run", "On the machine that trains", "To try out and compare"

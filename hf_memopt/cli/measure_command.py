@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hf_memopt.cli.command import print_coloured
 from hf_memopt.plain_data import checked_path
 from hf_memopt.reports import Measurement, check_new_file
 from hf_memopt.terminal import Console
@@ -23,7 +23,7 @@ from hf_memopt.terminal import Console
 if TYPE_CHECKING:
     from hf_memopt.cli.options import MeasureOptions
 
-__all__ = ["print_coloured", "run"]
+__all__ = ["run"]
 
 FITS, OUT_OF_MEMORY = 0, 1
 
@@ -89,19 +89,3 @@ def _run(options: MeasureOptions) -> tuple[Any, str]:
 
 def _exit(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
-
-
-STYLES = {
-    r"^It fits\b|^Recommended\b": "bold green",
-    r"^Nothing fits\b|^Out of memory\b": "bold red",
-}
-
-
-def print_coloured(text: str, console: Console) -> None:
-    """Print lines as they are, without wrapping them, and what ``STYLES`` matches in its colour."""
-    from rich.text import Text
-
-    shown = Text(text)
-    for pattern, style in STYLES.items():
-        shown.highlight_regex(re.compile(pattern, re.MULTILINE), style)
-    console.print(shown, soft_wrap=True, highlight=False)

@@ -17,6 +17,7 @@ __all__ = [
     "DemoOptions",
     "DoctorOptions",
     "EstimateOptions",
+    "GpusOptions",
     "LengthsOptions",
     "MeasureOptions",
     "PlanOptions",
@@ -40,6 +41,10 @@ def _option(
 ) -> Any:
     settings = {"show_default": False, **more}
     return _declared(default, typer.Option(*names, help=text, metavar=metavar, rich_help_panel=group, **settings))
+
+
+def _count(text: str, *names: str, group: str, **more: Any) -> Any:
+    return _option(None, text, "N", *names, group=group, min=1, **more)
 
 
 def _argument(text: str, metavar: str | None = None, group: str | None = None, default: Any = MISSING) -> Any:
@@ -92,6 +97,20 @@ class DemoOptions:
 
 
 @dataclass(frozen=True)
+class GpusOptions:
+    """List the GPUs that are known by name.
+
+    Examples:
+      hf-memopt gpus
+      hf-memopt gpus 3060
+      hf-memopt gpus laptop 8gb --json
+    """
+
+    words: list[str] | None = _argument("Parts of names or sizes; all of them must occur.", default=None)
+    json_output: bool = _json()
+
+
+@dataclass(frozen=True)
 class PresetsOptions:
     """List the presets and which models fit with each, or explain one.
 
@@ -129,10 +148,8 @@ class LengthsOptions:
     batch_size: int = _option(
         32, "Examples per batch.", "N", "-b", "--batch-size", group=BATCHES, min=1, max=MOST_COUNT, show_default=True
     )
-    max_tokens: int | None = _option(
-        None, "Padded tokens per batch; suggested by default.", "N", group=BATCHES, min=1, max=MOST_COUNT
-    )
-    max_length: int | None = _option(None, "Truncate longer examples to it.", "N", group=BATCHES, min=1, max=MOST_COUNT)
+    max_tokens: int | None = _count("Padded tokens per batch; suggested by default.", group=BATCHES, max=MOST_COUNT)
+    max_length: int | None = _count("Truncate longer examples to it.", group=BATCHES, max=MOST_COUNT)
     plot: Path | None = _picture()
     json_output: bool = _json(OUTPUT)
 
@@ -166,23 +183,14 @@ class EstimateOptions:
     )
     gpu_memory: str | None = _option(None, "Of a GPU that is not in the table, such as 4GiB.", "SIZE", group=GPU)
     compute_capability: str | None = _option(None, "Of that GPU, such as 7.5.", "X.Y", group=GPU)
-    batch_size: int | None = _option(
-        None,
+    batch_size: int | None = _count(
         "Examples of one forward pass; the preset's or 8 by default, 32 with --compare.",
-        "N",
         "-b",
         "--batch-size",
         group=STEP,
-        min=1,
     )
-    seq_len: int | None = _option(
-        None,
-        "Tokens of a row, padding included; 512 by default, or what the model takes.",
-        "N",
-        "-s",
-        "--seq-len",
-        group=STEP,
-        min=1,
+    seq_len: int | None = _count(
+        "Tokens of a row, padding included; 512 by default, or what the model takes.", "-s", "--seq-len", group=STEP
     )
     data: Path | None = _option(
         None, "Take --seq-len from the rows of a file: 99 % of them are not longer.", "FILE", "-d", "--data", group=STEP
@@ -227,14 +235,8 @@ class PlanOptions:
     )
     column: str | None = _column(DATA)
     tokenizer: str | None = _tokenizer(DATA)
-    seq_len: int | None = _option(
-        None,
-        "Tokens where rows are cut; the longest row by default, 512 without --data.",
-        "N",
-        "-s",
-        "--seq-len",
-        group=DATA,
-        min=1,
+    seq_len: int | None = _count(
+        "Tokens where rows are cut; the longest row by default, 512 without --data.", "-s", "--seq-len", group=DATA
     )
     effective_batch: int = _option(
         32, "Examples of an optimizer step, which stays as it is; 32 by default.", "N", group=DATA, min=1, max=10**5

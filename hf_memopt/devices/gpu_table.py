@@ -7,7 +7,8 @@ its share at run time. Newer drivers keep more for themselves (a T4 went from 14
 several figures is listed.
 
 - ``memory_gib`` is what the GPU is sold with, ``usable`` what torch calls its total capacity. ``alias`` is a further
-  name, the driver's, that means this GPU although it lacks the size.
+  name, the driver's, that means this GPU although it lacks the size. ``usual`` marks the one that a name without a
+  size means, and says why: the one that was sold first (by the dates of the pages), or the smaller of two of one year.
 - ``context`` is what a process holds on the GPU besides torch's allocator: the CUDA context, the kernels loaded so far,
   handles and workspaces of cuBLAS and cuDNN. It comes from out-of-memory messages of torch 2.1 and newer, which name
   the memory of the process (by NVML) and what torch has allocated and reserved; the context is the difference, within
@@ -44,7 +45,7 @@ from typing import Any
 from hf_memopt.plain_data import FixedMapping
 from hf_memopt.units import parse_bytes
 
-__all__ = ["GIB", "GPUS", "NAMES", "Chip", "Gpu", "PeakRates", "against_float16", "typical_context"]
+__all__ = ["GIB", "GPUS", "NAMES", "USUAL", "Chip", "Gpu", "PeakRates", "against_float16", "typical_context"]
 
 GIB = 2**30
 PAGES = "https://www.techpowerup.com/gpu-specs/"
@@ -206,6 +207,9 @@ GPUS: Mapping[str, Gpu] = FixedMapping({row["name"]: _gpu(row) for row in _ROWS}
 
 NAMES = [(row["name"], name) for row in _ROWS for name in (row["name"], row["alias"]) if name]
 """Each name of a GPU in the table, after the name of its row."""
+
+USUAL = {row["name"]: row["usual"] for row in _ROWS if row["usual"]}
+"""Of several GPUs of one name and design the one that is meant without a size, and why."""
 
 
 # ---- chips

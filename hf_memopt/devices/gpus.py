@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
-from hf_memopt.devices.gpu_table import GIB, GPUS, NAMES, Gpu, PeakRates, typical_context
+from hf_memopt.devices.gpu_table import GIB, GPUS, NAMES, USUAL, Gpu, PeakRates, typical_context
+from hf_memopt.errors import nearest
 from hf_memopt.plain_data import check_value, shown
 from hf_memopt.units import format_bytes, parse_bytes
 
@@ -21,6 +22,7 @@ _NOISE = {
     *("nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "gpu", "card", "graphics", "oam", "vf"),
     *("sxm", "sxm2", "sxm3", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e"),
     *("pascal", "blackwell", "generation", "workstation", "server", "edition", "max", "q"),
+    *("colab", "kaggle", "google", "aws", "gcp", "azure", "runpod", "cloud"),
 }
 _FAMILIES = {"gtx", "rtx", "quadro", "ada", "pro"}
 
@@ -44,8 +46,11 @@ def _model(words: frozenset[str]) -> frozenset[str]:
     return frozenset(word for word in words - _FAMILIES - {"laptop"} if not re.fullmatch(r"\d+gb", word))
 
 
-_SIZE = re.compile(r"\s*[0-9]+(\.[0-9]+)?\s*[mg]i?b\s*", flags=re.IGNORECASE | re.ASCII)
-_OF_APPLE = re.compile(r"\s*(apple\b|mps\b|m[1-9]\b)", flags=re.IGNORECASE)
+_SIZE = re.compile(r"\s*[0-9]+(\.[0-9]+)?\s*[mg](i?b)?\s*", flags=re.IGNORECASE | re.ASCII)
+_SEVERAL = re.compile(
+    r"\s*(?:(\d\d?)\s*[x*][\s-]*)?(.+?)(?:[\s-]*[x*]\s*(\d\d?))?\s*", re.IGNORECASE | re.DOTALL
+)  # "2x T4", "T4 x2"
+_OF_OTHERS = re.compile(r"\s*(apple|mps|m[1-9]|intel|arc)\b|.*\b(radeon|rx)\b", flags=re.IGNORECASE)
 
 
 def _whole(name: str) -> frozenset[str]:
@@ -66,65 +71,85 @@ def _candidates(name: str) -> list[Gpu]:
 
 
 def _narrowed(found: list[Gpu], name: str) -> list[Gpu]:
-    """Return the one GPU that a name means by itself: its whole name, or the only one that is not of a laptop."""
+    """Return the one GPU that a name means: by its whole name, else the only or the usual one, not of a laptop."""
     for gpu in found:
         if _WHOLE_NAMES.get(_whole(name)) == gpu.name:
             return [gpu]
     desktop = [gpu for gpu in found if "laptop" not in _words(gpu.name)]
-    return desktop if len(desktop) == 1 and "laptop" not in _words(name) else found
+    meant = desktop if desktop and "laptop" not in _words(name) else found
+    usual = meant if len(meant) == 1 else [gpu for gpu in meant if gpu.name in USUAL]
+    return usual if len(usual) == 1 else found
 
 
 def find_gpu(gpu: str | Gpu) -> Gpu:
     """Return a GPU of the table by its name, in any usual spelling; a ``Gpu`` is returned as it is.
 
-    Case, spaces, dashes, the maker ("NVIDIA", "GeForce", "Tesla") and the form ("PCIe", "SXM4") are ignored, so that
-    names may be those of ``nvidia-smi``. Size and "Laptop" may be omitted where the rest means one GPU; without
-    "Laptop", a GPU of a desktop has priority. An amount of memory such as ``"8GB"`` is a GPU of that size
-    (``custom_gpu``).
+    Case, spaces, dashes, the maker ("NVIDIA", "GeForce", "Tesla"), who lends it ("Colab", "Kaggle") and the form
+    ("PCIe", "SXM4") are ignored, so that names may be those of ``nvidia-smi``. Size and "Laptop" may be omitted: a GPU
+    of a desktop has priority, then the one that was sold first under the name; where others of that name have another
+    size, its ``notes`` say so. An amount of memory such as ``"8GB"`` is a GPU of that size (``custom_gpu``).
 
     Raises:
-        ValueError: the table has no such GPU, or several; the message lists them, the larger first.
+        ValueError: the table has no such GPU, several of different designs, or the name says how many there are.
 
     Examples:
         >>> find_gpu("NVIDIA GeForce RTX 4060 Laptop GPU").name, find_gpu("a100-sxm4-80gb").name
         ('RTX 4060 Laptop', 'A100 80GB')
-        >>> find_gpu("8GB").name
-        'custom 8.00 GiB'
+        >>> find_gpu("8GB").name, find_gpu("RTX 3060").name
+        ('custom 8.00 GiB', 'RTX 3060 12GB')
     """
     if isinstance(gpu, Gpu):
         return gpu
     if isinstance(gpu, str) and _SIZE.fullmatch(gpu):
         return custom_gpu(_gpu_bytes("gpu", gpu))
-    found = _narrowed(_candidates(gpu), gpu) if isinstance(gpu, str) else []
+    of_name = _candidates(gpu) if isinstance(gpu, str) else []
+    found = _narrowed(of_name, gpu) if of_name else []
     if len(found) == 1:
-        return found[0]
+        return _noted(found[0], of_name, gpu)
     if found:
         names = [known.name for known in found]
         raise ValueError(
             f"gpu={gpu!r} matches several GPUs; expected one of: {', '.join(names)}. Pass gpu={names[0]!r}."
         )
-    if isinstance(gpu, str) and _OF_APPLE.match(gpu):
-        raise ValueError(
-            f"gpu={gpu!r} is one of Apple's GPUs, for which neither memory nor time is predicted; expected an NVIDIA "
-            "GPU. Pass gpu='RTX 3060 12GB'"
+    raise _unknown(gpu)
+
+
+def _noted(chosen: Gpu, of_name: Iterable[Gpu], name: str) -> Gpu:
+    """Return the GPU with a note about those of another size that the same name may mean."""
+    others = [_sized(gpu) for gpu in of_name if gpu.memory_bytes != chosen.memory_bytes]
+    is_alias = _WHOLE_NAMES.get(_whole(name)) == chosen.name and _whole(name) != _whole(chosen.name)
+    if not others or is_alias:  # which the driver gives to this size alone
+        return chosen
+    why = USUAL.get(chosen.name, "the one of a desktop")
+    note = f"gpu={name!r} is taken as {_sized(chosen)}, {why}; others of that name: {', '.join(others)}"
+    return replace(chosen, notes=(*chosen.notes, note))
+
+
+def _sized(gpu: Gpu) -> str:
+    return gpu.name if gpu.name.endswith("GB") else f"{gpu.name} ({gpu.memory_bytes // GIB} GB)"
+
+
+def _unknown(gpu: object) -> ValueError:
+    """Return the error for a name that is not in the table."""
+    text = gpu if isinstance(gpu, str) else ""
+    count, name, count_after = _SEVERAL.fullmatch(f" {text}").groups()  # type: ignore[union-attr]  # any text matches
+    if (count or count_after) and _candidates(name):
+        return ValueError(
+            f"gpu={gpu!r} is the name of {count or count_after} GPUs; expected that of one, and their number. "
+            f"Pass gpu={name!r} and world_size={count or count_after}"
         )
-    raise ValueError(
-        f"gpu={shown(gpu)} is not a GPU of the table; expected one of its {len(GPUS)} names, which "
-        f"list(hf_memopt.GPUS) shows.{_nearest(gpu)} Pass its size: gpu='8GB' (--gpu 8GB), or custom_gpu('8GB', "
-        "compute_capability='8.6')."
+    if _OF_OTHERS.match(text):
+        return ValueError(
+            f"gpu={gpu!r} is a GPU of Apple, Intel or AMD's Radeon series, for which nothing is predicted; expected "
+            "one of NVIDIA or an Instinct. Pass gpu='RTX 3060 12GB'"
+        )
+    spelled = {_without_size(known): known for known in sorted(GPUS, key=lambda known: "Laptop" in known)}
+    near = nearest(_without_size(text), spelled) if re.search(r"\d", text) else None
+    meant = f" Did you mean {spelled[near]!r}?" if near else ""
+    return ValueError(
+        f"gpu={shown(gpu)} is not a GPU of the table; expected one of its {len(GPUS)} names, which hf-memopt gpus "
+        f"lists, or a size.{meant} Pass its size: gpu='8GB'"
     )
-
-
-def _nearest(name: object) -> str:
-    """Return the three GPUs whose names are nearest as a hint for an error text, or an empty string."""
-    if not isinstance(name, str):
-        return ""
-    spelled: dict[str, list[str]] = {}
-    for known in GPUS:
-        spelled.setdefault(_without_size(known), []).append(known)
-    matches = difflib.get_close_matches(_without_size(name), spelled, n=3, cutoff=0.6)
-    found = [known for match in matches for known in spelled[match]][:3]
-    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def _without_size(name: str) -> str:
@@ -180,7 +205,7 @@ def custom_gpu(
 
 
 def _gpu_bytes(argument: str, memory: int | str) -> int:
-    in_gib = re.sub(r"(?i)(?<=[kmgt])b\s*$", "iB", memory) if isinstance(memory, str) else memory
+    in_gib = re.sub(r"(?i)(?<=[kmgt])(i?b)?\s*$", "iB", memory) if isinstance(memory, str) else memory
     try:
         memory_bytes = parse_bytes(in_gib)
     except ValueError as error:

@@ -8,14 +8,14 @@ import re
 from typing import Any
 
 import pytest
+from printed_errors import in_one_line
 from rich.console import Console
 from typer.testing import CliRunner
 
 import tiny
 from hf_memopt.cli.app import app
-from hf_memopt.cli.command import Flag, in_flags
+from hf_memopt.cli.command import Flag, in_flags, print_coloured
 from hf_memopt.cli.lengths_command import length_of_data
-from hf_memopt.cli.measure_command import print_coloured
 
 runner = CliRunner()
 FLAGS = {
@@ -73,7 +73,7 @@ def test_the_presets_and_what_fits_cut_no_word(columns: str, widest: int) -> Non
     assert re.search(r"^GPU of \.\.\. GB +tokens +4 +6 +8 +12 +16 +24 +40 +80$", shown, re.MULTILINE)
 
 
-COMMANDS = ("demo", "presets", "lengths", "estimate", "report", "measure", "doctor")
+COMMANDS = ("demo", "gpus", "presets", "lengths", "estimate", "report", "measure", "doctor")
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
@@ -167,7 +167,7 @@ def test_the_length_ends_where_the_model_does(folder) -> None:
 def test_texts_are_counted_by_a_tokenizer_or_refused(folder) -> None:
     (folder / "texts.jsonl").write_text(json.dumps({"text": "w1 w2 w3"}) + "\n")
     result = runner.invoke(app, ["estimate", "model", "--data", "texts.jsonl", "--plot", "p.png"])
-    assert (result.exit_code, result.stdout, result.stderr) == (
+    assert (result.exit_code, result.stdout, in_one_line(result.stderr)) == (
         2,
         "",
         "--data texts.jsonl holds texts, and the tokenizer of 'model' cannot be loaded here; expected token ids or a "
@@ -183,7 +183,7 @@ def test_a_file_without_lengths_is_refused_before_anything_is_written(folder) ->
     pytest.importorskip("matplotlib")
     (folder / "bad.jsonl").write_text('{"label": 1}\n')
     result = runner.invoke(app, ["estimate", "model", "--data", "bad.jsonl", "--plot", "p.png", "--json"])
-    assert (result.exit_code, result.stdout, result.stderr) == (
+    assert (result.exit_code, result.stdout, in_one_line(result.stderr)) == (
         2,
         "",
         "--data bad.jsonl has neither 'input_ids' nor 'text', and no column of texts; expected one of ['label'] by "

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
+from printed_errors import in_one_line
 from transformers import BertConfig
 from typer.testing import CliRunner
 
@@ -269,8 +270,7 @@ def test_the_comparison_is_drawn_and_named(tmp_path, name, start) -> None:
         ),
         (
             ["--weights", "bf61"],
-            "--weights bf61 is invalid; expected 'float32', 'bfloat16' or 'float16'. Did you mean 'bfloat16'? "
-            "Pass --weights float32",
+            "--weights bf61 is invalid; expected 'float32', 'bfloat16' or 'float16'. Pass --weights float32",
         ),
         (
             ["--column", "text"],
@@ -288,7 +288,7 @@ def test_the_comparison_is_drawn_and_named(tmp_path, name, start) -> None:
 )
 def test_bad_options_end_with_2_before_any_simulation(simulation, options, message) -> None:
     result = run(*options)
-    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"{message}\n")
+    assert (result.exit_code, result.stdout, in_one_line(result.stderr)) == (2, "", f"{message}\n")
     assert simulation.calls == []
 
 
@@ -305,7 +305,7 @@ def test_bad_options_end_with_2_before_any_simulation(simulation, options, messa
 def test_counts_that_are_never_simulated_are_refused_at_once(simulation, options, name, most) -> None:
     option = f"--{name.replace('_', '-')}"
     result = run(*options, option, str(most + 1))
-    assert (result.exit_code, result.stdout, result.stderr) == (
+    assert (result.exit_code, result.stdout, in_one_line(result.stderr)) == (
         2,
         "",
         f"{option} {most + 1} is too large to simulate; expected 1 to {most}. Pass {option} 32\n",
@@ -314,10 +314,10 @@ def test_counts_that_are_never_simulated_are_refused_at_once(simulation, options
 
 
 @pytest.mark.parametrize("options", [["--gpu", "RTX 9999"], ["--preset", "9gb"], ["--gpu-memory", "lots"]])
-def test_unknown_names_end_with_2_and_one_line(simulation, options) -> None:
+def test_unknown_names_end_with_2_an_error_and_a_hint(simulation, options) -> None:
     result = run(*options)
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(f"{options[0]} ")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 2)
+    assert result.stderr.startswith(f"error: {options[0]} ")
     assert simulation.calls == []
 
 
@@ -333,7 +333,7 @@ def test_what_is_not_estimable_ends_with_2_and_leaves_nothing(simulation, tmp_pa
     simulation.error = error
     result = run("--json", *(compare or ["--plot", str(tmp_path / "timeline.png")]))
     told = str(error).replace("seq_len=9", "--seq-len 9")
-    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"{told}\n")
+    assert (result.exit_code, result.stdout, in_one_line(result.stderr)) == (2, "", f"{told}\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -346,7 +346,7 @@ def test_a_picture_that_cannot_be_written_prints_no_table(tmp_path, monkeypatch)
     monkeypatch.setattr(figure.Figure, "savefig", full)
     result = run("--plot", str(tmp_path / "timeline.png"))
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"--plot {tmp_path / 'timeline.png'} cannot be written (No space left")
+    assert result.stderr.startswith(f"error: --plot {tmp_path / 'timeline.png'} cannot be written (No space left")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -485,12 +485,12 @@ def test_a_folder_with_code_of_its_own_asks_nothing_and_runs_nothing(tmp_path, m
     (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}')
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     result = runner.invoke(app, ["estimate", str(tmp_path), "--seq-len", "8"], input="y\n")
-    assert (result.exit_code, result.stdout, result.stderr) == (
+    assert (result.exit_code, result.stdout, in_one_line(result.stderr)) == (
         2,
         "",
         f"{str(tmp_path)!r} has a config.json that transformers {transformers.__version__} does not understand "
         "without Python code of its own, and no such code is run; expected a model type of transformers. Load it "
-        "yourself and pass the module: estimate(model, ...)\n",
+        "yourself in Python and pass the module\n",
     )
     assert not (tmp_path / "ran").exists()
 
@@ -514,4 +514,4 @@ def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:
     assert [one["reason"] for one in compared] == [""] * 13
     result = runner.invoke(app, ["estimate", str(tmp_path), "--seq-len", "65"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("--seq-len 65 ")
+    assert result.stderr.startswith("error: --seq-len 65 ")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from printed_errors import in_one_line
 from typer.testing import CliRunner
 
 from hf_memopt.cli.app import app
@@ -69,7 +70,9 @@ def test_a_script_runs_with_its_arguments_up_to_its_training(tmp_path: Path, cap
     assert signal.getsignal(signal.SIGTERM) == handler
     again = run(script, "--output", str(output))
     assert (again.exit_code, capfd.readouterr().err) == (2, "")  # the script does not run
-    assert again.stderr == (f"--output {output} exists already; expected a new file. Pass --force, or another path\n")
+    assert in_one_line(again.stderr) == (
+        f"--output {output} exists already; expected a new file. Pass --force, or another path\n"
+    )
 
 
 @pytest.mark.slow
@@ -122,7 +125,7 @@ def test_a_script_that_never_trains_is_exit_code_2(
     script = script_of(tmp_path, text)
     found = run(script)
     assert found.exit_code == 2
-    assert found.output == NEVER.format(script=script, ended=ended)
+    assert in_one_line(found.output) == NEVER.format(script=script, ended=ended)
     assert (capfd.readouterr().err.splitlines() or [""])[-1] == shown
 
 
@@ -147,7 +150,7 @@ def test_steps_that_cannot_be_measured_are_exit_code_2(text: str, message: str, 
     script = script_of(tmp_path, BEGIN + text)
     found = run(script, "--", str(tmp_path / "out"))
     assert found.exit_code == 2, found.output
-    assert found.output == message.format(script=script)
+    assert in_one_line(found.output) == message.format(script=script)
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -169,7 +172,7 @@ def test_bad_options_are_refused_before_the_script_runs(
     script = script_of(tmp_path, "print('RAN')\n")
     found = run(*(one.format(script=script) for one in arguments))
     assert found.exit_code == 2
-    assert message in found.output
+    assert message in in_one_line(found.output)
     assert "RAN" not in found.output
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import tiny_plans
 import torch
+from printed_errors import in_one_line
 from resource_limits import resource_limit
 from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
@@ -152,7 +153,7 @@ def call_commands(way: str, root: Path, model: str) -> None:
         for more in (["--write", str(folder)], ["--report", str(page)]):
             found = CliRunner().invoke(app, [*options, *more, "--force"])
             assert found.exit_code == 2, found.output
-            line = found.stderr.splitlines()[-1]
+            line = in_one_line(found.stderr).splitlines()[-1]
             assert any(text in line for text in REFUSALS), found.stderr
             assert str(folder / "recipe.json") in line or str(page) in line, line
             assert "Traceback" not in found.output

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from printed_errors import in_one_line
 
 HEAD = """
 import os, sys
@@ -185,7 +186,7 @@ def test_every_file_is_as_it_was(name: str, tmp_path: Path) -> None:
     assert files_of(tmp_path) == before
     assert done.returncode == script.code, done.stderr
     if script.code == 2:
-        assert done.stderr.splitlines()[-1] == script.message
+        assert in_one_line(done.stderr).splitlines()[-1] == script.message
         assert done.stdout == ""
     else:
         assert (script.message or "It fits: ") in done.stdout
@@ -200,7 +201,7 @@ def test_a_failing_script_shows_its_own_traceback(tmp_path: Path) -> None:
     text = "def read():\n    return {}['rows']\n\nread()\n"
     done = subprocess.run(command(), cwd=prepared(tmp_path, text), capture_output=True, text=True)
     file = tmp_path / "train.py"
-    assert done.stderr.splitlines() == [
+    assert in_one_line(done.stderr).splitlines() == [
         "Traceback (most recent call last):",
         f'  File "{file}", line 4, in <module>',
         "    read()",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from chromium import Chromium
 from html_page import EVIL, SHOWN, Page
+from printed_errors import in_one_line
 from typer.testing import CliRunner
 
 from hf_memopt import Plan, plotting
@@ -173,7 +174,9 @@ def test_the_same_file_comes_from_the_plan_and_from_its_json(found: Plan, text: 
     assert (tmp_path / "plan.html").read_bytes() == (tmp_path / "first.html").read_bytes()
     again = CliRunner().invoke(app, ["report", str(tmp_path / "plan.json")])
     assert again.exit_code == 2
-    assert "plan.html exists already; expected a new file. Pass another name, or --force to replace it" in again.output
+    assert "plan.html exists already; expected a new file. Pass another name, or --force to replace it" in in_one_line(
+        again.output
+    )
     other = ["-o", str(tmp_path / "first.html"), "--force"]
     assert CliRunner().invoke(app, ["report", str(tmp_path / "plan.json"), *other]).exit_code == 0
 

@@ -11,6 +11,7 @@ import pytest
 from chromium import Chromium
 from hand_made_runs import finished_run, lost_run
 from html_page import EVIL, SHOWN, Page
+from printed_errors import in_one_line
 from typer.testing import CliRunner
 
 from hf_memopt.cli.app import app
@@ -94,7 +95,9 @@ def test_a_folder_makes_the_page_and_the_newest_process_is_taken(tmp_path: Path)
     assert page.read_text(encoding="utf-8") == page_of(finished_run())
     again = report(tmp_path)
     assert again.exit_code == 2
-    assert f"{page} exists already; expected a new file. Pass another name, or --force to replace it" in again.output
+    assert f"{page} exists already; expected a new file. Pass another name, or --force to replace it" in in_one_line(
+        again.output
+    )
     (tmp_path / "memopt_run-rank1.json").write_text(json.dumps(lost_run(process=1, processes=2)))
     assert report(tmp_path, "--output", tmp_path / "other.html").exit_code == 0
     assert "process 1 of 2" in Page((tmp_path / "other.html").read_text(encoding="utf-8")).words
@@ -121,7 +124,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: Any, says: str) -> N
         (tmp_path / "memopt_run.json").write_text(text)
     found = report(tmp_path)
     assert found.exit_code == 2
-    assert says in found.output
+    assert says.rstrip(".") in in_one_line(found.output)
     assert list(tmp_path.glob("*.html")) == []
 
 

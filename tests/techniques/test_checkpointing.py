@@ -248,7 +248,7 @@ def test_adapters_train_as_without_checkpointing(policy: str) -> None:
 def test_an_unknown_policy(policy: Any) -> None:
     with pytest.raises(ValueError) as error:
         checkpoint_layers(build("bert"), policy)
-    hints = {"fulll": "full", "every_0": "every_2", "first_-1": "first_8", "every_2.5": "every_2"}
+    hints = {"fulll": "full", "every_0": "every_2", "first_-1": "first_8", "every_2.5": "every_2", "FIRST_2": "first_8"}
     hint = f" Did you mean {hints[policy]!r}?" if policy in hints else ""
     assert str(error.value) == (
         f"policy={policy!r} is unknown; expected 'full', 'selective', 'every_<n>' or 'first_<k>' with a number from 1."

@@ -132,7 +132,7 @@ def _positions(model: Any) -> int | None:
 def _check_lengths(model: Any, task: str, seq_len: int | None, labels_length: int | None) -> None:
     if task == "image-classification" and seq_len is not None:
         raise ValueError(
-            f"seq_len={seq_len!r} has no meaning for {type(model).__name__}, which takes images; expected None. "
+            f"seq_len={seq_len!r} has no meaning for {type(model).__name__}, which takes images; expected none. "
             "Pass seq_len=None"
         )
     if task != "image-classification":

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.errors import did_you_mean, nearest
+from hf_memopt.errors import did_you_mean
 from hf_memopt.hub import hub_answers
 from hf_memopt.plain_data import check_word, parse_object
 
@@ -57,12 +57,13 @@ def find_config(text: str) -> Path | None:
         ) from error
     if has_config:
         return folder
+    _check_kind(text, folder)
     if known_name(text) is not None:
         return None
     if is_folder:
         raise ValueError(
             f"model={text!r} is a folder without config.json; expected one that save_pretrained has written. "
-            f"Call: model.save_pretrained({text!r})"
+            "Pass the folder of a model"
         )
     return _download_config(text).parent
 
@@ -87,13 +88,32 @@ def _download_config(text: str) -> Path:
         cause, reason = error, "and its repository on the hub has no config.json"
     except errors.HfHubHTTPError as error:
         cause, reason = error, f"and the hub failed ({str(error).splitlines()[0]})"
-    names = list(known_models())
+    names = known_models()
     raise ValueError(
-        f"model={text!r} is neither a well-known name nor a folder, {reason}; expected a module, a configuration, a "
-        "folder with config.json, an id on the hub, or one of the well-known names that "
-        f"hf-memopt estimate --list-models shows.{did_you_mean(text, names)} "
-        f"Pass model={nearest(text, names) or 'bert-base-uncased'!r}"
+        f"model={text!r} is neither a well-known name nor a folder, {reason}; expected a folder with config.json, an "
+        f"id on the hub or a well-known name.{did_you_mean(text.rpartition('/')[2], names)} "
+        "List the well-known names: hf-memopt estimate --list-models"
     ) from cause
+
+
+def _check_kind(text: str, folder: Path) -> None:
+    """Refuse what cannot be the name of a model: a script, data, a path where nothing is."""
+    kinds = {
+        ".py": ("a script", "measure"),
+        **dict.fromkeys((".jsonl", ".csv", ".parquet"), ("a data file", "lengths")),
+    }
+    if folder.suffix in kinds:
+        what, command = kinds[folder.suffix]
+        raise ValueError(
+            f"model={text!r} is {what}; expected a model: a well-known name, a folder with config.json or an id on the "
+            f"hub. Call: hf-memopt {command} {text}"
+        )
+    if text.startswith((".", "/", "~")) and not folder.exists():
+        siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        raise ValueError(
+            f"model={text!r} does not exist; expected a folder with config.json, as save_pretrained writes it."
+            f"{did_you_mean(folder.name, siblings)} Check the path"
+        )
 
 
 _TUNED_WORDS = {"instruct", "it", "chat", "base", "pt", "hf", "sft"}

@@ -214,8 +214,8 @@ def _own_task(config: PretrainedConfig) -> str:
 def _check_head(config: PretrainedConfig, task: str) -> None:
     if config.model_type not in HEADS[task][1]:
         raise ValueError(
-            f"task={task!r} has no head for model_type={config.model_type!r}; expected one of "
-            f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Remove task for the usual one"
+            f"task={task!r} has no head for a model of type {config.model_type!r}; expected one of "
+            f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Leave it out for the usual one"
         )
 
 
@@ -364,7 +364,7 @@ def _one_error(what: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{what} without Python code of its own, and no such code is run; expected a model type of "
-                "transformers. Load it yourself and pass the module: estimate(model, ...)"
+                "transformers. Load it yourself in Python and pass the module"
             ) from error
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(

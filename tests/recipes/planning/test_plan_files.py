@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+from printed_errors import in_one_line
 from typer.testing import CliRunner
 
 import tiny
@@ -63,7 +64,7 @@ def test_a_launchers_file_is_not_overwritten_and_the_search_does_not_start(
     monkeypatch.setattr(planning, "facts_of", None)  # the search would stop at it
     done = run(*GPU, *SMALL, "--effective-batch", "2", "--gpus", "2", "--strategy", "fsdp2", "--write", "run")
     assert done.exit_code == 2
-    assert done.output.startswith("--write run has accelerate.yaml already; expected a folder without")
+    assert done.output.startswith("error: --write run has accelerate.yaml already; expected a folder without")
     assert [path.name for path in (work / "run").iterdir()] == ["accelerate.yaml"]
 
 
@@ -76,7 +77,7 @@ def test_files_are_overwritten_with_force_alone_and_the_search_does_not_start(
     monkeypatch.setattr(planning, "facts_of", None)  # the search would stop at it
     done = run(*GPU, *SMALL, "--write", "run")
     assert done.exit_code == 2
-    assert done.output == (
+    assert in_one_line(done.output) == (
         "--write run has train.py already; expected a folder without, so that nothing is overwritten. Pass --force, or "
         "another folder\n"
     )
@@ -106,7 +107,7 @@ def test_a_folder_that_cannot_be_is_refused_before_the_search(
     monkeypatch.setattr(planning, "facts_of", None)
     done = run(*GPU, *SMALL, *options)
     assert done.exit_code == 2
-    assert says.format(work) in done.output
+    assert says.format(work) in in_one_line(done.output)
     assert (work / "file").read_text() == "mine"
 
 

@@ -1,0 +1,61 @@
+"""What ``hf-memopt gpus`` does: list the GPUs that are known by name, all or those of some words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from hf_memopt.cli.command import wrapped
+from hf_memopt.devices import GPUS
+from hf_memopt.terminal import Console
+
+if TYPE_CHECKING:
+    from hf_memopt.cli.options import GpusOptions
+
+__all__ = ["run"]
+
+GIB = 2**30
+NOTE = (
+    "GiB: what it is sold with, and what of it all processes together can use. bf16: computed natively. sm: compute "
+    "capability. TFLOP/s: of 16-bit matrix products, by the specification; -: not published. GB/s: of its memory. "
+    "A plan: hf-memopt plan MODEL --gpu NAME"
+)
+
+
+def run(options: GpusOptions, context: Any) -> None:
+    """Print the GPUs as a table or as JSON.
+
+    Raises:
+        ValueError: no GPU has all the words.
+    """
+    asked, console = " ".join(options.words or ()), Console()
+    words = asked.lower().replace("-", " ").split()
+    names = {name: f"{name}{gpu.memory_bytes // GIB}gb".lower().replace(" ", "") for name, gpu in GPUS.items()}
+    found = [GPUS[name] for name, text in names.items() if all(word in text for word in words)]
+    if not found:
+        raise ValueError(
+            f"words={asked!r} is in no name of the {len(GPUS)} GPUs; expected parts of a name, such as 3060, "
+            "or a size. List all: hf-memopt gpus"
+        )
+    if options.json_output:
+        console.out(json.dumps([{**asdict(gpu), "bf16": gpu.bf16} for gpu in found], indent=2), highlight=False)
+        return
+    table = Table("GPU", box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="")
+    for heading in ("GiB", "usable", "bf16", "sm", "TFLOP/s", "GB/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for gpu in found:
+        rate, bandwidth = gpu.peak_flops_per_second.fp16, gpu.bandwidth_bytes_per_second
+        table.add_row(
+            gpu.name,
+            f"{gpu.memory_bytes / GIB:.0f}",
+            f"{gpu.usable_bytes / GIB:.2f}",
+            "yes" if gpu.bf16 else "no",
+            "{}.{}".format(*gpu.compute_capability),
+            "-" if rate is None else f"{rate / 1e12:.0f}",
+            "-" if bandwidth is None else f"{bandwidth / 1e9:,.0f}",
+        )
+    console.print(table, crop=False)
+    console.out(wrapped(NOTE, console), highlight=False)
