@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from transformers import EvalPrediction
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import EvalPrediction
 
 __all__ = ["kept_predictions", "metrics_of"]
 
 IGNORED = -100
+CLASSES = ("single_label_classification", "image-classification", "token-classification", "question-answering")
 
 
 def metrics_of(kind: str, tokenizer: Any = None) -> Callable[[EvalPrediction], dict[str, float]] | None:
@@ -29,30 +31,34 @@ def metrics_of(kind: str, tokenizer: Any = None) -> Callable[[EvalPrediction], d
     """
     if kind in ("seq2seq", "speech-seq2seq"):
         return partial(_generation, tokenizer=tokenizer)
-    return {
-        "single_label_classification": _classification,
-        "image-classification": _classification,
-        "multi_label_classification": _several_classes,
-        "regression": _regression,
-        "token-classification": _token_classification,
-        "question-answering": _spans,
-    }.get(kind)
+    others = {"multi_label_classification": _several_classes, "regression": _regression, "question-answering": _spans}
+    return others.get(kind, _classes if kind in CLASSES else None)
 
 
-def kept_predictions(kind: str) -> Callable[[Any, Any], torch.Tensor] | None:
+def kept_predictions(kind: str) -> Callable[[Any, Any], Any] | None:
     """Return ``preprocess_logits_for_metrics``, which leaves of the logits what ``metrics_of`` reads; None for all."""
-    if kind in ("single_label_classification", "image-classification", "token-classification", "question-answering"):
-        return _most_likely
-    return None
+    if kind in ("regression", "multi_label_classification"):
+        return _of_head
+    return _most_likely if kind in CLASSES else None
+
+
+def _of_head(logits: Any, labels: Any) -> Any:
+    """Return the logits of the head, where a model has other outputs too."""
+    return logits[0] if isinstance(logits, tuple | list) else logits
 
 
 def _most_likely(logits: Any, labels: Any) -> Any:
-    """Return the most likely class of each row or token; of each output where a model has several of one shape."""
-    if isinstance(logits, tuple | list):
-        if isinstance(labels, tuple | list):  # a start and an end
-            return tuple(one.argmax(dim=-1) for one in logits[: len(labels)])
-        logits = logits[0]
-    return logits.argmax(dim=-1)
+    """Return the most likely class of each row or token, or the most likely start and end."""
+    if isinstance(labels, tuple | list):
+        return tuple(one.argmax(dim=-1) for one in logits[: len(labels)])
+    return _of_head(logits, labels).argmax(dim=-1)
+
+
+def _classes(given: EvalPrediction) -> dict[str, float]:
+    """The share of the rows, or of the tokens with a label, that are right, and the mean of F1 over the classes."""
+    found, right = np.asarray(given.predictions), np.asarray(given.label_ids)
+    found, right = found[right != IGNORED], right[right != IGNORED]
+    return {"accuracy": float((found == right).mean()) if right.size else 0.0, "f1": _f1(found, right)}
 
 
 def _f1(found: NDArray[Any], right: NDArray[Any]) -> float:
@@ -67,19 +73,6 @@ def _f1(found: NDArray[Any], right: NDArray[Any]) -> float:
         both = np.sum((found == one) & (right == one))
         scores.append(2 * both / (np.sum(found == one) + np.sum(right == one)))
     return float(np.mean(scores)) if scores else 0.0
-
-
-def _classification(given: EvalPrediction) -> dict[str, float]:
-    found, right = np.asarray(given.predictions), np.asarray(given.label_ids)
-    return {"accuracy": float((found == right).mean()), "f1": _f1(found, right)}
-
-
-def _token_classification(given: EvalPrediction) -> dict[str, float]:
-    """Accuracy and F1 of the tokens that have a label."""
-    found, right = np.asarray(given.predictions), np.asarray(given.label_ids)
-    counted = right != IGNORED
-    found, right = found[counted], right[counted]
-    return {"accuracy": float((found == right).mean()) if right.size else 0.0, "f1": _f1(found, right)}
 
 
 def _several_classes(given: EvalPrediction) -> dict[str, float]:

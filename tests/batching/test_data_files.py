@@ -107,6 +107,7 @@ def test_token_ids_of_every_kind(tmp_path, name):
     assert found.as_dict() == {
         "kind": "arrow" if name == "saved" else KINDS["." + name.split(".")[1]],
         "files": 1,
+        "format": "tokens",
         "column": "input_ids",
         "unit": "tokens",
         "null_rows": 0,

@@ -6,6 +6,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from templates import CHATML, TEMPLATES, THINKING, byte_tokenizer
 from transformers import EvalPrediction
@@ -56,8 +57,8 @@ def test_only_answers_are_learned(name: str) -> None:
     ended = written if written.rstrip().endswith(template.end) else written + template.end
     assert tokenizer.decode(row["input_ids"]) == ended
     expected = [template.learned.format(turn["content"]) for turn in TURNS if turn["role"] == "assistant"]
-    extra = [] if ended == written else [template.end]
-    assert learned(row, tokenizer) == [*expected, *extra]
+    expected[-1] += ended[len(written.rstrip()) :] if ended != written else ""  # to the end of the text that is added
+    assert learned(row, tokenizer) == expected
 
 
 def test_what_was_thought_is_learned_where_the_template_writes_it() -> None:
@@ -82,13 +83,13 @@ WRITTEN = {
         {"prompt": TURNS[:3], "completion": TURNS[3:]},
         CHATML,
         None,
-        ["It is 4.<|im_end|>", "</s>"],
+        ["It is 4.<|im_end|>\n</s>"],
     ),
     "instruction": (
         {"instruction": "Add.", "input": "2 2", "output": "4"},
         CHATML,
         "<|im_start|>user\nAdd.\n\n2 2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n</s>",
-        ["4<|im_end|>", "</s>"],
+        ["4<|im_end|>\n</s>"],
     ),
     "instruction, no template": ({"instruction": "Add.", "input": "", "output": "4"}, None, None, ["4</s>"]),
 }
@@ -118,7 +119,7 @@ def test_cut_rows_keep_what_is_learned() -> None:
     found = read(rows, tokenizer, max_length=4)
     assert {len(row["input_ids"]) for row in [*found.train, *found.evaluation]} == {4}
     assert len(found.train) + len(found.evaluation) == 3
-    assert found.notes == ("1 rows of which nothing is learned were left out",)
+    assert found.notes == ("1 of 4 rows without prompt or completion, or with nothing to learn, were left out",)
 
 
 def test_a_conversation_without_a_template_names_the_cure() -> None:
@@ -126,8 +127,8 @@ def test_a_conversation_without_a_template_names_the_cure() -> None:
         read([{"messages": TURNS}] * 2, byte_tokenizer())
 
 
-def test_a_template_that_mixes_turns_is_refused() -> None:
-    shuffled = "{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}"
+def test_a_template_that_writes_a_message_twice_is_refused() -> None:
+    shuffled = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages[-1]['content'] }}"
     with pytest.raises(ValueError, match="cannot be told from the rest of what the chat template writes"):
         read([{"messages": TURNS}] * 2, byte_tokenizer("</s>", shuffled))
 
@@ -151,7 +152,7 @@ LABELS = {
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_by_their_type(name: str) -> None:
     values, kind, encoded = LABELS[name]
-    labels = labels_of(values * 3)
+    labels = labels_of(pa.chunked_array([values * 3]))
     assert labels.kind == kind
     assert [labels.encode(value) for value in values] == encoded
     if labels.names:
@@ -159,18 +160,20 @@ def test_labels_by_their_type(name: str) -> None:
 
 
 def test_many_whole_floats_are_numbers() -> None:
-    assert labels_of([float(i) for i in range(21)] * 3).kind == "regression"
-    assert labels_of([float(i) for i in range(20)] * 3).note.startswith("labels are floats but 20 whole numbers")
+    assert labels_of(pa.chunked_array([[float(i) for i in range(21)] * 3])).kind == "regression"
+    assert labels_of(pa.chunked_array([[float(i) for i in range(20)] * 3])).note.startswith(
+        "labels are floats but 20 whole numbers"
+    )
 
 
 def test_classes_that_hardly_repeat_are_refused() -> None:
     with pytest.raises(ValueError, match="labels of 3 rows are 3 different classes, fewer than 2 rows for each"):
-        labels_of(["a", "b", "c"])
+        labels_of(pa.chunked_array([["a", "b", "c"]]))
 
 
 def test_an_unknown_class_is_named() -> None:
     with pytest.raises(ValueError, match=r"label='z' is not among the 2 classes of the training rows"):
-        labels_of(["a", "b"] * 2).encode("z")
+        labels_of(pa.chunked_array([["a", "b"] * 2])).encode("z")
 
 
 def test_a_task_overrides_the_type() -> None:
@@ -242,7 +245,7 @@ def test_named_splits_are_taken() -> None:
 def test_rows_with_nothing_in_them_are_left_out() -> None:
     found = read([{"text": text} for text in ("a", None, "", "b", "c")], byte_tokenizer())
     assert len(found.train) + len(found.evaluation) == 3
-    assert any("rows without text were left out" in note for note in found.notes)
+    assert found.notes == ("2 of 5 rows without text, or with nothing to learn, were left out",)
 
 
 def test_other_names_are_given() -> None:
