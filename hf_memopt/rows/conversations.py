@@ -150,9 +150,10 @@ def _conversation(messages: list[dict[str, Any]], tokenizer: Any, tools: Any, fi
     if not marks or first:
         pairs = [around(at, len(messages)) for at in said]
         marks = [(len(before), len(text) - len(after)) for before, after in pairs]
-    closing = around(said[-1], said[-1] + 1)[1].rstrip()
-    ends = [end + len(commonprefix([closing, text[end:]])) for _, end in marks]  # noqa: RUF071, of any texts
-    spans = [(*mark, end) for mark, end in zip(marks, ends, strict=True)]
+    closing = around(said[-1], said[-1] + 1)[1]
+    # what ends a turn is what ends the last one too, less the blanks, and the beginning of another special token
+    ends = [commonprefix([closing, text[end:]]).rstrip("<|[ \n") for _, end in marks]  # noqa: RUF071
+    spans = [(start, end, end + len(last)) for (start, end), last in zip(marks, ends, strict=True)]
     return Written(text, spans, is_chat=True)
 
 

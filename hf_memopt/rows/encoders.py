@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hf_memopt.rows.conversations import Written, written_row
-from hf_memopt.rows.labels import Labels
+from hf_memopt.rows.labels import IGNORED, Labels
 
-__all__ = ["IGNORED", "OPTIONAL", "READ", "TEXTS", "Encoder", "words_of"]
+__all__ = ["OPTIONAL", "READ", "TEXTS", "Encoder", "words_of"]
 
-IGNORED = -100  # the label that losses leave out
 TEXTS = ("text", "first", "second", "question", "context", "source", "instruction", "output")
 """The parts that must be texts; prompts and completions are texts or messages."""
 READ = (*TEXTS, "input", "messages", "prompt", "completion", "words", "translation", "input_ids")
-OPTIONAL = ("tools", "input", "labels", "attention_mask", "token_type_ids")
+OPTIONAL = ("tools", "input")
+"""The parts that may be None in a row."""
 
 Columns = dict[str, list[Any]]
 
@@ -56,7 +56,7 @@ class Encoder:
     def __call__(self, batch: Mapping[str, list[Any]]) -> Columns:
         given = _whole_rows({part: batch[name] for part, name in self.columns.items()})
         if not any(given.values()):
-            return {}
+            return {"input_ids": []}
         for part in given.keys() & set(TEXTS):
             wrong = next((value for value in given[part] if not isinstance(value, str)), None)
             if wrong is not None:
@@ -82,39 +82,30 @@ class Encoder:
 
 def _whole_rows(given: Columns) -> Columns:
     """Return the rows that have each part they need; a label may be 0 or []."""
-    needed = [part for part in given if part not in OPTIONAL]
-    rows = zip(*(given[part] for part in needed), strict=True)
-    may_be_empty = [part not in READ for part in needed]
-    is_whole = [
-        all(one or (zero and one is not None) for one, zero in zip(row, may_be_empty, strict=True)) for row in rows
-    ]
-    return _kept(given, [at for at, whole in enumerate(is_whole) if whole])
+    kept: Sequence[int] = range(len(next(iter(given.values()))))
+    for part in given.keys() - {*OPTIONAL}:
+        kept = [at for at in kept if given[part][at] or (part not in READ and given[part][at] is not None)]
+    return _kept(given, kept)
 
 
-def _kept(columns: Columns, rows: list[int]) -> Columns:
-    return {
-        name: values if len(rows) == len(values) else [values[at] for at in rows] for name, values in columns.items()
-    }
+def _kept(columns: Columns, rows: Sequence[int]) -> Columns:
+    return {name: [values[at] for at in rows] for name, values in columns.items()}
 
 
 # ---- The encoders of the tasks --------------------------------------------------------------------------------------
 
 
 def _cut(given: Columns, how: Encoder) -> Columns:
-    """Cut what has a value for each token."""
+    """Cut what has a value for each token; the labels of a row and positions have not."""
+    whole = ("label", "start_positions", "end_positions")
     made = {
-        name: [one[: how.max_length] for one in values] if isinstance(values[0], list) else values
-        for name, values in given.items()
+        part: values if part in whole else [one[: how.max_length] for one in values] for part, values in given.items()
     }
     if "label" in made:
         made["labels"] = how.ids_of(made.pop("label"))
     if "tags" in made:
-        made["labels"] = [_tags(tags, how) for tags in made.pop("tags")]
+        made["labels"] = [how.ids_of(tags) for tags in made.pop("tags")]
     return made
-
-
-def _tags(tags: list[Any], how: Encoder) -> list[Any]:
-    return [tag if tag == IGNORED else how.ids_of([tag])[0] for tag in tags]
 
 
 def _causal_lm(given: Columns, how: Encoder) -> Columns:
@@ -183,7 +174,7 @@ def _token_classification(given: Columns, how: Encoder) -> Columns:
     made = how.tokenizer(given["words"], is_split_into_words=True, verbose=False, **how.limits)
     labels = []
     for at, tags in enumerate(given.get("tags", [])):
-        words, ids = made.word_ids(at), _tags(tags, how)  # a word is None for special tokens
+        words, ids = made.word_ids(at), how.ids_of(tags)  # a word is None for special tokens
         pairs = zip([None, *words], words, strict=False)
         labels.append([IGNORED if word in (None, before) else ids[word] for before, word in pairs])
     return {**made, "labels": labels}

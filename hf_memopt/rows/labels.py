@@ -12,10 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["Kind", "Labels", "is_list", "labels_of"]
+__all__ = ["IGNORED", "Kind", "Labels", "labels_of"]
 
 Kind = Literal["single_label_classification", "regression", "multi_label_classification"]
 """transformers' names of ``problem_type``."""
+IGNORED = -100  # the label that losses leave out
 CLASSES = 20  # as many different whole numbers, written as floats, are taken for classes
 
 
@@ -46,7 +47,7 @@ class Labels:
         return {**options, "ignore_mismatched_sizes": True}
 
     def encode(self, label: Any) -> int | float | list[float]:
-        """Return a label as the loss takes it: a class's id, a number, or a number for each class.
+        """Return a label as the loss takes it: a class's id, or -100 as it is, a number, or one for each class.
 
         Raises:
             ValueError: a class that is not known.
@@ -54,7 +55,7 @@ class Labels:
         if self.kind == "regression":
             return float(label)
         if self.kind == "single_label_classification":
-            return self._id(label)
+            return IGNORED if label == IGNORED else self._id(label)
         if self.is_vector:
             return [float(one) for one in label]
         chosen = {self._id(one) for one in (label if isinstance(label, list) else [label])}
@@ -74,16 +75,6 @@ class Labels:
         return self._ids[label]
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Return whether a column holds texts."""
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Return whether a column holds lists."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
 def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, kind: Kind | None = None) -> Labels:
     """Return what a column of labels holds.
 
@@ -100,14 +91,16 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
         ValueError: fewer than two rows for each class on average, or labels of other kinds.
     """
     column = column.drop_null()
-    values = pc.list_flatten(column).drop_null() if is_list(column.type) else column
+    is_list = hasattr(column.type, "value_type")  # of lists of any kind
+    values = pc.list_flatten(column).drop_null() if is_list else column
+    is_text = str(values.type) in ("string", "large_string")
     is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
-    if not (is_number or pa.types.is_boolean(values.type) or is_text(values.type)):
+    if not (is_number or pa.types.is_boolean(values.type) or is_text):
         raise ValueError(
             f"labels are of type {column.type}; expected texts, whole numbers, floats or lists of them. "
             "Name the right column: columns={'label': NAME}"
         )
-    if is_list(column.type):
+    if is_list:
         kind, width = "multi_label_classification", _width_of_vectors(column, values)
         if width:
             names = names or [f"label_{at}" for at in range(width)]
@@ -116,7 +109,7 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
         return Labels(kind)
     if names is not None:
         return Labels(kind or "single_label_classification", tuple(range(len(names))), tuple(names))
-    found, note = pc.unique(values).to_pylist(), ""
+    found, note = [one for one in pc.unique(values).to_pylist() if one != IGNORED], ""
     if pa.types.is_floating(values.type):
         if kind is None and not (len(found) <= CLASSES and all(one.is_integer() for one in found)):
             return Labels("regression")
@@ -141,7 +134,7 @@ def _width_of_vectors(column: pa.ChunkedArray, values: pa.ChunkedArray) -> int:
     Lists of one length that hold floats or booleans are such, and whole numbers 0 and 1 that repeat in a list.
     """
     lengths = pc.unique(pc.list_value_length(column)).to_pylist()
-    if len(lengths) != 1 or not lengths[0] or is_text(values.type):
+    if len(lengths) != 1 or not lengths[0] or "string" in str(values.type):
         return 0
     rows = values.to_numpy().reshape(-1, lengths[0])
     is_counted = pa.types.is_integer(values.type)

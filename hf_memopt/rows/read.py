@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
-from hf_memopt.plain_data import shown
-from hf_memopt.rows.encoders import IGNORED, OPTIONAL, Encoder
+from hf_memopt.rows.encoders import OPTIONAL, Encoder
 from hf_memopt.rows.formats import ALIASES, row_format
-from hf_memopt.rows.labels import Labels, is_list, labels_of
+from hf_memopt.rows.labels import Labels, labels_of
 from hf_memopt.rows.metrics import kept_predictions, metrics_of
 
 if TYPE_CHECKING:
@@ -118,8 +116,8 @@ def _parts(dataset: Any) -> list[Any]:
         is_stream = "Iterable" in type(dataset).__name__
         how = "load_dataset(NAME) without streaming=True" if is_stream else "datasets.Dataset.from_list(rows)"
         raise TypeError(
-            f"dataset={shown(dataset)} is {'a stream' if is_stream else 'no data set'}; expected a datasets.Dataset or "
-            f"DatasetDict. Call: {how}"
+            f"dataset=<{type(dataset).__name__}> is {'a stream' if is_stream else 'no data set'}; expected a "
+            f"datasets.Dataset or DatasetDict. Call: {how}"
         )
     train = "train" if "train" in dataset else next(iter(dataset))
     others = (name for split in SPLITS for name in dataset if name.startswith(split) and name != train)
@@ -132,13 +130,8 @@ def _labels(rows: Dataset, found: Mapping[str, str], kind: Any) -> Labels | None
     if name is None:
         return None
     column = rows.select_columns([name]).with_format("arrow")[:].column(name)
-    if "tags" in found and is_list(column.type):
+    if "tags" in found:
         column = pc.list_flatten(column)
-        column = (
-            column.filter(pc.not_equal(column, pa.scalar(IGNORED, column.type)))
-            if pa.types.is_integer(column.type)
-            else column
-        )
     feature = rows.features[name]
     return labels_of(column, names=getattr(getattr(feature, "feature", feature), "names", None), kind=kind)
 

@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from templates import CHATML, TEMPLATES, THINKING, byte_tokenizer
+from templates import CHATML, TEMPLATES, THINKING, TOOLS, byte_tokenizer
 from transformers import EvalPrediction
 
 import tiny
@@ -57,7 +57,10 @@ def test_only_answers_are_learned(name: str) -> None:
     ended = written if written.rstrip().endswith(template.end) else written + template.end
     assert tokenizer.decode(row["input_ids"]) == ended
     expected = [template.learned.format(turn["content"]) for turn in TURNS if turn["role"] == "assistant"]
-    expected[-1] += ended[len(written.rstrip()) :] if ended != written else ""  # to the end of the text that is added
+    tail = ended[ended.rindex(TURNS[-1]["content"]) + len(TURNS[-1]["content"]) :]  # what is added after it is learned
+    expected[-1] = expected[-1].partition(TURNS[-1]["content"])[0] + TURNS[-1]["content"] + tail
+    if ended == written:
+        expected[-1] = expected[-1].rstrip()
     assert learned(row, tokenizer) == expected
 
 
@@ -67,6 +70,23 @@ def test_what_was_thought_is_learned_where_the_template_writes_it() -> None:
     turns += [{"role": "assistant", "content": "<think>4 or 5</think>4"}]
     row = read([{"messages": turns}] * 2, tokenizer).train[0]
     assert learned(row, tokenizer) == ["Hello<|im_end|>", "<think>\n4 or 5\n</think>\n\n4<|im_end|>"]
+
+
+def test_calls_of_tools_are_learned_and_what_tools_answer_is_not() -> None:
+    tokenizer = byte_tokenizer("<|im_end|>", TOOLS)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    turns = [{"role": "system", "content": "Be kind."}, TURNS[2], {"role": "assistant", "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "4", "tool_calls": None}]
+    row = read([{"messages": turns, "tools": None}] * 2, tokenizer).train[0]
+    said = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>'
+    assert learned(row, tokenizer) == [said, "4<|im_end|>"]
+    assert tokenizer.decode(row["input_ids"]).count("<tool_response>4</tool_response>") == 1
+
+
+def test_the_end_of_a_turn_is_learned_where_it_is_no_special_token() -> None:
+    tokenizer = byte_tokenizer("</s>", CHATML.replace("<|im_end|>", "[end]"))
+    row = read([{"messages": TURNS}] * 2, tokenizer).train[0]
+    assert learned(row, tokenizer) == ["Hello ü[end]", "It is 4.[end]\n</s>"]
 
 
 def test_conversations_of_sharegpt_are_the_same_rows() -> None:
@@ -193,6 +213,42 @@ def test_pairs_of_texts() -> None:
     found = read(rows, tokenizer, "sequence-classification")
     assert found.head["id2label"] == {0: "no", 1: "yes"}
     assert found.train[0]["input_ids"] == tokenizer("w1 w2", "w3")["input_ids"]
+
+
+def test_what_cannot_be_read_is_told_in_whole() -> None:
+    rows = datasets.Dataset.from_list([{"text": "w1", "label": i % 2} for i in range(8)])
+    tests = datasets.Dataset.from_list([{"text": "w1", "label": 3}])
+    with pytest.raises(TypeError) as error:
+        read_rows(rows.to_iterable_dataset(), tiny.tokenizer(), "masked-lm")
+    assert str(error.value) == (
+        "dataset=<IterableDataset> is a stream; expected a datasets.Dataset or DatasetDict. Call: load_dataset(NAME) "
+        "without streaming=True"
+    )
+    with pytest.raises(ValueError) as unknown:
+        read_rows(datasets.DatasetDict(train=rows, test=tests), tiny.tokenizer(), "sequence-classification")
+    assert str(unknown.value) == (
+        "label=3 is not among the 2 classes of the training rows; expected one of 0, 1. Give each class at least one "
+        "training row"
+    )
+    with pytest.raises(ValueError) as no_text:
+        read([{"text": 1}] * 2, tiny.tokenizer())
+    assert str(no_text.value) == (
+        "text=1 is no text; expected texts in this column. Name the right one: columns={'text': NAME}"
+    )
+
+
+def test_rows_of_which_a_whole_batch_has_nothing() -> None:
+    found = read([*[{"text": None}] * 1500, *[{"text": "ab"}] * 10], byte_tokenizer())
+    assert len(found.train) + len(found.evaluation) == 10
+
+
+def test_token_ids_keep_their_labels() -> None:
+    rows = [{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "label": 5 + i % 2} for i in range(8)]
+    found = read(rows, tiny.tokenizer(), "sequence-classification", max_length=2)
+    ends = {tuple(row["input_ids"]) for row in [*found.train, *found.evaluation]}
+    assert (ends, found.head["id2label"]) == ({(5, 6)}, {0: "5", 1: "6"})
+    tagged = read([{"input_ids": [5, 6, 7], "labels": [-100, 3, 9]}] * 3, tiny.tokenizer(), "token-classification")
+    assert tagged.train[0]["labels"] == [-100, 0, 1]
 
 
 def test_names_of_classes_are_kept() -> None:

@@ -377,7 +377,7 @@ def _counter(
     def count(values: Mapping[str, pa.Array]) -> NDArray[np.int32]:
         batch = {name: one.to_pylist() for name, one in values.items()}
         if encode is not None:
-            return np.array([len(ids) for ids in encode(batch).get("input_ids", ())], dtype=np.int32)
+            return np.array([len(ids) for ids in encode(batch)["input_ids"]], dtype=np.int32)
         given = {part: batch[name] for part, name in parts.items()}
         _check_texts(given.get("text", ()), file.column)
         return np.array(words_of(given), dtype=np.int32)
