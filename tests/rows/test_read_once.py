@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -11,6 +13,7 @@ from templates import CHATML, byte_tokenizer
 
 from hf_memopt import read_rows
 from hf_memopt.batching.padding_costs import data_file, file_lengths
+from hf_memopt.rows.formats import FORMATS
 
 ASKED = [{"role": "user", "content": "2 + 2?"}]
 SAID = [{"role": "assistant", "content": "It is 4."}]
@@ -83,3 +86,16 @@ def test_without_a_tokenizer_words_of_what_is_read_are_counted(tmp_path: Any, fo
         f"rows.jsonl: 1 file, json, {HEADINGS[format_name]}, split at white space into words (for tokens pass "
         "--tokenizer NAME)"
     )
+
+
+def test_the_page_has_every_format_and_column() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "lengths-and-padding.md").read_text(encoding="utf-8")
+    rows = {row.split(" | ")[0].strip("| "): row for row in page.splitlines() if row.startswith("| ")}
+    for one in FORMATS:
+        row = rows[one.name]
+        names = {name for part, usual in {**one.columns, **one.optional}.items() if part != "label" for name in usual}
+        if one.name == "tokens":  # masks and types of tokens are kept as they are
+            names &= {"input_ids", "labels", "start_positions", "end_positions"}
+            row += ", ".join(one.tasks)
+        assert {f"`{name}`" for name in names} <= set(re.findall(r"`\w+`", row)), one.name
+        assert all(task in row for task in one.tasks)
