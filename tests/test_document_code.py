@@ -59,6 +59,7 @@ def reader(tmp_path, monkeypatch) -> dict[str, Any]:
         "model": tiny.bert(),
         "tokenizer": tokenizer,
         "train_set": dataset,
+        "dataset": Dataset.from_dict({"text": texts(16), "label": [row % 3 for row in range(16)]}),
         "eval_set": dataset.select(range(8)),
         "texts": dataset.remove_columns("labels"),
         "args": TrainingArguments("out", num_train_epochs=1, disable_tqdm=True, save_strategy="no"),
@@ -97,7 +98,7 @@ def test_python_of_the_readme_without_its_plan_runs(reader) -> None:
 @pytest.mark.parametrize(("page", "command"), [(page, line) for page in PAGES for line in commands(page)])
 def test_command_of_the_page_answers(page, command, reader, monkeypatch) -> None:
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **settings: reader["tokenizer"])
-    monkeypatch.setattr(data_files, "_only_in_cache", lambda name: True)
+    monkeypatch.setattr(data_files, "hub_answers", lambda: False)
     if command == "hf-memopt demo":
         return
     found = CliRunner().invoke(app, shlex.split(command)[1:])

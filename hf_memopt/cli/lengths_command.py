@@ -96,9 +96,11 @@ def _counted_by_model(model: str, path: Path, column: str | None, task: str | No
     try:
         return file_lengths(path, column=column, tokenizer=name, task=task).lengths
     except ValueError as error:
-        if not str(error).startswith(f"tokenizer={name!r}"):
+        lacks_template = "has no chat template" in str(error)
+        if not lacks_template and not str(error).startswith(f"tokenizer={name!r}"):
             raise
+        problem = "has no chat template for them" if lacks_template else "cannot be loaded here"
         raise ValueError(
-            f"path={str(path)!r} holds texts, and the tokenizer of {model!r} cannot be loaded here; expected token ids "
-            "or a tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead"
+            f"path={str(path)!r} holds texts, and the tokenizer of {model!r} {problem}; expected token ids or a "
+            "tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead"
         ) from error

@@ -20,16 +20,11 @@ __all__ = ["Written", "messages_of", "written_row"]
 
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "function": "tool", "observation": "tool"}
 """What ShareGPT's ``from`` calls the roles."""
-WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
-    "### Response:\n"
+PROMPT = (
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
+    "\n\n### Instruction:\n{instruction}\n\n{given}### Response:\n"
 )
-WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
-"""The prompts of Stanford Alpaca, for tokenizers without a chat template. Source: tatsu-lab/stanford_alpaca, README."""
+"""The prompt of Stanford Alpaca, for tokenizers without a chat template. Source: tatsu-lab/stanford_alpaca, README."""
 MARK = "\ue000answer\ue000"  # of characters for private use, which no template looks for
 OPENING = re.compile(r"(<think>\s*</think>\s*)?[ \t]*$")  # what templates write before an answer that is the answer's
 
@@ -105,15 +100,15 @@ def written_row(row: Mapping[str, Any], tokenizer: Any) -> Written:
 
 
 def _as_prompt(row: Mapping[str, Any], *, has_template: bool) -> dict[str, Any]:
-    instruction, given, output = row["instruction"], row.get("input") or "", row["output"]
-    if not has_template:
-        prompt = (WITH_INPUT if given else WITHOUT_INPUT).format(instruction=instruction, input=given)
-        return {"prompt": prompt, "completion": output}
-    question = f"{instruction}\n\n{given}" if given else instruction
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "completion": [{"role": "assistant", "content": output}],
-    }
+    instruction, given, output = row["instruction"], row.get("input"), row["output"]
+    if has_template:
+        question = f"{instruction}\n\n{given}" if given else instruction
+        said = [("user", question), ("assistant", output)]
+        asked, answered = ({"role": role, "content": content} for role, content in said)
+        return {"prompt": [asked], "completion": [answered]}
+    paired = ", paired with an input that provides further context" if given else ""
+    given = f"### Input:\n{given}\n\n" if given else ""
+    return {"prompt": PROMPT.format(paired=paired, instruction=instruction, given=given), "completion": output}
 
 
 def _conversation(messages: list[dict[str, Any]], tokenizer: Any, tools: Any, first: int = 0) -> Written:

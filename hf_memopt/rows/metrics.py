@@ -58,31 +58,22 @@ def _classes(given: EvalPrediction) -> dict[str, float]:
     """The share of the rows, or of the tokens with a label, that are right, and the mean of F1 over the classes."""
     found, right = np.asarray(given.predictions), np.asarray(given.label_ids)
     found, right = found[right != IGNORED], right[right != IGNORED]
-    return {"accuracy": float((found == right).mean()) if right.size else 0.0, "f1": _f1(found, right)}
+    if not right.size:
+        return {"accuracy": 0.0, "f1": 0.0}
+    scores = [_f1(found == one, right == one) for one in np.union1d(found, right)]
+    return {"accuracy": float((found == right).mean()), "f1": float(np.mean(scores))}
 
 
 def _f1(found: NDArray[Any], right: NDArray[Any]) -> float:
-    """Return the mean over the classes of F1, the harmonic mean of precision and recall.
-
-    Args:
-        found: predicted classes, shape (rows,).
-        right: their labels, shape (rows,).
-    """
-    scores = []
-    for one in np.union1d(found, right):
-        both = np.sum((found == one) & (right == one))
-        scores.append(2 * both / (np.sum(found == one) + np.sum(right == one)))
-    return float(np.mean(scores)) if scores else 0.0
+    """Return the harmonic mean of precision and recall of what is found, both booleans of one shape."""
+    wanted = found.sum() + right.sum()
+    return float(2 * (found & right).sum() / wanted) if wanted else 0.0
 
 
 def _several_classes(given: EvalPrediction) -> dict[str, float]:
     """The share of rows with all classes right, and F1 over all classes of all rows."""
     found, right = np.asarray(given.predictions) > 0, np.asarray(given.label_ids) > 0.5
-    wanted = found.sum() + right.sum()
-    return {
-        "accuracy": float((found == right).all(axis=-1).mean()),
-        "f1": float(2 * (found & right).sum() / wanted) if wanted else 0.0,
-    }
+    return {"accuracy": float((found == right).all(axis=-1).mean()), "f1": _f1(found, right)}
 
 
 def _regression(given: EvalPrediction) -> dict[str, float]:
@@ -101,12 +92,10 @@ def _spans(given: EvalPrediction) -> dict[str, float]:
 
 def _generation(given: EvalPrediction, tokenizer: Any) -> dict[str, float]:
     """The share of texts that are generated as they should be, and how many tokens are generated."""
-    ids = given.predictions[0] if isinstance(given.predictions, tuple) else given.predictions
-    found, right = np.asarray(ids), np.asarray(given.label_ids)
+    found, right = np.asarray(_of_head(given.predictions, None)), np.asarray(given.label_ids)
     pad = tokenizer.pad_token_id
-    texts = [
-        tokenizer.batch_decode(np.where(one == IGNORED, pad, one), skip_special_tokens=True) for one in (found, right)
-    ]
-    same = [a.strip() == b.strip() for a, b in zip(*texts, strict=True)]
+    ids = [np.where(one == IGNORED, pad, one) for one in (found, right)]
+    texts = [tokenizer.batch_decode(one, skip_special_tokens=True) for one in ids]
+    same = [one.strip() == other.strip() for one, other in zip(*texts, strict=True)]
     lengths = ((found != pad) & (found != IGNORED)).sum(axis=-1)
     return {"exact_match": float(np.mean(same)), "generated_tokens": float(lengths.mean())}
