@@ -121,7 +121,13 @@ def _conversation(messages: list[dict[str, Any]], tokenizer: Any, tools: Any, fi
         )
     tools = (json.loads(tools) if isinstance(tools, str) else _without_none(tools)) or None
     said = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at >= first]
-    text, marks = _rendered(messages, tokenizer, tools)
+    try:
+        text, marks = _rendered(messages, tokenizer, tools)
+    except TemplateError as error:  # of roles that do not alternate, or that it does not know
+        raise ValueError(
+            f"messages={messages!r:.80} cannot be written by the chat template ({error}); expected roles in the order "
+            "that it takes. Correct the row, or leave it out: dataset.filter(...)"
+        ) from error
 
     @cache
     def around(at: int, end: int) -> tuple[str, str]:

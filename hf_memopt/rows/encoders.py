@@ -149,9 +149,9 @@ def _learned(one: Written, offsets: list[tuple[int, int]]) -> list[bool]:
 def _ended(ids: list[int], learned: list[bool], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Return a row that ends with one end-of-text token; after what is learned, that token is learned too."""
     end, last = tokenizer.eos_token_id, len(ids) - 1
-    if end is None or last < 1:
+    if end is None or last < 0:
         return ids, learned
-    if ids[last] == ids[last - 1] == end:  # of the text, and of the tokenizer
+    if ids[-2:] == [end, end]:  # of the text, and of the tokenizer
         ids, learned, last = ids[:-1], learned[:-1], last - 1
     while last > 0 and ids[last] != end and not tokenizer.decode([ids[last]]).strip():
         last -= 1  # the line break that templates write at the end

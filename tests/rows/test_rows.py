@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from templates import CHATML, TEMPLATES, THINKING, TOOLS, byte_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import EvalPrediction
 
 import tiny
@@ -127,9 +128,9 @@ def test_the_completion_is_learned(name: str) -> None:
 
 def test_a_text_ends_once() -> None:
     tokenizer = byte_tokenizer()
-    found = read([{"text": "ab"}, {"text": "ab</s>"}], tokenizer)
+    found = read([{"text": text} for text in ("ab", "ab</s>", "a", "</s>")], tokenizer)
     rows = [*found.train, *found.evaluation]
-    assert [tokenizer.decode(row["input_ids"]) for row in rows] == ["ab</s>", "ab</s>"]
+    assert sorted(tokenizer.decode(row["input_ids"]) for row in rows) == ["</s>", "a</s>", "ab</s>", "ab</s>"]
     assert all(row.keys() == {"input_ids"} for row in rows)  # the collator copies the labels
 
 
@@ -145,6 +146,28 @@ def test_cut_rows_keep_what_is_learned() -> None:
 def test_a_conversation_without_a_template_names_the_cure() -> None:
     with pytest.raises(ValueError, match="has no chat template to write messages by; expected one"):
         read([{"messages": TURNS}] * 2, byte_tokenizer())
+
+
+def test_tokenizers_that_begin_and_end_a_text_do_so_once() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    )
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b</s>"}]
+    found = read(rows, tokenizer)
+    for row in [*found.train, *found.evaluation]:
+        assert tokenizer.decode(row["input_ids"]) == "<s>ab</s>"
+        assert learned(row, tokenizer) == ["b</s>"]
+
+
+def test_a_conversation_that_the_template_refuses_is_told() -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    with pytest.raises(ValueError) as error:
+        read([{"messages": [{"role": "system", "content": "a"}]}] * 2, byte_tokenizer("</s>", strict))
+    assert str(error.value) == (
+        "messages=[{'role': 'system', 'content': 'a'}] cannot be written by the chat template (System role not "
+        "supported); expected roles in the order that it takes. Correct the row, or leave it out: dataset.filter(...)"
+    )
 
 
 def test_a_template_that_writes_a_message_twice_is_refused() -> None:
