@@ -62,6 +62,7 @@ def reader(tmp_path, monkeypatch) -> dict[str, Any]:
         "model": tiny.bert(),
         "tokenizer": tokenizer,
         "train_set": dataset,
+        "dataset": Dataset.from_dict({"text": texts(16), "label": [row % 3 for row in range(16)]}),
         "eval_set": dataset.select(range(8)),
         "texts": dataset.remove_columns("labels"),
         "args": TrainingArguments("out", num_train_epochs=1, disable_tqdm=True, save_strategy="no"),

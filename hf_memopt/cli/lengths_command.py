@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_memopt.batching.padding_costs import FileLengths, file_lengths, padding_report, print_report
+from hf_memopt.batching.padding_costs import data_file, file_lengths, padding_report, print_report
 from hf_memopt.cli.command import wrapped
 from hf_memopt.memory.models import name_on_hub
 from hf_memopt.terminal import Console
@@ -73,30 +73,34 @@ def lengths_of_data(
     model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None
 ) -> tuple[int, NDArray[np.int32]]:
     """Return the length as ``length_of_data`` does, and the tokens of each row, shape (rows,)."""
-    found = file_lengths(path, column=column, tokenizer=tokenizer)
-    if found.unit == "words":
-        found = _counted_by_model(model, path, column)
-    seq_len = -(-_percentile_99(found.lengths) // MULTIPLE) * MULTIPLE
-    return min(seq_len, _positions(model, task) or seq_len), found.lengths
+    from hf_memopt.binding.model import task_of
+    from hf_memopt.memory.models import load_model, most_tokens
+
+    file = data_file(path, column=column, has_tokenizer=tokenizer is not None, task=task)
+    built = load_model(model, task=task).model
+    task = task_of(built)
+    if tokenizer is None and file.is_text:
+        lengths = _counted_by_model(model, path, column, task)
+    else:
+        lengths = file_lengths(path, column=column, tokenizer=tokenizer, task=task).lengths
+    seq_len = -(-_percentile_99(lengths) // MULTIPLE) * MULTIPLE
+    return min(seq_len, most_tokens(built) or seq_len), lengths
 
 
 def _percentile_99(lengths: NDArray[np.int32]) -> int:
     return int(np.percentile(lengths, 99, method="inverted_cdf"))
 
 
-def _counted_by_model(model: str, path: Path, column: str | None) -> FileLengths:
+def _counted_by_model(model: str, path: Path, column: str | None, task: str | None) -> NDArray[np.int32]:
+    name = name_on_hub(model)
     try:
-        return file_lengths(path, column=column, tokenizer=name_on_hub(model))
+        return file_lengths(path, column=column, tokenizer=name, task=task).lengths
     except ValueError as error:
-        if not str(error).startswith("tokenizer="):
+        lacks_template = "has no chat template" in str(error)
+        if not lacks_template and not str(error).startswith(f"tokenizer={name!r}"):
             raise
+        problem = "has no chat template for them" if lacks_template else "cannot be loaded here"
         raise ValueError(
-            f"path={str(path)!r} holds texts, and the tokenizer of {model!r} cannot be loaded here; expected token ids "
-            "or a tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead"
+            f"path={str(path)!r} holds texts, and the tokenizer of {model!r} {problem}; expected token ids or a "
+            "tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead"
         ) from error
-
-
-def _positions(model: str, task: str | None) -> int | None:
-    from hf_memopt.memory.models import load_model, most_tokens
-
-    return most_tokens(load_model(model, task=task).model)

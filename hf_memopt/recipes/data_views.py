@@ -19,11 +19,13 @@ from hf_memopt.binding.model import is_causal_lm, unwrap_model
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.effective_batch import process_count
+from hf_memopt.rows import fitting_format
 
 if TYPE_CHECKING:
     from hf_memopt.batching.collation import SpeechCollator
 
 __all__ = [
+    "check_encoded",
     "evaluation_view",
     "fixed_size_input",
     "needs_causal_labels",
@@ -99,6 +101,18 @@ def _column_names(dataset: Any) -> list[str]:
         first = {} if isinstance(dataset, Mapping) or not len(dataset) else dataset[0]
         names = first if isinstance(first, Mapping) else []
     return list(names or ())
+
+
+def check_encoded(dataset: Any) -> None:
+    """Raise for rows of text, which ``read_rows`` encodes; a dataset's transform may have done so too."""
+    first = dataset[0] if is_map_style(dataset) and not isinstance(dataset, Mapping) and len(dataset) else None
+    names = list(first) if isinstance(first, Mapping) else []
+    found = None if "input_ids" in names else fitting_format(names, None, {})
+    if found is not None:
+        raise ValueError(
+            f"train_dataset=<columns {sorted(names)}> holds rows of {found[0].name}; expected token ids. "
+            f"Call: read_rows(train_dataset, tokenizer, {found[0].tasks[0]!r}), and pass its .train"
+        )
 
 
 def fixed_size_input(model: Any, dataset: Any) -> str | None:

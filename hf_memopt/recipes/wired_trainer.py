@@ -17,6 +17,7 @@ from hf_memopt.devices import choose_precision
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.run import MemoryReportCallback
 from hf_memopt.recipes.data_views import (
+    check_encoded,
     evaluation_view,
     fixed_size_input,
     needs_causal_labels,
@@ -78,6 +79,8 @@ def build_trainer(
             "processing_class=None leaves nothing to pad with; expected the tokenizer. Pass "
             "processing_class=tokenizer, or data_collator=..."
         )
+    if fixed is None and trainer_kwargs.get("data_collator") is None:
+        check_encoded(train_dataset)
     given = dict(training_arguments or {})
     if recipe.bucketing:
         given = view_arguments(recipe.name, train_dataset, given)

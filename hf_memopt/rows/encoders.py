@@ -6,21 +6,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.rows.conversations import IGNORED, encode
-from hf_memopt.rows.labels import Labels
+import numpy as np
 
-__all__ = ["Encoder"]
+from hf_memopt.rows.conversations import Written, written_row
+from hf_memopt.rows.labels import IGNORED, Labels
+
+__all__ = ["OPTIONAL", "READ", "TEXTS", "Encoder", "words_of"]
+
+TEXTS = ("text", "first", "second", "question", "context", "source", "instruction", "output")
+"""The parts that must be texts; prompts and completions are texts or messages."""
+READ = (*TEXTS, "input", "messages", "prompt", "completion", "words", "translation", "input_ids")
+OPTIONAL = ("tools", "input")
+"""The parts that may be None in a row."""
 
 Columns = dict[str, list[Any]]
 
 
+def words_of(rows: Mapping[str, list[Any]]) -> list[int]:
+    """Return how many words stand in what is read of each row, by its parts; labels and targets are not read."""
+    return [sum(map(_words, values)) for values in zip(*(rows[part] for part in rows if part in READ), strict=True)]
+
+
+def _words(value: Any) -> int:
+    if isinstance(value, Mapping):  # a message
+        return sum(_words(part) for name, part in value.items() if name not in ("role", "from"))
+    return len(value.split()) if isinstance(value, str) else sum(map(_words, value)) if isinstance(value, list) else 0
+
+
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes a batch of the columns of a data set.
+    """Encodes a batch of the columns of a data set; rows without a part, or with nothing to learn, are left out.
 
     Attributes:
         task: what is trained.
-        columns: the column of each part of a row.
+        columns: the column of each part of a row; where the labels do not matter, of those that are read.
         tokenizer: of the model.
         max_length: tokens at which rows are cut; None cuts none.
         prefix: before each text to read.
@@ -35,8 +54,21 @@ class Encoder:
     labels: Labels | None = None
 
     def __call__(self, batch: Mapping[str, list[Any]]) -> Columns:
-        given = {part: batch[name] for part, name in self.columns.items()}
-        return (_cut if "input_ids" in given else ENCODERS[self.task])(given, self)
+        given = _whole_rows({part: batch[name] for part, name in self.columns.items()})
+        if not any(given.values()):
+            return {"input_ids": []}
+        for part in given.keys() & set(TEXTS):
+            wrong = next((value for value in given[part] if not isinstance(value, str)), None)
+            if wrong is not None:
+                raise ValueError(
+                    f"{self.columns[part]}={wrong!r:.60} is no text; expected texts in this column. "
+                    f"Name the right one: columns={{{part!r}: NAME}}"
+                )
+        made = (_cut if "input_ids" in given else ENCODERS[self.task])(given, self)
+        if self.task != "causal-lm":
+            return made
+        learned = made.get("labels", made["input_ids"])
+        return _kept(made, [at for at, row in enumerate(learned) if any(label != IGNORED for label in row)])
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -48,69 +80,128 @@ class Encoder:
         return labels if self.labels is None else [self.labels.encode(label) for label in labels]
 
 
+def _whole_rows(given: Columns) -> Columns:
+    """Return the rows that have each part they need; a label may be 0 or []."""
+    kept: Sequence[int] = range(len(next(iter(given.values()))))
+    for part in given.keys() - {*OPTIONAL}:
+        kept = [at for at in kept if given[part][at] or (part not in READ and given[part][at] is not None)]
+    return _kept(given, kept)
+
+
+def _kept(columns: Columns, rows: Sequence[int]) -> Columns:
+    return {name: [values[at] for at in rows] for name, values in columns.items()}
+
+
+# ---- The encoders of the tasks --------------------------------------------------------------------------------------
+
+
 def _cut(given: Columns, how: Encoder) -> Columns:
-    """Cut rows of token ids, and their labels where each token has one."""
-    made = {"input_ids": [ids[: how.max_length] for ids in given["input_ids"]]}
-    if "labels" not in given:
-        return made
-    if how.task == "sequence-classification":
-        return {**made, "labels": how.ids_of(given["labels"])}
-    return {**made, "labels": [labels[: how.max_length] for labels in given["labels"]]}
+    """Cut what has a value for each token; the labels of a row and positions have not."""
+    whole = ("label", "start_positions", "end_positions")
+    made = {
+        part: values if part in whole else [one[: how.max_length] for one in values] for part, values in given.items()
+    }
+    if "label" in made:
+        made["labels"] = how.ids_of(made.pop("label"))
+    if "tags" in made:
+        made["labels"] = [how.ids_of(tags) for tags in made.pop("tags")]
+    return made
 
 
 def _causal_lm(given: Columns, how: Encoder) -> Columns:
+    """Write rows as text; each ends with one end-of-text token. Where all is learned there are no labels."""
     rows = [dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True)]
-    made = encode(rows, how.tokenizer, how.max_length)
-    return {name: [row[name] for row in made] for name in made[0]}
+    written = [written_row(row, how.tokenizer) for row in rows]
+    is_all = written[0].spans is None
+    if not is_all and not getattr(how.tokenizer, "is_fast", False):
+        raise ValueError(
+            f"tokenizer=<{type(how.tokenizer).__name__}> cannot tell where in the text its tokens stand; expected a "
+            "fast one. Call: AutoTokenizer.from_pretrained(NAME, use_fast=True)"
+        )
+    made = how.tokenizer(
+        [one.text for one in written],
+        add_special_tokens=not written[0].is_chat,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        return_offsets_mapping=not is_all,
+        verbose=False,
+    )
+    columns: Columns = {"input_ids": [], "labels": []}
+    for at, ids in enumerate(made["input_ids"]):
+        learned = [True] * len(ids) if is_all else _learned(written[at], made["offset_mapping"][at])
+        ids, learned = _ended(ids, learned, how.tokenizer)
+        columns["input_ids"].append(ids[: how.max_length])
+        labels = [token if is_learned else IGNORED for token, is_learned in zip(ids, learned, strict=True)]
+        columns["labels"].append(labels[: how.max_length])
+    return {"input_ids": columns["input_ids"]} if is_all else columns
+
+
+def _learned(one: Written, offsets: list[tuple[int, int]]) -> list[bool]:
+    """Return which tokens are learned, by the characters at which they begin and end, shape (tokens, 2)."""
+    left, right = np.array(offsets).reshape(-1, 2).T
+    learned = np.zeros(len(left), dtype=bool)
+    for start, end, end_of_turn in one.spans or ():
+        learned |= (left < right) & (right > start) & ((left < end) | (right <= end_of_turn))
+    found: list[bool] = learned.tolist()
+    return found
+
+
+def _ended(ids: list[int], learned: list[bool], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Return a row that ends with one end-of-text token; after what is learned, that token is learned too."""
+    end, last = tokenizer.eos_token_id, len(ids) - 1
+    if end is None or last < 0:
+        return ids, learned
+    if ids[-2:] == [end, end]:  # of the text, and of the tokenizer
+        ids, learned, last = ids[:-1], learned[:-1], last - 1
+    while last > 0 and ids[last] != end and not tokenizer.decode([ids[last]]).strip():
+        last -= 1  # the line break that templates write at the end
+    if ids[last] == end:
+        return ids, [*learned[:last], learned[last - 1] or learned[last], *learned[last + 1 :]]
+    return ([*ids, end], [*learned[: last + 1], *[True] * (len(ids) - last)]) if learned[last] else (ids, learned)
 
 
 def _masked_lm(given: Columns, how: Encoder) -> Columns:
-    return dict(how.tokenizer(given["text"], **how.limits))
+    return dict(how.tokenizer(given["text"], verbose=False, **how.limits))
 
 
 def _sequence_classification(given: Columns, how: Encoder) -> Columns:
     texts = [given["text"]] if "text" in given else [given["first"], given["second"]]
-    return {**how.tokenizer(*texts, **how.limits), "labels": how.ids_of(given["label"])}
+    return {**how.tokenizer(*texts, verbose=False, **how.limits), "labels": how.ids_of(given.get("label", []))}
 
 
 def _token_classification(given: Columns, how: Encoder) -> Columns:
     """The first token of a word has the label of the word, its others none."""
-    made = how.tokenizer(given["words"], is_split_into_words=True, **how.limits)
+    made = how.tokenizer(given["words"], is_split_into_words=True, verbose=False, **how.limits)
     labels = []
-    for at, tags in enumerate(given["tags"]):
+    for at, tags in enumerate(given.get("tags", [])):
         words, ids = made.word_ids(at), how.ids_of(tags)  # a word is None for special tokens
-        begins = [word != before for before, word in zip([None, *words], words, strict=False)]
-        labels.append(
-            [ids[word] if begin and word is not None else IGNORED for begin, word in zip(begins, words, strict=True)]
-        )
+        pairs = zip([None, *words], words, strict=False)
+        labels.append([IGNORED if word in (None, before) else ids[word] for before, word in pairs])
     return {**made, "labels": labels}
 
 
 def _question_answering(given: Columns, how: Encoder) -> Columns:
-    """The first and last token of an answer; 0, the first token, where there is none or it was cut off."""
+    """The first and last token of an answer; the first token of the row where there is none or it was cut off."""
     cut = {**how.limits, "truncation": "only_second"} if how.limits else {}
-    made = how.tokenizer(given["question"], given["context"], return_offsets_mapping=True, **cut)
-    offsets = made.pop("offset_mapping")
-    spans = [_span(one, offsets[at], made.sequence_ids(at)) for at, one in enumerate(given["answers"])]
-    return {**made, "start_positions": [one for one, _ in spans], "end_positions": [one for _, one in spans]}
-
-
-def _span(answers: Mapping[str, Any], offsets: Sequence[tuple[int, int]], parts: Sequence[Any]) -> tuple[int, int]:
-    if not len(answers["text"]):
-        return 0, 0
-    start = answers["answer_start"][0]
-    end = start + len(answers["text"][0])
-    inside = [i for i, (left, right) in enumerate(offsets) if parts[i] == 1 and right > start and left < end]
-    is_whole = inside and offsets[inside[0]][0] <= start and offsets[inside[-1]][1] >= end
-    return (inside[0], inside[-1]) if is_whole else (0, 0)
+    made = how.tokenizer(given["question"], given["context"], verbose=False, **cut)
+    starts, ends = [], []
+    for at, answers in enumerate(given.get("answers", [])):
+        text = answers["text"][0] if len(answers["text"]) else ""
+        first = answers["answer_start"][0] + len(text) - len(text.lstrip()) if text else 0
+        span = [made.char_to_token(at, one, 1) for one in (first, first + len(text.strip()) - 1)] if text else [None]
+        starts.append(0 if None in span else span[0])
+        ends.append(0 if None in span else span[-1])
+    return {**made, "start_positions": starts, "end_positions": ends}
 
 
 def _seq2seq(given: Columns, how: Encoder) -> Columns:
     if "translation" in given:
         pairs = [tuple(one.values())[:2] for one in given["translation"]]
         given = {"source": [source for source, _ in pairs], "target": [target for _, target in pairs]}
-    made = how.tokenizer([how.prefix + text for text in given["source"]], **how.limits)
-    labels = how.tokenizer(text_target=[str(text) for text in given["target"]], **how.limits)
+    made = how.tokenizer([how.prefix + text for text in given["source"]], verbose=False, **how.limits)
+    if "target" not in given:
+        return dict(made)
+    labels = how.tokenizer(text_target=[str(text) for text in given["target"]], verbose=False, **how.limits)
     return {**made, "labels": labels["input_ids"]}
 
 

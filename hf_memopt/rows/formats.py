@@ -1,107 +1,66 @@
-"""The ways in which people write rows, told apart by the names of their columns."""
+"""The ways in which people write rows, told apart by the names of their columns.
+
+They are in ``formats.csv`` in the order in which they are looked for: ``part=name/name`` are the names that data sets
+give to a part, those of TRL and of the best-known data sets.
+"""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from importlib import resources
+from typing import NamedTuple
 
 from hf_memopt.errors import did_you_mean
 
-__all__ = ["ALIASES", "FORMATS", "TASKS", "Format", "row_format"]
+__all__ = ["ALIASES", "FORMATS", "TASKS", "Format", "fitting_format", "row_format"]
 
 TASKS = ("causal-lm", "masked-lm", "seq2seq", "sequence-classification", "token-classification", "question-answering")
 ALIASES = {"regression": "regression", "multi-label-classification": "multi_label_classification"}
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """A way of writing rows.
 
     Attributes:
         name: of the format.
-        columns: what each part is called here, and what data sets call it.
-        optional: the parts that a row may lack.
-        tasks: the tasks whose rows are written so.
+        tasks: whose rows are written so.
+        columns: the names that data sets give to each part.
+        optional: those of the parts that rows may lack.
     """
 
     name: str
-    columns: Mapping[str, tuple[str, ...]]
-    tasks: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+    tasks: list[str]
+    columns: dict[str, list[str]]
+    optional: dict[str, list[str]]
+
+    def found_in(self, names: Sequence[str], given: Mapping[str, str]) -> dict[str, str] | None:
+        """Return the column of each part; None where one lacks, or ``given``, the column of a part, has others."""
+        parts = {**self.columns, **self.optional}
+        named = {part: next((name for name in usual if name in names), "") for part, usual in parts.items()}
+        found = {part: name for part, name in {**named, **given}.items() if name}
+        return found if self.columns.keys() <= found.keys() <= parts.keys() else None
 
 
-LANGUAGE = ("causal-lm", "masked-lm")
-LABEL = ("label", "labels", "class", "score", "target", "stars", "sentiment", "category")
-FORMATS = (
-    Format("tokens", {"input_ids": ("input_ids",), "labels": ("labels", "label")}, TASKS, ("labels",)),
-    Format(
-        "conversation",
-        {"messages": ("messages", "conversations", "conversation"), "tools": ("tools",)},
-        ("causal-lm",),
-        ("tools",),
-    ),
-    Format(
-        "prompt and completion",
-        {"prompt": ("prompt",), "completion": ("completion",), "tools": ("tools",)},
-        ("causal-lm",),
-        ("tools",),
-    ),
-    Format(
-        "instruction",
-        {"instruction": ("instruction",), "output": ("output", "response"), "input": ("input", "context")},
-        ("causal-lm",),
-        ("input",),
-    ),
-    Format(
-        "question and answers",
-        {"question": ("question",), "context": ("context",), "answers": ("answers",)},
-        ("question-answering",),
-    ),
-    Format(
-        "tokens and tags",
-        {"words": ("tokens", "words"), "tags": ("ner_tags", "tags", "pos_tags", "chunk_tags", "labels")},
-        ("token-classification",),
-    ),
-    Format("translation", {"translation": ("translation",)}, ("seq2seq",)),
-    Format(
-        "source and target",
-        {
-            "source": (
-                "source",
-                "document",
-                "article",
-                "dialogue",
-                "text",
-                "input",
-                "question",
-                "prompt",
-                "instruction",
-            ),
-            "target": ("target", "summary", "highlights", "output", "answer", "completion", "response", "label"),
-        },
-        ("seq2seq",),
-    ),
-    *(
-        Format("pair of texts", {"first": (first,), "second": (second,), "label": LABEL}, ("sequence-classification",))
-        for first, second in (
-            ("sentence1", "sentence2"),
-            ("premise", "hypothesis"),
-            ("question1", "question2"),
-            ("text1", "text2"),
-            ("question", "sentence"),
-            ("question", "passage"),
-            ("query", "passage"),
-            ("text", "text_pair"),
-        )
-    ),
-    Format(
-        "text and label",
-        {"text": ("text", "sentence", "content", "review", "review_body", "comment"), "label": LABEL},
-        ("sequence-classification",),
-    ),
-    Format("text", {"text": ("text", "content")}, LANGUAGE),
-)
-"""In the order in which they are looked for. The names are those of TRL and of the best-known data sets."""
+def _parts(cell: str) -> dict[str, list[str]]:
+    """Return the names of each part, of ``"words=tokens/words tags"``."""
+    named = (one.partition("=") for one in cell.split())
+    return {part: (names or part).split("/") for part, _, names in named}
+
+
+_TABLE = resources.files("hf_memopt.rows").joinpath("formats.csv").read_text(encoding="utf-8")
+FORMATS = [
+    Format(row["format"], row["tasks"].split(), _parts(row["columns"]), _parts(row["optional"]))
+    for row in csv.DictReader(_TABLE.splitlines())
+]
+
+
+def fitting_format(
+    names: Sequence[str], task: str | None, columns: Mapping[str, str]
+) -> tuple[Format, dict[str, str]] | None:
+    """Return the first format of a task, or of any, that has these columns, and the column of each part; else None."""
+    possible = (one for one in FORMATS if task is None or task in one.tasks)
+    return next(((one, found) for one in possible if (found := one.found_in(names, columns)) is not None), None)
 
 
 def row_format(
@@ -111,8 +70,7 @@ def row_format(
 
     Args:
         names: of the columns.
-        task: what is trained: "causal-lm", "masked-lm", "seq2seq", "sequence-classification", "token-classification" or
-            "question-answering".
+        task: what is trained, one of ``TASKS``.
         columns: the column of a part, where its name is another one: ``{"text": "body"}``.
 
     Raises:
@@ -130,22 +88,12 @@ def row_format(
             f"columns={given!r} name {absent!r}, which is not in the data; expected names among {sorted(names)}."
             f"{did_you_mean(absent, names)} Pass columns={{'text': {next(iter(names), 'text')!r}}}"
         )
+    found = fitting_format(names, task, given)
+    if found is not None:
+        return found
     possible = [one for one in FORMATS if task in one.tasks]
-    for one in possible:
-        found = {part: given.get(part) or _first(spellings, names) for part, spellings in one.columns.items()}
-        needed = {part for part in found if part not in one.optional}
-        if all(found[part] for part in needed) and given.keys() <= found.keys():
-            return one, {part: name for part, name in found.items() if name}
-    wanted = "; ".join(dict.fromkeys(f"{one.name} ({', '.join(_needed(one))})" for one in possible))
-    example = dict.fromkeys(_needed(possible[-1]), "NAME")
+    wanted = "; ".join(dict.fromkeys(f"{one.name} ({', '.join(one.columns)})" for one in possible))
+    example = dict.fromkeys(possible[-1].columns, "NAME")
     raise ValueError(
         f"columns {sorted(names)} are in no format of {task}; expected one of: {wanted}. Name them: columns={example!r}"
     )
-
-
-def _first(spellings: Sequence[str], names: Sequence[str]) -> str | None:
-    return next((spelling for spelling in spellings if spelling in names), None)
-
-
-def _needed(one: Format) -> list[str]:
-    return [part for part in one.columns if part not in one.optional]

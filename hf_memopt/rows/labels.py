@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral, Real
 from typing import Any, Literal
 
-__all__ = ["KINDS", "Kind", "Labels", "labels_of"]
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+__all__ = ["IGNORED", "Kind", "Labels", "labels_of"]
 
 Kind = Literal["single_label_classification", "regression", "multi_label_classification"]
-KINDS: tuple[Kind, ...] = ("single_label_classification", "regression", "multi_label_classification")
 """transformers' names of ``problem_type``."""
+IGNORED = -100  # the label that losses leave out
 CLASSES = 20  # as many different whole numbers, written as floats, are taken for classes
 
 
@@ -23,15 +26,15 @@ class Labels:
 
     Attributes:
         kind: transformers' ``problem_type``.
-        names: of the classes, in the order of their ids; none for regression.
-        values: what the data calls each class, in the same order.
+        values: what the data calls each class, in the order of their ids; none for regression.
+        names: of the classes, in the same order.
         note: what was assumed; "" for nothing.
-        is_vector: whether rows hold 0 and 1 for each class, instead of the classes they belong to.
+        is_vector: whether rows hold a number from 0 to 1 for each class, instead of the classes they belong to.
     """
 
     kind: Kind
-    names: tuple[str, ...] = ()
     values: tuple[Any, ...] = ()
+    names: tuple[str, ...] = ()
     note: str = ""
     is_vector: bool = False
 
@@ -44,19 +47,19 @@ class Labels:
         return {**options, "ignore_mismatched_sizes": True}
 
     def encode(self, label: Any) -> int | float | list[float]:
-        """Return a label as the loss takes it: a class's id, a number, or 0.0 and 1.0 for each class.
+        """Return a label as the loss takes it: a class's id, or -100 as it is, a number, or one for each class.
 
         Raises:
             ValueError: a class that is not known.
         """
         if self.kind == "regression":
             return float(label)
+        if self.kind == "single_label_classification":
+            return IGNORED if label == IGNORED else self._id(label)
         if self.is_vector:
             return [float(one) for one in label]
-        if self.kind == "multi_label_classification":
-            chosen = {self._id(one) for one in label}
-            return [float(at in chosen) for at in range(len(self.names))]
-        return self._id(label)
+        chosen = {self._id(one) for one in (label if isinstance(label, list) else [label])}
+        return [float(at in chosen) for at in range(len(self.names))]
 
     @cached_property
     def _ids(self) -> dict[Any, int]:
@@ -72,7 +75,7 @@ class Labels:
         return self._ids[label]
 
 
-def labels_of(labels: Sequence[Any], *, names: Sequence[str] | None = None, kind: Kind | None = None) -> Labels:
+def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, kind: Kind | None = None) -> Labels:
     """Return what a column of labels holds.
 
     Whole numbers are classes: 0 to n-1 without gaps stay as they are, others are numbered in their order. Texts are
@@ -80,71 +83,60 @@ def labels_of(labels: Sequence[Any], *, names: Sequence[str] | None = None, kind
     are at most 20 different whole numbers. Lists are several classes at once.
 
     Args:
-        labels: of the training rows, without None.
+        column: labels of the training rows, shape (rows,).
         names: of the classes 0 to n-1, of a ``ClassLabel``.
         kind: what they are, where it is known.
 
     Raises:
-        ValueError: fewer than two rows for each class on average, or labels of mixed or other kinds.
+        ValueError: fewer than two rows for each class on average, or labels of other kinds.
     """
-    first = labels[0]
-    if isinstance(first, Sequence) and not isinstance(first, str):
-        if _are_vectors(labels):
-            columns = names or [f"label_{at}" for at in range(len(first))]
-            return Labels("multi_label_classification", tuple(columns), tuple(columns), is_vector=True)
-        known = dict.fromkeys(one for label in labels for one in label)
-        return _classes(list(known), "multi_label_classification", names, len(labels))
-    if kind == "regression":
-        return Labels("regression")
-    if names is not None:
-        return _named(list(range(len(names))), names, kind or KINDS[0])
-    if not all(isinstance(label, str) for label in labels) and not all(isinstance(label, Real) for label in labels):
+    column = column.drop_null()
+    is_list = hasattr(column.type, "value_type")  # of lists of any kind
+    values = pc.list_flatten(column).drop_null() if is_list else column
+    is_text = str(values.type) in ("string", "large_string")
+    is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
+    if not (is_number or pa.types.is_boolean(values.type) or is_text):
         raise ValueError(
-            f"label={first!r:.60} is one of several kinds of labels; expected texts, whole numbers, floats or lists. "
+            f"labels are of type {column.type}; expected texts, whole numbers, floats or lists of them. "
             "Name the right column: columns={'label': NAME}"
         )
-    found, note = dict.fromkeys(labels), ""
-    if not isinstance(first, str) and not all(isinstance(label, Integral) for label in found):
-        is_whole = all(float(label).is_integer() for label in found)
-        if kind is None and not (is_whole and len(found) <= CLASSES):
+    if is_list:
+        kind, width = "multi_label_classification", _width_of_vectors(column, values)
+        if width:
+            names = names or [f"label_{at}" for at in range(width)]
+            return Labels(kind, tuple(names), tuple(names), is_vector=True)
+    if kind == "regression":
+        return Labels(kind)
+    if names is not None:
+        return Labels(kind or "single_label_classification", tuple(range(len(names))), tuple(names))
+    found, note = [one for one in pc.unique(values).to_pylist() if one != IGNORED], ""
+    if pa.types.is_floating(values.type):
+        if kind is None and not (len(found) <= CLASSES and all(one.is_integer() for one in found)):
             return Labels("regression")
         note = f"labels are floats but {len(found)} whole numbers: taken for classes; task='regression' learns them"
-    return _classes(list(found), kind or KINDS[0], None, len(labels), note)
-
-
-def _are_vectors(labels: Sequence[Any]) -> bool:
-    """Return whether lists hold 0 or 1 for each class: floats or bools, or whole numbers one of which comes twice."""
-    if len({len(label) for label in labels}) > 1 or any(one not in (0, 1) for label in labels for one in label):
-        return False
-    is_number = not isinstance(labels[0][0], Integral) or isinstance(labels[0][0], bool) if len(labels[0]) else False
-    return is_number or any(len(set(label)) < len(label) for label in labels)
-
-
-def _classes(found: list[Any], kind: Kind, names: Sequence[str] | None, rows: int, note: str = "") -> Labels:
-    if names is not None:
-        return _named(list(range(len(names))), names, kind)
-    if rows < 2 * len(found):
+    if len(column) < 2 * len(found):
         raise ValueError(
-            f"labels of {rows} rows are {len(found)} different classes, fewer than 2 rows for each; expected classes "
-            "that repeat. Name the right column: columns={'label': NAME}, or learn numbers: task='regression'"
+            f"labels of {len(column)} rows are {len(found)} different classes, fewer than 2 rows for each; expected "
+            "classes that repeat. Name the right column: columns={'label': NAME}, or learn numbers: task='regression'"
         )
-    values = _in_order(found)
-    is_numbers = all(isinstance(value, Integral) and not isinstance(value, bool) for value in values)
-    if is_numbers and values != list(range(len(values))):
-        note = note or f"classes {values[0]} to {values[-1]} are numbered 0 to {len(values) - 1}; id2label has them"
-    return _named(values, [_name(value) for value in values], kind, note)
+    # texts that are whole numbers stand in the order of the numbers
+    are_digits = all(isinstance(one, str) and re.fullmatch(r"-?\d+", one) for one in found)
+    found.sort(key=int if are_digits else None)
+    if pa.types.is_integer(values.type) and found != list(range(len(found))):
+        note = f"classes {found[0]} to {found[-1]} are numbered 0 to {len(found) - 1}; id2label has them"
+    names = [str(int(one) if isinstance(one, float) else one) for one in found]
+    return Labels(kind or "single_label_classification", tuple(found), tuple(names), note)
 
 
-def _named(values: list[Any], names: Sequence[str], kind: Kind, note: str = "") -> Labels:
-    return Labels(kind, tuple(names), tuple(values), note)
+def _width_of_vectors(column: pa.ChunkedArray, values: pa.ChunkedArray) -> int:
+    """Return how long lists are that hold a number for each class; 0 for lists of the classes of a row.
 
-
-def _name(value: Any) -> str:
-    return str(int(value)) if isinstance(value, float) else str(value)
-
-
-def _in_order(values: Iterable[Any]) -> list[Any]:
-    """Return values in order; texts that are all whole numbers in the order of the numbers."""
-    found = list(values)
-    is_number = all(isinstance(value, str) and re.fullmatch(r"-?\d+", value.strip()) for value in found)
-    return sorted(found, key=int) if is_number else sorted(found)
+    Lists of one length that hold floats or booleans are such, and whole numbers 0 and 1 that repeat in a list.
+    """
+    lengths = pc.unique(pc.list_value_length(column)).to_pylist()
+    if len(lengths) != 1 or not lengths[0] or "string" in str(values.type):
+        return 0
+    rows = values.to_numpy().reshape(-1, lengths[0])
+    is_counted = pa.types.is_integer(values.type)
+    repeats = lengths[0] > 2 or (lengths[0] == 2 and bool((rows.sum(axis=1) != 1).any()))
+    return 0 if is_counted and not (repeats and np.isin(rows, (0, 1)).all()) else int(lengths[0])

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from transformers import EvalPrediction
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import EvalPrediction
 
 __all__ = ["kept_predictions", "metrics_of"]
 
 IGNORED = -100
+CLASSES = ("single_label_classification", "image-classification", "token-classification", "question-answering")
 
 
 def metrics_of(kind: str, tokenizer: Any = None) -> Callable[[EvalPrediction], dict[str, float]] | None:
@@ -29,67 +31,49 @@ def metrics_of(kind: str, tokenizer: Any = None) -> Callable[[EvalPrediction], d
     """
     if kind in ("seq2seq", "speech-seq2seq"):
         return partial(_generation, tokenizer=tokenizer)
-    return {
-        "single_label_classification": _classification,
-        "image-classification": _classification,
-        "multi_label_classification": _several_classes,
-        "regression": _regression,
-        "token-classification": _token_classification,
-        "question-answering": _spans,
-    }.get(kind)
+    others = {"multi_label_classification": _several_classes, "regression": _regression, "question-answering": _spans}
+    return others.get(kind, _classes if kind in CLASSES else None)
 
 
-def kept_predictions(kind: str) -> Callable[[Any, Any], torch.Tensor] | None:
+def kept_predictions(kind: str) -> Callable[[Any, Any], Any] | None:
     """Return ``preprocess_logits_for_metrics``, which leaves of the logits what ``metrics_of`` reads; None for all."""
-    if kind in ("single_label_classification", "image-classification", "token-classification", "question-answering"):
-        return _most_likely
-    return None
+    if kind in ("regression", "multi_label_classification"):
+        return _of_head
+    return _most_likely if kind in CLASSES else None
+
+
+def _of_head(logits: Any, labels: Any) -> Any:
+    """Return the logits of the head, where a model has other outputs too."""
+    return logits[0] if isinstance(logits, tuple | list) else logits
 
 
 def _most_likely(logits: Any, labels: Any) -> Any:
-    """Return the most likely class of each row or token; of each output where a model has several of one shape."""
-    if isinstance(logits, tuple | list):
-        if isinstance(labels, tuple | list):  # a start and an end
-            return tuple(one.argmax(dim=-1) for one in logits[: len(labels)])
-        logits = logits[0]
-    return logits.argmax(dim=-1)
+    """Return the most likely class of each row or token, or the most likely start and end."""
+    if isinstance(labels, tuple | list):
+        return tuple(one.argmax(dim=-1) for one in logits[: len(labels)])
+    return _of_head(logits, labels).argmax(dim=-1)
+
+
+def _classes(given: EvalPrediction) -> dict[str, float]:
+    """The share of the rows, or of the tokens with a label, that are right, and the mean of F1 over the classes."""
+    found, right = np.asarray(given.predictions), np.asarray(given.label_ids)
+    found, right = found[right != IGNORED], right[right != IGNORED]
+    if not right.size:
+        return {"accuracy": 0.0, "f1": 0.0}
+    scores = [_f1(found == one, right == one) for one in np.union1d(found, right)]
+    return {"accuracy": float((found == right).mean()), "f1": float(np.mean(scores))}
 
 
 def _f1(found: NDArray[Any], right: NDArray[Any]) -> float:
-    """Return the mean over the classes of F1, the harmonic mean of precision and recall.
-
-    Args:
-        found: predicted classes, shape (rows,).
-        right: their labels, shape (rows,).
-    """
-    scores = []
-    for one in np.union1d(found, right):
-        both = np.sum((found == one) & (right == one))
-        scores.append(2 * both / (np.sum(found == one) + np.sum(right == one)))
-    return float(np.mean(scores)) if scores else 0.0
-
-
-def _classification(given: EvalPrediction) -> dict[str, float]:
-    found, right = np.asarray(given.predictions), np.asarray(given.label_ids)
-    return {"accuracy": float((found == right).mean()), "f1": _f1(found, right)}
-
-
-def _token_classification(given: EvalPrediction) -> dict[str, float]:
-    """Accuracy and F1 of the tokens that have a label."""
-    found, right = np.asarray(given.predictions), np.asarray(given.label_ids)
-    counted = right != IGNORED
-    found, right = found[counted], right[counted]
-    return {"accuracy": float((found == right).mean()) if right.size else 0.0, "f1": _f1(found, right)}
+    """Return the harmonic mean of precision and recall of what is found, both booleans of one shape."""
+    wanted = found.sum() + right.sum()
+    return float(2 * (found & right).sum() / wanted) if wanted else 0.0
 
 
 def _several_classes(given: EvalPrediction) -> dict[str, float]:
     """The share of rows with all classes right, and F1 over all classes of all rows."""
     found, right = np.asarray(given.predictions) > 0, np.asarray(given.label_ids) > 0.5
-    wanted = found.sum() + right.sum()
-    return {
-        "accuracy": float((found == right).all(axis=-1).mean()),
-        "f1": float(2 * (found & right).sum() / wanted) if wanted else 0.0,
-    }
+    return {"accuracy": float((found == right).all(axis=-1).mean()), "f1": _f1(found, right)}
 
 
 def _regression(given: EvalPrediction) -> dict[str, float]:
@@ -108,12 +92,10 @@ def _spans(given: EvalPrediction) -> dict[str, float]:
 
 def _generation(given: EvalPrediction, tokenizer: Any) -> dict[str, float]:
     """The share of texts that are generated as they should be, and how many tokens are generated."""
-    ids = given.predictions[0] if isinstance(given.predictions, tuple) else given.predictions
-    found, right = np.asarray(ids), np.asarray(given.label_ids)
+    found, right = np.asarray(_of_head(given.predictions, None)), np.asarray(given.label_ids)
     pad = tokenizer.pad_token_id
-    texts = [
-        tokenizer.batch_decode(np.where(one == IGNORED, pad, one), skip_special_tokens=True) for one in (found, right)
-    ]
-    same = [a.strip() == b.strip() for a, b in zip(*texts, strict=True)]
+    ids = [np.where(one == IGNORED, pad, one) for one in (found, right)]
+    texts = [tokenizer.batch_decode(one, skip_special_tokens=True) for one in ids]
+    same = [one.strip() == other.strip() for one, other in zip(*texts, strict=True)]
     lengths = ((found != pad) & (found != IGNORED)).sum(axis=-1)
     return {"exact_match": float(np.mean(same)), "generated_tokens": float(lengths.mean())}

@@ -6,15 +6,17 @@ The format follows from the names of the columns; ``columns=`` names others. One
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.plain_data import shown
-from hf_memopt.rows.conversations import IGNORED
-from hf_memopt.rows.encoders import Encoder
+import pyarrow.compute as pc
+
+from hf_memopt.rows.encoders import OPTIONAL, Encoder
 from hf_memopt.rows.formats import ALIASES, row_format
 from hf_memopt.rows.labels import Labels, labels_of
+from hf_memopt.rows.metrics import kept_predictions, metrics_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Rows", "read_rows"]
 
 EVALUATION, SEED = 0.02, 0  # the share of rows that are kept for evaluation where the data has no split for it
-SPLITS = ("validation", "valid", "dev", "eval", "test")
+SPLITS = ("valid", "dev", "eval", "test")  # how the names of the splits to evaluate begin
 
 
 @dataclass(frozen=True)
@@ -83,19 +85,16 @@ def read_rows(
     """
     kind = ALIASES.get(task)
     task = "sequence-classification" if kind else task
-    parts = _parts(dataset)
-    chosen, found = row_format(parts[0].column_names, task, columns)
-    notes: list[str] = []
-    train, *others = (_full(one, list(found.values()), notes) for one in parts)
-    train, evaluation = (train, others[0]) if others else _split(train)
-    labels = _labels(train, found, task, kind)
-    if labels is not None and labels.note:
-        notes.append(labels.note)
+    train, *others = parts = _parts(dataset)
+    chosen, found = row_format(train.column_names, task, columns)
+    for other in others:
+        row_format(other.column_names, task, found)
+    labels = _labels(train, found, kind)
+    notes = [labels.note] if labels is not None and labels.note else []
     encoder = Encoder(task, found, tokenizer, max_length, prefix, labels)
-    train, evaluation = (_encoded(one, encoder, notes) for one in (train, evaluation))
+    encoded = [_encoded(one, encoder, notes) for one in parts]
+    train, evaluation = encoded if others else _split(encoded[0])
     what = labels.kind if labels is not None and task == "sequence-classification" else task
-    from hf_memopt.rows.metrics import kept_predictions, metrics_of
-
     return Rows(
         train,
         evaluation,
@@ -107,73 +106,55 @@ def read_rows(
     )
 
 
-# ---- Which rows -----------------------------------------------------------------------------------------------------
-
-
 def _parts(dataset: Any) -> list[Any]:
     """Return the rows to train on, and those to evaluate where the data names them."""
     from datasets import Dataset, DatasetDict
 
-    if isinstance(dataset, DatasetDict) and dataset:
-        train = "train" if "train" in dataset else next(iter(dataset))
-        named = next((name for name in SPLITS if name in dataset and name != train), None)
-        return [dataset[train]] if named is None else [dataset[train], dataset[named]]
-    if not isinstance(dataset, Dataset):
+    if isinstance(dataset, Dataset):
+        return [dataset]
+    if not isinstance(dataset, DatasetDict) or not dataset:
+        is_stream = "Iterable" in type(dataset).__name__
+        how = "load_dataset(NAME) without streaming=True" if is_stream else "datasets.Dataset.from_list(rows)"
         raise TypeError(
-            f"dataset={shown(dataset)} is no data set; expected a datasets.Dataset or DatasetDict. "
-            "Call: datasets.Dataset.from_list(rows)"
+            f"dataset=<{type(dataset).__name__}> is {'a stream' if is_stream else 'no data set'}; expected a "
+            f"datasets.Dataset or DatasetDict. Call: {how}"
         )
-    return [dataset]
+    train = "train" if "train" in dataset else next(iter(dataset))
+    others = (name for split in SPLITS for name in dataset if name.startswith(split) and name != train)
+    return [dataset[name] for name in (train, *islice(others, 1))]
 
 
-def _split(rows: Any) -> tuple[Any, Any]:
-    if len(rows) < 2:
+def _labels(rows: Dataset, found: Mapping[str, str], kind: Any) -> Labels | None:
+    """Return the classes of the rows or of their words; None where they have none."""
+    name = found.get("label") or found.get("tags")
+    if name is None:
+        return None
+    column = rows.select_columns([name]).with_format("arrow")[:].column(name)
+    if "tags" in found:
+        column = pc.list_flatten(column)
+    feature = rows.features[name]
+    return labels_of(column, names=getattr(getattr(feature, "feature", feature), "names", None), kind=kind)
+
+
+def _encoded(rows: Dataset, encoder: Encoder, notes: list[str]) -> Dataset:
+    made = rows.with_format(None).map(encoder, batched=True, remove_columns=rows.column_names, desc="Reading rows")
+    needed = " or ".join(name for part, name in encoder.columns.items() if part not in OPTIONAL)
+    if not len(made):
         raise ValueError(
-            f"dataset=<{len(rows)} rows> leaves nothing to evaluate; expected 2 rows or more. "
-            "Check the filter that made it"
-        )
-    parts = rows.train_test_split(max(EVALUATION, 1 / len(rows)), seed=SEED)
-    return parts["train"], parts["test"]
-
-
-def _full(rows: Any, columns: Sequence[str], notes: list[str]) -> Any:
-    """Return the rows that have something in each of the columns that are needed."""
-    needed = [name for name in columns if name not in ("tools", "input", "context")]
-    kept = rows.filter(
-        lambda *values: all(value is not None and value not in ("", []) for value in values), input_columns=needed
-    )
-    if len(kept) < len(rows):
-        notes.append(f"{len(rows) - len(kept)} rows without {' or '.join(needed)} were left out")
-    if not len(kept):
-        raise ValueError(
-            f"dataset=<{len(rows)} rows> has none with all of {', '.join(needed)}; expected at least one. "
+            f"dataset=<{len(rows)} rows> has none with {needed} to learn from; expected at least one. "
             "Name other columns: columns={...}"
         )
-    return kept
+    if len(made) < len(rows):
+        notes.append(
+            f"{len(rows) - len(made)} of {len(rows)} rows without {needed}, or with nothing to learn, were left out"
+        )
+    return made
 
 
-def _labels(rows: Any, found: Mapping[str, str], task: str, kind: Any) -> Labels | None:
-    """Return the classes of the rows; None where the task has none."""
-    if task == "token-classification":
-        column = found.get("tags") or found.get("labels")
-        nested = rows.features[column]
-        names = getattr(getattr(nested, "feature", None), "names", None)
-        if names is not None:
-            return labels_of([0], names=names)
-        return labels_of([one for row in rows[column] for one in row if one != IGNORED] * 2)
-    column = found.get("label") or (found.get("labels") if task == "sequence-classification" else None)
-    if task != "sequence-classification" or column is None:
-        return None
-    feature = rows.features[column]
-    names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
-    return labels_of(rows[column][:], names=names, kind=kind)
-
-
-def _encoded(rows: Any, encoder: Encoder, notes: list[str]) -> Any:
-    made = rows.map(encoder, batched=True, remove_columns=rows.column_names, desc="Reading rows")
-    if encoder.task != "causal-lm" or "labels" not in made.column_names:
-        return made
-    kept = made.filter(lambda labels: any(label != IGNORED for label in labels), input_columns=["labels"])
-    if len(kept) < len(made):
-        notes.append(f"{len(made) - len(kept)} rows of which nothing is learned were left out")
-    return kept
+def _split(rows: Dataset) -> list[Dataset]:
+    if len(rows) < 2:
+        raise ValueError(
+            "dataset=<1 row> leaves nothing to evaluate; expected 2 rows or more. Check the filter that made it"
+        )
+    parts = rows.train_test_split(max(EVALUATION, 1 / len(rows)), seed=SEED)
+    return [parts["train"], parts["test"]]

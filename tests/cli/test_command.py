@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import tiny
 from hf_memopt.cli.app import app
 from hf_memopt.cli.command import Flag, in_flags, print_coloured
-from hf_memopt.cli.lengths_command import length_of_data
+from hf_memopt.cli.lengths_command import length_of_data, lengths_of_data
 
 runner = CliRunner()
 FLAGS = {
@@ -177,6 +177,24 @@ def test_texts_are_counted_by_a_tokenizer_or_refused(folder) -> None:
     result = runner.invoke(app, ["estimate", "model", "--data", "texts.jsonl", "--tokenizer", "tokenizer", "--json"])
     assert (result.exit_code, json.loads(result.stdout)["seq_len"]) == (0, 8)
     assert not (folder / "p.png").exists()
+
+
+def test_conversations_are_counted_as_the_chat_template_writes_them(folder) -> None:
+    tiny.llama_config().save_pretrained(folder / "chat")
+    tokenizer = tiny.tokenizer(eos_token="w9")
+    tokenizer.save_pretrained(folder / "chat")
+    turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    result = runner.invoke(app, ["estimate", "chat", "--data", "chats.jsonl", "--json"])
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "--data chats.jsonl holds texts, and the tokenizer of 'chat' has no chat template for them; expected token ids "
+        "or a tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead\n",
+    )
+    tokenizer.chat_template = "{% for m in messages %}w5 {{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(folder / "chat")
+    lengths = lengths_of_data("chat", folder / "chats.jsonl", None, None, None)[1]
+    assert lengths.tolist() == [6]  # two turns, and the end
 
 
 def test_a_file_without_lengths_is_refused_before_anything_is_written(folder) -> None:

@@ -597,6 +597,16 @@ def test_no_tokenizer_and_no_collator_is_an_error(tmp_path) -> None:
     )
 
 
+def test_rows_of_text_are_to_be_read_first(tmp_path) -> None:
+    rows = Dataset.from_dict({"text": ["w1 w2"] * 4, "label": [0, 1] * 2})
+    with pytest.raises(ValueError) as error:
+        wired(tmp_path, recipe("cpu"), rows)
+    assert str(error.value) == (
+        "train_dataset=<columns ['label', 'text']> holds rows of text and label; expected token ids. "
+        "Call: read_rows(train_dataset, tokenizer, 'sequence-classification'), and pass its .train"
+    )
+
+
 LOAD = "Pass model=AutoModelForSequenceClassification.from_pretrained({}, **recipe.model_kwargs())"
 
 

@@ -54,6 +54,31 @@ TEMPLATES = {
         "{}<end_of_turn>",
     ),
 }
+TEMPLATES["zephyr"] = Template(
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] + eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "</s>",
+    "{}</s>",
+)
+TEMPLATES["chatml, marked with its end"] = Template(
+    TEMPLATES["chatml, marked"]
+    .text.replace("{% endgeneration %}", "<|im_end|>{% endgeneration %}\n")
+    .replace("{% endif %}<|im_end|>\n", "<|im_end|>\n{% endif %}"),
+    "<|im_end|>",
+    "{}<|im_end|>",
+)
+TEMPLATES["phi 3"] = Template(
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}",
+    "</s>",
+    "{}<|end|>",
+)
+TOOLS = (  # as Qwen 2.5
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response>"
+    "<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
+    "{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 THINKING = (  # as Qwen3: the thoughts of the last turn alone are written
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"

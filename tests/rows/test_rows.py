@@ -6,8 +6,10 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
-from templates import CHATML, TEMPLATES, THINKING, byte_tokenizer
+from templates import CHATML, TEMPLATES, THINKING, TOOLS, byte_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import EvalPrediction
 
 import tiny
@@ -56,8 +58,11 @@ def test_only_answers_are_learned(name: str) -> None:
     ended = written if written.rstrip().endswith(template.end) else written + template.end
     assert tokenizer.decode(row["input_ids"]) == ended
     expected = [template.learned.format(turn["content"]) for turn in TURNS if turn["role"] == "assistant"]
-    extra = [] if ended == written else [template.end]
-    assert learned(row, tokenizer) == [*expected, *extra]
+    tail = ended[ended.rindex(TURNS[-1]["content"]) + len(TURNS[-1]["content"]) :]  # what is added after it is learned
+    expected[-1] = expected[-1].partition(TURNS[-1]["content"])[0] + TURNS[-1]["content"] + tail
+    if ended == written:
+        expected[-1] = expected[-1].rstrip()
+    assert learned(row, tokenizer) == expected
 
 
 def test_what_was_thought_is_learned_where_the_template_writes_it() -> None:
@@ -66,6 +71,23 @@ def test_what_was_thought_is_learned_where_the_template_writes_it() -> None:
     turns += [{"role": "assistant", "content": "<think>4 or 5</think>4"}]
     row = read([{"messages": turns}] * 2, tokenizer).train[0]
     assert learned(row, tokenizer) == ["Hello<|im_end|>", "<think>\n4 or 5\n</think>\n\n4<|im_end|>"]
+
+
+def test_calls_of_tools_are_learned_and_what_tools_answer_is_not() -> None:
+    tokenizer = byte_tokenizer("<|im_end|>", TOOLS)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    turns = [{"role": "system", "content": "Be kind."}, TURNS[2], {"role": "assistant", "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "4", "tool_calls": None}]
+    row = read([{"messages": turns, "tools": None}] * 2, tokenizer).train[0]
+    said = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>'
+    assert learned(row, tokenizer) == [said, "4<|im_end|>"]
+    assert tokenizer.decode(row["input_ids"]).count("<tool_response>4</tool_response>") == 1
+
+
+def test_the_end_of_a_turn_is_learned_where_it_is_no_special_token() -> None:
+    tokenizer = byte_tokenizer("</s>", CHATML.replace("<|im_end|>", "[end]"))
+    row = read([{"messages": TURNS}] * 2, tokenizer).train[0]
+    assert learned(row, tokenizer) == ["Hello ü[end]", "It is 4.[end]\n</s>"]
 
 
 def test_conversations_of_sharegpt_are_the_same_rows() -> None:
@@ -82,13 +104,13 @@ WRITTEN = {
         {"prompt": TURNS[:3], "completion": TURNS[3:]},
         CHATML,
         None,
-        ["It is 4.<|im_end|>", "</s>"],
+        ["It is 4.<|im_end|>\n</s>"],
     ),
     "instruction": (
         {"instruction": "Add.", "input": "2 2", "output": "4"},
         CHATML,
         "<|im_start|>user\nAdd.\n\n2 2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n</s>",
-        ["4<|im_end|>", "</s>"],
+        ["4<|im_end|>\n</s>"],
     ),
     "instruction, no template": ({"instruction": "Add.", "input": "", "output": "4"}, None, None, ["4</s>"]),
 }
@@ -106,9 +128,9 @@ def test_the_completion_is_learned(name: str) -> None:
 
 def test_a_text_ends_once() -> None:
     tokenizer = byte_tokenizer()
-    found = read([{"text": "ab"}, {"text": "ab</s>"}], tokenizer)
+    found = read([{"text": text} for text in ("ab", "ab</s>", "a", "</s>")], tokenizer)
     rows = [*found.train, *found.evaluation]
-    assert [tokenizer.decode(row["input_ids"]) for row in rows] == ["ab</s>", "ab</s>"]
+    assert sorted(tokenizer.decode(row["input_ids"]) for row in rows) == ["</s>", "a</s>", "ab</s>", "ab</s>"]
     assert all(row.keys() == {"input_ids"} for row in rows)  # the collator copies the labels
 
 
@@ -118,7 +140,7 @@ def test_cut_rows_keep_what_is_learned() -> None:
     found = read(rows, tokenizer, max_length=4)
     assert {len(row["input_ids"]) for row in [*found.train, *found.evaluation]} == {4}
     assert len(found.train) + len(found.evaluation) == 3
-    assert found.notes == ("1 rows of which nothing is learned were left out",)
+    assert found.notes == ("1 of 4 rows without prompt or completion, or with nothing to learn, were left out",)
 
 
 def test_a_conversation_without_a_template_names_the_cure() -> None:
@@ -126,8 +148,30 @@ def test_a_conversation_without_a_template_names_the_cure() -> None:
         read([{"messages": TURNS}] * 2, byte_tokenizer())
 
 
-def test_a_template_that_mixes_turns_is_refused() -> None:
-    shuffled = "{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}"
+def test_tokenizers_that_begin_and_end_a_text_do_so_once() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    )
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b</s>"}]
+    found = read(rows, tokenizer)
+    for row in [*found.train, *found.evaluation]:
+        assert tokenizer.decode(row["input_ids"]) == "<s>ab</s>"
+        assert learned(row, tokenizer) == ["b</s>"]
+
+
+def test_a_conversation_that_the_template_refuses_is_told() -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    with pytest.raises(ValueError) as error:
+        read([{"messages": [{"role": "system", "content": "a"}]}] * 2, byte_tokenizer("</s>", strict))
+    assert str(error.value) == (
+        "messages=[{'role': 'system', 'content': 'a'}] cannot be written by the chat template (System role not "
+        "supported); expected roles in the order that it takes. Correct the row, or leave it out: dataset.filter(...)"
+    )
+
+
+def test_a_template_that_writes_a_message_twice_is_refused() -> None:
+    shuffled = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages[-1]['content'] }}"
     with pytest.raises(ValueError, match="cannot be told from the rest of what the chat template writes"):
         read([{"messages": TURNS}] * 2, byte_tokenizer("</s>", shuffled))
 
@@ -151,7 +195,7 @@ LABELS = {
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_by_their_type(name: str) -> None:
     values, kind, encoded = LABELS[name]
-    labels = labels_of(values * 3)
+    labels = labels_of(pa.chunked_array([values * 3]))
     assert labels.kind == kind
     assert [labels.encode(value) for value in values] == encoded
     if labels.names:
@@ -159,18 +203,20 @@ def test_labels_by_their_type(name: str) -> None:
 
 
 def test_many_whole_floats_are_numbers() -> None:
-    assert labels_of([float(i) for i in range(21)] * 3).kind == "regression"
-    assert labels_of([float(i) for i in range(20)] * 3).note.startswith("labels are floats but 20 whole numbers")
+    assert labels_of(pa.chunked_array([[float(i) for i in range(21)] * 3])).kind == "regression"
+    assert labels_of(pa.chunked_array([[float(i) for i in range(20)] * 3])).note.startswith(
+        "labels are floats but 20 whole numbers"
+    )
 
 
 def test_classes_that_hardly_repeat_are_refused() -> None:
     with pytest.raises(ValueError, match="labels of 3 rows are 3 different classes, fewer than 2 rows for each"):
-        labels_of(["a", "b", "c"])
+        labels_of(pa.chunked_array([["a", "b", "c"]]))
 
 
 def test_an_unknown_class_is_named() -> None:
     with pytest.raises(ValueError, match=r"label='z' is not among the 2 classes of the training rows"):
-        labels_of(["a", "b"] * 2).encode("z")
+        labels_of(pa.chunked_array([["a", "b"] * 2])).encode("z")
 
 
 def test_a_task_overrides_the_type() -> None:
@@ -190,6 +236,42 @@ def test_pairs_of_texts() -> None:
     found = read(rows, tokenizer, "sequence-classification")
     assert found.head["id2label"] == {0: "no", 1: "yes"}
     assert found.train[0]["input_ids"] == tokenizer("w1 w2", "w3")["input_ids"]
+
+
+def test_what_cannot_be_read_is_told_in_whole() -> None:
+    rows = datasets.Dataset.from_list([{"text": "w1", "label": i % 2} for i in range(8)])
+    tests = datasets.Dataset.from_list([{"text": "w1", "label": 3}])
+    with pytest.raises(TypeError) as error:
+        read_rows(rows.to_iterable_dataset(), tiny.tokenizer(), "masked-lm")
+    assert str(error.value) == (
+        "dataset=<IterableDataset> is a stream; expected a datasets.Dataset or DatasetDict. Call: load_dataset(NAME) "
+        "without streaming=True"
+    )
+    with pytest.raises(ValueError) as unknown:
+        read_rows(datasets.DatasetDict(train=rows, test=tests), tiny.tokenizer(), "sequence-classification")
+    assert str(unknown.value) == (
+        "label=3 is not among the 2 classes of the training rows; expected one of 0, 1. Give each class at least one "
+        "training row"
+    )
+    with pytest.raises(ValueError) as no_text:
+        read([{"text": 1}] * 2, tiny.tokenizer())
+    assert str(no_text.value) == (
+        "text=1 is no text; expected texts in this column. Name the right one: columns={'text': NAME}"
+    )
+
+
+def test_rows_of_which_a_whole_batch_has_nothing() -> None:
+    found = read([*[{"text": None}] * 1500, *[{"text": "ab"}] * 10], byte_tokenizer())
+    assert len(found.train) + len(found.evaluation) == 10
+
+
+def test_token_ids_keep_their_labels() -> None:
+    rows = [{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "label": 5 + i % 2} for i in range(8)]
+    found = read(rows, tiny.tokenizer(), "sequence-classification", max_length=2)
+    ends = {tuple(row["input_ids"]) for row in [*found.train, *found.evaluation]}
+    assert (ends, found.head["id2label"]) == ({(5, 6)}, {0: "5", 1: "6"})
+    tagged = read([{"input_ids": [5, 6, 7], "labels": [-100, 3, 9]}] * 3, tiny.tokenizer(), "token-classification")
+    assert tagged.train[0]["labels"] == [-100, 0, 1]
 
 
 def test_names_of_classes_are_kept() -> None:
@@ -242,7 +324,7 @@ def test_named_splits_are_taken() -> None:
 def test_rows_with_nothing_in_them_are_left_out() -> None:
     found = read([{"text": text} for text in ("a", None, "", "b", "c")], byte_tokenizer())
     assert len(found.train) + len(found.evaluation) == 3
-    assert any("rows without text were left out" in note for note in found.notes)
+    assert found.notes == ("2 of 5 rows without text, or with nothing to learn, were left out",)
 
 
 def test_other_names_are_given() -> None:

@@ -1,6 +1,7 @@
-"""Count the lengths of the examples in data files, for ``hf-memopt lengths``: token ids, or texts.
+"""Count the lengths of the examples in data files, for ``hf-memopt lengths`` and ``--data``: token ids, or texts.
 
-The columns are read by ``file_readers``. Texts are counted in tokens where a tokenizer is given, else in words.
+The columns are read by ``file_readers``. Texts are counted in tokens where a tokenizer is given, as ``read_rows``
+encodes rows of their format, else in words.
 
 Limitations: local files only; transforms that a dataset would apply are not applied.
 """
@@ -10,8 +11,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from hf_memopt.batching import is_list
 from hf_memopt.batching.padding_costs.file_readers import first_line, likely_type, open_source, reading
 from hf_memopt.errors import did_you_mean
 from hf_memopt.hub import hub_answers
+from hf_memopt.rows import OPTIONAL, READ, TEXTS, Encoder, Format, fitting_format, words_of
 
 __all__ = ["DataFile", "FileLengths", "data_file", "file_lengths"]
 
@@ -38,6 +40,8 @@ KINDS = {
     ".csv": "csv",
 }
 COMPRESSED = (".gz", ".bz2", ".zst")  # JSON Lines and CSV only; pyarrow decompresses them by this ending
+FLAT = (*TEXTS, "input_ids")  # the parts that are texts or lists of integers
+CHATS = ("messages", "conversations", "conversation")
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
@@ -48,34 +52,45 @@ class FileLengths:
     Attributes:
         lengths: shape (examples,), without null and empty rows, which a bucketed view refuses.
         unit: ``"tokens"``, or ``"words"`` where texts were split at white space.
-        column: the column that was counted.
+        columns: what was counted.
+        format: the name of the format of the rows, as ``read_rows`` calls it; "" where none fits.
         kind: of the files: ``"parquet"``, ``"arrow"``, ``"json"`` or ``"csv"``.
         files: how many there are.
-        null_rows: rows without a value in ``column``.
-        empty_rows: rows of length 0.
+        null_rows: rows without a value in a column that they need.
+        empty_rows: rows of length 0, or with nothing to learn.
     """
 
     lengths: NDArray[np.int32]
     unit: Literal["tokens", "words"]
-    column: str
+    columns: tuple[str, ...]
+    format: str
     kind: str
     files: int
     null_rows: int
     empty_rows: int
 
+    @property
+    def column(self) -> str:
+        """The column that was counted, or several with commas."""
+        return ", ".join(self.columns)
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the lengths for JSON."""
-        return {name: getattr(self, name) for name in ("kind", "files", "column", "unit", "null_rows", "empty_rows")}
+        names = ("kind", "files", "format", "column", "unit", "null_rows", "empty_rows")
+        return {name: getattr(self, name) for name in names}
 
     def heading(self, path: str | Path) -> str:
         """Return lines of text that say what was read and counted."""
         files = "1 file" if self.files == 1 else f"{self.files} files"
         how = ", split at white space into words (for tokens pass --tokenizer NAME)" if self.unit == "words" else ""
-        lines = [f"{path}: {files}, {self.kind}, column {self.column!r}{how}"]
+        rows = f" of rows as {self.format}" if len(self.columns) > 1 or self.columns[0] in CHATS else ""
+        columns = f"column{'s' * (len(self.columns) > 1)} {', '.join(map(repr, self.columns))}"
+        lines = [f"{path}: {files}, {self.kind}, {columns}{rows}{how}"]
         if self.null_rows or self.empty_rows:
+            full = " and ".join(f"row[{column!r}]" for column in self.columns)
             lines.append(
                 f"Skipped: {self.null_rows:,} null and {self.empty_rows:,} empty rows; remove them before training:\n"
-                f"    dataset.filter(lambda row: row[{self.column!r}])"
+                f"    dataset.filter(lambda row: {full})"
             )
         return "\n".join(lines)
 
@@ -92,6 +107,9 @@ class DataFile:
         column: of texts or token ids.
         is_text: whether that column holds texts.
         columns: all of its columns.
+        format: the name of the format of its rows, as ``read_rows`` calls it; "" where none fits.
+        parts: the column of each part of that format, as ``read_rows`` takes them by ``columns=``.
+        task: the first one whose rows are written so, where none was given.
     """
 
     path: str
@@ -101,70 +119,88 @@ class DataFile:
     column: str
     is_text: bool
     columns: tuple[str, ...]
+    format: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    task: str | None = None
 
 
-def file_lengths(path: str | Path, *, column: str | None = None, tokenizer: str | None = None) -> FileLengths:
+def file_lengths(
+    path: str | Path, *, column: str | None = None, tokenizer: str | None = None, task: str | None = None
+) -> FileLengths:
     """Return the length of every example in a file, or in a folder of files of one kind.
 
     A folder is searched with its subfolders; hidden files and other kinds of files are skipped. A folder that
-    ``Dataset.save_to_disk`` wrote is read as that dataset.
+    ``Dataset.save_to_disk`` wrote is read as that dataset. With a tokenizer the lengths are those of ``read_rows``.
 
     Args:
         path: the file or folder.
-        column: lists of token ids or texts; by default ``input_ids``, else ``text``, else the only column of texts
-            (with a tokenizer texts are preferred).
+        column: lists of token ids or texts; by default the columns of the first format that fits, else the only column
+            of texts (with a tokenizer texts are preferred to ``input_ids``).
         tokenizer: counts the tokens of texts, special tokens included: a folder or a name on the Hub for
             ``AutoTokenizer``. Without it words are counted.
+        task: of the model's head, which decides where several formats fit; None for any.
 
     Raises:
         ValueError: no such path, an unknown kind of file, files of several kinds, one that cannot be read, no such
-            column or no default one, no rows or only empty ones, or a tokenizer that cannot be loaded.
+            column or no default one, no rows or only empty ones, rows that are not as their format says, or a tokenizer
+            that cannot be loaded.
     """
     from tqdm.auto import tqdm
 
-    file, sources = _open(path, column, has_tokenizer=tokenizer is not None)
-    kind, column, is_text = file.kind, file.column, file.is_text
-    if tokenizer is not None and not is_text:
+    file, sources = _open(path, column, has_tokenizer=tokenizer is not None, task=task)
+    if tokenizer is not None and not file.is_text:
         raise ValueError(
-            f"tokenizer={tokenizer!r} has no text to split: column {column!r} holds token ids already; expected a "
+            f"tokenizer={tokenizer!r} has no text to split: column {file.column!r} holds token ids already; expected a "
             "column of texts. Leave the tokenizer out, or name another column: --column NAME"
         )
-    count = _count_ids if not is_text else _count_words if tokenizer is None else _token_counter(tokenizer)
-    lengths, null_rows = [], 0
+    parts = (file.parts or {"text": file.column}) if file.is_text else {"input_ids": file.column}
+    if task is None or tokenizer is None:  # whoever trains decides what the labels are
+        parts = {part: name for part, name in parts.items() if part in (*READ, "tools")}
+    count = _counter(parts, file, tokenizer)
+    needed = [name for part, name in parts.items() if part not in OPTIONAL]
+    lengths, null_rows, rows = [], 0, 0
     with tqdm(unit=" rows", desc="Reading lengths", delay=1.0, leave=False) as progress:
         for source in sources:
-            with reading(source, kind):
-                schema, read = open_source(source, kind)
-                if _check_column(schema, column, source) != is_text:
-                    raise ValueError(
-                        f"column={column!r} holds texts in one and token ids in the other of {str(sources[0])!r} "
-                        f"and {str(source)!r}; expected the same in all files. Pass --column NAME, or one file"
-                    )
-                for values in read(column):
-                    null_rows += values.null_count
-                    progress.update(len(values))
-                    if values.null_count < len(values):
-                        lengths.append(count(values.drop_null(), column))
+            with reading(source, file.kind):
+                schema, read = open_source(source, file.kind)
+                _check_parts(schema, parts, source, sources[0])
+                for values in read(list(parts.values())):
+                    is_null = np.any([values[name].is_null() for name in needed], axis=0)
+                    null_rows, rows = null_rows + int(is_null.sum()), rows + len(is_null)
+                    progress.update(len(is_null))
+                    lengths.append(count({name: one.filter(pa.array(~is_null)) for name, one in values.items()}))
     counted = np.concatenate([np.empty(0, dtype=np.int32), *lengths])
     full = counted[counted > 0]
-    empty_rows = len(counted) - len(full)
+    empty_rows = rows - null_rows - len(full)
+    columns = tuple(name for part, name in parts.items() if part in READ)
     if len(full) == 0:
-        found = f"{null_rows} null and {empty_rows} empty rows in column {column!r}, and no other"
+        where = f"column{'s' * (len(columns) > 1)} {', '.join(map(repr, columns))}"
+        found = f"{null_rows} null and {empty_rows} empty rows in {where}, and no other"
         raise ValueError(f"path={str(path)!r} holds {found}; expected at least one example. Check what wrote it")
-    unit: Literal["tokens", "words"] = "words" if is_text and tokenizer is None else "tokens"
-    return FileLengths(full, unit, column, kind, len(sources), null_rows, empty_rows)
+    unit: Literal["tokens", "words"] = "words" if file.is_text and tokenizer is None else "tokens"
+    return FileLengths(full, unit, columns, file.format, file.kind, len(sources), null_rows, empty_rows)
 
 
-def data_file(path: str | os.PathLike[str], *, column: str | None = None, has_tokenizer: bool = False) -> DataFile:
-    """Return what a data file holds, without reading its rows; the column is chosen as ``file_lengths`` does.
+def data_file(
+    path: str | os.PathLike[str], *, column: str | None = None, has_tokenizer: bool = False, task: str | None = None
+) -> DataFile:
+    """Return what a data file holds, without reading its rows; the columns are chosen as ``file_lengths`` does.
+
+    Args:
+        path: as ``file_lengths``, like ``column``.
+        column: of texts, token ids or messages; None for those of the first format of the task that fits.
+        has_tokenizer: whether texts are preferred to token ids.
+        task: of the model's head; None for any.
 
     Raises:
         ValueError: as ``file_lengths``, but for what only the rows show.
     """
-    return _open(path, column, has_tokenizer=has_tokenizer)[0]
+    return _open(path, column, has_tokenizer=has_tokenizer, task=task)[0]
 
 
-def _open(path: str | os.PathLike[str], column: str | None, *, has_tokenizer: bool) -> tuple[DataFile, list[Path]]:
+def _open(
+    path: str | os.PathLike[str], column: str | None, *, has_tokenizer: bool, task: str | None = None
+) -> tuple[DataFile, list[Path]]:
     """Return what the first file holds, and all files."""
     try:
         kind, sources = _find(Path(path))
@@ -175,10 +211,32 @@ def _open(path: str | os.PathLike[str], column: str | None, *, has_tokenizer: bo
         ) from error
     with reading(sources[0], kind):
         schema, _ = open_source(sources[0], kind)
-    column = column or _choose_column(schema, sources[0], has_tokenizer=has_tokenizer)
-    is_text = _check_column(schema, column, sources[0])
+    found, column, is_text = _format_of(schema, sources[0], column, task, has_tokenizer=has_tokenizer)
     is_folder, is_saved = Path(path).is_dir(), sources[0].is_dir()
-    return DataFile(os.fspath(path), kind, is_folder, is_saved, column, is_text, tuple(schema.names)), sources
+    about = (column, is_text, tuple(schema.names))
+    if found is None:
+        return DataFile(os.fspath(path), kind, is_folder, is_saved, *about), sources
+    name, parts, own_task = found[0].name, found[1], task or found[0].tasks[0]
+    return DataFile(os.fspath(path), kind, is_folder, is_saved, *about, name, parts, own_task), sources
+
+
+def _format_of(
+    schema: pa.Schema, source: Path, column: str | None, task: str | None, *, has_tokenizer: bool
+) -> tuple[tuple[Format, dict[str, str]] | None, str, bool]:
+    """Return the format and the columns of its parts, the main column, and whether that holds texts."""
+    if column is None:
+        names = [name for name in schema.names if not has_tokenizer or name != "input_ids"]
+        found = fitting_format(names, task, {})
+        if found is not None:
+            part, name = next(iter(found[1].items()))
+            if part not in FLAT or _check_column(schema, name, source) == (part != "input_ids"):
+                return found, name, part != "input_ids"
+        column = _choose_column(schema, source, has_tokenizer=has_tokenizer)
+    is_chat = column in schema.names and "struct" in str(schema.field(column).type)
+    is_text = is_chat or _check_column(schema, column, source)
+    likely = ("messages",) if is_chat else ("text", "source") if is_text else ("input_ids",)
+    each = (fitting_format(schema.names, task, {part: column}) for part in likely)
+    return next((one for one in each if one is not None), None), column, is_text
 
 
 # ---- Which files -----------------------------------------------------------------------------------------------------
@@ -287,6 +345,17 @@ def _check_column(schema: pa.Schema, column: str, source: Path) -> bool:
     return False
 
 
+def _check_parts(schema: pa.Schema, parts: Mapping[str, str], source: Path, first: Path) -> None:
+    """Raise unless a file has the columns of the first one, texts where that has texts."""
+    for part, column in parts.items():
+        is_flat = part in FLAT or column not in schema.names
+        if is_flat and _check_column(schema, column, source) == (part == "input_ids"):
+            raise ValueError(
+                f"column={column!r} holds texts in one and token ids in the other of {str(first)!r} and "
+                f"{str(source)!r}; expected the same in all files. Pass --column NAME, or one file"
+            )
+
+
 def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -296,21 +365,36 @@ def _is_text(kind: pa.DataType) -> bool:
 # ---- How long -------------------------------------------------------------------------------------------------------
 
 
-def _count_ids(values: pa.Array, column: str) -> NDArray[np.int32]:
-    return np.asarray(pc.list_value_length(values), dtype=np.int32)  # from the offsets
+def _counter(
+    parts: Mapping[str, str], file: DataFile, tokenizer: str | None
+) -> Callable[[Mapping[str, pa.Array]], NDArray[np.int32]]:
+    """Return what counts the lengths of rows, by their columns."""
+    if not file.is_text:
+        return lambda values: np.asarray(pc.list_value_length(values[file.column]), dtype=np.int32)  # from the offsets
+    task = file.task if file.parts and file.task is not None else "masked-lm"
+    encode = None if tokenizer is None else Encoder(task, parts, _loaded(tokenizer))
+
+    def count(values: Mapping[str, pa.Array]) -> NDArray[np.int32]:
+        batch = {name: one.to_pylist() for name, one in values.items()}
+        if encode is not None:
+            return np.array([len(ids) for ids in encode(batch)["input_ids"]], dtype=np.int32)
+        given = {part: batch[name] for part, name in parts.items()}
+        _check_texts(given.get("text", ()), file.column)
+        return np.array(words_of(given), dtype=np.int32)
+
+    return count
 
 
-def _count_words(values: pa.Array, column: str) -> NDArray[np.int32]:
-    texts = values.to_pylist()
-    if all(re.fullmatch(r"\[\s*\d[\d\s,]*\]", text) for text in texts[:20]):  # one alone may be a text such as "[1]"
+def _check_texts(texts: Sequence[str], column: str) -> None:
+    # one alone may be a text such as "[1]"
+    if texts and all(re.fullmatch(r"\[\s*\d[\d\s,]*\]", text) for text in texts[:20]):
         raise ValueError(
             f"column={column!r} holds lists written as text, like {texts[0][:20]!r}; expected texts, or real lists of "
             "token ids. Write a format that has lists: dataset.to_parquet(...)"
         )
-    return np.fromiter((len(text.split()) for text in texts), dtype=np.int32, count=len(texts))
 
 
-def _token_counter(name: str) -> Callable[[pa.Array, str], NDArray[np.int32]]:
+def _loaded(name: str) -> Any:
     try:
         from transformers import AutoTokenizer
 
@@ -336,9 +420,4 @@ def _token_counter(name: str) -> Callable[[pa.Array, str], NDArray[np.int32]]:
             f"tokenizer={name!r} has no vocabulary; expected one that save_pretrained has written. "
             f"Call: tokenizer.save_pretrained({name!r})"
         )
-
-    def count(values: pa.Array, column: str) -> NDArray[np.int32]:
-        rows = tokenizer(values.to_pylist(), return_attention_mask=False, verbose=False)["input_ids"]
-        return np.fromiter(map(len, rows), dtype=np.int32, count=len(rows))
-
-    return count
+    return tokenizer

@@ -1,6 +1,6 @@
-"""Read one column of a data file as pyarrow arrays: Parquet, Arrow, JSON Lines, CSV and datasets saved to disk.
+"""Read columns of a data file as pyarrow arrays: Parquet, Arrow, JSON Lines, CSV and datasets saved to disk.
 
-Files are read batch by batch, and of Parquet, Arrow and CSV, which ``pyarrow.dataset`` reads, only the column in
+Files are read batch by batch, and of Parquet, Arrow and CSV, which ``pyarrow.dataset`` reads, only the columns in
 question. JSON is parsed by Python: a row may have other fields than the first ones, and deep nesting is an error. Of
 JSON a row above 64 MiB is refused and of CSV one above 16 MiB, which a few kilobytes of a compressed file can hold. So
 memory stays bounded whatever the size of such a file. Of Parquet 8192 values are held at once, however long.
@@ -18,7 +18,7 @@ import json
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,9 @@ JSON_CHARACTERS = 2**20  # read at once
 BLANK, COMMA = re.compile(r"\s*").match, re.compile(r"\s*,\s*").match
 CUT_OFF = 16  # characters before its end at which a text that is cut off may be wrong
 
-Read = Callable[[str], Iterator[pa.Array]]
-"""Takes the name of a column and yields its values."""
+Columns = dict[str, pa.Array]
+Read = Callable[[Sequence[str]], Iterator[Columns]]
+"""Takes the names of columns and yields their values."""
 
 
 @contextmanager
@@ -70,7 +71,7 @@ def first_line(error: BaseException) -> str:
 
 
 def open_source(source: Path, kind: str) -> tuple[pa.Schema, Read]:
-    """Return the schema of a file or saved dataset, and the function that reads one of its columns."""
+    """Return the schema of a file or saved dataset, and the function that reads some of its columns."""
     if source.is_dir():
         return _open_saved(source)
     if source.stat().st_size == 0:
@@ -102,9 +103,9 @@ def _open_saved(folder: Path) -> tuple[pa.Schema, Read]:
     if not names:
         raise EOFError("it holds no rows")
 
-    def read(column: str) -> Iterator[pa.Array]:
+    def read(columns: Sequence[str]) -> Iterator[Columns]:
         for name in names:
-            yield from _open_arrow(folder / name)[1](column)
+            yield from _open_arrow(folder / name)[1](columns)
 
     return _open_arrow(folder / names[0])[0], read
 
@@ -120,14 +121,18 @@ def _open_arrow(file: Path) -> tuple[pa.Schema, Read]:
         batches = pa.ipc.open_stream(mapped)
         schema = batches.schema
 
-    def read(column: str) -> Iterator[pa.Array]:
+    def read(columns: Sequence[str]) -> Iterator[Columns]:
         for batch in batches:
-            values = batch.column(column)
-            values.validate(full=True)  # wrong offsets of a broken file would crash the process
-            for start in range(0, len(values), ROWS_AT_ONCE):
-                yield values.slice(start, ROWS_AT_ONCE)
+            chosen = batch.select(columns)
+            chosen.validate(full=True)  # wrong offsets of a broken file would crash the process
+            for start in range(0, len(chosen), ROWS_AT_ONCE):
+                yield _columns(chosen.slice(start, ROWS_AT_ONCE))
 
     return schema, read
+
+
+def _columns(batch: pa.RecordBatch) -> Columns:
+    return dict(zip(batch.schema.names, batch.columns, strict=True))
 
 
 def _open_table(file: Path, kind: str) -> tuple[pa.Schema, Read]:
@@ -146,10 +151,10 @@ def _open_table(file: Path, kind: str) -> tuple[pa.Schema, Read]:
         unknown = (pa.null(), pa.binary())
         schema = pa.schema([field.with_type(pa.string()) if field.type in unknown else field for field in schema])
 
-    def read(column: str) -> Iterator[pa.Array]:
+    def read(columns: Sequence[str]) -> Iterator[Columns]:
         options = {"batch_size": ROWS_AT_ONCE, "batch_readahead": 1, "fragment_readahead": 0, "use_threads": False}
-        for batch in fragment.to_batches(schema=schema, columns=[column], **options):
-            yield batch.column(column)
+        for batch in fragment.to_batches(schema=schema, columns=list(columns), **options):
+            yield _columns(batch)
 
     return schema, read
 
@@ -165,10 +170,12 @@ def _open_json(file: Path) -> tuple[pa.Schema, Read]:
         values |= {name: value for name, value in row.items() if values.get(name) in (None, [])}
     schema = pa.schema([(name, _json_type(value)) for name, value in values.items()])
 
-    def read(column: str) -> Iterator[pa.Array]:
-        kind, block = likely_type(schema.field(column).type), first
+    def read(columns: Sequence[str]) -> Iterator[Columns]:
+        kinds, block = {name: likely_type(schema.field(name).type) for name in columns}, first
         while block:
-            yield pa.array([row.get(column) for row in block], kind)
+            # the fields of an object are those of all rows of a block
+            of_type = {name: None if "struct" in str(kind) else kind for name, kind in kinds.items()}
+            yield {name: pa.array([row.get(name) for row in block], kind) for name, kind in of_type.items()}
             block = _block(rows)
 
     return schema, read

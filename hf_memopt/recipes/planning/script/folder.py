@@ -126,7 +126,7 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
     assert chosen is not None
     file = None
     if rows is not None:
-        file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None)
+        file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None, task=found.task)
     if found.task in WITHOUT_SCRIPT or found.task is None:
         return None, []
     facts = ScriptFacts(

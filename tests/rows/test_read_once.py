@@ -1,0 +1,101 @@
+"""The lengths that ``lengths`` and ``plan --data`` count are those of the rows that ``read_rows`` makes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from templates import CHATML, byte_tokenizer
+
+from hf_memopt import read_rows
+from hf_memopt.batching.padding_costs import data_file, file_lengths
+from hf_memopt.rows.formats import FORMATS
+
+ASKED = [{"role": "user", "content": "2 + 2?"}]
+SAID = [{"role": "assistant", "content": "It is 4."}]
+ROWS: dict[tuple[str, str], dict[str, Any]] = {
+    ("text", "causal-lm"): {"text": "one two", "label": 1},
+    ("text", "masked-lm"): {"content": "one two"},
+    ("conversation", "causal-lm"): {"messages": [*ASKED, *SAID], "tools": None},
+    ("prompt and completion", "causal-lm"): {"prompt": "one two", "completion": " three"},
+    ("instruction", "causal-lm"): {"instruction": "Add.", "input": "2 2", "output": "4", "text": "all of it"},
+    ("text and label", "sequence-classification"): {"text": "one two", "label": 1},
+    ("pair of texts", "sequence-classification"): {"premise": "one two", "hypothesis": "three", "label": "yes"},
+    ("tokens and tags", "token-classification"): {"tokens": ["one", "two"], "ner_tags": [0, 0]},
+    ("question and answers", "question-answering"): {
+        "question": "one?",
+        "context": "one two three",
+        "answers": {"text": ["two"], "answer_start": [4]},
+    },
+    ("source and target", "seq2seq"): {"document": "one two three", "summary": "one"},
+    ("translation", "seq2seq"): {"translation": {"en": "one two", "de": "eins zwei"}},
+    ("tokens", "causal-lm"): {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
+}
+
+
+def grown(value: Any, times: int) -> Any:
+    """Return a row with texts of another length, its labels and spans the same."""
+    if isinstance(value, str) and value not in ("user", "assistant", "yes", "one two three", "two"):
+        return value + " and more" * times
+    if isinstance(value, dict):
+        return {name: grown(part, times) for name, part in value.items()}
+    return [grown(part, times) for part in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(("format_name", "task"), ROWS)
+def test_lengths_are_those_of_the_rows_that_are_trained(tmp_path: Any, format_name: str, task: str) -> None:
+    tokenizer = byte_tokenizer("</s>", CHATML)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [grown(ROWS[format_name, task], at % 4) for at in range(8)]
+    if format_name != "tokens":
+        rows.append(dict.fromkeys(rows[0]))  # a row without anything
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = None if format_name == "tokens" else str(tmp_path / "tokenizer")
+    counted = file_lengths(path, tokenizer=name, task=task)
+    found = read_rows(datasets.Dataset.from_list(rows), tokenizer, task)
+    read = [len(ids) for part in (found.train, found.evaluation) for ids in part["input_ids"]]
+    assert sorted(counted.lengths.tolist()) == sorted(read)
+    assert (counted.format, found.format, counted.null_rows) == (format_name, format_name, len(rows) - 8)
+    file = data_file(path, has_tokenizer=name is not None, task=task)
+    assert (file.format, file.is_text) == (format_name, format_name != "tokens")
+    again = read_rows(datasets.Dataset.from_list(rows), tokenizer, task, columns=file.parts)
+    assert again.train[:] == found.train[:]
+
+
+HEADINGS = {
+    "prompt and completion": "columns 'prompt', 'completion' of rows as prompt and completion",
+    "conversation": "column 'messages' of rows as conversation",
+    "text and label": "column 'text'",
+}
+
+
+@pytest.mark.parametrize("format_name", HEADINGS)
+def test_without_a_tokenizer_words_of_what_is_read_are_counted(tmp_path: Any, format_name: str) -> None:
+    row = next(row for (name, _), row in ROWS.items() if name == format_name)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    counted = file_lengths(path)
+    words = {"prompt and completion": 3, "conversation": 6, "text and label": 2}
+    assert counted.lengths.tolist() == [words[format_name]]
+    assert counted.heading("rows.jsonl") == (
+        f"rows.jsonl: 1 file, json, {HEADINGS[format_name]}, split at white space into words (for tokens pass "
+        "--tokenizer NAME)"
+    )
+
+
+def test_the_page_has_every_format_and_column() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "lengths-and-padding.md").read_text(encoding="utf-8")
+    rows = {row.split(" | ")[0].strip("| "): row for row in page.splitlines() if row.startswith("| ")}
+    for one in FORMATS:
+        row = rows[one.name]
+        names = {name for part, usual in {**one.columns, **one.optional}.items() if part != "label" for name in usual}
+        if one.name == "tokens":  # masks and types of tokens are kept as they are
+            names &= {"input_ids", "labels", "start_positions", "end_positions"}
+            row += ", ".join(one.tasks)
+        assert {f"`{name}`" for name in names} <= set(re.findall(r"`\w+`", row)), one.name
+        assert all(task in row for task in one.tasks)
