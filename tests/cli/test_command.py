@@ -186,10 +186,10 @@ def test_conversations_are_counted_as_the_chat_template_writes_them(folder) -> N
     turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
     (folder / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     result = runner.invoke(app, ["estimate", "chat", "--data", "chats.jsonl", "--json"])
-    assert (result.exit_code, result.stderr) == (
+    assert (result.exit_code, in_one_line(result.stderr)) == (
         2,
         "--data chats.jsonl holds texts, and the tokenizer of 'chat' has no chat template for them; expected token ids "
-        "or a tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead\n",
+        "or a tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead",
     )
     tokenizer.chat_template = "{% for m in messages %}w5 {{ m.content }} {% endfor %}"
     tokenizer.save_pretrained(folder / "chat")
