@@ -224,7 +224,7 @@ def loss_without_gradients(
     for bit in one chunk, and in several where the product of some rows has the bits of the product of all.
     """
     (hidden, weight, bias), count = tensors, len(target)
-    weight, bias = (None if one is None else one.to(loss.output_dtype) for one in (weight, bias))
+    weight, bias = weight.to(loss.output_dtype), None if bias is None else bias.to(loss.output_dtype)
     chunks, losses = max(1, -(-count // loss.rows(hidden, len(weight)))), []
     size = max(1, -(-count // chunks))
     for part in (slice(start, start + size) for start in range(0, max(count, 1), size)):
