@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt.memory import margin_of
-from hf_memopt.units import format_bytes
-
-if TYPE_CHECKING:
-    from hf_memopt.devices import Gpu
-    from hf_memopt.memory import Estimate
-    from hf_memopt.recipes import Recipe
-    from hf_memopt.recipes.planning.set_ups import SetUp, Technique
-    from hf_memopt.recipes.planning.sharing import Sharing
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from hf_memopt.devices import GPUS
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory import estimate
+from hf_memopt.memory import estimate, margin_of
 from hf_memopt.memory.step_time import missing_figures
+from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
