@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt.memory import margin_of
-from hf_memopt.units import format_bytes
-
-if TYPE_CHECKING:
-    from hf_memopt.devices import Gpu
-    from hf_memopt.memory import Estimate
-    from hf_memopt.recipes import Recipe
-    from hf_memopt.recipes.planning.set_ups import SetUp, Technique
-    from hf_memopt.recipes.planning.sharing import Sharing
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from hf_memopt.devices import GPUS
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory import estimate
+from hf_memopt.memory import estimate, margin_of
 from hf_memopt.memory.step_time import missing_figures
+from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
@@ -55,8 +44,9 @@ class Candidate:
         context_bytes: of CUDA's context; 0 where it is unknown.
         margin_bytes: what has to be left of the GPU: a twentieth.
         usable_bytes: of the GPU, or the budget.
-        components: bytes at the allocated peak, by component.
-        phase: when that peak is reached.
+        components: allocated bytes at the moment that decides the total, by component.
+        phase: that of this moment.
+        phases: what each phase needs, by its name; see ``Estimate.phases``.
         seconds: predicted, of an optimizer step at the mean padded length; None where it cannot be predicted.
         low: the least that it may be.
         high: the most.
@@ -85,6 +75,7 @@ class Candidate:
     components: Mapping[str, int] = field(hash=False)
     techniques: tuple[Technique, ...] = field(default=(), repr=False)
     phase: str = ""
+    phases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False, repr=False)
     seconds: float | None = None
     low: float | None = None
     high: float | None = None
@@ -201,6 +192,7 @@ def candidate_of(set_up: SetUp, recipe: Recipe, found: Estimate, gpu: Gpu, conse
         components=found.components,
         techniques=set_up.techniques,
         phase=found.phase,
+        phases={name: peak._asdict() for name, peak in found.phases.items()},
         flops=found.flops,
         examples=recipe.effective_batch_size,
         consents=consents,

@@ -1,6 +1,6 @@
 """Draw totals of bytes as stacked bars against the memory of their GPU.
 
-One horizontal bar for each: CUDA's context, the components at the peak of allocated bytes, and what the allocator
+One horizontal bar for each: CUDA's context, the components at the moment that decides the total, and what the allocator
 reserves beyond them. Bars that are much longer than the GPU's line are cut, and their figures tell the rest.
 """
 
