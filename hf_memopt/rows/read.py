@@ -36,6 +36,7 @@ class Rows:
         head: options of ``from_pretrained`` for a new head; none for language models.
         metrics: for ``compute_metrics``; None where the loss says it all.
         kept_predictions: for ``preprocess_logits_for_metrics``; None for all of them.
+        best_metric: for ``metric_for_best_model``.
         notes: what was assumed or left out.
     """
 
@@ -46,6 +47,7 @@ class Rows:
     metrics: Callable[[Any], dict[str, float]] | None = None
     kept_predictions: Callable[[Any, Any], Any] | None = None
     notes: tuple[str, ...] = ()
+    best_metric: str = "loss"
 
 
 def read_rows(
@@ -94,7 +96,7 @@ def read_rows(
     encoder = Encoder(task, found, tokenizer, max_length, prefix, labels)
     train, evaluation = (_encoded(one, encoder, notes) for one in (train, evaluation))
     what = labels.kind if labels is not None and task == "sequence-classification" else task
-    from hf_memopt.rows.metrics import kept_predictions, metrics_of
+    from hf_memopt.rows.metrics import BEST, kept_predictions, metrics_of
 
     return Rows(
         train,
@@ -104,6 +106,7 @@ def read_rows(
         metrics_of(what, tokenizer),
         kept_predictions(what),
         tuple(dict.fromkeys(notes)),
+        BEST.get(what, "loss"),
     )
 
 

@@ -6,11 +6,12 @@ import os
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt import __version__
-from hf_memopt.plain_data import checked_path
+from hf_memopt.plain_data import checked_path, parse_object
 from hf_memopt.recipes import NAMES, launch_files
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
@@ -122,16 +123,16 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
     from hf_memopt.batching.padding_costs import data_file
     from hf_memopt.recipes.planning.script.script import ScriptFacts, training_script
 
-    recipe, chosen = found.recipe, found.chosen
+    recipe, chosen, task = found.recipe, found.chosen, found.task
     assert chosen is not None
     file = None
     if rows is not None:
-        file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None)
-    if found.task in WITHOUT_SCRIPT or found.task is None:
+        file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None, task=task)
+    if task in WITHOUT_SCRIPT or task is None:
         return None, []
     facts = ScriptFacts(
-        name=found.source or "NAME OF THE MODEL",
-        task=found.task,
+        name=found.source or "",
+        task=task,
         seq_len=chosen.seq_len,
         accumulation_steps=chosen.accumulation_steps,
         world_size=found.world_size,
@@ -141,10 +142,21 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         file=file,
         tokenizer=None if rows is None else rows.tokenizer,
         cut=_cut(found),
+        model_type=_model_type(found) if task == "seq2seq" else "",
     )
-    text, to_fill_in = training_script(recipe, facts)
-    missing = [] if found.source is not None else ["NAME"]
-    return text, missing + ([to_fill_in] if to_fill_in else [])
+    return training_script(recipe, facts)
+
+
+def _model_type(found: Plan) -> str:
+    model: Any = None if found.simulation is None else found.simulation.model
+    if not isinstance(model, str | os.PathLike):
+        return str(getattr(getattr(model, "config", model), "model_type", ""))
+    from hf_memopt.memory.models import find_config
+
+    folder = find_config(os.fspath(model))
+    if folder is None:  # a well-known name
+        return "t5" if "t5" in os.fspath(model).lower() else ""
+    return str(parse_object((folder / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
 
 
 def _heading(found: Plan) -> tuple[str, ...]:
@@ -153,10 +165,11 @@ def _heading(found: Plan) -> tuple[str, ...]:
     several = f" on each of {found.world_size} GPUs" if found.world_size > 1 else ""
     how = "computed, and corrected by a measurement" if one.corrected else "computed, not measured"
     needs = f"{format_bytes(one.total_bytes)} of {format_bytes(gpu.usable_bytes)}{several} ({how})"
+    versions = " and ".join(f"{name} {version(name).partition('+')[0]}" for name in ("transformers", "torch"))
     return (
         f"{found.model} on {gpu.name}: {one.name}, {one.batch}.",
         f"Needs {needs}: {one.reason}.",
-        f"Made by hf-memopt {__version__}: {found.command or 'hf_memopt.plan()'}",
+        f"Made by hf-memopt {__version__} with {versions}: {found.command or 'hf_memopt.plan()'}",
     )
 
 

@@ -2,18 +2,15 @@
 
 ``train.py.jinja`` has its lines. The arguments are those that ``Recipe.training_arguments`` sets on every machine
 (``stock_arguments``), the callbacks those of ``callbacks_of``, adapters and quantisation the options that
-``Recipe.prepare_model`` and ``model_kwargs`` use. What a recipe does not say (learning rate, epochs, when to evaluate
-and save) has a usual value. What equals stock's default is left out, and so is a callback with nothing to do: a script
-has 45 lines or fewer, about 50 with quantised weights or expandable segments.
-
-What a causal or masked language model and a text classifier need is known from the data file. Of other tasks it is
-not: there the script has a function, ``encode``, whose columns the user names.
+``Recipe.prepare_model`` and ``model_kwargs`` use; ``read_rows`` reads the data. What a recipe does not say (learning
+rate, epochs, when to evaluate and save) has a usual value. A callback with nothing to do is left out.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +23,9 @@ from hf_memopt.binding.model import HEADS, NEW_HEADS
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
 from hf_memopt.recipes import callbacks_of, sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
+from hf_memopt.rows import fitting_format
 from hf_memopt.technique_list import TECHNIQUES, asked_by
+from hf_memopt.techniques.nonfinite import OverflowCallback
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -34,20 +33,8 @@ if TYPE_CHECKING:
     from hf_memopt.batching.padding_costs import DataFile
     from hf_memopt.recipes import Recipe
 
-__all__ = ["KNOWN", "ScriptFacts", "training_script"]
+__all__ = ["ScriptFacts", "training_script"]
 
-KNOWN = ("causal-lm", "masked-lm", "sequence-classification")
-"""The tasks whose rows follow from the data file."""
-TO_FILL_IN = {
-    "seq2seq": "the columns of the texts to read and to write",
-    "token-classification": "the columns of the words and of their classes, and LABELS",
-    "question-answering": "the columns, and the tokens where an answer starts and ends",
-    "image-classification": "the folder of images, with a subfolder for each class",
-    "speech-seq2seq": "the folder of sounds, and the column of what is said in them",
-}
-"""What the user has to complete of ``encode``, by task."""
-LEARNING_RATES = {"lora": "2e-4", "causal-lm": "1e-5", "seq2seq": "1e-4", "speech-seq2seq": "1e-5"}
-LEARNING_RATE = "2e-5"  # of encoders
 NOT_REENTRANT = {"use_reentrant": False}
 """What transformers 5.8.1 to 5.23.0 use where no options of checkpointing are given."""
 
@@ -57,7 +44,7 @@ class ScriptFacts:
     """What a script says beside the recipe.
 
     Attributes:
-        name: of the model, for ``from_pretrained``.
+        name: of the model, for ``from_pretrained``; "" for one without.
         task: of its head.
         seq_len: where rows are cut; None for a model without text.
         accumulation_steps: micro-batches of a step on each GPU.
@@ -68,6 +55,7 @@ class ScriptFacts:
         tokenizer: a folder or name; None for the model's own.
         cut: which rows ``seq_len`` cuts; "" for none, and where that is unknown.
         engine: of several GPUs, by its name in the table of conflicts; "" for one GPU.
+        model_type: of its configuration, where the rows depend on it.
     """
 
     name: str
@@ -81,10 +69,11 @@ class ScriptFacts:
     tokenizer: str | None = None
     cut: str = ""
     engine: str = ""
+    model_type: str = ""
 
 
-def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, str]:
-    """Return the text of the script, and what its user has to complete; "" for nothing."""
+def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, list[str]]:
+    """Return the text of the script, and what its user has to complete."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -99,17 +88,12 @@ def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, str]:
     quantised = recipe.load_in is not None and recipe.weights_dtype == "float32"
     dtype = sixteen_bits_here(recipe) if quantised else recipe.weights_dtype
     view = {
-        **{item.name: getattr(facts, item.name) for item in fields(facts)},
-        **_columns(task, facts.file),
-        "KNOWN": KNOWN,
+        **vars(facts),
+        "columns": _columns(task, facts.file),
         "recipe": recipe,
         "precision": precision,
-        "rows": recipe.per_device_train_batch_size,
         "dtype": dtype,
-        "quantization": {},
-        "adapters": {},
         "head": HEADS[task][0],
-        "learning_rate": LEARNING_RATES.get("lora" if recipe.lora is not None else task, LEARNING_RATE),
         "stock": list(_stock(recipe)),
         "optimizer": _optimizer(recipe),
         "callbacks": list(_callbacks(recipe, facts, precision)),
@@ -120,29 +104,16 @@ def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, str]:
     if recipe.lora is not None:
         targets = recipe.lora_targets
         view["adapters"] = adapter_options(task, recipe.lora, alpha=recipe.lora_alpha, targets=targets)
-    text = laid_out(environment.get_template("train.py.jinja").render(view))
-    ast.parse(text)  # names and paths of any kind stand in it
-    completes = view["to_fill_in"]
-    return text, completes if task in KNOWN else f"encode(): {completes}"
+    text = environment.get_template("train.py.jinja").render(view)
+    laid = laid_out(text)
+    ast.parse(laid)  # names and paths of any kind stand in it
+    return laid, re.findall("  # FILL IN: (.+)", text)
 
 
-def _columns(task: str, file: DataFile | None) -> dict[str, Any]:
-    """Return which columns are read and kept, that of classes, whether there are ids, and what the user completes."""
-    is_text = file is None or file.is_text
-    column = "text" if file is None else file.column
-    if task not in KNOWN:
-        column = column if is_text else "text"
-        return {"column": column, "label": "", "has_ids": False, "to_fill_in": TO_FILL_IN[task]}
-    columns = () if file is None else file.columns
-    label = next((name for name in ("label", "labels") if name in columns), "label")
-    to_fill_in = "the data file and the names of its columns" if file is None else ""
-    if task == "sequence-classification":
-        kept: str | list[str] = [column, label]
-        to_fill_in = to_fill_in or ("" if label in columns else "the name of the column of classes")
-    else:
-        label = ""
-        kept = [column, "labels"] if not is_text and "labels" in columns else column  # a label for each token
-    return {"column": column, "kept": kept, "label": label, "has_ids": not is_text, "to_fill_in": to_fill_in}
+def _columns(task: str, file: DataFile | None) -> dict[str, str]:
+    """Return ``columns`` for ``read_rows``; none where it finds the same by their names."""
+    found = None if file is None else fitting_format(file.columns, task, {})
+    return {} if file is None or (found is not None and found[1] == file.parts) else dict(file.parts)
 
 
 def _options(options: Mapping[str, Any]) -> str:
@@ -176,17 +147,16 @@ def _default(name: str) -> Any:
 
 def _optimizer(recipe: Recipe) -> tuple[str, str] | None:
     """Return the function that makes an optimizer of ours, and the reason for it; None for one of stock's."""
-    for one in asked_by(recipe).values():
-        if one.optimizer:
-            return one.optimizer.rpartition(":")[2], recipe.reason_of(
-                one.field_in(recipe)
-            ) if one.kind == "training" else ""
-    return None
+    one = next((one for one in asked_by(recipe).values() if one.optimizer), None)
+    if one is None:
+        return None
+    return one.optimizer.rpartition(":")[2], recipe.reason_of(one.field_in(recipe)) if one.kind == "training" else ""
 
 
 def _callbacks(recipe: Recipe, facts: ScriptFacts, precision: str) -> Iterator[tuple[str, str]]:
     """Yield the code of each callback that changes anything and that ``attach`` does not refuse, and its reason."""
-    for one in callbacks_of(recipe, recipe.optim):
+    overflow = [OverflowCallback()] if precision == "fp16" else []
+    for one in [*callbacks_of(recipe, recipe.optim), *overflow]:
         if _has_work(recipe, facts, precision, one) and not _is_refused(recipe, facts, precision, one):
             yield _source_of(one), _reason_of_callback(recipe, one)
 
@@ -207,6 +177,8 @@ def _reason_of_callback(recipe: Recipe, callback: Any) -> str:
     name = type(callback).__name__
     if name == "PrecisionCallback":
         return "a new head is updated in float32" if recipe.autocast_cache else "no 16-bit copies are kept"
+    if name == "OverflowCallback":
+        return "a step with values beyond fp16 is dropped, and reported"
     return recipe.reason_of(TECHNIQUES[callback.technique].field_in(recipe) or "embedding_bits")
 
 
