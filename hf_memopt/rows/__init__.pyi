@@ -1,0 +1,1 @@
+from .formats import fitting_format as fitting_format

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hf_memopt.errors import did_you_mean
 
-__all__ = ["ALIASES", "FORMATS", "TASKS", "Format", "row_format"]
+__all__ = ["ALIASES", "FORMATS", "TASKS", "Format", "fitting_format", "row_format"]
 
 TASKS = ("causal-lm", "masked-lm", "seq2seq", "sequence-classification", "token-classification", "question-answering")
 ALIASES = {"regression": "regression", "multi-label-classification": "multi_label_classification"}
@@ -63,24 +63,6 @@ FORMATS = (
         ("token-classification",),
     ),
     Format("translation", {"translation": ("translation",)}, ("seq2seq",)),
-    Format(
-        "source and target",
-        {
-            "source": (
-                "source",
-                "document",
-                "article",
-                "dialogue",
-                "text",
-                "input",
-                "question",
-                "prompt",
-                "instruction",
-            ),
-            "target": ("target", "summary", "highlights", "output", "answer", "completion", "response", "label"),
-        },
-        ("seq2seq",),
-    ),
     *(
         Format("pair of texts", {"first": (first,), "second": (second,), "label": LABEL}, ("sequence-classification",))
         for first, second in (
@@ -100,6 +82,24 @@ FORMATS = (
         ("sequence-classification",),
     ),
     Format("text", {"text": ("text", "content")}, LANGUAGE),
+    Format(
+        "source and target",
+        {
+            "source": (
+                "source",
+                "document",
+                "article",
+                "dialogue",
+                "text",
+                "input",
+                "question",
+                "prompt",
+                "instruction",
+            ),
+            "target": ("target", "summary", "highlights", "output", "answer", "completion", "response", "label"),
+        },
+        ("seq2seq",),
+    ),
 )
 """In the order in which they are looked for. The names are those of TRL and of the best-known data sets."""
 
@@ -130,17 +130,28 @@ def row_format(
             f"columns={given!r} name {absent!r}, which is not in the data; expected names among {sorted(names)}."
             f"{did_you_mean(absent, names)} Pass columns={{'text': {next(iter(names), 'text')!r}}}"
         )
+    found = fitting_format(names, task, given)
+    if found is not None:
+        return found
     possible = [one for one in FORMATS if task in one.tasks]
-    for one in possible:
-        found = {part: given.get(part) or _first(spellings, names) for part, spellings in one.columns.items()}
-        needed = {part for part in found if part not in one.optional}
-        if all(found[part] for part in needed) and given.keys() <= found.keys():
-            return one, {part: name for part, name in found.items() if name}
     wanted = "; ".join(dict.fromkeys(f"{one.name} ({', '.join(_needed(one))})" for one in possible))
     example = dict.fromkeys(_needed(possible[-1]), "NAME")
     raise ValueError(
         f"columns {sorted(names)} are in no format of {task}; expected one of: {wanted}. Name them: columns={example!r}"
     )
+
+
+def fitting_format(
+    names: Sequence[str], task: str | None, given: Mapping[str, str]
+) -> tuple[Format, dict[str, str]] | None:
+    """Return as ``row_format``; for any task where it is None; None where no format fits."""
+    for one in FORMATS:
+        if task is not None and task not in one.tasks:
+            continue
+        found = {part: given.get(part) or _first(spellings, names) for part, spellings in one.columns.items()}
+        if all(found[part] for part in _needed(one)) and given.keys() <= found.keys():
+            return one, {part: name for part, name in found.items() if name}
+    return None
 
 
 def _first(spellings: Sequence[str], names: Sequence[str]) -> str | None:

@@ -568,10 +568,10 @@ def test_an_unknown_column(tmp_path):
 
 
 def test_no_column_that_could_be_meant(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])
+    path = write_lines(tmp_path / "a.jsonl", [{"title": "a", "body": "b"}])
     assert error_of(path) == (
-        f"path={str(path)!r} has neither 'input_ids' nor 'text', and 2 columns of texts, question, answer; expected "
-        "one of ['answer', 'question'] by name. Pass --column NAME"
+        f"path={str(path)!r} has neither 'input_ids' nor 'text', and 2 columns of texts, title, body; expected "
+        "one of ['body', 'title'] by name. Pass --column NAME"
     )
     path = write_lines(tmp_path / "b.jsonl", [{"label": 1}])
     assert error_of(path) == (

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from hf_memopt.batching import is_list
 from hf_memopt.batching.padding_costs.file_readers import first_line, likely_type, open_source, reading
 from hf_memopt.errors import did_you_mean
 from hf_memopt.hub import hub_answers
+from hf_memopt.rows import fitting_format
 
 __all__ = ["DataFile", "FileLengths", "data_file", "file_lengths"]
 
@@ -92,6 +93,8 @@ class DataFile:
         column: of texts or token ids.
         is_text: whether that column holds texts.
         columns: all of its columns.
+        format: the name of the format of its rows, as ``read_rows`` calls it; "" where none fits.
+        parts: the column of each part of that format, as ``read_rows`` takes them by ``columns=``.
     """
 
     path: str
@@ -101,6 +104,8 @@ class DataFile:
     column: str
     is_text: bool
     columns: tuple[str, ...]
+    format: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 def file_lengths(path: str | Path, *, column: str | None = None, tokenizer: str | None = None) -> FileLengths:
@@ -155,16 +160,26 @@ def file_lengths(path: str | Path, *, column: str | None = None, tokenizer: str 
     return FileLengths(full, unit, column, kind, len(sources), null_rows, empty_rows)
 
 
-def data_file(path: str | os.PathLike[str], *, column: str | None = None, has_tokenizer: bool = False) -> DataFile:
-    """Return what a data file holds, without reading its rows; the column is chosen as ``file_lengths`` does.
+def data_file(
+    path: str | os.PathLike[str], *, column: str | None = None, has_tokenizer: bool = False, task: str | None = None
+) -> DataFile:
+    """Return what a data file holds, without reading its rows; the columns are chosen as ``file_lengths`` does.
+
+    Args:
+        path: as ``file_lengths``, like ``column``.
+        column: of texts, token ids or messages; None for those of the first format of the task that fits.
+        has_tokenizer: whether texts are preferred to token ids.
+        task: of the model's head; None for any.
 
     Raises:
         ValueError: as ``file_lengths``, but for what only the rows show.
     """
-    return _open(path, column, has_tokenizer=has_tokenizer)[0]
+    return _open(path, column, has_tokenizer=has_tokenizer, task=task)[0]
 
 
-def _open(path: str | os.PathLike[str], column: str | None, *, has_tokenizer: bool) -> tuple[DataFile, list[Path]]:
+def _open(
+    path: str | os.PathLike[str], column: str | None, *, has_tokenizer: bool, task: str | None = None
+) -> tuple[DataFile, list[Path]]:
     """Return what the first file holds, and all files."""
     try:
         kind, sources = _find(Path(path))
@@ -175,10 +190,20 @@ def _open(path: str | os.PathLike[str], column: str | None, *, has_tokenizer: bo
         ) from error
     with reading(sources[0], kind):
         schema, _ = open_source(sources[0], kind)
-    column = column or _choose_column(schema, sources[0], has_tokenizer=has_tokenizer)
-    is_text = _check_column(schema, column, sources[0])
+    names = [name for name in schema.names if not has_tokenizer or name != "input_ids"]
+    found = fitting_format(names, task, {}) if column is None else None
+    if found is None:
+        column = column or _choose_column(schema, sources[0], has_tokenizer=has_tokenizer)
+        main = ("text", "source") if _check_column(schema, column, sources[0]) else ("input_ids",)
+        each = (fitting_format(schema.names, task, {part: column}) for part in main)
+        found = next((one for one in each if one is not None), None)
+    name, parts = (found[0].name, found[1]) if found else ("", {})
+    column = column or next(iter(parts.values()))
     is_folder, is_saved = Path(path).is_dir(), sources[0].is_dir()
-    return DataFile(os.fspath(path), kind, is_folder, is_saved, column, is_text, tuple(schema.names)), sources
+    is_flat = not parts.keys() & {"messages", "prompt", "words", "translation"}
+    is_text = _check_column(schema, column, sources[0]) if is_flat else True
+    columns = tuple(schema.names)
+    return DataFile(os.fspath(path), kind, is_folder, is_saved, column, is_text, columns, name, parts), sources
 
 
 # ---- Which files -----------------------------------------------------------------------------------------------------
