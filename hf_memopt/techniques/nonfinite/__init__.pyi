@@ -1,1 +1,2 @@
 from .indices import example_indices as example_indices
+from .overflow import OverflowCallback as OverflowCallback
