@@ -10,72 +10,56 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
+from hf_memopt import __version__
+from hf_memopt.batching.padding_costs import data_file
 from hf_memopt.binding.compatibility import names_of, refusal_of
 from hf_memopt.binding.model import HEADS, NEW_HEADS
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
-from hf_memopt.recipes import callbacks_of, sixteen_bits_here, stock_arguments
+from hf_memopt.memory.models import find_config
+from hf_memopt.plain_data import parse_object
+from hf_memopt.recipes import NAMES, callbacks_of, sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
 from hf_memopt.rows import fitting_format
 from hf_memopt.technique_list import TECHNIQUES, asked_by
 from hf_memopt.techniques.nonfinite import OverflowCallback
+from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from hf_memopt.batching.padding_costs import DataFile
     from hf_memopt.recipes import Recipe
+    from hf_memopt.recipes.planning import Plan
+    from hf_memopt.recipes.planning.script.folder import RowsFile
 
-__all__ = ["ScriptFacts", "training_script"]
+__all__ = ["script_of"]
 
+WITHOUT_SCRIPT = ("multiple-choice",)
+"""The tasks of which no script is written."""
 NOT_REENTRANT = {"use_reentrant": False}
 """What transformers 5.8.1 to 5.23.0 use where no options of checkpointing are given."""
 
 
-@dataclass(frozen=True)
-class ScriptFacts:
-    """What a script says beside the recipe.
-
-    Attributes:
-        name: of the model, for ``from_pretrained``; "" for one without.
-        task: of its head.
-        seq_len: where rows are cut; None for a model without text.
-        accumulation_steps: micro-batches of a step on each GPU.
-        world_size: GPUs.
-        output_dir: where it saves.
-        heading: comments at its top.
-        file: the data; None where none was given.
-        tokenizer: a folder or name; None for the model's own.
-        cut: which rows ``seq_len`` cuts; "" for none, and where that is unknown.
-        engine: of several GPUs, by its name in the table of conflicts; "" for one GPU.
-        model_type: of its configuration, where the rows depend on it.
-    """
-
-    name: str
-    task: str
-    seq_len: int | None
-    accumulation_steps: int
-    world_size: int
-    output_dir: str
-    heading: tuple[str, ...]
-    file: DataFile | None = None
-    tokenizer: str | None = None
-    cut: str = ""
-    engine: str = ""
-    model_type: str = ""
-
-
-def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, list[str]]:
-    """Return the text of the script, and what its user has to complete."""
+def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") -> tuple[str | None, list[str]]:
+    """Return the script of the chosen recipe, None where there is none for the task, and what it leaves to complete."""
     import jinja2
 
+    recipe, chosen, task = found.recipe, found.chosen, found.task
+    file = None
+    if rows is not None:
+        file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None, task=task)
+    if task is None or task in WITHOUT_SCRIPT:
+        return None, []
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -83,24 +67,33 @@ def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, list[str]]
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"heading": heading_of, "literal": literal, "options": _options}
-    task, precision = facts.task, recipe.step_settings().precision
+    environment.filters |= {"bytes": format_bytes, "heading": heading_of, "literal": literal, "options": _options}
+    assert chosen is not None
+    engine = "" if chosen.sharing is None else NAMES[chosen.sharing.strategy]
     quantised = recipe.load_in is not None and recipe.weights_dtype == "float32"
-    dtype = sixteen_bits_here(recipe) if quantised else recipe.weights_dtype
     view = {
-        **vars(facts),
-        "columns": _columns(task, facts.file),
+        "found": found,
+        "chosen": chosen,
         "recipe": recipe,
-        "precision": precision,
-        "dtype": dtype,
+        "task": task,
+        "output_dir": output_dir,
+        "versions": {
+            "hf_memopt": __version__,
+            **{name: version(name).partition("+")[0] for name in ("transformers", "torch")},
+        },
+        "file": file,
+        "columns": {} if file is None else _columns(task, file),
+        "tokenizer": None if rows is None else rows.tokenizer,
+        "has_prefix": task == "seq2seq" and _is_t5(found),
+        "precision": recipe.step_settings().precision,
+        "dtype": (dtype := sixteen_bits_here(recipe) if quantised else recipe.weights_dtype),
         "head": HEADS[task][0],
         "stock": list(_stock(recipe)),
-        "optimizer": _optimizer(recipe),
-        "callbacks": list(_callbacks(recipe, facts, precision)),
+        "optimizer": next((one for one in asked_by(recipe).values() if one.optimizer), None),
+        "callbacks": list(_callbacks(found, engine)),
     }
     if recipe.load_in is not None:
-        is_sharded = facts.engine == "FSDP2"
-        view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=is_sharded)
+        view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=engine == "FSDP2")
     if recipe.lora is not None:
         targets = recipe.lora_targets
         view["adapters"] = adapter_options(task, recipe.lora, alpha=recipe.lora_alpha, targets=targets)
@@ -110,10 +103,20 @@ def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, list[str]]
     return laid, re.findall("  # FILL IN: (.+)", text)
 
 
-def _columns(task: str, file: DataFile | None) -> dict[str, str]:
+def _columns(task: str, file: DataFile) -> dict[str, str]:
     """Return ``columns`` for ``read_rows``; none where it finds the same by their names."""
-    found = None if file is None else fitting_format(file.columns, task, {})
-    return {} if file is None or (found is not None and found[1] == file.parts) else dict(file.parts)
+    found = fitting_format(file.columns, task, {})
+    return {} if found is not None and found[1] == file.parts else dict(file.parts)
+
+
+def _is_t5(found: Plan) -> bool:
+    model: Any = None if found.simulation is None else found.simulation.model
+    if not isinstance(model, str | os.PathLike):
+        return getattr(getattr(model, "config", model), "model_type", "") == "t5"
+    folder = find_config(os.fspath(model))
+    if folder is None:  # a well-known name
+        return "t5" in os.fspath(model).lower()
+    return parse_object((folder / "config.json").read_text(encoding="utf-8")).get("model_type") == "t5"
 
 
 def _options(options: Mapping[str, Any]) -> str:
@@ -142,22 +145,19 @@ def _default(name: str) -> Any:
     return next(item.default for item in fields(TrainingArguments) if item.name == name)
 
 
-# ---- The optimizer and the callbacks
+# ---- The callbacks
 
 
-def _optimizer(recipe: Recipe) -> tuple[str, str] | None:
-    """Return the function that makes an optimizer of ours, and the reason for it; None for one of stock's."""
-    one = next((one for one in asked_by(recipe).values() if one.optimizer), None)
-    if one is None:
-        return None
-    return one.optimizer.rpartition(":")[2], recipe.reason_of(one.field_in(recipe)) if one.kind == "training" else ""
-
-
-def _callbacks(recipe: Recipe, facts: ScriptFacts, precision: str) -> Iterator[tuple[str, str]]:
+def _callbacks(found: Plan, engine: str) -> Iterator[tuple[str, str]]:
     """Yield the code of each callback that changes anything and that ``attach`` does not refuse, and its reason."""
-    overflow = [OverflowCallback()] if precision == "fp16" else []
-    for one in [*callbacks_of(recipe, recipe.optim), *overflow]:
-        if _has_work(recipe, facts, precision, one) and not _is_refused(recipe, facts, precision, one):
+    recipe, precision = found.recipe, found.recipe.step_settings().precision
+    of_whole_models = found.world_size > 1 and engine in ("", "DDP")
+    used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, engine: True}
+    in_use = [*asked_by(recipe), *(name for name, is_used in used.items() if is_used)]
+    for one in [*callbacks_of(recipe, recipe.optim), *([OverflowCallback()] if precision == "fp16" else [])]:
+        is_refused = any(refusal_of(name, own) is not None for name in in_use for own in names_of(one))
+        is_idle = type(one).__name__ == "PrecisionCallback" and not _has_autocast(recipe, found.task, precision)
+        if not is_refused and not is_idle:
             yield _source_of(one), _reason_of_callback(recipe, one)
 
 
@@ -182,21 +182,11 @@ def _reason_of_callback(recipe: Recipe, callback: Any) -> str:
     return recipe.reason_of(TECHNIQUES[callback.technique].field_in(recipe) or "embedding_bits")
 
 
-def _has_work(recipe: Recipe, facts: ScriptFacts, precision: str, callback: TrainerCallback) -> bool:
-    """Return whether a callback changes anything.
+def _has_autocast(recipe: Recipe, task: str | None, precision: str) -> bool:
+    """Return whether autocast leaves ``PrecisionCallback`` something to do.
 
-    ``PrecisionCallback`` has work under autocast alone: without its cache, or where PEFT leaves the copy of a new head,
-    which it trains whole, in the 16 bits of the model. Weights that are all trained are loaded in float32.
+    That is: without its cache, or where PEFT leaves the copy of a new head, which it trains whole, in the 16 bits of
+    the model. Weights that are all trained are loaded in float32.
     """
-    if type(callback).__name__ != "PrecisionCallback":
-        return True
-    has_new_head = recipe.lora is not None and facts.task in NEW_HEADS
+    has_new_head = recipe.lora is not None and task in NEW_HEADS
     return precision not in ("fp32", "tf32") and (not recipe.autocast_cache or has_new_head)
-
-
-def _is_refused(recipe: Recipe, facts: ScriptFacts, precision: str, callback: Any) -> bool:
-    """Return whether ``attach`` would refuse the callback beside what the recipe asks for."""
-    of_whole_models = facts.world_size > 1 and facts.engine in ("", "DDP")
-    used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, facts.engine: True}
-    in_use = [*asked_by(recipe), *(name for name, is_used in used.items() if is_used)]
-    return any(refusal_of(name, own) is not None for name in in_use for own in names_of(callback))
