@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from hf_memopt import __version__
-from hf_memopt.batching.padding_costs import data_file
 from hf_memopt.binding.compatibility import names_of, refusal_of
 from hf_memopt.binding.model import HEADS, NEW_HEADS
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
@@ -52,7 +52,7 @@ NOT_REENTRANT = {"use_reentrant": False}
 
 def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") -> tuple[str | None, list[str]]:
     """Return the script of the chosen recipe, None where there is none for the task, and what it leaves to complete."""
-    import jinja2
+    from hf_memopt.batching.padding_costs import data_file
 
     recipe, chosen, task = found.recipe, found.chosen, found.task
     file = None
@@ -60,14 +60,6 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None, task=task)
     if task is None or task in WITHOUT_SCRIPT:
         return None, []
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"bytes": format_bytes, "heading": heading_of, "literal": literal, "options": _options}
     assert chosen is not None
     engine = "" if chosen.sharing is None else NAMES[chosen.sharing.strategy]
     quantised = recipe.load_in is not None and recipe.weights_dtype == "float32"
@@ -97,10 +89,25 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
     if recipe.lora is not None:
         targets = recipe.lora_targets
         view["adapters"] = adapter_options(task, recipe.lora, alpha=recipe.lora_alpha, targets=targets)
-    text = environment.get_template("train.py.jinja").render(view)
+    text = _template().render(view)
     laid = laid_out(text)
     ast.parse(laid)  # names and paths of any kind stand in it
     return laid, re.findall("  # FILL IN: (.+)", text)
+
+
+@cache
+def _template() -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"bytes": format_bytes, "heading": heading_of, "literal": literal, "options": _options}
+    return environment.get_template("train.py.jinja")
 
 
 def _columns(task: str, file: DataFile) -> dict[str, str]:
