@@ -293,6 +293,8 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
         )
     if settings.eval_batch_size is None:
         notes.append("evaluation not included: give eval_batch_size")
+    elif replayed.phase == "evaluation" and not settings.prediction_loss_only:
+        notes.append("evaluation keeps logits for a metric; without compute_metrics give prediction_loss_only=True")
     if settings.micro_batch_size is not None:
         notes.append("micro-batches of a known loss; any other sees all rows, whose logits and gradients come on top")
     return tuple(notes)

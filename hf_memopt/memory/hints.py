@@ -150,6 +150,8 @@ def _candidates(found: Estimate) -> Iterator[dict[str, Any]]:
     def matters(size_bytes: int) -> bool:
         return LEAST_SHARE * size_bytes >= over_bytes
 
+    if found.phase == "evaluation" and not settings.prediction_loss_only:
+        yield {"prediction_loss_only": True}
     if found.phase == "evaluation" and settings.eval_batches > 1 and settings.eval_accumulation_steps != 1:
         yield {"eval_accumulation_steps": 1}
     if found.phase in ("generation", "evaluation") and (settings.eval_batch_size or 1) > 1:

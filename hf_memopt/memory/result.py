@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory.output import as_dict, draw, estimate_table, print_estimate
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.hints import Hint
     from hf_memopt.memory.settings import Fragmentation
     from hf_memopt.memory.step_time import StepCosts, StepTime
-    from hf_memopt.memory.tracking import Timeline
+    from hf_memopt.memory.tracking import PhasePeak, Timeline
 
 __all__ = ["Estimate"]
 
@@ -34,9 +34,10 @@ class Estimate:
         peak_allocated_bytes: the peak of what tensors hold.
         peak_reserved_bytes: the peak of what torch's allocator holds.
         context_bytes: of CUDA's context on the GPU; None where it is unknown.
-        components: what the bytes of the allocated peak are for, by the names in ``COMPONENTS``.
-        phase: when the allocated peak is reached: "load", "forward", "backward", "optimizer", "generation" or
-            "evaluation".
+        components: what is allocated, by the names in ``COMPONENTS``, at the moment that decides the total: of those at
+            which the allocator holds most, the one at which tensors do. That is the peak of allocated bytes too,
+            unless the allocator needs more for fewer bytes of another phase.
+        phase: that of this moment: "load", "forward", "backward", "optimizer", "generation" or "evaluation".
         module: the module whose operation reaches it; "" between modules.
         host_bytes: what is moved to the host: paged optimizer state, offloaded activations.
         parameters: elements of all parameters.
@@ -82,6 +83,11 @@ class Estimate:
     def total_bytes(self) -> int:
         """Reserved bytes and the context, if it is known: what the GPU must hold."""
         return self.peak_reserved_bytes + (self.context_bytes or 0)
+
+    @cached_property
+    def phases(self) -> dict[str, PhasePeak]:
+        """What each phase needs by its name: ``allocated_bytes``, ``reserved_bytes``, and the ``components`` of it."""
+        return self.timeline.phase_peaks()
 
     @property
     def fits(self) -> bool | None:

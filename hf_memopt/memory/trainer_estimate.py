@@ -45,12 +45,13 @@ def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estima
 def settings_of(trainer: Trainer) -> dict[str, Any]:
     """Return the fields of ``StepSettings`` that the trainer's callbacks and optimizer decide."""
     used = techniques_in_use(trainer)
-    handler = trainer.accelerator.autocast_handler
+    handler, has_metric = trainer.accelerator.autocast_handler, trainer.compute_metrics is not None
     own = {item.name: item.default for item in fields(StepSettings)}
     techniques = [TECHNIQUES[name] for name in used]
     found: dict[str, Any] = {field: True for one in techniques for field in one.fields if own.get(field) is False}
     if functions := [load(one.on_model) for one in techniques if one.on_model and not own.keys() & one.fields.keys()]:
         found["prepare"] = tuple(functions)
+    found["prediction_loss_only"] = trainer.args.prediction_loss_only or not has_metric  # as stock's evaluate
     found["autocast_cache"] = handler is None or bool(handler.cache_enabled)
     if "16-bit weights" in used:
         found["rounding"] = next(one.rounding for one in optimizers_of(trainer) if hasattr(one, "rounding"))

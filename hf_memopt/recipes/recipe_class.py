@@ -89,6 +89,8 @@ class Recipe:
         gradient_release: whether each parameter steps as soon as it has its gradient; then nothing is accumulated, and
             nothing clipped.
         attn_implementation: for ``from_pretrained``.
+        prediction_loss_only: whether evaluation computes the loss alone; ``compute_metrics`` then gets nothing, and
+            where the loss is fused no logits are made.
         eval_accumulation_steps: evaluation batches whose outputs stay on the GPU before they move to the host; None
             for all of them.
         dataloader_num_workers: processes that prepare batches.
@@ -130,7 +132,8 @@ class Recipe:
     sparse_tied_embedding: bool = _choice(False, "matters where a large embedding is the head too")
     gradient_release: bool = _choice(False, "it would exclude accumulation and clipping")
     attn_implementation: str = _choice("sdpa", "no attention matrix is kept")
-    eval_accumulation_steps: Count | None = _choice(None, "logits stay on the GPU until evaluation ends")
+    prediction_loss_only: bool = _choice(False, "compute_metrics may need what the model predicts")
+    eval_accumulation_steps: Count | None = _choice(None, "what evaluation keeps stays on the GPU until it ends")
     dataloader_num_workers: CountOrZero = _choice(0, "padding from Arrow is cheap beside a training step")
     autocast_cache: bool = _choice(True, "a weight is cast once per pass")
     expandable_segments: bool = _choice(False, "batches of few lengths hardly fragment")

@@ -102,6 +102,7 @@ def stock_arguments(recipe: Recipe) -> dict[str, Any]:
         "per_device_eval_batch_size": recipe.per_device_eval_batch_size,
         "optim": recipe.optim,
         "eval_accumulation_steps": recipe.eval_accumulation_steps,
+        "prediction_loss_only": recipe.prediction_loss_only,
         "dataloader_num_workers": recipe.dataloader_num_workers,
     }
     if not recipe.accumulates:

@@ -1,20 +1,27 @@
 """Train a language model without its logits: ``fuse_cross_entropy`` for the model of a ``Trainer``.
 
-What it does and what it leaves out is in ``hf_memopt.binding.fused_loss.fuse``. Evaluation, ``compute_metrics`` and
-``preprocess_logits_for_metrics`` get real logits, since the model is in evaluation mode there.
+What it does and what it leaves out is in ``hf_memopt.binding.fused_loss.fuse``. ``compute_metrics`` and
+``preprocess_logits_for_metrics`` get real logits. An evaluation without them wants the loss alone
+(``prediction_loss_only``): it makes none after ``attach(trainer)``, and ``eval_loss`` is stock's.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.compatibility import check_settings
-from hf_memopt.binding.fused_loss import FusedHandle, fuse_cross_entropy
+from hf_memopt.binding.fused_loss import FusedHandle, fuse_cross_entropy, loss_alone
+from hf_memopt.binding.undo import UndoHandle, override_method, undo_all
 from hf_memopt.changes import add_change, record_changes
-from hf_memopt.plain_data import Count, check_value
+from hf_memopt.plain_data import Count, check_value, shown
 from hf_memopt.techniques.technique_callback import ModelCallback
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 __all__ = ["FusedCrossEntropyCallback", "fuse_cross_entropy"]
 
@@ -56,6 +63,20 @@ class FusedCrossEntropyCallback(ModelCallback):
             self.handle = fuse_cross_entropy(model, chunk_bytes=self.chunk_bytes)
             self._handles.keep(model, self.handle)
 
+    def bind(self, trainer: Trainer) -> UndoHandle:
+        """Fuse the model, and the loss of evaluations that want nothing else.
+
+        Raises:
+            ValueError: there is a metric, and ``prediction_loss_only=True``, with which stock never calls it.
+        """
+        if trainer.args.prediction_loss_only and trainer.compute_metrics is not None:
+            raise ValueError(
+                f"compute_metrics={shown(trainer.compute_metrics)} is never called with prediction_loss_only=True; "
+                "expected one of them. Pass prediction_loss_only=False, per_device_eval_batch_size=1, "
+                "eval_accumulation_steps=1: evaluation keeps logits then"
+            )
+        return undo_all(super().bind(trainer), override_method(trainer, "prediction_step", _without_logits))
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Refuse settings here too, for a Trainer that is not attached; fuse a model that is new."""
         check_settings(self.technique, args)
@@ -79,3 +100,11 @@ class FusedCrossEntropyCallback(ModelCallback):
                 "head's logits. Take it out of callbacks=, or see trainer.memopt_changes for what made real logits",
                 stacklevel=2,
             )
+
+
+def _without_logits(before: Callable[..., Any]) -> Callable[..., Any]:
+    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        with loss_alone() if prediction_loss_only else nullcontext():
+            return before(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    return prediction_step

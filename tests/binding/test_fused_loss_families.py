@@ -10,7 +10,7 @@ import pytest
 import torch
 from slow_cases import slow_except
 
-from hf_memopt.binding.fused_loss import fuse_cross_entropy
+from hf_memopt.binding.fused_loss import DeferredLogits, fuse_cross_entropy, loss_alone
 from hf_memopt.memory.tracking import StorageTracker
 from language_models import ENCODERS, FAMILIES, VOCABULARY, batch, build, distance, gradients
 
@@ -69,6 +69,26 @@ def test_loss_and_gradients_in_float32(family: str) -> None:
     (loss, found), (expected_loss, expected) = fused_and_stock(family, torch.float32)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     assert distance(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("items", [None, 37], ids=["mean", "items"])
+@pytest.mark.parametrize("precision", ["float32", *LOW])
+@pytest.mark.parametrize("family", slow_except(FEW, FAMILIES))
+def test_the_loss_of_an_evaluation_is_stocks_bit_for_bit(family: str, precision: str, items: int | None) -> None:
+    """In chunks too: on a CPU a product of several rows has the bits that they have in the product of all."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model = build(family, dtype).eval()
+    data = {**batch(family, dtype), **({} if items is None else {"num_items_in_batch": torch.tensor(items)})}
+    low = torch.float16 if precision.endswith(" float16") else torch.bfloat16
+    with torch.no_grad(), torch.autocast("cpu", low, enabled=precision.startswith("autocast")):
+        stock = model(**data).loss
+        record = fuse_cross_entropy(model, chunk_bytes=CHUNK_BYTES).record
+        with loss_alone():
+            found = model(**data)
+        assert type(found.logits) is DeferredLogits
+        assert not record.real
+        assert (found.loss.dtype, float(found.loss)) == (stock.dtype, float(stock))
+        assert torch.equal(model(**data).loss, stock)
 
 
 @pytest.mark.parametrize("items", [None, 37], ids=["mean", "items"])

@@ -17,7 +17,7 @@ from hf_memopt.memory.hints import Hint
 from hf_memopt.memory.output import draw
 from hf_memopt.memory.output.estimate_picture import drawn_events
 from hf_memopt.memory.output.estimate_text import describe, verdict
-from hf_memopt.memory.tracking import COMPONENTS, Timeline, phase_peaks
+from hf_memopt.memory.tracking import COMPONENTS, Timeline
 
 LARGE = Gpu("Card 80GB", 81920 * MIB, 80000 * MIB, 400 * MIB, (9, 0), "made up for the tests")
 
@@ -54,11 +54,11 @@ def test_no_peak_is_lost_in_a_long_timeline(seed) -> None:
     assert allocated[shown].max() == allocated.max()
     assert allocated[shown].min() == allocated.min()
     assert timeline.reserved[shown].max() == timeline.reserved.max()
-    for name, found in phase_peaks(timeline).items():  # a short phase has stretches of its own
+    for name, found in timeline.phase_peaks().items():  # a short phase has stretches of its own
         if name in ("load", "optimizer"):
             first = dict(map(reversed, timeline.phases))[name]
             within = shown[(shown >= first) & (shown < first + {"load": 7, "optimizer": 3}[name])]
-            assert allocated[within].max() == found["allocated_bytes"]
+            assert allocated[within].max() == found.allocated_bytes
 
 
 def drawn(estimate: Estimate, monkeypatch, tmp_path: Path) -> Any:

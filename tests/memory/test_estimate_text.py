@@ -7,15 +7,17 @@ import json
 from dataclasses import asdict, replace
 from functools import partial
 
+import numpy as np
 import pytest
 from peft import LoraConfig
 
 from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt import __version__
+from hf_memopt.components import parts_of
 from hf_memopt.memory.hints import Hint
-from hf_memopt.memory.output import as_dict, estimate_table
+from hf_memopt.memory.output import as_dict, estimate_table, timeline_data
 from hf_memopt.memory.output.estimate_text import describe, verdict
-from hf_memopt.memory.tracking import COMPONENTS, phase_peaks
+from hf_memopt.memory.tracking import COMPONENTS
 from hf_memopt.techniques.freezing.freezing import freeze
 
 # ---- Table
@@ -33,23 +35,32 @@ def test_the_whole_table() -> None:
         "attention\n"
         "335.1 M parameters, 1.1 M trainable; 7.6 TFLOP per optimizer step\n"
         "\n"
-        " component         at the peak   share\n"
-        " ─────────────────────────────────────────────────\n"
-        " weights             600.0 MiB   36.9%   ███████\n"
-        " gradients            75.0 MiB    4.6%   █\n"
-        " optimizer state     150.0 MiB    9.2%   ██\n"
-        " activations         700.0 MiB   43.1%   █████████\n"
-        " logits and loss      50.0 MiB    3.1%   █\n"
-        " temporaries          33.0 MiB    2.0%\n"
-        " workspace            16.0 MiB    1.0%\n"
-        " inputs                1.0 MiB    0.1%\n"
+        " component              at the peak   share\n"
+        " ────────────────────────────────────────────────────\n"
+        " weights                  600.0 MiB   29.5%   ██████\n"
+        " gradients                 75.0 MiB    3.7%   █\n"
+        " optimizer state          150.0 MiB    7.4%   █\n"
+        " activations              700.0 MiB   34.4%   ███████\n"
+        " logits and loss           50.0 MiB    2.5%\n"
+        " temporaries               33.0 MiB    1.6%\n"
+        " workspace                 16.0 MiB    0.8%\n"
+        " inputs                     1.0 MiB    0.0%\n"
+        " reserved, not in use       8.0 MiB    0.4%\n"
+        " CUDA context             400.0 MiB   19.7%   ████\n"
         "\n"
-        " peak allocated       1.59 GiB\n"
-        " peak reserved        1.59 GiB\n"
-        " CUDA context        400.0 MiB\n"
-        " total                1.99 GiB\n"
+        " total                     1.99 GiB\n"
         "\n"
-        "The peak is reached in the backward phase, in bert.encoder.layer.23.\n"
+        "The backward phase decides the total, in bert.encoder.layer.23: most is\n"
+        "allocated in it.\n"
+        "\n"
+        " phase        peak allocated   peak reserved   most of it\n"
+        " ───────────────────────────────────────────────────────────────────\n"
+        " load              616.0 MiB       624.0 MiB   weights 600.0 MiB\n"
+        " forward            1.48 GiB        1.49 GiB   activations 700.0 MiB\n"
+        " backward           1.59 GiB        1.59 GiB   activations 700.0 MiB\n"
+        " optimizer          1.33 GiB        1.59 GiB   weights 600.0 MiB\n"
+        " evaluation        867.0 MiB        1.59 GiB   weights 600.0 MiB\n"
+        "\n"
         "Moved to the host: 3.0 MiB.\n"
         "Note: batches hold padding\n"
         "Note: the context is the table's\n"
@@ -66,14 +77,40 @@ def test_a_table_without_gpu_module_and_text() -> None:
         "bert-large: batch 32, fp32, adamw_torch_fused",
         "20,000 parameters, all trainable; 7.6 TFLOP per optimizer step",
     ]
-    assert lines[-6:] == [
-        " CUDA context          unknown",
-        " total                1.59 GiB",
+    assert lines[14:19] == [
+        " CUDA context               unknown",
         "",
-        "The peak is reached in the backward phase.",
+        " total                     1.59 GiB",
+        "",
+        "The backward phase decides the total: most is allocated in it.",
+    ]
+    assert lines[-2:] == [
         "needs 1.59 GiB and CUDA's context; name a GPU to see whether it fits, for",
         "example gpu='RTX 3050 4GB'",
     ]
+
+
+def test_the_phase_that_reserves_most_decides_the_total_and_its_parts_add_up() -> None:
+    timeline = hand_made().timeline
+    reserved = np.concatenate([timeline.reserved[:-1], timeline.reserved[-1:] + 100 * MIB])  # fragments in evaluation
+    at_peak = dict(zip(COMPONENTS, timeline.components[-1].tolist(), strict=True))
+    found = hand_made(
+        timeline=replace(timeline, reserved=reserved),
+        peak_reserved_bytes=int(reserved.max()),
+        components=at_peak,
+        phase="evaluation",
+        module="",
+    )
+    text = estimate_table(found)
+    said = "The evaluation phase decides the total: the allocator reserves more in it than"
+    assert f"{said}\nfor the 1.59 GiB of the backward phase." in text
+    assert " reserved, not in use     866.0 MiB   40.6%" in text
+    parts = parts_of(found.components, found.peak_reserved_bytes, found.context_bytes)
+    assert sum(parts.values()) == found.total_bytes
+    assert timeline_data(found, 10)["peak"] == {
+        **{"position": timeline_data(found, 10)["positions"][-1], "allocated_bytes": 867 * MIB},
+        **{"phase": "evaluation", "module": ""},
+    }
 
 
 @pytest.mark.parametrize("name", ["bert.encoder." * 20, "[bold]m[/bold] :smile:"])
@@ -201,6 +238,7 @@ def test_json_says_everything_in_bytes() -> None:
     assert read["settings"]["precision"] == "fp32"
     assert read["components"] == found.components
     assert list(read["components"]) == list(COMPONENTS)
+    assert read["phase_components"]["backward"] == found.components
     assert read["gpu"] == {**asdict(SMALL), "compute_capability": [8, 6], "notes": [], "bf16": True}
     assert (read["gpu"]["name"], read["gpu"]["usable_bytes"]) == ("GPU 4GB", 3891 * MIB)
     assert read["versions"] == {
@@ -214,7 +252,7 @@ def test_json_says_everything_in_bytes() -> None:
     assert read["notes"] == ["a note"]
     assert set(read) == {
         *(*same, "settings", "gpu", "components", "notes", "hints", "phase_peaks", "versions", "fragmentation"),
-        *("step_time", "time_unknown", "format"),
+        *("step_time", "time_unknown", "format", "phase_components"),
     }
 
 
@@ -224,10 +262,8 @@ def test_json_without_a_gpu() -> None:
 
 
 def test_the_peaks_of_each_phase_cover_all_its_spans() -> None:
-    peaks = phase_peaks(hand_made().timeline)
-    assert {
-        name: (found["allocated_bytes"] // MIB, found["reserved_bytes"] // MIB) for name, found in peaks.items()
-    } == {
+    peaks = hand_made().timeline.phase_peaks()
+    assert {name: (found.allocated_bytes // MIB, found.reserved_bytes // MIB) for name, found in peaks.items()} == {
         "load": (616, 624),
         "forward": (1517, 1525),
         "backward": (1625, 1633),
@@ -239,4 +275,4 @@ def test_the_peaks_of_each_phase_cover_all_its_spans() -> None:
 def test_a_phase_without_events_has_no_peak() -> None:
     timeline = hand_made().timeline
     phases = (*timeline.phases[:1], (2, "backward"), *timeline.phases[1:], (len(EVENTS), "evaluation"))
-    assert phase_peaks(replace(timeline, phases=phases)) == phase_peaks(timeline)
+    assert replace(timeline, phases=phases).phase_peaks() == timeline.phase_peaks()

@@ -23,6 +23,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, Trainer
 
 import tiny
 from hf_memopt.binding import versions as compat
+from hf_memopt.components import parts_of
 from hf_memopt.devices import find_gpu
 from hf_memopt.memory import Estimate, estimate, estimate_from_arguments, estimation
 from hf_memopt.memory.allocator import ReplayPlan
@@ -85,11 +86,17 @@ def checked(found: Estimate) -> Estimate:
     """Return an estimate after checking what holds for all of them."""
     totals = found.timeline.components.sum(axis=1)
     assert list(found.components) == list(COMPONENTS)
-    assert sum(found.components.values()) == found.peak_allocated_bytes == totals.max()
-    assert found.components == dict(
-        zip(COMPONENTS, found.timeline.components[int(totals.argmax())].tolist(), strict=True)
-    )
-    assert found.peak_reserved_bytes >= found.peak_allocated_bytes
+    assert found.peak_allocated_bytes == totals.max()
+    reserved = found.timeline.reserved
+    assert found.peak_reserved_bytes >= reserved.max() >= found.peak_allocated_bytes
+    decides = int(np.where(reserved == reserved.max(), totals, -1).argmax())  # the fullest of these moments
+    at_peak = found.timeline.components[decides].tolist()
+    assert found.components == dict(zip(COMPONENTS, at_peak, strict=True)) == found.timeline.parts_at(decides)
+    assert found.phase == [name for first, name in found.timeline.phases if first <= decides][-1]
+    assert sum(parts_of(found.components, found.peak_reserved_bytes, found.context_bytes).values()) == found.total_bytes
+    for peak in found.phases.values():
+        assert sum(peak.components.values()) == peak.allocated_bytes <= peak.reserved_bytes
+    assert max(peak.allocated_bytes for peak in found.phases.values()) == found.peak_allocated_bytes
     assert found.total_bytes == found.peak_reserved_bytes + (found.context_bytes or 0)
     assert found.settings.precision != "auto"
     assert found.parameters >= found.trainable_parameters > 0

@@ -142,6 +142,7 @@ def test_every_trial_is_announced() -> None:
     ("changed", "expected"),
     [
         ({"phase": "evaluation", "settings": {"eval_batch_size": 8}}, {"eval_batch_size": 1}),
+        ({"phase": "evaluation", "settings": {"eval_batch_size": 8}}, {"prediction_loss_only": True}),
         (
             {"phase": "evaluation", "settings": {"eval_batch_size": 8, "eval_batches": 4}},
             {"eval_accumulation_steps": 1},

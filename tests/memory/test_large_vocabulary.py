@@ -190,6 +190,13 @@ def test_the_loss_without_logits_is_counted_as_logits_and_loss() -> None:
     assert logits <= most[1] <= most[0] / 2
 
 
+def test_an_evaluation_of_the_loss_alone_makes_no_logits() -> None:
+    settings = {"fused_cross_entropy": True, "eval_batch_size": 400}
+    alone, kept = (found(**settings, prediction_loss_only=only).phases["evaluation"] for only in (True, False))
+    assert kept.components["logits and loss"] >= 2 * 400 * 32 * 4000 * 4
+    assert alone.components["logits and loss"] <= 3 * 64 * 2**20  # of a chunk: logits and their softmax, not kept
+
+
 @pytest.mark.slow
 def test_evaluation_makes_real_logits() -> None:
     fused, stock = (found(fused_cross_entropy=on, eval_batch_size=16) for on in (True, False))

@@ -14,7 +14,6 @@ from hf_memopt.memory import estimate_of
 from hf_memopt.memory.output.model_card import add_section
 from hf_memopt.memory.run import MemoryReportCallback, run_report
 from hf_memopt.memory.run.run_record import StepPeaks
-from hf_memopt.memory.tracking import phase_peaks
 from hf_memopt.reports.run import phase_pairs, run_picture
 
 PEAK = WEIGHTS + STATE + EVALUATION
@@ -53,9 +52,7 @@ def test_a_run_is_drawn_beside_its_prediction(gpu, tmp_path, figures) -> None:  
     assert lines["evaluation, measured"].get_xdata().tolist() == [4]
     shape = callback._record.largest
     assert (shape.rows, shape.seq_len) == (4, max(len(row["input_ids"]) for row in trainer.train_dataset))
-    peaks = {
-        name: sizes["allocated_bytes"] for name, sizes in phase_peaks(estimate_of(trainer, shape).timeline).items()
-    }
+    peaks = {name: sizes.allocated_bytes for name, sizes in estimate_of(trainer, shape).phases.items()}
     expected = {phase: size for phase, (_, size) in phase_pairs(callback.summary, peaks).items()}
     for phase in ("forward_backward", "optimizer", "evaluation"):
         line = lines[f"{phase.replace('_', ' + ')}, predicted"]

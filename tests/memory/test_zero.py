@@ -15,7 +15,6 @@ from hf_memopt.memory.distributed.zero import partition_facts
 from hf_memopt.memory.distributed.zero_config import BUCKET_ELEMENTS, LIVE_ELEMENTS
 from hf_memopt.memory.models import load_model
 from hf_memopt.memory.optimizers import ParameterFacts
-from hf_memopt.memory.tracking import phase_peaks
 
 SIZES = {
     "vocab_size": 8000,
@@ -68,7 +67,7 @@ def test_the_states_are_those_of_deepspeeds_own_formula(strategy: str, processes
     held = sum(one.components[part] for part in ("weights", "gradients", "optimizer state"))
     expected = whole - 4 * count // processes
     assert expected <= held <= 1.001 * expected + more
-    stepping = phase_peaks(one.timeline)["optimizer"]["allocated_bytes"] - one.components["workspace"]
+    stepping = one.phases["optimizer"].allocated_bytes - one.components["workspace"]
     assert whole + 2 * count // processes <= stepping <= 1.02 * (whole + 2 * count // processes) + more
 
 
@@ -85,7 +84,7 @@ def test_offload_leaves_the_weights_of_stage_2_and_gathered_ones_of_stage_3() ->
 
 def test_buckets_are_held_while_gradients_are_reduced() -> None:
     alone, shared = found("zero2", world_size=1), found("zero2")
-    backward = phase_peaks(shared.timeline)["backward"]["allocated_bytes"]
+    backward = shared.phases["backward"].allocated_bytes
     buckets = 2 * BUCKET_ELEMENTS * 2
     assert backward > buckets + shared.components["weights"]
     assert alone.components["temporaries"] < buckets

@@ -159,7 +159,9 @@ def test_a_set_up_has_no_reason_for_what_it_leaves_off(task: str) -> None:
     gpu = gpu_of("1GiB")
     for stage in ("full", "lora"):
         for one in set_ups(stage, ModelFacts(task, is_tied=True, layers=2), gpu, 8):
-            used = {"sparse_tied_embedding": stage == "full", "fused_cross_entropy": True, "eval_accumulation_steps": 1}
+            used = {"sparse_tied_embedding": stage == "full", "fused_cross_entropy": True, "prediction_loss_only": True}
+            assert one.recipe.prediction_loss_only is (task == "masked-lm")
+            assert one.with_rows(4).per_device_eval_batch_size == (4 if task == "masked-lm" else 8)
             for name, value in used.items():
                 assert (name in one.recipe.reasons) is bool(value and task == "masked-lm"), (stage, name)
 

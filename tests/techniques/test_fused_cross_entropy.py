@@ -113,6 +113,37 @@ def test_evaluation_sees_real_logits_and_the_best_model_is_loaded(tmp_path: Any)
     assert tiny.largest_difference(loaded, trainer.model) == 0.0
 
 
+@pytest.mark.parametrize("settings", [{}, {"bf16": True, "use_cpu": True}], ids=["fp32", "bf16"])
+def test_an_evaluation_of_the_loss_alone_has_stocks_loss_bit_for_bit_and_no_logits(
+    settings: Any, tmp_path: Any
+) -> None:
+    makers = {"eval_dataset": texts(8), "data_collator": default_data_collator}
+    args = tiny.arguments(tmp_path, per_device_eval_batch_size=4, **settings)
+    plain = Trainer(model=tiny.llama(), args=args, **makers)
+    trainer = attach(Trainer(model=tiny.llama(), args=args, callbacks=[callback := fused()], **makers))
+    assert callback.handle is not None
+    seen: list[type] = []
+    trainer.model.register_forward_hook(lambda module, given, output: seen.append(type(output["logits"])))
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]  # 12 chunks of 4 rows a batch
+    assert seen == [DeferredLogits, DeferredLogits]
+    assert not callback.handle.record.real
+    predicted, expected = trainer.predict(texts(8)), plain.predict(texts(8))  # which wants the logits
+    assert np.array_equal(predicted.predictions, expected.predictions)
+
+
+def test_a_metric_that_stock_would_never_call_is_refused(tmp_path: Any) -> None:
+    args = tiny.arguments(tmp_path, prediction_loss_only=True)
+    given = {"eval_dataset": texts(8), "data_collator": default_data_collator, "callbacks": [fused()]}
+    trainer = Trainer(model=tiny.llama(), args=args, compute_metrics=len, **given)
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == (
+        "compute_metrics=<built-in function len> is never called with prediction_loss_only=True; expected one of "
+        "them. Pass prediction_loss_only=False, per_device_eval_batch_size=1, eval_accumulation_steps=1: evaluation "
+        "keeps logits then"
+    )
+
+
 def test_label_smoothing_of_the_trainer_makes_real_logits_and_says_so(tmp_path: Any) -> None:
     plain = trained(tmp_path, label_smoothing_factor=0.1)
     with pytest.warns(UserWarning, match="fused no loss") as warned:

@@ -42,6 +42,7 @@ __all__ = [
     "gradient_of_logits",
     "gradients_by_slices",
     "loss_by_rows",
+    "loss_without_gradients",
     "without_autocast",
 ]
 
@@ -212,6 +213,29 @@ def loss_by_rows(
     if needed[1] and of_weight is None:  # no row has a label
         of_weight = torch.zeros_like(weight)
     return total, (target, rows, torch.cat(log_sums)), [of_hidden, of_weight, of_bias]
+
+
+def loss_without_gradients(
+    loss: Loss, target: torch.Tensor, rows: torch.Tensor | None, tensors: Tensors, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the loss of logits of ``dtype`` as ``cross_entropy`` itself has it, for evaluation; see ``loss_by_rows``.
+
+    The loss of every row, and their sum, are those of torch's own operations in the same order. So it is stock's bit
+    for bit in one chunk, and in several where the product of some rows has the bits of the product of all.
+    """
+    (hidden, weight, bias), count = tensors, len(target)
+    weight, bias = weight.to(loss.output_dtype), None if bias is None else bias.to(loss.output_dtype)
+    chunks, losses = max(1, -(-count // loss.rows(hidden, len(weight)))), []
+    size = max(1, -(-count // chunks))
+    for part in (slice(start, start + size) for start in range(0, max(count, 1), size)):
+        with without_autocast(target.device.type):
+            held = [F.linear(hidden[part if rows is None else rows[part]].to(loss.output_dtype), weight, bias)]
+            logits = loss.read(held, {}).to(dtype)
+        losses.append(F.cross_entropy(logits, target[part], ignore_index=loss.ignore_index, reduction="none"))
+        del logits  # before those of the next chunk
+    own = target.where(target == loss.ignore_index, 0)  # the only class of each row
+    reduction = "mean" if loss.mean else "sum"
+    return F.nll_loss(-torch.cat(losses).unsqueeze(1), own, ignore_index=loss.ignore_index, reduction=reduction)
 
 
 def gradients_by_slices(

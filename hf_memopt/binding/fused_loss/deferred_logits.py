@@ -16,7 +16,9 @@ those that it would reach in stock. What runs below torch's Python functions (a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ from hf_memopt.binding.fused_loss.chunked_loss import (
     gradient_of_logits,
     gradients_by_slices,
     loss_by_rows,
+    loss_without_gradients,
     without_autocast,
 )
 from hf_memopt.binding.fused_loss.steps import Step, step_of
@@ -38,7 +41,25 @@ from hf_memopt.binding.undo import UndoHandle, remove_all
 if TYPE_CHECKING:
     from hf_memopt.binding.fused_loss.fuse import FusionRecord
 
-__all__ = ["DeferredLogits", "defer"]
+__all__ = ["DeferredLogits", "defer", "is_loss_alone", "loss_alone"]
+
+_alone = ContextVar("_alone", default=False)
+
+
+@contextmanager
+def loss_alone() -> Iterator[None]:
+    """Let fused heads make no logits without gradients either: nothing but the loss is wanted of what runs inside."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def is_loss_alone() -> bool:
+    """Return whether this is inside ``loss_alone``, and no gradients are made."""
+    return _alone.get() and not torch.is_grad_enabled()
+
 
 _T: Any = torch.Tensor  # whose properties a type checker takes for their values
 
@@ -519,9 +540,10 @@ def _name(func: Any) -> str:
 def _remembered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of an operation that is remembered or fused; None if it needs the elements.
 
-    Without gradients that is a copy, which DDP's own ``Function`` makes of each output (torch 2.6 to 2.13).
+    Without gradients that is a copy, which DDP's own ``Function`` makes of each output (torch 2.6 to 2.13), and all of
+    it where the loss alone is wanted.
     """
-    if not torch.is_grad_enabled() and func not in (_T.clone, torch.clone):
+    if not (torch.is_grad_enabled() or is_loss_alone() or func in (_T.clone, torch.clone)):
         return None
     if func is F.cross_entropy:
         return _fused(*args, **kwargs)
@@ -556,12 +578,15 @@ def _fused(
         return None
     if target.shape != input.shape[:1] or target.dtype != torch.long or target.device != input.device:
         return None
-    if not 0 <= label_smoothing <= 1:
+    if not 0 <= label_smoothing <= 1 or (label_smoothing and not torch.is_grad_enabled()):
         return None
     call = input._call
     call.check_unchanged(input.shape)
     steps = tuple(step for step in input._steps if step.kind != "rows")
     loss = Loss(steps, call.dtype, call.chunk_bytes, ignore_index, reduction == "mean", label_smoothing)
+    if not torch.is_grad_enabled():
+        hidden, *layer = call.tensors
+        return loss_without_gradients(loss, target, input._rows, (hidden.flatten(0, -2), *layer), input.dtype)
     total: torch.Tensor = _CrossEntropy.apply(input, target, loss)  # type: ignore[no-untyped-call]
     call.record.note_fused()
     # One row tells the dtype of stock's loss, which autocast may widen.

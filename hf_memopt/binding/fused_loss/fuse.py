@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES
-from hf_memopt.binding.fused_loss.deferred_logits import defer
+from hf_memopt.binding.fused_loss.deferred_logits import defer, is_loss_alone
 from hf_memopt.binding.model import unwrap_model
 from hf_memopt.binding.undo import UndoHandle, override_method, remove_all
 from hf_memopt.changes import Change
@@ -97,6 +97,8 @@ class FusedHandle(UndoHandle):
 def fuse_cross_entropy(model: nn.Module, *, chunk_bytes: int | None = None) -> FusedHandle:
     """Compute the model's cross entropy in training without its logits, chunk by chunk over the labelled rows.
 
+    In evaluation the head makes logits, unless a ``Trainer`` that is attached asks for the loss alone.
+
     It changes the forward of the head's linear layer, of this model alone: a deep copy and an unpickled model are plain
     stock. It may be called before or after PEFT wraps the model.
 
@@ -144,7 +146,7 @@ def _deferring(
         def forward(input: torch.Tensor) -> torch.Tensor:
             parts = (input, layer.weight, layer.bias)
             learns = any(part is not None and part.requires_grad for part in parts)
-            if not (layer.training and learns and torch.is_grad_enabled()):
+            if not (layer.training and learns and torch.is_grad_enabled()) and not is_loss_alone():
                 return before(input)  # type: ignore[no-any-return]
             return defer(input, layer.weight, layer.bias, chunk_bytes=chunk_bytes, record=record)
 

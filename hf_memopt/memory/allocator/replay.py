@@ -36,9 +36,10 @@ _KEYS = 2**32  # of the storages of one recording
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The result of a replay: the peaks in bytes, what the allocated peak consists of, and when it is reached.
+    """The result of a replay: the peaks in bytes, and the moment that decides the total: what it consists of, and when.
 
-    ``retries`` counts how often the allocator emptied its cache at its limit: in the training steps, in the evaluation.
+    That is the fullest of those at which as much is reserved as at any. ``retries`` counts how often the allocator
+    emptied its cache at its limit: in the training steps, in the evaluation.
     """
 
     peak_allocated: int
@@ -190,7 +191,7 @@ class _Run:
         self._phases: list[tuple[int, str]] = []
         self._steps: list[tuple[int, int]] = []
         self.retries_in_steps = 0
-        self._peak = 0
+        self._most = 0, 0  # reserved bytes, and allocated ones at the fullest moment that has as many
         self._peak_event = 0
         self._peak_key: Any = None
         self._held: list[Any] = []
@@ -219,7 +220,7 @@ class _Run:
         alive, allocator = self._alive, self.allocator
         malloc, free = allocator.malloc, allocator.free
         note_component, note_delta, note_reserved = self._columns.append, self._deltas.append, self._reserved.append
-        peak = self._peak
+        most, fullest = self._most
         for key, delta, component in events:
             if delta < 0:
                 if key not in alive:
@@ -230,13 +231,13 @@ class _Run:
                 alive[key] = component
                 note_component(component)
                 note_delta(malloc(key, delta))
-                if allocator.allocated > peak:
-                    peak = allocator.allocated
+                if allocator.reserved >= most and (allocator.allocated > fullest or allocator.reserved > most):
+                    most, fullest = allocator.reserved, allocator.allocated
                     self._peak_event, self._peak_key = len(self._deltas) - 1, key
             else:
                 continue
             note_reserved(allocator.reserved)
-        self._peak = peak
+        self._most = most, fullest
 
     def phase(self, name: str) -> None:
         self._phases.append((len(self._deltas), name))
@@ -383,10 +384,8 @@ class _Run:
     # ---- The end ----------------------------------------------------------------------------------------------------
 
     def result(self) -> Replayed:
-        """Return the peaks, what the allocated one consists of, and the timeline."""
+        """Return the peaks, what the deciding moment consists of, and the timeline."""
         changed, deltas = np.array(self._columns, np.int8), np.array(self._deltas, np.int64)
-        until, of = deltas[: self._peak_event + 1], changed[: self._peak_event + 1]
-        at_peak = [until[of == component].sum() for component in range(len(COMPONENTS))]
         phase = next((name for start, name in reversed(self._phases) if start <= self._peak_event), "load")
         module = ""
         if isinstance(self._peak_key, int):
@@ -394,11 +393,10 @@ class _Run:
             module = self._tracker.module_of(self._peak_key % _KEYS)
         reserved = np.array(self._reserved, np.int64)
         timeline = SimulatedTimeline(changed, deltas, reserved, tuple(self._phases), tuple(self._steps))
-        components = {name: int(size) for name, size in zip(COMPONENTS, at_peak, strict=True)}
         return Replayed(
             peak_allocated=self.allocator.peak_allocated,
             peak_reserved=self.allocator.peak_reserved,
-            components=components,
+            components=timeline.parts_at(self._peak_event),
             phase=phase,
             module=module,
             timeline=timeline,

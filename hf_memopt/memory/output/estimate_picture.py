@@ -74,7 +74,10 @@ def bar_of(group: str, label: str, found: Estimate | None, *, measured_bytes: in
 
 def timeline_data(estimate: Estimate, stretches: int) -> TimelineData:
     """Return the drawn events of loading, of the steps, and of evaluation; positions from 0 to 1."""
-    timeline = estimate.timeline
+    import numpy as np
+
+    timeline, reserved = estimate.timeline, estimate.timeline.reserved
+    decides = np.where(reserved == reserved.max(), timeline.allocated, -1).argmax()
     shown, ends = drawn_events(timeline, stretches), event_positions(timeline)
     places = [round(place, DIGITS) for place in (ends / ends[-1]).tolist()]
     return {
@@ -84,7 +87,7 @@ def timeline_data(estimate: Estimate, stretches: int) -> TimelineData:
             for number, name in enumerate(COMPONENTS)
             if timeline.components[:, number].any()
         },
-        "reserved_bytes": timeline.reserved[shown].tolist(),
+        "reserved_bytes": reserved[shown].tolist(),
         "phases": [
             {"from": places[first], "to": places[end], "name": name} for first, end, name in phase_spans(timeline)
         ],
@@ -94,8 +97,8 @@ def timeline_data(estimate: Estimate, stretches: int) -> TimelineData:
             if first < len(timeline.reserved)
         ],
         "peak": {
-            "position": places[int(timeline.components.sum(axis=1).argmax())],
-            "allocated_bytes": estimate.peak_allocated_bytes,
+            "position": places[int(decides)],
+            "allocated_bytes": sum(estimate.components.values()),
             "phase": estimate.phase,
             "module": estimate.module,
         },
@@ -114,7 +117,7 @@ def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
     events = len(timeline.reserved)
     if events <= 4 * stretches:
         return np.arange(events)
-    allocated, reserved = timeline.components.sum(axis=1), timeline.reserved
+    allocated, reserved = timeline.allocated, timeline.reserved
     positions = event_positions(timeline)
     edges = np.unique(np.searchsorted(positions, np.linspace(0, positions[-1], stretches + 1)))
     kept = {first for first, _, _ in phase_spans(timeline)}

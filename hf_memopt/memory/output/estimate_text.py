@@ -8,8 +8,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.components import COLOURS, COMPONENTS
-from hf_memopt.memory.tracking import phase_peaks
+from hf_memopt.components import COLOURS, COMPONENTS, CONTEXT, parts_of
 from hf_memopt.reports.difference import ESTIMATE_FORMAT
 from hf_memopt.technique_list import asked_by
 from hf_memopt.units import format_bytes
@@ -38,8 +37,7 @@ def estimate_table(estimate: Estimate) -> str:
 def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:
     """Print the table to a terminal, the verdict in colour; ``wording`` changes notes, verdict and hints."""
     heading = f"{describe(estimate)}\n{_parameters(estimate)}; {estimate.flops / 1e12:,.3g} TFLOP per optimizer step"
-    place = f", in {estimate.module}" if estimate.module else ""
-    lines = [f"The peak is reached in the {estimate.phase} phase{place}."]
+    lines = []
     if estimate.host_bytes:
         lines.append(f"Moved to the host: {format_bytes(estimate.host_bytes)}.")
     lines += _time(estimate)
@@ -47,7 +45,10 @@ def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str]
     plain = partial(console.print, markup=False, highlight=False, emoji=False)
     plain(heading)
     console.print(_components(estimate, "█" if console.encoding.lower().startswith("utf") else "#"))
-    plain("\n".join(lines))
+    plain(decides(estimate))
+    console.print(_phases(estimate))
+    if lines:
+        plain("\n".join(lines))
     style = {True: "bold green", False: "bold red", None: "bold"}[estimate.fits]
     said = f"{verdict(estimate)}. Changes that were simulated:" if estimate.hints else verdict(estimate)
     plain(wording(said), style=style)
@@ -65,20 +66,44 @@ def _components(estimate: Estimate, block: str) -> RenderableType:
     for heading in ("at the peak", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    largest = max(COMPONENTS, key=lambda name: estimate.components[name])
-    for name in COMPONENTS:
-        size_bytes = estimate.components[name]
-        last = name == COMPONENTS[-1]
-        share = size_bytes / estimate.peak_allocated_bytes
-        bar = Text(block * round(share * BAR_COLUMNS), style=COLOURS[name])
-        style = "bold" if name == largest else None
-        table.add_row(name, format_bytes(size_bytes), f"{share:.1%}", bar, end_section=last, style=style)
-    context = "unknown" if estimate.context_bytes is None else format_bytes(estimate.context_bytes)
-    table.add_row("peak allocated", format_bytes(estimate.peak_allocated_bytes))
-    table.add_row("peak reserved", format_bytes(estimate.peak_reserved_bytes))
-    table.add_row("CUDA context", context)
+    parts = parts_of(estimate.components, estimate.peak_reserved_bytes, estimate.context_bytes)
+    parts[CONTEXT] = parts.pop(CONTEXT)  # comes last
+    largest = max(COMPONENTS, key=lambda name: parts[name])
+    for name, size_bytes in parts.items():
+        share = size_bytes / max(estimate.total_bytes, 1)
+        bar = Text(block * round(share * BAR_COLUMNS), style=COLOURS.get(name, ""))
+        style, is_unknown = "bold" if name == largest else None, name == CONTEXT and estimate.context_bytes is None
+        cells = ("unknown", "") if is_unknown else (format_bytes(size_bytes), f"{share:.1%}")
+        table.add_row(name, *cells, bar, end_section=name == CONTEXT, style=style)
     table.add_row("total", format_bytes(estimate.total_bytes), style="bold")
     return table
+
+
+def _phases(estimate: Estimate) -> RenderableType:
+    """Return what each phase needs, the one that decides the total in bold."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("phase", "peak allocated", "peak reserved", "most of it"):
+        table.add_column(heading, justify="right" if heading.startswith("peak") else "left", no_wrap=True)
+    for name, peak in estimate.phases.items():
+        largest = max(peak.components, key=lambda part: peak.components[part])
+        sizes = (format_bytes(size) for size in (peak.allocated_bytes, peak.reserved_bytes, peak.components[largest]))
+        allocated, reserved, most = sizes
+        style = "bold" if name == estimate.phase else None
+        table.add_row(name, allocated, reserved, f"{largest} {most}", style=style)
+    return table
+
+
+def decides(estimate: Estimate) -> str:
+    """Return in a sentence which phase decides the total: by what tensors hold, or by what the allocator has to."""
+    place = f", in {estimate.module}" if estimate.module else ""
+    said, most = f"The {estimate.phase} phase decides the total{place}", estimate.peak_allocated_bytes
+    if estimate.phases[estimate.phase].allocated_bytes == most:
+        return f"{said}: most is allocated in it."
+    fullest = max(estimate.phases, key=lambda name: estimate.phases[name].allocated_bytes)
+    return f"{said}: the allocator reserves more in it than for the {format_bytes(most)} of the {fullest} phase."
 
 
 def _time(estimate: Estimate) -> list[str]:
@@ -225,7 +250,11 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
         "total_bytes": estimate.total_bytes,
         "fits": estimate.fits,
         "hints": [hint.as_dict() for hint in estimate.hints or ()],
-        "phase_peaks": phase_peaks(estimate.timeline),
+        "phase_peaks": {
+            name: {"allocated_bytes": peak.allocated_bytes, "reserved_bytes": peak.reserved_bytes}
+            for name, peak in estimate.phases.items()
+        },
+        "phase_components": {name: peak.components for name, peak in estimate.phases.items()},
         "versions": versions,
     }
     return {name: _plain(value) for name, value in found.items()}

@@ -8,7 +8,7 @@ outputs cast to float32 afterwards, label smoothing outside of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hf_memopt.binding.fused_loss import DeferredLogits
+from hf_memopt.binding.fused_loss import DeferredLogits, loss_alone
 from hf_memopt.memory.cuda import CudaSemantics, run_backward
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.tracking import StorageTracker
@@ -160,7 +160,7 @@ class PassRecorder:
         self._model.eval()
         generated = () if steps is None else self._generated(batch, steps)
         generation_end = 0 if steps is None else len(self._tracker.events)
-        with torch.no_grad():
+        with torch.no_grad(), loss_alone() if self._settings.prediction_loss_only else nullcontext():
             loss, outputs, logits = self._forward(batch)
             loss = loss.mean()
         ignored = {"loss", *getattr(self._model.config, "keys_to_ignore_at_inference", ("past_key_values",))}

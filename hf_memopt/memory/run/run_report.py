@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.binding.model import unwrap_model
 from hf_memopt.changes import CHANGES
 from hf_memopt.devices.readings import measured_device, read_context, read_memory
-from hf_memopt.memory.tracking import phase_peaks
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import shown
 from hf_memopt.reports.run import FORMAT, read_run, run_name
@@ -216,7 +215,7 @@ def _predicted(
 
 
 def _phases(found: Estimate) -> dict[str, int]:
-    return {name: peaks["allocated_bytes"] for name, peaks in phase_peaks(found.timeline).items()}
+    return {name: peaks.allocated_bytes for name, peaks in found.phases.items()}
 
 
 def _micro_batching(trainer: Any) -> dict[str, Any] | None:

@@ -78,7 +78,8 @@ class StepSettings:
         padding: whether batches contain padding, so that attention needs a mask.
         eval_batch_size: examples of an evaluation batch; None for no evaluation.
         eval_batches: the number of evaluation batches.
-        prediction_loss_only: whether evaluation drops the logits (stock does without ``compute_metrics``).
+        prediction_loss_only: whether evaluation drops the logits (stock does without ``compute_metrics``), and with
+            ``fused_cross_entropy`` makes none.
         eval_accumulation_steps: evaluation batches whose logits are gathered on the GPU; None for all of them.
         eval_do_concat_batches: whether gathered logits are concatenated, a copy at every batch, or stay a list.
         batch_eval_metrics: whether metrics are computed batch by batch, so that no logits are gathered.
@@ -180,7 +181,9 @@ class StepSettings:
         None, Count | None, changes="trace", help="Also simulate an evaluation with batches of this size.", **_NUMBER
     )
     eval_batches: int = _setting(1, Count, changes="replay")
-    prediction_loss_only: bool = _setting(False, changes="trace")
+    prediction_loss_only: bool = _setting(
+        False, bool, changes="trace", help="With --eval-batch-size: compute the loss alone, as without a metric."
+    )
     eval_accumulation_steps: int | None = _setting(None, Count | None, changes="replay")
     eval_do_concat_batches: bool = _setting(True, changes="replay")
     batch_eval_metrics: bool = _setting(False, changes="replay")

@@ -6,7 +6,7 @@ from .tensors_alive import held_by_trainer as held_by_trainer
 from .tensors_alive import largest_blocks as largest_blocks
 from .tensors_alive import live_tensors as live_tensors
 from .timeline import COMPONENTS as COMPONENTS
+from .timeline import PhasePeak as PhasePeak
 from .timeline import SimulatedTimeline as SimulatedTimeline
 from .timeline import Timeline as Timeline
-from .timeline import phase_peaks as phase_peaks
 from .timeline import phase_spans as phase_spans

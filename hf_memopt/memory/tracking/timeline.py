@@ -6,14 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hf_memopt.components import COMPONENTS
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["COMPONENTS", "SimulatedTimeline", "Timeline", "phase_peaks", "phase_spans"]
+__all__ = ["COMPONENTS", "PhasePeak", "SimulatedTimeline", "Timeline", "phase_spans"]
+
+
+class PhasePeak(NamedTuple):
+    """What a phase needs: its peaks in bytes, and what the allocated one consists of, by component."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    components: dict[str, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +40,26 @@ class Timeline:
     reserved: np.ndarray
     phases: tuple[tuple[int, str], ...]
     steps: tuple[tuple[int, int], ...]
+
+    @property
+    def allocated(self) -> np.ndarray:
+        """Allocated bytes after each event, (events,) int64."""
+        found: np.ndarray = self.components.sum(axis=1)
+        return found
+
+    def parts_at(self, event: int) -> dict[str, int]:
+        """Return the allocated bytes of every component after an event."""
+        return dict(zip(COMPONENTS, self.components[event].tolist(), strict=True))
+
+    def phase_peaks(self) -> dict[str, PhasePeak]:
+        """Return the peaks of each phase over all its spans; reserved bytes include what earlier phases left unused."""
+        allocated, fullest, reserved = self.allocated, dict[str, int](), dict[str, int]()
+        for first, end, name in phase_spans(self):
+            event = first + int(allocated[first:end].argmax())
+            fullest[name] = max(fullest.get(name, event), event, key=lambda one: int(allocated[one]))
+            reserved[name] = max(reserved.get(name, 0), int(self.reserved[first:end].max()))
+        found = ((name, event, self.parts_at(event)) for name, event in fullest.items())
+        return {name: PhasePeak(int(allocated[event]), reserved[name], parts) for name, event, parts in found}
 
 
 class SimulatedTimeline(Timeline):
@@ -65,16 +93,16 @@ class SimulatedTimeline(Timeline):
         table[np.arange(len(deltas)), changed] = deltas
         return np.cumsum(table, axis=0)
 
+    @cached_property
+    def allocated(self) -> np.ndarray:  # a property there
+        """As in ``Timeline``."""
+        found: np.ndarray = vars(self)["deltas"].cumsum()
+        return found
 
-def phase_peaks(timeline: Timeline) -> dict[str, dict[str, int]]:
-    """Return the peaks of allocated and reserved bytes by phase, each over all its spans."""
-    allocated = timeline.components.sum(axis=1)
-    peaks: dict[str, dict[str, int]] = {}
-    for first, end, name in phase_spans(timeline):
-        known = peaks.setdefault(name, {"allocated_bytes": 0, "reserved_bytes": 0})
-        for kind, values in (("allocated_bytes", allocated), ("reserved_bytes", timeline.reserved)):
-            known[kind] = max(known[kind], int(values[first:end].max()))
-    return peaks
+    def parts_at(self, event: int) -> dict[str, int]:
+        """As in ``Timeline``, without the bytes of all other events."""
+        changed, deltas = (vars(self)[name][: event + 1] for name in ("changed", "deltas"))
+        return {name: int(deltas[changed == number].sum()) for number, name in enumerate(COMPONENTS)}
 
 
 def phase_spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:

@@ -203,8 +203,11 @@ def _recommended(found: Plan) -> Iterator[str]:
     if one is None:
         return
     parts = sorted(one.components.items(), key=lambda item: -item[1])[:2]
-    peak = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
-    yield f"Recommended: {one.name}, {one.batch}: {one.reason}. Peak in the {one.phase} phase: {peak}."
+    most = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+    peak = f"The {one.phase} phase decides its {format_bytes(one.total_bytes)}: {most}"
+    yield f"Recommended: {one.name}, {one.batch}: {one.reason}. {peak}."
+    by_phase = (f"{name} {format_bytes(peak['allocated_bytes'])}" for name, peak in one.phases.items())
+    yield f"Allocated at most: {', '.join(by_phase)}."
     if one.seconds is not None and one.low and one.high:
         unit, amount = ("tokens/s", one.tokens) if one.tokens else ("examples/s", float(one.examples))
         slow, fast = _number(amount / one.high), _number(amount / one.low)

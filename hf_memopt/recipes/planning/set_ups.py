@@ -23,6 +23,7 @@ __all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "set_ups"]
 ADAPTERS = ("lora", "qlora")
 LORA_RANK = 16
 LANGUAGE_TASKS = ("causal-lm", "masked-lm", "seq2seq", "speech-seq2seq")
+LOSS_ALONE = ("causal-lm", "masked-lm")  # tasks that are evaluated by their loss; of others a metric is usual
 EVAL_ROWS = 8  # no more than that are needed to use a GPU where no activations are kept
 
 
@@ -206,7 +207,8 @@ class SetUp:
 
     def with_rows(self, rows: int) -> Recipe:
         """Return the recipe with micro-batches of ``rows``, with its reasons."""
-        return self.recipe.replace(per_device_train_batch_size=rows, reasons=self.recipe.reasons)
+        evaluated = {"per_device_eval_batch_size": min(rows, EVAL_ROWS)} if self.recipe.prediction_loss_only else {}
+        return self.recipe.replace(per_device_train_batch_size=rows, **evaluated, reasons=self.recipe.reasons)
 
     @property
     def structure(self) -> Recipe:
@@ -241,11 +243,14 @@ def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) 
 
 
 def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
+    loss_alone = facts.task in LOSS_ALONE
+    keeps_logits = facts.is_language_model and not loss_alone
     rows = 1 if facts.is_language_model else min(EVAL_ROWS, effective_batch_size)
     reasons = {
         "per_device_eval_batch_size": "evaluation keeps logits"
-        if facts.is_language_model
+        if keeps_logits
         else "evaluation keeps no activations, and more examples at a time are hardly faster",
+        "prediction_loss_only": "without a metric evaluation needs the loss alone, which is computed without logits",
         **{field: one.why for one in TECHNIQUES.values() if one.pays_for for field in one.sets},
         "eval_accumulation_steps": "logits would pile up on the GPU until evaluation ends",
     }
@@ -257,7 +262,8 @@ def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) ->
         effective_batch_size=effective_batch_size,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=rows,
-        eval_accumulation_steps=1 if facts.is_language_model else None,
+        prediction_loss_only=loss_alone,
+        eval_accumulation_steps=1 if keeps_logits else None,
         bucketing=facts.task != "image-classification",
         **_paying(facts, stage),
     )

@@ -55,8 +55,9 @@ class Candidate:
         context_bytes: of CUDA's context; 0 where it is unknown.
         margin_bytes: what has to be left of the GPU: a twentieth.
         usable_bytes: of the GPU, or the budget.
-        components: bytes at the allocated peak, by component.
-        phase: when that peak is reached.
+        components: allocated bytes at the moment that decides the total, by component.
+        phase: that of this moment.
+        phases: what each phase needs, by its name; see ``Estimate.phases``.
         seconds: predicted, of an optimizer step at the mean padded length; None where it cannot be predicted.
         low: the least that it may be.
         high: the most.
@@ -85,6 +86,7 @@ class Candidate:
     components: Mapping[str, int] = field(hash=False)
     techniques: tuple[Technique, ...] = field(default=(), repr=False)
     phase: str = ""
+    phases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False, repr=False)
     seconds: float | None = None
     low: float | None = None
     high: float | None = None
@@ -201,6 +203,7 @@ def candidate_of(set_up: SetUp, recipe: Recipe, found: Estimate, gpu: Gpu, conse
         components=found.components,
         techniques=set_up.techniques,
         phase=found.phase,
+        phases={name: peak._asdict() for name, peak in found.phases.items()},
         flops=found.flops,
         examples=recipe.effective_batch_size,
         consents=consents,

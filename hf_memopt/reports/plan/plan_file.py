@@ -35,6 +35,14 @@ FORMAT = 1
 Verdict = Literal["fits", "tight", "over"]
 
 
+class PhaseData(TypedDict):
+    """What a phase needs; see ``Estimate.phases``."""
+
+    allocated_bytes: CountOrZero
+    reserved_bytes: CountOrZero
+    components: dict[str, CountOrZero]
+
+
 class CandidateData(TypedDict):
     """A set-up; see ``Candidate``."""
 
@@ -50,6 +58,7 @@ class CandidateData(TypedDict):
     total_bytes: CountOrZero
     components: dict[str, CountOrZero]
     phase: str
+    phases: NotRequired[dict[str, PhaseData]]
     seconds: Number | None
     low: Number | None
     high: Number | None
@@ -105,7 +114,7 @@ StepData = TypedDict("StepData", {"from": Number, "number": Count})
 
 
 class PeakData(TypedDict):
-    """When the allocated peak is reached, and where."""
+    """The moment that decides the total: when, what is allocated then, and where."""
 
     position: Number
     allocated_bytes: CountOrZero
