@@ -133,7 +133,7 @@ def _options(options: Mapping[str, Any]) -> str:
 def _stock(recipe: Recipe) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield stock's arguments that are not its defaults, those together that share a reason, with it."""
     stock = {name: value for name, value in stock_arguments(recipe).items() if value != _default(name)}
-    of_evaluation = {name: stock.pop(name) for name in list(stock) if "eval_" in name}
+    of_evaluation = {name: stock.pop(name) for name in list(stock) if "eval_" in name or name.endswith("_loss_only")}
     checkpointing = {name: stock.pop(name) for name in list(stock) if "_checkpointing" in name}
     for name, value in stock.items():
         is_clipping = name == "max_grad_norm"
@@ -142,7 +142,7 @@ def _stock(recipe: Recipe) -> Iterator[tuple[dict[str, Any], str]]:
     if checkpointing:
         yield checkpointing, recipe.reason_of("offload" if recipe.offload else "checkpointing")
     if of_evaluation:
-        yield of_evaluation, recipe.reason_of(next(iter(of_evaluation)))
+        yield of_evaluation, recipe.reason_of(next(reversed(of_evaluation)))
 
 
 def _default(name: str) -> Any:
