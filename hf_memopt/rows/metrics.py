@@ -16,10 +16,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import EvalPrediction
 
-__all__ = ["kept_predictions", "metrics_of"]
+__all__ = ["BEST", "kept_predictions", "metrics_of"]
 
 IGNORED = -100
 CLASSES = ("single_label_classification", "image-classification", "token-classification", "question-answering")
+BEST = {
+    **dict.fromkeys(("single_label_classification", "multi_label_classification", "token-classification"), "f1"),
+    "regression": "pearson",
+    "question-answering": "exact_match",
+}
+"""By what checkpoints are compared; of texts, which are seldom the same in all words, it is the loss."""
 
 
 def metrics_of(kind: str, tokenizer: Any = None) -> Callable[[EvalPrediction], dict[str, float]] | None:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from hf_memopt.rows.encoders import OPTIONAL, Encoder
 from hf_memopt.rows.formats import ALIASES, row_format
 from hf_memopt.rows.labels import Labels, labels_of
-from hf_memopt.rows.metrics import kept_predictions, metrics_of
+from hf_memopt.rows.metrics import BEST, kept_predictions, metrics_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -38,6 +38,7 @@ class Rows:
         head: options of ``from_pretrained`` for a new head; none for language models.
         metrics: for ``compute_metrics``; None where the loss says it all.
         kept_predictions: for ``preprocess_logits_for_metrics``; None for all of them.
+        best_metric: for ``metric_for_best_model``.
         notes: what was assumed or left out.
     """
 
@@ -48,6 +49,7 @@ class Rows:
     metrics: Callable[[Any], dict[str, float]] | None = None
     kept_predictions: Callable[[Any, Any], Any] | None = None
     notes: tuple[str, ...] = ()
+    best_metric: str = "loss"
 
 
 def read_rows(
@@ -103,6 +105,7 @@ def read_rows(
         metrics_of(what, tokenizer),
         kept_predictions(what),
         tuple(dict.fromkeys(notes)),
+        BEST.get(what, "loss"),
     )
 
 

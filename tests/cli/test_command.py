@@ -189,7 +189,7 @@ def test_conversations_are_counted_as_the_chat_template_writes_them(folder) -> N
     assert (result.exit_code, in_one_line(result.stderr)) == (
         2,
         "--data chats.jsonl holds texts, and the tokenizer of 'chat' has no chat template for them; expected token ids "
-        "or a tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead",
+        "or a tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead\n",
     )
     tokenizer.chat_template = "{% for m in messages %}w5 {{ m.content }} {% endfor %}"
     tokenizer.save_pretrained(folder / "chat")

@@ -10,6 +10,7 @@ import torch
 from transformers import default_data_collator
 
 from hf_memopt.binding.model import IGNORED_LABEL
+from hf_memopt.plain_data import CountOrZero, check_value
 
 __all__ = ["SpeechCollator"]
 
@@ -35,6 +36,10 @@ class SpeechCollator:
 
     decoder_start_token_id: int | None = None
     dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        check_value("decoder_start_token_id", self.decoder_start_token_id, CountOrZero | None, 50258)
+        check_value("dtype", self.dtype, torch.dtype, torch.float32)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return the batch of ``features``, which stay as they are."""

@@ -24,7 +24,7 @@ __all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "set_ups"]
 ADAPTERS = ("lora", "qlora")
 LORA_RANK = 16
 LANGUAGE_TASKS = ("causal-lm", "masked-lm", "seq2seq", "speech-seq2seq")
-LOSS_ALONE = ("causal-lm", "masked-lm")  # tasks that are evaluated by their loss; of others a metric is usual
+LOSS_ALONE = ("causal-lm", "masked-lm", "speech-seq2seq")  # are evaluated by their loss; of others a metric is usual
 EVAL_ROWS = 8  # no more than that are needed to use a GPU where no activations are kept
 
 

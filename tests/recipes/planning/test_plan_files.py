@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from printed_errors import in_one_line
 from typer.testing import CliRunner
@@ -46,14 +47,15 @@ def test_the_command_stands_in_the_script_and_what_is_missing_is_said(work: Path
     assert json.loads(done.stdout)["fits"] is True
     assert done.stderr.splitlines()[-4:] == [
         "Written: a run/train.py and a run/recipe.json",
-        "Note: before you run it, complete in a run/train.py: the data file and the names of its columns.",
+        "Note: before you run it, complete in a run/train.py: the data file.",
         "  pip install hf-memopt",
         "  python 'a run/train.py'",
     ]
     assert sorted(path.name for path in (work / "a run").iterdir()) == ["recipe.json", "train.py"]
     lines = (work / "a run/train.py").read_text().splitlines()
-    assert lines[2].startswith(f"# Made by hf-memopt {__version__}: hf-memopt plan model --")
-    assert "# FILL IN: the data file and the names of its columns" in lines
+    versions = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
+    assert " ".join(lines[2:4]).startswith(f"# Made by hf-memopt {__version__} with {versions}: hf-memopt plan")
+    assert 'data_files="train.jsonl")  # FILL IN: the data file' in "\n".join(lines)
 
 
 def test_a_launchers_file_is_not_overwritten_and_the_search_does_not_start(
@@ -132,7 +134,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
 
 def test_a_model_without_a_name_and_a_head_without_a_script_are_said(found: Plan, work: Path) -> None:
     written = found.write("run")
-    assert written.notes[0].startswith("before you run it, complete in run/train.py: NAME; the data file and ")
+    assert written.notes[0].startswith("before you run it, complete in run/train.py: NAME; the data file")
     config = transformers.BertConfig(**{**tiny.bert_config().to_dict(), "num_hidden_layers": 1})
     choice = plan(config, gpu="RTX 3060 12GB", seq_len=8, effective_batch_size=1, method="full", task="multiple-choice")
     other = choice.write("other")

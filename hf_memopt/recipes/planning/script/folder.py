@@ -9,22 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_memopt import __version__
 from hf_memopt.plain_data import checked_path
-from hf_memopt.recipes import NAMES, launch_files
-from hf_memopt.units import format_bytes
+from hf_memopt.recipes import launch_files
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning import Plan
 
-__all__ = ["RECIPE", "SCRIPT", "RowsFile", "Written", "check_folder", "script_of", "write_plan"]
+__all__ = ["RECIPE", "SCRIPT", "RowsFile", "Written", "check_folder", "write_plan"]
 
 SCRIPT, RECIPE = "train.py", "recipe.json"
 PACKAGES = {"image-classification": ("'datasets[vision]'",), "speech-seq2seq": ("'datasets[audio]'",)}
 """What the data of a task needs besides."""
-WITHOUT_SCRIPT = (None, "multiple-choice")
-"""The tasks of which no script is written; None for an unknown head."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +97,8 @@ def write_plan(
     found: Plan, directory: str | os.PathLike[str], *, force: bool = False, rows: RowsFile | None = None
 ) -> Written:
     """Write the files; see ``Plan.write``."""
+    from hf_memopt.recipes.planning.script import script_of
+
     recipe, launch = found.recipe, found.launch
     folder = check_folder(directory, force=force, beside=() if launch is None else launch_files(launch.strategy))
     text, missing = script_of(found, rows, output_dir=str(folder / "out"))
@@ -115,54 +113,6 @@ def write_plan(
     write_whole(script, text)
     notes = (f"before you run it, complete in {script}: {'; '.join(missing)}",) if missing else ()
     return Written(folder / RECIPE, script, _commands(found, script, start), notes)
-
-
-def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") -> tuple[str | None, list[str]]:
-    """Return the script of the chosen recipe, None where there is none for the task, and what it leaves to complete."""
-    from hf_memopt.batching.padding_costs import data_file
-    from hf_memopt.recipes.planning.script.script import ScriptFacts, training_script
-
-    recipe, chosen = found.recipe, found.chosen
-    assert chosen is not None
-    file = None
-    if rows is not None:
-        file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None, task=found.task)
-    if found.task in WITHOUT_SCRIPT or found.task is None:
-        return None, []
-    facts = ScriptFacts(
-        name=found.source or "NAME OF THE MODEL",
-        task=found.task,
-        seq_len=chosen.seq_len,
-        accumulation_steps=chosen.accumulation_steps,
-        world_size=found.world_size,
-        engine="" if chosen.sharing is None else NAMES[chosen.sharing.strategy],
-        output_dir=output_dir,
-        heading=_heading(found),
-        file=file,
-        tokenizer=None if rows is None else rows.tokenizer,
-        cut=_cut(found),
-    )
-    text, to_fill_in = training_script(recipe, facts)
-    missing = [] if found.source is not None else ["NAME"]
-    return text, missing + ([to_fill_in] if to_fill_in else [])
-
-
-def _heading(found: Plan) -> tuple[str, ...]:
-    one, gpu = found.chosen, found.gpu
-    assert one is not None
-    several = f" on each of {found.world_size} GPUs" if found.world_size > 1 else ""
-    how = "computed, and corrected by a measurement" if one.corrected else "computed, not measured"
-    needs = f"{format_bytes(one.total_bytes)} of {format_bytes(gpu.usable_bytes)}{several} ({how})"
-    return (
-        f"{found.model} on {gpu.name}: {one.name}, {one.batch}.",
-        f"Needs {needs}: {one.reason}.",
-        f"Made by hf-memopt {__version__}: {found.command or 'hf_memopt.plan()'}",
-    )
-
-
-def _cut(found: Plan) -> str:
-    texts = found.texts
-    return f"longer rows are cut: {texts.cut / texts.rows:.1%} of them" if texts.cut and texts.rows else ""
 
 
 def _commands(found: Plan, script: Path | None, start: str = "") -> tuple[str, ...]:

@@ -2,89 +2,100 @@
 
 ``train.py.jinja`` has its lines. The arguments are those that ``Recipe.training_arguments`` sets on every machine
 (``stock_arguments``), the callbacks those of ``callbacks_of``, adapters and quantisation the options that
-``Recipe.prepare_model`` and ``model_kwargs`` use. What a recipe does not say (learning rate, epochs, when to evaluate
-and save) has a usual value. What equals stock's default is left out, and so is a callback with nothing to do: a script
-has 45 lines or fewer, about 50 with quantised weights or expandable segments.
-
-What a causal or masked language model and a text classifier need is known from the data file. Of other tasks it is
-not: there the script has a function, ``encode``, whose columns the user names.
+``Recipe.prepare_model`` and ``model_kwargs`` use; ``read_rows`` reads the data. What a recipe does not say (learning
+rate, epochs, when to evaluate and save) has a usual value. A callback with nothing to do is left out.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import os
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
+from hf_memopt import __version__
 from hf_memopt.binding.compatibility import names_of, refusal_of
 from hf_memopt.binding.model import HEADS, NEW_HEADS
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
-from hf_memopt.recipes import callbacks_of, sixteen_bits_here, stock_arguments
+from hf_memopt.memory.models import find_config
+from hf_memopt.plain_data import parse_object
+from hf_memopt.recipes import NAMES, callbacks_of, sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
+from hf_memopt.rows import fitting_format
 from hf_memopt.technique_list import TECHNIQUES, asked_by
+from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from hf_memopt.batching.padding_costs import DataFile
     from hf_memopt.recipes import Recipe
+    from hf_memopt.recipes.planning import Plan
+    from hf_memopt.recipes.planning.script.folder import RowsFile
 
-__all__ = ["KNOWN", "ScriptFacts", "training_script"]
+__all__ = ["script_of"]
 
-KNOWN = ("causal-lm", "masked-lm", "sequence-classification")
-"""The tasks whose rows follow from the data file."""
-TO_FILL_IN = {
-    "seq2seq": "the columns of the texts to read and to write",
-    "token-classification": "the columns of the words and of their classes, and LABELS",
-    "question-answering": "the columns, and the tokens where an answer starts and ends",
-    "image-classification": "the folder of images, with a subfolder for each class",
-    "speech-seq2seq": "the folder of sounds, and the column of what is said in them",
-}
-"""What the user has to complete of ``encode``, by task."""
-LEARNING_RATES = {"lora": "2e-4", "causal-lm": "1e-5", "seq2seq": "1e-4", "speech-seq2seq": "1e-5"}
-LEARNING_RATE = "2e-5"  # of encoders
+WITHOUT_SCRIPT = ("multiple-choice",)
+"""The tasks of which no script is written."""
 NOT_REENTRANT = {"use_reentrant": False}
 """What transformers 5.8.1 to 5.23.0 use where no options of checkpointing are given."""
 
 
-@dataclass(frozen=True)
-class ScriptFacts:
-    """What a script says beside the recipe.
+def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") -> tuple[str | None, list[str]]:
+    """Return the script of the chosen recipe, None where there is none for the task, and what it leaves to complete."""
+    from hf_memopt.batching.padding_costs import data_file
 
-    Attributes:
-        name: of the model, for ``from_pretrained``.
-        task: of its head.
-        seq_len: where rows are cut; None for a model without text.
-        accumulation_steps: micro-batches of a step on each GPU.
-        world_size: GPUs.
-        output_dir: where it saves.
-        heading: comments at its top.
-        file: the data; None where none was given.
-        tokenizer: a folder or name; None for the model's own.
-        cut: which rows ``seq_len`` cuts; "" for none, and where that is unknown.
-        engine: of several GPUs, by its name in the table of conflicts; "" for one GPU.
-    """
+    recipe, chosen, task = found.recipe, found.chosen, found.task
+    file = None
+    if rows is not None:
+        file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None, task=task)
+    if task is None or task in WITHOUT_SCRIPT:
+        return None, []
+    assert chosen is not None
+    engine = "" if chosen.sharing is None else NAMES[chosen.sharing.strategy]
+    quantised = recipe.load_in is not None and recipe.weights_dtype == "float32"
+    view = {
+        "found": found,
+        "chosen": chosen,
+        "recipe": recipe,
+        "task": task,
+        "output_dir": output_dir,
+        "versions": {
+            "hf_memopt": __version__,
+            **{name: version(name).partition("+")[0] for name in ("transformers", "torch")},
+        },
+        "file": file,
+        "columns": {} if file is None else _columns(task, file),
+        "tokenizer": None if rows is None else rows.tokenizer,
+        "has_prefix": task == "seq2seq" and _is_t5(found),
+        "precision": recipe.step_settings().precision,
+        "dtype": (dtype := sixteen_bits_here(recipe) if quantised else recipe.weights_dtype),
+        "head": HEADS[task][0],
+        "stock": list(_stock(recipe)),
+        "optimizer": next((one for one in asked_by(recipe).values() if one.optimizer), None),
+        "callbacks": list(_callbacks(found, engine)),
+    }
+    if recipe.load_in is not None:
+        view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=engine == "FSDP2")
+    if recipe.lora is not None:
+        targets = recipe.lora_targets
+        view["adapters"] = adapter_options(task, recipe.lora, alpha=recipe.lora_alpha, targets=targets)
+    text = _template().render(view)
+    laid = laid_out(text)
+    ast.parse(laid)  # names and paths of any kind stand in it
+    return laid, re.findall("  # FILL IN: (.+)", text)
 
-    name: str
-    task: str
-    seq_len: int | None
-    accumulation_steps: int
-    world_size: int
-    output_dir: str
-    heading: tuple[str, ...]
-    file: DataFile | None = None
-    tokenizer: str | None = None
-    cut: str = ""
-    engine: str = ""
 
-
-def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, str]:
-    """Return the text of the script, and what its user has to complete; "" for nothing."""
+@cache
+def _template() -> Any:
     import jinja2
 
     environment = jinja2.Environment(
@@ -94,55 +105,24 @@ def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, str]:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"heading": heading_of, "literal": literal, "options": _options}
-    task, precision = facts.task, recipe.step_settings().precision
-    quantised = recipe.load_in is not None and recipe.weights_dtype == "float32"
-    dtype = sixteen_bits_here(recipe) if quantised else recipe.weights_dtype
-    view = {
-        **{item.name: getattr(facts, item.name) for item in fields(facts)},
-        **_columns(task, facts.file),
-        "KNOWN": KNOWN,
-        "recipe": recipe,
-        "precision": precision,
-        "rows": recipe.per_device_train_batch_size,
-        "dtype": dtype,
-        "quantization": {},
-        "adapters": {},
-        "head": HEADS[task][0],
-        "learning_rate": LEARNING_RATES.get("lora" if recipe.lora is not None else task, LEARNING_RATE),
-        "stock": list(_stock(recipe)),
-        "optimizer": _optimizer(recipe),
-        "callbacks": list(_callbacks(recipe, facts, precision)),
-    }
-    if recipe.load_in is not None:
-        is_sharded = facts.engine == "FSDP2"
-        view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=is_sharded)
-    if recipe.lora is not None:
-        targets = recipe.lora_targets
-        view["adapters"] = adapter_options(task, recipe.lora, alpha=recipe.lora_alpha, targets=targets)
-    text = laid_out(environment.get_template("train.py.jinja").render(view))
-    ast.parse(text)  # names and paths of any kind stand in it
-    completes = view["to_fill_in"]
-    return text, completes if task in KNOWN else f"encode(): {completes}"
+    environment.filters |= {"bytes": format_bytes, "heading": heading_of, "literal": literal, "options": _options}
+    return environment.get_template("train.py.jinja")
 
 
-def _columns(task: str, file: DataFile | None) -> dict[str, Any]:
-    """Return which columns are read and kept, that of classes, whether there are ids, and what the user completes."""
-    is_text = file is None or file.is_text
-    column = "text" if file is None else file.column
-    if task not in KNOWN:
-        column = column if is_text else "text"
-        return {"column": column, "label": "", "has_ids": False, "to_fill_in": TO_FILL_IN[task]}
-    columns = () if file is None else file.columns
-    label = next((name for name in ("label", "labels") if name in columns), "label")
-    to_fill_in = "the data file and the names of its columns" if file is None else ""
-    if task == "sequence-classification":
-        kept: str | list[str] = [column, label]
-        to_fill_in = to_fill_in or ("" if label in columns else "the name of the column of classes")
-    else:
-        label = ""
-        kept = [column, "labels"] if not is_text and "labels" in columns else column  # a label for each token
-    return {"column": column, "kept": kept, "label": label, "has_ids": not is_text, "to_fill_in": to_fill_in}
+def _columns(task: str, file: DataFile) -> dict[str, str]:
+    """Return ``columns`` for ``read_rows``; none where it finds the same by their names."""
+    found = fitting_format(file.columns, task, {})
+    return {} if found is not None and found[1] == file.parts else dict(file.parts)
+
+
+def _is_t5(found: Plan) -> bool:
+    model: Any = None if found.simulation is None else found.simulation.model
+    if not isinstance(model, str | os.PathLike):
+        return getattr(getattr(model, "config", model), "model_type", "") == "t5"
+    folder = find_config(os.fspath(model))
+    if folder is None:  # a well-known name
+        return "t5" in os.fspath(model).lower()
+    return parse_object((folder / "config.json").read_text(encoding="utf-8")).get("model_type") == "t5"
 
 
 def _options(options: Mapping[str, Any]) -> str:
@@ -152,7 +132,7 @@ def _options(options: Mapping[str, Any]) -> str:
 def _stock(recipe: Recipe) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield stock's arguments that are not its defaults, those together that share a reason, with it."""
     stock = {name: value for name, value in stock_arguments(recipe).items() if value != _default(name)}
-    of_evaluation = {name: stock.pop(name) for name in list(stock) if "eval_" in name}
+    of_evaluation = {name: stock.pop(name) for name in list(stock) if "eval_" in name or name.endswith("_loss_only")}
     checkpointing = {name: stock.pop(name) for name in list(stock) if "_checkpointing" in name}
     for name, value in stock.items():
         is_clipping = name == "max_grad_norm"
@@ -161,7 +141,7 @@ def _stock(recipe: Recipe) -> Iterator[tuple[dict[str, Any], str]]:
     if checkpointing:
         yield checkpointing, recipe.reason_of("offload" if recipe.offload else "checkpointing")
     if of_evaluation:
-        yield of_evaluation, recipe.reason_of(next(iter(of_evaluation)))
+        yield of_evaluation, recipe.reason_of(next(reversed(of_evaluation)))
 
 
 def _default(name: str) -> Any:
@@ -171,23 +151,19 @@ def _default(name: str) -> Any:
     return next(item.default for item in fields(TrainingArguments) if item.name == name)
 
 
-# ---- The optimizer and the callbacks
+# ---- The callbacks
 
 
-def _optimizer(recipe: Recipe) -> tuple[str, str] | None:
-    """Return the function that makes an optimizer of ours, and the reason for it; None for one of stock's."""
-    for one in asked_by(recipe).values():
-        if one.optimizer:
-            return one.optimizer.rpartition(":")[2], recipe.reason_of(
-                one.field_in(recipe)
-            ) if one.kind == "training" else ""
-    return None
-
-
-def _callbacks(recipe: Recipe, facts: ScriptFacts, precision: str) -> Iterator[tuple[str, str]]:
+def _callbacks(found: Plan, engine: str) -> Iterator[tuple[str, str]]:
     """Yield the code of each callback that changes anything and that ``attach`` does not refuse, and its reason."""
+    recipe, precision = found.recipe, found.recipe.step_settings().precision
+    of_whole_models = found.world_size > 1 and engine in ("", "DDP")
+    used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, engine: True}
+    in_use = [*asked_by(recipe), *(name for name, is_used in used.items() if is_used)]
     for one in callbacks_of(recipe, recipe.optim):
-        if _has_work(recipe, facts, precision, one) and not _is_refused(recipe, facts, precision, one):
+        is_refused = any(refusal_of(name, own) is not None for name in in_use for own in names_of(one))
+        is_idle = type(one).__name__ == "PrecisionCallback" and not _has_autocast(recipe, found.task, precision)
+        if not is_refused and not is_idle:
             yield _source_of(one), _reason_of_callback(recipe, one)
 
 
@@ -208,25 +184,15 @@ def _reason_of_callback(recipe: Recipe, callback: Any) -> str:
     if name == "PrecisionCallback":
         return "a new head is updated in float32" if recipe.autocast_cache else "no 16-bit copies are kept"
     if name == "OverflowCallback":
-        return "drops and reports a step beyond float16's 65,504"
+        return "a step with values beyond fp16 is dropped, and reported"
     return recipe.reason_of(TECHNIQUES[callback.technique].field_in(recipe) or "embedding_bits")
 
 
-def _has_work(recipe: Recipe, facts: ScriptFacts, precision: str, callback: TrainerCallback) -> bool:
-    """Return whether a callback changes anything.
+def _has_autocast(recipe: Recipe, task: str | None, precision: str) -> bool:
+    """Return whether autocast leaves ``PrecisionCallback`` something to do.
 
-    ``PrecisionCallback`` has work under autocast alone: without its cache, or where PEFT leaves the copy of a new head,
-    which it trains whole, in the 16 bits of the model. Weights that are all trained are loaded in float32.
+    That is: without its cache, or where PEFT leaves the copy of a new head, which it trains whole, in the 16 bits of
+    the model. Weights that are all trained are loaded in float32.
     """
-    if type(callback).__name__ != "PrecisionCallback":
-        return True
-    has_new_head = recipe.lora is not None and facts.task in NEW_HEADS
+    has_new_head = recipe.lora is not None and task in NEW_HEADS
     return precision not in ("fp32", "tf32") and (not recipe.autocast_cache or has_new_head)
-
-
-def _is_refused(recipe: Recipe, facts: ScriptFacts, precision: str, callback: Any) -> bool:
-    """Return whether ``attach`` would refuse the callback beside what the recipe asks for."""
-    of_whole_models = facts.world_size > 1 and facts.engine in ("", "DDP")
-    used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, facts.engine: True}
-    in_use = [*asked_by(recipe), *(name for name, is_used in used.items() if is_used)]
-    return any(refusal_of(name, own) is not None for name in in_use for own in names_of(callback))
