@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import check_of_data, flags_of, in_flags, spinner, typed_command
+from hf_memopt.devices import SYSTEMS
 from hf_memopt.memory import without_compiler
 from hf_memopt.memory.models import check_task, find_config
 from hf_memopt.plain_data import check_word
@@ -49,6 +50,7 @@ def run(options: PlanOptions, context: Any) -> int:
                 options.model,
                 gpu=options.gpu,
                 budget=options.budget,
+                os=options.os,
                 lengths=lengths,
                 seq_len=options.seq_len,
                 effective_batch_size=options.effective_batch,
@@ -92,8 +94,10 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
     check_task(options.task)
     if options.measured is not None:
         named_measurement(options.measured)
+    if options.os is not None:
+        check_word("os", options.os, SYSTEMS)
     if options.gpu is not None or options.budget is not None:
-        checked_allow(words, options.method, read_gpu(options.gpu or options.budget, options.budget))
+        checked_allow(words, options.method, read_gpu(options.gpu or options.budget, options.budget, options.os))
     check_of_data(options)
     if options.write is not None:
         beside = launch_files(options.strategy) if options.world_size > 1 else ()

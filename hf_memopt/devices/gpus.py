@@ -80,7 +80,7 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
     Case, spaces, dashes, the maker ("NVIDIA", "GeForce", "Tesla") and the form ("PCIe", "SXM4") are ignored, so that
     names may be those of ``nvidia-smi``. Size and "Laptop" may be omitted where the rest means one GPU; without
     "Laptop", a GPU of a desktop has priority. An amount of memory such as ``"8GB"`` is a GPU of that size
-    (``custom_gpu``).
+    (``custom_gpu``), of which as much is usable as of the GPU of the table that has least of that size.
 
     Raises:
         ValueError: the table has no such GPU, or several; the message lists them, the larger first.
@@ -94,7 +94,7 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
     if isinstance(gpu, Gpu):
         return gpu
     if isinstance(gpu, str) and _SIZE.fullmatch(gpu):
-        return custom_gpu(_gpu_bytes("gpu", gpu))
+        return _of_size(_gpu_bytes("gpu", gpu))
     found = _narrowed(_candidates(gpu), gpu) if isinstance(gpu, str) else []
     if len(found) == 1:
         return found[0]
@@ -177,6 +177,17 @@ def custom_gpu(
         source=f"given{assumed}; context: {context_source}",
         notes=notes,
     )
+
+
+def _of_size(memory_bytes: int) -> Gpu:
+    """Return a GPU that is sold with so much, with the least that is usable of those in the table."""
+    same = [known.usable_bytes for known in GPUS.values() if known.memory_bytes == memory_bytes]
+    gpu = custom_gpu(memory_bytes)
+    if not same:
+        return gpu
+    told = f"{format_bytes(min(same))} usable, the least of the table's"
+    notes = tuple(note.replace(f"all of {format_bytes(memory_bytes)} usable", told) for note in gpu.notes)
+    return replace(gpu, usable_bytes=min(same), notes=notes)
 
 
 def _gpu_bytes(argument: str, memory: int | str) -> int:

@@ -26,15 +26,16 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.memory.step_time import SAME_FRACTION, equally_fast
-from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS
+from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS, on_host
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
-__all__ = ["best_of", "least_set_ups", "most_rows", "row_counts", "search"]
+__all__ = ["EASE_SHARE", "best_of", "can_fit", "fits_with_ease", "least_set_ups", "most_rows", "row_counts", "search"]
 
 SAVES_LITTLE = {OFFLOAD, SEGMENTS}
+EASE_SHARE = 0.08  # of a GPU, which full training leaves where it is recommended before LoRA
 
 
 def row_counts(set_up: SetUp, share: int) -> list[int]:
@@ -44,7 +45,9 @@ def row_counts(set_up: SetUp, share: int) -> list[int]:
     return [rows for rows in range(1, share + 1) if share % rows == 0]
 
 
-def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: str = "speed") -> None:
+def search(
+    set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: str = "speed", *, with_ease: bool = False
+) -> None:
     """Simulate set-ups until the best of them is among the candidates of the simulation.
 
     Args:
@@ -52,13 +55,24 @@ def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: s
         simulation: of the model on the GPU.
         share: examples of a step on each GPU.
         goal: as for ``plan``.
+        with_ease: whether it has to leave more than the margin (``room``), with goal "speed".
     """
-    if not set_ups or not _can_fit(set_ups, simulation, share):
+    if not set_ups or not can_fit(set_ups, simulation, share):
         return
     if goal == "memory":
         _simulate_smallest(set_ups, simulation, share)
     else:
-        _simulate_fastest(set_ups, simulation, share)
+        _simulate_fastest(set_ups, simulation, share, with_ease)
+
+
+def room(one: Candidate, with_ease: bool = True) -> int:
+    """Return the bytes that a candidate leaves beside the margin, or 8 % of the GPU; negative for what it lacks."""
+    return one.spare_bytes - (int(EASE_SHARE * one.usable_bytes) if with_ease else one.margin_bytes)
+
+
+def fits_with_ease(one: Candidate) -> bool:
+    """Return whether a candidate leaves 8 % of the GPU, with neither optimizer state nor activations in host memory."""
+    return one.fits and room(one) >= 0 and not on_host(one.techniques)
 
 
 @dataclass
@@ -76,7 +90,7 @@ class _Tried:
     simulated: list[Candidate]
 
 
-def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> None:
+def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: int, with_ease: bool) -> None:
     """Simulate the fastest set-up, and the simplest of those that are as fast."""
     known: dict[tuple[Technique, ...], _Tried] = {}
     fitting: list[Candidate] = []
@@ -100,19 +114,24 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: i
             continue
         if any(_least_bytes(one, set_up) > one.usable_bytes for one in tried.simulated):
             continue
-        found = tried.simulated = most_rows(set_up, simulation, counts, fitting)
-        tried.most = max([tried.most, *(one.rows for one in found if one.fits)])
-        fitting += [one for one in found if one.fits]
+        found = tried.simulated = most_rows(set_up, simulation, counts, fitting, with_ease)
+        fits = [one for one in found if room(one, with_ease) >= 0]
+        tried.most = max([tried.most, *(one.rows for one in fits)])
+        fitting += fits
         if found and found[-1].rows == share:
             tried.least_cost = found[-1].cost
-            if not found[-1].fits and not _may_matter(found[-1].cost, set_up, fitting):
+            if found[-1] not in fits and not _may_matter(found[-1].cost, set_up, fitting):
                 tried.most = math.inf
         if any(one.floor_bytes > one.usable_bytes for one in found):
             too_large.add(set_up.held)
 
 
 def most_rows(
-    set_up: SetUp, simulation: Simulation, counts: Sequence[int], fitting: Sequence[Candidate] = ()
+    set_up: SetUp,
+    simulation: Simulation,
+    counts: Sequence[int],
+    fitting: Sequence[Candidate] = (),
+    with_ease: bool = False,
 ) -> list[Candidate]:
     """Simulate a set-up until the largest micro-batch that fits is known, and return what was simulated of it.
 
@@ -122,6 +141,7 @@ def most_rows(
         counts: rows to choose from, ascending; the last is all rows of a step.
         fitting: candidates that fit, which a smaller micro-batch has to be faster or simpler than; () to find the
             largest in any case.
+        with_ease: as for ``search``.
     """
     found: dict[int, Candidate] = {}
 
@@ -130,7 +150,7 @@ def most_rows(
         if one is None:
             return None
         found[rows] = one
-        return one.spare_bytes - one.margin_bytes
+        return room(one, with_ease)
 
     def is_worth(rows: int) -> bool:
         return rows not in found or _may_matter(found[rows].cost, set_up, fitting)
@@ -224,7 +244,7 @@ def _bytes_as_one(least: Candidate) -> int:
     return max(least.context_bytes + passing, least.floor_bytes)
 
 
-def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> bool:
+def can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> bool:
     """Return whether the simplest set-up fits, or one of those that need least; offloading, the slowest, comes last."""
     too_large = set()
     in_memory, on_host = ([one for one in set_ups if one.recipe.offload is offload] for offload in (False, True))

@@ -1,12 +1,13 @@
 """The set-ups that ``plan`` considers, as Recipes, in the order in which it prefers them, each with its techniques.
 
-What a technique changes decides the order: nothing of the result, its rounding, or the training itself. Of
-set-ups that are as good as each other the one that changes less, and then the one with fewer techniques, is simpler.
+What a technique changes decides the order: nothing of the result, its rounding, or the training itself. Of set-ups that
+are as good as each other the simpler is better: what changes the training is the least simple, then offloading, paged
+state, expandable segments, 8-bit state, sharded weights, checkpointing and FlashAttention-2, then 16-bit products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
     from hf_memopt.recipes.planning.sharing import Sharing
 
-__all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "set_ups"]
+__all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "on_host", "set_ups"]
 
 ADAPTERS = ("lora", "qlora")
 LORA_RANK = 16
@@ -38,6 +39,7 @@ class Technique:
         consent: the word of ``allow`` that it needs; "" for none.
         only_saves: whether it never makes a step faster, so that it is of use only with more rows than fit without it.
         replaces: the technique that it builds on and stands for; None for none.
+        effort: how little simple it is, in powers of two, so that one outweighs all of those below it.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Technique:
     consent: str = ""
     only_saves: bool = False
     replaces: Technique | None = None
+    effort: int = 0
 
 
 def _set(**fields: Any) -> tuple[tuple[str, Any], ...]:
@@ -59,6 +62,7 @@ CHECKPOINTING = Technique(
     _set(checkpointing=True, autocast_cache=False),
     "activations are recomputed in the backward pass",
     only_saves=True,
+    effort=2,
 )
 OFFLOAD = Technique(
     "offload",
@@ -66,26 +70,34 @@ OFFLOAD = Technique(
     "the inputs of checkpointed layers wait in host memory",
     only_saves=True,
     replaces=CHECKPOINTING,
+    effort=64 + 2,
 )
 SEGMENTS = Technique(
     "expandable segments",
     _set(expandable_segments=True),
     "memory that is free between blocks can be used; call use_expandable_segments() at the top of the script",
     only_saves=True,
+    effort=16,
 )
 FLASH = Technique(
     "FlashAttention-2",
     _set(attn_implementation="flash_attention_2"),
     "it is installed, and needs no mask of every pair of tokens",
+    effort=1,
 )
 PAGED = Technique(
     "paged AdamW",
     _set(optim="paged_adamw_32bit"),
     "optimizer state that does not fit moves to host memory",
     only_saves=True,
+    effort=32,
 )
 EIGHT_BIT = Technique(
-    "8-bit AdamW", _set(optim="adamw_8bit"), "2 bytes of state per parameter instead of 8, embeddings apart", "rounding"
+    "8-bit AdamW",
+    _set(optim="adamw_8bit"),
+    "2 bytes of state per parameter instead of 8, embeddings apart",
+    "rounding",
+    effort=8,
 )
 PAGED_EIGHT_BIT = Technique(
     "paged 8-bit AdamW",
@@ -94,6 +106,7 @@ PAGED_EIGHT_BIT = Technique(
     "rounding",
     only_saves=True,
     replaces=EIGHT_BIT,
+    effort=32 + 8,
 )
 TF32 = Technique(
     "tf32",
@@ -131,7 +144,8 @@ class ModelFacts:
         supports_flash: whether transformers has FlashAttention-2 for it.
         has_flash: whether FlashAttention-2 is installed here.
         has_offload: whether transformers here can offload.
-        has_segments: whether torch's allocator has expandable segments on this platform.
+        has_segments: whether torch's allocator has expandable segments where it trains.
+        has_paging: whether memory that CUDA manages may exceed the GPU there.
     """
 
     task: str | None
@@ -145,6 +159,7 @@ class ModelFacts:
     has_flash: bool = False
     has_offload: bool = True
     has_segments: bool = True
+    has_paging: bool = True
 
     @property
     def is_language_model(self) -> bool:
@@ -215,10 +230,16 @@ class SetUp:
 
     @property
     def simplicity(self) -> tuple[int, int, int]:
-        """Smaller is simpler: how many techniques change the training, how many its rounding, how many there are."""
-        kinds = [technique.kind for technique in self.techniques]
-        shared = 0 if self.sharing is None else self.sharing.order
-        return kinds.count("training"), kinds.count("rounding"), len(kinds) + shared
+        """Smaller is simpler: how many techniques change the training, what all take, how many change rounding."""
+        changing = sum(one.kind == "training" or bool(one.consent) for one in self.techniques)
+        shared = 0 if self.sharing is None else self.sharing.effort
+        efforts = sum(one.effort for one in self.techniques)
+        return changing, efforts + shared, sum(one.kind == "rounding" for one in self.techniques)
+
+
+def on_host(techniques: Iterable[Technique]) -> list[Technique]:
+    """Return those with which optimizer state or activations wait in host memory."""
+    return [one for one in techniques if one.effort >= PAGED.effort]
 
 
 def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Iterator[SetUp]:
@@ -228,7 +249,7 @@ def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) 
     segments = [(), *([(SEGMENTS,)] if facts.has_segments else [])]
     for common in _commons(stage, facts, gpu):
         for memory in memories:
-            for optimizer in _optimizers(stage, common):
+            for optimizer in _optimizers(stage, common, facts):
                 for last in segments:
                     techniques = (*common, *optimizer, *memory, *last)
                     fields: dict[str, Any] = {}
@@ -271,14 +292,15 @@ def _paying(facts: ModelFacts, stage: str) -> dict[str, Any]:
     return {field: value for one in paying for field, value in one.sets.items()}
 
 
-def _optimizers(stage: str, common: tuple[Technique, ...]) -> tuple[tuple[Technique, ...], ...]:
-    if stage in ADAPTERS:
-        return ((), (PAGED,), (EIGHT_BIT,))
-    if stage == "freeze":
-        return ((), (EIGHT_BIT,))
-    if BF16_WEIGHTS in common:
-        return ((), (EIGHT_BIT,), (PAGED_EIGHT_BIT,))
-    return ((), (PAGED,), (EIGHT_BIT,), (PAGED_EIGHT_BIT,))
+def _optimizers(stage: str, common: tuple[Technique, ...], facts: ModelFacts) -> list[tuple[Technique, ...]]:
+    paged = facts.has_paging and stage != "freeze"
+    found: list[tuple[Technique, ...]] = [()]
+    if paged and BF16_WEIGHTS not in common:
+        found.append((PAGED,))
+    found.append((EIGHT_BIT,))
+    if paged and stage not in ADAPTERS:
+        found.append((PAGED_EIGHT_BIT,))
+    return found
 
 
 def _commons(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Technique, ...]]:

@@ -1,8 +1,11 @@
 """Search method after method: full training, with consent freezing, then LoRA, then QLoRA, until something fits.
 
-Beside the search, and for what a plan shows of it, three things are simulated: what checkpointing would cost and free
-of the chosen set-up; what bfloat16 weights would, which need consent; and where nothing fits, whether something does
-with a word of consent.
+Where LoRA may follow and speed is the goal, full training has to fit with ease: without optimizer state or activations
+in host memory, and with 8 % of the GPU to spare. What of it fits with less ease is simulated once LoRA was taken.
+
+Beside the search, and for what a plan shows of it, four things are simulated: what checkpointing would cost and free
+of the chosen set-up; what LoRA would, with as many rows; what bfloat16 weights would, which need consent; and where
+nothing fits, whether something does with a word of consent.
 """
 
 from __future__ import annotations
@@ -14,8 +17,27 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
-from hf_memopt.recipes.planning.search import best_of, least_set_ups, most_rows, row_counts, search
-from hf_memopt.recipes.planning.set_ups import BF16_WEIGHTS, CHECKPOINTING, ModelFacts, SetUp, set_ups
+from hf_memopt.recipes.planning.search import (
+    best_of,
+    can_fit,
+    fits_with_ease,
+    least_set_ups,
+    most_rows,
+    row_counts,
+    search,
+)
+from hf_memopt.recipes.planning.set_ups import (
+    ADAPTERS,
+    BF16_WEIGHTS,
+    CHECKPOINTING,
+    FLASH,
+    OFFLOAD,
+    SEGMENTS,
+    ModelFacts,
+    SetUp,
+    on_host,
+    set_ups,
+)
 
 if TYPE_CHECKING:
     from hf_memopt.recipes import Recipe
@@ -63,6 +85,7 @@ class StageSearch:
         """Return the chosen candidate, with shorter or longer rows where they are asked for."""
         simulation = self.simulation
         simulation.sharing = self.sharings[0]
+        asked = stages
         if self.goal == "longest":
             stages = use_longest(simulation, {stage: self.set_ups(stage) for stage in stages}, self.share, most)
         chosen, length = self._by_stage(stages), simulation.texts.seq_len
@@ -73,32 +96,44 @@ class StageSearch:
             chosen = self._by_stage(stages)
         if chosen is not None:
             self._simulate_rivals(chosen)
+            self._simulate_other_methods(chosen, asked)
         if chosen is None or not chosen.fits:
             self._simulate_nearest(stages, chosen)
         return chosen
 
     def _by_stage(self, stages: Sequence[str]) -> Candidate | None:
-        for offload in (False, True):  # the host's memory is unknown, and its optimizer slow
+        passes = [(False, False), (True, False)]  # the host's memory is unknown, and its optimizer slow
+        if self.goal == "speed" and {"full", "lora"} <= {*stages}:
+            passes.insert(0, (False, True))
+        for offload, with_ease in passes:
             for stage in stages:
-                for sharing in self.sharings:
-                    is_wanted = (sharing is not None and sharing.offload_params) is offload
-                    if is_wanted and (sharing is None or sharing.may_improve(self._best(stage), self.goal)):
-                        self.simulation.sharing = sharing
-                        search(self.set_ups(stage), self.simulation, self.share, self.goal)
-                if (chosen := self._best(stage)) is not None:
+                self._search(stage, offload, with_ease=with_ease and stage == "full")
+                if (chosen := self._best(stage, with_ease=with_ease and stage == "full")) is not None:
                     return chosen
         tight = [one for stage in stages for one in self._of(stage) if one.verdict == "tight"]
         return max(
             (one for one in tight if one.stage == tight[-1].stage), key=lambda one: one.spare_bytes, default=None
         )
 
+    def _search(self, stage: str, offload: bool, *, with_ease: bool = False) -> None:
+        for sharing in self.sharings:
+            is_wanted = (sharing is not None and sharing.offload_params) is offload
+            if is_wanted and (
+                sharing is None or sharing.may_improve(self._best(stage, with_ease=with_ease), self.goal)
+            ):
+                self.simulation.sharing = sharing
+                every = self.set_ups(stage)
+                if with_ease and can_fit(every, self.simulation, self.share):
+                    every = [one for one in every if not on_host(one.techniques)]
+                search(every, self.simulation, self.share, self.goal, with_ease=with_ease)
+
     def _of(self, stage: str) -> list[Candidate]:
         """Return the candidates of a stage with the length of now."""
         now = stage, self.simulation.texts.seq_len
         return [one for one in self.simulation.candidates if (one.stage, one.seq_len) == now]
 
-    def _best(self, stage: str) -> Candidate | None:
-        return best_of(self._of(stage), self.goal)
+    def _best(self, stage: str, *, with_ease: bool = False) -> Candidate | None:
+        return best_of(filter(fits_with_ease, self._of(stage)) if with_ease else self._of(stage), self.goal)
 
     def _simulate_rivals(self, chosen: Candidate) -> None:
         """Simulate the chosen set-up with checkpointing, and with bfloat16 weights and the rows that then fit."""
@@ -113,6 +148,18 @@ class StageSearch:
         if lever is not None and is_asked_for and chosen.stage == "full":
             counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
             most_rows(lever, self.simulation, counts)
+
+    def _simulate_other_methods(self, chosen: Candidate, stages: Sequence[str]) -> None:
+        """Simulate LoRA with the rows of the chosen full training, or of full training what fits with less ease."""
+        if chosen.stage in ADAPTERS:
+            if self.goal == "speed" and "full" in stages:
+                self._search("full", offload=False)
+        elif "lora" in stages:
+            self.simulation.sharing = chosen.sharing
+            alike = {*chosen.techniques} & {CHECKPOINTING, OFFLOAD, SEGMENTS, FLASH}
+            for one in self.set_ups("lora"):
+                if {*one.techniques[1:]} == alike:
+                    self.simulation.of(one, chosen.rows)
 
     def _simulate_nearest(self, stages: Sequence[str], chosen: Candidate | None) -> None:
         """Simulate what needs least where nothing is chosen, and what does with each set of words not given."""
