@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import check_of_data, flags_of, in_flags, spinner, typed_command
-from hf_memopt.devices import SYSTEMS
 from hf_memopt.memory import without_compiler
 from hf_memopt.memory.models import check_task, find_config
 from hf_memopt.plain_data import check_word
@@ -94,8 +93,6 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
     check_task(options.task)
     if options.measured is not None:
         named_measurement(options.measured)
-    if options.os is not None:
-        check_word("os", options.os, SYSTEMS)
     if options.gpu is not None or options.budget is not None:
         checked_allow(words, options.method, read_gpu(options.gpu or options.budget, options.budget, options.os))
     check_of_data(options)

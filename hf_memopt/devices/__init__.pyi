@@ -3,10 +3,9 @@ from .gpus import GPUS as GPUS
 from .gpus import Gpu as Gpu
 from .gpus import PeakRates as PeakRates
 from .gpus import current_gpu as current_gpu
+from .gpus import current_os as current_os
 from .gpus import custom_gpu as custom_gpu
 from .gpus import find_gpu as find_gpu
-from .operating_system import SYSTEMS as SYSTEMS
-from .operating_system import current_os as current_os
 from .precision_support import accelerator_type as accelerator_type
 from .precision_support import check_precision as check_precision
 from .precision_support import choose_precision as choose_precision

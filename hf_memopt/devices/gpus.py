@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import platform
 import re
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from hf_memopt.devices.gpu_table import GIB, GPUS, NAMES, Gpu, PeakRates, typica
 from hf_memopt.plain_data import check_value, shown
 from hf_memopt.units import format_bytes, parse_bytes
 
-__all__ = ["GPUS", "Gpu", "PeakRates", "current_gpu", "custom_gpu", "find_gpu"]
+__all__ = ["GPUS", "Gpu", "PeakRates", "current_gpu", "current_os", "custom_gpu", "find_gpu"]
 
 CAPABILITIES = "https://developer.nvidia.com/cuda-gpus"
 
@@ -183,11 +184,9 @@ def _of_size(memory_bytes: int) -> Gpu:
     """Return a GPU that is sold with so much, with the least that is usable of those in the table."""
     same = [known.usable_bytes for known in GPUS.values() if known.memory_bytes == memory_bytes]
     gpu = custom_gpu(memory_bytes)
-    if not same:
-        return gpu
-    told = f"{format_bytes(min(same))} usable, the least of the table's"
+    told = f"{format_bytes(min(same, default=0))} usable, the least of the table's"
     notes = tuple(note.replace(f"all of {format_bytes(memory_bytes)} usable", told) for note in gpu.notes)
-    return replace(gpu, usable_bytes=min(same), notes=notes)
+    return replace(gpu, usable_bytes=min(same), notes=notes) if same else gpu
 
 
 def _gpu_bytes(argument: str, memory: int | str) -> int:
@@ -219,6 +218,13 @@ def _parse_capability(value: str | float | tuple[int, int]) -> tuple[int, int]:
 
 
 # ---- of this machine
+
+
+def current_os() -> str:
+    """Return "windows", "wsl", or "linux", which stands for every other system too."""
+    if platform.system() == "Windows":
+        return "windows"
+    return "wsl" if "microsoft" in platform.release().lower() else "linux"  # of the kernel of WSL 1 and 2
 
 
 def current_gpu() -> Gpu | None:

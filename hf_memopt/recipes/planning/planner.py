@@ -17,10 +17,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices import SYSTEMS, current_gpu, current_os
+from hf_memopt.devices import current_gpu
 from hf_memopt.memory.distributed import ZERO_STAGES
 from hf_memopt.memory.models import check_task
 from hf_memopt.memory.recording import keeping_models
@@ -39,7 +40,7 @@ from hf_memopt.recipes.planning.request import (
 )
 from hf_memopt.recipes.planning.result import Plan
 from hf_memopt.recipes.planning.search import EASE_SHARE, best_of, fits_with_ease
-from hf_memopt.recipes.planning.set_ups import PAGED, PAGED_EIGHT_BIT, SEGMENTS, on_host
+from hf_memopt.recipes.planning.set_ups import LINUX_ONLY, on_host
 from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
@@ -127,8 +128,7 @@ def plan(
     check_value("seq_len", seq_len, Count | None, 512)
     check_value("announce", announce, Callable, print)
     check_task(task)
-    found_gpu, corrections = _corrected_gpu(gpu, budget, measured, os)
-    system = planned_os(os, found_gpu)
+    found_gpu, corrections = _corrected_gpu(gpu, partial(read_gpu, budget=budget, os=os), measured)
     words = checked_allow(allow, method, found_gpu)
     share = checked_batch(effective_batch_size, world_size)
     check_strategy(strategy, world_size, goal)
@@ -138,7 +138,7 @@ def plan(
             "before the GPUs have shared them; expected one GPU. Pass world_size=1, or leave 'release_clipping' out"
         )
     with keeping_models():
-        source, own_task, facts, most, default = facts_of(model, task, system)
+        source, own_task, facts, most, default = facts_of(model, task, planned_os(os, gpu))
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
         simulation = Simulation(source, own_task, found_gpu, texts, world_size, words, announce, corrections)
         simulation.most_tokens = most
@@ -152,6 +152,8 @@ def plan(
         if chosen is None:
             set_ups = [one for stage in stages for one in search_of.set_ups(stage)]
             shortfall = shortfall_of(simulation, facts, set_ups, share, budget)
+    used = () if chosen is None or os else [one.name for one in chosen.techniques if one in LINUX_ONLY]
+    of_linux = (f"{name} works on Linux alone, as this machine has it; os='windows' plans without it" for name in used)
     reasoned = with_reasons(candidates, chosen, goal)
     taken = None if chosen is None else _with_reasons_of_recipe(reasoned[candidates.index(chosen)], found_gpu)
     all_of_them = tuple(
@@ -170,10 +172,7 @@ def plan(
         candidates=all_of_them,
         chosen=taken,
         shortfall=shortfall,
-        notes=(
-            *_notes(simulation, texts, chosen, candidates, method, lengths is None and seq_len is None),
-            *_about_system(os, system, chosen),
-        ),
+        notes=(*_notes(simulation, texts, chosen, candidates, method, lengths is None and seq_len is None), *of_linux),
         simulations=simulation.count,
         source=name_to_load(model),
         task=facts.task,
@@ -185,18 +184,15 @@ def plan(
 
 
 def _corrected_gpu(
-    gpu: str | Gpu | None,
-    budget: int | str | None,
-    measured: str | os.PathLike[str] | Measurement | None,
-    system: str | None,
+    gpu: str | Gpu | None, read: Callable[[Any], Gpu], measured: str | os.PathLike[str] | Measurement | None
 ) -> tuple[Gpu, Corrections | None]:
     """Return the GPU, and what a measurement on it corrects; without a GPU that of the measurement."""
     if measured is None:
-        return read_gpu(gpu, budget, system), None
+        return read(gpu), None
     measurement, name = named_measurement(measured)
     if gpu is None and current_gpu() is None:
         gpu = measurement.gpu
-    corrections = Corrections.of(measurement, name, read_gpu(gpu, budget, system))
+    corrections = Corrections.of(measurement, name, read(gpu))
     return corrections.gpu, corrections
 
 
@@ -258,18 +254,6 @@ def _notes(
     yield from simulation.gpu.notes
     for one, why in simulation.refused.items():
         yield f"{one.name} was not simulated: {why}"
-
-
-def _about_system(asked: str | None, system: str, chosen: Candidate | None) -> Iterable[str]:
-    """Yield for which system it was planned, where another may have another plan."""
-    known = "" if asked else ", as of this machine" if system == current_os() else ", as of most laptops"
-    used = () if chosen is None else chosen.techniques
-    of_linux = [one.name for one in used if one in (SEGMENTS, PAGED, PAGED_EIGHT_BIT)]
-    if system != "linux":
-        advice = "" if asked else "; os='linux' plans with them"
-        yield f"planned for {SYSTEMS[system]}{known}, where neither expandable segments nor paged state work{advice}"
-    elif of_linux and not asked:
-        yield f"planned for Linux{known}: os='windows' plans without {' and '.join(of_linux)}, which do not work there"
 
 
 # ---- Reasons

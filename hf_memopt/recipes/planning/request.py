@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated
 
-from hf_memopt.devices import SYSTEMS, Gpu, current_gpu, current_os, custom_gpu, find_gpu
+from hf_memopt.devices import Gpu, current_gpu, current_os, custom_gpu, find_gpu
 from hf_memopt.plain_data import Count, check_value, check_word, items_of
 from hf_memopt.technique_list import TECHNIQUES
 from hf_memopt.units import format_bytes
@@ -33,6 +33,7 @@ ALLOW: dict[str, str] = {
     "freeze": "leave embeddings, or also the lower half of the layers, as they are",
     "shorter": "cut texts to a half or a quarter of the length where nothing else fits",
 }
+SYSTEMS: Mapping[str, str] = {"linux": "Linux", "windows": "Windows", "wsl": "WSL"}
 DESKTOP_BYTES = 2**29  # of the 0.3 to 1 GiB of a GPU that a desktop takes
 OF_ALL_WEIGHTS = ("release_clipping", "bf16_weights", "freeze")
 """What of ``ALLOW`` means nothing where only adapters are trained."""
@@ -84,9 +85,9 @@ def checked_batch(effective_batch_size: int, world_size: int) -> int:
     return effective_batch_size // world_size
 
 
-def planned_os(os: str | None, gpu: Gpu) -> str:
-    """Return the system to plan for: this machine's; of a laptop elsewhere Windows, where fewest techniques work."""
-    if os is None and "Laptop" in gpu.name and current_gpu() is None:
+def planned_os(os: str | None, gpu: str | Gpu | None) -> str:
+    """Return the system to plan for: this machine's; of a laptop by name Windows, where the fewest levers work."""
+    if os is None and gpu is not None and "Laptop" in find_gpu(gpu).name:
         return "windows"
     return os or current_os()
 
@@ -98,8 +99,7 @@ def read_gpu(gpu: str | Gpu | None, budget: int | str | None, os: str | None = N
         ValueError: an unknown system or GPU; neither GPU nor budget is given and this machine has none; a budget above
             the GPU's memory.
     """
-    if os is not None:
-        check_word("os", os, SYSTEMS)
+    check_word("os", os or "linux", SYSTEMS)
     if gpu is None and budget is not None:
         here = current_gpu()
         found = _of_size(budget) if here is None else here
@@ -111,8 +111,12 @@ def read_gpu(gpu: str | Gpu | None, budget: int | str | None, os: str | None = N
                 "gpu='RTX 3060 12GB'"
             )
         found = known
+    system = planned_os(os, gpu)
+    if system != "linux":
+        works = f"planned for {SYSTEMS[system]}, where neither expandable segments nor paged state work"
+        found = replace(found, notes=(*found.notes, works if os else f"{works}; os='linux' plans with them"))
     if budget is None:
-        return _beside_desktop(found, os or current_os())
+        return found if system == "linux" and "Laptop" not in found.name else _beside_desktop(found)
     budget_bytes = _of_size(budget).usable_bytes
     if budget_bytes > found.usable_bytes:
         raise ValueError(
@@ -122,13 +126,10 @@ def read_gpu(gpu: str | Gpu | None, budget: int | str | None, os: str | None = N
     return replace(found, usable_bytes=budget_bytes)
 
 
-def _beside_desktop(gpu: Gpu, os: str) -> Gpu:
-    """Return a GPU without what a desktop may take of it: of a laptop's, and under Windows of every GPU."""
-    if "Laptop" not in gpu.name and os == "linux":
-        return gpu
-    kept = min(DESKTOP_BYTES, gpu.usable_bytes // 4)
-    whole = f"budget='{gpu.usable_bytes // 2**20}MiB' plans with all of it"
-    note = f"{format_bytes(kept)} of {gpu.name} are left to the desktop; {whole}"
+def _beside_desktop(gpu: Gpu) -> Gpu:
+    """Return a GPU without what a desktop may take of it."""
+    kept, whole = min(DESKTOP_BYTES, gpu.usable_bytes // 4), f"budget='{gpu.usable_bytes // 2**20}MiB'"
+    note = f"{format_bytes(kept)} of {gpu.name} are left to the desktop; {whole} plans with all of it"
     return replace(gpu, usable_bytes=gpu.usable_bytes - kept, notes=(*gpu.notes, note))
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
-__all__ = ["EASE_SHARE", "best_of", "can_fit", "fits_with_ease", "least_set_ups", "most_rows", "row_counts", "search"]
+__all__ = ["EASE_SHARE", "best_of", "fits_with_ease", "least_set_ups", "most_rows", "row_counts", "search"]
 
 SAVES_LITTLE = {OFFLOAD, SEGMENTS}
 EASE_SHARE = 0.08  # of a GPU, which full training leaves where it is recommended before LoRA
@@ -45,9 +45,7 @@ def row_counts(set_up: SetUp, share: int) -> list[int]:
     return [rows for rows in range(1, share + 1) if share % rows == 0]
 
 
-def search(
-    set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: str = "speed", *, with_ease: bool = False
-) -> None:
+def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: str = "speed") -> None:
     """Simulate set-ups until the best of them is among the candidates of the simulation.
 
     Args:
@@ -55,24 +53,27 @@ def search(
         simulation: of the model on the GPU.
         share: examples of a step on each GPU.
         goal: as for ``plan``.
-        with_ease: whether it has to leave more than the margin (``room``), with goal "speed".
     """
-    if not set_ups or not can_fit(set_ups, simulation, share):
+    if not set_ups or not _can_fit(set_ups, simulation, share):
         return
+    if simulation.with_ease:
+        set_ups = [one for one in set_ups if not on_host(one.techniques)]
+        if not _can_fit(set_ups, simulation, share):
+            return
     if goal == "memory":
         _simulate_smallest(set_ups, simulation, share)
     else:
-        _simulate_fastest(set_ups, simulation, share, with_ease)
+        _simulate_fastest(set_ups, simulation, share)
 
 
-def room(one: Candidate, with_ease: bool = True) -> int:
-    """Return the bytes that a candidate leaves beside the margin, or 8 % of the GPU; negative for what it lacks."""
-    return one.spare_bytes - (int(EASE_SHARE * one.usable_bytes) if with_ease else one.margin_bytes)
+def _room(one: Candidate, simulation: Simulation) -> int:
+    """Return the bytes that a candidate leaves beside those that it has to; negative for what it lacks."""
+    return one.spare_bytes - (math.ceil(EASE_SHARE * one.usable_bytes) if simulation.with_ease else one.margin_bytes)
 
 
 def fits_with_ease(one: Candidate) -> bool:
     """Return whether a candidate leaves 8 % of the GPU, with neither optimizer state nor activations in host memory."""
-    return one.fits and room(one) >= 0 and not on_host(one.techniques)
+    return one.fits and one.spare_bytes >= EASE_SHARE * one.usable_bytes and not on_host(one.techniques)
 
 
 @dataclass
@@ -90,7 +91,7 @@ class _Tried:
     simulated: list[Candidate]
 
 
-def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: int, with_ease: bool) -> None:
+def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> None:
     """Simulate the fastest set-up, and the simplest of those that are as fast."""
     known: dict[tuple[Technique, ...], _Tried] = {}
     fitting: list[Candidate] = []
@@ -114,8 +115,8 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: i
             continue
         if any(_least_bytes(one, set_up) > one.usable_bytes for one in tried.simulated):
             continue
-        found = tried.simulated = most_rows(set_up, simulation, counts, fitting, with_ease)
-        fits = [one for one in found if room(one, with_ease) >= 0]
+        found = tried.simulated = most_rows(set_up, simulation, counts, fitting)
+        fits = [one for one in found if _room(one, simulation) >= 0]
         tried.most = max([tried.most, *(one.rows for one in fits)])
         fitting += fits
         if found and found[-1].rows == share:
@@ -127,11 +128,7 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: i
 
 
 def most_rows(
-    set_up: SetUp,
-    simulation: Simulation,
-    counts: Sequence[int],
-    fitting: Sequence[Candidate] = (),
-    with_ease: bool = False,
+    set_up: SetUp, simulation: Simulation, counts: Sequence[int], fitting: Sequence[Candidate] = ()
 ) -> list[Candidate]:
     """Simulate a set-up until the largest micro-batch that fits is known, and return what was simulated of it.
 
@@ -141,7 +138,6 @@ def most_rows(
         counts: rows to choose from, ascending; the last is all rows of a step.
         fitting: candidates that fit, which a smaller micro-batch has to be faster or simpler than; () to find the
             largest in any case.
-        with_ease: as for ``search``.
     """
     found: dict[int, Candidate] = {}
 
@@ -150,7 +146,7 @@ def most_rows(
         if one is None:
             return None
         found[rows] = one
-        return room(one, with_ease)
+        return _room(one, simulation)
 
     def is_worth(rows: int) -> bool:
         return rows not in found or _may_matter(found[rows].cost, set_up, fitting)
@@ -244,7 +240,7 @@ def _bytes_as_one(least: Candidate) -> int:
     return max(least.context_bytes + passing, least.floor_bytes)
 
 
-def can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> bool:
+def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> bool:
     """Return whether the simplest set-up fits, or one of those that need least; offloading, the slowest, comes last."""
     too_large = set()
     in_memory, on_host = ([one for one in set_ups if one.recipe.offload is offload] for offload in (False, True))

@@ -1,8 +1,7 @@
 """The set-ups that ``plan`` considers, as Recipes, in the order in which it prefers them, each with its techniques.
 
 What a technique changes decides the order: nothing of the result, its rounding, or the training itself. Of set-ups that
-are as good as each other the simpler is better: what changes the training is the least simple, then offloading, paged
-state, expandable segments, 8-bit state, sharded weights, checkpointing and FlashAttention-2, then 16-bit products.
+are as good as each other the one that changes the training less is simpler, then the one with the first of ``LEVERS``.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Technique:
         consent: the word of ``allow`` that it needs; "" for none.
         only_saves: whether it never makes a step faster, so that it is of use only with more rows than fit without it.
         replaces: the technique that it builds on and stands for; None for none.
-        effort: how little simple it is, in powers of two, so that one outweighs all of those below it.
     """
 
     name: str
@@ -49,7 +47,6 @@ class Technique:
     consent: str = ""
     only_saves: bool = False
     replaces: Technique | None = None
-    effort: int = 0
 
 
 def _set(**fields: Any) -> tuple[tuple[str, Any], ...]:
@@ -62,7 +59,6 @@ CHECKPOINTING = Technique(
     _set(checkpointing=True, autocast_cache=False),
     "activations are recomputed in the backward pass",
     only_saves=True,
-    effort=2,
 )
 OFFLOAD = Technique(
     "offload",
@@ -70,34 +66,26 @@ OFFLOAD = Technique(
     "the inputs of checkpointed layers wait in host memory",
     only_saves=True,
     replaces=CHECKPOINTING,
-    effort=64 + 2,
 )
 SEGMENTS = Technique(
     "expandable segments",
     _set(expandable_segments=True),
     "memory that is free between blocks can be used; call use_expandable_segments() at the top of the script",
     only_saves=True,
-    effort=16,
 )
 FLASH = Technique(
     "FlashAttention-2",
     _set(attn_implementation="flash_attention_2"),
     "it is installed, and needs no mask of every pair of tokens",
-    effort=1,
 )
 PAGED = Technique(
     "paged AdamW",
     _set(optim="paged_adamw_32bit"),
     "optimizer state that does not fit moves to host memory",
     only_saves=True,
-    effort=32,
 )
 EIGHT_BIT = Technique(
-    "8-bit AdamW",
-    _set(optim="adamw_8bit"),
-    "2 bytes of state per parameter instead of 8, embeddings apart",
-    "rounding",
-    effort=8,
+    "8-bit AdamW", _set(optim="adamw_8bit"), "2 bytes of state per parameter instead of 8, embeddings apart", "rounding"
 )
 PAGED_EIGHT_BIT = Technique(
     "paged 8-bit AdamW",
@@ -106,8 +94,10 @@ PAGED_EIGHT_BIT = Technique(
     "rounding",
     only_saves=True,
     replaces=EIGHT_BIT,
-    effort=32 + 8,
 )
+LEVERS = FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, PAGED, PAGED_EIGHT_BIT, OFFLOAD
+"""Of set-ups that are as good as each other, the one whose last lever comes first here is the simpler."""
+LINUX_ONLY = SEGMENTS, PAGED, PAGED_EIGHT_BIT
 TF32 = Technique(
     "tf32",
     _set(precision="tf32"),
@@ -230,16 +220,16 @@ class SetUp:
 
     @property
     def simplicity(self) -> tuple[int, int, int]:
-        """Smaller is simpler: how many techniques change the training, what all take, how many change rounding."""
+        """Smaller is simpler: how many techniques change the training, which levers it has, how many round or share."""
         changing = sum(one.kind == "training" or bool(one.consent) for one in self.techniques)
-        shared = 0 if self.sharing is None else self.sharing.effort
-        efforts = sum(one.effort for one in self.techniques)
-        return changing, efforts + shared, sum(one.kind == "rounding" for one in self.techniques)
+        levers = sum(2 ** LEVERS.index(one) for one in self.techniques if one in LEVERS)
+        shared = 0 if self.sharing is None else self.sharing.order
+        return changing, levers, sum(one.kind == "rounding" for one in self.techniques) + shared
 
 
 def on_host(techniques: Iterable[Technique]) -> list[Technique]:
     """Return those with which optimizer state or activations wait in host memory."""
-    return [one for one in techniques if one.effort >= PAGED.effort]
+    return [one for one in techniques if one in (PAGED, PAGED_EIGHT_BIT, OFFLOAD)]
 
 
 def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Iterator[SetUp]:
@@ -293,14 +283,10 @@ def _paying(facts: ModelFacts, stage: str) -> dict[str, Any]:
 
 
 def _optimizers(stage: str, common: tuple[Technique, ...], facts: ModelFacts) -> list[tuple[Technique, ...]]:
-    paged = facts.has_paging and stage != "freeze"
-    found: list[tuple[Technique, ...]] = [()]
-    if paged and BF16_WEIGHTS not in common:
-        found.append((PAGED,))
-    found.append((EIGHT_BIT,))
-    if paged and stage not in ADAPTERS:
-        found.append((PAGED_EIGHT_BIT,))
-    return found
+    left_out = {PAGED} if BF16_WEIGHTS in common else {PAGED_EIGHT_BIT} if stage in ADAPTERS else set()
+    if stage == "freeze" or not facts.has_paging:
+        left_out = {PAGED, PAGED_EIGHT_BIT}
+    return [(), *((one,) for one in (PAGED, EIGHT_BIT, PAGED_EIGHT_BIT) if one not in left_out)]
 
 
 def _commons(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Technique, ...]]:

@@ -45,9 +45,9 @@ class Sharing:
         return TITLES[self.strategy] + (" with offload" if self.offload_params else "")
 
     @property
-    def effort(self) -> int:
-        """As of a technique: whole models take none, sharded ones less than 8-bit state, those on the host most."""
-        return 128 if self.offload_params else 4 * (self.strategy != "ddp")
+    def order(self) -> int:
+        """Smaller is simpler: whole models, then sharded ones, then those on the host."""
+        return 2 if self.offload_params else int(self.strategy != "ddp")
 
     def adapted(self, set_up: SetUp) -> SetUp | None:
         """Return a set-up as it works under the strategy; None where it does not.
@@ -128,7 +128,7 @@ def _why(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
 
     own = chosen.sharing
     others = [one for one in candidates if one.stage == chosen.stage and one.sharing != own]
-    simpler = [one for one in others if one.sharing is not None and own is not None and one.sharing.effort < own.effort]
+    simpler = [one for one in others if one.sharing is not None and own is not None and one.sharing.order < own.order]
     if simpler and not any(one.fits for one in simpler):
         titles = dict.fromkeys(one.sharing.title for one in simpler if one.sharing is not None)
         return f"nothing fits under {' or '.join(titles)}"

@@ -17,27 +17,8 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
-from hf_memopt.recipes.planning.search import (
-    best_of,
-    can_fit,
-    fits_with_ease,
-    least_set_ups,
-    most_rows,
-    row_counts,
-    search,
-)
-from hf_memopt.recipes.planning.set_ups import (
-    ADAPTERS,
-    BF16_WEIGHTS,
-    CHECKPOINTING,
-    FLASH,
-    OFFLOAD,
-    SEGMENTS,
-    ModelFacts,
-    SetUp,
-    on_host,
-    set_ups,
-)
+from hf_memopt.recipes.planning.search import best_of, fits_with_ease, least_set_ups, most_rows, row_counts, search
+from hf_memopt.recipes.planning.set_ups import ADAPTERS, BF16_WEIGHTS, CHECKPOINTING, ModelFacts, SetUp, set_ups
 
 if TYPE_CHECKING:
     from hf_memopt.recipes import Recipe
@@ -95,8 +76,8 @@ class StageSearch:
             simulation.texts = simulation.texts.shortened(max(length // part, 1), self.share)
             chosen = self._by_stage(stages)
         if chosen is not None:
-            self._simulate_rivals(chosen)
             self._simulate_other_methods(chosen, asked)
+            self._simulate_rivals(chosen)
         if chosen is None or not chosen.fits:
             self._simulate_nearest(stages, chosen)
         return chosen
@@ -107,33 +88,29 @@ class StageSearch:
             passes.insert(0, (False, True))
         for offload, with_ease in passes:
             for stage in stages:
-                self._search(stage, offload, with_ease=with_ease and stage == "full")
-                if (chosen := self._best(stage, with_ease=with_ease and stage == "full")) is not None:
+                if (chosen := self._searched(stage, offload, with_ease and stage == "full")) is not None:
                     return chosen
         tight = [one for stage in stages for one in self._of(stage) if one.verdict == "tight"]
         return max(
             (one for one in tight if one.stage == tight[-1].stage), key=lambda one: one.spare_bytes, default=None
         )
 
-    def _search(self, stage: str, offload: bool, *, with_ease: bool = False) -> None:
+    def _searched(self, stage: str, offload: bool = False, with_ease: bool = False) -> Candidate | None:
+        """Return the best of a stage after a search."""
+        best = None
         for sharing in self.sharings:
             is_wanted = (sharing is not None and sharing.offload_params) is offload
-            if is_wanted and (
-                sharing is None or sharing.may_improve(self._best(stage, with_ease=with_ease), self.goal)
-            ):
-                self.simulation.sharing = sharing
-                every = self.set_ups(stage)
-                if with_ease and can_fit(every, self.simulation, self.share):
-                    every = [one for one in every if not on_host(one.techniques)]
-                search(every, self.simulation, self.share, self.goal, with_ease=with_ease)
+            if is_wanted and (sharing is None or sharing.may_improve(best, self.goal)):
+                self.simulation.sharing, self.simulation.with_ease = sharing, with_ease
+                search(self.set_ups(stage), self.simulation, self.share, self.goal)
+            best = best_of(filter(fits_with_ease, self._of(stage)) if with_ease else self._of(stage), self.goal)
+        self.simulation.with_ease = False
+        return best
 
     def _of(self, stage: str) -> list[Candidate]:
         """Return the candidates of a stage with the length of now."""
         now = stage, self.simulation.texts.seq_len
         return [one for one in self.simulation.candidates if (one.stage, one.seq_len) == now]
-
-    def _best(self, stage: str, *, with_ease: bool = False) -> Candidate | None:
-        return best_of(filter(fits_with_ease, self._of(stage)) if with_ease else self._of(stage), self.goal)
 
     def _simulate_rivals(self, chosen: Candidate) -> None:
         """Simulate the chosen set-up with checkpointing, and with bfloat16 weights and the rows that then fit."""
@@ -150,16 +127,14 @@ class StageSearch:
             most_rows(lever, self.simulation, counts)
 
     def _simulate_other_methods(self, chosen: Candidate, stages: Sequence[str]) -> None:
-        """Simulate LoRA with the rows of the chosen full training, or of full training what fits with less ease."""
-        if chosen.stage in ADAPTERS:
-            if self.goal == "speed" and "full" in stages:
-                self._search("full", offload=False)
-        elif "lora" in stages:
+        """Simulate LoRA with the rows of the chosen full training, or full training that does not fit with ease."""
+        if chosen.stage in ADAPTERS and self.goal == "speed" and "full" in stages:
+            self._searched("full")
+        if chosen.stage not in ADAPTERS and "lora" in stages:
             self.simulation.sharing = chosen.sharing
-            alike = {*chosen.techniques} & {CHECKPOINTING, OFFLOAD, SEGMENTS, FLASH}
-            for one in self.set_ups("lora"):
-                if {*one.techniques[1:]} == alike:
-                    self.simulation.of(one, chosen.rows)
+            alike = [one for one in self.set_ups("lora") if one.recipe.checkpointing == chosen.recipe.checkpointing]
+            for one in alike[:1]:
+                self.simulation.of(one, chosen.rows)
 
     def _simulate_nearest(self, stages: Sequence[str], chosen: Candidate | None) -> None:
         """Simulate what needs least where nothing is chosen, and what does with each set of words not given."""
