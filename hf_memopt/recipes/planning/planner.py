@@ -229,7 +229,7 @@ def _notes(
         tried = [stage for stage in dict.fromkeys(one.stage for one in candidates) if stage in tried]
         harder = best_of(one for one in candidates if one.stage == "full") if "full" in tried else None
         if harder is not None:
-            yield f"full training {_unease(harder, chosen)}, {NAMES[chosen.stage]}; method='full' takes it"
+            yield f"full training {_unease(harder, chosen)}: {NAMES[chosen.stage]} was chosen; method='full' plans it"
         elif tried:
             without = " nor ".join(NAMES[stage] for stage in tried)
             neither = "neither " if len(tried) > 1 else ""
