@@ -132,9 +132,11 @@ class StageSearch:
             self._searched("full")
         if chosen.stage not in ADAPTERS and "lora" in stages:
             self.simulation.sharing = chosen.sharing
-            alike = [one for one in self.set_ups("lora") if one.recipe.checkpointing == chosen.recipe.checkpointing]
-            for one in alike[:1]:
-                self.simulation.of(one, chosen.rows)
+            plainest = {one.recipe.checkpointing: one for one in reversed(self.set_ups("lora"))}
+            for _, one in sorted(plainest.items(), key=lambda item: item[0]):
+                found = self.simulation.of(one, chosen.rows)
+                if found is not None and found.fits:
+                    return
 
     def _simulate_nearest(self, stages: Sequence[str], chosen: Candidate | None) -> None:
         """Simulate what needs least where nothing is chosen, and what does with each set of words not given."""
