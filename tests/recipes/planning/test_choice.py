@@ -172,7 +172,7 @@ whisper-large-v3, 128, T4: LoRA r16, fp16, 2 x 16
 t5-large, 512, RTX 4060 Laptop: LoRA r16, bf16, 2 x 16
 flan-t5-base, 512, T4: full
 """
-"""Model, tokens, GPU: how the recommended plan begins. Of t5 and gemma on a T4, which overflow in fp16, the method alone."""
+"""Model, tokens, GPU: how the plan begins; of t5 and gemma on a T4, which overflow in fp16, the method alone."""
 
 
 @pytest.mark.parametrize(
