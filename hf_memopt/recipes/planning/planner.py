@@ -153,7 +153,9 @@ def plan(
             set_ups = [one for stage in stages for one in search_of.set_ups(stage)]
             shortfall = shortfall_of(simulation, facts, set_ups, share, budget)
     used = () if chosen is None or os else [one.name for one in chosen.techniques if one in LINUX_ONLY]
-    of_linux = (f"{name} works on Linux alone, as this machine has it; os='windows' plans without it" for name in used)
+    of_linux = (
+        f"the plan uses {name}, which Linux alone has, as this machine; os='windows' plans without" for name in used
+    )
     reasoned = with_reasons(candidates, chosen, goal)
     taken = None if chosen is None else _with_reasons_of_recipe(reasoned[candidates.index(chosen)], found_gpu)
     all_of_them = tuple(

@@ -14,7 +14,7 @@
 - Where what needs least does not fit with a single row either, nothing else is simulated.
 
 Every verdict is a simulation's. The bounds leave out only what cannot be the best, but for that of offloading and
-segments: without it 2 of the 63 plans of ``benchmarks/unchanged.py`` are faster, by 2 and 9 %.
+segments: without it 2 of the 63 plans of ``benchmarks/unchanged.py`` were faster in 0.3.0, by 2 and 9 %.
 """
 
 from __future__ import annotations
@@ -112,8 +112,6 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: i
         by_little = [plain for plain in set_up.plainer if SAVES_LITTLE & ({*set_up.techniques} - {*plain})]
         if not _may_matter(tried.least_cost, set_up, fitting) or len(tried.simulated) < len(by_little):
             tried.most = math.inf
-            continue
-        if any(_least_bytes(one, set_up) > one.usable_bytes for one in tried.simulated):
             continue
         found = tried.simulated = most_rows(set_up, simulation, counts, fitting)
         fits = [one for one in found if _room(one, simulation) >= 0]
@@ -222,18 +220,6 @@ def _may_matter(cost: float, set_up: SetUp, fitting: Iterable[Candidate]) -> boo
     return True
 
 
-def _least_bytes(plain: Candidate, set_up: SetUp) -> int:
-    """Return what a set-up needs at least, by a plainer one with the same rows: what tensors hold there.
-
-    Expandable segments free none of that, another optimizer its state; of other techniques nothing is known.
-    """
-    more = {technique for technique in set_up.techniques if technique not in plain.techniques}
-    if any(one is not SEGMENTS and "optim" not in dict(one.fields) for one in more):
-        return 0
-    needed = plain.context_bytes + plain.margin_bytes + sum(plain.components.values())
-    return needed if more == {SEGMENTS} else needed - plain.components["optimizer state"]
-
-
 def _bytes_as_one(least: Candidate) -> int:
     """Return what all rows at once need at least, by fewer rows, between whose passes gradients are held."""
     passing = sum(least.components.values()) - least.components["gradients"]
@@ -243,8 +229,8 @@ def _bytes_as_one(least: Candidate) -> int:
 def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> bool:
     """Return whether the simplest set-up fits, or one of those that need least; offloading, the slowest, comes last."""
     too_large = set()
-    in_memory, on_host = ([one for one in set_ups if one.recipe.offload is offload] for offload in (False, True))
-    for set_up in (set_ups[0], *least_set_ups(in_memory), *least_set_ups(on_host)):
+    in_memory, offloaded = ([one for one in set_ups if one.recipe.offload is offload] for offload in (False, True))
+    for set_up in (set_ups[0], *least_set_ups(in_memory), *least_set_ups(offloaded)):
         counts = row_counts(set_up, share)
         least = None if set_up.held in too_large else simulation.of(set_up, counts[0])
         if least is None:

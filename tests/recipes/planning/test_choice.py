@@ -108,7 +108,9 @@ def test_what_works_on_linux_alone_is_told_where_it_is_used() -> None:
     found = planned("72MiB", method="full")
     assert found.chosen is not None
     used = [one.name for one in found.chosen.techniques if one in LINUX_ONLY]
-    told = [f"{name} works on Linux alone, as this machine has it; os='windows' plans without it" for name in used]
+    told = [
+        f"the plan uses {name}, which Linux alone has, as this machine; os='windows' plans without" for name in used
+    ]
     assert used
     assert found.notes[-len(told) :] == tuple(told)
 
