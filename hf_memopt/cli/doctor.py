@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import distributed
 
-from hf_memopt.devices import accelerator_type, choose_precision
+from hf_memopt.devices import accelerator_type, choose_precision, current_os
 from hf_memopt.devices.readings import measured_device, nvml_handle, read_memory
 from hf_memopt.units import format_bytes
 
@@ -276,8 +276,7 @@ def _nvml() -> Iterator[Finding]:
 
 
 def _fallback() -> Iterator[Finding]:
-    is_wsl = "microsoft" in platform.release().lower()  # of the kernel of WSL 1 and 2
-    if (platform.system() == "Windows" or is_wsl) and accelerator_type() == "cuda":
+    if current_os() != "linux" and accelerator_type() == "cuda":
         yield Finding(
             "shared GPU memory",
             "warning",

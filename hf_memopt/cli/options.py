@@ -246,6 +246,9 @@ class PlanOptions:
         None, 'Such as "RTX 3060 12GB", or a size: 8GB; the current one by default.', "NAME", "-g", "--gpu", group=GPU
     )
     budget: str | None = _option(None, "Use no more of it than this, such as 6GB.", "SIZE", group=GPU)
+    os: str | None = _option(
+        None, "Where it trains: linux, windows or wsl; this machine's by default.", "NAME", "--os", group=GPU
+    )
     world_size: int = _option(
         1, "GPUs of one computer that train together.", "N", "--gpus", "--world-size", group=GPU, min=1
     )

@@ -49,6 +49,7 @@ def run(options: PlanOptions, context: Any) -> int:
                 options.model,
                 gpu=options.gpu,
                 budget=options.budget,
+                os=options.os,
                 lengths=lengths,
                 seq_len=options.seq_len,
                 effective_batch_size=options.effective_batch,
@@ -93,7 +94,7 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
     if options.measured is not None:
         named_measurement(options.measured)
     if options.gpu is not None or options.budget is not None:
-        checked_allow(words, options.method, read_gpu(options.gpu or options.budget, options.budget))
+        checked_allow(words, options.method, read_gpu(options.gpu or options.budget, options.budget, options.os))
     check_of_data(options)
     if options.write is not None:
         beside = launch_files(options.strategy) if options.world_size > 1 else ()

@@ -4,6 +4,7 @@ from .gpus import GPUS as GPUS
 from .gpus import Gpu as Gpu
 from .gpus import PeakRates as PeakRates
 from .gpus import current_gpu as current_gpu
+from .gpus import current_os as current_os
 from .gpus import custom_gpu as custom_gpu
 from .gpus import find_gpu as find_gpu
 from .precision_support import accelerator_type as accelerator_type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from hf_memopt.errors import nearest
 from hf_memopt.plain_data import check_value, shown
 from hf_memopt.units import format_bytes, parse_bytes
 
-__all__ = ["GPUS", "Gpu", "PeakRates", "current_gpu", "custom_gpu", "find_gpu"]
+__all__ = ["GPUS", "Gpu", "PeakRates", "current_gpu", "current_os", "custom_gpu", "find_gpu"]
 
 CAPABILITIES = "https://developer.nvidia.com/cuda-gpus"
 
@@ -87,7 +88,8 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
     Case, spaces, dashes, the maker ("NVIDIA", "GeForce", "Tesla"), who lends it ("Colab", "Kaggle") and the form
     ("PCIe", "SXM4") are ignored, so that names may be those of ``nvidia-smi``. Size and "Laptop" may be omitted: a GPU
     of a desktop has priority, then the one that was sold first under the name; where others of that name have another
-    size, its ``notes`` say so. An amount of memory such as ``"8GB"`` is a GPU of that size (``custom_gpu``).
+    size, its ``notes`` say so. An amount of memory such as ``"8GB"`` is a GPU of that size (``custom_gpu``),
+    of which as much is usable as of the GPU of the table that has least of that size.
 
     Raises:
         ValueError: the table has no such GPU, several of different designs, or the name says how many there are.
@@ -101,7 +103,7 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
     if isinstance(gpu, Gpu):
         return gpu
     if isinstance(gpu, str) and _SIZE.fullmatch(gpu):
-        return custom_gpu(_gpu_bytes("gpu", gpu))
+        return _of_size(_gpu_bytes("gpu", gpu))
     of_name = _candidates(gpu) if isinstance(gpu, str) else []
     found = _narrowed(of_name, gpu) if of_name else []
     if len(found) == 1:
@@ -204,6 +206,15 @@ def custom_gpu(
     )
 
 
+def _of_size(memory_bytes: int) -> Gpu:
+    """Return a GPU that is sold with so much, with the least that is usable of those in the table."""
+    same = [known.usable_bytes for known in GPUS.values() if known.memory_bytes == memory_bytes]
+    gpu = custom_gpu(memory_bytes)
+    told = f"{format_bytes(min(same, default=0))} usable, the least of the table's"
+    notes = tuple(note.replace(f"all of {format_bytes(memory_bytes)} usable", told) for note in gpu.notes)
+    return replace(gpu, usable_bytes=min(same), notes=notes) if same else gpu
+
+
 def _gpu_bytes(argument: str, memory: int | str) -> int:
     in_gib = re.sub(r"(?i)(?<=[kmgt])(i?b)?\s*$", "iB", memory) if isinstance(memory, str) else memory
     try:
@@ -233,6 +244,13 @@ def _parse_capability(value: str | float | tuple[int, int]) -> tuple[int, int]:
 
 
 # ---- of this machine
+
+
+def current_os() -> str:
+    """Return "windows", "wsl", or "linux", which stands for every other system too."""
+    if platform.system() == "Windows":
+        return "windows"
+    return "wsl" if "microsoft" in platform.release().lower() else "linux"  # of the kernel of WSL 1 and 2
 
 
 def current_gpu() -> Gpu | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import torch
 from hf_memopt.binding import allocator_variable
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo
 from hf_memopt.changes import Change
+from hf_memopt.devices import current_os
 
 __all__ = ["platform_problem", "use_expandable_segments"]
 
@@ -30,8 +30,11 @@ SETTING = "expandable_segments"
 OLDER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """What torch 2.11 and later read, in this order, where ``PYTORCH_ALLOC_CONF`` is not set."""
 
+PROBLEMS = {
+    "windows": "torch ignores it on Windows",  # seen up to torch 2.13; https://github.com/pytorch/pytorch/pull/189163
+    "wsl": "under WSL the driver can fail at the first allocation (https://github.com/pytorch/pytorch/issues/192330)",
+}
 TEGRA_RELEASE = Path("/etc/nv_tegra_release")
-KERNEL_RELEASE = Path("/proc/sys/kernel/osrelease")
 
 
 def use_expandable_segments() -> UndoHandle:
@@ -84,14 +87,8 @@ def _settings_in_effect(variable: str) -> str:
     return text.strip().strip(",")
 
 
-def platform_problem() -> str:
-    """Return why expandable segments cannot work on this platform, or an empty text."""
-    if sys.platform == "win32":  # seen up to torch 2.13; https://github.com/pytorch/pytorch/pull/189163
-        return "torch ignores it on Windows"
-    if KERNEL_RELEASE.exists() and "microsoft" in KERNEL_RELEASE.read_text().lower():
-        return (
-            "under WSL the driver can fail at the first allocation (https://github.com/pytorch/pytorch/issues/192330)"
-        )
+def platform_problem(system: str | None = None) -> str:
+    """Return why expandable segments cannot work on this machine, or on another operating system, or an empty text."""
     if TEGRA_RELEASE.exists():
         return "on Tegra boards the driver reports out of memory (https://github.com/unslothai/unsloth-zoo/pull/1235)"
-    return ""
+    return PROBLEMS.get(system or current_os(), "")

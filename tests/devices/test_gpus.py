@@ -466,13 +466,19 @@ def test_an_unknown_name_gets_the_nearest_or_none(name, hint):
 
 @pytest.mark.parametrize("text", ["8GB", "8 GB", "8gb", "8G", "8 g", "8GiB", " 8 gib ", "8192MiB", "8192 MB"])
 def test_a_size_alone_is_a_gpu_of_so_many_gib(text):
-    assert find_gpu(text) == custom_gpu(text) == custom_gpu("8GiB")
-    assert find_gpu(text).usable_bytes == 8 * GIB
+    assert find_gpu(text).memory_bytes == custom_gpu(text).usable_bytes == 8 * GIB
+    of_size = [known.usable_bytes for known in GPUS.values() if known.memory_bytes == 8 * GIB]
+    assert find_gpu(text).usable_bytes == min(of_size) == round(7.75 * GIB)
+
+
+def test_of_a_size_that_is_not_sold_all_is_usable():
+    assert find_gpu("7.5GiB") == custom_gpu("7.5GiB")
 
 
 def test_a_size_alone_says_what_it_assumes():
     assert find_gpu("8GB").notes == (
-        "assumed of custom 8.00 GiB: compute capability 8.6 (its kernels, bf16 and context), all of 8.00 GiB usable",
+        "assumed of custom 8.00 GiB: compute capability 8.6 (its kernels, bf16 and context), 7.75 GiB usable, the "
+        "least of the table's",
     )
     assert custom_gpu("8GB", "8.6").notes == ()
 

@@ -25,7 +25,7 @@ from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.recipes.planning import facts_of, print_plan
 from hf_memopt.recipes.planning.model_and_rows import Texts
 from hf_memopt.recipes.planning.output import shown_candidates
-from hf_memopt.recipes.planning.search import best_of, row_counts
+from hf_memopt.recipes.planning.search import best_of, fits_with_ease, row_counts
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation, priced_on
 from hf_memopt.units import format_bytes, parse_bytes
@@ -97,7 +97,8 @@ def exhaustive(gpu: Any, batch: int, **options: Any) -> Candidate | None:
             for rows in row_counts(set_up, batch)
         ]
     assert len(every) > 50
-    return best_of([one for one in every if one is not None], goal)
+    is_wanted = fits_with_ease if options.get("with_ease") else bool
+    return best_of([one for one in every if one is not None and is_wanted(one)], goal)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,16 @@ def test_the_winner_is_that_of_an_exhaustive_search(memory: str, batch: int, opt
     assert best is not None
     assert found.chosen is not None
     assert (found.chosen.name, found.chosen.batch) == (best.name, best.batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["90MiB", "100MiB", "120MiB"])
+def test_full_training_before_lora_is_the_best_that_fits_with_ease(memory: str) -> None:
+    with_ease = exhaustive(gpu_of(memory), 4, with_ease=True)
+    found = planned(memory, effective_batch_size=4).chosen
+    assert found is not None
+    assert with_ease is None or (found.name, found.batch) == (with_ease.name, with_ease.batch)
+    assert (found.stage == "full") is (with_ease is not None)
 
 
 @pytest.mark.slow

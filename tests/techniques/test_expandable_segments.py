@@ -26,8 +26,7 @@ def _plain_linux(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(allocator_settings, "allocator_variable", lambda: NEW)
     monkeypatch.setattr(allocator_settings, "TEGRA_RELEASE", tmp_path / "none")
-    monkeypatch.setattr(allocator_settings, "KERNEL_RELEASE", tmp_path / "none")
-    monkeypatch.setattr(allocator_settings.sys, "platform", "linux")
+    monkeypatch.setattr(allocator_settings, "current_os", lambda: "linux")
 
 
 def settings() -> dict[str, str]:
@@ -108,11 +107,10 @@ def test_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["windows", "wsl", "tegra"],
 )
 def test_platforms_without_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str, problem: str) -> None:
-    if platform == "windows":
-        monkeypatch.setattr(allocator_settings.sys, "platform", "win32")
-    file = tmp_path / "release"
-    file.write_text("6.6.87.2-microsoft-standard-WSL2\n" if platform == "wsl" else "# R36 (release)\n")
-    monkeypatch.setattr(allocator_settings, "TEGRA_RELEASE" if platform == "tegra" else "KERNEL_RELEASE", file)
+    if platform == "tegra":
+        monkeypatch.setattr(allocator_settings, "TEGRA_RELEASE", tmp_path)
+    else:
+        monkeypatch.setattr(allocator_settings, "current_os", lambda: platform)
     with pytest.warns(UserWarning, match="expandable_segments") as warned:
         assert use_expandable_segments().is_removed
     assert [str(warning.message) for warning in warned] == [

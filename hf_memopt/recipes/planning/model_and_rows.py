@@ -21,7 +21,7 @@ from hf_memopt.binding import can_offload_checkpoints
 from hf_memopt.binding.model import task_of
 from hf_memopt.binding.model_changes import is_quantized, tied_embeddings
 from hf_memopt.binding.parameters import layer_stacks
-from hf_memopt.devices import against_float16
+from hf_memopt.devices import against_float16, current_os
 from hf_memopt.memory.models import default_length, most_tokens, name_on_hub
 from hf_memopt.memory.recording import session
 from hf_memopt.recipes.planning.set_ups import ModelFacts
@@ -126,10 +126,15 @@ def _rounded(tokens: float) -> int:
     return int(-(-tokens // MULTIPLE)) * MULTIPLE
 
 
-def facts_of(model: Any, task: str | None) -> tuple[Any, str | None, ModelFacts, int | None, int | None]:
+def facts_of(
+    model: Any, task: str | None, system: str | None = None
+) -> tuple[Any, str | None, ModelFacts, int | None, int | None]:
     """Return what to estimate, its task and facts, the most tokens of a row, and the length where none is given.
 
-    Of a plain module of transformers its configuration is estimated, which can be loaded in other ways.
+    Of a plain module of transformers its configuration is estimated, which can be loaded in other ways. ``system`` is
+    where it trains, a word of ``SYSTEMS``; None for this machine. The memory that CUDA manages, where paged optimizers
+    keep their state, cannot exceed the GPU on Windows and WSL: CUDA Programming Guide, "Unified Memory on Windows, WSL,
+    and Tegra"; https://github.com/bitsandbytes-foundation/bitsandbytes/issues/453.
     """
     source, own_task = model, task
     is_module = isinstance(model, nn.Module)
@@ -149,7 +154,8 @@ def facts_of(model: Any, task: str | None) -> tuple[Any, str | None, ModelFacts,
         supports_flash=getattr(built, "_supports_flash_attn", False),  # seen in transformers 5.8.1, 5.17.0 and 5.23.0
         has_flash=is_flash_attn_2_available(),
         has_offload=can_offload_checkpoints(),
-        has_segments=not platform_problem(),
+        has_segments=not platform_problem(system),
+        has_paging=(system or current_os()) == "linux",
         overflow=against_float16(config=getattr(built, "config", None)),
     )
     return source, own_task, facts, most_tokens(built) if found is not None else None, default_length(built)

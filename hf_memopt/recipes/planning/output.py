@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.recipes.planning.report_figures import known_figures
 from hf_memopt.recipes.planning.request import GOALS
+from hf_memopt.recipes.planning.search import best_of
 from hf_memopt.recipes.planning.set_ups import CHECKPOINTING
 from hf_memopt.recipes.planning.sharing import sharing_text
 from hf_memopt.reports.plan import FORMAT
@@ -109,8 +110,10 @@ def shown_candidates(found: Plan) -> list[Candidate]:
         with_one_row = [one for one in ranked if one.verdict == "over" and one.stage == stage and _is_least(one)]
         over += sorted(with_one_row, key=lambda one: one.simplicity)[:1]
     recomputed = [one for one in ranked if found.chosen is not None and one.adds(CHECKPOINTING, to=found.chosen)]
+    others = {one.stage: best_of(other for other in ranked if other.stage == one.stage) for one in ranked}
+    best = [one for one in others.values() if one is not None and one is not found.chosen]
     nearest = [found.shortfall.nearest] if found.shortfall is not None else []
-    rows = [*fitting, *recomputed, *tight[:SHOWN_OVER], *nearest, *reversed(asking.values()), *over]
+    rows = [*fitting, *recomputed, *best, *tight[:SHOWN_OVER], *nearest, *reversed(asking.values()), *over]
     return list({id(one): one for one in rows}.values())
 
 
@@ -310,6 +313,7 @@ def _call(found: Plan) -> str:
     given: dict[str, Any] = {"gpu": found.gpu.name, "seq_len": texts.seq_len}
     usual = {"effective_batch_size": 32, "goal": "speed", "method": "auto", "allow": (), "world_size": 1}
     usual["strategy"] = "auto"
+    given |= {"os": found.system} if found.system else {}
     given |= {name: getattr(found, name) for name, value in usual.items() if getattr(found, name) != value}
     model = repr(source) if isinstance(source, str) else "model"
     lengths = "" if texts.lengths is None else "lengths=lengths, "

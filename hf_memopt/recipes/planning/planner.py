@@ -3,8 +3,9 @@
 Formula:
     A set-up fits where reserved bytes + CUDA's context + a margin of 5 % of the GPU are at most what is usable of it.
 
-Full training is searched first. With ``method="auto"`` LoRA follows where nothing of it fits, and QLoRA where LoRA does
-not. What changes the training in another way is used where ``allow`` has its word.
+Full training is searched first. With ``method="auto"`` LoRA follows where nothing of it fits with ease (for speed: with
+8 % of the GPU to spare and nothing in host memory), and QLoRA where LoRA does not fit. What changes the training in
+another way is used where ``allow`` has its word.
 
 On several GPUs ``sharing`` says how they share a step; bytes are those of each of them, the speed that of all.
 
@@ -16,8 +17,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices import current_gpu
 from hf_memopt.memory.distributed import ZERO_STAGES
@@ -33,9 +35,12 @@ from hf_memopt.recipes.planning.request import (
     METHODS,
     checked_allow,
     checked_batch,
+    planned_os,
     read_gpu,
 )
 from hf_memopt.recipes.planning.result import Plan
+from hf_memopt.recipes.planning.search import EASE_SHARE, best_of, fits_with_ease
+from hf_memopt.recipes.planning.set_ups import LINUX_ONLY, on_host
 from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
@@ -61,6 +66,7 @@ def plan(
     *,
     gpu: str | Gpu | None = None,
     budget: int | str | None = None,
+    os: str | None = None,
     lengths: ArrayLike | None = None,
     seq_len: int | None = None,
     effective_batch_size: int = 32,
@@ -76,20 +82,24 @@ def plan(
     """Return the set-up that suits the goal best of those whose predicted memory fits a GPU.
 
     Nothing that changes the training is used without consent: freezing and shorter rows need their word in ``allow``,
-    adapters ``method``. Set-ups whose predicted times are within 5 % count as equally fast, and the simpler one wins.
+    adapters ``method``. Set-ups whose predicted times are within 5 % count as equally fast, and the simpler one wins:
+    nothing, then checkpointing, 8-bit state, expandable segments, paged state, offloading.
 
     Args:
         model: as for ``estimate``.
         gpu: as for ``estimate``; None for the current CUDA device.
-        budget: what may be used of it, in bytes or as text such as ``"8GB"`` (8 GiB); alone, a GPU of that size.
+        budget: what may be used of it, in bytes or as text such as ``"8GB"`` (8 GiB); alone, a GPU of that size. None
+            for all of it, of a laptop's GPU and under Windows less 0.5 GiB for the desktop.
+        os: where it trains, ``"linux"``, ``"windows"`` or ``"wsl"``; on the last two neither expandable segments nor
+            paged state work. None for this machine's, and for a laptop elsewhere Windows.
         lengths: tokens of each example, such as ``token_lengths(dataset)``, shape (examples,): memory is planned for
             the longest row, time for the mean padded length of bucketed batches.
         seq_len: where rows are cut; without ``lengths`` the tokens of every row. None for the longest of ``lengths``,
             so that no row is cut (``--data`` of the command line does the same), else 512 or what the model takes.
         effective_batch_size: examples of an optimizer step, which stays as it is.
         goal: ``"speed"``, ``"memory"`` or ``"longest"``.
-        method: ``"full"``, ``"lora"``, ``"qlora"``, or ``"auto"``: full training where it fits with 5 % to spare,
-            else LoRA, else QLoRA.
+        method: ``"full"``, ``"lora"``, ``"qlora"``, or ``"auto"``: full training where it fits with ease, else LoRA,
+            else QLoRA.
         allow: what may be changed besides: ``"release_clipping"`` (gradients are released, not clipped),
             ``"bf16_weights"`` (no float32 copies, stochastic rounding), ``"freeze"``, ``"shorter"``.
         measured: real steps on this GPU, as ``measure`` returns them or ``hf-memopt measure`` writes them to a file:
@@ -118,7 +128,7 @@ def plan(
     check_value("seq_len", seq_len, Count | None, 512)
     check_value("announce", announce, Callable, print)
     check_task(task)
-    found_gpu, corrections = _corrected_gpu(gpu, budget, measured)
+    found_gpu, corrections = _corrected_gpu(gpu, partial(read_gpu, budget=budget, os=os), measured)
     words = checked_allow(allow, method, found_gpu)
     share = checked_batch(effective_batch_size, world_size)
     check_strategy(strategy, world_size, goal)
@@ -128,7 +138,7 @@ def plan(
             "before the GPUs have shared them; expected one GPU. Pass world_size=1, or leave 'release_clipping' out"
         )
     with keeping_models():
-        source, own_task, facts, most, default = facts_of(model, task)
+        source, own_task, facts, most, default = facts_of(model, task, planned_os(os, gpu))
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
         simulation = Simulation(source, own_task, found_gpu, texts, world_size, words, announce, corrections)
         simulation.most_tokens = most
@@ -142,6 +152,10 @@ def plan(
         if chosen is None:
             set_ups = [one for stage in stages for one in search_of.set_ups(stage)]
             shortfall = shortfall_of(simulation, facts, set_ups, share, budget)
+    used = () if chosen is None or os else [one.name for one in chosen.techniques if one in LINUX_ONLY]
+    of_linux = (
+        f"the plan uses {name}, which Linux alone has, as this machine; os='windows' plans without" for name in used
+    )
     reasoned = with_reasons(candidates, chosen, goal)
     taken = None if chosen is None else _with_reasons_of_recipe(reasoned[candidates.index(chosen)], found_gpu)
     all_of_them = tuple(
@@ -163,6 +177,7 @@ def plan(
         notes=(
             *_notes(simulation, texts, chosen, candidates, method, lengths is None and seq_len is None),
             *filter(None, [facts.against_float16(found_gpu)]),
+            *of_linux,
         ),
         simulations=simulation.count,
         source=name_to_load(model),
@@ -170,19 +185,20 @@ def plan(
         simulation=simulation,
         measured="" if corrections is None else corrections.name,
         strategy=strategy,
+        system=os,
     )
 
 
 def _corrected_gpu(
-    gpu: str | Gpu | None, budget: int | str | None, measured: str | os.PathLike[str] | Measurement | None
+    gpu: str | Gpu | None, read: Callable[[Any], Gpu], measured: str | os.PathLike[str] | Measurement | None
 ) -> tuple[Gpu, Corrections | None]:
     """Return the GPU, and what a measurement on it corrects; without a GPU that of the measurement."""
     if measured is None:
-        return read_gpu(gpu, budget), None
+        return read(gpu), None
     measurement, name = named_measurement(measured)
     if gpu is None and current_gpu() is None:
         gpu = measurement.gpu
-    corrections = Corrections.of(measurement, name, read_gpu(gpu, budget))
+    corrections = Corrections.of(measurement, name, read(gpu))
     return corrections.gpu, corrections
 
 
@@ -215,8 +231,12 @@ def _notes(
             f"less memory and cuts {shorter[1]:.1%} of the rows"
         )
     if chosen is not None and method == "auto":
-        tried = [stage for stage in dict.fromkeys(one.stage for one in candidates) if stage != chosen.stage]
-        if tried:
+        tried = list(NAMES)[: list(NAMES).index(chosen.stage)]
+        tried = [stage for stage in dict.fromkeys(one.stage for one in candidates) if stage in tried]
+        harder = best_of(one for one in candidates if one.stage == "full") if "full" in tried else None
+        if harder is not None:
+            yield f"full training {_unease(harder, chosen)}: {NAMES[chosen.stage]} was chosen; method='full' plans it"
+        elif tried:
             without = " nor ".join(NAMES[stage] for stage in tried)
             neither = "neither " if len(tried) > 1 else ""
             does = "fits" if len(tried) > 1 else "does not fit"
@@ -266,19 +286,24 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
     waste = _buys_nothing(one, candidates, goal)
     if waste:
         return waste
+    if one.stage == "full" != chosen.stage:
+        return _unease(one, chosen)
+    times = f"{one.cost / chosen.cost:.2f} x the {_time(one)} of the chosen"
     if one.stage != chosen.stage:
-        return f"fits, but {NAMES[chosen.stage]} comes first"
+        return f"{times}, but {NAMES[chosen.stage]} comes first"
+    if one not in _considered(candidates, chosen, goal):
+        return _unease(one, chosen)
     if goal == "memory" and not equally_fast(one.total_bytes, chosen.total_bytes):
         return f"needs {format_bytes(one.total_bytes - chosen.total_bytes)} more than the chosen"
     if goal == "longest" and one.seq_len != chosen.seq_len:
         return f"rows of {one.seq_len} tokens, and {chosen.seq_len} fit"
     if equally_fast(one.cost, chosen.cost):
         return f"within 5 % of the chosen, which is {'simpler' if chosen.simplicity < one.simplicity else 'faster'}"
-    return f"{one.cost / chosen.cost:.2f} x the {_time(one)} of the chosen"
+    return times
 
 
 def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> str:
-    fitting = [other for other in candidates if other.fits and other.stage == one.stage]
+    fitting = _considered(candidates, one, goal)
     if not fitting:
         return "nothing fits with 5 % to spare, and this leaves most"
     fastest = min(fitting, key=lambda other: other.cost)
@@ -289,6 +314,22 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):
         return f"{longest}{first}"
     return f"{longest}within 5 % of {first}, and simpler"
+
+
+def _considered(candidates: Sequence[Candidate], chosen: Candidate, goal: str) -> list[Candidate]:
+    """Return those of the chosen one's method that could be chosen: full training beside LoRA has to fit with ease."""
+    fitting = [one for one in candidates if one.fits and one.stage == chosen.stage]
+    is_beside_lora = chosen.stage == "full" and goal == "speed" and any(one.stage == "lora" for one in candidates)
+    easy = [one for one in fitting if fits_with_ease(one)] if is_beside_lora else []
+    return easy or fitting
+
+
+def _unease(one: Candidate, chosen: Candidate) -> str:
+    """Return what full training needs that fits, but not with ease."""
+    names = " and ".join(technique.name for technique in on_host(one.techniques))
+    leaves = f"leaves {one.spare_bytes / one.usable_bytes:.1%} of the GPU, less than {EASE_SHARE:.0%}"
+    needs = f"needs {names}" if names else leaves
+    return f"{needs}, and takes {one.cost / chosen.cost:.2f} x the {_time(one)} of the chosen"
 
 
 def _buys_nothing(one: Candidate, candidates: Sequence[Candidate], goal: str) -> str:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated
 
-from hf_memopt.devices import Gpu, current_gpu, custom_gpu, find_gpu
+from hf_memopt.devices import Gpu, current_gpu, current_os, custom_gpu, find_gpu
 from hf_memopt.plain_data import Count, check_value, check_word, items_of
 from hf_memopt.technique_list import TECHNIQUES
 from hf_memopt.units import format_bytes
 
-__all__ = ["GOALS", "METHODS", "checked_allow", "checked_batch", "read_gpu"]
+__all__ = ["GOALS", "METHODS", "checked_allow", "checked_batch", "planned_os", "read_gpu"]
 
 GOALS: Mapping[str, str] = {
     "speed": "the least time per example",
@@ -22,7 +22,7 @@ GOALS: Mapping[str, str] = {
     "longest": "the longest rows; at that length the least time per example",
 }
 METHODS: Mapping[str, str] = {
-    "auto": "full training where it fits with 5 % to spare, else LoRA, else QLoRA",
+    "auto": "full training where it fits with ease, else LoRA, else QLoRA",
     "full": "every weight is trained",
     "lora": "adapters are trained, on 16-bit weights",
     "qlora": "adapters are trained, on 4-bit weights",
@@ -33,6 +33,8 @@ ALLOW: dict[str, str] = {
     "freeze": "leave embeddings, or also the lower half of the layers, as they are",
     "shorter": "cut texts to a half or a quarter of the length where nothing else fits",
 }
+SYSTEMS: Mapping[str, str] = {"linux": "Linux", "windows": "Windows", "wsl": "WSL"}
+DESKTOP_BYTES = 2**29  # of the 0.3 to 1 GiB of a GPU that a desktop takes
 OF_ALL_WEIGHTS = ("release_clipping", "bf16_weights", "freeze")
 """What of ``ALLOW`` means nothing where only adapters are trained."""
 
@@ -83,12 +85,21 @@ def checked_batch(effective_batch_size: int, world_size: int) -> int:
     return effective_batch_size // world_size
 
 
-def read_gpu(gpu: str | Gpu | None, budget: int | str | None) -> Gpu:
-    """Return the GPU to plan for; of a budget beside it only so much is usable.
+def planned_os(os: str | None, gpu: str | Gpu | None) -> str:
+    """Return the system to plan for: this machine's; of a laptop by name Windows, where the fewest levers work."""
+    if os is None and gpu is not None and "Laptop" in find_gpu(gpu).name:
+        return "windows"
+    return os or current_os()
+
+
+def read_gpu(gpu: str | Gpu | None, budget: int | str | None, os: str | None = None) -> Gpu:
+    """Return the GPU to plan for; of a budget beside it only so much is usable, else what a desktop leaves.
 
     Raises:
-        ValueError: an unknown GPU; neither is given and this machine has none; a budget above the GPU's memory.
+        ValueError: an unknown system or GPU; neither GPU nor budget is given and this machine has none; a budget above
+            the GPU's memory.
     """
+    check_word("os", os or "linux", SYSTEMS)
     if gpu is None and budget is not None:
         here = current_gpu()
         found = _of_size(budget) if here is None else here
@@ -100,8 +111,12 @@ def read_gpu(gpu: str | Gpu | None, budget: int | str | None) -> Gpu:
                 "gpu='RTX 3060 12GB'"
             )
         found = known
+    system = planned_os(os, gpu)
+    if system != "linux":
+        works = f"planned for {SYSTEMS[system]}, where neither expandable segments nor paged state work"
+        found = replace(found, notes=(*found.notes, works if os else f"{works}; os='linux' plans with them"))
     if budget is None:
-        return found
+        return found if system == "linux" and "Laptop" not in found.name else _beside_desktop(found)
     budget_bytes = _of_size(budget).usable_bytes
     if budget_bytes > found.usable_bytes:
         raise ValueError(
@@ -109,6 +124,13 @@ def read_gpu(gpu: str | Gpu | None, budget: int | str | None) -> Gpu:
             f"less, or no budget. Pass budget='{found.usable_bytes // 2**20}MiB'"
         )
     return replace(found, usable_bytes=budget_bytes)
+
+
+def _beside_desktop(gpu: Gpu) -> Gpu:
+    """Return a GPU without what a desktop may take of it."""
+    kept, whole = min(DESKTOP_BYTES, gpu.usable_bytes // 4), f"budget='{gpu.usable_bytes // 2**20}MiB'"
+    note = f"{format_bytes(kept)} of {gpu.name} are left to the desktop; {whole} plans with all of it"
+    return replace(gpu, usable_bytes=gpu.usable_bytes - kept, notes=(*gpu.notes, note))
 
 
 def _of_size(budget: int | str) -> Gpu:

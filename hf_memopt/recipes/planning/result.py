@@ -47,6 +47,7 @@ class Plan:
         rows: the file of its rows, for the script; None for a call of ``plan``.
         measured: the file, or "a measurement", that corrected them; "" for none.
         strategy: that was asked for; how the chosen set-up shares a step is in ``chosen.sharing``.
+        system: the word of ``os`` that was asked for; None for none.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Plan:
     rows: RowsFile | None = None
     measured: str = ""
     strategy: str = "auto"
+    system: str | None = None
 
     @property
     def fits(self) -> bool:

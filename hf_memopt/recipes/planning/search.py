@@ -14,7 +14,7 @@
 - Where what needs least does not fit with a single row either, nothing else is simulated.
 
 Every verdict is a simulation's. The bounds leave out only what cannot be the best, but for that of offloading and
-segments: without it 2 of the 63 plans of ``benchmarks/unchanged.py`` are faster, by 2 and 9 %.
+segments: without it 2 of the 63 plans of ``benchmarks/unchanged.py`` were faster in 0.3.0, by 2 and 9 %.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.memory.step_time import SAME_FRACTION, equally_fast
-from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS
+from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS, on_host
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
-__all__ = ["best_of", "least_set_ups", "most_rows", "row_counts", "search"]
+__all__ = ["EASE_SHARE", "best_of", "fits_with_ease", "least_set_ups", "most_rows", "row_counts", "search"]
 
 SAVES_LITTLE = {OFFLOAD, SEGMENTS}
+EASE_SHARE = 0.08  # of a GPU, which full training leaves where it is recommended before LoRA
 
 
 def row_counts(set_up: SetUp, share: int) -> list[int]:
@@ -55,10 +56,24 @@ def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: s
     """
     if not set_ups or not _can_fit(set_ups, simulation, share):
         return
+    if simulation.with_ease:
+        set_ups = [one for one in set_ups if not on_host(one.techniques)]
+        if not _can_fit(set_ups, simulation, share):
+            return
     if goal == "memory":
         _simulate_smallest(set_ups, simulation, share)
     else:
         _simulate_fastest(set_ups, simulation, share)
+
+
+def _room(one: Candidate, simulation: Simulation) -> int:
+    """Return the bytes that a candidate leaves beside those that it has to; negative for what it lacks."""
+    return one.spare_bytes - (math.ceil(EASE_SHARE * one.usable_bytes) if simulation.with_ease else one.margin_bytes)
+
+
+def fits_with_ease(one: Candidate) -> bool:
+    """Return whether a candidate leaves 8 % of the GPU, with neither optimizer state nor activations in host memory."""
+    return one.fits and one.spare_bytes >= EASE_SHARE * one.usable_bytes and not on_host(one.techniques)
 
 
 @dataclass
@@ -98,14 +113,13 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: i
         if not _may_matter(tried.least_cost, set_up, fitting) or len(tried.simulated) < len(by_little):
             tried.most = math.inf
             continue
-        if any(_least_bytes(one, set_up) > one.usable_bytes for one in tried.simulated):
-            continue
         found = tried.simulated = most_rows(set_up, simulation, counts, fitting)
-        tried.most = max([tried.most, *(one.rows for one in found if one.fits)])
-        fitting += [one for one in found if one.fits]
+        fits = [one for one in found if _room(one, simulation) >= 0]
+        tried.most = max([tried.most, *(one.rows for one in fits)])
+        fitting += fits
         if found and found[-1].rows == share:
             tried.least_cost = found[-1].cost
-            if not found[-1].fits and not _may_matter(found[-1].cost, set_up, fitting):
+            if found[-1] not in fits and not _may_matter(found[-1].cost, set_up, fitting):
                 tried.most = math.inf
         if any(one.floor_bytes > one.usable_bytes for one in found):
             too_large.add(set_up.held)
@@ -130,7 +144,7 @@ def most_rows(
         if one is None:
             return None
         found[rows] = one
-        return one.spare_bytes - one.margin_bytes
+        return _room(one, simulation)
 
     def is_worth(rows: int) -> bool:
         return rows not in found or _may_matter(found[rows].cost, set_up, fitting)
@@ -206,18 +220,6 @@ def _may_matter(cost: float, set_up: SetUp, fitting: Iterable[Candidate]) -> boo
     return True
 
 
-def _least_bytes(plain: Candidate, set_up: SetUp) -> int:
-    """Return what a set-up needs at least, by a plainer one with the same rows: what tensors hold there.
-
-    Expandable segments free none of that, another optimizer its state; of other techniques nothing is known.
-    """
-    more = {technique for technique in set_up.techniques if technique not in plain.techniques}
-    if any(one is not SEGMENTS and "optim" not in dict(one.fields) for one in more):
-        return 0
-    needed = plain.context_bytes + plain.margin_bytes + sum(plain.components.values())
-    return needed if more == {SEGMENTS} else needed - plain.components["optimizer state"]
-
-
 def _bytes_as_one(least: Candidate) -> int:
     """Return what all rows at once need at least, by fewer rows, between whose passes gradients are held."""
     passing = sum(least.components.values()) - least.components["gradients"]
@@ -227,8 +229,8 @@ def _bytes_as_one(least: Candidate) -> int:
 def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> bool:
     """Return whether the simplest set-up fits, or one of those that need least; offloading, the slowest, comes last."""
     too_large = set()
-    in_memory, on_host = ([one for one in set_ups if one.recipe.offload is offload] for offload in (False, True))
-    for set_up in (set_ups[0], *least_set_ups(in_memory), *least_set_ups(on_host)):
+    in_memory, offloaded = ([one for one in set_ups if one.recipe.offload is offload] for offload in (False, True))
+    for set_up in (set_ups[0], *least_set_ups(in_memory), *least_set_ups(offloaded)):
         counts = row_counts(set_up, share)
         least = None if set_up.held in too_large else simulation.of(set_up, counts[0])
         if least is None:

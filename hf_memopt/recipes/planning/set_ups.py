@@ -1,12 +1,12 @@
 """The set-ups that ``plan`` considers, as Recipes, in the order in which it prefers them, each with its techniques.
 
-What a technique changes decides the order: nothing of the result, its rounding, or the training itself. Of
-set-ups that are as good as each other the one that changes less, and then the one with fewer techniques, is simpler.
+What a technique changes decides the order: nothing of the result, its rounding, or the training itself. Of set-ups that
+are as good as each other the one that changes the training less is simpler, then the one with the first of ``LEVERS``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
     from hf_memopt.recipes.planning.sharing import Sharing
 
-__all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "set_ups"]
+__all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "on_host", "set_ups"]
 
 ADAPTERS = ("lora", "qlora")
 LORA_RANK = 16
@@ -97,6 +97,9 @@ PAGED_EIGHT_BIT = Technique(
     only_saves=True,
     replaces=EIGHT_BIT,
 )
+LEVERS = FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, PAGED, PAGED_EIGHT_BIT, OFFLOAD
+"""Of set-ups that are as good as each other, the one whose last lever comes first here is the simpler."""
+LINUX_ONLY = SEGMENTS, PAGED, PAGED_EIGHT_BIT
 TF32 = Technique(
     "tf32",
     _set(precision="tf32"),
@@ -133,7 +136,8 @@ class ModelFacts:
         supports_flash: whether transformers has FlashAttention-2 for it.
         has_flash: whether FlashAttention-2 is installed here.
         has_offload: whether transformers here can offload.
-        has_segments: whether torch's allocator has expandable segments on this platform.
+        has_segments: whether torch's allocator has expandable segments where it trains.
+        has_paging: whether memory that CUDA manages may exceed the GPU there.
         overflow: why it should not compute in float16, with the source; "" where nothing is known.
     """
 
@@ -148,6 +152,7 @@ class ModelFacts:
     has_flash: bool = False
     has_offload: bool = True
     has_segments: bool = True
+    has_paging: bool = True
     overflow: str = ""
 
     @property
@@ -224,10 +229,16 @@ class SetUp:
 
     @property
     def simplicity(self) -> tuple[int, int, int]:
-        """Smaller is simpler: how many techniques change the training, how many its rounding, how many there are."""
-        kinds = [technique.kind for technique in self.techniques]
+        """Smaller is simpler: how many techniques change the training, which levers it has, how many round or share."""
+        changing = sum(one.kind == "training" or bool(one.consent) for one in self.techniques)
+        levers = sum(2 ** LEVERS.index(one) for one in self.techniques if one in LEVERS)
         shared = 0 if self.sharing is None else self.sharing.order
-        return kinds.count("training"), kinds.count("rounding"), len(kinds) + shared
+        return changing, levers, sum(one.kind == "rounding" for one in self.techniques) + shared
+
+
+def on_host(techniques: Iterable[Technique]) -> list[Technique]:
+    """Return those with which optimizer state or activations wait in host memory."""
+    return [one for one in techniques if one in (PAGED, PAGED_EIGHT_BIT, OFFLOAD)]
 
 
 def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Iterator[SetUp]:
@@ -237,7 +248,7 @@ def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) 
     segments = [(), *([(SEGMENTS,)] if facts.has_segments else [])]
     for common in _commons(stage, facts, gpu):
         for memory in memories:
-            for optimizer in _optimizers(stage, common):
+            for optimizer in _optimizers(stage, common, facts):
                 for last in segments:
                     techniques = (*common, *optimizer, *memory, *last)
                     fields: dict[str, Any] = {}
@@ -284,14 +295,11 @@ def _paying(facts: ModelFacts, stage: str) -> dict[str, Any]:
     return {field: value for one in paying for field, value in one.sets.items()}
 
 
-def _optimizers(stage: str, common: tuple[Technique, ...]) -> tuple[tuple[Technique, ...], ...]:
-    if stage in ADAPTERS:
-        return ((), (PAGED,), (EIGHT_BIT,))
-    if stage == "freeze":
-        return ((), (EIGHT_BIT,))
-    if BF16_WEIGHTS in common:
-        return ((), (EIGHT_BIT,), (PAGED_EIGHT_BIT,))
-    return ((), (PAGED,), (EIGHT_BIT,), (PAGED_EIGHT_BIT,))
+def _optimizers(stage: str, common: tuple[Technique, ...], facts: ModelFacts) -> list[tuple[Technique, ...]]:
+    left_out = {PAGED} if BF16_WEIGHTS in common else {PAGED_EIGHT_BIT} if stage in ADAPTERS else set()
+    if stage == "freeze" or not facts.has_paging:
+        left_out = {PAGED, PAGED_EIGHT_BIT}
+    return [(), *((one,) for one in (PAGED, EIGHT_BIT, PAGED_EIGHT_BIT) if one not in left_out)]
 
 
 def _commons(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Technique, ...]]:

@@ -236,6 +236,7 @@ class Simulation:
         time_unknown: why no time is predicted, and which is assumed instead; "" where one is predicted.
         most_tokens: of a row that the model takes; None for no limit.
         sharing: how the GPUs share the steps that are simulated next; None for one GPU.
+        with_ease: whether what is searched for next has to leave 8 % of the GPU.
     """
 
     model: Any
@@ -253,6 +254,7 @@ class Simulation:
     model_name: str = ""
     most_tokens: int | None = None
     sharing: Sharing | None = None
+    with_ease: bool = False
     _found: dict[Case, Candidate | None] = field(default_factory=dict)
     _shorter: dict[tuple[Recipe, int, int | None, Sharing | None], float] = field(default_factory=dict)
 

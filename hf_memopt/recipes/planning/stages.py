@@ -1,8 +1,11 @@
 """Search method after method: full training, with consent freezing, then LoRA, then QLoRA, until something fits.
 
-Beside the search, and for what a plan shows of it, three things are simulated: what checkpointing would cost and free
-of the chosen set-up; what bfloat16 weights would, which need consent; and where nothing fits, whether something does
-with a word of consent.
+Where LoRA may follow and speed is the goal, full training has to fit with ease: without optimizer state or activations
+in host memory, and with 8 % of the GPU to spare. What of it fits with less ease is simulated once LoRA was taken.
+
+Beside the search, and for what a plan shows of it, four things are simulated: what checkpointing would cost and free
+of the chosen set-up; what LoRA would, with as many rows; what bfloat16 weights would, which need consent; and where
+nothing fits, whether something does with a word of consent.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
-from hf_memopt.recipes.planning.search import best_of, least_set_ups, most_rows, row_counts, search
-from hf_memopt.recipes.planning.set_ups import BF16_WEIGHTS, CHECKPOINTING, ModelFacts, SetUp, set_ups
+from hf_memopt.recipes.planning.search import best_of, fits_with_ease, least_set_ups, most_rows, row_counts, search
+from hf_memopt.recipes.planning.set_ups import ADAPTERS, BF16_WEIGHTS, CHECKPOINTING, ModelFacts, SetUp, set_ups
 
 if TYPE_CHECKING:
     from hf_memopt.recipes import Recipe
@@ -63,6 +66,7 @@ class StageSearch:
         """Return the chosen candidate, with shorter or longer rows where they are asked for."""
         simulation = self.simulation
         simulation.sharing = self.sharings[0]
+        asked = stages
         if self.goal == "longest":
             stages = use_longest(simulation, {stage: self.set_ups(stage) for stage in stages}, self.share, most)
         chosen, length = self._by_stage(stages), simulation.texts.seq_len
@@ -72,33 +76,41 @@ class StageSearch:
             simulation.texts = simulation.texts.shortened(max(length // part, 1), self.share)
             chosen = self._by_stage(stages)
         if chosen is not None:
+            self._simulate_other_methods(chosen, asked)
             self._simulate_rivals(chosen)
         if chosen is None or not chosen.fits:
             self._simulate_nearest(stages, chosen)
         return chosen
 
     def _by_stage(self, stages: Sequence[str]) -> Candidate | None:
-        for offload in (False, True):  # the host's memory is unknown, and its optimizer slow
+        passes = [(False, False), (True, False)]  # the host's memory is unknown, and its optimizer slow
+        if self.goal == "speed" and {"full", "lora"} <= {*stages}:
+            passes.insert(0, (False, True))
+        for offload, with_ease in passes:
             for stage in stages:
-                for sharing in self.sharings:
-                    is_wanted = (sharing is not None and sharing.offload_params) is offload
-                    if is_wanted and (sharing is None or sharing.may_improve(self._best(stage), self.goal)):
-                        self.simulation.sharing = sharing
-                        search(self.set_ups(stage), self.simulation, self.share, self.goal)
-                if (chosen := self._best(stage)) is not None:
+                if (chosen := self._searched(stage, offload, with_ease and stage == "full")) is not None:
                     return chosen
         tight = [one for stage in stages for one in self._of(stage) if one.verdict == "tight"]
         return max(
             (one for one in tight if one.stage == tight[-1].stage), key=lambda one: one.spare_bytes, default=None
         )
 
+    def _searched(self, stage: str, offload: bool = False, with_ease: bool = False) -> Candidate | None:
+        """Return the best of a stage after a search."""
+        best = None
+        for sharing in self.sharings:
+            is_wanted = (sharing is not None and sharing.offload_params) is offload
+            if is_wanted and (sharing is None or sharing.may_improve(best, self.goal)):
+                self.simulation.sharing, self.simulation.with_ease = sharing, with_ease
+                search(self.set_ups(stage), self.simulation, self.share, self.goal)
+            best = best_of(filter(fits_with_ease, self._of(stage)) if with_ease else self._of(stage), self.goal)
+        self.simulation.with_ease = False
+        return best
+
     def _of(self, stage: str) -> list[Candidate]:
         """Return the candidates of a stage with the length of now."""
         now = stage, self.simulation.texts.seq_len
         return [one for one in self.simulation.candidates if (one.stage, one.seq_len) == now]
-
-    def _best(self, stage: str) -> Candidate | None:
-        return best_of(self._of(stage), self.goal)
 
     def _simulate_rivals(self, chosen: Candidate) -> None:
         """Simulate the chosen set-up with checkpointing, and with bfloat16 weights and the rows that then fit."""
@@ -113,6 +125,18 @@ class StageSearch:
         if lever is not None and is_asked_for and chosen.stage == "full":
             counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
             most_rows(lever, self.simulation, counts)
+
+    def _simulate_other_methods(self, chosen: Candidate, stages: Sequence[str]) -> None:
+        """Simulate LoRA with the rows of the chosen full training, or full training that does not fit with ease."""
+        if chosen.stage in ADAPTERS and self.goal == "speed" and "full" in stages:
+            self._searched("full")
+        if chosen.stage not in ADAPTERS and "lora" in stages:
+            self.simulation.sharing = chosen.sharing
+            plainest = {one.recipe.checkpointing: one for one in reversed(self.set_ups("lora"))}
+            for _, one in sorted(plainest.items(), key=lambda item: item[0]):
+                found = self.simulation.of(one, chosen.rows)
+                if found is not None and found.fits:
+                    return
 
     def _simulate_nearest(self, stages: Sequence[str], chosen: Candidate | None) -> None:
         """Simulate what needs least where nothing is chosen, and what does with each set of words not given."""
