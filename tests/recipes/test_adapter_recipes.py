@@ -36,6 +36,7 @@ def on_t4(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("hf_memopt.devices", "hf_memopt.devices.precision_support"):
         monkeypatch.setattr(f"{module}.choose_precision", lambda *, use_cpu=False: T4)
         monkeypatch.setattr(f"{module}.accelerator_type", lambda: "cuda")
+    monkeypatch.setattr("hf_memopt.recipes.wired_trainer.choose_precision", lambda *, use_cpu=False: T4)
 
 
 def message_of(function: Any, *args: Any, **kwargs: Any) -> str:
