@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from installed import install
 from printed_errors import in_one_line
 from typer.testing import CliRunner
 
@@ -48,7 +50,7 @@ def test_the_command_stands_in_the_script_and_what_is_missing_is_said(work: Path
     assert done.stderr.splitlines()[-4:] == [
         "Written: a run/train.py and a run/recipe.json",
         "Note: before you run it, complete in a run/train.py: the data file.",
-        "  pip install hf-memopt",
+        f"  {install()}",
         "  python 'a run/train.py'",
     ]
     assert sorted(path.name for path in (work / "a run").iterdir()) == ["recipe.json", "train.py"]
@@ -89,6 +91,18 @@ def test_files_are_overwritten_with_force_alone_and_the_search_does_not_start(
     assert run(*GPU, *SMALL, "--write", "run", "--force").exit_code == 0
     assert (work / "run/train.py").read_text() != "mine"
     assert (work / "run/notes.txt").read_text() == "mine too"
+
+
+def test_the_line_that_installs_names_what_it_was_installed_from(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.BertConfig(**{**tiny.bert_config().to_dict(), "num_hidden_layers": 1})
+    choice = plan(config, gpu="RTX 3060 12GB", seq_len=8, effective_batch_size=1, method="full", task="multiple-choice")
+    for told, named in {
+        '{"url": "file:///my%20wheels/hf_memopt-9-py3-none-any.whl"}': "'/my wheels/hf_memopt-9-py3-none-any.whl'",
+        '{"url": "https://a.site/hf_memopt.git", "vcs_info": {}}': "hf-memopt",
+        None: "hf-memopt",
+    }.items():
+        monkeypatch.setattr(metadata.PathDistribution, "read_text", lambda self, name, told=told: told)
+        assert choice.write("other", force=True).commands == (f"pip install {named}",)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +156,7 @@ def test_a_model_without_a_name_and_a_head_without_a_script_are_said(found: Plan
     assert str(other) == (
         "Written: other/recipe.json\n"
         "Note: there is no script for multiple-choice; call recipe('other/recipe.json').trainer(...).\n"
-        "  pip install hf-memopt"
+        f"  {install()}"
     )
     assert recipe(other.recipe) == choice.recipe
 

@@ -17,6 +17,7 @@ import PIL.Image
 import pytest
 import torch
 import transformers
+from installed import install
 from typer.testing import CliRunner
 
 import tiny
@@ -140,7 +141,7 @@ def test_the_script_of_a_lora_plan_runs_as_it_is(model: Path, work: Path) -> Non
     assert done.exit_code == 0, done.output
     assert done.stderr.splitlines()[-3:] == [
         "Written: run/train.py and run/recipe.json",
-        "  pip install 'hf-memopt[peft]'",
+        f"  {install('[peft]')}",
         "  python run/train.py",
     ]
     trainer = run_script(work / "run/train.py")

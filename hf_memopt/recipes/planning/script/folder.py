@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from hf_memopt.plain_data import checked_path
 from hf_memopt.recipes import launch_files
@@ -116,9 +120,22 @@ def write_plan(
 
 
 def _commands(found: Plan, script: Path | None, start: str = "") -> tuple[str, ...]:
-    package = "hf-memopt" if found.recipe.lora is None else "'hf-memopt[peft]'"
+    package = shlex.quote(_installed_from() + ("" if found.recipe.lora is None else "[peft]"))
     deepspeed = ["deepspeed"] if found.launch is not None and found.launch.deepspeed is not None else []
     install = " ".join(["pip install", package, *deepspeed, *PACKAGES.get(found.task or "", ())])
     if script is None:
         return (install,)
     return install, start or f"python {shlex.quote(str(script))}"
+
+
+def _installed_from() -> str:
+    """Return the folder or wheel that this package was installed from, which pip takes; else its name.
+
+    Source: https://packaging.python.org/en/latest/specifications/direct-url/
+    """
+    try:
+        told = distribution("hf-memopt").read_text("direct_url.json")
+    except PackageNotFoundError:  # imported from a folder on the path
+        told = None
+    url = urlsplit(json.loads(told)["url"]) if told else None
+    return url2pathname(url.path) if url is not None and url.scheme == "file" else "hf-memopt"
