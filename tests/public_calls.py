@@ -19,6 +19,7 @@ import torch
 import transformers
 from bitsandbytes.nn import Linear4bit
 from bitsandbytes.optim import AdamW8bit
+from datasets import Dataset
 from tiny_plans import fitting_plan, missing_plan
 from transformers import Trainer
 
@@ -29,6 +30,7 @@ __all__ = ["CALLS", "Call"]
 
 SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
 LENGTHS = [3, 9, 4, 7, 5, 8, 12, 6]
+TEXTS = Dataset.from_dict({"text": [f"w{length} w5" for length in LENGTHS]})
 ROWS = [{"input_ids": [5] * length, "labels": length % 3} for length in LENGTHS]
 
 
@@ -236,6 +238,13 @@ CALLS: dict[str, Call] = {
         lambda found: [found[i] for i in range(len(found))],
     ),
     "token_lengths": Call(m.token_lengths, lambda folder: {"dataset": ROWS, "column": "input_ids"}),
+    "read_rows": Call(
+        m.read_rows,
+        lambda folder: {
+            **{"dataset": TEXTS, "tokenizer": tiny.tokenizer(), "task": "causal-lm", "columns": {"text": "text"}},
+            **{"max_length": 8, "prefix": ""},
+        },
+    ),
     "padding_report": Call(
         m.padding_report,
         lambda folder: {
@@ -485,6 +494,7 @@ UNCALLED = {
     "Measurement": "made by measure, and read from JSON",
     "MemoryReading": "made by the package",
     "PaddingReport": "made by padding_report",
+    "Rows": "made by read_rows",
     "Plan": "made by plan",
     "DynamicPaddingCollator": "BucketedCollator under its former name",
     "LeanCheckpointCallback": "ShardedCheckpointCallback under its former name",

@@ -51,7 +51,6 @@ OTHER_NAMES = {  # an option, and what Python calls its value
     "effective_batch": ("effective_batch_size",),
     "write": ("directory",),
     "output": ("path", "report"),
-    "fused_cross_entropy": ("fuse_cross_entropy",),
 }
 WIDEST_COLUMNS = 28  # of an option in the help; what is longer has a line of its own
 VALUE = r"""[\w.]+\([^()]*\)|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()]*\)|\[[^][]*\]|[^\s,;:()]*[^\s,;:().]"""

@@ -74,13 +74,8 @@ def row_format(
         columns: the column of a part, where its name is another one: ``{"text": "body"}``.
 
     Raises:
-        ValueError: an unknown task or column, or columns that no format has.
+        ValueError: an unknown column, or columns that no format has.
     """
-    if task not in TASKS:
-        raise ValueError(
-            f"task={task!r} has no rows of text; expected one of {', '.join((*TASKS, *ALIASES))}."
-            f"{did_you_mean(task, TASKS)} Pass task={TASKS[0]!r}"
-        )
     given = dict(columns or {})
     absent = next((name for name in given.values() if name not in names), None)
     if absent is not None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
+from hf_memopt.plain_data import Count, check_value, check_word, shown
 from hf_memopt.rows.encoders import OPTIONAL, Encoder
-from hf_memopt.rows.formats import ALIASES, row_format
+from hf_memopt.rows.formats import ALIASES, TASKS, row_format
 from hf_memopt.rows.labels import Labels, labels_of
 from hf_memopt.rows.metrics import BEST, kept_predictions, metrics_of
 
@@ -79,12 +80,21 @@ def read_rows(
 
     Raises:
         ValueError: no format of the task has these columns, rows that are not as their format says, or no rows at all.
-        TypeError: no data set.
+        TypeError: no data set, or no tokenizer.
 
     Example:
         >>> rows = read_rows(dataset, tokenizer, "sequence-classification", max_length=256)  # doctest: +SKIP
         >>> model = AutoModelForSequenceClassification.from_pretrained(name, **rows.head)  # doctest: +SKIP
     """
+    if not hasattr(tokenizer, "eos_token_id"):
+        raise TypeError(
+            f"tokenizer={shown(tokenizer)} has no eos_token_id; expected a transformers tokenizer. "
+            "Call: AutoTokenizer.from_pretrained(NAME)"
+        )
+    check_value("columns", columns, Mapping | None)
+    check_value("max_length", max_length, Count | None, 512)
+    check_value("prefix", prefix, str, "summarize: ")
+    check_word("task", task, (*TASKS, *ALIASES))
     kind = ALIASES.get(task)
     task = "sequence-classification" if kind else task
     train, *others = parts = _parts(dataset)

@@ -75,7 +75,10 @@ class FusedCrossEntropyCallback(ModelCallback):
                 "expected one of them. Pass prediction_loss_only=False, per_device_eval_batch_size=1, "
                 "eval_accumulation_steps=1: evaluation keeps logits then"
             )
-        return undo_all(super().bind(trainer), override_method(trainer, "prediction_step", _without_logits))
+        bound, override = super().bind(trainer), override_method(trainer, "prediction_step", _without_logits)
+        if self.handle is not None:
+            self.handle.handles.append(override)
+        return undo_all(bound, override)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Refuse settings here too, for a Trainer that is not attached; fuse a model that is new."""

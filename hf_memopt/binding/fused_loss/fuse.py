@@ -91,6 +91,7 @@ class FusedHandle(UndoHandle):
 
     def __init__(self, handles: list[UndoHandle], record: FusionRecord) -> None:
         super().__init__(lambda: remove_all(handles))
+        self.handles = handles
         self.record = record
 
 
