@@ -291,12 +291,12 @@ def test_a_missing_path(tmp_path):
     path = tmp_path / "trian.parquet"
     assert error_of(path) == (
         f"path={str(path)!r} does not exist; expected a file or a folder. Did you mean 'train.parquet'? "
-        "Call: hf-memopt lengths FILE"
+        "Check the path"
     )
     path = tmp_path / "no" / "such"
     assert (
         error_of(path)
-        == f"path={str(path)!r} does not exist; expected a file or a folder. Call: hf-memopt lengths FILE"
+        == f"path={str(path)!r} does not exist; expected a file or a folder. Check the path"
     )
 
 

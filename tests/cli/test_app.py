@@ -270,7 +270,7 @@ def test_a_missing_and_a_broken_file_of_lengths(tmp_path) -> None:
     assert (result.exit_code, result.stdout, in_one_line(result.stderr)) == (
         2,
         "",
-        f"{str(missing)!r} does not exist; expected a file or a folder. Call: hf-memopt lengths FILE\n",
+        f"{str(missing)!r} does not exist; expected a file or a folder. Check the path\n",
     )
     broken.write_text("text,label\na,1\nb,2,3\n")
     result = runner.invoke(app, ["lengths", str(broken), "--json"])

@@ -282,7 +282,7 @@ def test_the_comparison_is_drawn_and_named(tmp_path, name, start) -> None:
         ),
         (
             ["--data", "rows.jsonl"],
-            "--data rows.jsonl does not exist; expected a file or a folder. Call: hf-memopt lengths FILE",
+            "--data rows.jsonl does not exist; expected a file or a folder. Check the path",
         ),
     ],
 )

@@ -246,7 +246,7 @@ def _find(path: Path) -> tuple[str, list[Path]]:
     """Return the kind of the files and their paths; a saved dataset's folder counts as one file."""
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        action = "Call: hf-memopt lengths FILE"
+        action = "Check the path"
         if re.fullmatch(r"[\w-]+(/[\w.-]+)?", str(path)):  # could be the name of a dataset on the hub
             name, file = str(path), f"{path.name}.parquet"
             action = f"Save a dataset of the hub first: load_dataset({name!r}, split='train').to_parquet({file!r})"
