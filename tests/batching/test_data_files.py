@@ -290,14 +290,10 @@ def test_a_missing_path(tmp_path):
     WRITERS["a.parquet"](tmp_path / "train.parquet")
     path = tmp_path / "trian.parquet"
     assert error_of(path) == (
-        f"path={str(path)!r} does not exist; expected a file or a folder. Did you mean 'train.parquet'? "
-        "Check the path"
+        f"path={str(path)!r} does not exist; expected a file or a folder. Did you mean 'train.parquet'? Check the path"
     )
     path = tmp_path / "no" / "such"
-    assert (
-        error_of(path)
-        == f"path={str(path)!r} does not exist; expected a file or a folder. Check the path"
-    )
+    assert error_of(path) == f"path={str(path)!r} does not exist; expected a file or a folder. Check the path"
 
 
 def test_an_unknown_kind_and_a_folder_without_data(tmp_path):
