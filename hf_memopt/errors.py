@@ -57,10 +57,8 @@ def did_you_mean(name: Any, known: Iterable[Any]) -> str:
 
 
 PREFIX_SHARE = 0.75  # of the name that is the beginning of what is meant: "adamw9"
-ALIKE, SHORT_ALIKE = (
-    0.8,
-    0.75,
-)  # difflib's ratio; "all-mpnet-base-v2" and "albert-base-v2" have 0.77, "paln" and "plan" 0.75
+# difflib's ratio; "all-mpnet-base-v2" and "albert-base-v2" have 0.77, "paln" and "plan" 0.75
+ALIKE, SHORT_ALIKE = 0.8, 0.75
 
 
 def nearest(name: Any, known: Iterable[Any]) -> str | None:

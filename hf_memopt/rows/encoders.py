@@ -61,7 +61,7 @@ class Encoder:
             wrong = next((value for value in given[part] if not isinstance(value, str)), None)
             if wrong is not None:
                 raise ValueError(
-                    f"{self.columns[part]}={wrong!r:.60} is no text; expected texts in this column. "
+                    f"{self.columns[part]}={wrong!r:.60} is not text; expected text in this column. "
                     f"Name the right one: columns={{{part!r}: NAME}}"
                 )
         made = (_cut if "input_ids" in given else ENCODERS[self.task])(given, self)

@@ -256,7 +256,7 @@ def test_what_cannot_be_read_is_told_in_whole() -> None:
     with pytest.raises(ValueError) as no_text:
         read([{"text": 1}] * 2, tiny.tokenizer())
     assert str(no_text.value) == (
-        "text=1 is no text; expected texts in this column. Name the right one: columns={'text': NAME}"
+        "text=1 is not text; expected text in this column. Name the right one: columns={'text': NAME}"
     )
 
 
