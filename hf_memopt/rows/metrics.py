@@ -6,7 +6,7 @@ number for each row or token instead of one for each class.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,36 +16,29 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import EvalPrediction
 
-__all__ = ["BEST", "kept_predictions", "metrics_of"]
+__all__ = ["metric_of"]
 
 IGNORED = -100
-CLASSES = ("single_label_classification", "image-classification", "token-classification", "question-answering")
-BEST = {
-    **dict.fromkeys(("single_label_classification", "multi_label_classification", "token-classification"), "f1"),
-    "regression": "pearson",
-    "question-answering": "exact_match",
-}
-"""By what checkpoints are compared; of texts, which are seldom the same in all words, it is the loss."""
 
 
-def metrics_of(kind: str, tokenizer: Any = None) -> Callable[[EvalPrediction], dict[str, float]] | None:
-    """Return ``compute_metrics`` for a kind of rows; None where the loss says it all, as of a language model.
+def metric_of(kind: str, tokenizer: Any = None) -> dict[str, Any]:
+    """Return ``metrics``, ``kept_predictions`` and ``best_metric`` of ``Rows``; those left out have their defaults.
+
+    Checkpoints of texts are compared by the loss: a text is seldom the same in all words.
 
     Args:
         kind: transformers' ``problem_type``, or a task: "token-classification", "question-answering", "seq2seq".
         tokenizer: reads what was generated.
     """
-    if kind in ("seq2seq", "speech-seq2seq"):
-        return partial(_generation, tokenizer=tokenizer)
-    others = {"multi_label_classification": _several_classes, "regression": _regression, "question-answering": _spans}
-    return others.get(kind, _classes if kind in CLASSES else None)
-
-
-def kept_predictions(kind: str) -> Callable[[Any, Any], Any] | None:
-    """Return ``preprocess_logits_for_metrics``, which leaves of the logits what ``metrics_of`` reads; None for all."""
-    if kind in ("regression", "multi_label_classification"):
-        return _of_head
-    return _most_likely if kind in CLASSES else None
+    found: Mapping[str, tuple[Any, ...]] = {
+        "single_label_classification": (_classes, _most_likely, "f1"),
+        "token-classification": (_classes, _most_likely, "f1"),
+        "multi_label_classification": (_several_classes, _of_head, "f1"),
+        "regression": (_regression, _of_head, "pearson"),
+        "question-answering": (_spans, _most_likely, "exact_match"),
+        "seq2seq": (partial(_generation, tokenizer=tokenizer),),
+    }
+    return dict(zip(("metrics", "kept_predictions", "best_metric"), found.get(kind, ()), strict=False))
 
 
 def _of_head(logits: Any, labels: Any) -> Any:

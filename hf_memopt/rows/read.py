@@ -17,14 +17,15 @@ from hf_memopt.plain_data import Count, check_value, check_word, shown
 from hf_memopt.rows.encoders import OPTIONAL, Encoder
 from hf_memopt.rows.formats import ALIASES, TASKS, row_format
 from hf_memopt.rows.labels import Labels, labels_of
-from hf_memopt.rows.metrics import BEST, kept_predictions, metrics_of
+from hf_memopt.rows.metrics import metric_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 __all__ = ["Rows", "read_rows"]
 
-EVALUATION, SEED = 0.02, 0  # the share of rows that are kept for evaluation where the data has no split for it
+LEAST, ENOUGH, MOST = 0.02, 100, 0.1  # shares of the rows, and how many rows, to evaluate where no split is for it
+SEED = 0
 SPLITS = ("valid", "dev", "eval", "test")  # how the names of the splits to evaluate begin
 
 
@@ -34,7 +35,7 @@ class Rows:
 
     Attributes:
         train: the rows to train on.
-        evaluation: those of the split for validation, else 2 % of the rows.
+        evaluation: those of the split for validation, else 100 rows, but 2 % at least and 10 % at most.
         format: how they were written.
         head: options of ``from_pretrained`` for a new head; none for language models.
         metrics: for ``compute_metrics``; None where the loss says it all.
@@ -69,8 +70,8 @@ def read_rows(
     from numbers by ``labels_of``. Rows without text or label are left out, and rows of which nothing is left to learn.
 
     Args:
-        dataset: the rows, or its splits; "train" is trained on, "validation" evaluated, else "test", else 2 % of the
-            rows, the same ones each time.
+        dataset: the rows, or its splits; "train" is trained on, "validation" evaluated, else "test", else 100 rows, 2 %
+            at least and 10 % at most, the same ones each time.
         tokenizer: of the model.
         task: "causal-lm", "masked-lm", "seq2seq", "sequence-classification" (also "regression" and
             "multi-label-classification"), "token-classification" or "question-answering".
@@ -105,18 +106,11 @@ def read_rows(
     notes = [labels.note] if labels is not None and labels.note else []
     encoder = Encoder(task, found, tokenizer, max_length, prefix, labels)
     encoded = [_encoded(one, encoder, notes) for one in parts]
-    train, evaluation = encoded if others else _split(encoded[0])
+    train, evaluation = encoded if others else _split(encoded[0], notes)
     what = labels.kind if labels is not None and task == "sequence-classification" else task
-    return Rows(
-        train,
-        evaluation,
-        chosen.name,
-        {} if labels is None else labels.head,
-        metrics_of(what, tokenizer),
-        kept_predictions(what),
-        tuple(dict.fromkeys(notes)),
-        BEST.get(what, "loss"),
-    )
+    head = {} if labels is None else labels.head
+    told = tuple(dict.fromkeys(notes))
+    return Rows(train, evaluation, chosen.name, head, notes=told, **metric_of(what, tokenizer))
 
 
 def _parts(dataset: Any) -> list[Any]:
@@ -164,10 +158,11 @@ def _encoded(rows: Dataset, encoder: Encoder, notes: list[str]) -> Dataset:
     return made
 
 
-def _split(rows: Dataset) -> list[Dataset]:
+def _split(rows: Dataset, notes: list[str]) -> list[Dataset]:
     if len(rows) < 2:
         raise ValueError(
             "dataset=<1 row> leaves nothing to evaluate; expected 2 rows or more. Check the filter that made it"
         )
-    parts = rows.train_test_split(max(EVALUATION, 1 / len(rows)), seed=SEED)
+    parts = rows.train_test_split(max(LEAST, min(MOST, ENOUGH / len(rows))), seed=SEED)
+    notes.append(f"{len(parts['test'])} of {len(rows)} rows are kept for evaluation: the data has no split for it")
     return [parts["train"], parts["test"]]

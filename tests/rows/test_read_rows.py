@@ -15,7 +15,7 @@ from transformers import EvalPrediction
 import tiny
 from hf_memopt import Rows, read_rows
 from hf_memopt.rows.labels import labels_of
-from hf_memopt.rows.metrics import kept_predictions, metrics_of
+from hf_memopt.rows.metrics import metric_of
 
 TURNS = [
     {"role": "user", "content": "Hi é"},
@@ -140,7 +140,10 @@ def test_cut_rows_keep_what_is_learned() -> None:
     found = read(rows, tokenizer, max_length=4)
     assert {len(row["input_ids"]) for row in [*found.train, *found.evaluation]} == {4}
     assert len(found.train) + len(found.evaluation) == 3
-    assert found.notes == ("1 of 4 rows without prompt or completion, or with nothing to learn, were left out",)
+    assert found.notes == (
+        "1 of 4 rows without prompt or completion, or with nothing to learn, were left out",
+        "1 of 3 rows are kept for evaluation: the data has no split for it",
+    )
 
 
 def test_a_conversation_without_a_template_names_the_cure() -> None:
@@ -321,10 +324,17 @@ def test_named_splits_are_taken() -> None:
     assert len(found.train) == 2
 
 
+@pytest.mark.parametrize(("rows", "kept"), [(2, 1), (50, 5), (990, 99), (2000, 100), (6000, 120)])
+def test_without_a_split_a_hundred_rows_are_evaluated_but_never_most(rows: int, kept: int) -> None:
+    found = read([{"text": "a"}] * rows, byte_tokenizer())
+    assert (len(found.train), len(found.evaluation)) == (rows - kept, kept)
+    assert found.notes == (f"{kept} of {rows} rows are kept for evaluation: the data has no split for it",)
+
+
 def test_rows_with_nothing_in_them_are_left_out() -> None:
     found = read([{"text": text} for text in ("a", None, "", "b", "c")], byte_tokenizer())
     assert len(found.train) + len(found.evaluation) == 3
-    assert found.notes == ("2 of 5 rows without text, or with nothing to learn, were left out",)
+    assert found.notes[0] == "2 of 5 rows without text, or with nothing to learn, were left out"
 
 
 def test_other_names_are_given() -> None:
@@ -361,8 +371,7 @@ METRICS: dict[str, tuple[Any, Any, dict[str, float]]] = {
 @pytest.mark.parametrize("kind", METRICS)
 def test_metrics(kind: str) -> None:
     predictions, labels, expected = METRICS[kind]
-    metric = metrics_of(kind)
-    assert metric is not None
+    metric = metric_of(kind)["metrics"]
     assert metric(EvalPrediction(predictions, labels)) == pytest.approx(expected)
 
 
@@ -370,11 +379,9 @@ def test_generated_texts_are_compared() -> None:
     tokenizer = byte_tokenizer()
     right = [tokenizer("ab")["input_ids"], [*tokenizer("c")["input_ids"], -100]]
     found = [tokenizer("ab")["input_ids"], [*tokenizer("d")["input_ids"], tokenizer.pad_token_id]]
-    metric = metrics_of("seq2seq", tokenizer)
-    assert metric is not None
+    metric = metric_of("seq2seq", tokenizer)["metrics"]
     assert metric(EvalPrediction(np.array(found), np.array(right))) == {"exact_match": 0.5, "generated_tokens": 1.5}
 
 
 def test_a_language_model_keeps_no_logits() -> None:
-    assert metrics_of("causal-lm") is None
-    assert kept_predictions("causal-lm") is None
+    assert metric_of("causal-lm") == {}
