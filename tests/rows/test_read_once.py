@@ -33,6 +33,7 @@ ROWS: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("source and target", "seq2seq"): {"document": "one two three", "summary": "one"},
     ("translation", "seq2seq"): {"translation": {"en": "one two", "de": "eins zwei"}},
+    ("tokens", "seq2seq"): {"input_ids": [1, 2, 3], "labels": [4, 5, 6, 7]},
     ("tokens", "causal-lm"): {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
 }
 
@@ -58,7 +59,8 @@ def test_lengths_are_those_of_the_rows_that_are_trained(tmp_path: Any, format_na
     name = None if format_name == "tokens" else str(tmp_path / "tokenizer")
     counted = file_lengths(path, tokenizer=name, task=task)
     found = read_rows(datasets.Dataset.from_list(rows), tokenizer, task)
-    read = [len(ids) for part in (found.train, found.evaluation) for ids in part["input_ids"]]
+    sides = ("input_ids", "labels") if task == "seq2seq" else ("input_ids",)
+    read = [max(len(row[name]) for name in sides) for part in (found.train, found.evaluation) for row in part]
     assert sorted(counted.lengths.tolist()) == sorted(read)
     assert (counted.format, found.format, counted.null_rows) == (format_name, format_name, len(rows) - 8)
     file = data_file(path, has_tokenizer=name is not None, task=task)

@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,8 +40,8 @@ KINDS = {
     ".csv": "csv",
 }
 COMPRESSED = (".gz", ".bz2", ".zst")  # JSON Lines and CSV only; pyarrow decompresses them by this ending
-FLAT = (*TEXTS, "input_ids")  # the parts that are texts or lists of integers
-CHATS = ("messages", "conversations", "conversation")
+ENDINGS = f"one of {', '.join(KINDS)}, or a folder of them"
+IDS = ("input_ids", "labels")  # the parts that are lists of integers
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
@@ -83,7 +83,7 @@ class FileLengths:
         """Return lines of text that say what was read and counted."""
         files = "1 file" if self.files == 1 else f"{self.files} files"
         how = ", split at white space into words (for tokens pass --tokenizer NAME)" if self.unit == "words" else ""
-        rows = f" of rows as {self.format}" if len(self.columns) > 1 or self.columns[0] in CHATS else ""
+        rows = f" of rows as {self.format}" if len(self.columns) > 1 or self.format == "conversation" else ""
         columns = f"column{'s' * (len(self.columns) > 1)} {', '.join(map(repr, self.columns))}"
         lines = [f"{path}: {files}, {self.kind}, {columns}{rows}{how}"]
         if self.null_rows or self.empty_rows:
@@ -110,6 +110,7 @@ class DataFile:
         format: the name of the format of its rows, as ``read_rows`` calls it; "" where none fits.
         parts: the column of each part of that format, as ``read_rows`` takes them by ``columns=``.
         task: the first one whose rows are written so, where none was given.
+        sources: the files, or folders of saved datasets.
     """
 
     path: str
@@ -122,6 +123,7 @@ class DataFile:
     format: str = ""
     parts: Mapping[str, str] = field(default_factory=dict)
     task: str | None = None
+    sources: Sequence[Path] = ()
 
 
 def file_lengths(
@@ -130,7 +132,8 @@ def file_lengths(
     """Return the length of every example in a file, or in a folder of files of one kind.
 
     A folder is searched with its subfolders; hidden files and other kinds of files are skipped. A folder that
-    ``Dataset.save_to_disk`` wrote is read as that dataset. With a tokenizer the lengths are those of ``read_rows``.
+    ``Dataset.save_to_disk`` wrote is read as that dataset. With a tokenizer the lengths are those of ``read_rows``. To
+    train an encoder-decoder, a row is as long as the longer of its source and its target.
 
     Args:
         path: the file or folder.
@@ -147,23 +150,24 @@ def file_lengths(
     """
     from tqdm.auto import tqdm
 
-    file, sources = _open(path, column, has_tokenizer=tokenizer is not None, task=task)
+    file = data_file(path, column=column, has_tokenizer=tokenizer is not None, task=task)
     if tokenizer is not None and not file.is_text:
         raise ValueError(
             f"tokenizer={tokenizer!r} has no text to split: column {file.column!r} holds token ids already; expected a "
             "column of texts. Leave the tokenizer out, or name another column: --column NAME"
         )
-    parts = (file.parts or {"text": file.column}) if file.is_text else {"input_ids": file.column}
+    parts = file.parts or {"text" if file.is_text else "input_ids": file.column}
     if task is None or tokenizer is None:  # whoever trains decides what the labels are
-        parts = {part: name for part, name in parts.items() if part in (*READ, "tools")}
-    count = _counter(parts, file, tokenizer)
+        wanted = (*READ, "tools", *(IDS if task == "seq2seq" else ()))
+        parts = {part: name for part, name in parts.items() if part in wanted}
+    count = _counter(parts, file, tokenizer, task)
     needed = [name for part, name in parts.items() if part not in OPTIONAL]
     lengths, null_rows, rows = [], 0, 0
     with tqdm(unit=" rows", desc="Reading lengths", delay=1.0, leave=False) as progress:
-        for source in sources:
+        for source in file.sources:
             with reading(source, file.kind):
                 schema, read = open_source(source, file.kind)
-                _check_parts(schema, parts, source, sources[0])
+                _check_parts(schema, parts, source, file.sources[0])
                 for values in read(list(parts.values())):
                     is_null = np.any([values[name].is_null() for name in needed], axis=0)
                     null_rows, rows = null_rows + int(is_null.sum()), rows + len(is_null)
@@ -178,7 +182,7 @@ def file_lengths(
         found = f"{null_rows} null and {empty_rows} empty rows in {where}, and no other"
         raise ValueError(f"path={str(path)!r} holds {found}; expected at least one example. Check what wrote it")
     unit: Literal["tokens", "words"] = "words" if file.is_text and tokenizer is None else "tokens"
-    return FileLengths(full, unit, columns, file.format, file.kind, len(sources), null_rows, empty_rows)
+    return FileLengths(full, unit, columns, file.format, file.kind, len(file.sources), null_rows, empty_rows)
 
 
 def data_file(
@@ -195,13 +199,6 @@ def data_file(
     Raises:
         ValueError: as ``file_lengths``, but for what only the rows show.
     """
-    return _open(path, column, has_tokenizer=has_tokenizer, task=task)[0]
-
-
-def _open(
-    path: str | os.PathLike[str], column: str | None, *, has_tokenizer: bool, task: str | None = None
-) -> tuple[DataFile, list[Path]]:
-    """Return what the first file holds, and all files."""
     try:
         kind, sources = _find(Path(path))
     except OSError as error:  # no permission, a name that is too long, a circle of links
@@ -212,12 +209,20 @@ def _open(
     with reading(sources[0], kind):
         schema, _ = open_source(sources[0], kind)
     found, column, is_text = _format_of(schema, sources[0], column, task, has_tokenizer=has_tokenizer)
-    is_folder, is_saved = Path(path).is_dir(), sources[0].is_dir()
-    about = (column, is_text, tuple(schema.names))
+    file = DataFile(
+        os.fspath(path),
+        kind,
+        Path(path).is_dir(),
+        sources[0].is_dir(),
+        column,
+        is_text,
+        tuple(schema.names),
+        sources=sources,
+    )
     if found is None:
-        return DataFile(os.fspath(path), kind, is_folder, is_saved, *about), sources
-    name, parts, own_task = found[0].name, found[1], task or found[0].tasks[0]
-    return DataFile(os.fspath(path), kind, is_folder, is_saved, *about, name, parts, own_task), sources
+        return file
+    form, parts = found
+    return replace(file, format=form.name, parts=parts, task=task or form.tasks[0])
 
 
 def _format_of(
@@ -229,8 +234,8 @@ def _format_of(
         found = fitting_format(names, task, {})
         if found is not None:
             part, name = next(iter(found[1].items()))
-            if part not in FLAT or _check_column(schema, name, source) == (part != "input_ids"):
-                return found, name, part != "input_ids"
+            if part not in (*TEXTS, *IDS) or _check_column(schema, name, source) == (part not in IDS):
+                return found, name, part not in IDS
         column = _choose_column(schema, source, has_tokenizer=has_tokenizer)
     is_chat = column in schema.names and "struct" in str(schema.field(column).type)
     is_text = is_chat or _check_column(schema, column, source)
@@ -257,11 +262,11 @@ def _find(path: Path) -> tuple[str, list[Path]]:
     if not path.is_dir():
         kind = _kind(path)
         if kind is None:
-            raise ValueError(f"path={str(path)!r} is not a known kind of file; expected {_endings()}. Convert it first")
+            raise ValueError(f"path={str(path)!r} is not a known kind of file; expected {ENDINGS}. Convert it first")
         return kind, [path]
     found = [(_kind(source) or "arrow", source) for source in _sources(path, {os.path.realpath(path)})]
     if not found:
-        raise ValueError(f"path={str(path)!r} holds no data files; expected {_endings()}. Name another folder")
+        raise ValueError(f"path={str(path)!r} holds no data files; expected {ENDINGS}. Name another folder")
     kinds = Counter(kind for kind, _ in found)
     if len(kinds) > 1:
         mixture = " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -303,23 +308,16 @@ def _kind(file: Path) -> str | None:
     return KINDS.get(suffixes[-1]) if suffixes else None
 
 
-def _endings() -> str:
-    return f"one of {', '.join(KINDS)}, or a folder of them"
-
-
 # ---- Which column, and what it holds --------------------------------------------------------------------------------
 
 
 def _choose_column(schema: pa.Schema, source: Path, *, has_tokenizer: bool) -> str:
     texts = [field.name for field in schema if _is_text(field.type)]
-    likely = ["text", "input_ids"] if has_tokenizer else ["input_ids", "text"]
-    if has_tokenizer and len(texts) == 1:
-        return str(texts[0])
-    for name in likely:
-        if name in schema.names:
-            return name
-    if len(texts) == 1:
-        return str(texts[0])
+    only = texts if len(texts) == 1 else []
+    likely = [*only, "text", "input_ids"] if has_tokenizer else ["input_ids", "text", *only]
+    found = next((name for name in likely if name in schema.names), None)
+    if found is not None:
+        return found
     many = f"{len(texts)} columns of texts, {', '.join(texts)}" if texts else "no column of texts"
     raise ValueError(
         f"path={str(source)!r} has neither 'input_ids' nor 'text', and {many}; expected one of "
@@ -348,8 +346,8 @@ def _check_column(schema: pa.Schema, column: str, source: Path) -> bool:
 def _check_parts(schema: pa.Schema, parts: Mapping[str, str], source: Path, first: Path) -> None:
     """Raise unless a file has the columns of the first one, texts where that has texts."""
     for part, column in parts.items():
-        is_flat = part in FLAT or column not in schema.names
-        if is_flat and _check_column(schema, column, source) == (part == "input_ids"):
+        is_flat = part in (*TEXTS, *IDS) or column not in schema.names
+        if is_flat and _check_column(schema, column, source) == (part in IDS):
             raise ValueError(
                 f"column={column!r} holds texts in one and token ids in the other of {str(first)!r} and "
                 f"{str(source)!r}; expected the same in all files. Pass --column NAME, or one file"
@@ -366,32 +364,29 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _counter(
-    parts: Mapping[str, str], file: DataFile, tokenizer: str | None
+    parts: Mapping[str, str], file: DataFile, tokenizer: str | None, task: str | None
 ) -> Callable[[Mapping[str, pa.Array]], NDArray[np.int32]]:
     """Return what counts the lengths of rows, by their columns."""
-    if not file.is_text:
-        return lambda values: np.asarray(pc.list_value_length(values[file.column]), dtype=np.int32)  # from the offsets
-    task = file.task if file.parts and file.task is not None else "masked-lm"
-    encode = None if tokenizer is None else Encoder(task, parts, _loaded(tokenizer))
+    if not file.is_text:  # from the offsets
+        return lambda values: np.max([pc.list_value_length(one) for one in values.values()], axis=0).astype(np.int32)
+    own_task = file.task if file.parts and file.task is not None else "masked-lm"
+    encode = None if tokenizer is None else Encoder(own_task, parts, _loaded(tokenizer))
 
     def count(values: Mapping[str, pa.Array]) -> NDArray[np.int32]:
         batch = {name: one.to_pylist() for name, one in values.items()}
         if encode is not None:
-            return np.array([len(ids) for ids in encode(batch)["input_ids"]], dtype=np.int32)
-        given = {part: batch[name] for part, name in parts.items()}
-        _check_texts(given.get("text", ()), file.column)
-        return np.array(words_of(given), dtype=np.int32)
+            made = encode(batch)
+            sides = [made[name] for name in IDS if name in made and (name == "input_ids" or task == "seq2seq")]
+            return np.array([max(map(len, row)) for row in zip(*sides, strict=True)], dtype=np.int32)
+        texts = batch[parts["text"]][:20] if "text" in parts else []  # one alone may be a text such as "[1]"
+        if texts and all(re.fullmatch(r"\[\s*\d[\d\s,]*\]", text) for text in texts):
+            raise ValueError(
+                f"column={file.column!r} holds lists written as text, like {texts[0][:20]!r}; expected texts, or real "
+                "lists of token ids. Write a format that has lists: dataset.to_parquet(...)"
+            )
+        return np.array(words_of({part: batch[name] for part, name in parts.items()}), dtype=np.int32)
 
     return count
-
-
-def _check_texts(texts: Sequence[str], column: str) -> None:
-    # one alone may be a text such as "[1]"
-    if texts and all(re.fullmatch(r"\[\s*\d[\d\s,]*\]", text) for text in texts[:20]):
-        raise ValueError(
-            f"column={column!r} holds lists written as text, like {texts[0][:20]!r}; expected texts, or real lists of "
-            "token ids. Write a format that has lists: dataset.to_parquet(...)"
-        )
 
 
 def _loaded(name: str) -> Any:
