@@ -34,7 +34,7 @@ from transformers import (
 
 import tiny
 from hf_memopt.batching.collation import BucketedCollator
-from hf_memopt.batching.collation.collators import DynamicPaddingCollator, flatten
+from hf_memopt.batching.collation.collators import DynamicPaddingCollator
 
 # Columns
 
@@ -270,7 +270,6 @@ def test_bucketed_collator_splices_whole_batches_between_single_examples():
     assert_same(collator(rows), expected)
     assert_same(collator([rows]), expected)
     assert_same(collator([rows[0], tuple(rows[1:3]), [], [rows[3]]]), expected)
-    assert flatten([1, [2, 3], (4,)]) == [1, 2, 3, 4]
 
 
 def test_inner_gets_the_flat_examples_and_does_all_the_work():

@@ -153,7 +153,7 @@ def test_a_folder_is_searched_to_its_bottom_without_hidden_and_foreign_files(tmp
     (tmp_path / "README.md").write_text("about")
     (tmp_path / "dataset_infos.json").write_text("{}")
     found = file_lengths(tmp_path)
-    assert (found.files, found.lengths.tolist()) == (2, [n + 2 for n in LENGTHS] * 2)
+    assert (len(found.file.sources), found.lengths.tolist()) == (2, [n + 2 for n in LENGTHS] * 2)
 
 
 def test_a_folder_of_saved_datasets_does_not_count_their_caches(tmp_path):
@@ -161,7 +161,11 @@ def test_a_folder_of_saved_datasets_does_not_count_their_caches(tmp_path):
         WRITERS["saved"](tmp_path / name)
         shutil.copy(tmp_path / name / "data-00000-of-00003.arrow", tmp_path / name / "cache-123.arrow")
     found = file_lengths(tmp_path)
-    assert (found.kind, found.files, found.lengths.tolist()) == ("arrow", 2, [n + 2 for n in LENGTHS] * 2)
+    assert (found.file.kind, len(found.file.sources), found.lengths.tolist()) == (
+        "arrow",
+        2,
+        [n + 2 for n in LENGTHS] * 2,
+    )
 
 
 def test_a_later_block_may_hold_what_the_first_one_did_not(tmp_path):
@@ -186,7 +190,7 @@ def test_links_lead_to_each_file_once_and_never_in_a_circle(tmp_path):
     (data / "more").symlink_to(elsewhere)
     (elsewhere / "back").symlink_to(data)
     found = file_lengths(data)
-    assert (found.files, found.lengths.tolist()) == (2, [n + 2 for n in LENGTHS] * 2)
+    assert (len(found.file.sources), found.lengths.tolist()) == (2, [n + 2 for n in LENGTHS] * 2)
 
 
 @pytest.mark.parametrize("indent", [None, 2])

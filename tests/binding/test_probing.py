@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt.batching.collation.undisturbed import undisturbed
+from hf_memopt.batching.collation.flattened_texts import undisturbed
 from hf_memopt.binding import attach
 from hf_memopt.binding.undo.kept_state import LARGEST_COPY_BYTES
 from hf_memopt.techniques.microbatching import MicrobatchCallback

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 
 import tiny
 from hf_memopt import prepare_quantized
-from hf_memopt.batching.collation.undisturbed import undisturbed
+from hf_memopt.batching.collation.flattened_texts import undisturbed
 from hf_memopt.binding import versions as compat
 
 pytestmark = [

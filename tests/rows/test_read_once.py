@@ -62,7 +62,7 @@ def test_lengths_are_those_of_the_rows_that_are_trained(tmp_path: Any, format_na
     sides = ("input_ids", "labels") if task == "seq2seq" else ("input_ids",)
     read = [max(len(row[name]) for name in sides) for part in (found.train, found.evaluation) for row in part]
     assert sorted(counted.lengths.tolist()) == sorted(read)
-    assert (counted.format, found.format, counted.null_rows) == (format_name, format_name, len(rows) - 8)
+    assert (counted.file.format, found.format, counted.null_rows) == (format_name, format_name, len(rows) - 8)
     file = data_file(path, has_tokenizer=name is not None, task=task)
     assert (file.format, file.is_text) == (format_name, format_name != "tokens")
     again = read_rows(datasets.Dataset.from_list(rows), tokenizer, task, columns=file.parts)

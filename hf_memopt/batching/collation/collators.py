@@ -12,7 +12,7 @@ multiple choice, whole-word masking or anything but text (``inner=`` wraps the c
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
@@ -45,7 +45,7 @@ from hf_memopt.plain_data import check_value, shown
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["BucketedCollator", "DynamicPaddingCollator", "check_tokenizer", "flatten"]
+__all__ = ["BucketedCollator", "DynamicPaddingCollator", "check_tokenizer"]
 
 LabelId = Annotated[int, range(-(2**31), 2**31)]
 
@@ -197,7 +197,8 @@ class BucketedCollator:
             )
         if len(features) == 1 and isinstance(features[0], ColumnBatch):
             return self._collate(dict(features[0].columns), features[0].width)
-        examples = flatten(features)
+        items = (item if isinstance(item, (list, tuple)) else [item] for item in features)  # of whole batches, too
+        examples = [example for item in items for example in item]
         if self.inner is not None:
             batch: dict[str, Any] = self.inner(examples)
             return batch
@@ -318,19 +319,6 @@ class BucketedCollator:
 DynamicPaddingCollator = BucketedCollator
 
 
-def flatten(features: Iterable[Any]) -> list[Any]:
-    """Return the examples of ``features``, in order; an item that is a list or tuple is replaced by the examples in it.
-
-    Examples:
-        >>> flatten([{"label": 0}, [{"label": 1}, {"label": 2}]])
-        [{'label': 0}, {'label': 1}, {'label': 2}]
-    """
-    examples: list[Any] = []
-    for item in features:
-        examples.extend(item if isinstance(item, (list, tuple)) else [item])
-    return examples
-
-
 def _common_width(features: Sequence[Any]) -> int | None:
     """Return the width that the batches of views ask for; None where anything else is among them."""
     batches = [features] if isinstance(features, RowBatch) else features
@@ -338,15 +326,12 @@ def _common_width(features: Sequence[Any]) -> int | None:
     return None if None in widths else max(widths)  # type: ignore[type-var]
 
 
-def _name(collator: object) -> str:
-    return getattr(collator, "__name__", type(collator).__name__)
-
-
 def _check_inner(inner: Any, own: dict[str, Any]) -> None:
     set_too = [name for name, value in own.items() if value]
     if set_too:
+        name = getattr(inner, "__name__", type(inner).__name__)
         raise ValueError(
-            f"inner={_name(inner)} pads by itself, so {', '.join(set_too)} would be ignored; expected inner= alone. "
+            f"inner={name} pads by itself, so {', '.join(set_too)} would be ignored; expected inner= alone. "
             "Set it on the inner collator, or leave inner out."
         )
 

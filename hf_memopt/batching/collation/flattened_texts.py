@@ -9,21 +9,22 @@ change at all when its neighbours do, and are those of the text alone. The kerne
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from hf_memopt.batching.collation.undisturbed import undisturbed
 from hf_memopt.binding.model import IGNORED_LABEL, is_causal_lm, unwrap_model
-from hf_memopt.binding.undo import set_attribute
+from hf_memopt.binding.model_changes import REPACKS
+from hf_memopt.binding.undo import KeptState, RandomState, set_attribute
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["check_flattened_texts"]
+__all__ = ["check_flattened_texts", "undisturbed"]
 
 LENGTHS = (6, 8, 7)  # tokens of the texts, of which the second is asked
 LARGEST_DEVIATION = 0.1  # of the logits from those of the text alone: above rounding in 16 bits, below other positions
@@ -51,6 +52,27 @@ def check_flattened_texts(trainer: Trainer, inner: Callable[[Any], Any]) -> None
         reason = _why_not(trainer, inner)
     if reason is not None:
         raise ValueError(f"inner={type(inner).__name__} joins the texts of a batch into one row, {reason}")
+
+
+@contextmanager
+def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode; leave modes, random numbers and what the model's modules keep as they were.
+
+    A buffer above ``LARGEST_COPY_BYTES`` is watched but not copied, and a warning names it if it has changed.
+    """
+    modes = {module: module.training for module in model.modules()}
+    kept, drawn = KeptState(), RandomState.capture(trainer.args.device)
+    for owner in (trainer, *modes):
+        kept.look_at(owner)
+    with ExitStack() as stack:
+        stack.callback(kept.restore)
+        stack.callback(drawn.restore)
+        for module, training in modes.items():
+            stack.callback(setattr, module, "training", training)
+            module.training = False  # not eval(), which a user's module may use to rewrite its weights
+            if getattr(module, REPACKS, False):
+                stack.callback(set_attribute(module, REPACKS, False).remove)
+        yield
 
 
 def _why_not(trainer: Any, inner: Callable[[Any], Any]) -> str | None:

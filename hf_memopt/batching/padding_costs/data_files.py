@@ -46,56 +46,6 @@ METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "sta
 
 
 @dataclass(frozen=True)
-class FileLengths:
-    """The result of ``file_lengths``.
-
-    Attributes:
-        lengths: shape (examples,), without null and empty rows, which a bucketed view refuses.
-        unit: ``"tokens"``, or ``"words"`` where texts were split at white space.
-        columns: what was counted.
-        format: the name of the format of the rows, as ``read_rows`` calls it; "" where none fits.
-        kind: of the files: ``"parquet"``, ``"arrow"``, ``"json"`` or ``"csv"``.
-        files: how many there are.
-        null_rows: rows without a value in a column that they need.
-        empty_rows: rows of length 0, or with nothing to learn.
-    """
-
-    lengths: NDArray[np.int32]
-    unit: Literal["tokens", "words"]
-    columns: tuple[str, ...]
-    format: str
-    kind: str
-    files: int
-    null_rows: int
-    empty_rows: int
-
-    @property
-    def column(self) -> str:
-        """The column that was counted, or several with commas."""
-        return ", ".join(self.columns)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything but the lengths for JSON."""
-        names = ("kind", "files", "format", "column", "unit", "null_rows", "empty_rows")
-        return {name: getattr(self, name) for name in names}
-
-    def heading(self, path: str | Path) -> str:
-        """Return lines of text that say what was read and counted."""
-        files = "1 file" if self.files == 1 else f"{self.files} files"
-        how = ", split at white space into words (for tokens pass --tokenizer NAME)" if self.unit == "words" else ""
-        rows = f" of rows as {self.format}" if len(self.columns) > 1 or self.format == "conversation" else ""
-        columns = f"column{'s' * (len(self.columns) > 1)} {', '.join(map(repr, self.columns))}"
-        lines = [f"{path}: {files}, {self.kind}, {columns}{rows}{how}"]
-        if self.null_rows or self.empty_rows:
-            full = " and ".join(f"row[{column!r}]" for column in self.columns)
-            lines.append(
-                f"Skipped: {self.null_rows:,} null and {self.empty_rows:,} empty rows; remove them before training:\n"
-                f"    dataset.filter(lambda row: {full})"
-            )
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
 class DataFile:
     """What a data file holds, by its schema.
 
@@ -124,6 +74,54 @@ class DataFile:
     parts: Mapping[str, str] = field(default_factory=dict)
     task: str | None = None
     sources: Sequence[Path] = ()
+
+
+@dataclass(frozen=True)
+class FileLengths:
+    """The result of ``file_lengths``.
+
+    Attributes:
+        lengths: shape (examples,), without null and empty rows, which a bucketed view refuses.
+        unit: ``"tokens"``, or ``"words"`` where texts were split at white space.
+        columns: what was counted.
+        file: what was read.
+        null_rows: rows without a value in a column that they need.
+        empty_rows: rows of length 0, or with nothing to learn.
+    """
+
+    lengths: NDArray[np.int32]
+    unit: Literal["tokens", "words"]
+    columns: tuple[str, ...]
+    file: DataFile
+    null_rows: int
+    empty_rows: int
+
+    @property
+    def column(self) -> str:
+        """The column that was counted, or several with commas."""
+        return ", ".join(self.columns)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything but the lengths for JSON."""
+        of_file = {"kind": self.file.kind, "files": len(self.file.sources), "format": self.file.format}
+        return of_file | {name: getattr(self, name) for name in ("column", "unit", "null_rows", "empty_rows")}
+
+    def heading(self, path: str | Path) -> str:
+        """Return lines of text that say what was read and counted."""
+        count = len(self.file.sources)
+        files = "1 file" if count == 1 else f"{count} files"
+        how = ", split at white space into words (for tokens pass --tokenizer NAME)" if self.unit == "words" else ""
+        form = self.file.format
+        rows = f" of rows as {form}" if len(self.columns) > 1 or form == "conversation" else ""
+        columns = f"column{'s' * (len(self.columns) > 1)} {', '.join(map(repr, self.columns))}"
+        lines = [f"{path}: {files}, {self.file.kind}, {columns}{rows}{how}"]
+        if self.null_rows or self.empty_rows:
+            full = " and ".join(f"row[{column!r}]" for column in self.columns)
+            lines.append(
+                f"Skipped: {self.null_rows:,} null and {self.empty_rows:,} empty rows; remove them before training:\n"
+                f"    dataset.filter(lambda row: {full})"
+            )
+        return "\n".join(lines)
 
 
 def file_lengths(
@@ -168,11 +166,11 @@ def file_lengths(
             with reading(source, file.kind):
                 schema, read = open_source(source, file.kind)
                 _check_parts(schema, parts, source, file.sources[0])
-                for values in read(list(parts.values())):
-                    is_null = np.any([values[name].is_null() for name in needed], axis=0)
+                for batch in read(list(dict.fromkeys(parts.values()))):
+                    is_null = np.any([batch[name].is_null() for name in needed], axis=0)
                     null_rows, rows = null_rows + int(is_null.sum()), rows + len(is_null)
                     progress.update(len(is_null))
-                    lengths.append(count({name: one.filter(pa.array(~is_null)) for name, one in values.items()}))
+                    lengths.append(count(batch.filter(pa.array(~is_null))))
     counted = np.concatenate([np.empty(0, dtype=np.int32), *lengths])
     full = counted[counted > 0]
     empty_rows = rows - null_rows - len(full)
@@ -182,7 +180,7 @@ def file_lengths(
         found = f"{null_rows} null and {empty_rows} empty rows in {where}, and no other"
         raise ValueError(f"path={str(path)!r} holds {found}; expected at least one example. Check what wrote it")
     unit: Literal["tokens", "words"] = "words" if file.is_text and tokenizer is None else "tokens"
-    return FileLengths(full, unit, columns, file.format, file.kind, len(file.sources), null_rows, empty_rows)
+    return FileLengths(full, unit, columns, file, null_rows, empty_rows)
 
 
 def data_file(
@@ -365,15 +363,15 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _counter(
     parts: Mapping[str, str], file: DataFile, tokenizer: str | None, task: str | None
-) -> Callable[[Mapping[str, pa.Array]], NDArray[np.int32]]:
+) -> Callable[[pa.RecordBatch], NDArray[np.int32]]:
     """Return what counts the lengths of rows, by their columns."""
     if not file.is_text:  # from the offsets
-        return lambda values: np.max([pc.list_value_length(one) for one in values.values()], axis=0).astype(np.int32)
+        return lambda rows: np.max([pc.list_value_length(one) for one in rows.columns], axis=0).astype(np.int32)
     own_task = file.task if file.parts and file.task is not None else "masked-lm"
     encode = None if tokenizer is None else Encoder(own_task, parts, _loaded(tokenizer))
 
-    def count(values: Mapping[str, pa.Array]) -> NDArray[np.int32]:
-        batch = {name: one.to_pylist() for name, one in values.items()}
+    def count(rows: pa.RecordBatch) -> NDArray[np.int32]:
+        batch = rows.to_pydict()
         if encode is not None:
             made = encode(batch)
             sides = [made[name] for name in IDS if name in made and (name == "input_ids" or task == "seq2seq")]

@@ -38,8 +38,8 @@ JSON_CHARACTERS = 2**20  # read at once
 BLANK, COMMA = re.compile(r"\s*").match, re.compile(r"\s*,\s*").match
 CUT_OFF = 16  # characters before its end at which a text that is cut off may be wrong
 
-Columns = dict[str, pa.Array]
-Read = Callable[[Sequence[str]], Iterator[Columns]]
+Batches = Iterator[pa.RecordBatch]
+Read = Callable[[Sequence[str]], Batches]
 """Takes the names of columns and yields their values."""
 
 
@@ -103,7 +103,7 @@ def _open_saved(folder: Path) -> tuple[pa.Schema, Read]:
     if not names:
         raise EOFError("it holds no rows")
 
-    def read(columns: Sequence[str]) -> Iterator[Columns]:
+    def read(columns: Sequence[str]) -> Batches:
         for name in names:
             yield from _open_arrow(folder / name)[1](columns)
 
@@ -121,18 +121,14 @@ def _open_arrow(file: Path) -> tuple[pa.Schema, Read]:
         batches = pa.ipc.open_stream(mapped)
         schema = batches.schema
 
-    def read(columns: Sequence[str]) -> Iterator[Columns]:
+    def read(columns: Sequence[str]) -> Batches:
         for batch in batches:
             chosen = batch.select(columns)
             chosen.validate(full=True)  # wrong offsets of a broken file would crash the process
             for start in range(0, len(chosen), ROWS_AT_ONCE):
-                yield _columns(chosen.slice(start, ROWS_AT_ONCE))
+                yield chosen.slice(start, ROWS_AT_ONCE)
 
     return schema, read
-
-
-def _columns(batch: pa.RecordBatch) -> Columns:
-    return dict(zip(batch.schema.names, batch.columns, strict=True))
 
 
 def _open_table(file: Path, kind: str) -> tuple[pa.Schema, Read]:
@@ -151,10 +147,9 @@ def _open_table(file: Path, kind: str) -> tuple[pa.Schema, Read]:
         unknown = (pa.null(), pa.binary())
         schema = pa.schema([field.with_type(pa.string()) if field.type in unknown else field for field in schema])
 
-    def read(columns: Sequence[str]) -> Iterator[Columns]:
+    def read(columns: Sequence[str]) -> Batches:
         options = {"batch_size": ROWS_AT_ONCE, "batch_readahead": 1, "fragment_readahead": 0, "use_threads": False}
-        for batch in fragment.to_batches(schema=schema, columns=list(columns), **options):
-            yield _columns(batch)
+        yield from fragment.to_batches(schema=schema, columns=list(columns), **options)
 
     return schema, read
 
@@ -170,12 +165,12 @@ def _open_json(file: Path) -> tuple[pa.Schema, Read]:
         values |= {name: value for name, value in row.items() if values.get(name) in (None, [])}
     schema = pa.schema([(name, _json_type(value)) for name, value in values.items()])
 
-    def read(columns: Sequence[str]) -> Iterator[Columns]:
+    def read(columns: Sequence[str]) -> Batches:
         kinds, block = {name: likely_type(schema.field(name).type) for name in columns}, first
         while block:
             # the fields of an object are those of all rows of a block
             of_type = {name: None if "struct" in str(kind) else kind for name, kind in kinds.items()}
-            yield {name: pa.array([row.get(name) for row in block], kind) for name, kind in of_type.items()}
+            yield pa.record_batch({name: pa.array([row.get(name) for row in block], of_type[name]) for name in columns})
             block = _block(rows)
 
     return schema, read

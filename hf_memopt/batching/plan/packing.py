@@ -79,10 +79,6 @@ class PackedBatches:
         largest = [int(tokens.max(axis=1).argmax())] if self._whole else []
         return EpochPlan(order, self._starts, reading_order(groups, largest, self.world_size, self.n_batches), None)
 
-    def padding_efficiency(self, epoch: int = 0) -> float:
-        """Return real tokens over all tokens of one epoch: 1, as nothing is padded."""
-        return 1.0
-
     def diagnostics(self, epoch: int = 0) -> PlanDiagnostics:
         """Return what the batches of one epoch are like; a batch is one row of all its tokens."""
         plan = self.plan(epoch)

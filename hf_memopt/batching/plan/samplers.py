@@ -27,13 +27,11 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
 
     Args:
         lengths: tokens per example, shape (examples,).
-        batch_size: examples per batch; or
-        max_tokens: padded tokens per batch.
-        seed: together with the epoch it fixes the order.
-        world_size: processes that train side by side.
-        rank: which of them this is, to get its batches only; every rank then makes the same number of steps. None for
-            all batches, in groups of ``world_size``: what Accelerate wants, which shares them out itself.
-        settings: ``n_buckets``, ``boundaries``, ``pad_to_multiple_of``, ``too_long``: see ``LengthBuckets``.
+        rank: which of ``world_size`` processes this is, to get its batches only; every rank then makes the same number
+            of steps. None for all batches, in groups of ``world_size``: what Accelerate wants, which shares them out
+            itself.
+        settings: ``batch_size`` or ``max_tokens``, ``seed``, ``world_size``, ``n_buckets``, ``boundaries``,
+            ``pad_to_multiple_of``, ``too_long``: see ``LengthBuckets``.
 
     Raises:
         ValueError: see ``LengthBuckets``; a rank outside 0 to ``world_size - 1``.
@@ -44,23 +42,11 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
         [[1, 3, 5], [0, 2, 4]]
     """
 
-    def __init__(
-        self,
-        lengths: ArrayLike,
-        *,
-        batch_size: int | None = None,
-        max_tokens: int | None = None,
-        seed: int = 0,
-        world_size: int = 1,
-        rank: int | None = None,
-        **settings: Any,
-    ) -> None:
-        self.buckets = LengthBuckets(
-            lengths, batch_size=batch_size, max_tokens=max_tokens, seed=seed, world_size=world_size, **settings
-        )
-        self.batch_size = batch_size  # Accelerate reads it; None says that batches differ
+    def __init__(self, lengths: ArrayLike, *, rank: int | None = None, **settings: Any) -> None:
+        self.buckets = LengthBuckets(lengths, **settings)
+        self.batch_size = self.buckets.batch_size  # Accelerate reads it; None says that batches differ
         self.drop_last = False
-        check_value("rank", rank, Annotated[int, range(world_size)] | None, 0)
+        check_value("rank", rank, Annotated[int, range(self.buckets.world_size)] | None, 0)
         self.rank = rank
         self.epoch = 0
         self._position = 0  # items handed out in this epoch

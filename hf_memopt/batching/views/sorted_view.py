@@ -250,8 +250,9 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
             if trainer.compute_metrics is not None and not trainer.args.batch_eval_metrics:
                 in_order = _restoring(trainer.compute_metrics, restore)
                 stack.enter_context(set_attribute(trainer, "compute_metrics", in_order))
-            for name, wrap in loss.overrides().items():
-                stack.enter_context(override_method(trainer, name, wrap))
+            stack.enter_context(override_method(trainer, "prediction_step", loss.wrap_prediction_step))
+            # private; prediction_step calls it so in 5.8.1, 5.17.0 and 5.23.0, pinned by a test
+            stack.enter_context(override_method(trainer, "_get_num_items_in_batch", loss.wrap_count))
             stack.enter_context(set_attribute(trainer.args, "average_tokens_across_devices", False))
             stack.enter_context(set_attribute(self, "_restored_for", id(dataloader)))
             loader = getattr(dataloader, "base_dataloader", dataloader)  # what accelerate's loader iterates
@@ -267,14 +268,8 @@ def _restoring(compute_metrics: Callable[..., Any], restore: Callable[[Any], Any
     """Return ``compute_metrics`` for values in the order of the view."""
 
     def in_order(prediction: Any) -> Any:
-        return compute_metrics(
-            type(prediction)(
-                predictions=restore(prediction.predictions),
-                label_ids=restore(prediction.label_ids),
-                inputs=restore(prediction.inputs),
-                losses=restore(prediction.losses),
-            )
-        )
+        names = ("predictions", "label_ids", "inputs", "losses")
+        return compute_metrics(type(prediction)(**{name: restore(getattr(prediction, name)) for name in names}))
 
     in_order.memopt_function = compute_metrics  # type: ignore[attr-defined]  # for what calls it on a single batch
     return in_order
@@ -309,12 +304,7 @@ class _ExactLoss:
         self._losses: list[torch.Tensor] = []  # on the device, as the counts: reading them would wait for it
         self._counts: list[torch.Tensor] = []
 
-    def overrides(self) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-        """Return what wraps the methods of the trainer, by name."""
-        # private; prediction_step calls it so in 5.8.1, 5.17.0 and 5.23.0, pinned by a test
-        return {"prediction_step": self._wrap_prediction_step, "_get_num_items_in_batch": self._wrap_count}
-
-    def _wrap_count(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_count(self, before: Callable[..., Any]) -> Callable[..., Any]:
         loss_func = self.trainer.compute_loss_func
         is_mean = loss_func is None or isinstance(loss_func, ExactLoss)  # the latter: over these labels
 
@@ -326,7 +316,7 @@ class _ExactLoss:
 
         return count
 
-    def _wrap_prediction_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_prediction_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
         self._predict = before
         return self.prediction_step
 

@@ -19,8 +19,10 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import datasets
 import numpy as np
 import torch
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import get_worker_info
 
 from hf_memopt.batching import token_count
@@ -64,7 +66,7 @@ class StreamReader:
     def __init__(self, stream: BucketedStream, *, notes: bool, is_resumed: bool) -> None:
         self._stream, self._notes = stream, notes
         self._dataset: Any = stream.dataset
-        in_worker, is_of_datasets = get_worker_info() is not None, _is_datasets_stream(stream.dataset)
+        in_worker, is_of_datasets = get_worker_info() is not None, isinstance(stream.dataset, datasets.IterableDataset)
         if in_worker and is_of_datasets:
             import fsspec.asyn
 
@@ -73,8 +75,6 @@ class StreamReader:
             self._dataset = copy.deepcopy(self._dataset)
         self._step, self._offset = 1, 0
         if stream.rank is not None and is_of_datasets:
-            from datasets.distributed import split_dataset_by_node
-
             self._dataset = split_dataset_by_node(self._dataset, rank=stream.rank, world_size=stream.world_size)
         elif stream.rank is not None:
             self._step, self._offset = stream.world_size, stream.rank
@@ -192,12 +192,6 @@ def _holds_rows_back(examples: Any) -> bool:
         return True
     inside = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
     return any(map(_holds_rows_back, inside))
-
-
-def _is_datasets_stream(dataset: Any) -> bool:
-    import datasets
-
-    return isinstance(dataset, datasets.IterableDataset)
 
 
 def check_source(dataset: Any) -> None:
