@@ -56,12 +56,12 @@ OF_LOSS_FUNCTION = {
     ForMaskedLMLoss: "masked-lm",
     ForCausalLMLoss: "causal-lm",
 }
-OF_MAPPING = (
-    ("sequence-classification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
-    ("sequence-classification", MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
-    ("token-classification", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
-    ("masked-lm", MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-)
+OF_CLASS = {
+    **dict.fromkeys(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(), "masked-lm"),
+    **dict.fromkeys(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values(), "token-classification"),
+    **dict.fromkeys(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values(), "sequence-classification"),
+    **dict.fromkeys(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values(), "sequence-classification"),
+}
 # Their forward adds or leaves out what the other heads of their kind do not (read in 5.8.1, 5.17.0 and 5.23.0).
 OF_THEIR_OWN_KIND = {
     "BrosForTokenClassification",
@@ -327,10 +327,7 @@ def _find_task(model: Any) -> str | None:
     if "loss_function" in forward.__code__.co_names and hasattr(model, "loss_function"):
         task = OF_LOSS_FUNCTION.get(model.loss_function)
         return None if has_decoder and task == "causal-lm" else task
-    for task, names in OF_MAPPING:
-        if is_stock and name in names.values():
-            return task
-    return None
+    return OF_CLASS.get(name) if is_stock else None
 
 
 def _bind_count(trainer: Trainer, *, shifts_labels: bool) -> UndoHandle:

@@ -22,11 +22,6 @@ from hf_memopt.plain_data import check_value, checked_array, shown
 __all__ = ["LENGTH_COLUMN", "is_list", "lengths_of", "token_count", "token_lengths"]
 
 COUNT_OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
-_TABLES = {
-    "pandas": "datasets.Dataset.from_pandas(dataset)",
-    "polars": "datasets.Dataset.from_polars(dataset)",
-    "pyarrow": "datasets.Dataset(dataset)",
-}
 LENGTH_COLUMN = "length"  # stock's default length_column_name, for "group_by_length"; no model takes it
 
 
@@ -90,8 +85,8 @@ def _check_rows(dataset: Any) -> None:
             fix = f"Pass one of its parts: dataset[{next(iter(dataset))!r}]"
         else:
             fix = "Pass datasets.Dataset.from_dict(dict(dataset))"
-    elif library in _TABLES and hasattr(dataset, "columns"):
-        fix = f"Pass {_TABLES[library]}"
+    elif library in ("pandas", "polars", "pyarrow") and hasattr(dataset, "columns"):
+        fix = f"Pass datasets.Dataset{'' if library == 'pyarrow' else f'.from_{library}'}(dataset)"
     elif not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or getattr(dataset, "shape", 1) == ():
         raise TypeError(
             f"dataset={shown(dataset)} has no rows; expected a datasets.Dataset, a list of dicts or anything else with "

@@ -160,13 +160,10 @@ def _ended(ids: list[int], learned: list[bool], tokenizer: Any) -> tuple[list[in
     return ([*ids, end], [*learned[: last + 1], *[True] * (len(ids) - last)]) if learned[last] else (ids, learned)
 
 
-def _masked_lm(given: Columns, how: Encoder) -> Columns:
-    return dict(how.tokenizer(given["text"], verbose=False, **how.limits))
-
-
-def _sequence_classification(given: Columns, how: Encoder) -> Columns:
+def _texts(given: Columns, how: Encoder) -> Columns:
     texts = [given["text"]] if "text" in given else [given["first"], given["second"]]
-    return {**how.tokenizer(*texts, verbose=False, **how.limits), "labels": how.ids_of(given.get("label", []))}
+    made = dict(how.tokenizer(*texts, verbose=False, **how.limits))
+    return {**made, "labels": how.ids_of(given["label"])} if "label" in given else made
 
 
 def _token_classification(given: Columns, how: Encoder) -> Columns:
@@ -207,8 +204,8 @@ def _seq2seq(given: Columns, how: Encoder) -> Columns:
 
 ENCODERS: Mapping[str, Callable[[Columns, Encoder], Columns]] = {
     "causal-lm": _causal_lm,
-    "masked-lm": _masked_lm,
-    "sequence-classification": _sequence_classification,
+    "masked-lm": _texts,
+    "sequence-classification": _texts,
     "token-classification": _token_classification,
     "question-answering": _question_answering,
     "seq2seq": _seq2seq,

@@ -86,24 +86,11 @@ def test_epochs_and_seeds_differ_and_texts_meet_different_ones():
 def test_real_looking_lengths_fill_the_budget(world_size, least):
     draws = np.random.default_rng(0).normal(np.log(60), 0.8, 20_000)
     lengths = np.clip(np.exp(draws), 1, 512).astype(np.int32)
-    found = packed(lengths, max_tokens=8192, world_size=world_size).diagnostics()
-    assert found.budget_use >= least
-    assert found.fill == found.budget_use
-    assert found.padding_efficiency == 1.0
-    assert found.straggler_ratio < 1.01
-    assert found.over_budget == 0
-
-
-@given(lengths=LENGTHS, settings=SETTINGS)
-def test_the_diagnostics_equal_the_slow_count(lengths, settings):
-    plan, world = packed(lengths, **settings), settings["world_size"]
-    found, sums = plan.diagnostics(1), tokens(plan, 1)
-    steps = [sums[i : i + world] for i in range(0, len(sums) // world * world, world)]
-    assert found.batches == len(sums)
-    assert found.budget_use == pytest.approx(sum(lengths) / len(sums) / settings["max_tokens"])
-    assert found.shapes == len(set(sums))
-    if steps:
-        assert found.straggler_ratio == pytest.approx(np.mean([max(s) / np.mean(s) for s in steps]))
+    sums = np.array(tokens(packed(lengths, max_tokens=8192, world_size=world_size)))
+    assert sums.mean() >= least * 8192
+    assert sums.max() <= 8192
+    steps = sums[: len(sums) // world_size * world_size].reshape(-1, world_size)
+    assert (steps.max(axis=1) / steps.mean(axis=1)).mean() < 1.01
 
 
 def test_texts_that_are_dropped_stay_out():

@@ -216,7 +216,8 @@ class BucketedCollator:
             batch.pop("offset_mapping", None)
         tensors = {name: torch.from_numpy(column) for name, column in batch.items()}
         if self._masking is not None:
-            unmaskable = self._unmaskable(batch, special)
+            special = np.isin(batch["input_ids"], self.tokenizer.all_special_ids) if special is None else special != 0
+            unmaskable = special | (batch["attention_mask"] == 0)
             tensors["input_ids"], tensors["labels"] = self._masking.torch_mask_tokens(
                 tensors["input_ids"], special_tokens_mask=torch.from_numpy(unmaskable)
             )
@@ -307,13 +308,6 @@ class BucketedCollator:
                 f"causal_lm=True needs one label per token, and column {name!r} has not; expected labels as long as "
                 f"input_ids, or none. Call: dataset.remove_columns({name!r})."
             )
-
-    def _unmaskable(self, batch: dict[str, Array], special: Array | None) -> Array:
-        """Return where MLM must not mask: special tokens and padding, ``(batch, seq)``."""
-        if special is None:
-            special = np.isin(batch["input_ids"], self.tokenizer.all_special_ids)
-        unmaskable: Array = (special != 0) | (batch["attention_mask"] == 0)
-        return unmaskable
 
 
 DynamicPaddingCollator = BucketedCollator

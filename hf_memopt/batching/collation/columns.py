@@ -56,13 +56,7 @@ def stack(column: Column) -> Array:
 
 
 def pad(column: Column, width: int, value: int, side: str = "right") -> Array:
-    """Return the rows as one array ``(batch, width, ...)`` with ``value`` on the ``side`` given.
-
-    Examples:
-        >>> pad([np.array([5, 6]), np.array([7])], 3, 0, "left")
-        array([[0, 5, 6],
-               [0, 0, 7]])
-    """
+    """Return the rows as one array ``(batch, width, ...)`` with ``value`` on the ``side`` given."""
     inside = next((cell.shape[1:] for cell in column if len(cell)), column[0].shape[1:])  # an empty one may be (0,)
     padded = np.full((len(column), width, *inside), value, _dtype(column))
     for row, cell in zip(padded, column, strict=True):
@@ -125,17 +119,13 @@ def _cell_array(cell: Any, name: str, row: int) -> Array:
     if found.size == 0 and found.ndim == 1:
         return np.empty(0, dtype=np.int64)
     if found.dtype.kind not in ("iu" if name == "input_ids" else "biuf"):
-        raise TypeError(_cell_error(cell, name, row))
+        wrong = "is not a list of integers; expected token ids. Tokenize first: tokenizer(text)."
+        if name != "input_ids":
+            wrong = (
+                f"is neither a number nor a list of numbers; expected a column that a tensor can hold. {_remedy(name)}"
+            )
+        raise TypeError(f"features[{row}][{name!r}]={reprlib.repr(cell)} {wrong}")
     return found
-
-
-def _cell_error(cell: Any, name: str, row: int) -> str:
-    where = f"features[{row}][{name!r}]={reprlib.repr(cell)}"
-    if name == "input_ids":
-        return f"{where} is not a list of integers; expected token ids. Tokenize first: tokenizer(text)."
-    return (
-        f"{where} is neither a number nor a list of numbers; expected a column that a tensor can hold. {_remedy(name)}"
-    )
 
 
 def _remedy(name: str) -> str:

@@ -45,13 +45,7 @@ class ColumnBatch:
 
 
 class RowReader:
-    """Read the rows of a map-style dataset; holds no copy of the data, and only the dataset travels to workers.
-
-    Examples:
-        >>> reader = RowReader([{"input_ids": [5, 6]}, {"input_ids": [7]}])
-        >>> reader.read([1])
-        [{'input_ids': [7]}]
-    """
+    """Read the rows of a map-style dataset; holds no copy of the data, and only the dataset travels to workers."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

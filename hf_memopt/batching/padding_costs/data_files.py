@@ -188,14 +188,8 @@ def data_file(
 ) -> DataFile:
     """Return what a data file holds, without reading its rows; the columns are chosen as ``file_lengths`` does.
 
-    Args:
-        path: as ``file_lengths``, like ``column``.
-        column: of texts, token ids or messages; None for those of the first format of the task that fits.
-        has_tokenizer: whether texts are preferred to token ids.
-        task: of the model's head; None for any.
-
-    Raises:
-        ValueError: as ``file_lengths``, but for what only the rows show.
+    ``has_tokenizer``: texts are preferred to token ids. The other arguments are those of ``file_lengths``, and so
+    are the errors, but for what only the rows show.
     """
     try:
         kind, sources = _find(Path(path))

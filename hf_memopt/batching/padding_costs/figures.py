@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hf_memopt.batching.padding_costs.output import print_report
 from hf_memopt.batching.padding_costs.strategies import (
     PaddingStrategy,
     fitting_budget,
@@ -27,6 +28,7 @@ from hf_memopt.batching.padding_costs.strategies import (
 )
 from hf_memopt.batching.plan import LengthBuckets, check_batch_limits, check_settings
 from hf_memopt.plain_data import check_value, checked_path
+from hf_memopt.terminal import printed_html, printed_text
 
 if TYPE_CHECKING:
     from hf_memopt.reports.plan import PaddingData
@@ -101,15 +103,9 @@ class PaddingReport:
 
     def table(self) -> str:
         """Return the report as text of at most 80 columns."""
-        from hf_memopt.batching.padding_costs.output import print_report
-        from hf_memopt.terminal import printed_text
-
         return printed_text(partial(print_report, self))
 
     def _repr_html_(self) -> str:
-        from hf_memopt.batching.padding_costs.output import print_report
-        from hf_memopt.terminal import printed_html
-
         return printed_html(partial(print_report, self))
 
     def as_dict(self) -> dict[str, Any]:

@@ -61,12 +61,7 @@ def optimal_boundaries(
 
 
 def bucket_numbers(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the bucket of every example, shape (examples,); ``len(boundaries)`` for those longer than the last limit.
-
-    Examples:
-        >>> bucket_numbers(np.array([8, 9, 64, 65]), np.array([8, 64]))
-        array([0, 1, 1, 2], dtype=uint8)
-    """
+    """Return the bucket of every example, shape (examples,); ``len(boundaries)`` for those above the last limit."""
     dtype = np.uint8 if len(boundaries) < 2**8 else np.uint16  # argsort is a radix sort on both
     longest = int(lengths.max())
     if longest < LONGEST_TABLE:
@@ -83,12 +78,7 @@ def bucket_ends(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> ND
 
 
 def by_bucket(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the examples from the longest bucket to the shortest, ascending inside each, without those too long.
-
-    Examples:
-        >>> by_bucket(np.array([8, 9, 64, 65]), np.array([8, 64]))
-        array([1, 2, 0], dtype=int32)
-    """
+    """Return the examples from the longest bucket to the shortest, ascending inside each, without those too long."""
     numbers = bucket_numbers(lengths, boundaries)
     falling = numbers.dtype.type(len(boundaries)) - numbers  # 0: too long
     too_long = np.count_nonzero(falling == 0)

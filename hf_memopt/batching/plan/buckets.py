@@ -12,7 +12,7 @@ lengths that are unknown beforehand are the task of ``views/bucketed_stream.py``
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from hf_memopt.batching.plan.boundaries import bucket_ends, by_bucket, optimal_boundaries, shuffle_buckets
 from hf_memopt.batching.plan.checks import check_batch_limits, check_settings, checked_boundaries, checked_lengths
 
-__all__ = ["EpochPlan", "LengthBuckets", "PlanDiagnostics", "diagnose", "reading_order"]
+__all__ = ["EpochPlan", "LengthBuckets", "PlanDiagnostics", "reading_order"]
 
 MOST_BUCKETS = 63  # with the rest at the end that makes 64 shapes; padding hardly falls beyond
 FEWEST_BUCKETS = 8  # on small data; one alone would pad every example to the longest
@@ -286,7 +286,20 @@ class LengthBuckets:
     def diagnostics(self, epoch: int = 0) -> PlanDiagnostics:
         """Return what the batches of one epoch are like."""
         plan = self.plan(epoch)
-        return diagnose(self, plan, np.diff(plan.starts), self._widths(plan.order), self._cuts.whole)
+        rows, widths = np.diff(plan.starts), self._widths(plan.order)
+        real, padded, budget = int(self.lengths[plan.order].sum(dtype=np.int64)), rows * widths, self.max_tokens
+        steps = padded[plan.sequence][: self._cuts.whole].reshape(-1, self.world_size)
+        return PlanDiagnostics(
+            kept=self.n_examples,
+            dropped=self.dropped,
+            batches=len(plan),
+            padding_efficiency=real / int(padded.sum()),
+            fill=None if budget is None else float(padded.mean() / budget),
+            budget_use=None if budget is None else real / len(plan) / budget,
+            shapes=len(np.unique(np.stack([rows, widths], axis=1), axis=0)),
+            over_budget=0 if budget is None else int((padded > budget).sum()),
+            straggler_ratio=float((steps.max(axis=1) / steps.mean(axis=1)).mean()) if len(steps) else 1.0,
+        )
 
 
 def reading_order(groups: NDArray[np.int64], first: list[int], world_size: int, batches: int) -> NDArray[np.int64]:
@@ -298,31 +311,3 @@ def reading_order(groups: NDArray[np.int64], first: list[int], world_size: int, 
     sequence = np.arange(batches)
     sequence[: len(groups) * world_size] = (groups[:, None] * world_size + np.arange(world_size)).ravel()
     return sequence
-
-
-def diagnose(
-    buckets: Any, plan: EpochPlan, rows: NDArray[np.int64], widths: NDArray[np.int64], whole: int
-) -> PlanDiagnostics:
-    """Return what the batches of an epoch are like.
-
-    Args:
-        buckets: that made the plan.
-        plan: of the epoch.
-        rows: of each batch in the order in which they were cut, shape (batches,).
-        widths: of each of them, shape (batches,).
-        whole: batches in groups of ``world_size``, which are those read first.
-    """
-    real, padded = int(buckets.lengths[plan.order].sum(dtype=np.int64)), rows * widths
-    steps = padded[plan.sequence][:whole].reshape(-1, buckets.world_size)
-    budget = buckets.max_tokens
-    return PlanDiagnostics(
-        kept=buckets.n_examples,
-        dropped=buckets.dropped,
-        batches=len(plan),
-        padding_efficiency=real / int(padded.sum()),
-        fill=None if budget is None else float(padded.mean() / budget),
-        budget_use=None if budget is None else real / len(plan) / budget,
-        shapes=len(np.unique(np.stack([rows, widths], axis=1), axis=0)),
-        over_budget=0 if budget is None else int((padded > budget).sum()),
-        straggler_ratio=float((steps.max(axis=1) / steps.mean(axis=1)).mean()) if len(steps) else 1.0,
-    )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_memopt.batching.plan.boundaries import bucket_ends, by_bucket, optimal_boundaries, shuffle_buckets
-from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets, PlanDiagnostics, diagnose, reading_order
+from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets, reading_order
 from hf_memopt.batching.plan.checks import check_settings
 
 __all__ = ["PackedBatches"]
@@ -26,7 +26,7 @@ TEXTS_PER_CLASS = 16
 
 
 class PackedBatches:
-    """Plan batches by the sum of their lengths, from the settings of length buckets; the same members as those.
+    """Plan batches by the sum of their lengths, from the settings of length buckets; a view reads the same of both.
 
     Args:
         buckets: with ``max_tokens``; their lengths, seed and number of processes are taken over.
@@ -75,19 +75,10 @@ class PackedBatches:
         shuffle_buckets(order, self._ends, generator)
         order = order[self._places]
         groups = generator.permutation(self._whole // self.world_size)
-        tokens = self._tokens(order)[: self._whole].reshape(-1, self.world_size)
-        largest = [int(tokens.max(axis=1).argmax())] if self._whole else []
+        tokens = np.add.reduceat(self.lengths[order].astype(np.int64), self._starts[:-1])
+        of_groups = tokens[: self._whole].reshape(-1, self.world_size).max(axis=1)
+        largest = [int(of_groups.argmax())] if self._whole else []
         return EpochPlan(order, self._starts, reading_order(groups, largest, self.world_size, self.n_batches), None)
-
-    def diagnostics(self, epoch: int = 0) -> PlanDiagnostics:
-        """Return what the batches of one epoch are like; a batch is one row of all its tokens."""
-        plan = self.plan(epoch)
-        return diagnose(self, plan, np.ones(len(plan), dtype=np.int64), self._tokens(plan.order), self._whole)
-
-    def _tokens(self, order: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the tokens of each batch as it was cut, shape (batches,)."""
-        found: NDArray[np.int64] = np.add.reduceat(self.lengths[order].astype(np.int64), self._starts[:-1])
-        return found
 
     # ---- The batches, alike in every epoch --------------------------------------------------------------------------
 

@@ -220,10 +220,14 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
                     drawn, begins = drawn + 1, None
                     ahead += reading.take(len(group))  # so that never more is held than the buffer has room for
             if reading.is_empty:
-                self._check_share(drawn)
-                return
+                break
             place = {**self._first_place(), "epoch": epoch + 1, "dropped": reading.dropped}
             drawn = 0 if self.rank is None else drawn  # one process may be in an earlier pass than another
+        if self.rank is not None and drawn == 0:
+            raise ValueError(
+                f"rank={self.rank} of world_size={self.world_size} has no example in its share of the stream, and the "
+                "other processes would wait for it; expected one example or more for each. Leave rank out"
+            )
 
     def _cut(self, held: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
         """Return the groups, each with its longest example first, and the examples that fill none.
@@ -266,13 +270,6 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         if not self._leaves_room or self.rank is None:
             return rows
         return [*rows * self.rank, *rows, *rows * (self.world_size - self.rank - 1)]
-
-    def _check_share(self, drawn: int) -> None:
-        if self.rank is not None and drawn == 0:
-            raise ValueError(
-                f"rank={self.rank} of world_size={self.world_size} has no example in its share of the stream, and the "
-                "other processes would wait for it; expected one example or more for each. Leave rank out"
-            )
 
     # ---- State ----
 

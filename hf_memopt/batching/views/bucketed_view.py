@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BucketedView", "bucketed"]
 
-IN_ORDER = 'TrainingArguments(..., train_sampling_strategy="sequential")'
-
 
 def bucketed(
     dataset: Any,
@@ -229,7 +227,8 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
         if any((after - before - 1) % len(self) != 0 for before, after in pairwise(positions)):
             raise RuntimeError(
                 f"positions={list(positions[:4])!r} ... read a bucketed view out of order; expected one after the "
-                f"other, or the buckets are lost. Pass {IN_ORDER}, or shuffle=False to a DataLoader"
+                'other, or the buckets are lost. Pass TrainingArguments(..., train_sampling_strategy="sequential"), or '
+                "shuffle=False to a DataLoader"
             )
 
     # ---- Under a Trainer --------------------------------------------------------------------------------------------
