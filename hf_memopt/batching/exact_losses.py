@@ -56,7 +56,7 @@ OF_LOSS_FUNCTION = {
     ForMaskedLMLoss: "masked-lm",
     ForCausalLMLoss: "causal-lm",
 }
-OF_CLASS = {
+OF_CLASS: Mapping[Any, str] = {
     **dict.fromkeys(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(), "masked-lm"),
     **dict.fromkeys(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values(), "token-classification"),
     **dict.fromkeys(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values(), "sequence-classification"),

@@ -1,32 +1,40 @@
 """Read the rows of a data set in the formats that people have, into what a model of a task takes.
 
-The format follows from the names of the columns; ``columns=`` names others. One reader serves ``lengths``, ``plan
---data``, the scripts that ``plan --write`` writes, and Python.
+The format follows from the names of the columns; ``columns=`` names others. The formats are in ``formats.csv`` in the
+order in which they are looked for: ``part=name/name`` are the names that data sets give to a part, those of TRL and of
+the best-known data sets. One reader serves ``lengths``, ``plan --data``, the scripts that ``plan --write`` writes, and
+Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import csv
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow.compute as pc
 
+from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import Count, check_value, check_word, shown
 from hf_memopt.rows.encoders import OPTIONAL, Encoder
-from hf_memopt.rows.formats import ALIASES, TASKS, row_format
 from hf_memopt.rows.labels import Labels, labels_of
 from hf_memopt.rows.metrics import metric_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-__all__ = ["Rows", "read_rows"]
+__all__ = ["FORMATS", "Format", "Rows", "fitting_format", "read_rows"]
 
 LEAST, ENOUGH, MOST = 0.02, 100, 0.1  # shares of the rows, and how many rows, to evaluate where no split is for it
 SEED = 0
 SPLITS = ("valid", "dev", "eval", "test")  # how the names of the splits to evaluate begin
+
+
+TASKS = ("causal-lm", "masked-lm", "seq2seq", "sequence-classification", "token-classification", "question-answering")
+ALIASES = {"regression": "regression", "multi-label-classification": "multi_label_classification"}
 
 
 @dataclass(frozen=True)
@@ -98,10 +106,10 @@ def read_rows(
     check_word("task", task, (*TASKS, *ALIASES))
     kind = ALIASES.get(task)
     task = "sequence-classification" if kind else task
-    train, *others = parts = _parts(dataset)
-    chosen, found = row_format(train.column_names, task, columns)
+    train, *others = parts = _splits(dataset)
+    chosen, found = _row_format(train.column_names, task, dict(columns or {}))
     for other in others:
-        row_format(other.column_names, task, found)
+        _row_format(other.column_names, task, found)
     labels = _labels(train, found, kind)
     notes = [labels.note] if labels is not None and labels.note else []
     encoder = Encoder(task, found, tokenizer, max_length, prefix, labels)
@@ -113,7 +121,7 @@ def read_rows(
     return Rows(train, evaluation, chosen.name, head, notes=told, **metric_of(what, tokenizer))
 
 
-def _parts(dataset: Any) -> list[Any]:
+def _splits(dataset: Any) -> list[Any]:
     """Return the rows to train on, and those to evaluate where the data names them."""
     from datasets import Dataset, DatasetDict
 
@@ -166,3 +174,73 @@ def _split(rows: Dataset, notes: list[str]) -> list[Dataset]:
     parts = rows.train_test_split(max(LEAST, min(MOST, ENOUGH / len(rows))), seed=SEED)
     notes.append(f"{len(parts['test'])} of {len(rows)} rows are kept for evaluation: the data has no split for it")
     return [parts["train"], parts["test"]]
+
+
+# ---- Formats --------------------------------------------------------------------------------------------------------
+
+
+class Format(NamedTuple):
+    """A way of writing rows.
+
+    Attributes:
+        name: of the format.
+        tasks: whose rows are written so.
+        columns: the names that data sets give to each part.
+        optional: those of the parts that rows may lack.
+    """
+
+    name: str
+    tasks: list[str]
+    columns: dict[str, list[str]]
+    optional: dict[str, list[str]]
+
+    def found_in(self, names: Sequence[str], given: Mapping[str, str]) -> dict[str, str] | None:
+        """Return the column of each part; None where one lacks, or ``given``, the column of a part, has others."""
+        parts = {**self.columns, **self.optional}
+        named = {part: next((name for name in usual if name in names), "") for part, usual in parts.items()}
+        found = {part: name for part, name in {**named, **given}.items() if name}
+        return found if self.columns.keys() <= found.keys() <= parts.keys() else None
+
+
+def _parts(cell: str) -> dict[str, list[str]]:
+    """Return the names of each part, of ``"words=tokens/words tags"``."""
+    named = (one.partition("=") for one in cell.split())
+    return {part: (names or part).split("/") for part, _, names in named}
+
+
+_TABLE = resources.files("hf_memopt.rows").joinpath("formats.csv").read_text(encoding="utf-8")
+FORMATS = [
+    Format(row["format"], row["tasks"].split(), _parts(row["columns"]), _parts(row["optional"]))
+    for row in csv.DictReader(_TABLE.splitlines())
+]
+
+
+def fitting_format(
+    names: Sequence[str], task: str | None, columns: Mapping[str, str]
+) -> tuple[Format, dict[str, str]] | None:
+    """Return the first format of a task, or of any, that has these columns, and the column of each part; else None."""
+    possible = (one for one in FORMATS if task is None or task in one.tasks)
+    return next(((one, found) for one in possible if (found := one.found_in(names, columns)) is not None), None)
+
+
+def _row_format(names: Sequence[str], task: str, given: Mapping[str, str]) -> tuple[Format, dict[str, str]]:
+    """Return the format of rows with these columns, and the column of each of its parts, of which some are given.
+
+    Raises:
+        ValueError: a given column that is not there, or columns that no format of the task has.
+    """
+    absent = next((name for name in given.values() if name not in names), None)
+    if absent is not None:
+        raise ValueError(
+            f"columns={given!r} name {absent!r}, which is not in the data; expected names among {sorted(names)}."
+            f"{did_you_mean(absent, names)} Pass columns={{'text': {next(iter(names), 'text')!r}}}"
+        )
+    found = fitting_format(names, task, given)
+    if found is not None:
+        return found
+    possible = [one for one in FORMATS if task in one.tasks]
+    wanted = "; ".join(dict.fromkeys(f"{one.name} ({', '.join(one.columns)})" for one in possible))
+    example = dict.fromkeys(possible[-1].columns, "NAME")
+    raise ValueError(
+        f"columns {sorted(names)} are in no format of {task}; expected one of: {wanted}. Name them: columns={example!r}"
+    )

@@ -309,7 +309,7 @@ def _choose_column(schema: pa.Schema, source: Path, *, has_tokenizer: bool) -> s
     likely = [*only, "text", "input_ids"] if has_tokenizer else ["input_ids", "text", *only]
     found = next((name for name in likely if name in schema.names), None)
     if found is not None:
-        return found
+        return str(found)
     many = f"{len(texts)} columns of texts, {', '.join(texts)}" if texts else "no column of texts"
     raise ValueError(
         f"path={str(source)!r} has neither 'input_ids' nor 'text', and {many}; expected one of "
