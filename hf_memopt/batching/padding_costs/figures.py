@@ -28,7 +28,6 @@ from hf_memopt.batching.padding_costs.strategies import (
 )
 from hf_memopt.batching.plan import LengthBuckets, check_batch_limits, check_settings
 from hf_memopt.plain_data import check_value, checked_path
-from hf_memopt.terminal import printed_html, printed_text
 
 if TYPE_CHECKING:
     from hf_memopt.reports.plan import PaddingData
@@ -103,9 +102,13 @@ class PaddingReport:
 
     def table(self) -> str:
         """Return the report as text of at most 80 columns."""
+        from hf_memopt.terminal import printed_text  # rich draws a random number when it is imported
+
         return printed_text(partial(print_report, self))
 
     def _repr_html_(self) -> str:
+        from hf_memopt.terminal import printed_html
+
         return printed_html(partial(print_report, self))
 
     def as_dict(self) -> dict[str, Any]:
