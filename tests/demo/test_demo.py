@@ -438,9 +438,9 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_json_file_that_cannot_be(tmp_path: Path) -> None:
-    rule = "expected a file in an existing folder. Call: hf-memopt demo --json figures.json"
+    rule = "is a folder or is in a missing one; expected a file in an existing folder. Pass"
     for file in (tmp_path, tmp_path / "missing" / "figures.json"):
-        assert refusal(tmp_path / "out", json_file=file) == f"json_file='{file}' cannot be written; {rule}"
+        assert refusal(tmp_path / "out", json_file=file) == f"json_file='{file}' {rule} {file.name} to write it here"
 
 
 def test_names_that_are_too_long(tmp_path: Path) -> None:
