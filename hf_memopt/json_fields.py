@@ -25,8 +25,9 @@ def read_json(
     kind: Any,
     formats: tuple[int | None, ...],
     *,
-    refused: str,
-    expected: str,
+    path: str,
+    what: str,
+    remedy: str,
     check: Callable[[Any], None] = lambda told: None,
 ) -> Any:
     """Return the JSON of a text, with all fields of a ``TypedDict`` class.
@@ -35,8 +36,9 @@ def read_json(
         text: of a file.
         kind: the class.
         formats: its numbers that are read; None where there is none.
-        refused: the message about another text: what cannot be read as what.
-        expected: and what is, with the command that writes it.
+        path: of the file, for messages.
+        what: the text should be, with its article.
+        remedy: the sentence that says how to write it anew.
         check: raises ValueError for what the types do not say.
 
     Raises:
@@ -49,7 +51,8 @@ def read_json(
         _check_fields_of(told, kind, "")
         check(told)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{refused} ({error}); expected {expected}") from None
+        expected = f"expected what this version of hf-memopt writes. {remedy}"
+        raise ValueError(f"path={path!r} cannot be read as {what} ({error}); {expected}") from None
     return told
 
 
