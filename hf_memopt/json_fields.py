@@ -85,9 +85,10 @@ def _check_fields_of(value: Any, kind: Any, name: str) -> None:
         if get_args(kind)[1] is not Any:
             for key, one in value.items():
                 _check_fields_of(one, get_args(kind)[1], _place(name, key))
-    elif (options := _of_optional(kind)) is not None:
+    elif NoneType in (options := get_args(kind)):
         if value is not None:
-            _check_fields_of(value, options, name)
+            rest = tuple(one for one in options if one is not NoneType)
+            _check_fields_of(value, Union[rest], name)  # noqa: UP007  # of a tuple
     else:
         try:
             check_value(name, value, kind)
@@ -95,14 +96,6 @@ def _check_fields_of(value: Any, kind: Any, name: str) -> None:
             raise ValueError(str(error).rpartition(". Pass another")[0] or str(error)) from None
         if kind == Number and value != 0 and not SMALLEST <= value < LARGEST:
             _expect(False, name, value, f"0, or a number from {SMALLEST} to 2**63")
-
-
-def _of_optional(kind: Any) -> Any:
-    """Return X of ``X | None``; None for another type."""
-    options = get_args(kind)
-    if NoneType not in options:
-        return None
-    return Union[tuple(one for one in options if one is not NoneType)]  # noqa: UP007  # of a tuple
 
 
 def _place(name: str, key: str) -> str:

@@ -2,7 +2,7 @@
 
 A technique is one file in ``techniques/``, with its function and the callback under it, and one entry here. ``attach``,
 the estimate, recipes, the planner, the script and the table of docs read the entries; none of them names a technique.
-They stand in a file that imports nothing, since settings and options are checked without torch.
+They stand in a file that imports little, since settings and options are checked without torch.
 
 ``refusals.csv`` has what a technique cannot be used with: it would train wrongly, hang or stop in the middle of a run.
 ``binding.compatibility.refusals`` says what the settings are.
@@ -10,11 +10,12 @@ They stand in a file that imports nothing, since settings and options are checke
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module, resources
+from importlib import import_module
 from typing import Any, Literal
+
+from hf_memopt.plain_data import packaged_rows
 
 __all__ = ["ENGINES", "LATE_LOSS", "NO_LIMIT", "TECHNIQUES", "VARIANTS", "Refusal", "Technique", "asked_by", "load"]
 
@@ -87,9 +88,8 @@ def load(path: str) -> Any:
 
 
 def _refusals() -> dict[str, dict[str, tuple[str, str]]]:
-    text = resources.files("hf_memopt").joinpath("refusals.csv").read_text(encoding="utf-8")
     found: dict[str, dict[str, tuple[str, str]]] = {}
-    for row in csv.DictReader(text.splitlines()):
+    for row in packaged_rows("hf_memopt", "refusals.csv"):
         others = dict.fromkeys(row["others"].split(" | "), (row["reason"], row["fix"]))
         found.setdefault(row["technique"], {}).update(others)
     return found

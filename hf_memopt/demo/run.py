@@ -24,7 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.plain_data import Count, check_value, checked_path
+from hf_memopt.plain_data import checked_path
 from hf_memopt.whole_files import check_target, write_whole
 
 if TYPE_CHECKING:
@@ -75,14 +75,12 @@ def run_demo(
         sizes: fields of ``BertConfig`` that replace the size chosen for the machine.
 
     Raises:
-        ValueError: an invalid number; an output or a file that cannot be written there; a Python without the sources of
+        ValueError: an output or a file that cannot be written there; a Python without the sources of
             its standard library.
         ChildProcessError: a set-up failed.
     """
     from hf_memopt.terminal import Console
 
-    check_value("epochs", epochs, Count, 1)
-    check_value("max_train", max_train, Count | None, None)
     output = checked_path("output", os.path.abspath(output))
     check_output(output)
     if json_file is not None:

@@ -158,8 +158,13 @@ class Measurement:
         return self.measured.total_bytes
 
     def table(self, width: int = 80) -> str:
-        """Return measured beside predicted as text of at most ``width`` columns."""
-        return measurement_table(self, width)
+        """Return measured beside predicted as text of at most ``width`` columns (at least 59)."""
+        width = max(width, 59)
+        lines = [fill(text, width) for text in _heading(self)]
+        lines += ["", ROW.format("", "measured", "predicted", "difference"), *_bytes(self)]
+        lines += [*_seconds(self), ""]
+        lines += [fill(text, width) for text in (_verdict(self), *(f"Note: {note}." for note in self.notes))]
+        return "\n".join(line.rstrip() for line in lines)
 
     def __str__(self) -> str:
         return self.table()
@@ -241,16 +246,6 @@ def named_measurement(measured: str | os.PathLike[str] | Measurement) -> tuple[M
 
 
 ROW = "{:<23}{:>12}{:>12}{:>12}"
-
-
-def measurement_table(found: Measurement, width: int = 80) -> str:
-    """Return the measurement as text of at most ``width`` columns (at least 59)."""
-    width = max(width, 59)
-    lines = [fill(text, width) for text in _heading(found)]
-    lines += ["", ROW.format("", "measured", "predicted", "difference"), *_bytes(found)]
-    lines += [*_seconds(found), ""]
-    lines += [fill(text, width) for text in (_verdict(found), *(f"Note: {note}." for note in found.notes))]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _heading(found: Measurement) -> Iterator[str]:

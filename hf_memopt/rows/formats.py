@@ -6,12 +6,11 @@ give to a part, those of TRL and of the best-known data sets.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import NamedTuple
 
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import packaged_rows
 
 __all__ = ["ALIASES", "FORMATS", "TASKS", "Format", "fitting_format", "row_format"]
 
@@ -48,10 +47,9 @@ def _parts(cell: str) -> dict[str, list[str]]:
     return {part: (names or part).split("/") for part, _, names in named}
 
 
-_TABLE = resources.files("hf_memopt.rows").joinpath("formats.csv").read_text(encoding="utf-8")
 FORMATS = [
     Format(row["format"], row["tasks"].split(), _parts(row["columns"]), _parts(row["optional"]))
-    for row in csv.DictReader(_TABLE.splitlines())
+    for row in packaged_rows("hf_memopt.rows", "formats.csv")
 ]
 
 

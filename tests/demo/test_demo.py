@@ -449,15 +449,6 @@ def test_names_that_are_too_long(tmp_path: Path) -> None:
     assert refusal(tmp_path / "out", json_file=tmp_path / ("x" * 300)).endswith(rule)
 
 
-def test_nothing_to_train(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "out", epochs=0) == (
-        "epochs=0 is invalid; expected an integer of 1 or more. Pass epochs=1"
-    )
-    assert refusal(tmp_path / "out", max_train=0) == (
-        "max_train=0 is invalid; expected an integer of 1 or more, or None. Pass max_train=None"
-    )
-
-
 def test_a_python_without_sources_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(ValueError, match="holds no Python sources"):
