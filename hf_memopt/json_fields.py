@@ -25,8 +25,9 @@ def read_json(
     kind: Any,
     formats: tuple[int | None, ...],
     *,
-    refused: str,
-    expected: str,
+    path: str,
+    what: str,
+    remedy: str,
     check: Callable[[Any], None] = lambda told: None,
 ) -> Any:
     """Return the JSON of a text, with all fields of a ``TypedDict`` class.
@@ -35,8 +36,9 @@ def read_json(
         text: of a file.
         kind: the class.
         formats: its numbers that are read; None where there is none.
-        refused: the message about another text: what cannot be read as what.
-        expected: and what is, with the command that writes it.
+        path: of the file, for messages.
+        what: the text should be, with its article.
+        remedy: the sentence that says how to write it anew.
         check: raises ValueError for what the types do not say.
 
     Raises:
@@ -49,7 +51,8 @@ def read_json(
         _check_fields_of(told, kind, "")
         check(told)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{refused} ({error}); expected {expected}") from None
+        expected = f"expected what this version of hf-memopt writes. {remedy}"
+        raise ValueError(f"path={path!r} cannot be read as {what} ({error}); {expected}") from None
     return told
 
 
@@ -82,9 +85,10 @@ def _check_fields_of(value: Any, kind: Any, name: str) -> None:
         if get_args(kind)[1] is not Any:
             for key, one in value.items():
                 _check_fields_of(one, get_args(kind)[1], _place(name, key))
-    elif (options := _of_optional(kind)) is not None:
+    elif NoneType in (options := get_args(kind)):
         if value is not None:
-            _check_fields_of(value, options, name)
+            rest = tuple(one for one in options if one is not NoneType)
+            _check_fields_of(value, Union[rest], name)  # noqa: UP007  # of a tuple
     else:
         try:
             check_value(name, value, kind)
@@ -92,14 +96,6 @@ def _check_fields_of(value: Any, kind: Any, name: str) -> None:
             raise ValueError(str(error).rpartition(". Pass another")[0] or str(error)) from None
         if kind == Number and value != 0 and not SMALLEST <= value < LARGEST:
             _expect(False, name, value, f"0, or a number from {SMALLEST} to 2**63")
-
-
-def _of_optional(kind: Any) -> Any:
-    """Return X of ``X | None``; None for another type."""
-    options = get_args(kind)
-    if NoneType not in options:
-        return None
-    return Union[tuple(one for one in options if one is not NoneType)]  # noqa: UP007  # of a tuple
 
 
 def _place(name: str, key: str) -> str:

@@ -6,11 +6,13 @@ One field, one rule: its annotation. ``Annotated[int, range(1, 8)]`` bounds an i
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -32,6 +34,7 @@ __all__ = [
     "checked_path",
     "from_object",
     "items_of",
+    "packaged_rows",
     "parse_object",
     "shown",
 ]
@@ -91,7 +94,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
             raise ValueError(f"it is not text but {shown(text)}")
         if not text.strip():
             raise ValueError("it is empty")
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -112,15 +115,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it has {name}, which is not a JSON number")
-
-
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"it has {text[:40]}, which no float can hold")
+        raise ValueError(f"it has {text[:40]}, which is not a finite number")
     return value
+
+
+def packaged_rows(folder: str, name: str) -> list[dict[str, str]]:
+    """Return the rows of a CSV file of this package, in a folder such as "hf_memopt.devices"."""
+    text = resources.files(folder).joinpath(name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
 
 
 def from_object(kind: type[Kind], values: Mapping[str, Any]) -> Kind:

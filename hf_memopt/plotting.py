@@ -20,7 +20,7 @@ from warnings import catch_warnings, filterwarnings
 
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.units import to_gib, to_mib
-from hf_memopt.whole_files import write_whole
+from hf_memopt.whole_files import check_target, write_whole, writing
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -94,17 +94,7 @@ def check_picture(path: Path, purpose: str, name: str = "plot") -> None:
         ValueError: ``path`` does not end in one of ``ENDINGS``, is a folder or is in a missing one.
         MissingExtraError: matplotlib is not installed.
     """
-    name = f"{name}={str(path)!r}"
-    if path.suffix.lower() not in ENDINGS:
-        raise ValueError(
-            f"{name} is not a kind of picture; expected a name that ends in .png, .svg or .pdf. Pass "
-            f"{path.stem or 'plot'}.png"
-        )
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(
-            f"{name} is a folder or is in a missing one; expected a file in an existing folder. Pass {path.name} "
-            "to write it here"
-        )
+    check_target(name, path, kind="a kind of picture", endings=ENDINGS)
     if find_spec("matplotlib") is None:  # importing it would take a third of a second
         raise MissingExtraError("matplotlib", extra="plot", purpose=purpose)
 
@@ -142,13 +132,8 @@ def save_picture(figure: Figure, path: Path) -> None:
         ValueError: ``path`` cannot be written; a former file at ``path`` is kept.
     """
     kind = path.suffix.lower()[1:]
-    try:
+    with writing("plot", path):
         write_whole(path, _explained(figure) if kind == "svg" else _saved(figure, kind, dpi=150))
-    except OSError as error:
-        raise ValueError(
-            f"plot={str(path)!r} cannot be written ({error.strerror}); expected a writable folder with free space. "
-            "Pass another file"
-        ) from error
 
 
 def _saved(figure: Figure, kind: str, **options: Any) -> bytes:

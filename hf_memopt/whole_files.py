@@ -10,10 +10,14 @@ import errno
 import os
 import secrets
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-__all__ = ["warn_unwritten", "write_whole"]
+from hf_memopt.plain_data import checked_path
+
+__all__ = ["check_target", "warn_unwritten", "write_whole", "writing"]
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -48,6 +52,48 @@ def write_whole(path: Path, content: str | bytes) -> None:
             error.filename = str(path)
             del error.filename2
         raise
+
+
+def check_target(name: str, path: Any, *, kind: str = "", endings: Sequence[str] = (), force: bool = True) -> Path:
+    """Return a path that a user passes for a file to be written.
+
+    Args:
+        name: what messages call it.
+        path: text or a ``pathlib.Path``.
+        kind: what its ``endings`` stand for, with its article; "" where any name will do.
+        endings: in lower case, the usual one first.
+        force: whether a file that is there may be replaced.
+
+    Raises:
+        ValueError: another ending; a folder, or in a missing one; there already, without ``force``.
+    """
+    found = checked_path(name, path)
+    given = f"{name}={str(found)!r}"
+    if kind and found.suffix.lower() not in endings:
+        known = " or ".join(filter(None, (", ".join(endings[:-1]), endings[-1])))
+        raise ValueError(
+            f"{given} is not {kind}; expected a name that ends in {known}. Pass {found.stem or 'file'}{endings[0]}"
+        )
+    if found.is_dir() or not found.parent.is_dir():
+        raise ValueError(
+            f"{given} is a folder or is in a missing one; expected a file in an existing folder. Pass {found.name} "
+            "to write it here"
+        )
+    if found.exists() and not force:
+        raise ValueError(f"{given} exists already; expected a new file. Pass another name, or force=True to replace it")
+    return found
+
+
+@contextmanager
+def writing(name: str, path: Path) -> Iterator[None]:
+    """Raise ValueError for an OSError of the block, which writes a file that a user asked for."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{name}={str(path)!r} cannot be written ({error.strerror}); expected a writable folder with free space. "
+            "Pass another file"
+        ) from error
 
 
 def warn_unwritten(path: Path, error: OSError, consequence: str, causes: set[str]) -> None:

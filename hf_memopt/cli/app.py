@@ -24,18 +24,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+import hf_memopt.cli.options as given
 from hf_memopt.cli.command import BEFORE, MACHINE, TRYING_OUT, Command, examples_of, function_of, print_error, spinner
-from hf_memopt.cli.options import (
-    DemoOptions,
-    DoctorOptions,
-    EstimateOptions,
-    GpusOptions,
-    LengthsOptions,
-    MeasureOptions,
-    PlanOptions,
-    PresetsOptions,
-    ReportOptions,
-)
 from hf_memopt.cli.wrong_usage import usage_message
 from hf_memopt.errors import MissingExtraError, reason
 from hf_memopt.notices import PrintableRecord, printable
@@ -116,13 +106,13 @@ def _alone(
         raise typer.Exit(2)
 
 
-def _demo(options: DemoOptions, context: typer.Context) -> None:
+def _demo(options: given.DemoOptions, context: typer.Context) -> None:
     from hf_memopt.demo import run_demo
 
     run_demo(**vars(options))
 
 
-def _doctor(options: DoctorOptions, context: typer.Context) -> int:
+def _doctor(options: given.DoctorOptions, context: typer.Context) -> int:
     from hf_memopt.terminal import Console
 
     with spinner("looking at this machine", Console(stderr=True), shown=not options.json_output):
@@ -149,15 +139,15 @@ def _of_module(name: str) -> Callable[[Any, typer.Context], int | None]:
 
 
 for name, group, options, run in (
-    ("demo", TRYING_OUT, DemoOptions, _demo),
-    ("gpus", BEFORE, GpusOptions, _of_module("gpus")),
-    ("presets", BEFORE, PresetsOptions, _of_module("presets")),
-    ("lengths", BEFORE, LengthsOptions, _of_module("lengths")),
-    ("estimate", BEFORE, EstimateOptions, _of_module("estimate")),
-    ("plan", BEFORE, PlanOptions, _of_module("plan")),
-    ("report", BEFORE, ReportOptions, _of_module("report")),
-    ("measure", MACHINE, MeasureOptions, _of_module("measure")),
-    ("doctor", MACHINE, DoctorOptions, _doctor),
+    ("demo", TRYING_OUT, given.DemoOptions, _demo),
+    ("gpus", BEFORE, given.GpusOptions, _of_module("gpus")),
+    ("presets", BEFORE, given.PresetsOptions, _of_module("presets")),
+    ("lengths", BEFORE, given.LengthsOptions, _of_module("lengths")),
+    ("estimate", BEFORE, given.EstimateOptions, _of_module("estimate")),
+    ("plan", BEFORE, given.PlanOptions, _of_module("plan")),
+    ("report", BEFORE, given.ReportOptions, _of_module("report")),
+    ("measure", MACHINE, given.MeasureOptions, _of_module("measure")),
+    ("doctor", MACHINE, given.DoctorOptions, _doctor),
 ):
     app.command(name, cls=Command, rich_help_panel=group, epilog=examples_of(options))(function_of(options, run))
 

@@ -7,14 +7,14 @@ the figures are those of one row; without a GPU they are those of all rows at on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices import current_gpu
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory import estimate, largest_that_fits
+from hf_memopt.memory import estimate, largest_that_fits, precision_for
 from hf_memopt.memory.output import as_dict, bar_of
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.reports.pictures import Limit, draw_bars
@@ -35,7 +35,7 @@ WIDE_COLUMNS = 80  # of a terminal that shows what the bytes are for
 
 @dataclass(frozen=True)
 class Compared:
-    """A set-up by its name, and its estimate; None with the reason where it is not estimable."""
+    """A set-up by its name, and its estimate; None where it is not estimable, for a reason."""
 
     name: str
     estimate: Estimate | None
@@ -54,9 +54,8 @@ class Compared:
         return {"set_up": self.name, "batch": self.batch, "reason": self.reason, "estimate": found}
 
 
-def set_ups(*, bf16: bool = True) -> dict[str, dict[str, Any]]:
+def set_ups(precision: str = "bf16", dtype: str = "bfloat16") -> dict[str, dict[str, Any]]:
     """Return the settings of each set-up by its name; one with a "+" has what the one before it has, and more."""
-    precision, dtype = ("bf16", "bfloat16") if bf16 else ("fp16", "float16")
     autocast = {"precision": precision}
     eight_bit = {**autocast, "optim": "adamw_8bit"}
     checkpointed = {**eight_bit, "checkpointing": True, "autocast_cache": False}
@@ -71,8 +70,9 @@ def set_ups(*, bf16: bool = True) -> dict[str, dict[str, Any]]:
         "+ expandable segments": {**paged, "expandable_segments": True},
         "paged, frozen body": {**paged, "freeze": ("base",)},
     }
-    if bf16:  # fp16's gradient scaler wants all gradients at once, and none of float16 weights
+    if precision != "fp16":  # whose gradient scaler wants all gradients at once, and none of float16 weights
         found["paged, gradients released"] = {**paged, "gradient_release": True, "max_grad_norm": 0.0}
+    if precision == "bf16":
         found["paged, bf16 weights"] = {**paged, "weights_dtype": dtype}
     return found | {
         "LoRA": lora,
@@ -97,7 +97,8 @@ def compare(
         model: as for ``estimate``.
         examples: of an optimizer step, the same in every set-up.
         seq_len: as for ``estimate``.
-        gpu: as for ``estimate``; the 16-bit set-ups are bf16 where none is given or found.
+        gpu: as for ``estimate``; the 16-bit set-ups are bf16 where none is given or found, and float32 where the GPU
+            or the model is known to leave float16's range.
         announce: called before each set-up with a text that names it.
         overrides: settings of every set-up, as for ``estimate``.
 
@@ -108,11 +109,14 @@ def compare(
     given = {"seq_len": seq_len, "gpu": gpu, **overrides}
     found = []
     with keeping_models():
-        for name, settings in set_ups(bf16=gpu is None or gpu.bf16).items():
+        precision, dtype, problem = precision_for(model, gpu, overrides.get("task"))
+        for name, settings in set_ups(precision, dtype).items():
             announce(name)
             found.append(_with_most_rows(model, name, examples, {**given, **settings}))
     if all(one.estimate is None for one in found):
         raise ValueError(found[0].reason)
+    if problem:
+        found[0] = replace(found[0], reason=f"{problem}, so nothing is compared in it")
     return found
 
 
@@ -162,7 +166,7 @@ def print_compared(found: Sequence[Compared], console: Console, notes: Sequence[
     plain(f"\nTotal: reserved bytes and CUDA's context, {context}.")
     for note in notes:
         plain(f"Note: {note}")
-    for reason in dict.fromkeys(one.reason for one in found if one.estimate is None):
+    for reason in dict.fromkeys(one.reason for one in found if one.reason):
         plain(f"{', '.join(one.name for one in found if one.reason == reason)}: {reason}")
     gpu = known[0].gpu
     if gpu is not None:

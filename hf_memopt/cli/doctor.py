@@ -9,12 +9,14 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
 import psutil
 import torch
+from packaging.requirements import Requirement
 from torch import distributed
 
 from hf_memopt.devices import accelerator_type, choose_precision, current_os
@@ -27,10 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "examine", "print_findings", "verdict"]
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "numpy")
-EXTRAS = {"peft": ("peft", "LoRA"), "matplotlib": ("plot", "pictures")}
-"""Packages that may be missing: the extra that installs each, and what needs it."""
-OLDEST_TRANSFORMERS, NEXT_TRANSFORMERS = (5, 8), (6, 0)
+EXTRAS = {"peft": "LoRA", "plot": "pictures"}
+"""What may be missing, and what needs it."""
 HELD_SHARE = 0.1  # of a GPU that other processes may hold without a warning
 MOST_HOLDERS = 4  # that are named
 SLOW_NCCL = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
@@ -59,7 +59,7 @@ def examine() -> list[Finding]:
     """
     memory = [*_gpu_memory()]  # before this process itself holds a context
     launch = [*_several_gpus(), _meeting(), *_between_gpus(), *_threads()]
-    return [*_versions(), *_extras(), *_device(), *memory, *launch, _eight_bit(), *_nvml(), *_fallback(), _disk()]
+    return [*_versions(), *_device(), *memory, *launch, _eight_bit(), *_nvml(), *_fallback(), _disk()]
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -100,31 +100,31 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 
 def _versions() -> Iterator[Finding]:
-    python = platform.python_version()
-    yield Finding("python", "ok", f"{python} on {platform.system()} {platform.machine()}")
-    for package in PACKAGES:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(package, "error", "not installed", f"pip install {package}")
-            continue
-        yield _transformers(version) if package == "transformers" else Finding(package, "ok", version)
+    """Yield what this package requires, as its own metadata says, and what the ``EXTRAS`` do."""
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    try:
+        lines = importlib.metadata.requires("hf-memopt") or []
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        lines = ["hf-memopt"]
+    for required in map(Requirement, lines):
+        marker = required.marker
+        extra = next((name for name in EXTRAS if marker is not None and marker.evaluate({"extra": name})), "")
+        if marker is None or extra:
+            yield _version(required, extra)
 
 
-def _extras() -> Iterator[Finding]:
-    for package, (extra, purpose) in EXTRAS.items():
-        try:
-            yield Finding(package, "ok", importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            missing = f"not installed; needed for {purpose} only"
-            yield Finding(package, "ok", missing, f"pip install 'hf-memopt[{extra}]'")
-
-
-def _transformers(version: str) -> Finding:
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if OLDEST_TRANSFORMERS <= numbers < NEXT_TRANSFORMERS:
-        return Finding("transformers", "ok", version)
-    return Finding("transformers", "error", version, "pip install 'transformers>=5.8,<6'")
+def _version(required: Requirement, extra: str) -> Finding:
+    name, specifier = required.name, required.specifier
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if extra:
+            missing = f"not installed; needed for {EXTRAS[extra]} only"
+            return Finding(name, "ok", missing, f"pip install 'hf-memopt[{extra}]'")
+        return Finding(name, "error", "not installed", f"pip install {name}")
+    if specifier.contains(version, prereleases=True):
+        return Finding(name, "ok", version)
+    return Finding(name, "warning" if extra else "error", version, f"pip install '{name}{specifier}'")
 
 
 def _device() -> Iterator[Finding]:
@@ -162,18 +162,16 @@ def _gpu_memory() -> Iterator[Finding]:
     kind = accelerator_type()
     if kind != "cuda" or (use := read_gpu_use(measured_device(torch.device(kind)))) is None:
         return
-    found = f"{format_bytes(use.free_bytes)} of {format_bytes(use.total_bytes)} free"
-    if use.holders:
-        shown = "; ".join(map(str, use.holders[:MOST_HOLDERS]))
-        more = len(use.holders) - MOST_HOLDERS
-        found += f"; held by {shown}" + (f"; {more} more" if more > 0 else "")
-    held_bytes = use.total_bytes - use.free_bytes
-    if held_bytes <= HELD_SHARE * use.total_bytes:
+    free_bytes, total_bytes, holders = use
+    found = f"{format_bytes(free_bytes)} of {format_bytes(total_bytes)} free"
+    if holders:
+        more = len(holders) - MOST_HOLDERS
+        found += f"; held by {'; '.join(holders[:MOST_HOLDERS])}" + (f"; {more} more" if more > 0 else "")
+    if total_bytes - free_bytes <= HELD_SHARE * total_bytes:
         yield Finding("GPU memory", "ok", found)
         return
-    advice = (
-        f"end what is not needed, or plan with what is left: hf-memopt plan MODEL --budget {use.free_bytes >> 20}MiB"
-    )
+    left = f"hf-memopt plan MODEL --budget {free_bytes >> 20}MiB"
+    advice = f"end what is not needed, or plan with what is left: {left}"
     yield Finding("GPU memory", "warning", found, advice)
 
 
@@ -259,11 +257,7 @@ def _nvml() -> Iterator[Finding]:
     if accelerator_type() != "cuda":
         return
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        pynvml.nvmlShutdown()
+        driver = _ask_nvml("nvmlSystemGetDriverVersion")
     except Exception as error:  # not installed, no library, or a driver that fails
         yield Finding(
             "NVML",
@@ -296,70 +290,46 @@ def _disk() -> Finding:
 
 
 def _has_nvidia_gpu() -> bool:
-    try:
-        import pynvml
+    with suppress(Exception):  # no driver, no library or no permission: no GPU that torch could use
+        return int(_ask_nvml("nvmlDeviceGetCount")) > 0
+    return False
 
-        pynvml.nvmlInit()
-        count = int(pynvml.nvmlDeviceGetCount())
-        pynvml.nvmlShutdown()
-    except Exception:  # no driver, no library or no permission: no GPU that torch could use
-        return False
-    return count > 0
+
+def _ask_nvml(question: str) -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return getattr(pynvml, question)()
 
 
 # ---- Who holds a GPU's memory: NVML knows, without a CUDA context; on Windows without bytes, in a container not all --
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Another process on a GPU; ``held_bytes`` is None where the driver does not tell."""
+def read_gpu_use(device: torch.device) -> tuple[int, int, list[str]] | None:
+    """Return the free and all bytes of a CUDA device, and its other processes in words, the largest first.
 
-    pid: int
-    name: str
-    held_bytes: int | None
-
-    def __str__(self) -> str:
-        size = "an unknown amount" if self.held_bytes is None else format_bytes(self.held_bytes)
-        return f"{self.name} (process {self.pid}) {size}"
-
-
-@dataclass(frozen=True, slots=True)
-class GpuUse:
-    """Bytes of a GPU that no process holds, all bytes that it has, and the other processes, largest first."""
-
-    free_bytes: int
-    total_bytes: int
-    holders: tuple[Holder, ...]
-
-
-def read_gpu_use(device: torch.device) -> GpuUse | None:
-    """Return how a CUDA device is used now, or None where NVML is missing, fails or does not know the device."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    handle = nvml_handle(device)
+    None where NVML is missing, fails or does not know the device.
+    """
+    handle = nvml_handle(device) if torch.version.hip is None else None
     if handle is None:
         return None
     try:
         import pynvml
 
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return GpuUse(int(memory.free), int(memory.total), _holders(pynvml, handle))
+        return int(memory.free), int(memory.total), _holders(pynvml, handle)
     except Exception:  # a driver that fails leaves nothing to report
         return None
 
 
-def _holders(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
-    found: dict[int, Holder] = {}
+def _holders(pynvml: Any, handle: Any) -> list[str]:
+    held: dict[int, int | None] = {}
     for list_processes in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-        try:
-            entries = list_processes(handle)
-        except pynvml.NVMLError:  # GPUs that do not draw have no list of those that do
-            continue
-        for entry in entries:
-            if entry.pid != os.getpid():
-                held = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
-                found[entry.pid] = Holder(entry.pid, _name_of(entry.pid), held)
-    return tuple(sorted(found.values(), key=lambda holder: -(holder.held_bytes or 0)))
+        with suppress(pynvml.NVMLError):  # GPUs that do not draw have no list of those that do
+            held |= {entry.pid: entry.usedGpuMemory for entry in list_processes(handle) if entry.pid != os.getpid()}
+    largest = sorted(held.items(), key=lambda holder: -(holder[1] or 0))
+    sizes = {pid: "an unknown amount" if size is None else format_bytes(size) for pid, size in largest}
+    return [f"{_name_of(pid)} (process {pid}) {size}" for pid, size in sizes.items()]
 
 
 def _name_of(pid: int) -> str:

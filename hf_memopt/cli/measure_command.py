@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hf_memopt.cli.command import print_coloured
 from hf_memopt.plain_data import checked_path
-from hf_memopt.reports import Measurement, check_new_file
+from hf_memopt.reports import Measurement
 from hf_memopt.terminal import Console
+from hf_memopt.whole_files import check_target
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import MeasureOptions
@@ -41,7 +42,7 @@ def run(options: MeasureOptions, context: Any) -> int:
             "Call: hf-memopt measure train.py"
         )
     if options.output is not None:
-        check_new_file(options.output, force=options.force)
+        check_target("path", options.output, force=options.force)
     told, ended = _run(options)
     if told is None:
         raise ValueError(

@@ -60,7 +60,7 @@ def _task(group: str) -> Any:
 
 
 def _column(group: str) -> Any:
-    return _option(None, "The column of --data; input_ids or text by default.", "NAME", group=group)
+    return _option(None, "The column of --data; by default what has a usual name.", "NAME", group=group)
 
 
 def _tokenizer(group: str) -> Any:
@@ -140,7 +140,12 @@ class LengthsOptions:
 
     path: Path = _argument("A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.", "FILE", FILE)
     column: str | None = _option(
-        None, "The column of token ids or texts; input_ids or text by default.", "NAME", "-c", "--column", group=FILE
+        None,
+        "The column of token ids or texts; by default what has a usual name.",
+        "NAME",
+        "-c",
+        "--column",
+        group=FILE,
     )
     tokenizer: str | None = _option(
         None, "Counts the tokens of texts: a folder or a name on the Hub.", "NAME", "-t", "--tokenizer", group=FILE

@@ -6,20 +6,22 @@ It imports neither torch nor transformers: a report is made of JSON alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.reports import check_page, write_page
-from hf_memopt.reports.difference import compare, difference_page, kind_of, print_difference, read_side, text_of
-from hf_memopt.reports.plan import plan_page, read_plan_text
-from hf_memopt.reports.run import read_run, run_page
+from hf_memopt.reports.difference import compare, difference_page, print_difference, read_side, read_told
+from hf_memopt.reports.plan import plan_page
+from hf_memopt.reports.run import run_page
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import ReportOptions
 
 __all__ = ["run"]
+
+PAGES: dict[str, Callable[[Any], str]] = {"plan": plan_page, "run": run_page}
 
 
 def run(options: ReportOptions, context: Any) -> None:
@@ -41,19 +43,16 @@ def run(options: ReportOptions, context: Any) -> None:
         raise ValueError(
             f"json_output=True, path={str(paths[0])!r}: one is JSON already; expected two. Pass the one before it too"
         )
-    text, found = text_of(paths[0])
+    kind, told, found = read_told(paths[0])
     page = found.with_suffix(".html") if output is None else output
     check_page(page, force=force)
-    write_page(_page(text, str(found)), page)
+    write_page(_page(kind, told, str(found)), page)
     Console().out(f"Report: {page}", highlight=False)
 
 
-def _page(text: bytes, name: str) -> str:
-    kind = kind_of(text, name)
-    if kind == "plan":
-        return plan_page(read_plan_text(text, name))
-    if kind == "run":
-        return run_page(read_run(text, name))
+def _page(kind: str, told: Any, name: str) -> str:
+    if kind in PAGES:
+        return PAGES[kind](told)
     what, command = "an estimate", "hf-memopt estimate MODEL --plot FILE.png"
     if kind == "measurement":
         what, command = "a measurement", "hf-memopt plan MODEL --measured FILE"

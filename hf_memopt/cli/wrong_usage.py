@@ -6,11 +6,10 @@ whose option the command has.
 
 from __future__ import annotations
 
-import csv
-from importlib import resources
 from typing import Any
 
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import packaged_rows
 
 __all__ = ["usage_message"]
 
@@ -26,8 +25,7 @@ def usage_message(error: Any) -> str:
 
 def _of_option(option: str, context: Any) -> str:
     own = _names(context.command)
-    text = resources.files("hf_memopt.cli").joinpath("other_options.csv").read_text(encoding="utf-8")
-    for row in csv.DictReader(text.splitlines()):
+    for row in packaged_rows("hf_memopt.cli", "other_options.csv"):
         first = row["advice"].split()[0].rstrip(",")
         if option.strip("-").replace("_", "-") in row["options"].split() and (first in own or first[0] != "-"):
             return f"Pass {row['advice']}"

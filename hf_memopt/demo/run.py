@@ -24,8 +24,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.plain_data import Count, check_value, checked_path
-from hf_memopt.whole_files import write_whole
+from hf_memopt.plain_data import checked_path
+from hf_memopt.whole_files import check_target, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,18 +75,16 @@ def run_demo(
         sizes: fields of ``BertConfig`` that replace the size chosen for the machine.
 
     Raises:
-        ValueError: an invalid number; an output or a file that cannot be written there; a Python without the sources of
+        ValueError: an output or a file that cannot be written there; a Python without the sources of
             its standard library.
         ChildProcessError: a set-up failed.
     """
     from hf_memopt.terminal import Console
 
-    check_value("epochs", epochs, Count, 1)
-    check_value("max_train", max_train, Count | None, None)
     output = checked_path("output", os.path.abspath(output))
     check_output(output)
     if json_file is not None:
-        check_json_file(checked_path("json_file", json_file))
+        check_target("json_file", json_file)
     progress, results = Console(stderr=True, highlight=False), Console(highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -124,15 +122,6 @@ def check_output(output: Path) -> None:
         raise ValueError(
             f"output={str(output)!r} {problem}; expected a new folder or that of an earlier demo. Call: hf-memopt demo "
             "--output another-folder"
-        )
-
-
-def check_json_file(json_file: Path) -> None:
-    """Raise ValueError if the figures cannot be written to this file."""
-    if json_file.is_dir() or not json_file.absolute().parent.is_dir():
-        raise ValueError(
-            f"json_file={str(json_file)!r} cannot be written; expected a file in an existing folder. "
-            "Call: hf-memopt demo --json figures.json"
         )
 
 

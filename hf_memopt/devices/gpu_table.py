@@ -34,15 +34,13 @@ None.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from statistics import median_low
 from typing import Any
 
-from hf_memopt.plain_data import FixedMapping
+from hf_memopt.plain_data import FixedMapping, packaged_rows
 from hf_memopt.units import parse_bytes
 
 __all__ = ["GIB", "GPUS", "NAMES", "USUAL", "Chip", "Gpu", "PeakRates", "against_float16", "typical_context"]
@@ -124,13 +122,9 @@ class Gpu:
         return self.nvlink_bytes_per_second or self.pcie_bytes_per_second
 
 
-def _read(name: str) -> list[dict[str, str]]:
-    text = resources.files("hf_memopt.devices").joinpath(name).read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
-
-
-_ROWS, _OVERFLOWING = _read("gpus.csv"), {row["name"]: row for row in _read("float16_overflow.csv")}
-_DESIGNS = {row["name"]: row for row in _read("architectures.csv")}
+_ROWS = packaged_rows("hf_memopt.devices", "gpus.csv")
+_OVERFLOWING = {row["name"]: row for row in packaged_rows("hf_memopt.devices", "float16_overflow.csv")}
+_DESIGNS = {row["name"]: row for row in packaged_rows("hf_memopt.devices", "architectures.csv")}
 
 
 def _capability(row: Mapping[str, str]) -> tuple[int, int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 import re
+import sys
 from collections.abc import Iterable
+from ctypes import CDLL
 from dataclasses import replace
 
 from hf_memopt.devices.gpu_table import GIB, GPUS, NAMES, USUAL, Gpu, PeakRates, typical_context
@@ -261,6 +263,8 @@ def current_gpu() -> Gpu | None:
     processes in mid-training, and a process that has not trained yet will hold more. The rest comes from the table's
     GPU of the same name and size; without one, the context comes from the GPUs of the same compute capability.
     """
+    if "torch" not in sys.modules and not _has_driver():
+        return None
     import torch
 
     # ROCm calls itself cuda, but its compute capabilities are not NVIDIA's.
@@ -280,21 +284,23 @@ def current_gpu() -> Gpu | None:
     return replace(gpu, context_bytes=context_bytes, source=f"context: measured on this machine; else {gpu.source}")
 
 
+def _has_driver() -> bool:
+    """Return whether CUDA's driver is installed, without which torch need not be imported to look for a GPU."""
+    try:
+        CDLL("nvcuda.dll" if current_os() == "windows" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def _described(name: str, total_bytes: int, capability: tuple[int, int]) -> Gpu:
     """Return the GPU that a driver describes; the rest comes from the table, if it is there."""
     same = _narrowed([gpu for gpu in _candidates(name) if _is_size_of(gpu, total_bytes)], name)
     if len(same) == 1:
         source = f"usable memory and multiprocessors: this machine; else {same[0].source}"
         return replace(same[0], usable_bytes=total_bytes, source=source)
-    context_bytes, context_source = typical_context(capability)
-    return Gpu(
-        name=name,
-        memory_bytes=total_bytes,
-        usable_bytes=total_bytes,
-        context_bytes=context_bytes,
-        compute_capability=capability,
-        source=f"this machine; context: {context_source}",
-    )
+    gpu = custom_gpu(total_bytes, capability, name)
+    return replace(gpu, source=gpu.source.replace("given", "this machine", 1))
 
 
 def _is_size_of(gpu: Gpu, total_bytes: int) -> bool:

@@ -1,6 +1,7 @@
 from .compiler_import import without_compiler as without_compiler
 from .estimation import estimate as estimate
 from .estimation import own_dtype as own_dtype
+from .estimation import precision_for as precision_for
 from .estimation import with_hints as with_hints
 from .result import Estimate as Estimate
 from .trainer_estimate import estimate_of as estimate_of

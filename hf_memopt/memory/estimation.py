@@ -22,7 +22,7 @@ from hf_memopt.devices import Chip, Gpu, against_float16, current_gpu, find_gpu
 from hf_memopt.memory.allocator import Replayed, fragmentation_of, replay_on_gpu, replay_plan, step_optimizer
 from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
-from hf_memopt.memory.models import DEFAULT_LENGTH, check_task, default_length
+from hf_memopt.memory.models import DEFAULT_LENGTH, check_task, default_length, load_model
 from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, keeping_models, session
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-__all__ = ["estimate", "estimate_of_step", "own_dtype", "with_hints"]
+__all__ = ["estimate", "estimate_of_step", "own_dtype", "precision_for", "with_hints"]
 
 DEFAULT_BATCH_SIZE = 8
 _ASSUMED_CAPABILITY = (8, 0)
@@ -156,7 +156,16 @@ def with_hints(
         )
 
     with keeping_models():
-        return replace(found, hints=find_hints(found, simulate, announce=announce))
+        precision, dtype, _ = precision_for(model, found.gpu, task)
+        return replace(found, hints=find_hints(found, simulate, precision, dtype, announce=announce))
+
+
+def precision_for(model: Any, gpu: Gpu | None, task: str | None = None) -> tuple[str, str, str]:
+    """Return the precision that suits GPU and model, its dtype, and why it is float32 where float16 would overflow."""
+    if gpu is None or gpu.bf16:
+        return "bf16", "bfloat16", ""
+    problem = against_float16(gpu.name, getattr(load_model(model, task=task).model, "config", None))
+    return ("fp32", "float32", problem) if problem else ("fp16", "float16", "")
 
 
 @collector_paused()

@@ -72,7 +72,12 @@ class Hint:
 
 
 def find_hints(
-    found: Estimate, simulate: Simulate, *, announce: Callable[[str], object] = lambda text: None
+    found: Estimate,
+    simulate: Simulate,
+    precision: str,
+    dtype: str,
+    *,
+    announce: Callable[[str], object] = lambda text: None,
 ) -> tuple[Hint, ...]:
     """Return changes that make a set-up fit, simulated.
 
@@ -80,6 +85,8 @@ def find_hints(
         found: the estimate of a set-up that does not fit its GPU.
         simulate: returns the estimate of the set-up with changes, or raises ValueError where they do not apply to it,
             MissingExtraError where they need a package.
+        precision: that suits GPU and model; see ``precision_for``.
+        dtype: of weights in it.
         announce: called before each trial with a text that names it.
 
     Returns:
@@ -102,7 +109,7 @@ def find_hints(
         return Hint(dict(changes), changed.total_bytes, spare_bytes, margin_of(changed.gpu))
 
     singles: list[Hint] = []
-    for changes in _candidates(found):
+    for changes in _candidates(found, precision, dtype):
         hint = tried(changes)
         if hint is not None and hint.total_bytes < found.total_bytes:
             singles.append(_with_larger_batch(hint, found, tried))
@@ -140,7 +147,7 @@ def _with_larger_batch(hint: Hint, found: Estimate, tried: Callable[[Mapping[str
     return hints[largest_that_fits(sizes, spare_bytes, first=(1, found.batch_size)) or 1]
 
 
-def _candidates(found: Estimate) -> Iterator[dict[str, Any]]:
+def _candidates(found: Estimate, precision: str, dtype: str) -> Iterator[dict[str, Any]]:
     """Yield the changes to try: first what leaves the result of training as it is, at last a shorter length."""
     settings, gpu = found.settings, found.gpu
     assert gpu is not None
@@ -166,8 +173,8 @@ def _candidates(found: Estimate) -> Iterator[dict[str, Any]]:
         yield _smaller_batch(found, 1)
     if settings.precision in ("bf16", "fp16") and settings.autocast_cache and matters(2 * found.parameters):
         yield {"autocast_cache": False}
-    if settings.precision in ("fp32", "tf32") and settings.weights_dtype == "float32":
-        yield {"precision": "bf16" if gpu.bf16 else "fp16"}
+    if settings.precision in ("fp32", "tf32") and settings.weights_dtype == "float32" and precision != "fp32":
+        yield {"precision": precision}
     if found.phase == "optimizer" and settings.optim == "adamw_torch":
         yield {"optim": "adamw_torch_fused"}
     elif not matters(parts["optimizer state"]):
@@ -179,7 +186,6 @@ def _candidates(found: Estimate) -> Iterator[dict[str, Any]]:
     if gpu.bf16 and settings.weights_dtype == "float32":
         yield {"weights_dtype": "bfloat16"}
     if found.trainable_parameters == found.parameters:
-        precision, dtype = ("bf16", "bfloat16") if gpu.bf16 else ("fp16", "float16")
         adapters: dict[str, Any] = {"lora": LORA_RANK, "weights_dtype": dtype}
         if settings.precision != precision:
             adapters["precision"] = precision

@@ -6,21 +6,19 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from textwrap import fill
-from typing import Any, Literal
+from typing import Literal
 
 from hf_memopt.json_fields import check_format
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, checked_path, from_object, parse_object, shown
 from hf_memopt.units import format_bytes
-from hf_memopt.whole_files import write_whole
+from hf_memopt.whole_files import check_target, write_whole, writing
 
 __all__ = [
     "DEFAULT_STEPS",
     "PACKAGES",
     "Figures",
     "Measurement",
-    "check_new_file",
     "named_measurement",
     "read_measurement",
 ]
@@ -160,8 +158,13 @@ class Measurement:
         return self.measured.total_bytes
 
     def table(self, width: int = 80) -> str:
-        """Return measured beside predicted as text of at most ``width`` columns."""
-        return measurement_table(self, width)
+        """Return measured beside predicted as text of at most ``width`` columns (at least 59)."""
+        width = max(width, 59)
+        lines = [fill(text, width) for text in _heading(self)]
+        lines += ["", ROW.format("", "measured", "predicted", "difference"), *_bytes(self)]
+        lines += [*_seconds(self), ""]
+        lines += [fill(text, width) for text in (_verdict(self), *(f"Note: {note}." for note in self.notes))]
+        return "\n".join(line.rstrip() for line in lines)
 
     def __str__(self) -> str:
         return self.table()
@@ -174,10 +177,11 @@ class Measurement:
         """Write the JSON text to a file.
 
         Raises:
-            ValueError: the file exists and ``force`` is False, or its folder does not.
+            ValueError: the file exists and ``force`` is False, its folder does not, or it cannot be written.
         """
-        check_new_file(path, force=force)
-        write_whole(Path(path), self.to_json() + "\n")
+        target = check_target("path", path, force=force)
+        with writing("path", target):
+            write_whole(target, self.to_json() + "\n")
 
     @staticmethod
     def from_json(text: str | bytes) -> Measurement:
@@ -238,34 +242,10 @@ def named_measurement(measured: str | os.PathLike[str] | Measurement) -> tuple[M
     return found, name
 
 
-def check_new_file(path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Raise ValueError where a file exists already, or cannot be written because its folder is missing."""
-    target: Any = checked_path("path", path)
-    if target.exists() and not (force and target.is_file()):
-        what = "exists already" if target.is_file() else "is not a file"
-        fix = "Pass force=True, or another path" if target.is_file() else "Pass path='run.json'"
-        raise ValueError(f"path={os.fspath(path)!r} {what}; expected a new file. {fix}")
-    if not target.parent.is_dir():
-        raise ValueError(
-            f"path={os.fspath(path)!r} is in a folder that does not exist; expected an existing one. "
-            f"Call: os.makedirs({str(target.parent)!r})"
-        )
-
-
 # ---- Text
 
 
 ROW = "{:<23}{:>12}{:>12}{:>12}"
-
-
-def measurement_table(found: Measurement, width: int = 80) -> str:
-    """Return the measurement as text of at most ``width`` columns (at least 59)."""
-    width = max(width, 59)
-    lines = [fill(text, width) for text in _heading(found)]
-    lines += ["", ROW.format("", "measured", "predicted", "difference"), *_bytes(found)]
-    lines += [*_seconds(found), ""]
-    lines += [fill(text, width) for text in (_verdict(found), *(f"Note: {note}." for note in found.notes))]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _heading(found: Measurement) -> Iterator[str]:

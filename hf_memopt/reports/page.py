@@ -14,15 +14,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.plain_data import checked_path
 from hf_memopt.plotting import DARK, LIGHT, Theme
 from hf_memopt.reports.pictures import colours_of
 from hf_memopt.units import format_bytes, format_duration, format_number, to_gib
-from hf_memopt.whole_files import write_whole
+from hf_memopt.whole_files import check_target, write_whole, writing
 
 __all__ = ["check_page", "phase_name", "rendered", "share_text", "signed", "write_page"]
-
-ENDINGS = (".html", ".htm")
 
 
 def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
@@ -31,17 +28,7 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     Raises:
         ValueError: ``path`` does not end in .html, is a folder or is in a missing one, or exists without ``force``.
     """
-    found = checked_path("report", path)
-    name = f"report={os.fspath(path)!r}"
-    if found.suffix.lower() not in ENDINGS:
-        raise ValueError(f"{name} is no web page; expected a name that ends in .html. Pass {found.stem}.html")
-    if found.is_dir() or not found.parent.is_dir():
-        raise ValueError(
-            f"{name} is a folder or is in a missing one; expected a file in an existing folder. Pass {found.name} "
-            "to write it here"
-        )
-    if found.exists() and not force:
-        raise ValueError(f"{name} exists already; expected a new file. Pass another name, or force=True to replace it")
+    check_target("report", path, kind="a web page", endings=(".html", ".htm"), force=force)
 
 
 def write_page(page: str, path: str | os.PathLike[str]) -> None:
@@ -50,13 +37,8 @@ def write_page(page: str, path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: the file cannot be written.
     """
-    try:
+    with writing("report", Path(path)):
         write_whole(Path(path), page)
-    except OSError as error:
-        raise ValueError(
-            f"report={os.fspath(path)!r} cannot be written ({error.strerror}); expected a writable folder with free "
-            "space. Pass another file"
-        ) from error
 
 
 def rendered(template: str, view: Mapping[str, Any], pictures: Mapping[str, str]) -> str:

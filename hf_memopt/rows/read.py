@@ -8,17 +8,15 @@ Python.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow.compute as pc
 
 from hf_memopt.errors import did_you_mean
-from hf_memopt.plain_data import Count, check_value, check_word, shown
+from hf_memopt.plain_data import Count, check_value, check_word, packaged_rows, shown
 from hf_memopt.rows.encoders import OPTIONAL, Encoder
 from hf_memopt.rows.labels import Labels, labels_of
 from hf_memopt.rows.metrics import metric_of
@@ -208,10 +206,9 @@ def _parts(cell: str) -> dict[str, list[str]]:
     return {part: (names or part).split("/") for part, _, names in named}
 
 
-_TABLE = resources.files("hf_memopt.rows").joinpath("formats.csv").read_text(encoding="utf-8")
 FORMATS = [
     Format(row["format"], row["tasks"].split(), _parts(row["columns"]), _parts(row["optional"]))
-    for row in csv.DictReader(_TABLE.splitlines())
+    for row in packaged_rows("hf_memopt.rows", "formats.csv")
 ]
 
 

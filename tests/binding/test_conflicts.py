@@ -4,6 +4,8 @@ tried in ``test_techniques.py``.
 
 from __future__ import annotations
 
+import csv
+from importlib import resources
 from typing import Any
 
 import bitsandbytes
@@ -17,7 +19,7 @@ from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.binding.compatibility import check_compatibility, refusal_of, refusals_of, techniques_in_use
 from hf_memopt.binding.compatibility.conflicts import settings_in_use
 from hf_memopt.binding.compatibility.refusals import SETTINGS
-from hf_memopt.technique_list import ENGINES, TECHNIQUES
+from hf_memopt.technique_list import ENGINES, TECHNIQUES, VARIANTS
 from hf_memopt.techniques.freezing import FreezeCallback
 from hf_memopt.techniques.microbatching import MicrobatchCallback
 from hf_memopt.techniques.nonfinite.overflow import OverflowCallback
@@ -52,6 +54,12 @@ def make_trainer(folder: Any, *callbacks: Any, dataset: Any = None, **given: Any
     arguments = tiny.arguments(folder, **given.pop("arguments", {}))
     data = tiny.rows(4) if dataset is None else dataset
     return Trainer(model=tiny.bert(), args=arguments, train_dataset=data, callbacks=list(callbacks), **given)
+
+
+def test_what_is_refused_is_of_known_techniques() -> None:
+    """A row of the table with a misspelt technique would refuse nothing."""
+    rows = csv.DictReader(resources.files("hf_memopt").joinpath("refusals.csv").read_text("utf-8").splitlines())
+    assert {row["technique"] for row in rows} <= {*TECHNIQUES, *VARIANTS}
 
 
 # ---- Settings -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from hf_memopt.batching.padding_costs import file_lengths, padding_report
 from hf_memopt.cli import doctor
 from hf_memopt.cli.app import app
 from hf_memopt.cli.command import spinner
-from hf_memopt.cli.doctor import GpuUse, Holder
 from hf_memopt.errors import MissingExtraError
 from tiny import tokenizer
 
@@ -402,7 +401,7 @@ def test_doctor_refuses_an_unsupported_transformers(monkeypatch, version) -> Non
         doctor.importlib.metadata, "version", lambda name: version if name == "transformers" else real(name)
     )
     found = broken(monkeypatch, "transformers")
-    assert (found.level, found.found, found.advice) == ("error", version, "pip install 'transformers>=5.8,<6'")
+    assert (found.level, found.found, found.advice) == ("error", version, "pip install 'transformers<6,>=5.8'")
 
 
 def test_doctor_names_a_missing_package(monkeypatch) -> None:
@@ -416,6 +415,17 @@ def test_doctor_names_a_missing_package(monkeypatch) -> None:
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     found = broken(monkeypatch, "datasets")
     assert (found.level, found.found, found.advice) == ("error", "not installed", "pip install datasets")
+
+
+def test_doctor_names_a_checkout_that_is_not_installed(monkeypatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", requires)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", requires)
+    assert list(doctor._versions())[1:] == [
+        doctor.Finding("hf-memopt", "error", "not installed", "pip install hf-memopt")
+    ]
 
 
 def test_doctor_tries_the_8_bit_step(monkeypatch) -> None:
@@ -464,10 +474,10 @@ def test_doctor_warns_of_shared_memory_under_windows(monkeypatch, system, releas
     ],
 )
 def test_doctor_names_who_holds_the_gpu(monkeypatch, free, level, advice) -> None:
-    holders = tuple(Holder(pid, "python", GIB) for pid in range(41, 47))
+    holders = [f"python (process {pid}) 1.00 GiB" for pid in range(41, 47)]
     monkeypatch.setattr(doctor, "accelerator_type", lambda: "cuda")
     monkeypatch.setattr(doctor, "measured_device", lambda device: device)
-    monkeypatch.setattr(doctor, "read_gpu_use", lambda device: GpuUse(free, 12 * GIB, holders))
+    monkeypatch.setattr(doctor, "read_gpu_use", lambda device: (free, 12 * GIB, holders))
     [finding] = doctor._gpu_memory()
     assert (finding.subject, finding.level, finding.advice) == ("GPU memory", level, advice)
     assert finding.found.startswith(f"{free // GIB}.00 GiB of 12.00 GiB free; held by python (process 41) 1.00 GiB; ")
@@ -478,15 +488,14 @@ def test_doctor_gives_the_command_for_a_missing_extra(monkeypatch) -> None:
     real = doctor.importlib.metadata.version
 
     def version(name: str) -> str:
-        if name in doctor.EXTRAS:
+        if name in ("peft", "matplotlib"):
             raise doctor.importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-    assert [(finding.level, finding.found, finding.advice) for finding in doctor._extras()] == [
-        ("ok", "not installed; needed for LoRA only", "pip install 'hf-memopt[peft]'"),
-        ("ok", "not installed; needed for pictures only", "pip install 'hf-memopt[plot]'"),
-    ]
+    found = {finding.subject: (finding.level, finding.found, finding.advice) for finding in doctor.examine()}
+    assert found["peft"] == ("ok", "not installed; needed for LoRA only", "pip install 'hf-memopt[peft]'")
+    assert found["matplotlib"] == ("ok", "not installed; needed for pictures only", "pip install 'hf-memopt[plot]'")
 
 
 @pytest.mark.parametrize(("free", "level"), [(9 * GIB, "ok"), (2 * GIB, "warning")])

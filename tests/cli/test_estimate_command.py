@@ -360,8 +360,8 @@ def test_a_count_below_1_is_refused_by_name() -> None:
 
 
 def test_every_set_up_is_one_that_estimate_takes() -> None:
-    for bf16 in (True, False):
-        for settings in set_ups(bf16=bf16).values():
+    for chosen in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")):
+        for settings in set_ups(*chosen).values():
             StepSettings(**settings)
     assert set_ups()["+ paged state"] == {
         "precision": "bf16",
@@ -372,15 +372,23 @@ def test_every_set_up_is_one_that_estimate_takes() -> None:
 
 
 def test_without_bfloat16_weights_of_16_bits_are_not_trained() -> None:
-    of_16_bits = [one for one in set_ups(bf16=False).values() if one.get("weights_dtype", "float32") != "float32"]
+    scaled = set_ups("fp16", "float16").values()
+    of_16_bits = [one for one in scaled if one.get("weights_dtype", "float32") != "float32"]
     assert {(one["weights_dtype"], one["lora"]) for one in of_16_bits} == {("float16", 16)}
-    assert not any("gradient_release" in one for one in set_ups(bf16=False).values())
+    assert not any("gradient_release" in one for one in scaled)
 
 
 @pytest.mark.parametrize(("capability", "precision"), [("8.6", "bf16"), ("7.5", "fp16")])
 def test_the_comparison_computes_in_what_the_card_knows(simulation, capability, precision) -> None:
-    compare("bert-large", examples=32, seq_len=128, gpu=custom_gpu("4GiB", capability))
+    compare("bert-large-uncased", examples=32, seq_len=128, gpu=custom_gpu("4GiB", capability))
     assert {call["precision"] for call in simulation.calls} == {"fp32", precision}
+
+
+def test_a_model_that_overflows_in_float16_is_compared_in_float32(simulation) -> None:
+    found = compare("t5-small", examples=32, seq_len=128, gpu=custom_gpu("4GiB", "7.5"))
+    assert {call["precision"] for call in simulation.calls} == {"fp32"}
+    assert {call.get("weights_dtype", "float32") for call in simulation.calls} == {"float32"}
+    assert found[0].reason.startswith("t5 is unsafe in float16: its feed-forward outputs exceed 65,504 (https://")
 
 
 def growing(model: Any, **given: Any) -> Estimate:

@@ -71,7 +71,7 @@ def test_a_script_runs_with_its_arguments_up_to_its_training(tmp_path: Path, cap
     again = run(script, "--output", str(output))
     assert (again.exit_code, capfd.readouterr().err) == (2, "")  # the script does not run
     assert in_one_line(again.stderr) == (
-        f"--output {output} exists already; expected a new file. Pass --force, or another path\n"
+        f"--output {output} exists already; expected a new file. Pass another name, or --force to replace it\n"
     )
 
 

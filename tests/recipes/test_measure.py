@@ -363,7 +363,9 @@ def test_a_file_is_written_once_and_read_again(measured: Measurement, tmp_path: 
     path = tmp_path / "run.json"
     measured.write(path)
     assert read_measurement(path) == measured
-    with pytest.raises(ValueError, match=r"exists already; expected a new file\. Pass force=True, or another path"):
+    with pytest.raises(
+        ValueError, match=r"exists already; expected a new file\. Pass another name, or force=True to replace it"
+    ):
         measured.write(path)
     measured.write(path, force=True)
 

@@ -10,7 +10,7 @@ import pytest
 from hand_made_runs import estimate_data
 
 from hf_memopt.reports.difference import compare, read_side
-from hf_memopt.reports.plan import FORMAT, read_plan_text
+from hf_memopt.reports.plan import read_plan_text
 
 
 def changed(text: str, place: str, value: Any) -> str:
@@ -29,7 +29,7 @@ def changed(text: str, place: str, value: Any) -> str:
 
 DELETED = ...  # instead of a value: the field is taken out
 NONSENSE = [
-    ("format", 99, f"is not a plan of format {FORMAT} (it has format 99, written by hf-memopt "),
+    ("format", 99, "cannot be read as a plan (it has format 99, written by hf-memopt "),
     ("format", DELETED, "(it has format None, written by hf-memopt "),
     ("candidates", DELETED, "(it has no candidates)"),
     ("gpu", DELETED, "(it has no gpu)"),
@@ -53,9 +53,9 @@ def test_nonsense_is_refused_with_its_place(text: str, place: str, value: Any, s
     with pytest.raises(ValueError) as error:
         read_plan_text(changed(text, place, value), "plan.json")
     message = str(error.value)
-    assert message.startswith("path='plan.json' is not a plan of format ")
+    assert message.startswith("path='plan.json' cannot be read as a plan (")
     assert says in message
-    assert message.endswith("Write it anew with this version: hf-memopt plan MODEL --json > plan.json")
+    assert message.endswith("Write it anew: hf-memopt plan MODEL --json > plan.json")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_nonsense_is_refused_with_its_place(text: str, place: str, value: Any, s
     [
         (b"", "(it is empty)"),
         (b"[1]", "(it is not an object but [1])"),
-        (b'{"format": NaN}', "(it has NaN, which is not a JSON number)"),
+        (b'{"format": NaN}', "(it has NaN, which is not a finite number)"),
         (b"\xff\xfe", "(it is not UTF-8 text: "),
         (b"{}", "(it has format None, written by hf-memopt another version)"),
     ],

@@ -184,7 +184,7 @@ def test_the_same_file_comes_from_the_plan_and_from_its_json(found: Plan, text: 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("plan.txt", "is no web page; expected a name that ends in .html. Pass plan.html"),
+        ("plan.txt", "is not a web page; expected a name that ends in .html or .htm. Pass plan.html"),
         ("missing/plan.html", "is a folder or is in a missing one; expected a file in an existing folder."),
         ("there.html", "exists already; expected a new file. Pass another name, or force=True to replace it"),
     ],

@@ -111,7 +111,10 @@ def test_a_folder_makes_the_page_and_the_newest_process_is_taken(tmp_path: Path)
             "{}",
             "is nothing to report (it has none of the fields candidates, micro_batching, phase_peaks, step_seconds)",
         ),
-        (finished_run(format=2), "(it has format 2, written by hf-memopt 0.2.0); expected what a MemoryReportCallback"),
+        (
+            finished_run(format=2),
+            "(it has format 2, written by hf-memopt 0.2.0); expected what this version of hf-memopt writes. Train",
+        ),
         (finished_run(last_step=-1), "(last_step=-1 is invalid; expected an integer of 0 or more)"),
         (finished_run(out_of_memory=lost_run()["out_of_memory"]), "(it is out of memory and does not say how, or the"),
         (finished_run(steps={"x": {"first": [1], "bytes": []}}), "(it has steps without one peak for each)"),

@@ -362,7 +362,7 @@ def test_names_are_those_of_the_wrapped_model() -> None:
 
 NEAREST = (
     "expected a module or parameter name, a glob, 'embeddings', 'base' or 'layers:first-last'.{} "
-    "See the names with: print([name for name, _ in model.named_modules()])"
+    "Pass patterns='layers:0', or one of its parts: bert, classifier"
 )
 WRITE = "Write, for example, patterns=['embeddings', 'layers:0-3']."
 RANGE = (
@@ -391,12 +391,12 @@ RANGE = (
         (
             "*",
             "patterns='*' would leave BertForSequenceClassification nothing to train; expected at least one parameter "
-            "that stays trainable. Name less, for example: freeze(model, 'layers:0').",
+            "that stays trainable. Pass patterns='layers:0'",
         ),
         (
             ["base", "classifier"],
             "patterns=['base', 'classifier'] would leave BertForSequenceClassification nothing to train; expected at "
-            "least one parameter that stays trainable. Name less, for example: freeze(model, 'layers:0').",
+            "least one parameter that stays trainable. Pass patterns='layers:0'",
         ),
         (
             "layers:1-3",
@@ -445,7 +445,7 @@ def test_base_needs_a_head(model: nn.Module, name: str) -> None:
         freeze(model, "base")
     assert str(error.value) == (
         f"patterns='base' needs a head apart from the base model, and {name} has none; expected a model whose "
-        "base_model is a part of it. Give layers or names, for example: freeze(model, 'layers:0')."
+        "base_model is a part of it. Pass patterns='layers:0'"
     )
 
 
@@ -454,7 +454,7 @@ def test_a_tied_head_counts_as_part_of_the_base() -> None:
         freeze(gpt2(), "base")
     assert str(error.value) == (
         "patterns='base' would leave GPT2LMHeadModel nothing to train; expected at least one parameter that stays "
-        "trainable. Name less, for example: freeze(model, 'layers:0')."
+        "trainable. Pass patterns='layers:0'"
     )
 
 
@@ -472,12 +472,15 @@ def test_a_model_without_layers_or_embeddings() -> None:
     with pytest.raises(ValueError) as error:
         freeze(nn.Linear(2, 2), "layers:0")
     assert str(error.value) == (
-        "patterns='layers:0' finds no layers in Linear; expected an nn.ModuleList of repeated layers. Give names "
-        "instead: print([name for name, _ in model.named_modules()])"
+        "patterns='layers:0' finds no layers in Linear; expected an nn.ModuleList of repeated layers. Pass "
+        "patterns='embeddings'"
     )
     with pytest.raises(ValueError) as error:
         freeze(wav2vec2(), "embeddings")
-    assert str(error.value) == ("patterns='embeddings' matches no parameter of Wav2Vec2ForCTC; " + NEAREST.format(""))
+    assert str(error.value) == (
+        "patterns='embeddings' matches no parameter of Wav2Vec2ForCTC; "
+        + NEAREST.format("").replace("bert, classifier", "wav2vec2, lm_head")
+    )
 
 
 # ---- undo

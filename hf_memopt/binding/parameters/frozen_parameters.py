@@ -59,7 +59,7 @@ def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
     if all(id(parameter) in chosen for parameter in model.parameters() if parameter.requires_grad):
         raise ValueError(
             f"patterns={shown_patterns(names)} would leave {type(model).__name__} nothing to train; expected at least "
-            "one parameter that stays trainable. Name less, for example: freeze(model, 'layers:0')."
+            "one parameter that stays trainable. Pass patterns='layers:0'"
         )
     return set_trainable(model, dict.fromkeys(chosen.values(), False))
 

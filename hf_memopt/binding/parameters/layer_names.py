@@ -99,7 +99,7 @@ def matching_parameters(model: nn.Module, pattern: str) -> list[nn.Parameter]:
         raise ValueError(
             f"patterns={pattern!r} matches no parameter of {type(model).__name__}; expected a module or parameter "
             f"name, a glob, 'embeddings', 'base' or 'layers:first-last'.{hint} "
-            "See the names with: print([name for name, _ in model.named_modules()])"
+            f"Pass patterns='layers:0', or one of its parts: {', '.join(name for name in known if '.' not in name)}"
         )
     return matched
 
@@ -134,7 +134,7 @@ def _base_parameters(model: nn.Module) -> list[nn.Parameter]:
     if base is inner:
         raise ValueError(
             f"patterns='base' needs a head apart from the base model, and {type(inner).__name__} has none; expected a "
-            "model whose base_model is a part of it. Give layers or names, for example: freeze(model, 'layers:0')."
+            "model whose base_model is a part of it. Pass patterns='layers:0'"
         )
     return parameters_outside_adapters(base)
 
@@ -166,7 +166,7 @@ def _layer_names(model: nn.Module, pattern: str) -> set[str]:
     if not stacks:
         raise ValueError(
             f"patterns={pattern!r} finds no layers in {type(model).__name__}; expected an nn.ModuleList of repeated "
-            "layers. Give names instead: print([name for name, _ in model.named_modules()])"
+            f"layers. Pass patterns={next(iter(model.named_children()), ('embeddings', None))[0]!r}"
         )
     shortest = min(map(len, stacks.values()))
     if last >= shortest:

@@ -14,21 +14,21 @@ exit.
 
 from __future__ import annotations
 
-import csv
 import gc
 import re
 import sys
 import traceback
 from collections.abc import Iterator
-from importlib import resources
 from types import TracebackType
 
 import torch
 
+from hf_memopt.plain_data import packaged_rows
+
 __all__ = ["free_failed_step", "is_out_of_memory"]
 
-_TABLE = resources.files("hf_memopt.devices.readings").joinpath("out_of_memory.csv").read_text(encoding="utf-8")
-_TEXTS = "|".join(re.escape(row["text"]).replace(r"\ ", " +") for row in csv.DictReader(_TABLE.splitlines()))
+_TABLE = packaged_rows("hf_memopt.devices.readings", "out_of_memory.csv")
+_TEXTS = "|".join(re.escape(row["text"]).replace(r"\ ", " +") for row in _TABLE)
 _BEGINNING = re.compile(
     r"(?:(?:CUDA|cuDNN|cusolver|cuFFT|HIP) error: |cuDNN Frontend error: .*?(?=CUDNN_)|\[enforce fail at [^]]*\] .*?"
     rf"|(?:level_zero|UR) backend .*?\d+ \()?(?:{_TEXTS})"

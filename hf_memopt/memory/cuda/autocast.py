@@ -12,14 +12,14 @@ on CUDA, and the cache of weight casts, which is in ``semantics``.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from importlib import resources
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from hf_memopt.plain_data import packaged_rows
 
 __all__ = ["CUDA_CASTS", "OPERATORS", "Policy", "casts_of", "functions_of"]
 
@@ -54,10 +54,7 @@ def casts_of(operators: Mapping[str, Policy]) -> dict[Callable[..., Any], Policy
     return {function: policy for operator, policy in operators.items() for function in functions_of(operator)}
 
 
-def _operators() -> dict[str, Policy]:
-    text = resources.files("hf_memopt.memory.cuda").joinpath("autocast.csv").read_text(encoding="utf-8")
-    return {row["operator"]: Policy(row["policy"]) for row in csv.DictReader(text.splitlines())}
-
-
-OPERATORS: Mapping[str, Policy] = _operators()
+OPERATORS: Mapping[str, Policy] = {
+    row["operator"]: Policy(row["policy"]) for row in packaged_rows("hf_memopt.memory.cuda", "autocast.csv")
+}
 CUDA_CASTS = casts_of(OPERATORS)

@@ -24,7 +24,8 @@ from hf_memopt.memory.tracking import COMPONENTS, Timeline, phase_spans
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
 from hf_memopt.recipes.measuring.restoring import restored
-from hf_memopt.reports import DEFAULT_STEPS, PACKAGES, Figures, Measurement, check_new_file
+from hf_memopt.reports import DEFAULT_STEPS, PACKAGES, Figures, Measurement
+from hf_memopt.whole_files import check_target
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,7 @@ def measure(
     check_value("steps", steps, Count, DEFAULT_STEPS)
     check_trainer(trainer)
     if path is not None:
-        check_new_file(path, force=force)
+        check_target("path", path, force=force)
     recorder = StepRecorder(trainer, steps)
     with restored(trainer):
         recorder.run(trainer.train)

@@ -131,9 +131,12 @@ def compare(before: Side, after: Side) -> Difference:
         ValueError: they are of different kinds.
     """
     if before.kind != after.kind:
+        kinds = {before.kind, after.kind}
+        what = "what is predicted and what is measured" if len(kinds & COMPUTED) == 1 else "they"
+        first, second = ("an estimate" if one == "estimate" else f"a {one}" for one in (before.kind, after.kind))
         raise ValueError(
-            f"path={before.name!r}, {after.name!r} are {_a(before.kind)} and {_a(after.kind)}; expected two of one "
-            f"kind, since {'what is predicted and what is measured' if _mixes(before, after) else 'they'} differ by "
+            f"path={before.name!r}, {after.name!r} are {first} and {second}; expected two of one "
+            f"kind, since {what} differ by "
             f"more than what changed. Pass two of the kind of {before.name}"
         )
     return Difference(
@@ -144,14 +147,6 @@ def compare(before: Side, after: Side) -> Difference:
         _differing(before.settings, after.settings),
         _differing(before.versions, after.versions),
     )
-
-
-def _a(kind: str) -> str:
-    return f"an {kind}" if kind == "estimate" else f"a {kind}"
-
-
-def _mixes(before: Side, after: Side) -> bool:
-    return len({before.kind, after.kind} & COMPUTED) == 1
 
 
 def _rows(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[Row, ...]:

@@ -6,10 +6,10 @@ leaves in its output folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 from hf_memopt.components import parts_of
 from hf_memopt.json_fields import read_json
@@ -18,16 +18,9 @@ from hf_memopt.reports import Measurement, phase_name
 from hf_memopt.reports.plan import PlanData, batch_of, read_plan_text, shown_one
 from hf_memopt.reports.run import RunData, measured_parts, phase_pairs, read_run, run_file_of, total_bytes
 
-__all__ = ["ESTIMATE_FORMAT", "Kind", "Side", "kind_of", "read_side", "text_of"]
+__all__ = ["ESTIMATE_FORMAT", "Kind", "Side", "read_side", "read_told"]
 
 Kind = Literal["plan", "run", "estimate", "measurement"]
-MARKS: Mapping[Kind, str] = {
-    "plan": "candidates",
-    "run": "micro_batching",
-    "estimate": "phase_peaks",
-    "measurement": "step_seconds",
-}
-"""A field that only this kind has."""
 ESTIMATE_FORMAT = 1
 """Raised when a field changes its meaning or goes."""
 
@@ -64,33 +57,33 @@ class Side:
         kind: of it.
         title: model, batch and device.
         device: its name; "" where there is none.
-        limit_bytes: what is usable of the device; None where that is unknown.
         total_bytes: what it needs, or held.
         components: what the total is made of, in order.
-        phases: the allocated peak of each phase.
-        failed: how the run ended early; "" where it did not.
         settings: as text, by name.
         versions: of packages.
+        limit_bytes: what is usable of the device; None where that is unknown.
+        phases: the allocated peak of each phase.
+        failed: how the run ended early; "" where it did not.
     """
 
     name: str
     kind: Kind
     title: str
     device: str
-    limit_bytes: int | None
     total_bytes: int
     components: Mapping[str, int]
-    phases: Mapping[str, int]
-    failed: str
     settings: Mapping[str, str]
     versions: Mapping[str, str]
+    limit_bytes: int | None = None
+    phases: Mapping[str, int] = field(default_factory=dict)
+    failed: str = ""
 
 
-def text_of(path: Path) -> tuple[bytes, Path]:
-    """Return the JSON of a file, or of a run's output folder, and its path.
+def read_told(path: Path) -> tuple[Kind, Any, Path]:
+    """Return what a file or a run's output folder holds: its kind, its data as their own reader returns them, the file.
 
     Raises:
-        ValueError: there is none, or no file can have this path.
+        ValueError: there is no such file, or it holds something else or another version.
     """
     path = checked_path("path", path)
     found = run_file_of(path) if path.is_dir() else path
@@ -99,21 +92,18 @@ def text_of(path: Path) -> tuple[bytes, Path]:
             f"path={str(path)!r} does not exist; expected the output folder of a run, or the JSON of a plan or an "
             "estimate. Write it: hf-memopt plan MODEL --json > plan.json"
         )
-    return found.read_bytes(), found
+    text, name = found.read_bytes(), str(found)
+    kind = _kind_of(text, name)
+    return kind, KINDS[kind][1](text, name), found
 
 
-def kind_of(text: bytes, name: str) -> Kind:
-    """Return what a JSON text holds; ``name`` is what messages call it.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+def _kind_of(text: bytes, name: str) -> Kind:
     try:
         told = parse_object(text)
-        for kind, mark in MARKS.items():
+        for kind, (mark, _, _) in KINDS.items():
             if mark in told:
                 return kind
-        raise ValueError(f"it has none of the fields {', '.join(MARKS.values())}")
+        raise ValueError(f"it has none of the fields {', '.join(mark for mark, _, _ in KINDS.values())}")
     except ValueError as error:
         raise ValueError(
             f"path={name!r} is nothing to report ({error}); expected what `hf-memopt plan --json`, `estimate --json` "
@@ -121,33 +111,26 @@ def kind_of(text: bytes, name: str) -> Kind:
         ) from None
 
 
-def read_side(path: Path) -> Side:
-    """Return what a file or a run's output folder says of memory.
+def _read_estimate(text: bytes, name: str) -> EstimateData:
+    remedy = "Write it anew: hf-memopt estimate MODEL --json > estimate.json"
+    formats = (ESTIMATE_FORMAT, None)  # once estimates had no format
+    return cast(EstimateData, read_json(text, EstimateData, formats, path=name, what="an estimate", remedy=remedy))
 
-    Raises:
-        ValueError: there is no such file, or it holds something else or another version.
-    """
-    text, found = text_of(path)
-    name = str(found)
-    kind = kind_of(text, name)
-    if kind == "plan":
-        return _of_plan(read_plan_text(text, name), name)
-    if kind == "run":
-        return _of_run(read_run(text, name), name)
-    if kind == "estimate":
-        refused = f"path={name!r} cannot be read as an estimate"
-        expected = (
-            "what this version of hf-memopt writes. Write it anew: hf-memopt estimate MODEL --json > estimate.json"
-        )
-        formats = (ESTIMATE_FORMAT, None)  # once estimates had no format
-        return _of_estimate(read_json(text, EstimateData, formats, refused=refused, expected=expected), name)
+
+def _read_measurement(text: bytes, name: str) -> Measurement:
     try:
-        return _of_measurement(Measurement.from_json(text), name)
+        return Measurement.from_json(text)
     except ValueError as error:
         raise ValueError(
             f"path={name!r} cannot be read as a measurement ({error}); expected what this version of hf-memopt writes. "
             "Write it anew: hf-memopt measure train.py -o run.json"
         ) from None
+
+
+def read_side(path: Path) -> Side:
+    """Return what a file or a run's output folder says of memory; raises as ``read_told``."""
+    kind, told, found = read_told(path)
+    return KINDS[kind][2](told, str(found))
 
 
 def _of_plan(told: PlanData, name: str) -> Side:
@@ -161,8 +144,6 @@ def _of_plan(told: PlanData, name: str) -> Side:
         limit_bytes=told["usable_bytes"],
         total_bytes=one["total_bytes"],
         components=parts_of(one["components"], one["reserved_bytes"], one["context_bytes"]),
-        phases={},
-        failed="",
         settings={"set-up": one["name"], "batch": batch_of(one), **_texts(one["recipe"], without=("reasons", "name"))},
         versions=told["versions"],
     )
@@ -201,7 +182,6 @@ def _of_estimate(told: EstimateData, name: str) -> Side:
         total_bytes=told["total_bytes"],
         components=parts_of(told["components"], told["peak_reserved_bytes"], told["context_bytes"]),
         phases={phase: peaks.get("allocated_bytes", 0) for phase, peaks in told["phase_peaks"].items()},
-        failed="",
         settings={"batch": size, **_texts(told["settings"])},
         versions=told["versions"],
     )
@@ -215,7 +195,6 @@ def _of_measurement(found: Measurement, name: str) -> Side:
         kind="measurement",
         title=f"{found.model}: {size}",
         device=found.gpu,
-        limit_bytes=None,
         total_bytes=found.total_bytes,
         components=found.measured.components,
         phases=found.measured.phases,
@@ -227,3 +206,12 @@ def _of_measurement(found: Measurement, name: str) -> Side:
 
 def _texts(values: Mapping[str, Any], without: tuple[str, ...] = ()) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if name not in without}
+
+
+KINDS: Mapping[Kind, tuple[str, Callable[[bytes, str], Any], Callable[[Any, str], Side]]] = {
+    "plan": ("candidates", read_plan_text, _of_plan),
+    "run": ("micro_batching", read_run, _of_run),
+    "estimate": ("phase_peaks", _read_estimate, _of_estimate),
+    "measurement": ("step_seconds", _read_measurement, _of_measurement),
+}
+"""Of each: a field that only this kind has, what reads it, and what brings it into the form of a side."""

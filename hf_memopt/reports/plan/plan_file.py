@@ -232,10 +232,8 @@ def read_plan_text(text: str | bytes, name: str) -> PlanData:
     Raises:
         ValueError: it is no plan, or one of another version.
     """
-    refused = f"path={name!r} is not a plan of format {FORMAT}"
-    remedy = "Write it anew with this version: hf-memopt plan MODEL --json > plan.json"
-    expected = f"what `hf-memopt plan --json` writes. {remedy}"
-    found = read_json(text, PlanData, (FORMAT,), refused=refused, expected=expected, check=_check_places)
+    remedy = "Write it anew: hf-memopt plan MODEL --json > plan.json"
+    found = read_json(text, PlanData, (FORMAT,), path=name, what="a plan", remedy=remedy, check=_check_places)
     return cast(PlanData, found)
 
 

@@ -172,10 +172,9 @@ def read_run(text: str | bytes, name: str) -> RunData:
     Raises:
         ValueError: it is no run, or one of another version.
     """
-    refused = f"path={name!r} is not a run of format {FORMAT}"
-    remedy = "Train with this version: attach(trainer, MemoryReportCallback())"
-    expected = f"what a MemoryReportCallback writes. {remedy}"
-    return cast(RunData, read_json(text, RunData, (FORMAT,), refused=refused, expected=expected, check=_check_steps))
+    remedy = "Train again: attach(trainer, MemoryReportCallback())"
+    found = read_json(text, RunData, (FORMAT,), path=name, what="a run", remedy=remedy, check=_check_steps)
+    return cast(RunData, found)
 
 
 def _check_steps(told: RunData) -> None:
