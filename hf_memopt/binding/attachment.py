@@ -187,17 +187,14 @@ def _keep_used_columns(trainer: Any) -> UndoHandle:
         if isinstance(trainer.train_dataset, TrainingView):
             trainer.train_dataset.keep_columns(used_columns(trainer))
 
-    def keeping(before: Callable[..., Any]) -> Callable[..., Any]:
-        def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
-            keep_columns()
-            return before(*args, **kwargs)
-
-        return get_train_dataloader
+    def get_train_dataloader(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        keep_columns()
+        return before(*args, **kwargs)
 
     keep_columns()
     if is_overridden(trainer, "get_train_dataloader", KEEPS_COLUMNS):
         return undo_all()
-    override = override_method(trainer, "get_train_dataloader", keeping, purpose=KEEPS_COLUMNS)
+    override = override_method(trainer, "get_train_dataloader", get_train_dataloader, purpose=KEEPS_COLUMNS)
     return undo_all(UndoHandle(partial(view.keep_columns, None)), override)
 
 
@@ -210,27 +207,21 @@ def _evaluate_in_order(trainer: Any) -> UndoHandle:
     if is_overridden(trainer, "evaluation_loop", RESTORES_ORDER):
         return undo_all()
 
-    def in_order(before: Callable[..., Any]) -> Callable[..., Any]:
-        def evaluation_loop(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-            dataset = getattr(dataloader, "dataset", None)
+    def evaluation_loop(before: Callable[..., Any], dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        dataset = getattr(dataloader, "dataset", None)
+        _check_evaluation(trainer, dataset)
+        if not isinstance(dataset, EvaluationView):
+            return before(dataloader, *args, **kwargs)
+        return dataset.evaluate_in_order(trainer, before, dataloader, *args, **kwargs)
+
+    def get_dataloader(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for dataset in (*args, *kwargs.values()):  # before a sampler reads it
             _check_evaluation(trainer, dataset)
-            if not isinstance(dataset, EvaluationView):
-                return before(dataloader, *args, **kwargs)
-            return dataset.evaluate_in_order(trainer, before, dataloader, *args, **kwargs)
-
-        return evaluation_loop
-
-    def checking(before: Callable[..., Any]) -> Callable[..., Any]:
-        def get_dataloader(*args: Any, **kwargs: Any) -> Any:
-            for dataset in (*args, *kwargs.values()):  # before a sampler reads it
-                _check_evaluation(trainer, dataset)
-            return before(*args, **kwargs)
-
-        return get_dataloader
+        return before(*args, **kwargs)
 
     names = ("get_eval_dataloader", "get_test_dataloader")
-    checks = [override_method(trainer, name, checking) for name in names]
-    return undo_all(*checks, override_method(trainer, "evaluation_loop", in_order, purpose=RESTORES_ORDER))
+    checks = [override_method(trainer, name, get_dataloader) for name in names]
+    return undo_all(*checks, override_method(trainer, "evaluation_loop", evaluation_loop, purpose=RESTORES_ORDER))
 
 
 def _check_evaluation(trainer: Any, dataset: Any) -> None:

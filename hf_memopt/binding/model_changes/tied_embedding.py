@@ -135,34 +135,30 @@ def _check(embedding: Any) -> None:
 
 
 def _by_distinct_tokens(
-    embedding: Any, rows: _RowsOfTheWeight, before: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
-    """Return a forward that looks its tokens up in a small table, the rows of those that occur.
+    embedding: Any, rows: _RowsOfTheWeight, before: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Do the forward of embeddings by looking the tokens up in a small table, the rows of those that occur.
 
     ids (batch, seq) -> distinct (distinct,), places (batch, seq); weight (vocabulary, hidden) -> table (distinct,
     hidden). The embeddings' own forward runs on the table, with the places for ids, and does all else that it does.
     torch's kernel sums the gradients of repeated tokens within the table, in stock's order and precision.
     """
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        ids = args[0] if len(args) == 1 else None
-        weight = embedding.weight
-        is_trained = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
-        if not is_trained or kwargs or not isinstance(ids, torch.Tensor) or not ids.numel():
-            return before(*args, **kwargs)
-        rows.watch(weight)
-        distinct, places = _distinct(ids)
-        padding = embedding.padding_idx
-        # an attribute of the object hides the parameter of that name
-        vars(embedding)["weight"] = _Table.apply(weight, distinct, padding, rows)  # type: ignore[no-untyped-call]
-        embedding.padding_idx = None  # places are no ids
-        try:
-            return before(places)
-        finally:
-            del vars(embedding)["weight"]
-            embedding.padding_idx = padding
-
-    return forward
+    ids = args[0] if len(args) == 1 else None
+    weight = embedding.weight
+    is_trained = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
+    if not is_trained or kwargs or not isinstance(ids, torch.Tensor) or not ids.numel():
+        return before(*args, **kwargs)
+    rows.watch(weight)
+    distinct, places = _distinct(ids)
+    padding = embedding.padding_idx
+    # an attribute of the object hides the parameter of that name
+    vars(embedding)["weight"] = _Table.apply(weight, distinct, padding, rows)  # type: ignore[no-untyped-call]
+    embedding.padding_idx = None  # places are no ids
+    try:
+        return before(places)
+    finally:
+        del vars(embedding)["weight"]
+        embedding.padding_idx = padding
 
 
 def _distinct(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -165,17 +165,12 @@ class CheckpointingCallback(TechniqueCallback):
         _check_compiled(self.policy, trainer.args)
         if self.binding.trainer is trainer:
             return self.binding.handle
-        fraction = self._parsed.fraction
-
-        def within_budget(before: Callable[..., Any]) -> Callable[..., Any]:
-            def training_step(*args: Any, **kwargs: Any) -> Any:
-                with activation_memory_budget(fraction):  # read where a graph is compiled, within its forward pass
-                    return before(*args, **kwargs)
-
-            return training_step
-
-        self.handle = self.binding.to(trainer, override_method(trainer, "training_step", within_budget))
+        self.handle = self.binding.to(trainer, override_method(trainer, "training_step", self._within_budget))
         return self.handle
+
+    def _within_budget(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with activation_memory_budget(self._parsed.fraction):  # read where a graph is compiled, in its forward pass
+            return before(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Switch the policy on in the model that is trained."""

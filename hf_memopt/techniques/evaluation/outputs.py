@@ -77,15 +77,13 @@ class KeptOutputs:
         self._check_room(self._kept_bytes)  # the first batch may have been a short one
         return outputs
 
-    def wrap_prediction_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def prediction_step(
+        self, before: Callable[..., Any], model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Note inputs and loss of the first batch, which ``compute_metrics`` may get."""
-
-        def prediction_step(model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            found = before(model, inputs, *args, **kwargs)
-            self._batch = (inputs, found[0]) if self.why_whole is None else None
-            return found
-
-        return prediction_step
+        found = before(model, inputs, *args, **kwargs)
+        self._batch = (inputs, found[0]) if self.why_whole is None else None
+        return found
 
     def _checked(self, logits: Any, labels: Any) -> tuple[str, ...]:
         """Return why predictions stay whole: one answer for all processes, each of which checks its own rows.
