@@ -32,7 +32,6 @@ from hf_memopt import (
     attach,
 )
 from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.compatibility.refusals import every_refusal
 from hf_memopt.binding.model_changes import add_adapters
 from hf_memopt.binding.undo import override_method
 from hf_memopt.binding.versions import fsdp_arguments, fsdp_environment
@@ -227,9 +226,8 @@ def of_nonfinite(folder: Path, case: str) -> dict[str, Any]:
 def of_refusals(folder: Path, case: str) -> dict[str, Any]:
     """What attach says to each technique that is refused, and to what one cannot work with."""
     found = {}
-    for refusal in every_refusal():
-        if refusal.other == "FSDP2" and refusal.one in TECHNIQUES:
-            name = refusal.one
+    for name, technique in TECHNIQUES.items():
+        if "FSDP2" in technique.refused:
             found[name] = refused(lambda name=name: classification(folder / case, (name,), **pair("BertLayer")))
     found["micro-batching without a limit"] = refused(lambda: causal_lm(folder / case, MicrobatchCallback(), **pair()))
     paged = {"optim": "paged_adamw_8bit"}

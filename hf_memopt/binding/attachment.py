@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
+from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.losses import repair_gradient_scale
 from hf_memopt.binding.model import used_columns
@@ -17,8 +18,6 @@ from hf_memopt.changes import CHANGES
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
-
-    from hf_memopt.binding.callback_binding import Binding
 
 __all__ = ["attach", "refuse_data_parallel"]
 
@@ -79,7 +78,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         for callback in callbacks:
             if callback not in trainer.callback_handler.callbacks:
                 trainer.add_callback(callback)
-                handles.append(UndoHandle(partial(_remove_callback, trainer, callback)))
+                handles.append(UndoHandle(partial(trainer.pop_callback, callback)))  # no error if it is gone
         handles.append(repair_gradient_scale(trainer))  # before callbacks: a memory report begins to measure when bound
         for callback in sorted(trainer.callback_handler.callbacks, key=_is_outermost):
             if isinstance(callback, AttachedCallback):
@@ -101,10 +100,6 @@ def _keep_handles(trainer: Trainer, handles: list[UndoHandle]) -> None:
         setattr(trainer, HANDLE, undo_all(*([] if earlier is None else [earlier]), *handles))
 
 
-def _remove_callback(trainer: Trainer, callback: TrainerCallback) -> None:
-    trainer.pop_callback(callback)  # unlike remove_callback no error if the user has removed it already
-
-
 def _checked(owner: object, handle: Any) -> UndoHandle:
     """Return the handle of a part or callback, which may be a user's own."""
     if not isinstance(handle, RemovableHandle):
@@ -122,8 +117,6 @@ def _is_outermost(callback: TrainerCallback) -> bool:
 
 
 def _binding_of(callback: Any) -> Binding | None:
-    from hf_memopt.binding.callback_binding import Binding
-
     binding = getattr(callback, "binding", None)
     return binding if isinstance(binding, Binding) else None
 
@@ -132,7 +125,7 @@ def _check_types(trainer: Any, callbacks: Iterable[Any]) -> None:
     from transformers import Trainer, TrainerCallback
 
     if not isinstance(trainer, Trainer):
-        inside = [name for name, value in _attributes(trainer).items() if isinstance(value, Trainer)]
+        inside = [name for name, value in getattr(trainer, "__dict__", {}).items() if isinstance(value, Trainer)]
         raise TypeError(
             f"trainer={_named(trainer)} is not a transformers.Trainer; expected the Trainer that trains. "
             + (f"Pass the one inside it: attach(trainer.{inside[0]})" if inside else "Call attach(Trainer(model, ...))")
@@ -144,10 +137,6 @@ def _check_types(trainer: Any, callbacks: Iterable[Any]) -> None:
                 f"callbacks={_named(callback)} is not a TrainerCallback; expected instances. "
                 f"Call attach(trainer, {name}(...))"
             )
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    return {} if isinstance(value, type) else getattr(value, "__dict__", {})
 
 
 def _named(value: Any) -> str:

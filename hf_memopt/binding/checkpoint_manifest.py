@@ -29,9 +29,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -40,9 +41,6 @@ from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, u
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
 from hf_memopt.whole_files import write_whole
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["MANIFEST", "checkpoint_to_resume", "keep_manifests", "own_checkpoint", "remove_stale", "why_not_whole"]
 

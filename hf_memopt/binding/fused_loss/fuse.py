@@ -55,14 +55,6 @@ class FusionRecord:
         self.warned = False
         self._layers, self._chunks = layers, chunks
 
-    def note_fused(self) -> None:
-        """Count a loss without logits."""
-        self.fused += 1
-
-    def note(self, operation: str) -> None:
-        """Count an operation that needed the real logits."""
-        self.real[operation] += 1
-
     def changes(self) -> list[Change]:
         """Return what was done so far, one ``Change`` for each kind."""
         found = []

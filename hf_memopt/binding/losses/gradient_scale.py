@@ -16,18 +16,16 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves  # private: pinned by a test, seen in torch 2.6 to 2.13
 
 from hf_memopt.binding.losses.known_losses import counts_items
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, set_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["repair_gradient_scale"]
 

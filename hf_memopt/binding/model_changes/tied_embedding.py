@@ -113,22 +113,17 @@ def tied_embeddings(model: nn.Module) -> list[Any]:
 
 
 def _check(embedding: Any) -> None:
-    kind, weight = type(embedding).__name__, embedding.weight
+    kind = type(embedding.weight)
     if not isinstance(embedding, nn.Embedding):
-        raise ValueError(
-            f"embeddings=<{kind}> are not known to read rows of a weight; expected an nn.Embedding. "
-            "Leave sparse_tied_embedding out"
-        )
-    if embedding.max_norm is not None:
-        raise ValueError(
-            f"embeddings=<{kind}>, max_norm={embedding.max_norm!r} changes the weight in each forward pass; expected "
-            "max_norm=None. Leave sparse_tied_embedding out"
-        )
-    if type(weight) is not nn.Parameter:  # a DTensor, a quantised weight
-        raise ValueError(
-            f"embeddings=<{kind}> have a weight of class {type(weight).__name__}, which is sharded or packed; expected "
-            "a plain parameter. Leave sparse_tied_embedding out"
-        )
+        problem, rule = " are not known to read rows of a weight", "an nn.Embedding"
+    elif embedding.max_norm is not None:
+        problem, rule = f", max_norm={embedding.max_norm!r} changes the weight in each forward pass", "max_norm=None"
+    elif kind is not nn.Parameter:  # a DTensor, a quantised weight
+        problem, rule = f" have a weight of class {kind.__name__}, which is sharded or packed", "a plain parameter"
+    else:
+        return
+    name = type(embedding).__name__
+    raise ValueError(f"embeddings=<{name}>{problem}; expected {rule}. Leave sparse_tied_embedding out")
 
 
 # ---- The forward pass -----------------------------------------------------------------------------------------------

@@ -36,9 +36,9 @@ class UndoHandle(RemovableHandle):
         ['undone']
     """
 
-    def __init__(self, undo: Callable[[], None]) -> None:
+    def __init__(self, undo: Callable[[], object]) -> None:
         super().__init__(OrderedDict())
-        self._undo: Callable[[], None] | None = undo
+        self._undo: Callable[[], object] | None = undo
 
     def __reduce__(self) -> tuple[Any, ...]:
         return nothing_to_undo, ()

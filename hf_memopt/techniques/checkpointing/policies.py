@@ -182,17 +182,13 @@ class CheckpointingCallback(TechniqueCallback):
         if self._handles.model is model:
             self._handles.remove()  # a second train() with the same model: one undo has to be enough
         self.handle = self._handles.keep(model, checkpoint_layers(model, self.policy, offload=self.offload))
-        self._record(args)
+        is_asked, options = checkpointing_of(args)
+        if is_asked:
+            reason = "the callback replaces the arguments' own"
+            add_change(self.changes, Change("checkpointing", options or "full", self.policy, reason))
         layers = list(_checkpointing_layers(model))
         recomputed = sum(layer.gradient_checkpointing for layer in layers)
         logger.info(f"CheckpointingCallback recomputes {recomputed} of {len(layers)} layers, by policy {self.policy!r}")
-
-    def _record(self, args: TrainingArguments) -> None:
-        is_asked, options = checkpointing_of(args)
-        if not is_asked:
-            return
-        reason = "the callback replaces the arguments' own"
-        add_change(self.changes, Change("checkpointing", options or "full", self.policy, reason))
 
 
 # ---- Policies -------------------------------------------------------------------------------------------------------

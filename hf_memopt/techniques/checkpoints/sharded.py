@@ -215,7 +215,12 @@ class ShardedCheckpointCallback(TechniqueCallback):
     technique = "sharded checkpoints"
 
     def __init__(self, max_shard_bytes: int | str = "1GB") -> None:
-        self.max_shard_bytes = _checked_size(max_shard_bytes)
+        self.max_shard_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
+        if self.max_shard_bytes == 0:
+            raise ValueError(
+                f"max_shard_bytes={max_shard_bytes!r} is invalid; expected 1 byte or more. "
+                "Write, for example, max_shard_bytes='1GB'."
+            )
         super().__init__(self.max_shard_bytes)
         self._is_resuming = False
         self._loading = ExitStack()  # overrides from the creation of the scheduler until the state is loaded
@@ -276,16 +281,6 @@ class ShardedCheckpointCallback(TechniqueCallback):
 
 def _maps_state(trainer: Trainer) -> bool:
     return trainer.args.device.type != "cpu"
-
-
-def _checked_size(max_shard_bytes: int | str) -> int:
-    size_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
-    if size_bytes == 0:
-        raise ValueError(
-            f"max_shard_bytes={max_shard_bytes!r} is invalid; expected 1 byte or more. "
-            "Write, for example, max_shard_bytes='1GB'."
-        )
-    return size_bytes
 
 
 LeanCheckpointCallback = ShardedCheckpointCallback  # its former name

@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from hf_memopt.binding.compatibility import check_compatibility
@@ -31,9 +32,6 @@ from hf_memopt.techniques import TechniqueCallback
 from hf_memopt.techniques.evaluation.outputs import KeptOutputs, Reduce
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.units import parse_bytes
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = [
     "EvaluationGuardCallback",

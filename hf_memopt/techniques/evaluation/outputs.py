@@ -10,19 +10,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from transformers import Trainer
 
 from hf_memopt.binding.model import tensors_in
 from hf_memopt.devices.readings import read_memory
 from hf_memopt.notices import notify
 from hf_memopt.techniques.evaluation.metric_check import Reduce, why_whole
 from hf_memopt.units import format_bytes
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["KeptOutputs", "Reduce", "tensor_bytes"]
 

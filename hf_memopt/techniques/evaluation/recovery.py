@@ -17,12 +17,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
+from transformers import Trainer
 
 from hf_memopt.binding.losses import HookChangesError, KnownLoss, full_name, known_loss, observed_hooks
 from hf_memopt.binding.model import IGNORED_LABEL, unwrap_parallel
@@ -40,9 +41,6 @@ from hf_memopt.techniques.microbatching import (
     splittable_batch_reason,
     splittable_reason,
 )
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["recover_predictions"]
 

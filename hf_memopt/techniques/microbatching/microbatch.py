@@ -38,7 +38,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from transformers import Trainer
 
 from hf_memopt.binding.losses import stated_loss
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, undo_all
@@ -49,9 +51,6 @@ from hf_memopt.techniques import TechniqueCallback
 from hf_memopt.techniques.evaluation import recover_predictions
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, microbatch_limits, saved_limits
 from hf_memopt.techniques.microbatching.step import MicrobatchedStep
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["MicrobatchCallback", "run_in_microbatches"]
 

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
 from torch import nn
+from transformers import Trainer, TrainerCallback
 
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.binding.compatibility import check_compatibility
@@ -51,9 +52,6 @@ from hf_memopt.techniques.microbatching.whole_micro_batches import (
 )
 from hf_memopt.techniques.nonfinite import example_indices
 from hf_memopt.units import format_bytes
-
-if TYPE_CHECKING:
-    from transformers import Trainer, TrainerCallback
 
 __all__ = ["MicrobatchedStep"]
 
@@ -131,7 +129,7 @@ class MicrobatchedStep:
 
     def train(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Check the settings again, which may have changed, and look the loss up again: the model may be new."""
-        check_compatibility(self._trainer(), cast("TrainerCallback", self))
+        check_compatibility(self._trainer(), cast(TrainerCallback, self))
         self._begin_run()
         self._tally.restart()
         begin = time.perf_counter()

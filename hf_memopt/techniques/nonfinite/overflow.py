@@ -30,9 +30,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import Trainer
 
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.undo import RandomState, UndoHandle, is_overridden, override_method, remove_all
@@ -45,9 +46,6 @@ from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_gradients, 
 from hf_memopt.techniques.nonfinite.indices import example_indices
 from hf_memopt.techniques.nonfinite.report import OverflowReport, save_batch, write_reports
 from hf_memopt.whole_files import warn_unwritten
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["OverflowCallback"]
 
