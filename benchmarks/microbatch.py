@@ -129,7 +129,7 @@ def overhead(tokenizer: Any, rows: list[dict[str, Any]], folder: str) -> dict[st
 
     inputs = trainer.data_collator(few[:MICROBATCH_ROWS])
     loss = trainer.compute_loss(trainer.model, dict(inputs)).detach()
-    override_method(trainer, "training_step", lambda before: lambda *args: loss)
+    override_method(trainer, "training_step", lambda before, *args: loss)
     bare = seconds_per_call(trainer, inputs)
     extra = seconds_per_call(attached(trainer), inputs) - bare
     return {"callback_seconds": extra, "step_seconds": real, "fraction": extra / real}

@@ -13,13 +13,38 @@ from results_file import markdown
 from typer.testing import CliRunner
 
 from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.compatibility.refusals import PARTS, RUN, SETTINGS, every_refusal
+from hf_memopt.binding.compatibility.refusals import SETTINGS
 from hf_memopt.cli.app import app
 from hf_memopt.recipes import PRESETS, preset_rows
-from hf_memopt.technique_list import ENGINES, TECHNIQUES, Refusal
+from hf_memopt.technique_list import ENGINES, TECHNIQUES, VARIANTS, Refusal
 
 TESTED = Path(__file__).resolve().parent.parent / "tests" / "compat" / "results.jsonl"
 WIDTH = "80"
+
+PARTS: Mapping[str, str] = {
+    "exact_loss": "compute_loss_func=exact_loss(model)",
+    "gradient-scale repair": "what attach does for a head that ignores num_items_in_batch",
+    "LoRA": "adapters of peft",
+    "bitsandbytes optimizer": "its optimizers in 8 and 32 bits, paged or not",
+}
+"""What is not a technique with a name of its own, but can be incompatible with an engine all the same."""
+
+RUN_IN_ONE_PROCESS = (
+    "bf16",
+    "accumulation",
+    "norm clipping",
+    "NEFTune",
+    "reentrant checkpointing",
+    "auto_find_batch_size",
+)
+RUN = (*RUN_IN_ONE_PROCESS, "DDP", "DDP, default flags", "FSDP2")
+"""The settings with which the tests run every technique that is not refused, in one process or in two."""
+
+
+def every_refusal() -> tuple[Refusal, ...]:
+    """Return every pair that is refused, in the order of the techniques."""
+    listed = (*TECHNIQUES.values(), *VARIANTS.values())
+    return tuple(refusal for technique in listed for refusal in technique.refusals())
 
 
 def cli_help() -> str:

@@ -32,7 +32,6 @@ from hf_memopt import (
     attach,
 )
 from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.compatibility.refusals import every_refusal
 from hf_memopt.binding.model_changes import add_adapters
 from hf_memopt.binding.undo import override_method
 from hf_memopt.binding.versions import fsdp_arguments, fsdp_environment
@@ -101,17 +100,14 @@ def causal_lm(folder: Path, *callbacks: Any, lora: bool = False, rows: Any = Non
 def spoil(trainer: Any, here: bool) -> None:
     """Make the loss of the second step not finite, and a gradient of the third."""
 
-    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            loss = before(model, inputs, *args, **kwargs)
-            step = trainer.state.global_step + 1
-            if here and step == 3:
-                loss.register_hook(lambda gradient: gradient * math.inf)
-            return loss * math.nan if here and step == 2 else loss
+    def compute_loss(before: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = before(model, inputs, *args, **kwargs)
+        step = trainer.state.global_step + 1
+        if here and step == 3:
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss * math.nan if here and step == 2 else loss
 
-        return compute_loss
-
-    override_method(trainer, "compute_loss", wrap)
+    override_method(trainer, "compute_loss", compute_loss)
 
 
 # ---- Cases ----------------------------------------------------------------------------------------------------------
@@ -121,16 +117,13 @@ def trained(trainer: Any, folder: Path, case: str, **train: Any) -> dict[str, An
     """Train, and return the losses and the rows of each step in this process; write the weights."""
     seen: list[list[Any]] = []
 
-    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
-        def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            masks = inputs["attention_mask"].bool()
-            rows = [ids[mask].tolist() for ids, mask in zip(inputs["input_ids"], masks, strict=True)]
-            seen.append([rows, inputs["labels"].tolist()])
-            return before(model, inputs, *args, **kwargs)
+    def training_step(before: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        masks = inputs["attention_mask"].bool()
+        rows = [ids[mask].tolist() for ids, mask in zip(inputs["input_ids"], masks, strict=True)]
+        seen.append([rows, inputs["labels"].tolist()])
+        return before(model, inputs, *args, **kwargs)
 
-        return training_step
-
-    override_method(trainer, "training_step", wrap)
+    override_method(trainer, "training_step", training_step)
     trainer.train(**train)
     check_engine(trainer, engine())
     weights = whole_weights(trainer)
@@ -233,9 +226,8 @@ def of_nonfinite(folder: Path, case: str) -> dict[str, Any]:
 def of_refusals(folder: Path, case: str) -> dict[str, Any]:
     """What attach says to each technique that is refused, and to what one cannot work with."""
     found = {}
-    for refusal in every_refusal():
-        if refusal.other == "FSDP2" and refusal.one in TECHNIQUES:
-            name = refusal.one
+    for name, technique in TECHNIQUES.items():
+        if "FSDP2" in technique.refused:
             found[name] = refused(lambda name=name: classification(folder / case, (name,), **pair("BertLayer")))
     found["micro-batching without a limit"] = refused(lambda: causal_lm(folder / case, MicrobatchCallback(), **pair()))
     paged = {"optim": "paged_adamw_8bit"}

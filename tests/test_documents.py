@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import table
+from table_of_code import PARTS, RUN
 
 import hf_memopt
 from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.compatibility.refusals import PARTS, RUN, SETTINGS
+from hf_memopt.binding.compatibility.refusals import SETTINGS
 from hf_memopt.technique_list import ENGINES, TECHNIQUES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -337,18 +337,15 @@ def _bind_count(trainer: Trainer, *, shifts_labels: bool) -> UndoHandle:
     ignored. The method is private; the same in 5.8.1, 5.17.0 and 5.23.0, pinned by tests.
     """
 
-    def counting(before: Callable[..., Any]) -> Callable[..., Any]:
-        def count(batch_samples: list[Any], device: torch.device) -> Any:
-            if shifts_labels:
-                batch_samples = [_without_first_labels(batch) for batch in batch_samples]
-            items = before(batch_samples, device)
-            if torch.is_tensor(items):
-                setattr(items, COUNTED, True)
-            return items
+    def count(before: Callable[..., Any], batch_samples: list[Any], device: torch.device) -> Any:
+        if shifts_labels:
+            batch_samples = [_without_first_labels(batch) for batch in batch_samples]
+        items = before(batch_samples, device)
+        if torch.is_tensor(items):
+            setattr(items, COUNTED, True)
+        return items
 
-        return count
-
-    return override_method(trainer, COUNTING_METHOD, counting, purpose=COUNTED)
+    return override_method(trainer, COUNTING_METHOD, count, purpose=COUNTED)
 
 
 def _without_first_labels(batch: Any) -> Any:
@@ -363,19 +360,18 @@ def _without_first_labels(batch: Any) -> Any:
 def _bind_decoder_inputs(trainer: Trainer, model_name: str) -> UndoHandle:
     """Let ``trainer`` make ``decoder_input_ids`` from the labels, as the model would if it saw them."""
 
-    def completing(before: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            names = ("decoder_input_ids", "decoder_inputs_embeds")
-            if "labels" in inputs and all(inputs.get(name) is None for name in names):
-                shift_labels = getattr(unwrap_model(trainer.model), "prepare_decoder_input_ids_from_labels", None)
-                if shift_labels is None:
-                    raise ValueError(
-                        f"decoder_input_ids are missing, and {model_name} has no prepare_decoder_input_ids_from_labels;"
-                        " expected them in the data. Leave compute_loss_func out, or add the column."
-                    )
-                inputs = {**inputs, "decoder_input_ids": shift_labels(labels=inputs["labels"])}
-            return before(model, inputs, *args, **kwargs)
+    def compute_loss(
+        before: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        names = ("decoder_input_ids", "decoder_inputs_embeds")
+        if "labels" in inputs and all(inputs.get(name) is None for name in names):
+            shift_labels = getattr(unwrap_model(trainer.model), "prepare_decoder_input_ids_from_labels", None)
+            if shift_labels is None:
+                raise ValueError(
+                    f"decoder_input_ids are missing, and {model_name} has no prepare_decoder_input_ids_from_labels;"
+                    " expected them in the data. Leave compute_loss_func out, or add the column."
+                )
+            inputs = {**inputs, "decoder_input_ids": shift_labels(labels=inputs["labels"])}
+        return before(model, inputs, *args, **kwargs)
 
-        return compute_loss
-
-    return override_method(trainer, "compute_loss", completing)
+    return override_method(trainer, "compute_loss", compute_loss)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
+from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.losses import repair_gradient_scale
 from hf_memopt.binding.model import used_columns
@@ -17,8 +18,6 @@ from hf_memopt.changes import CHANGES
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
-
-    from hf_memopt.binding.callback_binding import Binding
 
 __all__ = ["attach", "refuse_data_parallel"]
 
@@ -79,7 +78,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         for callback in callbacks:
             if callback not in trainer.callback_handler.callbacks:
                 trainer.add_callback(callback)
-                handles.append(UndoHandle(partial(_remove_callback, trainer, callback)))
+                handles.append(UndoHandle(partial(trainer.pop_callback, callback)))  # no error if it is gone
         handles.append(repair_gradient_scale(trainer))  # before callbacks: a memory report begins to measure when bound
         for callback in sorted(trainer.callback_handler.callbacks, key=_is_outermost):
             if isinstance(callback, AttachedCallback):
@@ -101,10 +100,6 @@ def _keep_handles(trainer: Trainer, handles: list[UndoHandle]) -> None:
         setattr(trainer, HANDLE, undo_all(*([] if earlier is None else [earlier]), *handles))
 
 
-def _remove_callback(trainer: Trainer, callback: TrainerCallback) -> None:
-    trainer.pop_callback(callback)  # unlike remove_callback no error if the user has removed it already
-
-
 def _checked(owner: object, handle: Any) -> UndoHandle:
     """Return the handle of a part or callback, which may be a user's own."""
     if not isinstance(handle, RemovableHandle):
@@ -122,8 +117,6 @@ def _is_outermost(callback: TrainerCallback) -> bool:
 
 
 def _binding_of(callback: Any) -> Binding | None:
-    from hf_memopt.binding.callback_binding import Binding
-
     binding = getattr(callback, "binding", None)
     return binding if isinstance(binding, Binding) else None
 
@@ -132,7 +125,7 @@ def _check_types(trainer: Any, callbacks: Iterable[Any]) -> None:
     from transformers import Trainer, TrainerCallback
 
     if not isinstance(trainer, Trainer):
-        inside = [name for name, value in _attributes(trainer).items() if isinstance(value, Trainer)]
+        inside = [name for name, value in getattr(trainer, "__dict__", {}).items() if isinstance(value, Trainer)]
         raise TypeError(
             f"trainer={_named(trainer)} is not a transformers.Trainer; expected the Trainer that trains. "
             + (f"Pass the one inside it: attach(trainer.{inside[0]})" if inside else "Call attach(Trainer(model, ...))")
@@ -144,10 +137,6 @@ def _check_types(trainer: Any, callbacks: Iterable[Any]) -> None:
                 f"callbacks={_named(callback)} is not a TrainerCallback; expected instances. "
                 f"Call attach(trainer, {name}(...))"
             )
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    return {} if isinstance(value, type) else getattr(value, "__dict__", {})
 
 
 def _named(value: Any) -> str:
@@ -187,17 +176,14 @@ def _keep_used_columns(trainer: Any) -> UndoHandle:
         if isinstance(trainer.train_dataset, TrainingView):
             trainer.train_dataset.keep_columns(used_columns(trainer))
 
-    def keeping(before: Callable[..., Any]) -> Callable[..., Any]:
-        def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
-            keep_columns()
-            return before(*args, **kwargs)
-
-        return get_train_dataloader
+    def get_train_dataloader(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        keep_columns()
+        return before(*args, **kwargs)
 
     keep_columns()
     if is_overridden(trainer, "get_train_dataloader", KEEPS_COLUMNS):
         return undo_all()
-    override = override_method(trainer, "get_train_dataloader", keeping, purpose=KEEPS_COLUMNS)
+    override = override_method(trainer, "get_train_dataloader", get_train_dataloader, purpose=KEEPS_COLUMNS)
     return undo_all(UndoHandle(partial(view.keep_columns, None)), override)
 
 
@@ -210,27 +196,21 @@ def _evaluate_in_order(trainer: Any) -> UndoHandle:
     if is_overridden(trainer, "evaluation_loop", RESTORES_ORDER):
         return undo_all()
 
-    def in_order(before: Callable[..., Any]) -> Callable[..., Any]:
-        def evaluation_loop(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-            dataset = getattr(dataloader, "dataset", None)
+    def evaluation_loop(before: Callable[..., Any], dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        dataset = getattr(dataloader, "dataset", None)
+        _check_evaluation(trainer, dataset)
+        if not isinstance(dataset, EvaluationView):
+            return before(dataloader, *args, **kwargs)
+        return dataset.evaluate_in_order(trainer, before, dataloader, *args, **kwargs)
+
+    def get_dataloader(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for dataset in (*args, *kwargs.values()):  # before a sampler reads it
             _check_evaluation(trainer, dataset)
-            if not isinstance(dataset, EvaluationView):
-                return before(dataloader, *args, **kwargs)
-            return dataset.evaluate_in_order(trainer, before, dataloader, *args, **kwargs)
-
-        return evaluation_loop
-
-    def checking(before: Callable[..., Any]) -> Callable[..., Any]:
-        def get_dataloader(*args: Any, **kwargs: Any) -> Any:
-            for dataset in (*args, *kwargs.values()):  # before a sampler reads it
-                _check_evaluation(trainer, dataset)
-            return before(*args, **kwargs)
-
-        return get_dataloader
+        return before(*args, **kwargs)
 
     names = ("get_eval_dataloader", "get_test_dataloader")
-    checks = [override_method(trainer, name, checking) for name in names]
-    return undo_all(*checks, override_method(trainer, "evaluation_loop", in_order, purpose=RESTORES_ORDER))
+    checks = [override_method(trainer, name, get_dataloader) for name in names]
+    return undo_all(*checks, override_method(trainer, "evaluation_loop", evaluation_loop, purpose=RESTORES_ORDER))
 
 
 def _check_evaluation(trainer: Any, dataset: Any) -> None:

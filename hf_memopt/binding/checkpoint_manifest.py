@@ -29,9 +29,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -40,9 +41,6 @@ from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, u
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
 from hf_memopt.whole_files import write_whole
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["MANIFEST", "checkpoint_to_resume", "keep_manifests", "own_checkpoint", "remove_stale", "why_not_whole"]
 
@@ -80,22 +78,19 @@ def keep_manifests(trainer: Trainer) -> UndoHandle:
         return undo_all()
     saving = _Saving(trainer)
 
-    def resuming(before: Callable[..., Any]) -> Callable[..., Any]:
-        def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            folder, is_writer = trainer.args.output_dir or "", trainer.args.should_save
-            for pattern in (UNFINISHED, f"{PREFIX_CHECKPOINT_DIR}-*/{UNFINISHED}") if is_writer else ():
-                for left in Path(folder).glob(pattern):
-                    with suppress(OSError):
-                        left.unlink()
-            return before(checkpoint_to_resume(resume_from_checkpoint, folder, is_reader=is_writer), *args, **kwargs)
-
-        return train
+    def train(before: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        folder, is_writer = trainer.args.output_dir or "", trainer.args.should_save
+        for pattern in (UNFINISHED, f"{PREFIX_CHECKPOINT_DIR}-*/{UNFINISHED}") if is_writer else ():
+            for left in Path(folder).glob(pattern):
+                with suppress(OSError):
+                    left.unlink()
+        return before(checkpoint_to_resume(resume_from_checkpoint, folder, is_reader=is_writer), *args, **kwargs)
 
     return undo_all(
-        override_method(trainer, "save_model", saving.wrap_save_model, purpose=MANIFEST),
-        override_method(trainer, "_save_checkpoint", saving.wrap_save_checkpoint),
-        override_method(trainer.callback_handler, "on_save", saving.wrap_on_save),
-        override_method(trainer, "train", resuming),
+        override_method(trainer, "save_model", saving.save_model, purpose=MANIFEST),
+        override_method(trainer, "_save_checkpoint", saving.save_checkpoint),
+        override_method(trainer.callback_handler, "on_save", saving.on_save),
+        override_method(trainer, "train", train),
     )
 
 
@@ -113,49 +108,37 @@ class _Saving:
         self.is_ended = False
         self.saved: Mapping[Path, tuple[int, int]] = {}  # when the last checkpoint ended, here
 
-    def wrap_save_model(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def save_model(*args: Any, **kwargs: Any) -> Any:
-            if (folder := own_checkpoint(*args, **kwargs)) is not None:
-                if self.trainer.args.should_save:
-                    self.begin(folder)
-                self.trainer.accelerator.wait_for_everyone()  # what an earlier run left is gone
-            return before(*args, **kwargs)
+    def save_model(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if (folder := own_checkpoint(*args, **kwargs)) is not None:
+            if self.trainer.args.should_save:
+                self.begin(folder)
+            self.trainer.accelerator.wait_for_everyone()  # what an earlier run left is gone
+        return before(*args, **kwargs)
 
-        return save_model
-
-    def wrap_save_checkpoint(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def _save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            self.is_ended = False
-            try:
-                with override_method(self.trainer.state, "save_to_json", self.wrap_save_to_json):
-                    before(*args, **kwargs)
-                if not self.is_ended:  # the process that ends it waits for this one
-                    self.trainer.accelerator.wait_for_everyone()
-            finally:
-                self.folder = None
-
-        return _save_checkpoint
-
-    def wrap_save_to_json(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def save_to_json(*args: Any, **kwargs: Any) -> None:
-            before(*args, **kwargs)
-            if self.folder is not None:
+    def save_checkpoint(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.is_ended = False
+        try:
+            with override_method(self.trainer.state, "save_to_json", self.save_to_json):
+                before(*args, **kwargs)
+            if not self.is_ended:  # the process that ends it waits for this one
                 self.trainer.accelerator.wait_for_everyone()
-                self.is_ended = True
-                self.end(self.folder)
+        finally:
+            self.folder = None
 
-        return save_to_json
+    def save_to_json(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        before(*args, **kwargs)
+        if self.folder is not None:
+            self.trainer.accelerator.wait_for_everyone()
+            self.is_ended = True
+            self.end(self.folder)
 
-    def wrap_on_save(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def on_save(*args: Any, **kwargs: Any) -> Any:
-            control, saved, self.saved = before(*args, **kwargs), self.saved, {}
-            for path in [path for path in saved if path.name == MANIFEST]:
-                found = _stamps(path.parent)
-                if found != saved and found.get(path) == saved[path]:  # else another run saves into it by now
-                    write_whole(path, self.manifest(path.parent))
-            return control
-
-        return on_save
+    def on_save(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        control, saved, self.saved = before(*args, **kwargs), self.saved, {}
+        for path in [path for path in saved if path.name == MANIFEST]:
+            found = _stamps(path.parent)
+            if found != saved and found.get(path) == saved[path]:  # else another run saves into it by now
+                write_whole(path, self.manifest(path.parent))
+        return control
 
     def manifest(self, folder: Path) -> str:
         """Return the manifest of the files below a folder, which are on the disk then."""

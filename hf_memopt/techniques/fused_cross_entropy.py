@@ -60,8 +60,8 @@ class FusedCrossEntropyCallback(ModelCallback):
     def change_model(self, model: Any) -> None:
         """Fuse a model that is new."""
         if self._handles.model is not model or self.handle is None or self.handle.is_removed:
-            self.handle = fuse_cross_entropy(model, chunk_bytes=self.chunk_bytes)
-            self._handles.keep(model, self.handle)
+            fused = fuse_cross_entropy(model, chunk_bytes=self.chunk_bytes)
+            self.handle = FusedHandle(self._handles.keep(model, fused), fused.record)
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Fuse the model, and the loss of evaluations that want nothing else.
@@ -76,8 +76,7 @@ class FusedCrossEntropyCallback(ModelCallback):
                 "eval_accumulation_steps=1: evaluation keeps logits then"
             )
         bound, override = super().bind(trainer), override_method(trainer, "prediction_step", _without_logits)
-        if self.handle is not None:
-            self.handle.handles.append(override)
+        self._handles.keep(trainer.model, override)
         return undo_all(bound, override)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -105,9 +104,8 @@ class FusedCrossEntropyCallback(ModelCallback):
             )
 
 
-def _without_logits(before: Callable[..., Any]) -> Callable[..., Any]:
-    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        with loss_alone() if prediction_loss_only else nullcontext():
-            return before(model, inputs, prediction_loss_only, *args, **kwargs)
-
-    return prediction_step
+def _without_logits(
+    before: Callable[..., Any], model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+) -> Any:
+    with loss_alone() if prediction_loss_only else nullcontext():
+        return before(model, inputs, prediction_loss_only, *args, **kwargs)

@@ -173,7 +173,7 @@ class PrecisionCallback(TechniqueCallback):
             trainer,
             UndoHandle(self._handles.remove),
             self._disable_autocast_cache(trainer),
-            override_method(trainer, "call_model_init", self._wrap_model_init),
+            override_method(trainer, "call_model_init", self._call_model_init),
         )
         try:
             self._keep_master_weights(trainer.model, trainer.optimizer)
@@ -213,13 +213,10 @@ class PrecisionCallback(TechniqueCallback):
         reason = f"{len(weights)} trainable weights: autocast computes in 16 bits, updates need more"
         self._record("master_weights", f"16 bits, {format_bytes(size)}", f"float32, {format_bytes(2 * size)}", reason)
 
-    def _wrap_model_init(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def call_model_init(*args: Any, **kwargs: Any) -> Any:
-            model = before(*args, **kwargs)
-            self._keep_master_weights(model)
-            return model
-
-        return call_model_init
+    def _call_model_init(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = before(*args, **kwargs)
+        self._keep_master_weights(model)
+        return model
 
     def _record(self, name: str, old: Any, new: Any, reason: str) -> None:
         change = Change(name, old, new, reason)

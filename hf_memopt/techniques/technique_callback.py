@@ -11,11 +11,10 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding import Binding
 from hf_memopt.binding.undo import UndoHandle, remove_all, undo_all
+from hf_memopt.changes import Change
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-    from hf_memopt.changes import Change
 
 __all__ = ["ModelCallback", "ModelHandles", "TechniqueCallback"]
 

@@ -11,14 +11,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.model_changes import sparse_tied_embedding, tied_embeddings
+from hf_memopt.binding.undo import UndoHandle
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.techniques.technique_callback import ModelCallback
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-    from hf_memopt.binding.undo import UndoHandle
 
 __all__ = ["TiedEmbeddingCallback", "sparse_tied_embedding", "tied_embeddings"]
 

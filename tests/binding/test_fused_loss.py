@@ -419,7 +419,7 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "no module",
         lambda: "gpt2",
         TypeError,
-        "model=<str> is not a module; expected a language model of transformers. Pass the model that from_pretrained "
+        "model='gpt2' is not a torch.nn.Module; expected the model to train. Pass the model that from_pretrained "
         "returns",
     ),
     (

@@ -25,16 +25,13 @@ class Speaker:
         return " ".join([word] * times)
 
 
-def framed(mark: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def framed(mark: str) -> Callable[..., str]:
     """Put a mark on either side of what the method before returns."""
 
-    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
-        def say(*args: Any, **kwargs: Any) -> str:
-            return f"{mark}{before(*args, **kwargs)}{mark}"
+    def say(before: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+        return f"{mark}{before(*args, **kwargs)}{mark}"
 
-        return say
-
-    return wrap
+    return say
 
 
 def test_a_handle_undoes_once() -> None:
@@ -116,10 +113,8 @@ def test_what_another_put_on_top_stays() -> None:
     assert speaker.say("a") == "(a)"
 
 
-def test_an_override_that_fails_to_wrap_leaves_nothing() -> None:
+def test_an_override_of_no_method_leaves_nothing() -> None:
     speaker = Speaker()
-    with pytest.raises(ZeroDivisionError):
-        override_method(speaker, "say", lambda before: 1 / 0)
     with pytest.raises(AttributeError):
         override_method(speaker, "shout", framed("-"))
     assert vars(speaker) == {}
@@ -193,7 +188,7 @@ def test_a_handle_keeps_neither_object_nor_override_alive() -> None:
 
     speaker, told = Speaker(), Told()
     references = weakref.ref(speaker), weakref.ref(told)
-    handle = override_method(speaker, "say", lambda before, told=told: lambda word: (told, before(word)))
+    handle = override_method(speaker, "say", lambda before, word, told=told: (told, before(word)))
     del speaker, told
     gc.collect()
     assert [reference() for reference in references] == [None, None]
@@ -206,7 +201,7 @@ def test_a_removed_override_lets_go_of_what_it_held() -> None:
 
     speaker, told = Speaker(), Told()
     reference = weakref.ref(told)
-    handle = override_method(speaker, "say", lambda before, told=told: lambda word: (told, before(word)))
+    handle = override_method(speaker, "say", lambda before, word, told=told: (told, before(word)))
     kept = speaker.say  # as a bound callback may
     del told
     handle.remove()

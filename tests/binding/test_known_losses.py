@@ -191,7 +191,7 @@ def test_smoothed_labels_and_exact_losses_are_known(model: Any, mean: str, tmp_p
 def test_overrides_of_this_package_are_looked_through(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     for name in ("training_step", "compute_loss"):
-        override_method(trainer, name, lambda before: lambda *args, **kwargs: before(*args, **kwargs))
+        override_method(trainer, name, lambda before, *args, **kwargs: before(*args, **kwargs))
     assert isinstance(known_loss(trainer, None), KnownLoss)
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from engine_ranks import SAVING, allowed, causal_lm, classification, spoil
 from slow_cases import resumes_on_a_cpu, slow_except
+from table_of_code import every_refusal
 
 import technique_table
 from hf_memopt import OverflowCallback, attach
 from hf_memopt.binding.checkpoint_manifest import MANIFEST
-from hf_memopt.binding.compatibility.refusals import every_refusal
 from hf_memopt.technique_list import TECHNIQUES
 from two_ranks import run_pair
 

@@ -64,17 +64,14 @@ def told_and_seen(trainer: Trainer, **train: Any) -> Pairs:
     pairs: Pairs = []
     position = 0
 
-    def asking(before: Callable[..., Any]) -> Callable[..., Any]:
-        def training_step(model: nn.Module, inputs: dict[str, Any], *args: Any) -> Any:
-            nonlocal position
-            told = example_indices(trainer, position)
-            pairs.append(((inputs["input_ids"][:, 0] - FIRST).tolist(), None if told is None else list(told)))
-            position = 0 if trainer.accelerator.sync_gradients else position + 1
-            return before(model, inputs, *args)
+    def training_step(before: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], *args: Any) -> Any:
+        nonlocal position
+        told = example_indices(trainer, position)
+        pairs.append(((inputs["input_ids"][:, 0] - FIRST).tolist(), None if told is None else list(told)))
+        position = 0 if trainer.accelerator.sync_gradients else position + 1
+        return before(model, inputs, *args)
 
-        return training_step
-
-    override_method(trainer, "training_step", asking)
+    override_method(trainer, "training_step", training_step)
     trainer.train(**train)
     return pairs
 

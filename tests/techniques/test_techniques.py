@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.state import GradientState
 from slow_cases import slow_except
+from table_of_code import PARTS, RUN_IN_ONE_PROCESS, every_refusal
 from transformers import Trainer, TrainerCallback
 
 import technique_ranks
@@ -19,7 +20,7 @@ from hf_memopt import FusedCrossEntropyCallback, exact_loss
 from hf_memopt.binding import attach, checkpointing_arguments
 from hf_memopt.binding.callback_binding import unbound_error
 from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.compatibility.refusals import PARTS, RUN_IN_ONE_PROCESS, SETTINGS, every_refusal
+from hf_memopt.binding.compatibility.refusals import SETTINGS
 from hf_memopt.technique_list import LATE_LOSS, NO_LIMIT, TECHNIQUES
 from hf_memopt.techniques.microbatching import MicrobatchCallback
 from technique_table import GROUPS, STEPS, TABLE, make_trainer, run, tolerance

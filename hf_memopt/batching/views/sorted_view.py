@@ -250,9 +250,9 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
             if trainer.compute_metrics is not None and not trainer.args.batch_eval_metrics:
                 in_order = _restoring(trainer.compute_metrics, restore)
                 stack.enter_context(set_attribute(trainer, "compute_metrics", in_order))
-            stack.enter_context(override_method(trainer, "prediction_step", loss.wrap_prediction_step))
+            stack.enter_context(override_method(trainer, "prediction_step", loss.prediction_step))
             # private; prediction_step calls it so in 5.8.1, 5.17.0 and 5.23.0, pinned by a test
-            stack.enter_context(override_method(trainer, "_get_num_items_in_batch", loss.wrap_count))
+            stack.enter_context(override_method(trainer, "_get_num_items_in_batch", loss.count))
             stack.enter_context(set_attribute(trainer.args, "average_tokens_across_devices", False))
             stack.enter_context(set_attribute(self, "_restored_for", id(dataloader)))
             loader = getattr(dataloader, "base_dataloader", dataloader)  # what accelerate's loader iterates
@@ -298,38 +298,31 @@ class _ExactLoss:
     def __init__(self, trainer: Any, examples: int) -> None:
         self.trainer, self.examples = trainer, examples
         self.shifts = is_causal_lm(trainer.model)
-        self._predict: Callable[..., Any] = trainer.prediction_step
         self._seen = 0  # rows of all processes, in reading order
         self._unit = ""
         self._losses: list[torch.Tensor] = []  # on the device, as the counts: reading them would wait for it
         self._counts: list[torch.Tensor] = []
 
-    def wrap_count(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def count(self, before: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
+        """Return the count of this batch for a user's loss; None, for the mean, where there is none."""
         loss_func = self.trainer.compute_loss_func
-        is_mean = loss_func is None or isinstance(loss_func, ExactLoss)  # the latter: over these labels
+        if loss_func is None or isinstance(loss_func, ExactLoss):  # the latter: over these labels
+            return None
+        # 5.8.1 counts the first label of a causal LM's row as well
+        return self._count(batches[0]["labels"]) if self._unit == "token" else before(batches, device)
 
-        def count(batches: list[Any], device: torch.device) -> Any:
-            if is_mean:
-                return None
-            # 5.8.1 counts the first label of a causal LM's row as well
-            return self._count(batches[0]["labels"]) if self._unit == "token" else before(batches, device)
-
-        return count
-
-    def wrap_prediction_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        self._predict = before
-        return self.prediction_step
-
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(
+        self, before: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Take the step and note its loss, without the rows that only fill up the last step of several processes."""
         labels = inputs.get("labels")
         if not torch.is_tensor(labels) or labels.dim() == 0:
-            return self._predict(model, inputs, *args, **kwargs)
+            return before(model, inputs, *args, **kwargs)
         is_integer = not labels.is_floating_point() and labels.dtype != torch.bool
         self._unit = "token" if is_integer and labels.dim() > 1 else "example"
         rows = len(labels)
         real = self._real_rows(rows)
-        output = self._predict(model, inputs, *args, **kwargs)
+        output = before(model, inputs, *args, **kwargs)
         loss = output[0]
         if loss is None:
             return output
@@ -338,7 +331,7 @@ class _ExactLoss:
                 name: value[: max(real, 1)] if torch.is_tensor(value) and value.shape[:1] == (rows,) else value
                 for name, value in inputs.items()
             }
-            loss = self._predict(model, first, True)[0]
+            loss = before(model, first, True)[0]
         self._losses.append(loss.detach().mean())
         self._counts.append(self._count(labels[:real]))
         return output

@@ -38,33 +38,29 @@ def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
         return undo_all()
     unwritten: set[str] = set()  # the causes of failed writes that were already warned of
 
-    def saving(before: Callable[..., Any]) -> Callable[..., Any]:
-        def save_model(*args: Any, **kwargs: Any) -> Any:
-            found = before(*args, **kwargs)
-            if (folder := own_checkpoint(*args, **kwargs)) is not None:
-                _write_state(trainer, stream, folder, unwritten)
-            return found
+    def save_model(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = before(*args, **kwargs)
+        if (folder := own_checkpoint(*args, **kwargs)) is not None:
+            _write_state(trainer, stream, folder, unwritten)
+        return found
 
-        return save_model
-
-    def going_on(before: Callable[..., Any]) -> Callable[..., Any]:
-        def train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-            folder = resume_from_checkpoint if trainer.args.ignore_data_skip else None
-            if folder is True:
-                folder = get_last_checkpoint(trainer.args.output_dir or "")  # type: ignore[no-untyped-call]
-            state = _saved_state(trainer, folder or None)
-            stream.load_state_dict(state)
-            handles = [] if state is None else [_seed_workers_apart(trainer, state["turn"])]
-            try:
-                return before(resume_from_checkpoint, *args, **kwargs)
-            finally:
-                remove_all(handles)
-                stream.load_state_dict(None)
-
-        return train
+    def train(
+        before: Callable[..., Any], resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        folder = resume_from_checkpoint if trainer.args.ignore_data_skip else None
+        if folder is True:
+            folder = get_last_checkpoint(trainer.args.output_dir or "")  # type: ignore[no-untyped-call]
+        state = _saved_state(trainer, folder or None)
+        stream.load_state_dict(state)
+        handles = [] if state is None else [_seed_workers_apart(trainer, state["turn"])]
+        try:
+            return before(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            remove_all(handles)
+            stream.load_state_dict(None)
 
     return undo_all(
-        override_method(trainer, "save_model", saving, purpose=purpose), override_method(trainer, "train", going_on)
+        override_method(trainer, "save_model", save_model, purpose=purpose), override_method(trainer, "train", train)
     )
 
 
@@ -75,16 +71,13 @@ def _seed_workers_apart(trainer: Trainer, turn: int) -> UndoHandle:
     draw others than in the straight run, which drew that seed when it began.
     """
 
-    def drawing_apart(before: Callable[..., Any]) -> Callable[..., Any]:
-        def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
-            loader = before(*args, **kwargs)
-            inner = getattr(loader, "base_dataloader", loader)  # accelerate's adapter iterates over the one it holds
-            inner.generator = torch.Generator().manual_seed(trainer.args.seed + turn)
-            return loader
+    def get_train_dataloader(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loader = before(*args, **kwargs)
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate's adapter iterates over the one it holds
+        inner.generator = torch.Generator().manual_seed(trainer.args.seed + turn)
+        return loader
 
-        return get_train_dataloader
-
-    return override_method(trainer, "get_train_dataloader", drawing_apart)
+    return override_method(trainer, "get_train_dataloader", get_train_dataloader)
 
 
 def _write_state(trainer: Trainer, stream: BucketedStream, folder: Path, unwritten: set[str]) -> None:

@@ -179,16 +179,13 @@ def read_in_order(trainer: Trainer) -> UndoHandle:
     reason = "the bucketed view brings its own shuffled order, grouped by length"
     record_changes(trainer, [Change(name, args.train_sampling_strategy, "sequential", reason)])
 
-    def in_order(before: Callable[..., Any]) -> Callable[..., Any]:
-        def get_dataloader(*given: Any, **named: Any) -> Any:
-            has_view = getattr(trainer.train_dataset, "technique", None) == "length buckets"
-            with set_attribute(trainer.args, name, "sequential") if has_view else nothing_to_undo():
-                return before(*given, **named)
-
-        return get_dataloader
+    def get_dataloader(before: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        has_view = getattr(trainer.train_dataset, "technique", None) == "length buckets"
+        with set_attribute(trainer.args, name, "sequential") if has_view else nothing_to_undo():
+            return before(*given, **named)
 
     methods = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
-    return undo_all(*(override_method(trainer, method, in_order, purpose=READS_IN_ORDER) for method in methods))
+    return undo_all(*(override_method(trainer, method, get_dataloader, purpose=READS_IN_ORDER) for method in methods))
 
 
 def reads_in_order(trainer: Trainer) -> bool:

@@ -10,28 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_memopt.technique_list import (
-    ENGINES,
-    LATE_LOSS,
-    NO_LIMIT,
-    TECHNIQUES,
-    VARIANTS,
-    Refusal,
-    Technique,
-    asked_by,
-)
+from hf_memopt.technique_list import TECHNIQUES, VARIANTS, Refusal, Technique, asked_by
 
 __all__ = [
-    "ENGINES",
-    "LATE_LOSS",
-    "NO_LIMIT",
-    "PARTS",
-    "RUN",
-    "RUN_IN_ONE_PROCESS",
     "SETTINGS",
-    "TECHNIQUES",
-    "Refusal",
-    "every_refusal",
     "is_of_bitsandbytes",
     "refusal_of",
     "refuse_without_adapters",
@@ -59,31 +41,6 @@ SETTINGS: Mapping[str, str] = {
     "ZeRO-3": "DeepSpeed with weights in shards; what is refused with DeepSpeed is refused too",
 }
 """The settings of stock that some technique cannot work with, and what is meant by each."""
-
-PARTS: Mapping[str, str] = {
-    "exact_loss": "compute_loss_func=exact_loss(model)",
-    "gradient-scale repair": "what attach does for a head that ignores num_items_in_batch",
-    "LoRA": "adapters of peft",
-    "bitsandbytes optimizer": "its optimizers in 8 and 32 bits, paged or not",
-}
-"""What is not a technique with a name of its own, but can be incompatible with an engine all the same."""
-
-RUN_IN_ONE_PROCESS = (
-    "bf16",
-    "accumulation",
-    "norm clipping",
-    "NEFTune",
-    "reentrant checkpointing",
-    "auto_find_batch_size",
-)
-RUN = (*RUN_IN_ONE_PROCESS, "DDP", "DDP, default flags", "FSDP2")
-"""The settings with which the tests run every technique that is not refused, in one process or in two."""
-
-
-def every_refusal() -> tuple[Refusal, ...]:
-    """Return every pair that is refused, in the order of the techniques."""
-    listed = (*TECHNIQUES.values(), *VARIANTS.values())
-    return tuple(refusal for technique in listed for refusal in technique.refusals())
 
 
 def refusal_of(one: str, other: str) -> Refusal | None:

@@ -200,7 +200,7 @@ class DeferredLogits(_Remembered):
 
     def make_real(self, operation: str) -> None:
         """Make these logits real for good, and all that come from the same head's output."""
-        self._call.record.note(operation)
+        self._call.record.real[operation] += 1
         for relative in self._call.relatives():
             relative.as_real()
 
@@ -247,7 +247,7 @@ class DeferredLogits(_Remembered):
             )
         logits = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredLogits))
         if logits._read is logits._real is None:
-            logits._call.record.note(name)
+            logits._call.record.real[name] += 1
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -475,7 +475,7 @@ def _keeps_graph() -> bool:
 def _noted_places(logits: DeferredLogits, operation: str) -> list[torch.Tensor]:
     """Return where the gradient of logits arrives, and note that it is made."""
     if logits._parent is None:
-        logits._call.record.note(operation)
+        logits._call.record.real[operation] += 1
     elif logits._real is None:  # whose operations from now on are not these logits'
         logits.make_real(operation)
     return logits.places()
@@ -588,7 +588,7 @@ def _fused(
         hidden, *layer = call.tensors
         return loss_without_gradients(loss, target, input._rows, (hidden.flatten(0, -2), *layer), input.dtype)
     total: torch.Tensor = _CrossEntropy.apply(input, target, loss)  # type: ignore[no-untyped-call]
-    call.record.note_fused()
+    call.record.fused += 1
     # One row tells the dtype of stock's loss, which autocast may widen.
     row = torch.zeros((1, 2), dtype=input.dtype, device=target.device)
     return total.to(F.cross_entropy(row, torch.zeros(1, dtype=torch.long, device=target.device)).dtype)

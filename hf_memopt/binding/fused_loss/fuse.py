@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from torch import nn
 
 from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES
 from hf_memopt.binding.fused_loss.deferred_logits import defer, is_loss_alone
-from hf_memopt.binding.model import unwrap_model
-from hf_memopt.binding.undo import UndoHandle, override_method, remove_all
+from hf_memopt.binding.model import check_model, unwrap_model
+from hf_memopt.binding.undo import UndoHandle, override_method, undo_all
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.units import format_bytes
@@ -53,14 +54,6 @@ class FusionRecord:
         self.real: Counter[str] = Counter()
         self.warned = False
         self._layers, self._chunks = layers, chunks
-
-    def note_fused(self) -> None:
-        """Count a loss without logits."""
-        self.fused += 1
-
-    def note(self, operation: str) -> None:
-        """Count an operation that needed the real logits."""
-        self.real[operation] += 1
 
     def changes(self) -> list[Change]:
         """Return what was done so far, one ``Change`` for each kind."""
@@ -89,9 +82,8 @@ def _reason(operation: str) -> str:
 class FusedHandle(UndoHandle):
     """The handle that takes the fusion out, with ``record``: what was fused, and what made real logits."""
 
-    def __init__(self, handles: list[UndoHandle], record: FusionRecord) -> None:
-        super().__init__(lambda: remove_all(handles))
-        self.handles = handles
+    def __init__(self, fusion: UndoHandle, record: FusionRecord) -> None:
+        super().__init__(fusion.remove)
         self.record = record
 
 
@@ -134,35 +126,27 @@ def fuse_cross_entropy(model: nn.Module, *, chunk_bytes: int | None = None) -> F
     chunks = f"chunks of at most {limit}" + ("" if chunk_bytes else " or as many bytes as the hidden states")
     names = {id(module): name for name, module in inside.named_modules()}
     record = FusionRecord(" + ".join(names.get(id(layer), type(layer).__name__) for layer in layers), chunks)
-    handles = [
-        override_method(layer, "forward", _deferring(layer, chunk_bytes, record), purpose=PURPOSE) for layer in layers
-    ]
-    return FusedHandle(handles, record)
+    handles = (
+        override_method(layer, "forward", partial(_forward, layer, chunk_bytes, record), purpose=PURPOSE)
+        for layer in layers
+    )
+    return FusedHandle(undo_all(*handles), record)
 
 
-def _deferring(
-    layer: nn.Linear, chunk_bytes: int | None, record: FusionRecord
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(input: torch.Tensor) -> torch.Tensor:
-            parts = (input, layer.weight, layer.bias)
-            learns = any(part is not None and part.requires_grad for part in parts)
-            if not (layer.training and learns and torch.is_grad_enabled()) and not is_loss_alone():
-                return before(input)  # type: ignore[no-any-return]
-            return defer(input, layer.weight, layer.bias, chunk_bytes=chunk_bytes, record=record)
-
-        return forward
-
-    return wrap
+def _forward(
+    layer: nn.Linear, chunk_bytes: int | None, record: FusionRecord, before: Callable[..., Any], input: torch.Tensor
+) -> torch.Tensor:
+    """Return the output of a layer, deferred in training."""
+    parts = (input, layer.weight, layer.bias)
+    learns = any(part is not None and part.requires_grad for part in parts)
+    if not (layer.training and learns and torch.is_grad_enabled()) and not is_loss_alone():
+        return before(input)  # type: ignore[no-any-return]
+    return defer(input, layer.weight, layer.bias, chunk_bytes=chunk_bytes, record=record)
 
 
 def _head_of(model: Any) -> tuple[Any, nn.Module]:
     """Return the transformers model and the module that makes its logits."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model=<{type(model).__name__}> is not a module; expected a language model of transformers. "
-            "Pass the model that from_pretrained returns"
-        )
+    check_model(model)
     if type(model).__name__ == "OptimizedModule":  # torch.compile's
         raise ValueError(
             "model=<OptimizedModule> is compiled, and logits without storage break its graph; expected a model that is "

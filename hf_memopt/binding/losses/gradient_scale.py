@@ -16,18 +16,16 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves  # private: pinned by a test, seen in torch 2.6 to 2.13
 
 from hf_memopt.binding.losses.known_losses import counts_items
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, set_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["repair_gradient_scale"]
 
@@ -69,27 +67,24 @@ def _watch_first_step(trainer: Any) -> UndoHandle:
     if is_overridden(trainer, "compute_loss", WATCHES):
         return undo_all()
 
-    def watching(before: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not model.training:
-                return before(model, inputs, *args, **kwargs)
-            items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
-            # once more, since labels may decide what a classification head computes
-            counts = counts_items(trainer, inputs.get("labels") if isinstance(inputs, Mapping) else None)
-            finding = "" if counts is not None or items is None else _hidden(trainer, model, items)
-            if counts is not None or finding:
-                handle.remove()
-                _decide(trainer, items is not None and counts is False, finding)
-                return before(model, inputs, *args, **kwargs)
-            with _WatchedCount(items) as watched:
-                loss = before(model, inputs, *args, **kwargs)
+    def compute_loss(before: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not model.training:
+            return before(model, inputs, *args, **kwargs)
+        items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
+        # once more, since labels may decide what a classification head computes
+        counts = counts_items(trainer, inputs.get("labels") if isinstance(inputs, Mapping) else None)
+        finding = "" if counts is not None or items is None else _hidden(trainer, model, items)
+        if counts is not None or finding:
             handle.remove()
-            _decide(trainer, items is not None and not watched.is_used)
-            return loss
+            _decide(trainer, items is not None and counts is False, finding)
+            return before(model, inputs, *args, **kwargs)
+        with _WatchedCount(items) as watched:
+            loss = before(model, inputs, *args, **kwargs)
+        handle.remove()
+        _decide(trainer, items is not None and not watched.is_used)
+        return loss
 
-        return compute_loss
-
-    handle = override_method(trainer, "compute_loss", watching, purpose=WATCHES)
+    handle = override_method(trainer, "compute_loss", compute_loss, purpose=WATCHES)
     return handle
 
 

@@ -113,16 +113,13 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
         )
     frozen = [] if hasattr(model, "peft_config") else [p for p in model.parameters() if p.requires_grad]
     undo_flags = set_trainable(model, dict.fromkeys(frozen, False))
-    casts = _trained_to_float32(plain) + _frozen_to_16_bits(model, inside)
+    trained = [(p, torch.float32) for p in plain if p.requires_grad and p.dtype in _SIXTEEN_BITS]
+    casts = trained + _frozen_to_16_bits(model, inside)
     repacking = [module for module in model.modules() if getattr(module, REPACKS, False)]
     if not frozen and not casts and not repacking:
         return nothing_to_undo()
     repacked = (set_attribute(module, REPACKS, False) for module in repacking)
     return undo_all(undo_flags, cast_parameters(dict(casts)), *repacked)
-
-
-def _trained_to_float32(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, torch.dtype]]:
-    return [(p, torch.float32) for p in parameters if p.requires_grad and p.dtype in _SIXTEEN_BITS]
 
 
 def _frozen_to_16_bits(model: nn.Module, inside: Any) -> list[tuple[nn.Parameter, torch.dtype]]:

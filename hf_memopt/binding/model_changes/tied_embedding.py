@@ -113,56 +113,47 @@ def tied_embeddings(model: nn.Module) -> list[Any]:
 
 
 def _check(embedding: Any) -> None:
-    kind, weight = type(embedding).__name__, embedding.weight
+    kind = type(embedding.weight)
     if not isinstance(embedding, nn.Embedding):
-        raise ValueError(
-            f"embeddings=<{kind}> are not known to read rows of a weight; expected an nn.Embedding. "
-            "Leave sparse_tied_embedding out"
-        )
-    if embedding.max_norm is not None:
-        raise ValueError(
-            f"embeddings=<{kind}>, max_norm={embedding.max_norm!r} changes the weight in each forward pass; expected "
-            "max_norm=None. Leave sparse_tied_embedding out"
-        )
-    if type(weight) is not nn.Parameter:  # a DTensor, a quantised weight
-        raise ValueError(
-            f"embeddings=<{kind}> have a weight of class {type(weight).__name__}, which is sharded or packed; expected "
-            "a plain parameter. Leave sparse_tied_embedding out"
-        )
+        problem, rule = " are not known to read rows of a weight", "an nn.Embedding"
+    elif embedding.max_norm is not None:
+        problem, rule = f", max_norm={embedding.max_norm!r} changes the weight in each forward pass", "max_norm=None"
+    elif kind is not nn.Parameter:  # a DTensor, a quantised weight
+        problem, rule = f" have a weight of class {kind.__name__}, which is sharded or packed", "a plain parameter"
+    else:
+        return
+    name = type(embedding).__name__
+    raise ValueError(f"embeddings=<{name}>{problem}; expected {rule}. Leave sparse_tied_embedding out")
 
 
 # ---- The forward pass -----------------------------------------------------------------------------------------------
 
 
 def _by_distinct_tokens(
-    embedding: Any, rows: _RowsOfTheWeight, before: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
-    """Return a forward that looks its tokens up in a small table, the rows of those that occur.
+    embedding: Any, rows: _RowsOfTheWeight, before: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Do the forward of embeddings by looking the tokens up in a small table, the rows of those that occur.
 
     ids (batch, seq) -> distinct (distinct,), places (batch, seq); weight (vocabulary, hidden) -> table (distinct,
     hidden). The embeddings' own forward runs on the table, with the places for ids, and does all else that it does.
     torch's kernel sums the gradients of repeated tokens within the table, in stock's order and precision.
     """
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        ids = args[0] if len(args) == 1 else None
-        weight = embedding.weight
-        is_trained = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
-        if not is_trained or kwargs or not isinstance(ids, torch.Tensor) or not ids.numel():
-            return before(*args, **kwargs)
-        rows.watch(weight)
-        distinct, places = _distinct(ids)
-        padding = embedding.padding_idx
-        # an attribute of the object hides the parameter of that name
-        vars(embedding)["weight"] = _Table.apply(weight, distinct, padding, rows)  # type: ignore[no-untyped-call]
-        embedding.padding_idx = None  # places are no ids
-        try:
-            return before(places)
-        finally:
-            del vars(embedding)["weight"]
-            embedding.padding_idx = padding
-
-    return forward
+    ids = args[0] if len(args) == 1 else None
+    weight = embedding.weight
+    is_trained = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
+    if not is_trained or kwargs or not isinstance(ids, torch.Tensor) or not ids.numel():
+        return before(*args, **kwargs)
+    rows.watch(weight)
+    distinct, places = _distinct(ids)
+    padding = embedding.padding_idx
+    # an attribute of the object hides the parameter of that name
+    vars(embedding)["weight"] = _Table.apply(weight, distinct, padding, rows)  # type: ignore[no-untyped-call]
+    embedding.padding_idx = None  # places are no ids
+    try:
+        return before(places)
+    finally:
+        del vars(embedding)["weight"]
+        embedding.padding_idx = padding
 
 
 def _distinct(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

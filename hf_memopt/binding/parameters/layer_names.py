@@ -46,17 +46,17 @@ def layer_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
     }
     if stacks:
         stacks = {name: stack for name, stack in stacks.items() if not _is_inside(name, stacks.keys() - {name})}
-        attending = {name: stack for name, stack in stacks.items() if _attends(stack)}
+        attending = {
+            name: stack
+            for name, stack in stacks.items()
+            if any("Attention" in type(module).__name__ for module in stack.modules())
+        }
         return attending or stacks
     uniform = [name for name, layers in lists.items() if len({type(layer) for layer in layers}) == 1]
     if not uniform:
         return {}
     largest = max(uniform, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
     return {largest: lists[largest]}
-
-
-def _attends(stack: nn.ModuleList) -> bool:
-    return any("Attention" in type(module).__name__ for module in stack.modules())
 
 
 def checked_patterns(patterns: Any) -> tuple[str, ...]:

@@ -36,9 +36,9 @@ class UndoHandle(RemovableHandle):
         ['undone']
     """
 
-    def __init__(self, undo: Callable[[], None]) -> None:
+    def __init__(self, undo: Callable[[], object]) -> None:
         super().__init__(OrderedDict())
-        self._undo: Callable[[], None] | None = undo
+        self._undo: Callable[[], object] | None = undo
 
     def __reduce__(self) -> tuple[Any, ...]:
         return nothing_to_undo, ()
@@ -130,10 +130,8 @@ def share_attribute(owner: Any, name: str, value: Any) -> UndoHandle:
     return UndoHandle(undo)
 
 
-def override_method(
-    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, purpose: str = ""
-) -> UndoHandle:
-    """Replace the method ``name`` of this one object by ``wrap(method)``; its class stays as it is.
+def override_method(owner: Any, name: str, function: Callable[..., Any], *, purpose: str = "") -> UndoHandle:
+    """Call ``function(method, *args, **kwargs)`` for the method ``name`` of this one object; its class stays as it is.
 
     Overrides stack, the last one outermost, and may be removed in any order: once all are, the object has no attribute
     that it did not have before. They belong to this object alone: a deep copy and an unpickled one have the method
@@ -142,7 +140,7 @@ def override_method(
     Args:
         owner: the object, a Trainer for example.
         name: a method that is public and meant to be overridden.
-        wrap: takes the method as it is now and returns what is called instead.
+        function: is called instead, with the method as it is now before the arguments.
         purpose: a name for this override, by which ``is_overridden`` finds it.
 
     Returns:
@@ -152,14 +150,14 @@ def override_method(
         >>> class Greeter:
         ...     def greet(self): return "hello"
         >>> greeter = Greeter()
-        >>> handle = override_method(greeter, "greet", lambda before: lambda: before().upper())
+        >>> handle = override_method(greeter, "greet", lambda before: before().upper())
         >>> greeter.greet(); handle.remove(); greeter.greet(); vars(greeter)
         'HELLO'
         'hello'
         {}
     """
     # weakly: the override holds the method before, that the owner, and a handle may outlive both
-    override, reference = weakref.ref(_Override(owner, name, wrap, purpose)), weakref.ref(owner)
+    override, reference = weakref.ref(_Override(owner, name, function, purpose)), weakref.ref(owner)
 
     def undo() -> None:
         standing, alive = override(), reference()
@@ -189,13 +187,11 @@ def function_below(layer: Any) -> Any:
 class _Override:
     """One layer over a method; once removed, it passes calls on until no other layer is above it."""
 
-    def __init__(
-        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], purpose: str
-    ) -> None:
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any], purpose: str) -> None:
         self._owner, self._name, self._purpose = owner, name, purpose
         self._before = getattr(owner, name)
         self._is_first = name not in vars(owner)
-        self._function = wrap(self._before)
+        self._function = partial(function, self._before)
         update_wrapper(self, self._before, updated=())
         setattr(owner, name, self)
 

@@ -50,16 +50,14 @@ def _settings(args: TrainingArguments) -> str:
     return f"Batch: {batch}; {precision}, optimizer `{getattr(args.optim, 'value', args.optim)}`{checkpointing}."
 
 
-def with_section(section: Callable[[], str], binding: Binding, before: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``create_model_card`` that puts a section into what ``before`` writes, unless the section is empty."""
-
-    def create_model_card(*args: Any, **kwargs: Any) -> Any:
-        found, trainer = before(*args, **kwargs), binding.trainer
-        if trainer is not None and trainer.is_world_process_zero() and (text := section()):
-            add_section(Path(trainer.args.output_dir) / "README.md", text)
-        return found
-
-    return create_model_card
+def with_section(
+    section: Callable[[], str], binding: Binding, before: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Put a section into the model card that ``before`` writes, unless the section is empty."""
+    found, trainer = before(*args, **kwargs), binding.trainer
+    if trainer is not None and trainer.is_world_process_zero() and (text := section()):
+        add_section(Path(trainer.args.output_dir) / "README.md", text)
+    return found
 
 
 def add_section(card: Path, section: str) -> None:

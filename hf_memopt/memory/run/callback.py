@@ -177,10 +177,10 @@ class MemoryReportCallback(TrainerCallback):
         overrides = [override_method(one, "on_log", _with_one_figure) for one in consoles]
         overrides += [
             override_method(trainer, "create_model_card", partial(with_section, self.model_card, self.binding)),
-            override_method(trainer, "get_batch_samples", self._noting_batches),
-            override_method(trainer, "compute_loss", self._watched("run_forward")),
-            override_method(trainer.accelerator, "backward", self._watched("run_backward")),
-            override_method(trainer, "train", self._leaving_report),
+            override_method(trainer, "get_batch_samples", self._get_batch_samples),
+            override_method(trainer, "compute_loss", partial(self._watched, "run_forward")),
+            override_method(trainer.accelerator, "backward", partial(self._watched, "run_backward")),
+            override_method(trainer, "train", self._train),
         ]
         return self.binding.to(trainer, *overrides)
 
@@ -190,40 +190,27 @@ class MemoryReportCallback(TrainerCallback):
         is_asked = self.report and trainer is not None and not trainer.state.is_hyper_param_search
         return trainer if is_asked and self in trainer.callback_handler.callbacks else None
 
-    def _watched(self, name: str) -> Callable[..., Any]:
-        """Return the override that runs a pass by a method of the record."""
+    def _watched(self, name: str, before: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a pass by a method of the record."""
+        trainer = self._reported()
+        if trainer is None:
+            return before(*args, **kwargs)
+        return getattr(self._record, name)(trainer, before, *args, **kwargs)
 
-        def watching(before: Callable[..., Any]) -> Callable[..., Any]:
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                trainer = self._reported()
-                if trainer is None:
-                    return before(*args, **kwargs)
-                return getattr(self._record, name)(trainer, before, *args, **kwargs)
+    def _train(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._record = RunRecord()
+        try:
+            return before(*args, **kwargs)
+        except Exception as error:
+            if is_out_of_memory(error) and (trainer := self._reported()) is not None:
+                write_failure(trainer, error, self.summary, self._record)
+            raise
 
-            return watched
-
-        return watching
-
-    def _leaving_report(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def train(*args: Any, **kwargs: Any) -> Any:
-            self._record = RunRecord()
-            try:
-                return before(*args, **kwargs)
-            except Exception as error:
-                if is_out_of_memory(error) and (trainer := self._reported()) is not None:
-                    write_failure(trainer, error, self.summary, self._record)
-                raise
-
-        return train
-
-    def _noting_batches(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
-            batches, *rest = before(*args, **kwargs)
-            if self.plot is not None or self._reported() is not None:
-                self._record.look_at(batches)
-            return batches, *rest
-
-        return get_batch_samples
+    def _get_batch_samples(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batches, *rest = before(*args, **kwargs)
+        if self.plot is not None or self._reported() is not None:
+            self._record.look_at(batches)
+        return batches, *rest
 
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
         """Return the peaks; the first call ends the span before the Trainer was created."""
@@ -349,20 +336,16 @@ class MemoryReportCallback(TrainerCallback):
         return _named(f"{prefix}_memory", self._begin(args).take("evaluation")["evaluation"])
 
 
-def _with_one_figure(before: Callable[..., Any]) -> Callable[..., Any]:
+def _with_one_figure(before: Callable[..., Any], *args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     """Print one figure of memory in the console, the largest peak, since a line has no room for all that sinks get."""
-
-    def on_log(*args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        if logs is None:
-            return before(*args, logs=logs, **kwargs)
-        shown = {key: value for key, value in logs.items() if not MEMORY_KEY.search(key)}
-        for kind in ("reserved", "allocated", "rss"):
-            if peaks := [logs[key] for key in logs.keys() - shown.keys() if kind in key]:
-                shown["memory_gib"] = round(max(peaks), 2)
-                break
-        return before(*args, logs=shown, **kwargs)
-
-    return on_log
+    if logs is None:
+        return before(*args, logs=logs, **kwargs)
+    shown = {key: value for key, value in logs.items() if not MEMORY_KEY.search(key)}
+    for kind in ("reserved", "allocated", "rss"):
+        if peaks := [logs[key] for key in logs.keys() - shown.keys() if kind in key]:
+            shown["memory_gib"] = round(max(peaks), 2)
+            break
+    return before(*args, logs=shown, **kwargs)
 
 
 def _named(prefix: str, peaks: dict[str, int]) -> dict[str, float]:

@@ -109,26 +109,22 @@ class StepRecorder(TrainerCallback):
             override_method(trainer, "get_batch_samples", self._batches),
             override_method(trainer, "compute_loss", self._forward),
             override_method(trainer.accelerator, "backward", self._backward),
-            override_method(trainer, "log", lambda before: lambda *args, **kwargs: None),
+            override_method(trainer, "log", lambda before, *args, **kwargs: None),
             override_method(handler, "on_epoch_end", self._for_own_callbacks),
             override_method(handler, "on_train_end", self._for_own_callbacks),
             *(set_attribute(trainer.args, name, False) for name in _OFF),
             UndoHandle(self.meter.end),
         )
 
-    def _for_own_callbacks(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the event that callbacks of this package alone hear."""
+    def _for_own_callbacks(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let callbacks of this package alone hear an event."""
         handler = self._trainer.callback_handler
-
-        def event(*args: Any, **kwargs: Any) -> Any:
-            everyone = handler.callbacks[:]
-            handler.callbacks[:] = [one for one in everyone if type(one).__module__.startswith("hf_memopt.")]
-            try:
-                return before(*args, **kwargs)
-            finally:
-                handler.callbacks[:] = everyone
-
-        return event
+        everyone = handler.callbacks[:]
+        handler.callbacks[:] = [one for one in everyone if type(one).__module__.startswith("hf_memopt.")]
+        try:
+            return before(*args, **kwargs)
+        finally:
+            handler.callbacks[:] = everyone
 
     @property
     def note(self) -> str:
@@ -155,41 +151,33 @@ class StepRecorder(TrainerCallback):
 
     # ---- What is overridden
 
-    def _batches(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``get_batch_samples`` that gets the longest rows first, and notes the shape of each batch."""
+    def _batches(
+        self, before: Callable[..., Any], iterator: Iterator[Any], number: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Get the longest rows first, and note the shape of each batch."""
+        if self.steps < MEMORY_STEPS:
+            longest = self._longest.batches(self._trainer.args.train_batch_size, number)
+            if longest is not None:
+                iterator = iter(send_to_device(longest, self._trainer.args.device))
+        batches, *rest = before(iterator, number, *args, **kwargs)
+        self.shapes.append([BatchShape.of(batch) for batch in batches])
+        return batches, *rest
 
-        def get_batch_samples(iterator: Iterator[Any], number: int, *args: Any, **kwargs: Any) -> Any:
-            if self.steps < MEMORY_STEPS:
-                longest = self._longest.batches(self._trainer.args.train_batch_size, number)
-                if longest is not None:
-                    iterator = iter(send_to_device(longest, self._trainer.args.device))
-            batches, *rest = before(iterator, number, *args, **kwargs)
-            self.shapes.append([BatchShape.of(batch) for batch in batches])
-            return batches, *rest
+    def _forward(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.phase = "forward"
+        held_bytes = self.meter.allocated_bytes() if self.steps < MEMORY_STEPS else 0
+        loss = before(*args, **kwargs)
+        if self.steps < MEMORY_STEPS:
+            self._note("activations and logits", self.meter.allocated_bytes() - held_bytes)
+        self._close("forward")
+        self.phase = "backward"
+        return loss
 
-        return get_batch_samples
-
-    def _forward(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            self.phase = "forward"
-            held_bytes = self.meter.allocated_bytes() if self.steps < MEMORY_STEPS else 0
-            loss = before(*args, **kwargs)
-            if self.steps < MEMORY_STEPS:
-                self._note("activations and logits", self.meter.allocated_bytes() - held_bytes)
-            self._close("forward")
-            self.phase = "backward"
-            return loss
-
-        return compute_loss
-
-    def _backward(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            found = before(*args, **kwargs)
-            self._close("backward")
-            self.phase = "optimizer"
-            return found
-
-        return backward
+    def _backward(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = before(*args, **kwargs)
+        self._close("backward")
+        self.phase = "optimizer"
+        return found
 
     # ---- Events
 
@@ -256,15 +244,11 @@ class LongestRows:
         self._loader: Any = None
         self._order: np.ndarray | None = None
 
-    def reading(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``get_train_dataloader`` whose loader is remembered."""
-
-        def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
-            self._loader = before(*args, **kwargs)
-            self._order = self._by_length(getattr(self._loader, "dataset", None))
-            return self._loader
-
-        return get_train_dataloader
+    def reading(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make the training loader, and remember it."""
+        self._loader = before(*args, **kwargs)
+        self._order = self._by_length(getattr(self._loader, "dataset", None))
+        return self._loader
 
     def batches(self, batch_size: int, number: int) -> list[Any] | None:
         """Return ``number`` batches, the longest rows first; None where lengths are unknown or the order is a view's.

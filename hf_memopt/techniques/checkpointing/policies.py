@@ -165,17 +165,12 @@ class CheckpointingCallback(TechniqueCallback):
         _check_compiled(self.policy, trainer.args)
         if self.binding.trainer is trainer:
             return self.binding.handle
-        fraction = self._parsed.fraction
-
-        def within_budget(before: Callable[..., Any]) -> Callable[..., Any]:
-            def training_step(*args: Any, **kwargs: Any) -> Any:
-                with activation_memory_budget(fraction):  # read where a graph is compiled, within its forward pass
-                    return before(*args, **kwargs)
-
-            return training_step
-
-        self.handle = self.binding.to(trainer, override_method(trainer, "training_step", within_budget))
+        self.handle = self.binding.to(trainer, override_method(trainer, "training_step", self._within_budget))
         return self.handle
+
+    def _within_budget(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with activation_memory_budget(self._parsed.fraction):  # read where a graph is compiled, in its forward pass
+            return before(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Switch the policy on in the model that is trained."""
@@ -187,17 +182,13 @@ class CheckpointingCallback(TechniqueCallback):
         if self._handles.model is model:
             self._handles.remove()  # a second train() with the same model: one undo has to be enough
         self.handle = self._handles.keep(model, checkpoint_layers(model, self.policy, offload=self.offload))
-        self._record(args)
+        is_asked, options = checkpointing_of(args)
+        if is_asked:
+            reason = "the callback replaces the arguments' own"
+            add_change(self.changes, Change("checkpointing", options or "full", self.policy, reason))
         layers = list(_checkpointing_layers(model))
         recomputed = sum(layer.gradient_checkpointing for layer in layers)
         logger.info(f"CheckpointingCallback recomputes {recomputed} of {len(layers)} layers, by policy {self.policy!r}")
-
-    def _record(self, args: TrainingArguments) -> None:
-        is_asked, options = checkpointing_of(args)
-        if not is_asked:
-            return
-        reason = "the callback replaces the arguments' own"
-        add_change(self.changes, Change("checkpointing", options or "full", self.policy, reason))
 
 
 # ---- Policies -------------------------------------------------------------------------------------------------------

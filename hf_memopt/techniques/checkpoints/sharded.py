@@ -82,28 +82,21 @@ def save_in_shards(model: PreTrainedModel, *, max_shard_bytes: int) -> UndoHandl
         A handle whose ``remove()`` restores ``save_pretrained``.
     """
 
-    def in_shards(before: Callable[..., Any]) -> Callable[..., Any]:
-        def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-            options: dict[str, Any] = {"max_shard_size": max_shard_bytes}
-            folder = Path(save_directory)
-            if folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
-                options["save_original_format"] = False
-            is_main_process = args[0] if args else kwargs.get("is_main_process", True)
-            replaces = is_main_process and kwargs.get("variant") is None
-            if replaces:
-                (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
-            saved = before(save_directory, *args, **{**options, **kwargs})
-            if replaces and (folder / SAFE_WEIGHTS_INDEX_NAME).exists():
-                (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
-            return saved
+    def save_pretrained(before: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        options: dict[str, Any] = {"max_shard_size": max_shard_bytes}
+        folder = Path(save_directory)
+        if folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
+            options["save_original_format"] = False
+        is_main_process = args[0] if args else kwargs.get("is_main_process", True)
+        replaces = is_main_process and kwargs.get("variant") is None
+        if replaces:
+            (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
+        saved = before(save_directory, *args, **{**options, **kwargs})
+        if replaces and (folder / SAFE_WEIGHTS_INDEX_NAME).exists():
+            (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
+        return saved
 
-        return save_pretrained
-
-    return override_method(model, "save_pretrained", in_shards)
-
-
-def _has_adapters(model: Any) -> bool:
-    return bool(getattr(model, "peft_config", None))
+    return override_method(model, "save_pretrained", save_pretrained)
 
 
 # ---- Resuming -------------------------------------------------------------------------------------------------------
@@ -222,7 +215,12 @@ class ShardedCheckpointCallback(TechniqueCallback):
     technique = "sharded checkpoints"
 
     def __init__(self, max_shard_bytes: int | str = "1GB") -> None:
-        self.max_shard_bytes = _checked_size(max_shard_bytes)
+        self.max_shard_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
+        if self.max_shard_bytes == 0:
+            raise ValueError(
+                f"max_shard_bytes={max_shard_bytes!r} is invalid; expected 1 byte or more. "
+                "Write, for example, max_shard_bytes='1GB'."
+            )
         super().__init__(self.max_shard_bytes)
         self._is_resuming = False
         self._loading = ExitStack()  # overrides from the creation of the scheduler until the state is loaded
@@ -233,9 +231,9 @@ class ShardedCheckpointCallback(TechniqueCallback):
             return self.binding.handle
         self.handle = self.binding.to(
             trainer,
-            override_method(trainer, "save_model", self._wrap_save_model),
-            override_method(trainer, "create_scheduler", self._wrap_create_scheduler),
-            override_method(trainer, "train", self._wrap_train),
+            override_method(trainer, "save_model", self._save_model),
+            override_method(trainer, "create_scheduler", self._create_scheduler),
+            override_method(trainer, "train", self._train),
             UndoHandle(self._loading.close),
         )
         return self.handle
@@ -245,73 +243,44 @@ class ShardedCheckpointCallback(TechniqueCallback):
         check_compatibility(self.binding.serving(self, state))
         self._loading.close()
 
-    def _wrap_save_model(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def save_model(*args: Any, **kwargs: Any) -> Any:
-            trainer = self.binding.trainer
-            model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-            if isinstance(model, PreTrainedModel) and not _has_adapters(model):
-                with save_in_shards(model, max_shard_bytes=self.max_shard_bytes):
-                    before(*args, **kwargs)
-            else:
-                before(*args, **kwargs)
+    def _save_model(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        trainer = self.binding.trainer
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        is_plain = isinstance(model, PreTrainedModel) and not getattr(model, "peft_config", None)
+        with save_in_shards(model, max_shard_bytes=self.max_shard_bytes) if is_plain else nullcontext():
+            before(*args, **kwargs)
 
-        return save_model
+    def _train(self, before: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self._is_resuming = bool(resume_from_checkpoint)
+        try:
+            return before(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._is_resuming = False
+            self._loading.close()
 
-    def _wrap_train(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            self._is_resuming = bool(resume_from_checkpoint)
-            try:
-                return before(resume_from_checkpoint, *args, **kwargs)
-            finally:
-                self._is_resuming = False
-                self._loading.close()
-
-        return train
-
-    def _wrap_create_scheduler(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def _create_scheduler(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The scheduler is the last thing that stock creates before it loads the optimizer's state."""
+        scheduler = before(*args, **kwargs)
+        trainer = self.binding.trainer
+        if self._is_resuming and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):  # whose engines load
+            self._loading.close()
+            optimizer = unwrap_optimizer(trainer.optimizer)
+            load = partial(self._load_state_dict, optimizer)
+            self._loading.enter_context(override_method(optimizer, "load_state_dict", load))
+            if _maps_state(trainer):
+                self._loading.enter_context(mapped_loading())
+        return scheduler
 
-        def create_scheduler(*args: Any, **kwargs: Any) -> Any:
-            scheduler = before(*args, **kwargs)
-            trainer = self.binding.trainer
-            if self._is_resuming and not _engine_saves(trainer):
-                self._loading.close()
-                optimizer = unwrap_optimizer(trainer.optimizer)
-                wrap = partial(self._wrap_load_state_dict, optimizer)
-                self._loading.enter_context(override_method(optimizer, "load_state_dict", wrap))
-                if _maps_state(trainer):
-                    self._loading.enter_context(mapped_loading())
-            return scheduler
-
-        return create_scheduler
-
-    def _wrap_load_state_dict(self, optimizer: Any, before: Callable[..., Any]) -> Callable[..., Any]:
-        def load_state_dict(state_dict: dict[str, Any]) -> None:
-            self._loading.close()  # the file is open; whatever is loaded next is read as usual
-            load_optimizer_state(optimizer, state_dict, load=before)
-            if _maps_state(self.binding.trainer):
-                for parameter, state in optimizer.state.items():
-                    optimizer.state[parameter] = _off_the_file(state)
-
-        return load_state_dict
-
-
-def _engine_saves(trainer: Trainer) -> bool:
-    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+    def _load_state_dict(self, optimizer: Any, before: Callable[..., Any], state_dict: dict[str, Any]) -> None:
+        self._loading.close()  # the file is open; whatever is loaded next is read as usual
+        load_optimizer_state(optimizer, state_dict, load=before)
+        if _maps_state(self.binding.trainer):
+            for parameter, state in optimizer.state.items():
+                optimizer.state[parameter] = _off_the_file(state)
 
 
 def _maps_state(trainer: Trainer) -> bool:
-    return bool(trainer.args.device.type != "cpu")
-
-
-def _checked_size(max_shard_bytes: int | str) -> int:
-    size_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
-    if size_bytes == 0:
-        raise ValueError(
-            f"max_shard_bytes={max_shard_bytes!r} is invalid; expected 1 byte or more. "
-            "Write, for example, max_shard_bytes='1GB'."
-        )
-    return size_bytes
+    return trainer.args.device.type != "cpu"
 
 
 LeanCheckpointCallback = ShardedCheckpointCallback  # its former name

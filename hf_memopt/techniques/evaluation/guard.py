@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from hf_memopt.binding.compatibility import check_compatibility
@@ -31,9 +32,6 @@ from hf_memopt.techniques import TechniqueCallback
 from hf_memopt.techniques.evaluation.outputs import KeptOutputs, Reduce
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.units import parse_bytes
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = [
     "EvaluationGuardCallback",
@@ -107,8 +105,8 @@ def guard_evaluation(
     """
     function, budget_bytes = _checked(reduce, card_budget)
     _refuse_two_reductions(trainer, function)
-    wrap = partial(_wrap_evaluation_loop, trainer, function, budget_bytes, {})
-    return undo_all(recover_predictions(trainer), override_method(trainer, "evaluation_loop", wrap))
+    loop = partial(_evaluation_loop, trainer, function, budget_bytes, {})
+    return undo_all(recover_predictions(trainer), override_method(trainer, "evaluation_loop", loop))
 
 
 def class_predictions(logits: Any, labels: Any) -> Any:
@@ -142,38 +140,35 @@ def _largest(logits: Any) -> Any:
     return logits.argmax(dim=-1)
 
 
-def _wrap_evaluation_loop(
+def _evaluation_loop(
     trainer: Any,
     reduce: Reduce | None,
     budget_bytes: int,
     checked: dict[tuple[Any, ...], tuple[str, ...]],
     before: Callable[..., Any],
-) -> Callable[..., Any]:
-    def evaluation_loop(
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        _refuse_two_reductions(trainer, reduce)
-        function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
-        case = metric_key_prefix, _data_set(dataloader), id(function), trainer.args.batch_eval_metrics
-        outputs = KeptOutputs(trainer, reduce, _name(reduce), budget_bytes, dataloader, description)
-        if reduce is not None and function is not None:
-            outputs.why_whole = checked.get(case)
-        args = trainer.args
-        with ExitStack() as stack:
-            stack.enter_context(set_attribute(trainer, "preprocess_logits_for_metrics", outputs.reduce_and_check))
-            stack.enter_context(set_attribute(args, "eval_accumulation_steps", args.eval_accumulation_steps))
-            if outputs.why_whole is None and args.include_for_metrics:
-                stack.enter_context(override_method(trainer, "prediction_step", outputs.wrap_prediction_step))
-            found = before(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        if outputs.why_whole is not None:
-            checked[case] = outputs.why_whole
-        return found
-
-    return evaluation_loop
+    /,
+    dataloader: Any,
+    description: str,
+    prediction_loss_only: bool | None = None,
+    ignore_keys: list[str] | None = None,
+    metric_key_prefix: str = "eval",
+) -> Any:
+    _refuse_two_reductions(trainer, reduce)
+    function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
+    case = metric_key_prefix, _data_set(dataloader), id(function), trainer.args.batch_eval_metrics
+    outputs = KeptOutputs(trainer, reduce, _name(reduce), budget_bytes, dataloader, description)
+    if reduce is not None and function is not None:
+        outputs.why_whole = checked.get(case)
+    args = trainer.args
+    with ExitStack() as stack:
+        stack.enter_context(set_attribute(trainer, "preprocess_logits_for_metrics", outputs.reduce_and_check))
+        stack.enter_context(set_attribute(args, "eval_accumulation_steps", args.eval_accumulation_steps))
+        if outputs.why_whole is None and args.include_for_metrics:
+            stack.enter_context(override_method(trainer, "prediction_step", outputs.prediction_step))
+        found = before(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+    if outputs.why_whole is not None:
+        checked[case] = outputs.why_whole
+    return found
 
 
 def _data_set(dataloader: Any) -> Any:

@@ -10,19 +10,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from transformers import Trainer
 
 from hf_memopt.binding.model import tensors_in
 from hf_memopt.devices.readings import read_memory
 from hf_memopt.notices import notify
 from hf_memopt.techniques.evaluation.metric_check import Reduce, why_whole
 from hf_memopt.units import format_bytes
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["KeptOutputs", "Reduce", "tensor_bytes"]
 
@@ -77,15 +75,13 @@ class KeptOutputs:
         self._check_room(self._kept_bytes)  # the first batch may have been a short one
         return outputs
 
-    def wrap_prediction_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def prediction_step(
+        self, before: Callable[..., Any], model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Note inputs and loss of the first batch, which ``compute_metrics`` may get."""
-
-        def prediction_step(model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            found = before(model, inputs, *args, **kwargs)
-            self._batch = (inputs, found[0]) if self.why_whole is None else None
-            return found
-
-        return prediction_step
+        found = before(model, inputs, *args, **kwargs)
+        self._batch = (inputs, found[0]) if self.why_whole is None else None
+        return found
 
     def _checked(self, logits: Any, labels: Any) -> tuple[str, ...]:
         """Return why predictions stay whole: one answer for all processes, each of which checks its own rows.

@@ -17,12 +17,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
+from transformers import Trainer
 
 from hf_memopt.binding.losses import HookChangesError, KnownLoss, full_name, known_loss, observed_hooks
 from hf_memopt.binding.model import IGNORED_LABEL, unwrap_parallel
@@ -40,9 +41,6 @@ from hf_memopt.techniques.microbatching import (
     splittable_batch_reason,
     splittable_reason,
 )
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["recover_predictions"]
 
@@ -79,8 +77,8 @@ def recover_predictions(
     """
     recovery = _Recovery(trainer, backbones, stated)
     return undo_all(
-        override_method(trainer, "prediction_step", recovery.wrap_prediction_step),
-        override_method(trainer, "evaluation_loop", recovery.wrap_evaluation_loop),
+        override_method(trainer, "prediction_step", recovery.prediction_step),
+        override_method(trainer, "evaluation_loop", recovery.evaluation_loop),
     )
 
 
@@ -92,38 +90,30 @@ class _Recovery:
         self._stated = stated
         self._rows_that_fit: int | None = None
         self._batches = 0
-        self._is_stock = False  # whether prediction_step is
+        self._is_stock = full_name(function_below(trainer.prediction_step)) in PREDICTION_STEPS
         self._backbones = Backbones(
             backbones, Size(lambda columns: self._rows_that_fit or sys.maxsize, self._part_failed)
         )
 
-    def wrap_evaluation_loop(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluation_loop(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Forget what fits: the next evaluation may have more memory."""
+        self._rows_that_fit, self._batches = None, 0
+        return before(*args, **kwargs)
 
-        def evaluation_loop(*args: Any, **kwargs: Any) -> Any:
-            self._rows_that_fit, self._batches = None, 0
-            return before(*args, **kwargs)
-
-        return evaluation_loop
-
-    def wrap_prediction_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def prediction_step(
+        self, before: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a batch that does not fit in parts."""
 
-        def prediction_step(
-            model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
-        ) -> Any:
-            def predict(rows: Any) -> Any:  # a copy: a step that takes the labels out is called again
-                return before(model, copied_batch(rows), prediction_loss_only, *args, **kwargs)
+        def predict(rows: Any) -> Any:  # a copy: a step that takes the labels out is called again
+            return before(model, copied_batch(rows), *args, **kwargs)
 
-            trainer = self._trainer()
-            if hasattr(trainer, RECOVERING):  # another technique's recovery, around this one
-                return predict(inputs)
-            self._batches += 1
-            with set_attribute(trainer, RECOVERING, True), _counting_once(trainer, inputs):
-                return self._predict(model, inputs, predict)
-
-        self._is_stock = full_name(function_below(before)) in PREDICTION_STEPS
-        return prediction_step
+        trainer = self._trainer()
+        if hasattr(trainer, RECOVERING):  # another technique's recovery, around this one
+            return predict(inputs)
+        self._batches += 1
+        with set_attribute(trainer, RECOVERING, True), _counting_once(trainer, inputs):
+            return self._predict(model, inputs, predict)
 
     def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any]) -> Any:
         is_stock = self._is_stock
@@ -251,16 +241,13 @@ def _counting_once(trainer: Any, inputs: Mapping[str, Any]) -> UndoHandle:
     """
     counted: list[Any] = []
 
-    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
-        def count(batch_samples: Any, device: torch.device) -> Any:
-            if not counted:
-                counted.append(before([inputs], device))
-            return counted[0]
-
-        return count
+    def count(before: Callable[..., Any], batch_samples: Any, device: torch.device) -> Any:
+        if not counted:
+            counted.append(before([inputs], device))
+        return counted[0]
 
     # private; prediction_step calls it so in transformers 5.8.1, 5.17.0 and 5.23.0, and no public name is between
-    return override_method(trainer, "_get_num_items_in_batch", wrap)
+    return override_method(trainer, "_get_num_items_in_batch", count)
 
 
 class _JoinedRows:

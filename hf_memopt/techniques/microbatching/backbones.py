@@ -54,18 +54,14 @@ class CutStep:
     largest: tuple[int, int | None] | None = None
     error: str | None = None
 
-    def noting_out_of_memory(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that notes its out-of-memory error, which a user's step may swallow."""
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return before(*args, **kwargs)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    self.error = str(error).partition("\n")[0]
-                raise
-
-        return noting
+    def noting_out_of_memory(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, and note its out-of-memory error, which a user's step may swallow."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.error = str(error).partition("\n")[0]
+            raise
 
     def note(self, call: ModuleCall) -> None:
         """Remember the largest call."""
@@ -122,35 +118,29 @@ class Backbones:
         step = CutStep()
         self._steps += is_training
         self._is_checked = self._steps == 2 or self._draw.random() < CHECKED_STEPS
+        call: Callable[..., Any] = step.noting_out_of_memory
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to import it takes a second
+            # checks and parts are no graph: a compiled model runs its backbone as it is written
+            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             for name, module in self.modules_of(model):
-                stack.enter_context(override_method(module, "forward", self._wrapping(name, module, step)))
+                forward = partial(call, partial(self._forward, name, module, step))
+                stack.enter_context(override_method(module, "forward", forward))
             yield step
 
-    def _wrapping(
-        self, name: str, module: nn.Module, step: CutStep
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if self._is_inside:
-                    return before(*args, **kwargs)
-                call = ModuleCall(module, partial(self._run_inside, before), args, kwargs)
-                layout = self._layout_of(name, call, step, kwargs)
-                if layout is None:
-                    return before(*args, **kwargs)
-                found = run_rows_in_parts(call, layout, self._size)
-                step.cut += 1
-                step.names[name or type(module).__name__] = None
-                return found
-
-            noting = step.noting_out_of_memory(forward)
-            if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
-                return noting
-            # checks and parts are no graph: a compiled model runs its backbone as it is written
-            eager: Callable[..., Any] = torch.compiler.disable(noting)  # type: ignore[no-untyped-call]
-            return eager
-
-        return wrap
+    def _forward(
+        self, name: str, module: nn.Module, step: CutStep, before: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._is_inside:
+            return before(*args, **kwargs)
+        call = ModuleCall(module, partial(self._run_inside, before), args, kwargs)
+        layout = self._layout_of(name, call, step, kwargs)
+        if layout is None:
+            return before(*args, **kwargs)
+        found = run_rows_in_parts(call, layout, self._size)
+        step.cut += 1
+        step.names[name or type(module).__name__] = None
+        return found
 
     def _layout_of(self, name: str, call: ModuleCall, step: CutStep, kwargs: dict[str, Any]) -> Layout | None:
         """Return where the rows of a call are; None, and note it, if the call has to run whole."""

@@ -54,6 +54,7 @@ class Limit:
     failed_tries: CountOrZero = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.limit is None:
             self.limit = self.maximum
 
@@ -135,10 +136,7 @@ def saved_limits(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Limit]:
     Raises:
         ValueError: they are none; the message starts with the name of what is wrong.
     """
-    found = {name: from_object(Limit, values.get(name, {})) for name in LIMIT_NAMES}
-    for limit in found.values():
-        check_fields(limit)
-    return found
+    return {name: from_object(Limit, values.get(name, {})) for name in LIMIT_NAMES}
 
 
 @dataclass

@@ -38,11 +38,12 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from transformers import Trainer
 
 from hf_memopt.binding.losses import stated_loss
-from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, remove_all
+from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, undo_all
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import shown
 from hf_memopt.technique_list import NO_LIMIT
@@ -50,9 +51,6 @@ from hf_memopt.techniques import TechniqueCallback
 from hf_memopt.techniques.evaluation import recover_predictions
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, microbatch_limits, saved_limits
 from hf_memopt.techniques.microbatching.step import MicrobatchedStep
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["MicrobatchCallback", "run_in_microbatches"]
 
@@ -112,13 +110,12 @@ def run_in_microbatches(
     stated = None if loss is None else stated_loss(loss)
     limits, changes = microbatch_limits() if limits is None else limits, [] if changes is None else changes
     step = MicrobatchedStep(trainer, limits, changes, tally or Tally(), names, stated)
-    handles = [
-        override_method(trainer, "compute_loss", step.wrap_compute_loss),
-        override_method(trainer, "training_step", step.wrap_training_step, purpose=SPLITS),
-        override_method(trainer, "train", step.wrap_train),
+    return undo_all(
+        override_method(trainer, "compute_loss", step.compute_loss),
+        override_method(trainer, "training_step", step.training_step, purpose=SPLITS),
+        override_method(trainer, "train", step.train),
         recover_predictions(trainer, names, stated),
-    ]
-    return UndoHandle(partial(remove_all, handles))
+    )
 
 
 def _names_of(backbone: Any) -> tuple[str, ...]:

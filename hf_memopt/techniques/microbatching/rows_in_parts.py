@@ -242,7 +242,7 @@ class _Parts:
         done: set[str] = set()
         used = {name: alias.detach() if name in counted else alias for name, alias in aliases.items()}
         hooks = [
-            alias.register_post_accumulate_grad_hook(_noting(name, done))  # type: ignore[no-untyped-call]
+            alias.register_post_accumulate_grad_hook(lambda _, name=name: done.add(name))  # type: ignore[no-untyped-call]
             for name, alias in used.items()
             if name not in counted
         ]
@@ -294,10 +294,6 @@ class _Parts:
             ]
             if pairs:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def _noting(name: str, done: set[str]) -> Callable[[torch.Tensor], None]:
-    return lambda _: done.add(name)
 
 
 def _sums(outputs: list[Any]) -> list[torch.Tensor]:

@@ -59,7 +59,7 @@ def _verify(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any, los
     with ExitStack() as stack:
         stack.callback(state.restore)
         stack.enter_context(trainer.accelerator.no_sync(model))
-        stack.enter_context(override_method(trainer, "log", lambda before: lambda *args, **kwargs: None))
+        stack.enter_context(override_method(trainer, "log", lambda before, *args, **kwargs: None))
         stack.enter_context(without_dropout(model))
         whole = gradients(batch)
         summed = [torch.zeros_like(gradient) for gradient in whole]

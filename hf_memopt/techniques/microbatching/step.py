@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
 from torch import nn
+from transformers import Trainer, TrainerCallback
 
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.binding.compatibility import check_compatibility
@@ -51,9 +52,6 @@ from hf_memopt.techniques.microbatching.whole_micro_batches import (
 )
 from hf_memopt.techniques.nonfinite import example_indices
 from hf_memopt.units import format_bytes
-
-if TYPE_CHECKING:
-    from transformers import Trainer, TrainerCallback
 
 __all__ = ["MicrobatchedStep"]
 
@@ -109,7 +107,7 @@ class MicrobatchedStep:
         self._limits, self._changes, self._tally = limits, changes, tally
         self._names, self._stated = backbones, stated
         self._whole = WholeMicroBatches(limits)
-        self.wrap_compute_loss = self._whole.wrap_compute_loss
+        self.compute_loss = self._whole.compute_loss
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -129,46 +127,39 @@ class MicrobatchedStep:
 
     # ---- Overrides --------------------------------------------------------------------------------------------------
 
-    def wrap_train(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def train(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Check the settings again, which may have changed, and look the loss up again: the model may be new."""
+        check_compatibility(self._trainer(), cast(TrainerCallback, self))
+        self._begin_run()
+        self._tally.restart()
+        begin = time.perf_counter()
+        output = before(*args, **kwargs)
+        self._tally.seconds = time.perf_counter() - begin
+        self._tally.check_seconds = self._backbones.seconds
+        if self._tally.failures or self._tally.check_seconds:
+            notify(logger, self._tally.summary(self._limits))
+        return output
 
-        def train(*args: Any, **kwargs: Any) -> Any:
-            check_compatibility(self._trainer(), cast("TrainerCallback", self))
-            self._begin_run()
-            self._tally.restart()
-            begin = time.perf_counter()
-            output = before(*args, **kwargs)
-            self._tally.seconds = time.perf_counter() - begin
-            self._tally.check_seconds = self._backbones.seconds
-            if self._tally.failures or self._tally.check_seconds:
-                notify(logger, self._tally.summary(self._limits))
-            return output
-
-        return train
-
-    def wrap_training_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def training_step(
+        self, before: Callable[..., Any], model: nn.Module, inputs: Any, num_items_in_batch: Items = None
+    ) -> torch.Tensor:
         """Run an accumulation step in parts, and repeat what ran out of memory."""
-
-        def training_step(model: nn.Module, inputs: Any, num_items_in_batch: Items = None) -> torch.Tensor:
-            trainer = self._trainer()
-            steps = getattr(trainer, "current_gradient_accumulation_steps", 1)  # a step outside of train has none
-            self._window.append(AccumulationStep(before, model, inputs, num_items_in_batch, steps))
-            if self._first_way is None:
-                self._first_way = self._way(trainer, self._window[-1])
-            if self._state is None:
-                self._state = StepState(
-                    trainer, of_stock=isinstance(self._first_way, KnownLoss) and self._tally.steps > 0
-                )
-            try:
-                loss = self._run_until_it_fits(trainer)
-            except BaseException:
-                self._begin_window()
-                raise
-            if trainer.accelerator.sync_gradients:
-                self._end_window(trainer)
-            return loss
-
-        return training_step
+        trainer = self._trainer()
+        steps = getattr(trainer, "current_gradient_accumulation_steps", 1)  # a step outside of train has none
+        self._window.append(AccumulationStep(before, model, inputs, num_items_in_batch, steps))
+        if self._first_way is None:
+            self._first_way = self._way(trainer, self._window[-1])
+        if self._state is None:
+            is_known = isinstance(self._first_way, KnownLoss)
+            self._state = StepState(trainer, of_stock=is_known and self._tally.steps > 0)
+        try:
+            loss = self._run_until_it_fits(trainer)
+        except BaseException:
+            self._begin_window()
+            raise
+        if trainer.accelerator.sync_gradients:
+            self._end_window(trainer)
+        return loss
 
     # ---- Attempts ---------------------------------------------------------------------------------------------------
 

@@ -73,18 +73,14 @@ class WholeMicroBatches:
         self._weight = 1.0
         self._share_gradients: Callable[[], None] | None = None
 
-    def wrap_compute_loss(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Multiply the loss by the weight of the current micro-batch."""
-
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            loss = before(*args, **kwargs)
-            if self._share_gradients is not None:
-                self._share_gradients()
-            if self._weight == 1.0:
-                return loss
-            return (loss[0] * self._weight, *loss[1:]) if isinstance(loss, tuple) else loss * self._weight
-
-        return compute_loss
+        loss = before(*args, **kwargs)
+        if self._share_gradients is not None:
+            self._share_gradients()
+        if self._weight == 1.0:
+            return loss
+        return (loss[0] * self._weight, *loss[1:]) if isinstance(loss, tuple) else loss * self._weight
 
     def run(self, trainer: Any, step: AccumulationStep, loss: KnownLoss, *, syncs: bool) -> tuple[torch.Tensor, bool]:
         """Run an accumulation step, the last micro-batch of which shares its gradients where ``syncs``.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
 from itertools import islice
 from math import isclose
 from typing import Any
@@ -54,7 +53,8 @@ def example_indices(trainer: Trainer, window_position: int) -> tuple[int, ...] |
         return None
     position = step * window + window_position
     rows = next(islice(batches, position, None), None)
-    return None if rows is None else _indices_of(loader.dataset, rows)
+    indices_of = getattr(loader.dataset, "indices_of", tuple)  # a view's: of the dataset under it
+    return None if rows is None else tuple(indices_of(rows))
 
 
 def _copy_of(sampler: Any, epoch: int) -> Any:
@@ -74,9 +74,3 @@ def _copy_of(sampler: Any, epoch: int) -> Any:
     inner_copy = _copy_of(getattr(sampler, inner), epoch)
     setattr(copied, inner, inner_copy)
     return None if inner_copy is None else copied
-
-
-def _indices_of(dataset: Any, rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the positions themselves, or for a view the indices of the dataset under it."""
-    indices_of = getattr(dataset, "indices_of", None)
-    return tuple(rows if indices_of is None else indices_of(rows))

@@ -30,9 +30,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import Trainer
 
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.undo import RandomState, UndoHandle, is_overridden, override_method, remove_all
@@ -45,9 +46,6 @@ from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_gradients, 
 from hf_memopt.techniques.nonfinite.indices import example_indices
 from hf_memopt.techniques.nonfinite.report import OverflowReport, save_batch, write_reports
 from hf_memopt.whole_files import warn_unwritten
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["OverflowCallback"]
 
@@ -131,28 +129,23 @@ class OverflowCallback(TechniqueCallback):
                 f"trainer=<{type(trainer).__name__}> has non-finite detection already; expected a Trainer without. "
                 "Keep one OverflowCallback in callbacks=, or call handle.remove() first"
             )
-        override = override_method(trainer, "training_step", self._wrap_training_step, purpose=DETECTS)
+        override = override_method(trainer, "training_step", self._training_step, purpose=DETECTS)
         self.handle = self.binding.to(trainer, UndoHandle(self._end_run), override)
         return self.handle
 
-    def _wrap_training_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def _training_step(
+        self, before: Callable[..., Any], model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         """Remember the inputs and the loss of each accumulation step."""
+        random_state = RandomState.capture(self.binding.trainer.args.device)
+        loss: torch.Tensor = before(model, inputs, num_items_in_batch)
+        self._window.append(StepInputs(inputs, num_items_in_batch, random_state))
+        self._is_loss_bad.append(~torch.isfinite(loss))
+        return loss
 
-        def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-            random_state = RandomState.capture(self.binding.trainer.args.device)
-            loss: torch.Tensor = before(model, inputs, num_items_in_batch)
-            self._window.append(StepInputs(inputs, num_items_in_batch, random_state))
-            self._is_loss_bad.append(~torch.isfinite(loss))
-            return loss
-
-        return training_step
-
-    def _wrap_clip_grad_norm(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
-            self._norm = before(*args, **kwargs)
-            return self._norm
-
-        return clip_grad_norm_
+    def _clip_grad_norm(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._norm = before(*args, **kwargs)
+        return self._norm
 
     # ---- Events -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +155,7 @@ class OverflowCallback(TechniqueCallback):
         check_compatibility(trainer)
         self._end_run()
         # only now: a search for hyperparameters gives each run an accelerator of its own
-        self._of_run.append(override_method(trainer.accelerator, "clip_grad_norm_", self._wrap_clip_grad_norm))
+        self._of_run.append(override_method(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm))
         self._in_a_row = self._skips_in_a_row = 0
         self.nonfinite_steps = self.skipped_steps = 0
         self.reports.clear()
@@ -181,7 +174,7 @@ class OverflowCallback(TechniqueCallback):
         if reading.is_skipped:
             self.skipped_steps += 1
             # keep the learning rate as it is until the step ends
-            hold = override_method(trainer.lr_scheduler, "step", lambda before: lambda *args, **kwargs: None)
+            hold = override_method(trainer.lr_scheduler, "step", lambda before, *args, **kwargs: None)
             self._of_step.append(hold)
         if not reading.is_nonfinite(self._skips_in_a_row):
             self._in_a_row = 0

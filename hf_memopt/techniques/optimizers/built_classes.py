@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from hf_memopt.binding.undo import set_attribute
 from hf_memopt.plain_data import shown
 
-__all__ = ["ELEMENTWISE", "BuiltClass", "built_class", "check_is_class", "class_name", "plain_step"]
+__all__ = ["ELEMENTWISE", "Built", "built_class", "check_is_class", "class_name", "plain_step"]
 
 ELEMENTWISE = (
     *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
@@ -26,15 +28,33 @@ class BuiltClass(type):
 copyreg.pickle(BuiltClass, lambda built: vars(built).get("_built_by", built.__qualname__))
 
 
-def built_class(
-    prefix: str, kind: type, plain: Any, built_by: tuple[Callable[..., type], tuple[Any, ...]], **attributes: Any
-) -> type:
-    """Return a class with the methods of ``kind`` before those of a plain class, pickled as the call ``built_by``.
+class Built(torch.optim.Optimizer, metaclass=BuiltClass):
+    """What the classes that are put before a plain class share."""
 
-    Its module is the plain one's: stock registers 32-bit embeddings where it reads "bitsandbytes" in it.
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+    def _step_with(self, groups: list[dict[str, Any]], step: Callable[[], Any]) -> None:
+        """Run the plain step with other groups."""
+        with set_attribute(self, "param_groups", groups):
+            step()
+
+
+@cache
+def built_class(kind: Any, plain: Any, **options: Any) -> type:
+    """Return a class with the methods of ``kind`` before those of a plain class, always the same, pickled as this call.
+
+    Its module is the plain one's: stock registers 32-bit embeddings where it reads "bitsandbytes" in it. The plain
+    step is the attribute that ``kind`` names, since one built class may be the plain one of another.
     """
-    own = {"__module__": plain.__module__, "_plain_class": plain, "_built_by": built_by}
-    return BuiltClass(f"{prefix}{plain.__name__}", (kind, plain), {**own, **attributes})
+    own = {
+        "__doc__": f"{plain.__name__} {kind.described.format(**options)}",
+        "__module__": plain.__module__,
+        "_plain_class": plain,
+        "_built_by": (partial(built_class, **options), (kind, plain)),
+        kind.inner_step: plain_step(plain.step),
+    }
+    return BuiltClass(f"{kind.prefix}{plain.__name__}", (kind, plain), {**own, **options})
 
 
 def check_is_class(optimizer_class: Any, fix: str) -> None:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,11 +25,11 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.binding.compatibility import check_settings, refusal_of
-from hf_memopt.binding.undo import UndoHandle, set_attribute
+from hf_memopt.binding.undo import UndoHandle
 from hf_memopt.plain_data import check_value, check_word, shown
 from hf_memopt.techniques.optimizers.built_classes import (
     ELEMENTWISE,
-    BuiltClass,
+    Built,
     built_class,
     check_is_class,
     class_name,
@@ -109,7 +109,8 @@ def gradient_release(
             "the step of one in torch.optim, bitsandbytes or transformers, or trust=True. If its step neither combines "
             "parameters nor counts in param_groups, pass trust=True."
         )
-    return _released_class(plain, max_tensor_norm)
+    kind = _ReleasedBitsandbytes if issubclass(plain, Optimizer8bit) else _Released
+    return built_class(kind, plain, max_tensor_norm=max_tensor_norm)
 
 
 def released_optimizer(
@@ -157,7 +158,7 @@ def released_optimizer(
     return gradient_release(optimizer_class, max_tensor_norm=max_tensor_norm, trust=trust), kwargs
 
 
-class _Released(torch.optim.Optimizer, metaclass=BuiltClass):
+class _Released(Built):
     """The methods that a released class has before those of its plain class.
 
     The hook of a parameter runs in the backward pass, once its gradient is complete. It lets the plain class's own
@@ -167,6 +168,7 @@ class _Released(torch.optim.Optimizer, metaclass=BuiltClass):
     """
 
     technique = TECHNIQUE
+    prefix, described, inner_step = "Released", "that steps within the backward pass.", "_plain_step"
     why_last = (
         "releases gradients already; expected a plain class, which gradient_release takes afterwards. Call "
         "gradient_release(sixteen_bit_optimizer(torch.optim.AdamW))."
@@ -207,10 +209,7 @@ class _Released(torch.optim.Optimizer, metaclass=BuiltClass):
         """Step the parameters that still have a gradient, and end the step; returns the closure's loss, if any."""
         if not self._is_releasing:
             return self._plain_step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         remaining = [parameter for parameter in self._parameters() if parameter.grad is not None]
         for parameter in remaining:
             self._clip(parameter)
@@ -230,9 +229,6 @@ class _Released(torch.optim.Optimizer, metaclass=BuiltClass):
         device = self._last_norms[0].device
         norms = [norm.to(device, torch.float32) for norm in self._last_norms]
         return torch.nn.utils.get_total_norm(norms)
-
-    def _parameters(self) -> Iterable[torch.Tensor]:
-        return (parameter for group in self.param_groups for parameter in group["params"])
 
     def _install_hooks(self) -> None:
         """Register a hook on every parameter that requires a gradient and has no hook yet."""
@@ -273,9 +269,7 @@ class _Released(torch.optim.Optimizer, metaclass=BuiltClass):
 
     def _step_alone(self, parameter: torch.Tensor, group_index: int, index: int) -> None:
         """Run the plain step with one parameter only, and its group's current options."""
-        group = {**self.param_groups[group_index], "params": [parameter]}
-        with set_attribute(self, "param_groups", [group]):
-            self._plain_step()
+        self._step_with([{**self.param_groups[group_index], "params": [parameter]}], self._plain_step)
 
 
 class _ReleasedBitsandbytes(_Released):
@@ -308,20 +302,6 @@ def _stop_releasing(reference: weakref.ref[_Released]) -> None:
         for hook in optimizer._hooks:
             hook.remove()
         optimizer._is_releasing = False
-
-
-@cache
-def _released_class(optimizer_class: Any, max_tensor_norm: float | None) -> type:
-    kind = _ReleasedBitsandbytes if issubclass(optimizer_class, Optimizer8bit) else _Released
-    return built_class(
-        "Released",
-        kind,
-        optimizer_class,
-        (_released_class, (optimizer_class, max_tensor_norm)),
-        __doc__=f"{optimizer_class.__name__} that steps within the backward pass.",
-        max_tensor_norm=max_tensor_norm,
-        _plain_step=plain_step(optimizer_class.step),
-    )
 
 
 def _copied(released: Any) -> Any:

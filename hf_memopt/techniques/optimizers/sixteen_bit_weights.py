@@ -23,8 +23,8 @@ Source: stochastic rounding of weights, https://arxiv.org/abs/2010.06192, which 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,12 +32,11 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optimizer8bit
 
 from hf_memopt.binding.compatibility import check_settings
-from hf_memopt.binding.undo import set_attribute
 from hf_memopt.devices import choose_precision
 from hf_memopt.plain_data import check_word
 from hf_memopt.techniques.optimizers.built_classes import (
     ELEMENTWISE,
-    BuiltClass,
+    Built,
     built_class,
     check_is_class,
     class_name,
@@ -106,11 +105,12 @@ def sixteen_bit_optimizer(
     check_is_class(optimizer_class, FIX)
     check_word("rounding", rounding, ("stochastic", "kahan"))
     _check_class(optimizer_class)
+    kind = _SixteenBitBitsandbytes if issubclass(optimizer_class, Optimizer8bit) else _SixteenBitTorch
     plain: Any = optimizer_class
-    return _sixteen_bit_class(plain, rounding)
+    return built_class(kind, plain, rounding=rounding)
 
 
-class _SixteenBit(torch.optim.Optimizer, metaclass=BuiltClass):
+class _SixteenBit(Built):
     """The methods that the returned class has before those of its plain class.
 
     A slice of a parameter is a float32 tensor with a gradient and a state of its own, views of the parameter's. The
@@ -119,6 +119,7 @@ class _SixteenBit(torch.optim.Optimizer, metaclass=BuiltClass):
     """
 
     technique = TECHNIQUE
+    prefix, described, inner_step = "SixteenBit", "for bfloat16 weights, with {rounding} rounding.", "_rounded_step"
     rounding: str
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -149,9 +150,6 @@ class _SixteenBit(torch.optim.Optimizer, metaclass=BuiltClass):
             for key, value in state_dict["state"].get(number, {}).items():
                 if torch.is_tensor(value) and own[key].dtype != value.dtype:
                     own[key] = value.to(own[key].device, copy=True)
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        return (parameter for group in self.param_groups for parameter in group["params"])
 
     def _update(self, parameter: torch.Tensor, update: Callable[[torch.Tensor], None]) -> None:
         """Update a 16-bit parameter; ``update`` updates one float32 slice that has a gradient and a state."""
@@ -196,12 +194,10 @@ class _SixteenBitTorch(_SixteenBit):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step float32 parameters as the plain class does, all together, then those of 16 bits one after the other."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         groups = self.param_groups
-        self._step_with([{**group, "params": [p for p in group["params"] if not is_rounded(p)]} for group in groups])
+        whole = [{**group, "params": [p for p in group["params"] if not is_rounded(p)]} for group in groups]
+        self._step_with(whole, self._rounded_step)
         for group in groups:
             for parameter in group["params"]:
                 if is_rounded(parameter) and parameter.grad is not None:
@@ -209,12 +205,7 @@ class _SixteenBitTorch(_SixteenBit):
         return loss
 
     def _step_slice(self, group: dict[str, Any], float_slice: torch.Tensor) -> None:
-        self._step_with([{**group, "params": [float_slice]}])
-
-    def _step_with(self, groups: list[dict[str, Any]]) -> None:
-        """Run the plain step with other groups."""
-        with set_attribute(self, "param_groups", groups):
-            self._rounded_step()
+        self._step_with([{**group, "params": [float_slice]}], self._rounded_step)
 
 
 class _SixteenBitBitsandbytes(_SixteenBit):
@@ -283,20 +274,6 @@ def rounded_optimizer(
 
 def _nothing_lost(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter, dtype=torch.int16, memory_format=torch.contiguous_format)
-
-
-@cache
-def _sixteen_bit_class(optimizer_class: Any, rounding: str) -> type:
-    kind = _SixteenBitBitsandbytes if issubclass(optimizer_class, Optimizer8bit) else _SixteenBitTorch
-    return built_class(
-        "SixteenBit",
-        kind,
-        optimizer_class,
-        (_sixteen_bit_class, (optimizer_class, rounding)),
-        __doc__=f"{optimizer_class.__name__} for bfloat16 weights, with {rounding} rounding.",
-        rounding=rounding,
-        _rounded_step=plain_step(optimizer_class.step),
-    )
 
 
 def _check_class(optimizer_class: Any) -> None:
