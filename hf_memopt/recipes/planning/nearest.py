@@ -14,7 +14,7 @@ from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp
+    from hf_memopt.recipes.planning.set_ups import SetUp
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
 __all__ = ["NAMES", "Shortfall", "shortfall_of"]
@@ -47,14 +47,11 @@ class Shortfall:
     consents: tuple[str, ...] = ()
 
 
-def shortfall_of(
-    simulation: Simulation, facts: ModelFacts, set_ups: Sequence[SetUp], share: int, budget: Any
-) -> Shortfall:
+def shortfall_of(simulation: Simulation, set_ups: Sequence[SetUp], share: int, budget: Any) -> Shortfall:
     """Return what is missing.
 
     Args:
         simulation: after the search.
-        facts: of the model.
         set_ups: those that are allowed.
         share: examples of a step on each GPU.
         budget: as for ``plan``.
@@ -78,7 +75,7 @@ def shortfall_of(
     return Shortfall(
         nearest=least,
         lacks_bytes=-least.spare_bytes,
-        longest=_longest(least, simulation, facts),
+        longest=_longest(least, simulation),
         batch=_batch(set_ups, simulation, share),
         parameters=_parameters(least, simulation.parameters),
         gpu=_smallest_gpu(least, simulation),
@@ -107,9 +104,9 @@ def _check_methods(own: Sequence[Candidate], simulation: Simulation) -> None:
     )
 
 
-def _longest(least: Candidate, simulation: Simulation, facts: ModelFacts) -> int | None:
+def _longest(least: Candidate, simulation: Simulation) -> int | None:
     """Return the most tokens with which the set-up fits, a multiple of 8; simulations show that the next does not."""
-    if least.seq_len is None or facts.task == "image-classification":
+    if least.seq_len is None or simulation.facts.task == "image-classification":
         return None
     shorter = range(MULTIPLE, least.seq_len, MULTIPLE)
     return largest_that_fits(

@@ -268,30 +268,26 @@ def _short(found: Plan) -> Iterator[str]:
 # ---- JSON
 
 
+ASKED = ("effective_batch_size", "goal", "method", "allow", "world_size", "strategy")
+SAME = ("model", "parameters", *ASKED, "fits", "notes", "simulations")
+"""The attributes of a plan that are fields of its JSON as they are."""
+
+
 def plan_json(found: Plan, *, figures: bool = False) -> str:
     """Return everything as JSON text, memory as integers of bytes."""
-    short, texts = found.shortfall, found.texts
+    short, gpu = found.shortfall, found.gpu
     whole: dict[str, Any] = {
         "format": FORMAT,
         "command": found.command or _call(found),
-        "model": found.model,
-        "parameters": found.parameters,
-        "gpu": found.gpu.name,
-        "usable_bytes": found.gpu.usable_bytes,
-        "memory_bytes": found.gpu.memory_bytes,
-        "goal": found.goal,
-        "method": found.method,
-        "allow": list(found.allow),
-        "effective_batch_size": found.effective_batch_size,
-        "world_size": found.world_size,
-        "strategy": found.strategy,
-        "texts": {name: getattr(texts, name) for name in ("seq_len", "width", "rows", "tokens", "cut")},
-        "fits": found.fits,
+        **{name: getattr(found, name) for name in SAME},
+        "gpu": gpu.name,
+        "gpu_source": gpu.source,
+        "usable_bytes": gpu.usable_bytes,
+        "memory_bytes": gpu.memory_bytes,
+        "texts": {name: value for name, value in vars(found.texts).items() if name != "lengths"},
         "chosen": None if found.chosen is None else found.chosen.as_dict(),
-        "shortfall": None if short is None else {**_plain(short), "nearest": short.nearest.as_dict()},
+        "shortfall": None if short is None else {**vars(short), "nearest": short.nearest.as_dict()},
         "candidates": [one.as_dict() for one in found.candidates],
-        "notes": list(found.notes),
-        "simulations": found.simulations,
         "measured": found.measured or None,
         "shown": _places(found, shown_candidates(found)),
         "figures": found.figures if figures else known_figures(found),
@@ -311,14 +307,9 @@ def _call(found: Plan) -> str:
     """Return the call of ``plan`` that makes the plan, without the defaults."""
     texts, source = found.texts, None if found.simulation is None else found.simulation.model
     given: dict[str, Any] = {"gpu": found.gpu.name, "seq_len": texts.seq_len}
-    usual = {"effective_batch_size": 32, "goal": "speed", "method": "auto", "allow": (), "world_size": 1}
-    usual["strategy"] = "auto"
     given |= {"os": found.system} if found.system else {}
-    given |= {name: getattr(found, name) for name, value in usual.items() if getattr(found, name) != value}
+    usual = zip(ASKED, (32, "speed", "auto", (), 1, "auto"), strict=True)
+    given |= {name: getattr(found, name) for name, value in usual if getattr(found, name) != value}
     model = repr(source) if isinstance(source, str) else "model"
     lengths = "" if texts.lengths is None else "lengths=lengths, "
     return f"plan({model}, {lengths}{', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
-
-def _plain(short: Any) -> dict[str, Any]:
-    return {name: getattr(short, name) for name in ("lacks_bytes", "longest", "batch", "parameters", "gpu", "consents")}

@@ -139,6 +139,9 @@ class ModelFacts:
         has_segments: whether torch's allocator has expandable segments where it trains.
         has_paging: whether memory that CUDA manages may exceed the GPU there.
         overflow: why it should not compute in float16, with the source; "" where nothing is known.
+        most_tokens: of a row that it takes; None for no limit.
+        default_length: tokens of a row where none are given; None for a model without text.
+        is_t5: whether its task is a prefix of the text.
     """
 
     task: str | None
@@ -154,6 +157,9 @@ class ModelFacts:
     has_segments: bool = True
     has_paging: bool = True
     overflow: str = ""
+    most_tokens: int | None = None
+    default_length: int | None = None
+    is_t5: bool = False
 
     @property
     def is_language_model(self) -> bool:

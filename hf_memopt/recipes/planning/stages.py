@@ -48,7 +48,6 @@ class StageSearch:
     """The search over stages and lengths; what it simulates are the candidates of the simulation."""
 
     simulation: Simulation
-    facts: ModelFacts
     effective_batch_size: int
     share: int
     goal: str
@@ -57,18 +56,18 @@ class StageSearch:
     def set_ups(self, stage: str, *, with_consents: bool = False) -> list[SetUp]:
         """Return the set-ups that are allowed and work as the GPUs share a step now."""
         simulation = self.simulation
-        every = list(set_ups(stage, self.facts, simulation.gpu, self.effective_batch_size))
+        every = list(set_ups(stage, simulation.facts, simulation.gpu, self.effective_batch_size))
         if simulation.sharing is not None:
             every = [one for one in map(simulation.sharing.adapted, every) if one is not None]
         return [one for one in every if with_consents or simulation.allows(one)]
 
-    def by_length(self, stages: Sequence[str], most: int | None) -> Candidate | None:
+    def by_length(self, stages: Sequence[str]) -> Candidate | None:
         """Return the chosen candidate, with shorter or longer rows where they are asked for."""
         simulation = self.simulation
         simulation.sharing = self.sharings[0]
         asked = stages
         if self.goal == "longest":
-            stages = use_longest(simulation, {stage: self.set_ups(stage) for stage in stages}, self.share, most)
+            stages = use_longest(simulation, {stage: self.set_ups(stage) for stage in stages}, self.share)
         chosen, length = self._by_stage(stages), simulation.texts.seq_len
         for part in (2, 4):
             if chosen is not None or "shorter" not in simulation.allow or length is None or length < 2 * MULTIPLE:
@@ -168,9 +167,7 @@ def _weights_too_large(one: Candidate, set_up: SetUp) -> bool:
 LONGEST = 131_072  # tokens; no longer rows are looked for
 
 
-def use_longest(
-    simulation: Simulation, set_ups: Mapping[str, Sequence[SetUp]], share: int, most: int | None
-) -> list[str]:
+def use_longest(simulation: Simulation, set_ups: Mapping[str, Sequence[SetUp]], share: int) -> list[str]:
     """Let the simulation plan for the longest rows, and return the methods to search.
 
     Args:
@@ -178,7 +175,6 @@ def use_longest(
             Where it knows the lengths of the rows, it keeps them, and no longer rows than these are looked for.
         set_ups: those that are allowed, by method.
         share: examples of a step on each GPU.
-        most: tokens that the model takes; None for no limit.
     """
     texts, asked = simulation.texts, simulation.texts.seq_len
     if asked is None:
@@ -206,7 +202,7 @@ def use_longest(
 
     stages = list(set_ups)
     stage = next((one for one in stages if any(fits(recipe, asked) for recipe in variants[one])), stages[-1])
-    found, limit = 0, min(texts.longest or LONGEST, most or LONGEST, LONGEST)
+    found, limit = 0, min(texts.longest or LONGEST, simulation.facts.most_tokens or LONGEST, LONGEST)
     for recipe in variants[stage]:
         longer = range(found + MULTIPLE, limit + 1, MULTIPLE)
         if longer and fits(recipe, longer[0]):
