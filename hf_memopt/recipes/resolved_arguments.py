@@ -156,13 +156,10 @@ def _released_batch(
 
 
 def _check_release(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
-    asked = {
-        "norm clipping": (arguments["max_grad_norm"] or 0) > 0,
-        "fp16": arguments["fp16"],
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            _refuse(recipe, name)
+    if (arguments["max_grad_norm"] or 0) > 0:
+        _refuse(recipe, "norm clipping")
+    if arguments["fp16"]:
+        _refuse(recipe, "fp16")
 
 
 def _refuse(recipe: Recipe, setting: str) -> None:

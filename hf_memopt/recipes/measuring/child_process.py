@@ -20,7 +20,7 @@ from hf_memopt.devices import GPUS, current_gpu
 from hf_memopt.devices.readings import read_memory, read_process
 from hf_memopt.memory import estimate_of
 from hf_memopt.memory.settings import BatchShape, NotEstimableError
-from hf_memopt.memory.tracking import COMPONENTS, Timeline, phase_spans
+from hf_memopt.memory.tracking import COMPONENTS, Timeline
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
 from hf_memopt.recipes.measuring.restoring import restored
@@ -133,7 +133,7 @@ def measurement_of(trainer: Trainer, recorder: StepRecorder) -> Measurement:
         host_peak_bytes=read_process()[1],
         measured=_measured(recorder),
         predicted=predicted,
-        notes=tuple(note for note in (recorder.note, _note(recorder), *notes) if note),
+        notes=tuple(note for note in (recorder.longest.note, _note(recorder), *notes) if note),
     )
 
 
@@ -216,7 +216,7 @@ def predicted_figures(found: Estimate, timed: Estimate | None) -> Figures:
     held = {name: int(timeline.components[:, COMPONENTS.index(name)].max()) for name in COMPONENTS[:3]}
     # a CPU has no workspace of matrix products, nothing reserved and no context
     without = 0 if on_gpu else int(timeline.components[:, workspace].max())
-    peaks = {name: size - (0 if name == "load" else without) for name, size in _phase_peaks(timeline).items()}
+    peaks = {name: peak.allocated_bytes - (0 if name == "load" else without) for name, peak in found.phases.items()}
     time = None if timed is None else timed.step_time
     return Figures(
         allocated_bytes=found.peak_allocated_bytes - without,
@@ -234,12 +234,3 @@ def _kept_by_forward(timeline: Timeline) -> int:
     """Return the most that a forward pass leaves for its backward pass."""
     starts = [first for first, name in timeline.phases if name == "backward" and first]
     return max((int(timeline.components[first - 1, _KEPT].sum()) for first in starts), default=0)
-
-
-def _phase_peaks(timeline: Timeline) -> dict[str, int]:
-    """Return the most that is allocated in each phase, what it begins with included."""
-    allocated = timeline.components.sum(axis=1)
-    peaks: dict[str, int] = {}
-    for first, end, name in phase_spans(timeline):
-        peaks[name] = max(peaks.get(name, 0), int(allocated[max(first - 1, 0) : end].max()))
-    return peaks

@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.step_time import equally_fast
-from hf_memopt.recipes.planning.report_figures import known_figures
+from hf_memopt.recipes.planning.report_figures import report_figures
 from hf_memopt.recipes.planning.request import GOALS
 from hf_memopt.recipes.planning.search import best_of
 from hf_memopt.recipes.planning.set_ups import CHECKPOINTING
@@ -290,7 +290,7 @@ def plan_json(found: Plan, *, figures: bool = False) -> str:
         "candidates": [one.as_dict() for one in found.candidates],
         "measured": found.measured or None,
         "shown": _places(found, shown_candidates(found)),
-        "figures": found.figures if figures else known_figures(found),
+        "figures": found.figures if figures else report_figures(found, simulate=False),
         "script": None if found.chosen is None else found.script(),
         "versions": {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")},
     }

@@ -15,32 +15,23 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.result import Plan
     from hf_memopt.recipes.planning.simulated import Candidate
 
-__all__ = ["known_figures", "report_figures"]
+__all__ = ["report_figures"]
 
 STRETCHES = 100  # of the timeline; at most four events of each are kept
 
 
-def known_figures(found: Plan) -> dict[str, Any]:
-    """Return the figures of the chosen set-up, else of the one that comes nearest, that need no more simulations."""
-    one = _shown(found)
-    return {
-        "fit_map": None,
-        "timeline": None,
-        "choices": [] if one is None else _choices(found, one),
-        "padding": _padding(found, one),
-    }
-
-
-def report_figures(found: Plan) -> dict[str, Any]:
-    """Return all figures, most of them simulated now."""
+def report_figures(found: Plan, *, simulate: bool = True) -> dict[str, Any]:
+    """Return the figures of the chosen set-up, else of the nearest; two of them only where more may be simulated."""
     one, simulation = _shown(found), found.simulation
-    if one is None or simulation is None:
-        return known_figures(found)
+    choices = [] if one is None else _choices(found, one)
+    figures = {"fit_map": None, "timeline": None, "choices": choices, "padding": _padding(found, one)}
+    if one is None or simulation is None or not simulate:
+        return figures
     with keeping_models():
         simulation.announce("the timeline")
         estimate = simulation.estimate(one.recipe, one.seq_len)
         chart = fit_map(one, found.candidates, simulation)
-    return {**known_figures(found), "fit_map": chart, "timeline": timeline_data(estimate, STRETCHES)}
+    return {**figures, "fit_map": chart, "timeline": timeline_data(estimate, STRETCHES)}
 
 
 def _shown(found: Plan) -> Candidate | None:
@@ -98,7 +89,7 @@ def _only_change(one: Candidate, other: Candidate) -> str | None:
         return "per_device_train_batch_size" if one.rows != other.rows else None
     mine = [technique for technique in one.techniques if technique not in other.techniques]
     more = [technique for technique in other.techniques if technique not in one.techniques]
-    names = [name for technique in (*more, *mine) for name, _ in technique.fields]
+    names = [name for technique in (*more, *mine) for name in technique.fields]
     is_one = len(mine) + len(more) == 1 or (len(mine) == len(more) == 1 and len(set(names)) < len(names))
     differ = (name for name in names if getattr(one.recipe, name) != getattr(other.recipe, name))
     return next(differ, None) if is_one and one.rows == other.rows else None
