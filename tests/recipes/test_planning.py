@@ -89,7 +89,7 @@ def exhaustive(gpu: Any, batch: int, **options: Any) -> Candidate | None:
         source, task, facts = facts_of(model, None)
         lengths, seq_len = options.get("lengths"), options.get("seq_len", 64)
         texts = Texts.of(lengths, seq_len, batch_size=batch, most=facts.most_tokens, default=seq_len)
-        simulation = Simulation(source, task, facts, gpu, texts, 1, allow)
+        simulation = Simulation(source, task, facts, gpu, texts, allow=allow)
         every = [
             simulation.of(set_up, rows)
             for set_up in set_ups("full", facts, gpu, batch)

@@ -39,7 +39,7 @@ def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation) 
         known: candidates that were simulated; those of the same set-up are not simulated again.
         simulation: of the model on the GPU.
     """
-    share = one.recipe.effective_batch_size // simulation.world_size
+    share = simulation.share
     lengths, rows = _lengths(one.seq_len, simulation.facts.most_tokens), _rows(one, share)
     found = {(same.rows, same.seq_len): same.total_bytes for same in known if same.techniques == one.techniques}
 

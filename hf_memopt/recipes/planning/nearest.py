@@ -47,13 +47,12 @@ class Shortfall:
     consents: tuple[str, ...] = ()
 
 
-def shortfall_of(simulation: Simulation, set_ups: Sequence[SetUp], share: int, budget: Any) -> Shortfall:
+def shortfall_of(simulation: Simulation, set_ups: Sequence[SetUp], budget: Any) -> Shortfall:
     """Return what is missing.
 
     Args:
         simulation: after the search.
         set_ups: those that are allowed.
-        share: examples of a step on each GPU.
         budget: as for ``plan``.
 
     Raises:
@@ -76,7 +75,7 @@ def shortfall_of(simulation: Simulation, set_ups: Sequence[SetUp], share: int, b
         nearest=least,
         lacks_bytes=-least.spare_bytes,
         longest=_longest(least, simulation),
-        batch=_batch(set_ups, simulation, share),
+        batch=_batch(set_ups, simulation),
         parameters=_parameters(least, simulation.parameters),
         gpu=_smallest_gpu(least, simulation),
         consents=with_consent[0].consents if with_consent else (),
@@ -114,7 +113,7 @@ def _longest(least: Candidate, simulation: Simulation) -> int | None:
     )
 
 
-def _batch(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> int | None:
+def _batch(set_ups: Sequence[SetUp], simulation: Simulation) -> int | None:
     """Return the largest batch that the leanest set-up with released gradients can hold as one.
 
     It is the last one, or the one before, which has no expandable segments: these round up by 2 MiB in each pool.
@@ -126,7 +125,8 @@ def _batch(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> int 
         spare = [simulation.spare_bytes(one, simulation.texts.seq_len) for one in sized]
         return max((one for one in spare if one is not None), default=None)
 
-    return largest_that_fits(range(1, share), spare_bytes, first=(1, share - 1)) if released else None
+    smaller = range(1, simulation.share)
+    return largest_that_fits(smaller, spare_bytes, first=(1, simulation.share - 1)) if released else None
 
 
 def _parameters(least: Candidate, parameters: int) -> int:

@@ -141,9 +141,9 @@ def plan(
         source, own_task, facts = facts_of(model, task, planned_os(os, gpu))
         most, default = facts.most_tokens, facts.default_length
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
-        simulation = Simulation(source, own_task, facts, found_gpu, texts, world_size, words, announce, corrections)
-        sharings = sharings_of(strategy, world_size, goal)
-        search_of = StageSearch(simulation, effective_batch_size, share, goal, sharings)
+        gpus = world_size, share
+        simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce, corrections)
+        search_of = StageSearch(simulation, sharings_of(strategy, world_size, goal))
         stages = stages_of(method, facts, words)
         chosen, shortfall = search_of.by_length(stages), None
         candidates = simulation.candidates
@@ -151,7 +151,7 @@ def plan(
         simulation.sharing = None if shown is None else shown.sharing
         if chosen is None:
             set_ups = [one for stage in stages for one in search_of.set_ups(stage)]
-            shortfall = shortfall_of(simulation, set_ups, share, budget)
+            shortfall = shortfall_of(simulation, set_ups, budget)
     used = () if chosen is None or os else [one.name for one in chosen.techniques if one in LINUX_ONLY]
     of_linux = (
         f"the plan uses {name}, which Linux alone has, as this machine; os='windows' plans without" for name in used

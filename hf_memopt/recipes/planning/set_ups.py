@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices import against_float16
@@ -249,17 +250,14 @@ def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) 
     memories = [(), (CHECKPOINTING,), *([(OFFLOAD,)] if facts.has_offload else [])]
     segments = [(), *([(SEGMENTS,)] if facts.has_segments else [])]
     for common in _commons(stage, facts, gpu):
-        for memory in memories:
-            for optimizer in _optimizers(stage, common, facts):
-                for last in segments:
-                    techniques = (*common, *optimizer, *memory, *last)
-                    fields: dict[str, Any] = {}
-                    reasons = dict(base.reasons)
-                    for technique in techniques:
-                        fields |= technique.fields
-                        reasons |= dict.fromkeys(technique.fields, technique.reason)
-                    changed = base.replace(**fields)
-                    yield SetUp(stage, changed.replace(reasons=reasons), techniques)
+        for memory, optimizer, last in product(memories, _optimizers(stage, common, facts), segments):
+            techniques = (*common, *optimizer, *memory, *last)
+            fields: dict[str, Any] = {}
+            reasons = dict(base.reasons)
+            for technique in techniques:
+                fields |= technique.fields
+                reasons |= dict.fromkeys(technique.fields, technique.reason)
+            yield SetUp(stage, base.replace(**fields, reasons=reasons), techniques)
 
 
 def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:

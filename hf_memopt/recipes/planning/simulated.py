@@ -200,6 +200,8 @@ class Simulation:
         gpu: to fit, with what is usable of it.
         texts: lengths to plan for.
         world_size: GPUs that share a step.
+        share: examples of a step on each of them.
+        goal: as for ``plan``.
         allow: words of ``allow`` that were given.
         announce: called before each simulation with a text.
         measured: what corrects the estimates; None for nothing.
@@ -216,6 +218,8 @@ class Simulation:
     gpu: Gpu
     texts: Texts
     world_size: int = 1
+    share: int = 1
+    goal: str = "speed"
     allow: tuple[str, ...] = ()
     announce: Callable[[str], object] = str
     measured: Corrections | None = None
