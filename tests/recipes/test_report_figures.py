@@ -126,5 +126,5 @@ def test_each_figure_says_what_it_rests_on() -> None:
     for planned, of_lengths in ((fitting_plan(), "Counted in 100 rows"), (missing_plan(), "Every row has ")):
         page = plan_page(read_plan_text(planned.to_json(), "plan.json"))
         section = page.partition('id="sure"')[2].partition("</section>")[0]
-        for said in ("are kept free for what", "GiB usable, ", planned.gpu.source, of_lengths, "Left out"):
+        for said in ("are kept free for what", " usable, ", planned.gpu.source, of_lengths, "Left out"):
             assert said in html.unescape(section)

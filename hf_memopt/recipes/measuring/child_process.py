@@ -105,10 +105,14 @@ def measurement_of(trainer: Trainer, recorder: StepRecorder) -> Measurement:
     args, model, device = trainer.args, cast(nn.Module, trainer.model), recorder.meter.device
     largest = recorder.largest
     timed = [shape for of_step in recorder.shapes[WARM_UP_STEPS : recorder.steps] for shape in of_step]
-    estimated, predicted, notes = _predicted(trainer, largest, timed, device)
+    estimated, predicted, told = _predicted(trainer, largest, timed, device)
     counts = [shape.tokens for shape in timed]
     known = [count for count in counts if count is not None]
     timed_steps = max(len(recorder.seconds), 1)
+    notes = [recorder.longest.note]
+    if not recorder.seconds and not recorder.out_of_memory:
+        notes.append(f"the run has {recorder.steps} steps, and {WARM_UP_STEPS} come before the first that is timed")
+    notes += told
     gpu = current_gpu()
     trainable = sum(one.numel() for one in model.parameters() if one.requires_grad)
     return Measurement(
@@ -133,7 +137,7 @@ def measurement_of(trainer: Trainer, recorder: StepRecorder) -> Measurement:
         host_peak_bytes=read_process()[1],
         measured=_measured(recorder),
         predicted=predicted,
-        notes=tuple(note for note in (recorder.longest.note, _note(recorder), *notes) if note),
+        notes=tuple(filter(None, notes)),
     )
 
 
@@ -161,12 +165,6 @@ def _measured(recorder: StepRecorder) -> Figures:
         low=min(seconds, default=None),
         high=max(seconds, default=None),
     )
-
-
-def _note(recorder: StepRecorder) -> str:
-    if recorder.seconds or recorder.out_of_memory:
-        return ""
-    return f"the run has {recorder.steps} steps, and {WARM_UP_STEPS} come before the first that is timed"
 
 
 def _predicted(

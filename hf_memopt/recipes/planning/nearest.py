@@ -70,13 +70,14 @@ def shortfall_of(simulation: Simulation, set_ups: Sequence[SetUp], budget: Any) 
             f"with CUDA's context at least; expected more. Pass budget='{-(-2 * weights // 2**30)}GiB', or a smaller "
             "model"
         )
+    room = least.usable_bytes - least.margin_bytes - least.context_bytes  # all else grows with the parameters
     with_consent = [one for one in simulation.candidates if one.consents and one.verdict == "fits"]
     return Shortfall(
         nearest=least,
         lacks_bytes=-least.spare_bytes,
         longest=_longest(least, simulation),
         batch=_batch(set_ups, simulation),
-        parameters=_parameters(least, simulation.parameters),
+        parameters=max(int(simulation.parameters * room / max(least.reserved_bytes, 1)), 0),
         gpu=_smallest_gpu(least, simulation),
         consents=with_consent[0].consents if with_consent else (),
     )
@@ -127,12 +128,6 @@ def _batch(set_ups: Sequence[SetUp], simulation: Simulation) -> int | None:
 
     smaller = range(1, simulation.share)
     return largest_that_fits(smaller, spare_bytes, first=(1, simulation.share - 1)) if released else None
-
-
-def _parameters(least: Candidate, parameters: int) -> int:
-    """Return the parameters of a model that would fit, with everything but the context in proportion to them."""
-    room = least.usable_bytes - least.margin_bytes - least.context_bytes
-    return max(int(parameters * room / max(least.reserved_bytes, 1)), 0)
 
 
 def _smallest_gpu(least: Candidate, simulation: Simulation) -> str:

@@ -105,21 +105,17 @@ def shown_candidates(found: Plan) -> list[Candidate]:
     fitting = [one for one in ranked if one.fits or one is found.chosen][: 1 + SHOWN_FITTING]
     tight = [one for one in ranked if one.verdict == "tight" and not one.consents and one not in fitting]
     asking = {one.consents: one for one in reversed(ranked) if one.consents and _is_worth_asking(one, found)}
+    fewest = [one for one in ranked if not one.consents and (one.rows == 1 or not one.recipe.accumulates)]
     over: list[Candidate] = []
     for stage in dict.fromkeys(one.stage for one in found.candidates):
-        with_one_row = [one for one in ranked if one.verdict == "over" and one.stage == stage and _is_least(one)]
-        over += sorted(with_one_row, key=lambda one: one.simplicity)[:1]
+        too_large = [one for one in fewest if one.verdict == "over" and one.stage == stage]
+        over += sorted(too_large, key=lambda one: one.simplicity)[:1]
     recomputed = [one for one in ranked if found.chosen is not None and one.adds(CHECKPOINTING, to=found.chosen)]
     others = {one.stage: best_of(other for other in ranked if other.stage == one.stage) for one in ranked}
     best = [one for one in others.values() if one is not None and one is not found.chosen]
     nearest = [found.shortfall.nearest] if found.shortfall is not None else []
     rows = [*fitting, *recomputed, *best, *tight[:SHOWN_OVER], *nearest, *reversed(asking.values()), *over]
     return list({id(one): one for one in rows}.values())
-
-
-def _is_least(one: Candidate) -> bool:
-    """Return whether a set-up that needs no further consent has as few rows as it can."""
-    return not one.consents and (one.rows == 1 or not one.recipe.accumulates)
 
 
 def _is_worth_asking(one: Candidate, found: Plan) -> bool:
@@ -221,22 +217,15 @@ def _recommended(found: Plan) -> Iterator[str]:
 
 def _with_consent(found: Plan) -> Iterator[str]:
     """Yield what fits and needs words of ``allow`` that were not given."""
-    for one in shown_candidates(found):
-        if one.consents:
-            words = ",".join(one.consents)
-            chosen = found.chosen
-            times = "" if chosen is None or one.seconds is None else f", {one.cost / chosen.cost:.2f} x its time"
-            freed = 0 if found.chosen is None else _freed_bytes(one, found)
+    chosen, totals = found.chosen, {(one.techniques, one.rows): one.total_bytes for one in reversed(found.candidates)}
+    for one in (lever for lever in shown_candidates(found) if lever.consents):
+        times = less = ""
+        if chosen is not None:
+            times = "" if one.seconds is None else f", {one.cost / chosen.cost:.2f} x its time"
+            freed = chosen.total_bytes - totals.get((one.techniques, chosen.rows), chosen.total_bytes)
             less = f", {format_bytes(freed)} less with as many rows" if freed > 0 else ""
-            yield f"? Bigger lever, with your consent: allow={words}: {one.name}, {one.batch}{times}{less}."
-
-
-def _freed_bytes(lever: Candidate, found: Plan) -> int:
-    """Return what the set-up that needs consent frees of the chosen one's bytes with the chosen one's rows."""
-    for one in found.candidates:
-        if found.chosen is not None and (one.techniques, one.rows) == (lever.techniques, found.chosen.rows):
-            return found.chosen.total_bytes - one.total_bytes
-    return 0
+        words = ",".join(one.consents)
+        yield f"? Bigger lever, with your consent: allow={words}: {one.name}, {one.batch}{times}{less}."
 
 
 def _short(found: Plan) -> Iterator[str]:

@@ -22,7 +22,8 @@ STRETCHES = 100  # of the timeline; at most four events of each are kept
 
 def report_figures(found: Plan, *, simulate: bool = True) -> dict[str, Any]:
     """Return the figures of the chosen set-up, else of the nearest; two of them only where more may be simulated."""
-    one, simulation = _shown(found), found.simulation
+    short, simulation = found.shortfall, found.simulation
+    one = found.chosen or (None if short is None else short.nearest)
     choices = [] if one is None else _choices(found, one)
     figures = {"fit_map": None, "timeline": None, "choices": choices, "padding": _padding(found, one)}
     if one is None or simulation is None or not simulate:
@@ -32,10 +33,6 @@ def report_figures(found: Plan, *, simulate: bool = True) -> dict[str, Any]:
         estimate = simulation.estimate(one.recipe, one.seq_len)
         chart = fit_map(one, found.candidates, simulation)
     return {**figures, "fit_map": chart, "timeline": timeline_data(estimate, STRETCHES)}
-
-
-def _shown(found: Plan) -> Candidate | None:
-    return found.chosen or (found.shortfall.nearest if found.shortfall is not None else None)
 
 
 def _padding(found: Plan, one: Candidate | None) -> dict[str, Any] | None:

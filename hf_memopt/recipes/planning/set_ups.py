@@ -328,12 +328,14 @@ def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techn
         reason += f"; all else is float32: {problem}" if problem else ""
         yield (Technique("nf4, fp32" if problem else "nf4", fields, reason, "training"),)
     elif stage == "freeze":
-        for patterns in _frozen(facts):
+        lower = [f"layers:0-{facts.layers // 2 - 1}"] if facts.layers > 1 else []
+        for patterns in dict.fromkeys([("embeddings",), ("embeddings", *lower)]):
             what = " and ".join(patterns).replace("layers:0-", "layers 0-")
             reason = "frozen parameters have no gradient, no state and no backward pass below them"
             yield autocast, Technique(f"frozen {what}", {"freeze": patterns}, reason, "training", "freeze")
     else:
-        faster = [(TF32,)] if _has_faster_tf32(gpu) else []
+        rates = priced_on(gpu).peak_flops_per_second  # on a GeForce TF32 and float32 have the same rate
+        faster = [(TF32,)] if gpu.bf16 and (rates.tf32 or 0) > (rates.fp32 or 0) else []
         yield from dict.fromkeys([(autocast,), *faster, (plain,)])
         if facts.has_adapters or facts.is_quantized:
             return
@@ -341,15 +343,3 @@ def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techn
         if gpu.bf16 and facts.can_reload:
             yield (BF16_WEIGHTS,)
             yield from ((BF16_WEIGHTS, one) for one in _asking())
-
-
-def _has_faster_tf32(gpu: Gpu) -> bool:
-    """Return whether products in TF32 are faster than in float32; on a GeForce both have the same rate."""
-    rates = priced_on(gpu).peak_flops_per_second
-    return gpu.bf16 and (rates.tf32 or 0) > (rates.fp32 or 0)
-
-
-def _frozen(facts: ModelFacts) -> Iterator[tuple[str, ...]]:
-    yield ("embeddings",)
-    if facts.layers > 1:
-        yield "embeddings", f"layers:0-{facts.layers // 2 - 1}"

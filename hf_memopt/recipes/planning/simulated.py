@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -150,7 +151,7 @@ class Candidate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the candidate for JSON, bytes as integers."""
-        found = {**asdict(self), "components": dict(self.components), "recipe": _plain(self.recipe)}
+        found = {**asdict(self), "components": dict(self.components), "recipe": json.loads(self.recipe.to_json())}
         del found["techniques"], found["simplicity"], found["ranking_seconds"]
         return {
             **found,
@@ -165,12 +166,6 @@ class Candidate:
 def verdict_of(spare_bytes: int, margin_bytes: int) -> Verdict:
     """Return whether what is left holds the margin, less than it, or is missing."""
     return "over" if spare_bytes < 0 else "tight" if spare_bytes < margin_bytes else "fits"
-
-
-def _plain(recipe: Recipe) -> Any:
-    import json
-
-    return json.loads(recipe.to_json())
 
 
 def priced_on(gpu: Gpu) -> Gpu:
