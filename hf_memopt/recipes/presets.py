@@ -134,7 +134,10 @@ def recipe(name: str | os.PathLike[str], model: Any = None, *, seq_len: int | No
     if isinstance(name, os.PathLike) or (isinstance(name, str) and name.endswith(".json")):
         return _from_file(name, model)
     if isinstance(name, str) and name == "auto":
-        return _for_this_machine() if model is None else _fitting_here(model, seq_len)
+        from hf_memopt.devices import current_gpu
+
+        here, gpu = _for_this_machine(), None if model is None else current_gpu()
+        return here if gpu is None else fitting_recipe(here, model, seq_len=seq_len, gpu=gpu)
     if not isinstance(name, str) or name not in PRESETS:
         known = [*PRESETS, "auto"]
         raise ValueError(
@@ -166,13 +169,6 @@ def _from_file(path: str | os.PathLike[str], model: Any) -> Recipe:
         return Recipe.from_json(text)
     except ValueError as error:
         raise ValueError(f"name={shown(name)} holds no recipe: {error}") from error
-
-
-def _fitting_here(model: Any, seq_len: int | None) -> Recipe:
-    from hf_memopt.devices import current_gpu
-
-    preset, gpu = _for_this_machine(), current_gpu()
-    return preset if gpu is None else fitting_recipe(preset, model, seq_len=seq_len, gpu=gpu)
 
 
 def _smallest_gpu(name: str) -> Gpu:
@@ -263,7 +259,7 @@ def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu)
 
     rows = preset.per_device_train_batch_size
     with keeping_models():
-        source, task, facts, _, _ = facts_of(model, None)
+        source, task, facts = facts_of(model, None)
         if problem := facts.against_float16(gpu):
             preset = preset.replace(precision="fp32", reasons={**preset.reasons, "precision": problem})
         as_it_is = None

@@ -323,11 +323,12 @@ class Recipe:
 
         own = {item.name for item in fields(self)}
         shared = {item.name: getattr(self, item.name) for item in fields(StepSettings) if item.name in own}
+        of_weights = "fp32" if self.trains_16_bits else "fp16" if self.weights_dtype == "float16" else "auto"
         accumulated = max(self.effective_batch_size // self.per_device_train_batch_size, 1)
         return StepSettings(
             **{
                 **shared,
-                "precision": self._step_precision(),
+                "precision": of_weights if self.precision == "auto" else self.precision,
                 "checkpointing": self.checkpointing and (self.checkpointing_options() or True),
                 "max_grad_norm": 1.0 if self.accumulates else 0.0,
                 "gradient_accumulation_steps": accumulated if self.accumulates else 1,
@@ -347,11 +348,6 @@ class Recipe:
 
             if accelerator_type() == "cuda":
                 use_expandable_segments()
-
-    def _step_precision(self) -> str:
-        if self.precision != "auto":
-            return self.precision
-        return "fp32" if self.trains_16_bits else "fp16" if self.weights_dtype == "float16" else "auto"
 
     def callbacks(self) -> list[TrainerCallback]:
         """Return new callbacks for a Trainer that ``attach`` is called on: freezing, float32 weights and autocast's

@@ -74,7 +74,10 @@ def resolve_arguments(
         arguments["use_cpu"] = True  # stock asks for it where bf16 runs on a CPU
     arguments = {**arguments, **overrides, **batch}
     if not recipe.accumulates:
-        _check_release(recipe, arguments)
+        if (arguments["max_grad_norm"] or 0) > 0:
+            _refuse(recipe, "norm clipping")
+        if arguments["fp16"]:
+            _refuse(recipe, "fp16")
     return arguments, tuple(changes)
 
 
@@ -153,16 +156,6 @@ def _released_batch(
         reason = "released gradients are not accumulated, so a step has the examples of one pass"
         changes.append(Change("effective_batch_size", recipe.effective_batch_size, effective, reason))
     return effective
-
-
-def _check_release(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
-    asked = {
-        "norm clipping": (arguments["max_grad_norm"] or 0) > 0,
-        "fp16": arguments["fp16"],
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            _refuse(recipe, name)
 
 
 def _refuse(recipe: Recipe, setting: str) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, TrainerCallback
 
 from hf_memopt.binding import attach, versions
-from hf_memopt.binding.compatibility import names_of, refusals_of
+from hf_memopt.binding.compatibility import is_of_bitsandbytes, names_of, refusals_of
+from hf_memopt.binding.model import unwrap_model
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.devices import choose_precision
 from hf_memopt.errors import did_you_mean
@@ -38,21 +39,9 @@ if TYPE_CHECKING:
 
     from hf_memopt.recipes.recipe_class import Recipe
 
-__all__ = ["BITSANDBYTES_8BIT", "build_trainer", "callbacks_of"]
+__all__ = ["build_trainer", "callbacks_of"]
 
 logger = logging.getLogger(__name__)
-
-BITSANDBYTES_8BIT = (
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "paged_adamw_8bit",
-    "lion_8bit",
-    "paged_lion_8bit",
-    "ademamix_8bit",
-    "paged_ademamix_8bit",
-    "rmsprop_bnb_8bit",
-)
-"""The names of ``TrainingArguments(optim=...)`` whose state bitsandbytes keeps in 8 bits."""
 
 
 def build_trainer(
@@ -85,7 +74,11 @@ def build_trainer(
     if recipe.bucketing:
         given = view_arguments(recipe.name, train_dataset, given)
     args = recipe.training_arguments(**given)
-    changes = list(recipe.changes(**_without_folder(given))) if not recipe.accumulates else []
+    changes = (
+        list(recipe.changes(**{name: one for name, one in given.items() if name != "output_dir"}))
+        if not recipe.accumulates
+        else []
+    )
     trainer_kwargs |= _optimizer(recipe, args, model, trainer_kwargs)
     if model is not None:
         model, made = prepared_model(recipe, model)
@@ -104,7 +97,7 @@ def build_trainer(
             check_tokenizer(processing_class, "processing_class")
             trainer_kwargs["data_collator"] = recipe.collator(processing_class, causal_lm=causal_lm)
             if causal_lm:
-                reason = f"{_name(model)} predicts tokens, and the data has no labels of its own"
+                reason = f"{type(unwrap_model(model)).__name__} predicts tokens, and the data has no labels of its own"
                 changes.append(Change("labels", None, "input_ids", reason))
         elif fixed == "input_features":
             trainer_kwargs["data_collator"] = speech_collator(model)
@@ -182,7 +175,7 @@ def callbacks_of(recipe: Recipe, optim: str) -> list[TrainerCallback]:
     if recipe.freeze:
         wanted.append(FreezeCallback(recipe.freeze))
     wanted.append(PrecisionCallback(autocast_cache=recipe.autocast_cache, master_weights=not recipe.trains_16_bits))
-    if optim in BITSANDBYTES_8BIT:
+    if is_of_bitsandbytes(optim) and optim.endswith("8bit") and not optim.startswith("galore"):
         wanted.append(EmbeddingBitsCallback())
     precision = recipe.step_settings().precision
     if recipe.accumulates and (precision == "fp16" or (precision == "auto" and choose_precision().fp16)):
@@ -234,13 +227,3 @@ def _preparing(recipe: Recipe, model_init: Callable[..., Any], changes: list[Cha
         return model
 
     return prepared
-
-
-def _without_folder(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name != "output_dir"}
-
-
-def _name(model: Any) -> str:
-    from hf_memopt.binding.model import unwrap_model
-
-    return type(unwrap_model(model)).__name__

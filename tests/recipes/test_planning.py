@@ -86,10 +86,10 @@ def exhaustive(gpu: Any, batch: int, **options: Any) -> Candidate | None:
     """Return the best of all set-ups of full training with all row counts, each simulated."""
     model, goal, allow = config(options.get("layers", 2)), options.get("goal", "speed"), options.get("allow", ())
     with keeping_models():
-        source, task, facts, most, _ = facts_of(model, None)
+        source, task, facts = facts_of(model, None)
         lengths, seq_len = options.get("lengths"), options.get("seq_len", 64)
-        texts = Texts.of(lengths, seq_len, batch_size=batch, most=most, default=seq_len)
-        simulation = Simulation(source, task, gpu, texts, 1, allow)
+        texts = Texts.of(lengths, seq_len, batch_size=batch, most=facts.most_tokens, default=seq_len)
+        simulation = Simulation(source, task, facts, gpu, texts, allow=allow)
         every = [
             simulation.of(set_up, rows)
             for set_up in set_ups("full", facts, gpu, batch)

@@ -33,8 +33,8 @@ from hf_memopt.binding import versions
 from hf_memopt.devices.precision_support import Precision
 from hf_memopt.devices.readings import memory_reading
 from hf_memopt.memory import estimate
+from hf_memopt.recipes import callbacks_of
 from hf_memopt.recipes.resolved_arguments import resolve_arguments
-from hf_memopt.recipes.wired_trainer import BITSANDBYTES_8BIT
 from hf_memopt.techniques.freezing.freezing import freeze, trainable_parameters
 
 NAMES = ["4gb-gpu", "6gb-gpu", "8gb-gpu", "12gb-gpu", "16gb-gpu", "24gb-gpu", "40gb-gpu", "80gb-gpu", "cpu"]
@@ -705,7 +705,9 @@ def test_training_arguments_must_be_a_mapping(tmp_path) -> None:
 def test_the_8_bit_names_are_those_that_stock_knows() -> None:
     names = {item.value for item in transformers.training_args.OptimizerNames if item.value.endswith("8bit")}
     other_makers = {"adamw_torch_8bit"} | {name for name in names if name.startswith("galore")}
-    assert set(BITSANDBYTES_8BIT) == names - other_makers
+    made = {name: callbacks_of(recipe("cpu"), name) for name in names}
+    found = {name for name, own in made.items() if any(isinstance(one, EmbeddingBitsCallback) for one in own)}
+    assert found == names - other_makers
 
 
 # ---- Settings of a step ---------------------------------------------------------------------------------------------

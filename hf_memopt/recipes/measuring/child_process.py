@@ -20,7 +20,7 @@ from hf_memopt.devices import GPUS, current_gpu
 from hf_memopt.devices.readings import read_memory, read_process
 from hf_memopt.memory import estimate_of
 from hf_memopt.memory.settings import BatchShape, NotEstimableError
-from hf_memopt.memory.tracking import COMPONENTS, Timeline, phase_spans
+from hf_memopt.memory.tracking import COMPONENTS, Timeline
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
 from hf_memopt.recipes.measuring.restoring import restored
@@ -106,10 +106,14 @@ def measurement_of(trainer: Trainer, recorder: StepRecorder) -> Measurement:
     args, model, device = trainer.args, cast(nn.Module, trainer.model), recorder.meter.device
     largest = recorder.largest
     timed = [shape for of_step in recorder.shapes[WARM_UP_STEPS : recorder.steps] for shape in of_step]
-    estimated, predicted, notes = _predicted(trainer, largest, timed, device)
+    estimated, predicted, told = _predicted(trainer, largest, timed, device)
     counts = [shape.tokens for shape in timed]
     known = [count for count in counts if count is not None]
     timed_steps = max(len(recorder.seconds), 1)
+    notes = [recorder.longest.note]
+    if not recorder.seconds and not recorder.out_of_memory:
+        notes.append(f"the run has {recorder.steps} steps, and {WARM_UP_STEPS} come before the first that is timed")
+    notes += told
     gpu = current_gpu()
     trainable = sum(one.numel() for one in model.parameters() if one.requires_grad)
     return Measurement(
@@ -134,7 +138,7 @@ def measurement_of(trainer: Trainer, recorder: StepRecorder) -> Measurement:
         host_peak_bytes=read_process()[1],
         measured=_measured(recorder),
         predicted=predicted,
-        notes=tuple(note for note in (recorder.note, _note(recorder), *notes) if note),
+        notes=tuple(filter(None, notes)),
     )
 
 
@@ -162,12 +166,6 @@ def _measured(recorder: StepRecorder) -> Figures:
         low=min(seconds, default=None),
         high=max(seconds, default=None),
     )
-
-
-def _note(recorder: StepRecorder) -> str:
-    if recorder.seconds or recorder.out_of_memory:
-        return ""
-    return f"the run has {recorder.steps} steps, and {WARM_UP_STEPS} come before the first that is timed"
 
 
 def _predicted(
@@ -217,7 +215,7 @@ def predicted_figures(found: Estimate, timed: Estimate | None) -> Figures:
     held = {name: int(timeline.components[:, COMPONENTS.index(name)].max()) for name in COMPONENTS[:3]}
     # a CPU has no workspace of matrix products, nothing reserved and no context
     without = 0 if on_gpu else int(timeline.components[:, workspace].max())
-    peaks = {name: size - (0 if name == "load" else without) for name, size in _phase_peaks(timeline).items()}
+    peaks = {name: peak.allocated_bytes - (0 if name == "load" else without) for name, peak in found.phases.items()}
     time = None if timed is None else timed.step_time
     return Figures(
         allocated_bytes=found.peak_allocated_bytes - without,
@@ -235,12 +233,3 @@ def _kept_by_forward(timeline: Timeline) -> int:
     """Return the most that a forward pass leaves for its backward pass."""
     starts = [first for first, name in timeline.phases if name == "backward" and first]
     return max((int(timeline.components[first - 1, _KEPT].sum()) for first in starts), default=0)
-
-
-def _phase_peaks(timeline: Timeline) -> dict[str, int]:
-    """Return the most that is allocated in each phase, what it begins with included."""
-    allocated = timeline.components.sum(axis=1)
-    peaks: dict[str, int] = {}
-    for first, end, name in phase_spans(timeline):
-        peaks[name] = max(peaks.get(name, 0), int(allocated[max(first - 1, 0) : end].max()))
-    return peaks

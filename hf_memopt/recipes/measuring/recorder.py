@@ -59,6 +59,7 @@ class StepRecorder(TrainerCallback):
     """Record ``WARM_UP_STEPS`` and then ``timed_steps`` steps, and stop the run.
 
     Attributes:
+        longest: the rows that come first.
         steps: optimizer steps that were finished.
         phase: that runs now, by the names of an ``Estimate``'s phases.
         out_of_memory: the phase in which memory ran out; "" where it did not.
@@ -74,7 +75,7 @@ class StepRecorder(TrainerCallback):
 
     def __init__(self, trainer: Trainer, timed_steps: int) -> None:
         self._trainer, self._timed_steps = trainer, timed_steps
-        self._longest = LongestRows()
+        self.longest = LongestRows()
         self._ended = 0.0
         self.meter = meter_of(trainer.args.device)
         self.steps = 0
@@ -105,7 +106,7 @@ class StepRecorder(TrainerCallback):
         handler.callbacks[:] = [one for one in handler.callbacks if not _reports(one)]
         trainer.add_callback(self)
         return undo_all(
-            override_method(trainer, "get_train_dataloader", self._longest.reading),
+            override_method(trainer, "get_train_dataloader", self.longest.reading),
             override_method(trainer, "get_batch_samples", self._batches),
             override_method(trainer, "compute_loss", self._forward),
             override_method(trainer.accelerator, "backward", self._backward),
@@ -125,11 +126,6 @@ class StepRecorder(TrainerCallback):
             return before(*args, **kwargs)
         finally:
             handler.callbacks[:] = everyone
-
-    @property
-    def note(self) -> str:
-        """What of the data was not looked at; "" for nothing."""
-        return self._longest.note
 
     @property
     def largest(self) -> BatchShape | None:
@@ -156,7 +152,7 @@ class StepRecorder(TrainerCallback):
     ) -> Any:
         """Get the longest rows first, and note the shape of each batch."""
         if self.steps < MEMORY_STEPS:
-            longest = self._longest.batches(self._trainer.args.train_batch_size, number)
+            longest = self.longest.batches(self._trainer.args.train_batch_size, number)
             if longest is not None:
                 iterator = iter(send_to_device(longest, self._trainer.args.device))
         batches, *rest = before(iterator, number, *args, **kwargs)
@@ -329,9 +325,6 @@ class TrackedMeter(StepMeter):
 
     def allocated_bytes(self) -> int:
         return self._allocated_bytes + sum(delta for _, delta in self._tracker.events[self._seen :])
-
-    def synchronize(self) -> None:
-        """Do nothing: the host waits for itself."""
 
 
 def meter_of(device: torch.device) -> StepMeter:

@@ -29,7 +29,7 @@ PARTS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # of the planned length
 SHORTEST = 16
 
 
-def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation, most_tokens: int | None) -> FitMapData:
+def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation) -> FitMapData:
     """Return the map of a set-up: a cell for each of its rows of a micro-batch and, within these, each of its lengths.
 
     A cell has bytes where it was simulated, and none where others prove its verdict.
@@ -38,10 +38,9 @@ def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation, 
         one: the set-up whose techniques are kept.
         known: candidates that were simulated; those of the same set-up are not simulated again.
         simulation: of the model on the GPU.
-        most_tokens: that the model has positions for; None for no limit.
     """
-    share = one.recipe.effective_batch_size // simulation.world_size
-    lengths, rows = _lengths(one.seq_len, most_tokens), _rows(one, share)
+    share = simulation.share
+    lengths, rows = _lengths(one.seq_len, simulation.facts.most_tokens), _rows(one, share)
     found = {(same.rows, same.seq_len): same.total_bytes for same in known if same.techniques == one.techniques}
 
     def spare_bytes(count: int, length: int | None) -> int:

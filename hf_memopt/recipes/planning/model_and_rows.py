@@ -126,10 +126,8 @@ def _rounded(tokens: float) -> int:
     return int(-(-tokens // MULTIPLE)) * MULTIPLE
 
 
-def facts_of(
-    model: Any, task: str | None, system: str | None = None
-) -> tuple[Any, str | None, ModelFacts, int | None, int | None]:
-    """Return what to estimate, its task and facts, the most tokens of a row, and the length where none is given.
+def facts_of(model: Any, task: str | None, system: str | None = None) -> tuple[Any, str | None, ModelFacts]:
+    """Return what to estimate, its task and facts.
 
     Of a plain module of transformers its configuration is estimated, which can be loaded in other ways. ``system`` is
     where it trains, a word of ``SYSTEMS``; None for this machine. The memory that CUDA manages, where paged optimizers
@@ -143,6 +141,7 @@ def facts_of(
     built = session().load(source, task=own_task).model
     found = task_of(built)
     stacks = [len(stack) for stack in layer_stacks(built).values()]
+    config = getattr(built, "config", None)
     facts = ModelFacts(
         task=found,
         is_tied=bool(tied_embeddings(built)),
@@ -156,9 +155,12 @@ def facts_of(
         has_offload=can_offload_checkpoints(),
         has_segments=not platform_problem(system),
         has_paging=(system or current_os()) == "linux",
-        overflow=against_float16(config=getattr(built, "config", None)),
+        overflow=against_float16(config=config),
+        most_tokens=most_tokens(built) if found is not None else None,
+        default_length=default_length(built),
+        is_t5=getattr(config, "model_type", "") == "t5",
     )
-    return source, own_task, facts, most_tokens(built) if found is not None else None, default_length(built)
+    return source, own_task, facts
 
 
 def name_to_load(model: Any) -> str | None:

@@ -14,7 +14,7 @@ from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp
+    from hf_memopt.recipes.planning.set_ups import SetUp
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
 __all__ = ["NAMES", "Shortfall", "shortfall_of"]
@@ -47,16 +47,12 @@ class Shortfall:
     consents: tuple[str, ...] = ()
 
 
-def shortfall_of(
-    simulation: Simulation, facts: ModelFacts, set_ups: Sequence[SetUp], share: int, budget: Any
-) -> Shortfall:
+def shortfall_of(simulation: Simulation, set_ups: Sequence[SetUp], budget: Any) -> Shortfall:
     """Return what is missing.
 
     Args:
         simulation: after the search.
-        facts: of the model.
         set_ups: those that are allowed.
-        share: examples of a step on each GPU.
         budget: as for ``plan``.
 
     Raises:
@@ -74,13 +70,14 @@ def shortfall_of(
             f"with CUDA's context at least; expected more. Pass budget='{-(-2 * weights // 2**30)}GiB', or a smaller "
             "model"
         )
+    room = least.usable_bytes - least.margin_bytes - least.context_bytes  # all else grows with the parameters
     with_consent = [one for one in simulation.candidates if one.consents and one.verdict == "fits"]
     return Shortfall(
         nearest=least,
         lacks_bytes=-least.spare_bytes,
-        longest=_longest(least, simulation, facts),
-        batch=_batch(set_ups, simulation, share),
-        parameters=_parameters(least, simulation.parameters),
+        longest=_longest(least, simulation),
+        batch=_batch(set_ups, simulation),
+        parameters=max(int(simulation.parameters * room / max(least.reserved_bytes, 1)), 0),
         gpu=_smallest_gpu(least, simulation),
         consents=with_consent[0].consents if with_consent else (),
     )
@@ -107,9 +104,9 @@ def _check_methods(own: Sequence[Candidate], simulation: Simulation) -> None:
     )
 
 
-def _longest(least: Candidate, simulation: Simulation, facts: ModelFacts) -> int | None:
+def _longest(least: Candidate, simulation: Simulation) -> int | None:
     """Return the most tokens with which the set-up fits, a multiple of 8; simulations show that the next does not."""
-    if least.seq_len is None or facts.task == "image-classification":
+    if least.seq_len is None or simulation.facts.task == "image-classification":
         return None
     shorter = range(MULTIPLE, least.seq_len, MULTIPLE)
     return largest_that_fits(
@@ -117,7 +114,7 @@ def _longest(least: Candidate, simulation: Simulation, facts: ModelFacts) -> int
     )
 
 
-def _batch(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> int | None:
+def _batch(set_ups: Sequence[SetUp], simulation: Simulation) -> int | None:
     """Return the largest batch that the leanest set-up with released gradients can hold as one.
 
     It is the last one, or the one before, which has no expandable segments: these round up by 2 MiB in each pool.
@@ -129,13 +126,8 @@ def _batch(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> int 
         spare = [simulation.spare_bytes(one, simulation.texts.seq_len) for one in sized]
         return max((one for one in spare if one is not None), default=None)
 
-    return largest_that_fits(range(1, share), spare_bytes, first=(1, share - 1)) if released else None
-
-
-def _parameters(least: Candidate, parameters: int) -> int:
-    """Return the parameters of a model that would fit, with everything but the context in proportion to them."""
-    room = least.usable_bytes - least.margin_bytes - least.context_bytes
-    return max(int(parameters * room / max(least.reserved_bytes, 1)), 0)
+    smaller = range(1, simulation.share)
+    return largest_that_fits(smaller, spare_bytes, first=(1, simulation.share - 1)) if released else None
 
 
 def _smallest_gpu(least: Candidate, simulation: Simulation) -> str:

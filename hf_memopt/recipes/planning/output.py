@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.step_time import equally_fast
-from hf_memopt.recipes.planning.report_figures import known_figures
+from hf_memopt.recipes.planning.report_figures import report_figures
 from hf_memopt.recipes.planning.request import GOALS
 from hf_memopt.recipes.planning.search import best_of
 from hf_memopt.recipes.planning.set_ups import CHECKPOINTING
@@ -105,21 +105,17 @@ def shown_candidates(found: Plan) -> list[Candidate]:
     fitting = [one for one in ranked if one.fits or one is found.chosen][: 1 + SHOWN_FITTING]
     tight = [one for one in ranked if one.verdict == "tight" and not one.consents and one not in fitting]
     asking = {one.consents: one for one in reversed(ranked) if one.consents and _is_worth_asking(one, found)}
+    fewest = [one for one in ranked if not one.consents and (one.rows == 1 or not one.recipe.accumulates)]
     over: list[Candidate] = []
     for stage in dict.fromkeys(one.stage for one in found.candidates):
-        with_one_row = [one for one in ranked if one.verdict == "over" and one.stage == stage and _is_least(one)]
-        over += sorted(with_one_row, key=lambda one: one.simplicity)[:1]
+        too_large = [one for one in fewest if one.verdict == "over" and one.stage == stage]
+        over += sorted(too_large, key=lambda one: one.simplicity)[:1]
     recomputed = [one for one in ranked if found.chosen is not None and one.adds(CHECKPOINTING, to=found.chosen)]
     others = {one.stage: best_of(other for other in ranked if other.stage == one.stage) for one in ranked}
     best = [one for one in others.values() if one is not None and one is not found.chosen]
     nearest = [found.shortfall.nearest] if found.shortfall is not None else []
     rows = [*fitting, *recomputed, *best, *tight[:SHOWN_OVER], *nearest, *reversed(asking.values()), *over]
     return list({id(one): one for one in rows}.values())
-
-
-def _is_least(one: Candidate) -> bool:
-    """Return whether a set-up that needs no further consent has as few rows as it can."""
-    return not one.consents and (one.rows == 1 or not one.recipe.accumulates)
 
 
 def _is_worth_asking(one: Candidate, found: Plan) -> bool:
@@ -221,22 +217,15 @@ def _recommended(found: Plan) -> Iterator[str]:
 
 def _with_consent(found: Plan) -> Iterator[str]:
     """Yield what fits and needs words of ``allow`` that were not given."""
-    for one in shown_candidates(found):
-        if one.consents:
-            words = ",".join(one.consents)
-            chosen = found.chosen
-            times = "" if chosen is None or one.seconds is None else f", {one.cost / chosen.cost:.2f} x its time"
-            freed = 0 if found.chosen is None else _freed_bytes(one, found)
+    chosen, totals = found.chosen, {(one.techniques, one.rows): one.total_bytes for one in reversed(found.candidates)}
+    for one in (lever for lever in shown_candidates(found) if lever.consents):
+        times = less = ""
+        if chosen is not None:
+            times = "" if one.seconds is None else f", {one.cost / chosen.cost:.2f} x its time"
+            freed = chosen.total_bytes - totals.get((one.techniques, chosen.rows), chosen.total_bytes)
             less = f", {format_bytes(freed)} less with as many rows" if freed > 0 else ""
-            yield f"? Bigger lever, with your consent: allow={words}: {one.name}, {one.batch}{times}{less}."
-
-
-def _freed_bytes(lever: Candidate, found: Plan) -> int:
-    """Return what the set-up that needs consent frees of the chosen one's bytes with the chosen one's rows."""
-    for one in found.candidates:
-        if found.chosen is not None and (one.techniques, one.rows) == (lever.techniques, found.chosen.rows):
-            return found.chosen.total_bytes - one.total_bytes
-    return 0
+        words = ",".join(one.consents)
+        yield f"? Bigger lever, with your consent: allow={words}: {one.name}, {one.batch}{times}{less}."
 
 
 def _short(found: Plan) -> Iterator[str]:
@@ -268,33 +257,29 @@ def _short(found: Plan) -> Iterator[str]:
 # ---- JSON
 
 
+ASKED = ("effective_batch_size", "goal", "method", "allow", "world_size", "strategy")
+SAME = ("model", "parameters", *ASKED, "fits", "notes", "simulations")
+"""The attributes of a plan that are fields of its JSON as they are."""
+
+
 def plan_json(found: Plan, *, figures: bool = False) -> str:
     """Return everything as JSON text, memory as integers of bytes."""
-    short, texts = found.shortfall, found.texts
+    short, gpu = found.shortfall, found.gpu
     whole: dict[str, Any] = {
         "format": FORMAT,
         "command": found.command or _call(found),
-        "model": found.model,
-        "parameters": found.parameters,
-        "gpu": found.gpu.name,
-        "usable_bytes": found.gpu.usable_bytes,
-        "memory_bytes": found.gpu.memory_bytes,
-        "goal": found.goal,
-        "method": found.method,
-        "allow": list(found.allow),
-        "effective_batch_size": found.effective_batch_size,
-        "world_size": found.world_size,
-        "strategy": found.strategy,
-        "texts": {name: getattr(texts, name) for name in ("seq_len", "width", "rows", "tokens", "cut")},
-        "fits": found.fits,
+        **{name: getattr(found, name) for name in SAME},
+        "gpu": gpu.name,
+        "gpu_source": gpu.source,
+        "usable_bytes": gpu.usable_bytes,
+        "memory_bytes": gpu.memory_bytes,
+        "texts": {name: value for name, value in vars(found.texts).items() if name != "lengths"},
         "chosen": None if found.chosen is None else found.chosen.as_dict(),
-        "shortfall": None if short is None else {**_plain(short), "nearest": short.nearest.as_dict()},
+        "shortfall": None if short is None else {**vars(short), "nearest": short.nearest.as_dict()},
         "candidates": [one.as_dict() for one in found.candidates],
-        "notes": list(found.notes),
-        "simulations": found.simulations,
         "measured": found.measured or None,
         "shown": _places(found, shown_candidates(found)),
-        "figures": found.figures if figures else known_figures(found),
+        "figures": found.figures if figures else report_figures(found, simulate=False),
         "script": None if found.chosen is None else found.script(),
         "versions": {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")},
     }
@@ -311,14 +296,9 @@ def _call(found: Plan) -> str:
     """Return the call of ``plan`` that makes the plan, without the defaults."""
     texts, source = found.texts, None if found.simulation is None else found.simulation.model
     given: dict[str, Any] = {"gpu": found.gpu.name, "seq_len": texts.seq_len}
-    usual = {"effective_batch_size": 32, "goal": "speed", "method": "auto", "allow": (), "world_size": 1}
-    usual["strategy"] = "auto"
     given |= {"os": found.system} if found.system else {}
-    given |= {name: getattr(found, name) for name, value in usual.items() if getattr(found, name) != value}
+    usual = zip(ASKED, (32, "speed", "auto", (), 1, "auto"), strict=True)
+    given |= {name: getattr(found, name) for name, value in usual if getattr(found, name) != value}
     model = repr(source) if isinstance(source, str) else "model"
     lengths = "" if texts.lengths is None else "lengths=lengths, "
     return f"plan({model}, {lengths}{', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
-
-def _plain(short: Any) -> dict[str, Any]:
-    return {name: getattr(short, name) for name in ("lacks_bytes", "longest", "batch", "parameters", "gpu", "consents")}

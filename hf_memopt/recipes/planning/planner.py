@@ -138,29 +138,25 @@ def plan(
             "before the GPUs have shared them; expected one GPU. Pass world_size=1, or leave 'release_clipping' out"
         )
     with keeping_models():
-        source, own_task, facts, most, default = facts_of(model, task, planned_os(os, gpu))
+        source, own_task, facts = facts_of(model, task, planned_os(os, gpu))
+        most, default = facts.most_tokens, facts.default_length
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
-        simulation = Simulation(source, own_task, found_gpu, texts, world_size, words, announce, corrections)
-        simulation.most_tokens = most
-        sharings = sharings_of(strategy, world_size, goal)
-        search_of = StageSearch(simulation, facts, effective_batch_size, share, goal, sharings)
+        gpus = world_size, share
+        simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce, corrections)
+        search_of = StageSearch(simulation, sharings_of(strategy, world_size, goal))
         stages = stages_of(method, facts, words)
-        chosen, shortfall = search_of.by_length(stages, most), None
+        chosen, shortfall = search_of.by_length(stages), None
         candidates = simulation.candidates
         shown = chosen or min(candidates, key=lambda one: one.total_bytes, default=None)
         simulation.sharing = None if shown is None else shown.sharing
         if chosen is None:
             set_ups = [one for stage in stages for one in search_of.set_ups(stage)]
-            shortfall = shortfall_of(simulation, facts, set_ups, share, budget)
+            shortfall = shortfall_of(simulation, set_ups, budget)
     used = () if chosen is None or os else [one.name for one in chosen.techniques if one in LINUX_ONLY]
     of_linux = (
         f"the plan uses {name}, which Linux alone has, as this machine; os='windows' plans without" for name in used
     )
-    reasoned = with_reasons(candidates, chosen, goal)
-    taken = None if chosen is None else _with_reasons_of_recipe(reasoned[candidates.index(chosen)], found_gpu)
-    all_of_them = tuple(
-        taken if one is chosen and taken is not None else again for one, again in zip(candidates, reasoned, strict=True)
-    )
+    reasoned = tuple(_with_reason(one, chosen, candidates, goal, found_gpu) for one in candidates)
     return Plan(
         model=simulation.model_name,
         parameters=simulation.parameters,
@@ -171,12 +167,11 @@ def plan(
         effective_batch_size=effective_batch_size,
         world_size=world_size,
         texts=simulation.texts,
-        candidates=all_of_them,
-        chosen=taken,
+        candidates=reasoned,
+        chosen=None if chosen is None else reasoned[candidates.index(chosen)],
         shortfall=shortfall,
         notes=(
-            *_notes(simulation, texts, chosen, candidates, method, lengths is None and seq_len is None),
-            *filter(None, [facts.against_float16(found_gpu)]),
+            *_notes(simulation, texts, chosen, method, lengths is None and seq_len is None),
             *of_linux,
         ),
         simulations=simulation.count,
@@ -202,25 +197,10 @@ def _corrected_gpu(
     return corrections.gpu, corrections
 
 
-def _with_reasons_of_recipe(chosen: Candidate, gpu: Gpu) -> Candidate:
-    """Return the chosen candidate with a recipe that says what it is for."""
-    length = "" if chosen.seq_len is None else f" at {chosen.seq_len} tokens"
-    needs = f"{format_bytes(chosen.total_bytes)} of {format_bytes(gpu.usable_bytes)}"
-    how = "computed, and corrected by a measurement" if chosen.corrected else "computed and not measured"
-    purpose = f"{chosen.name}{length} on {gpu.name}: {needs}, {how}"
-    reasons = {**chosen.recipe.reasons, "per_device_train_batch_size": chosen.reason}
-    return replace(chosen, recipe=chosen.recipe.replace(purpose=purpose, reasons=reasons))
-
-
 def _notes(
-    simulation: Simulation,
-    texts: Texts,
-    chosen: Candidate | None,
-    candidates: Sequence[Candidate],
-    method: str,
-    is_default: bool,
+    simulation: Simulation, texts: Texts, chosen: Candidate | None, method: str, is_default: bool
 ) -> Iterable[str]:
-    planned = simulation.texts
+    planned, candidates = simulation.texts, simulation.candidates
     if is_default and texts.seq_len is not None and planned.seq_len == texts.seq_len:
         yield f"seq_len={texts.seq_len} by default; better that of your rows: lengths, or --data FILE"
     if planned.cut and planned.rows:
@@ -260,14 +240,26 @@ def _notes(
     yield from simulation.gpu.notes
     for one, why in simulation.refused.items():
         yield f"{one.name} was not simulated: {why}"
+    if problem := simulation.facts.against_float16(simulation.gpu):
+        yield problem
 
 
 # ---- Reasons
 
 
-def with_reasons(candidates: Sequence[Candidate], chosen: Candidate | None, goal: str) -> list[Candidate]:
-    """Return the candidates, each with its reason."""
-    return [one.because(_reason(one, chosen, candidates, goal)) for one in candidates]
+def _with_reason(
+    one: Candidate, chosen: Candidate | None, candidates: Sequence[Candidate], goal: str, gpu: Gpu
+) -> Candidate:
+    """Return a candidate with its reason; the chosen one with a recipe that says what it is for."""
+    reason = _reason(one, chosen, candidates, goal)
+    if one is not chosen:
+        return replace(one, reason=reason)
+    length = "" if one.seq_len is None else f" at {one.seq_len} tokens"
+    needs = f"{format_bytes(one.total_bytes)} of {format_bytes(gpu.usable_bytes)}"
+    how = "computed, and corrected by a measurement" if one.corrected else "computed and not measured"
+    purpose = f"{one.name}{length} on {gpu.name}: {needs}, {how}"
+    reasons = {**one.recipe.reasons, "per_device_train_batch_size": reason}
+    return replace(one, reason=reason, recipe=one.recipe.replace(purpose=purpose, reasons=reasons))
 
 
 def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candidate], goal: str) -> str:

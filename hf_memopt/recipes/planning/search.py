@@ -45,25 +45,18 @@ def row_counts(set_up: SetUp, share: int) -> list[int]:
     return [rows for rows in range(1, share + 1) if share % rows == 0]
 
 
-def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: str = "speed") -> None:
-    """Simulate set-ups until the best of them is among the candidates of the simulation.
-
-    Args:
-        set_ups: of one method, those that are allowed, each after its plainer ones.
-        simulation: of the model on the GPU.
-        share: examples of a step on each GPU.
-        goal: as for ``plan``.
-    """
-    if not set_ups or not _can_fit(set_ups, simulation, share):
+def search(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
+    """Simulate set-ups of one method until the best of them, each after its plainer ones, is among the candidates."""
+    if not set_ups or not _can_fit(set_ups, simulation):
         return
     if simulation.with_ease:
         set_ups = [one for one in set_ups if not on_host(one.techniques)]
-        if not _can_fit(set_ups, simulation, share):
+        if not _can_fit(set_ups, simulation):
             return
-    if goal == "memory":
-        _simulate_smallest(set_ups, simulation, share)
+    if simulation.goal == "memory":
+        _simulate_smallest(set_ups, simulation)
     else:
-        _simulate_fastest(set_ups, simulation, share)
+        _simulate_fastest(set_ups, simulation)
 
 
 def _room(one: Candidate, simulation: Simulation) -> int:
@@ -91,7 +84,7 @@ class _Tried:
     simulated: list[Candidate]
 
 
-def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> None:
+def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
     """Simulate the fastest set-up, and the simplest of those that are as fast."""
     known: dict[tuple[Technique, ...], _Tried] = {}
     fitting: list[Candidate] = []
@@ -105,7 +98,7 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: i
             max((one.least_cost for one in plainer.values()), default=0.0),
             [],
         )
-        counts = [rows for rows in row_counts(set_up, share) if rows > tried.most]
+        counts = [rows for rows in row_counts(set_up, simulation.share) if rows > tried.most]
         if not counts:
             continue
         tried.simulated = [one for plain in plainer.values() for one in plain.simulated if one.rows == counts[0]]
@@ -117,7 +110,7 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: i
         fits = [one for one in found if _room(one, simulation) >= 0]
         tried.most = max([tried.most, *(one.rows for one in fits)])
         fitting += fits
-        if found and found[-1].rows == share:
+        if found and found[-1].rows == simulation.share:
             tried.least_cost = found[-1].cost
             if found[-1] not in fits and not _may_matter(found[-1].cost, set_up, fitting):
                 tried.most = math.inf
@@ -156,7 +149,7 @@ def most_rows(
     return [found[rows] for rows in sorted(found)]
 
 
-def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> None:
+def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
     """Simulate what needs the least memory, and what is within 5 % of it with as many rows as stay within.
 
     Those that save most come first, so that others are left out: where one holds more than that in tensors, so do
@@ -166,7 +159,7 @@ def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation, share: 
     too_much: set[tuple[Technique, ...]] = set()
     near = []
     for set_up in reversed(set_ups):
-        counts, known = row_counts(set_up, share), []
+        counts, known = row_counts(set_up, simulation.share), []
         if set_up.techniques not in too_much:
             ends = [simulation.of(set_up, rows) for rows in dict.fromkeys((counts[0], counts[-1]))]
             known = [one for one in ends if one is not None]
@@ -184,7 +177,7 @@ def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation, share: 
                 return None
             return int(min(_within(least), one.usable_bytes - one.margin_bytes)) - one.total_bytes
 
-        counts = row_counts(set_up, share)
+        counts = row_counts(set_up, simulation.share)
         largest_that_fits(counts, spare_bytes, first=(counts[0], counts[-1]))
 
 
@@ -226,12 +219,12 @@ def _bytes_as_one(least: Candidate) -> int:
     return max(least.context_bytes + passing, least.floor_bytes)
 
 
-def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> bool:
+def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation) -> bool:
     """Return whether the simplest set-up fits, or one of those that need least; offloading, the slowest, comes last."""
     too_large = set()
     in_memory, offloaded = ([one for one in set_ups if one.recipe.offload is offload] for offload in (False, True))
     for set_up in (set_ups[0], *least_set_ups(in_memory), *least_set_ups(offloaded)):
-        counts = row_counts(set_up, share)
+        counts = row_counts(set_up, simulation.share)
         least = None if set_up.held in too_large else simulation.of(set_up, counts[0])
         if least is None:
             continue

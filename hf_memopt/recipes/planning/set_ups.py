@@ -6,8 +6,9 @@ are as good as each other the one that changes the training less is simpler, the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices import against_float16
@@ -34,7 +35,7 @@ class Technique:
 
     Attributes:
         name: short, for a table.
-        fields: of the Recipe, as names and values.
+        fields: of the Recipe, with their values.
         reason: for these fields.
         kind: what it changes: "exact" (nothing of the result), "rounding" or "training".
         consent: the word of ``allow`` that it needs; "" for none.
@@ -43,7 +44,7 @@ class Technique:
     """
 
     name: str
-    fields: tuple[tuple[str, Any], ...]
+    fields: Mapping[str, Any] = field(hash=False)
     reason: str
     kind: str = "exact"
     consent: str = ""
@@ -51,47 +52,43 @@ class Technique:
     replaces: Technique | None = None
 
 
-def _set(**fields: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple(fields.items())
-
-
 AUTOCAST = "matrix products in 16 bits, weights and updates in float32"
 CHECKPOINTING = Technique(
     "checkpointing",
-    _set(checkpointing=True, autocast_cache=False),
+    {"checkpointing": True, "autocast_cache": False},
     "activations are recomputed in the backward pass",
     only_saves=True,
 )
 OFFLOAD = Technique(
     "offload",
-    (*CHECKPOINTING.fields, ("offload", True)),
+    {**CHECKPOINTING.fields, "offload": True},
     "the inputs of checkpointed layers wait in host memory",
     only_saves=True,
     replaces=CHECKPOINTING,
 )
 SEGMENTS = Technique(
     "expandable segments",
-    _set(expandable_segments=True),
+    {"expandable_segments": True},
     "memory that is free between blocks can be used; call use_expandable_segments() at the top of the script",
     only_saves=True,
 )
 FLASH = Technique(
     "FlashAttention-2",
-    _set(attn_implementation="flash_attention_2"),
+    {"attn_implementation": "flash_attention_2"},
     "it is installed, and needs no mask of every pair of tokens",
 )
 PAGED = Technique(
     "paged AdamW",
-    _set(optim="paged_adamw_32bit"),
+    {"optim": "paged_adamw_32bit"},
     "optimizer state that does not fit moves to host memory",
     only_saves=True,
 )
 EIGHT_BIT = Technique(
-    "8-bit AdamW", _set(optim="adamw_8bit"), "2 bytes of state per parameter instead of 8, embeddings apart", "rounding"
+    "8-bit AdamW", {"optim": "adamw_8bit"}, "2 bytes of state per parameter instead of 8, embeddings apart", "rounding"
 )
 PAGED_EIGHT_BIT = Technique(
     "paged 8-bit AdamW",
-    _set(optim="paged_adamw_8bit"),
+    {"optim": "paged_adamw_8bit"},
     "2 bytes of state per parameter, and what does not fit moves to host memory",
     "rounding",
     only_saves=True,
@@ -102,7 +99,7 @@ LEVERS = FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, PAGED, PAGED_EIGHT_BIT, OFFL
 LINUX_ONLY = SEGMENTS, PAGED, PAGED_EIGHT_BIT
 TF32 = Technique(
     "tf32",
-    _set(precision="tf32"),
+    {"precision": "tf32"},
     "products of float32 matrices keep 10 bits of each factor's mantissa, and nothing is stored in 16 bits",
     "rounding",
 )
@@ -110,7 +107,7 @@ TF32 = Technique(
 
 def _planned(one: Any) -> Technique:
     """Return a technique of this package as plans choose it, with a word of consent."""
-    return Technique(one.title, tuple(one.sets.items()), one.why, one.kind, one.consent)
+    return Technique(one.title, one.sets, one.why, one.kind, one.consent)
 
 
 BF16_WEIGHTS = _planned(TECHNIQUES["16-bit weights"])
@@ -139,6 +136,9 @@ class ModelFacts:
         has_segments: whether torch's allocator has expandable segments where it trains.
         has_paging: whether memory that CUDA manages may exceed the GPU there.
         overflow: why it should not compute in float16, with the source; "" where nothing is known.
+        most_tokens: of a row that it takes; None for no limit.
+        default_length: tokens of a row where none are given; None for a model without text.
+        is_t5: whether its task is a prefix of the text.
     """
 
     task: str | None
@@ -154,6 +154,9 @@ class ModelFacts:
     has_segments: bool = True
     has_paging: bool = True
     overflow: str = ""
+    most_tokens: int | None = None
+    default_length: int | None = None
+    is_t5: bool = False
 
     @property
     def is_language_model(self) -> bool:
@@ -206,7 +209,7 @@ class SetUp:
         """
         found = []
         for one in self.techniques:
-            if one.only_saves or (self.stage in ADAPTERS and "optim" in dict(one.fields)):
+            if one.only_saves or (self.stage in ADAPTERS and "optim" in one.fields):
                 others = (one.replaces if other is one else other for other in self.techniques)
                 found.append(tuple(other for other in others if other is not None))
         return tuple(found)
@@ -247,17 +250,14 @@ def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) 
     memories = [(), (CHECKPOINTING,), *([(OFFLOAD,)] if facts.has_offload else [])]
     segments = [(), *([(SEGMENTS,)] if facts.has_segments else [])]
     for common in _commons(stage, facts, gpu):
-        for memory in memories:
-            for optimizer in _optimizers(stage, common, facts):
-                for last in segments:
-                    techniques = (*common, *optimizer, *memory, *last)
-                    fields: dict[str, Any] = {}
-                    reasons = dict(base.reasons)
-                    for technique in techniques:
-                        fields |= dict(technique.fields)
-                        reasons |= dict.fromkeys(dict(technique.fields), technique.reason)
-                    changed = base.replace(**fields)
-                    yield SetUp(stage, changed.replace(reasons=reasons), techniques)
+        for memory, optimizer, last in product(memories, _optimizers(stage, common, facts), segments):
+            techniques = (*common, *optimizer, *memory, *last)
+            fields: dict[str, Any] = {}
+            reasons = dict(base.reasons)
+            for technique in techniques:
+                fields |= technique.fields
+                reasons |= dict.fromkeys(technique.fields, technique.reason)
+            yield SetUp(stage, base.replace(**fields, reasons=reasons), techniques)
 
 
 def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
@@ -306,7 +306,7 @@ def _commons(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techniqu
     """Yield what the set-ups of a stage have in common, with and without FlashAttention-2 where it is installed."""
     for common in _precisions(stage, facts, gpu):
         yield common
-        is_short = any(dict(one.fields).get("precision") in ("bf16", "fp16") or one is BF16_WEIGHTS for one in common)
+        is_short = any(one.fields.get("precision") in ("bf16", "fp16") or one is BF16_WEIGHTS for one in common)
         if is_short and gpu.bf16 and facts.supports_flash and facts.has_flash:
             yield *common, FLASH
 
@@ -315,25 +315,27 @@ def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techn
     """Yield what computes in 16 bits first, since it is the faster as a rule; only float32 where float16 overflows."""
     problem = facts.against_float16(gpu) if facts.can_reload else ""
     name, weights = ("bf16", "bfloat16") if gpu.bf16 else ("fp32", "float32") if problem else ("fp16", "float16")
-    plain = Technique("fp32", _set(precision="fp32"), problem or "nothing is rounded to 16 bits")
-    autocast = plain if problem else Technique(name, _set(precision=name), AUTOCAST, "rounding")
+    plain = Technique("fp32", {"precision": "fp32"}, problem or "nothing is rounded to 16 bits")
+    autocast = plain if problem else Technique(name, {"precision": name}, AUTOCAST, "rounding")
     if stage == "lora":
         loaded = {} if facts.is_quantized else {"weights_dtype": weights}
         reason = "adapters are trained in float32, and the weights "
         reason += f"are float32 too: {problem}" if problem else "stay as published, in 16 bits"
-        yield (Technique(name, _set(lora=LORA_RANK, **loaded, precision=name), reason, "training"),)
+        yield (Technique(name, dict(lora=LORA_RANK, **loaded, precision=name), reason, "training"),)
     elif stage == "qlora":
-        fields = _set(lora=LORA_RANK, load_in="nf4", precision=name)
+        fields = {"lora": LORA_RANK, "load_in": "nf4", "precision": name}
         reason = "adapters are trained in float32, and the frozen weights take 4 bits"
         reason += f"; all else is float32: {problem}" if problem else ""
         yield (Technique("nf4, fp32" if problem else "nf4", fields, reason, "training"),)
     elif stage == "freeze":
-        for patterns in _frozen(facts):
+        lower = [f"layers:0-{facts.layers // 2 - 1}"] if facts.layers > 1 else []
+        for patterns in dict.fromkeys([("embeddings",), ("embeddings", *lower)]):
             what = " and ".join(patterns).replace("layers:0-", "layers 0-")
             reason = "frozen parameters have no gradient, no state and no backward pass below them"
-            yield autocast, Technique(f"frozen {what}", _set(freeze=patterns), reason, "training", "freeze")
+            yield autocast, Technique(f"frozen {what}", {"freeze": patterns}, reason, "training", "freeze")
     else:
-        faster = [(TF32,)] if _has_faster_tf32(gpu) else []
+        rates = priced_on(gpu).peak_flops_per_second  # on a GeForce TF32 and float32 have the same rate
+        faster = [(TF32,)] if gpu.bf16 and (rates.tf32 or 0) > (rates.fp32 or 0) else []
         yield from dict.fromkeys([(autocast,), *faster, (plain,)])
         if facts.has_adapters or facts.is_quantized:
             return
@@ -341,15 +343,3 @@ def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techn
         if gpu.bf16 and facts.can_reload:
             yield (BF16_WEIGHTS,)
             yield from ((BF16_WEIGHTS, one) for one in _asking())
-
-
-def _has_faster_tf32(gpu: Gpu) -> bool:
-    """Return whether products in TF32 are faster than in float32; on a GeForce both have the same rate."""
-    rates = priced_on(gpu).peak_flops_per_second
-    return gpu.bf16 and (rates.tf32 or 0) > (rates.fp32 or 0)
-
-
-def _frozen(facts: ModelFacts) -> Iterator[tuple[str, ...]]:
-    yield ("embeddings",)
-    if facts.layers > 1:
-        yield "embeddings", f"layers:0-{facts.layers // 2 - 1}"

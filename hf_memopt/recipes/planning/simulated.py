@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.devices import GPUS
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from hf_memopt.recipes import Recipe
     from hf_memopt.recipes.planning.measured import Corrections
     from hf_memopt.recipes.planning.model_and_rows import Texts
-    from hf_memopt.recipes.planning.set_ups import SetUp, Technique
+    from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp, Technique
     from hf_memopt.recipes.planning.sharing import Sharing
 
     Case = tuple[tuple[Technique, ...], int, int | None, Sharing | None]
 
-__all__ = ["Candidate", "Simulation", "Verdict", "candidate_of", "priced_on", "verdict_of"]
+__all__ = ["Candidate", "Simulation", "Verdict", "priced_on", "verdict_of"]
 
 Verdict = Literal["fits", "tight", "over"]
 
@@ -142,10 +143,6 @@ class Candidate:
         same = (self.stage, self.seq_len, self.sharing) == (to.stage, to.seq_len, to.sharing)
         return same and {*self.techniques} - {*to.techniques} == {technique} and {*to.techniques} < {*self.techniques}
 
-    def because(self, reason: str) -> Candidate:
-        """Return it with a reason."""
-        return replace(self, reason=reason)
-
     def says(self) -> str:
         """Return the verdict with its figure."""
         if self.verdict == "over":
@@ -154,7 +151,7 @@ class Candidate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the candidate for JSON, bytes as integers."""
-        found = {**asdict(self), "components": dict(self.components), "recipe": _plain(self.recipe)}
+        found = {**asdict(self), "components": dict(self.components), "recipe": json.loads(self.recipe.to_json())}
         del found["techniques"], found["simplicity"], found["ranking_seconds"]
         return {
             **found,
@@ -169,37 +166,6 @@ class Candidate:
 def verdict_of(spare_bytes: int, margin_bytes: int) -> Verdict:
     """Return whether what is left holds the margin, less than it, or is missing."""
     return "over" if spare_bytes < 0 else "tight" if spare_bytes < margin_bytes else "fits"
-
-
-def _plain(recipe: Recipe) -> Any:
-    import json
-
-    return json.loads(recipe.to_json())
-
-
-def candidate_of(set_up: SetUp, recipe: Recipe, found: Estimate, gpu: Gpu, consents: tuple[str, ...]) -> Candidate:
-    """Return the candidate of an estimate, without its time."""
-    return Candidate(
-        name=set_up.name,
-        stage=set_up.stage,
-        recipe=recipe,
-        seq_len=found.seq_len,
-        accumulation_steps=found.settings.gradient_accumulation_steps,
-        reserved_bytes=found.peak_reserved_bytes,
-        context_bytes=found.context_bytes or 0,
-        margin_bytes=margin_of(gpu),
-        usable_bytes=gpu.usable_bytes,
-        components=found.components,
-        techniques=set_up.techniques,
-        phase=found.phase,
-        phases={name: peak._asdict() for name, peak in found.phases.items()},
-        flops=found.flops,
-        examples=recipe.effective_batch_size,
-        consents=consents,
-        simplicity=set_up.simplicity,
-        sharing=set_up.sharing,
-        host_bytes=found.host_bytes,
-    )
 
 
 def priced_on(gpu: Gpu) -> Gpu:
@@ -225,25 +191,30 @@ class Simulation:
     Attributes:
         model: as for ``estimate``.
         task: of the head to build; None for the model's own.
+        facts: of the model.
         gpu: to fit, with what is usable of it.
         texts: lengths to plan for.
         world_size: GPUs that share a step.
+        share: examples of a step on each of them.
+        goal: as for ``plan``.
         allow: words of ``allow`` that were given.
         announce: called before each simulation with a text.
         measured: what corrects the estimates; None for nothing.
         count: simulations so far.
         refused: the set-ups that could not be simulated, and why.
         time_unknown: why no time is predicted, and which is assumed instead; "" where one is predicted.
-        most_tokens: of a row that the model takes; None for no limit.
         sharing: how the GPUs share the steps that are simulated next; None for one GPU.
         with_ease: whether what is searched for next has to leave 8 % of the GPU.
     """
 
     model: Any
     task: str | None
+    facts: ModelFacts
     gpu: Gpu
     texts: Texts
     world_size: int = 1
+    share: int = 1
+    goal: str = "speed"
     allow: tuple[str, ...] = ()
     announce: Callable[[str], object] = str
     measured: Corrections | None = None
@@ -252,7 +223,6 @@ class Simulation:
     time_unknown: str = ""
     parameters: int = 0
     model_name: str = ""
-    most_tokens: int | None = None
     sharing: Sharing | None = None
     with_ease: bool = False
     _found: dict[Case, Candidate | None] = field(default_factory=dict)
@@ -313,25 +283,40 @@ class Simulation:
             self.refused[set_up] = str(error)
             return None
         self.parameters, self.model_name = self.parameters or found.parameters, found.model
-        missing = tuple(word for word in set_up.consents if word not in self.allow)
-        candidate = candidate_of(set_up, recipe, found, self.gpu, missing)
-        if self.measured is not None:
-            candidate = replace(candidate, corrected=self.measured.words(found, recipe))
-        return self._timed(set_up, recipe, found, candidate)
-
-    def _timed(self, set_up: SetUp, recipe: Recipe, found: Estimate, candidate: Candidate) -> Candidate:
-        texts, examples = self.texts, recipe.effective_batch_size
-        tokens = texts.tokens if texts.tokens is not None else texts.seq_len
-        candidate = replace(candidate, tokens=None if tokens is None else tokens * examples)
-        time = self._priced(found)
+        texts, examples, time = self.texts, recipe.effective_batch_size, self._priced(found)
+        tokens = texts.seq_len if texts.tokens is None else texts.tokens
         ratio = 1.0
-        if texts.width is not None and texts.width != texts.seq_len:
+        if texts.width != texts.seq_len and texts.width is not None:
             ratio = 1 - self._saved(set_up, recipe, time) / time.seconds
-        candidate = replace(candidate, ranking_seconds=ratio * time.seconds)
-        if self.step_time(found) is None:
-            return candidate
-        candidate = replace(candidate, communication_fraction=time.shares.get("communication"))
-        return replace(candidate, seconds=ratio * time.seconds, low=ratio * time.low, high=ratio * time.high)
+        is_timed = self.step_time(found) is not None
+        return Candidate(
+            name=set_up.name,
+            stage=set_up.stage,
+            recipe=recipe,
+            seq_len=found.seq_len,
+            accumulation_steps=found.settings.gradient_accumulation_steps,
+            reserved_bytes=found.peak_reserved_bytes,
+            context_bytes=found.context_bytes or 0,
+            margin_bytes=margin_of(self.gpu),
+            usable_bytes=self.gpu.usable_bytes,
+            components=found.components,
+            techniques=set_up.techniques,
+            phase=found.phase,
+            phases={name: peak._asdict() for name, peak in found.phases.items()},
+            seconds=ratio * time.seconds if is_timed else None,
+            low=ratio * time.low if is_timed else None,
+            high=ratio * time.high if is_timed else None,
+            ranking_seconds=ratio * time.seconds,
+            flops=found.flops,
+            examples=examples,
+            tokens=None if tokens is None else tokens * examples,
+            consents=tuple(word for word in set_up.consents if word not in self.allow),
+            simplicity=set_up.simplicity,
+            sharing=set_up.sharing,
+            host_bytes=found.host_bytes,
+            communication_fraction=time.shares.get("communication") if is_timed else None,
+            corrected=() if self.measured is None else self.measured.words(found, recipe),
+        )
 
     def step_time(self, found: Estimate) -> StepTime | None:
         """Return the predicted time of an estimated step; None where it cannot be predicted."""

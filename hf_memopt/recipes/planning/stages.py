@@ -48,32 +48,29 @@ class StageSearch:
     """The search over stages and lengths; what it simulates are the candidates of the simulation."""
 
     simulation: Simulation
-    facts: ModelFacts
-    effective_batch_size: int
-    share: int
-    goal: str
     sharings: Sequence[Sharing | None] = (None,)
 
     def set_ups(self, stage: str, *, with_consents: bool = False) -> list[SetUp]:
         """Return the set-ups that are allowed and work as the GPUs share a step now."""
         simulation = self.simulation
-        every = list(set_ups(stage, self.facts, simulation.gpu, self.effective_batch_size))
+        examples = simulation.share * simulation.world_size
+        every = list(set_ups(stage, simulation.facts, simulation.gpu, examples))
         if simulation.sharing is not None:
             every = [one for one in map(simulation.sharing.adapted, every) if one is not None]
         return [one for one in every if with_consents or simulation.allows(one)]
 
-    def by_length(self, stages: Sequence[str], most: int | None) -> Candidate | None:
+    def by_length(self, stages: Sequence[str]) -> Candidate | None:
         """Return the chosen candidate, with shorter or longer rows where they are asked for."""
         simulation = self.simulation
         simulation.sharing = self.sharings[0]
         asked = stages
-        if self.goal == "longest":
-            stages = use_longest(simulation, {stage: self.set_ups(stage) for stage in stages}, self.share, most)
+        if self.simulation.goal == "longest":
+            stages = use_longest(simulation, {stage: self.set_ups(stage) for stage in stages})
         chosen, length = self._by_stage(stages), simulation.texts.seq_len
         for part in (2, 4):
             if chosen is not None or "shorter" not in simulation.allow or length is None or length < 2 * MULTIPLE:
                 break
-            simulation.texts = simulation.texts.shortened(max(length // part, 1), self.share)
+            simulation.texts = simulation.texts.shortened(max(length // part, 1), self.simulation.share)
             chosen = self._by_stage(stages)
         if chosen is not None:
             self._simulate_other_methods(chosen, asked)
@@ -84,7 +81,7 @@ class StageSearch:
 
     def _by_stage(self, stages: Sequence[str]) -> Candidate | None:
         passes = [(False, False), (True, False)]  # the host's memory is unknown, and its optimizer slow
-        if self.goal == "speed" and {"full", "lora"} <= {*stages}:
+        if self.simulation.goal == "speed" and {"full", "lora"} <= {*stages}:
             passes.insert(0, (False, True))
         for offload, with_ease in passes:
             for stage in stages:
@@ -100,10 +97,12 @@ class StageSearch:
         best = None
         for sharing in self.sharings:
             is_wanted = (sharing is not None and sharing.offload_params) is offload
-            if is_wanted and (sharing is None or sharing.may_improve(best, self.goal)):
+            if is_wanted and (sharing is None or sharing.may_improve(best, self.simulation.goal)):
                 self.simulation.sharing, self.simulation.with_ease = sharing, with_ease
-                search(self.set_ups(stage), self.simulation, self.share, self.goal)
-            best = best_of(filter(fits_with_ease, self._of(stage)) if with_ease else self._of(stage), self.goal)
+                search(self.set_ups(stage), self.simulation)
+            best = best_of(
+                filter(fits_with_ease, self._of(stage)) if with_ease else self._of(stage), self.simulation.goal
+            )
         self.simulation.with_ease = False
         return best
 
@@ -121,14 +120,14 @@ class StageSearch:
         if recomputed is not None and not chosen.recipe.checkpointing:
             self.simulation.of(recomputed, chosen.rows)
         lever = every.get(used - {chosen.techniques[0]} | {BF16_WEIGHTS})
-        is_asked_for = self.goal == "speed" and BF16_WEIGHTS.consent not in self.simulation.allow
+        is_asked_for = self.simulation.goal == "speed" and BF16_WEIGHTS.consent not in self.simulation.allow
         if lever is not None and is_asked_for and chosen.stage == "full":
-            counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
+            counts = [rows for rows in row_counts(lever, self.simulation.share) if rows >= chosen.rows]
             most_rows(lever, self.simulation, counts)
 
     def _simulate_other_methods(self, chosen: Candidate, stages: Sequence[str]) -> None:
         """Simulate LoRA with the rows of the chosen full training, or full training that does not fit with ease."""
-        if chosen.stage in ADAPTERS and self.goal == "speed" and "full" in stages:
+        if chosen.stage in ADAPTERS and self.simulation.goal == "speed" and "full" in stages:
             self._searched("full")
         if chosen.stage not in ADAPTERS and "lora" in stages:
             self.simulation.sharing = chosen.sharing
@@ -143,7 +142,7 @@ class StageSearch:
         self.simulation.sharing = self.sharings[0]
         in_memory = [one for one in self.set_ups(stages[-1]) if not one.recipe.offload]
         for set_up in least_set_ups(in_memory) if chosen is None else ():
-            self.simulation.of(set_up, row_counts(set_up, self.share)[0])
+            self.simulation.of(set_up, row_counts(set_up, self.simulation.share)[0])
         asking: dict[tuple[str, ...], SetUp] = {}
         for stage in stages:
             for one in self.set_ups(stage, with_consents=True):
@@ -152,7 +151,7 @@ class StageSearch:
                     asking[one.consents] = one  # the later, the less it needs
         for set_up in asking.values():
             if not any(_weights_too_large(one, set_up) for one in self.simulation.candidates):
-                most_rows(set_up, self.simulation, row_counts(set_up, self.share))
+                most_rows(set_up, self.simulation, row_counts(set_up, self.simulation.share))
 
 
 def _weights_too_large(one: Candidate, set_up: SetUp) -> bool:
@@ -168,19 +167,15 @@ def _weights_too_large(one: Candidate, set_up: SetUp) -> bool:
 LONGEST = 131_072  # tokens; no longer rows are looked for
 
 
-def use_longest(
-    simulation: Simulation, set_ups: Mapping[str, Sequence[SetUp]], share: int, most: int | None
-) -> list[str]:
+def use_longest(simulation: Simulation, set_ups: Mapping[str, Sequence[SetUp]]) -> list[str]:
     """Let the simulation plan for the longest rows, and return the methods to search.
 
     Args:
         simulation: of the model; its length is where an adapter has to be taken if full training does not fit there.
             Where it knows the lengths of the rows, it keeps them, and no longer rows than these are looked for.
         set_ups: those that are allowed, by method.
-        share: examples of a step on each GPU.
-        most: tokens that the model takes; None for no limit.
     """
-    texts, asked = simulation.texts, simulation.texts.seq_len
+    texts, asked, share = simulation.texts, simulation.texts.seq_len, simulation.share
     if asked is None:
         raise ValueError(
             "goal='longest' has no meaning for a model without text; expected another goal. Pass goal='memory'"
@@ -206,7 +201,7 @@ def use_longest(
 
     stages = list(set_ups)
     stage = next((one for one in stages if any(fits(recipe, asked) for recipe in variants[one])), stages[-1])
-    found, limit = 0, min(texts.longest or LONGEST, most or LONGEST, LONGEST)
+    found, limit = 0, min(texts.longest or LONGEST, simulation.facts.most_tokens or LONGEST, LONGEST)
     for recipe in variants[stage]:
         longer = range(found + MULTIPLE, limit + 1, MULTIPLE)
         if longer and fits(recipe, longer[0]):

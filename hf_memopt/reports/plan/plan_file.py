@@ -29,7 +29,7 @@ __all__ = [
     "shown_one",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a field changes its meaning or goes."""
 
 Verdict = Literal["fits", "tight", "over"]
@@ -137,14 +137,13 @@ class AlternativeData(TypedDict):
     """Another value for a choice, as text, and what it would cost.
 
     ``total_bytes`` are reserved bytes and context; ``time_ratio`` is the seconds of a step beside those of the set-up,
-    None where they are not predicted; ``refused`` says why it could not be simulated, and is "" where it was.
+    None where they are not predicted.
     """
 
     value: str
-    total_bytes: CountOrZero | None
-    verdict: Literal["fits", "tight", "over", ""]
+    total_bytes: CountOrZero
+    verdict: Verdict
     time_ratio: Number | None
-    refused: str
 
 
 class ChoiceData(TypedDict):
@@ -184,14 +183,6 @@ class PaddingData(TypedDict):
     batch_size: Count
 
 
-class CertaintyData(TypedDict):
-    """What a figure rests on."""
-
-    figure: str
-    kind: str
-    detail: str
-
-
 class FiguresData(TypedDict):
     """What is shown beside the candidates; see ``report_figures``."""
 
@@ -199,8 +190,6 @@ class FiguresData(TypedDict):
     timeline: TimelineData | None
     choices: list[ChoiceData]
     padding: PaddingData | None
-    certainty: list[CertaintyData]
-    left_out: list[str]
 
 
 class PlanData(TypedDict):
@@ -210,6 +199,7 @@ class PlanData(TypedDict):
     model: str
     parameters: CountOrZero
     gpu: str
+    gpu_source: NotRequired[str]
     usable_bytes: Count
     goal: str
     effective_batch_size: Count
@@ -233,7 +223,7 @@ def read_plan_text(text: str | bytes, name: str) -> PlanData:
         ValueError: it is no plan, or one of another version.
     """
     remedy = "Write it anew: hf-memopt plan MODEL --json > plan.json"
-    found = read_json(text, PlanData, (FORMAT,), path=name, what="a plan", remedy=remedy, check=_check_places)
+    found = read_json(text, PlanData, (1, FORMAT), path=name, what="a plan", remedy=remedy, check=_check_places)
     return cast(PlanData, found)
 
 

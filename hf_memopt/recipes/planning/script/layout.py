@@ -69,18 +69,10 @@ def _parted(line: str) -> tuple[str, str]:
 
 
 def _statement(code: str, reason: str) -> list[str]:
-    """Return the lines of a statement in one line; of methods called one after the other the last goes on its own."""
+    """Return the lines of a statement in one line of the template."""
     call = None if len(code) <= COLUMNS or code[0] in "# " else getattr(ast.parse(code).body[0], "value", None)
     if not isinstance(call, ast.Call):
         return _commented(code, reason)
-    function = call.func
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Call):
-        target, _, value = code.partition(" = ")
-        before = str(ast.get_source_segment(code, function.value))
-        return [
-            *_statement(f"{target} = {before}", ""),
-            *_statement(f"{target} = {target}{value.removeprefix(before)}", reason),
-        ]
     head, _, arguments = code[:-1].partition("(")
     return _call(f"{head}(", [f"{INDENT}{one}," for one in _arguments(arguments)], ")", reason)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -25,8 +24,6 @@ from hf_memopt import __version__
 from hf_memopt.binding.compatibility import names_of, refusal_of
 from hf_memopt.binding.model import HEADS, NEW_HEADS
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
-from hf_memopt.memory.models import find_config
-from hf_memopt.plain_data import parse_object
 from hf_memopt.recipes import NAMES, callbacks_of, sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
 from hf_memopt.rows import fitting_format
@@ -75,7 +72,7 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         "file": file,
         "columns": {} if file is None else _columns(task, file),
         "tokenizer": None if rows is None else rows.tokenizer,
-        "has_prefix": task == "seq2seq" and _is_t5(found),
+        "has_prefix": task == "seq2seq" and found.simulation is not None and found.simulation.facts.is_t5,
         "precision": recipe.step_settings().precision,
         "dtype": (dtype := sixteen_bits_here(recipe) if quantised else recipe.weights_dtype),
         "head": HEADS[task][0],
@@ -113,16 +110,6 @@ def _columns(task: str, file: DataFile) -> dict[str, str]:
     """Return ``columns`` for ``read_rows``; none where it finds the same by their names."""
     found = fitting_format(file.columns, task, {})
     return {} if found is not None and found[1] == file.parts else dict(file.parts)
-
-
-def _is_t5(found: Plan) -> bool:
-    model: Any = None if found.simulation is None else found.simulation.model
-    if not isinstance(model, str | os.PathLike):
-        return getattr(getattr(model, "config", model), "model_type", "") == "t5"
-    folder = find_config(os.fspath(model))
-    if folder is None:  # a well-known name
-        return "t5" in os.fspath(model).lower()
-    return parse_object((folder / "config.json").read_text(encoding="utf-8")).get("model_type") == "t5"
 
 
 def _options(options: Mapping[str, Any]) -> str:
