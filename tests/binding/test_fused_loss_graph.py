@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -71,14 +72,16 @@ def own(logits: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@torch.jit.script
-def scripted(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _of_target(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.logsumexp(logits, -1).mean() - logits.gather(1, target.unsqueeze(1)).mean()
 
 
-@torch.jit.script
-def scripted_in_place(logits: torch.Tensor) -> torch.Tensor:
+def _in_place(logits: torch.Tensor) -> torch.Tensor:
     return logits.mul_(2.0).logsumexp(-1).sum()
+
+
+with warnings.catch_warnings(action="ignore", category=FutureWarning):  # deprecated in 2.15, and still used
+    scripted, scripted_in_place = torch.jit.script(_of_target), torch.jit.script(_in_place)
 
 
 def straight_through(logits: torch.Tensor) -> torch.Tensor:

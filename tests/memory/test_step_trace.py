@@ -283,6 +283,7 @@ def hooks(model: nn.Module) -> int:
     return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:B?Complex32 support is experimental:UserWarning")  # torch 2.15 tells it for eigvals
 @pytest.mark.parametrize("kind", [AsksForValues, ReadsANumber])
 def test_model_that_needs_values_is_not_estimable_and_left_as_it_was(kind: type[AsksForValues]) -> None:
     before = surroundings()
