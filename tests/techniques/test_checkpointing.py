@@ -157,9 +157,7 @@ def test_bytes_saved_by_layers() -> None:
     assert saved["every_4"] == saved["first_1"]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:A saved_tensors_hooks context:FutureWarning"
-)  # torch 2.15
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # torch 2.15
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_a_frozen_prefix_saves_nothing_under_checkpointing(policy: str) -> None:
     model = tiny.bert(num_hidden_layers=4).train()
