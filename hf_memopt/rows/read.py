@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Rows", "read_rows"]
 
 EVALUATION, SEED = 0.02, 0  # the share of rows that are kept for evaluation where the data has no split for it
+SMALL, ENOUGH = 0.1, 100  # of few rows a larger share, for so many: by a single row no checkpoint is the best
 SPLITS = ("valid", "dev", "eval", "test")  # how the names of the splits to evaluate begin
 
 
@@ -34,7 +35,7 @@ class Rows:
 
     Attributes:
         train: the rows to train on.
-        evaluation: those of the split for validation, else 2 % of the rows.
+        evaluation: those of the split for validation, else 2 % of the rows, of less than 5,000 up to 10 % for 100 rows.
         format: how they were written.
         head: options of ``from_pretrained`` for a new head; none for language models.
         metrics: for ``compute_metrics``; None where the loss says it all.
@@ -169,5 +170,6 @@ def _split(rows: Dataset) -> list[Dataset]:
         raise ValueError(
             "dataset=<1 row> leaves nothing to evaluate; expected 2 rows or more. Check the filter that made it"
         )
-    parts = rows.train_test_split(max(EVALUATION, 1 / len(rows)), seed=SEED)
+    share = max(EVALUATION, min(SMALL, ENOUGH / len(rows)), 1 / len(rows))
+    parts = rows.train_test_split(share, seed=SEED)
     return [parts["train"], parts["test"]]

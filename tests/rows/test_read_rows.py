@@ -378,3 +378,9 @@ def test_generated_texts_are_compared() -> None:
 def test_a_language_model_keeps_no_logits() -> None:
     assert metrics_of("causal-lm") is None
     assert kept_predictions("causal-lm") is None
+
+
+@pytest.mark.parametrize(("count", "kept"), [(2, 1), (48, 5), (600, 60), (2000, 100), (6000, 120)])
+def test_enough_rows_are_kept_to_tell_checkpoints_apart(count: int, kept: int) -> None:
+    found = read_rows(datasets.Dataset.from_dict({"text": ["w3 w4"] * count}), tiny.tokenizer(), "causal-lm")
+    assert len(found.evaluation) == kept
