@@ -203,9 +203,15 @@ def _recommended(found: Plan) -> Iterator[str]:
         return
     parts = sorted(one.components.items(), key=lambda item: -item[1])[:2]
     most = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+    allocated = {name: peak["allocated_bytes"] for name, peak in one.phases.items()}
+    fullest = max(allocated, key=allocated.__getitem__, default=one.phase)
+    if one.phase in allocated and allocated[one.phase] < allocated[fullest]:
+        most = (
+            f"the allocator reserves more in it than for the {format_bytes(allocated[fullest])} of the {fullest} phase"
+        )
     peak = f"The {one.phase} phase decides its {format_bytes(one.total_bytes)}: {most}"
     yield f"Recommended: {one.name}, {one.batch}: {one.reason}. {peak}."
-    by_phase = (f"{name} {format_bytes(peak['allocated_bytes'])}" for name, peak in one.phases.items())
+    by_phase = (f"{name} {format_bytes(size)}" for name, size in allocated.items())
     yield f"Allocated at most: {', '.join(by_phase)}."
     if one.seconds is not None and one.low and one.high:
         unit, amount = ("tokens/s", one.tokens) if one.tokens else ("examples/s", float(one.examples))

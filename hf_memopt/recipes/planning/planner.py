@@ -302,7 +302,10 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     if goal == "memory":
         return "the least memory that fits; of set-ups within 5 % of it the fastest"
     longest = f"the longest rows that fit, {one.seq_len} tokens; " if goal == "longest" else ""
-    first = f"{'the fastest' if one.seconds is not None else 'the least assumed time'} of the {len(fitting)} that fit"
+    is_not_all = any(other.fits and other.cost < fastest.cost for other in candidates)
+    kind, ease = (f" of {NAMES[one.stage]}", " with ease" * (one.stage == "full")) if is_not_all else ("", "")
+    most = "the fastest" if one.seconds is not None else "the least assumed time"
+    first = f"{most} of the {len(fitting)}{kind} that fit{ease}"
     if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):
         return f"{longest}{first}"
     return f"{longest}within 5 % of {first}, and simpler"
