@@ -107,7 +107,7 @@ def read_gpu(gpu: str | Gpu | None, budget: int | str | None, os: str | None = N
         known = current_gpu() if gpu is None else find_gpu(gpu)
         if known is None:
             raise ValueError(
-                "gpu=None is for the GPU of this machine, which has none with CUDA; expected a name or a size. Pass "
+                "gpu=None means the GPU of this machine, and it has none with CUDA; expected a name or a size. Pass "
                 "gpu='RTX 3060 12GB'"
             )
         found = known
