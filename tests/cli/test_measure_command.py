@@ -162,7 +162,7 @@ def test_steps_that_cannot_be_measured_are_exit_code_2(text: str, message: str, 
         (("{script}", "--steps", "0"), "Invalid value for '-n' / '--steps'"),
         (
             ("{script}", "--output", "no/folder/run.json"),
-            "--output no/folder/run.json is in a folder that does not exist",
+            "--output no/folder/run.json is a folder or is in a missing one",
         ),
     ],
 )

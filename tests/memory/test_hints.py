@@ -39,6 +39,10 @@ class Simulation:
         return replace(self.found, peak_reserved_bytes=int(self.found.peak_reserved_bytes * left), context_bytes=0)
 
 
+def _hints(found: Estimate, simulate: Any, **options: Any) -> tuple[Hint, ...]:
+    return find_hints(found, simulate, "bf16", "bfloat16", **options)
+
+
 def on_gpu(usable_bytes: int, **changed: Any) -> Estimate:
     return hand_made(gpu=replace(SMALL, usable_bytes=usable_bytes), context_bytes=0, **changed)
 
@@ -49,7 +53,7 @@ TOTAL = on_gpu(1).total_bytes
 def test_the_first_two_single_changes_that_fit_end_the_search() -> None:
     found = on_gpu(TOTAL // 2)
     simulation = Simulation(found, {"checkpointing": 0.4, "batch_size": 0.2, "lora": 0.1})
-    hints = find_hints(found, simulation)
+    hints = _hints(found, simulation)
     assert [dict(hint.changes) for hint in hints] == [
         {"checkpointing": True},
         {"batch_size": 8, "gradient_accumulation_steps": 4},
@@ -65,14 +69,14 @@ def test_the_first_two_single_changes_that_fit_end_the_search() -> None:
 
 def test_the_batch_is_the_largest_that_fits() -> None:
     found = on_gpu(TOTAL // 2, batch_size=12)
-    hints = find_hints(found, Simulation(found, {"batch_size": 0.0}))
+    hints = _hints(found, Simulation(found, {"batch_size": 0.0}))
     assert dict(hints[0].changes) == {"batch_size": 4, "gradient_accumulation_steps": 3}  # 6 leave no margin
     assert hints[0].total_bytes <= TOTAL // 2 * 95 // 100
 
 
 def test_what_leaves_less_than_five_percent_is_tight_and_more_is_tried() -> None:
     found = on_gpu(TOTAL // 2)
-    hints = find_hints(found, Simulation(found, {"checkpointing": 0.49, "optim": 0.5}))
+    hints = _hints(found, Simulation(found, {"checkpointing": 0.49, "optim": 0.5}))
     assert [dict(hint.changes) for hint in hints] == [
         {"checkpointing": True},
         {"checkpointing": True, "optim": "adamw_8bit"},
@@ -83,7 +87,7 @@ def test_what_leaves_less_than_five_percent_is_tight_and_more_is_tried() -> None
 
 def test_a_pair_follows_the_best_single_change_that_is_not_enough() -> None:
     found = on_gpu(TOTAL * 22 // 100)
-    hints = find_hints(found, Simulation(found, {"checkpointing": 0.4, "optim": 0.5, "seq_len": 0.9}))
+    hints = _hints(found, Simulation(found, {"checkpointing": 0.4, "optim": 0.5, "seq_len": 0.9}))
     assert [(dict(hint.changes), hint.fits) for hint in hints] == [
         ({"checkpointing": True}, False),
         ({"checkpointing": True, "optim": "adamw_8bit"}, True),
@@ -93,7 +97,7 @@ def test_a_pair_follows_the_best_single_change_that_is_not_enough() -> None:
 def test_three_changes_where_no_pair_is_enough_and_the_batch_stays_large() -> None:
     found = on_gpu(TOTAL // 8)
     factors = {"checkpointing": 0.4, "optim": 0.45, "batch_size": 0.5}
-    hints = find_hints(found, Simulation(found, factors))
+    hints = _hints(found, Simulation(found, factors))
     best, combination = hints
     assert (dict(best.changes), best.fits) == ({"checkpointing": True}, False)
     assert set(combination.changes) == {"checkpointing", "optim", "batch_size", "gradient_accumulation_steps"}
@@ -104,7 +108,7 @@ def test_three_changes_where_no_pair_is_enough_and_the_batch_stays_large() -> No
 def test_where_nothing_fits_the_best_is_told_with_what_is_missing() -> None:
     found = on_gpu(TOTAL // 100)
     factors = dict.fromkeys(("checkpointing", "optim", "batch_size", "lora", "seq_len"), 0.9)
-    hints = find_hints(found, simulation := Simulation(found, factors))
+    hints = _hints(found, simulation := Simulation(found, factors))
     assert not any(hint.fits for hint in hints)
     assert len(hints[1].changes) > len(hints[0].changes)
     assert len(simulation.trials) <= 20
@@ -120,21 +124,21 @@ def test_trials_that_need_more_or_are_refused_are_no_hints() -> None:
             raise ValueError("not this model")
         return replace(found, peak_reserved_bytes=2 * found.peak_reserved_bytes)
 
-    assert find_hints(found, refuse) == ()
+    assert _hints(found, refuse) == ()
 
 
 def test_the_search_ends_after_its_time(monkeypatch) -> None:
     monkeypatch.setattr(module, "MOST_SECONDS", -1.0)
     found = on_gpu(TOTAL // 2)
     simulation = Simulation(found, {"checkpointing": 0.1})
-    assert find_hints(found, simulation) == ()
+    assert _hints(found, simulation) == ()
     assert simulation.trials == []
 
 
 def test_every_trial_is_announced() -> None:
     found = on_gpu(TOTAL // 2)
     told: list[str] = []
-    find_hints(found, Simulation(found, {"checkpointing": 0.4, "batch_size": 0.2}), announce=told.append)
+    _hints(found, Simulation(found, {"checkpointing": 0.4, "batch_size": 0.2}), announce=told.append)
     assert told[:2] == ["trying checkpointing=True", "trying batch_size=1, gradient_accumulation_steps=32"]
 
 
@@ -158,13 +162,13 @@ def test_every_trial_is_announced() -> None:
 )
 def test_what_is_tried(changed: dict[str, Any], expected: dict[str, Any]) -> None:
     found = on_gpu(TOTAL // 2, **changed)
-    find_hints(found, simulation := Simulation(found, {}))
+    _hints(found, simulation := Simulation(found, {}))
     assert expected in simulation.trials
 
 
 def test_fragmentation_is_tried_first_where_what_tensors_hold_would_fit() -> None:
     found = on_gpu(TOTAL - 1)
-    hints = find_hints(found, Simulation(found, {"expandable_segments": 0.9}))
+    hints = _hints(found, Simulation(found, {"expandable_segments": 0.9}))
     assert dict(hints[0].changes) == {"expandable_segments": True}
 
 

@@ -330,7 +330,7 @@ def test_techniques_are_part_of_the_prediction(tmp_path: Any) -> None:
         ({"steps": 0}, "steps=0 is invalid; expected an integer of 1 or more. Pass steps=10"),
         (
             {"path": "no/such/folder/run.json"},
-            "is in a folder that does not exist; expected an existing one. Call: os.",
+            "is a folder or is in a missing one; expected a file in an existing folder. Pass run.json",
         ),
     ],
 )
