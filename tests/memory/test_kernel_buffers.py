@@ -53,6 +53,9 @@ aten = torch.ops.aten
         ("index_put_.default", "self indices values accumulate"),
         ("_index_put_impl_.default", "self indices values accumulate unsafe"),
         ("_unsafe_index_put.default", "self indices values accumulate"),
+        ("_softmax_backward_data.default", "grad_output output dim input_dtype"),
+        ("_log_softmax_backward_data.default", "grad_output output dim input_dtype"),
+        ("_safe_softmax.default", "self dim dtype"),
         ("_foreach_norm.Scalar", "self ord dtype"),
         ("sum.default", "self dtype"),
         ("sum.dim_IntList", "self dim keepdim dtype"),
@@ -85,11 +88,39 @@ def test_fused_rms_norm_is_there() -> None:
 
 
 def test_table_holds_the_pinned_operators_only() -> None:
-    assert len(kernels._RULES) == 18 + (TORCH_RELEASE < (2, 9)) + hasattr(aten, "_fused_rms_norm_backward")
+    assert len(kernels._RULES) == 21 + (TORCH_RELEASE < (2, 9)) + hasattr(aten, "_fused_rms_norm_backward")
 
 
 def test_operator_without_a_rule_takes_nothing() -> None:
     assert hidden_bytes(aten.mm.default, (empty(4, 4), empty(4, 4)), {}, empty(4, 4), A100) == ()
+
+
+# ---- softmax
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_softmax_backward_multiplies_gradient_and_output(dtype: torch.dtype) -> None:
+    scores = empty(2, 8, 128, 128, dtype=dtype).requires_grad_()
+    with Blocks(T4) as blocks:
+        F.softmax(scores, -1).backward(torch.empty_like(scores))
+        F.log_softmax(scores, -1).backward(torch.empty_like(scores))
+    assert blocks.seen["aten._softmax_backward_data.default"] == [(scores.nbytes,)]
+    assert blocks.seen.get("aten._log_softmax_backward_data.default", [()]) == [()]
+
+
+def test_softmax_of_float16_in_float32_multiplies_in_float32() -> None:
+    scores = empty(2, 4, 64, 64, dtype=torch.float16)
+    wide = scores.float()
+    args = (wide, wide, -1, torch.float16)
+    assert hidden_bytes(aten._softmax_backward_data.default, args, {}, scores, T4) == (wide.nbytes,)
+    sideways = (wide.transpose(2, 3), wide, -1, torch.float32)
+    assert hidden_bytes(aten._softmax_backward_data.default, sideways, {}, wide, T4) == (wide.nbytes, wide.nbytes)
+
+
+def test_math_attention_with_a_mask_keeps_its_softmax_beside_the_answer() -> None:
+    scores = empty(2, 4, 64, 64)
+    blocks = hidden_bytes(aten._safe_softmax.default, (scores, -1), {}, scores, T4)
+    assert blocks == (scores.nbytes, scores.numel(), scores.numel() // 64)
 
 
 # ---- norms, embeddings, indices

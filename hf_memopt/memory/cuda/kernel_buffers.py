@@ -8,8 +8,7 @@ Seen: the headers of torch 2.13 (memory-efficient attention, reductions, cub) an
 and 2.14. Where releases differ, ``hidden_bytes`` gives 2.13, but for the linear layers before 2.9;
 ``attention_kernel`` and ``workspace_bytes`` follow the installed release.
 
-Without a rule, since they allocate little or nothing: softmax and log_softmax with their backwards,
-nll_loss, dropout, cat, gather, scatter, masked_fill, cumsum along a dimension, the fused optimizers, the unscaling of
+Without a rule, since they allocate little or nothing: softmax, nll_loss, dropout, cat, gather, scatter, masked_fill, cumsum along a dimension, the fused optimizers, the unscaling of
 gradients, random numbers, and the matrix products, whose workspace is kept (``workspace_bytes``).
 
 Limitations: convolutions and cuDNN attention, whose workspace is decided by the machine's cuDNN library; sort, topk,
@@ -74,6 +73,30 @@ def hidden_bytes(
         return ()
     blocks = rule(Chip.of(capability, multiprocessors), out, *args, **kwargs)
     return tuple(size for size in blocks if size)
+
+
+# ---- softmax
+
+
+def _softmax_backward(chip: Chip, out: Any, grad: Tensor, output: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
+    """Return the product of gradient and output, as large as the gradient: of attention's scores a whole tensor.
+
+    Source: SoftMax.cu, ``softmax_backward_cuda_out``, ``host_softmax_backward``, which copies what is not contiguous.
+    """
+    return grad.numel() * grad.element_size(), copy_bytes(grad), copy_bytes(output)
+
+
+def _log_softmax_backward(chip: Chip, out: Any, grad: Tensor, output: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
+    """Return copies of what is not contiguous: without a product. Source: SoftMax.cu, ``host_softmax_backward``."""
+    return copy_bytes(grad), copy_bytes(output)
+
+
+def _safe_softmax(chip: Chip, out: Tensor, source: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
+    """Return the plain softmax, and which elements and rows are masked; the output is chosen from it by row.
+
+    Source: transformers/attention.cpp, ``_safe_softmax`` (2.5 and later), of attention's math kernel with a mask.
+    """
+    return out.numel() * out.element_size(), source.numel(), source.numel() // max(source.shape[-1], 1)
 
 
 # ---- norms and embeddings
@@ -332,6 +355,9 @@ _KERNELS: dict[str, _Rule] = {
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_scaled_dot_product_efficient_attention": efficient_forward,
     "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "_softmax_backward_data": _softmax_backward,
+    "_log_softmax_backward_data": _log_softmax_backward,
+    "_safe_softmax": _safe_softmax,
     "native_layer_norm_backward": _norm_backward,
     "_fused_rms_norm_backward": _norm_backward,  # 2.9 and later
     "embedding_dense_backward": _embedding_backward,
