@@ -260,7 +260,7 @@ def _recorded(
             load_in=settings.load_in,
             compute_dtype="float32" if settings.weights_dtype == "float32" else sixteen_bits(gpu),
             is_sharded=settings.engine == "fsdp2" and settings.load_in is not None,
-            keep_cache=settings.loop == "manual",
+            keep_cache=settings.loop != "trainer",
         )
         if loaded.key is None:
             settings = settings.replace(weights_dtype=own_dtype(loaded.model, weights_dtype))

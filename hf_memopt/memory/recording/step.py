@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hf_memopt.binding.model_changes import is_quantized
 from hf_memopt.binding.undo import set_attribute, undo_all
 from hf_memopt.errors import reason
 from hf_memopt.memory.cuda import CudaSemantics
@@ -83,6 +84,10 @@ def record_step(
         semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
     _drop_gradients(weights)
     trace = StepTrace(tracker, _weights(model, tracker), storage_numbers(batch, tracker))
+    if sharded is None and is_quantized(model):
+        from hf_memopt.memory.quantized import load_events  # bitsandbytes takes a second to import
+
+        trace.loading = load_events(model, tracker.number)
     releasing = parameters if releases_gradients else []
     recorder = PassRecorder(model, settings, tracker, semantics, sharded)
     held: list[int] = []

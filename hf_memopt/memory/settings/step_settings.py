@@ -107,7 +107,8 @@ class StepSettings:
         loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
             that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
             Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
-            ``use_cache``, and one batch is on the GPU at a time.
+            ``use_cache``, and one batch is on the GPU at a time. ``"function"`` for such a loop that calls a function
+            for each batch, as ``train_step(batch)``: its return, after the optimizer's step, frees the outputs.
         optimizer_memory: a function that returns the memory of an optimizer that ``optim`` does not name, from the
             facts of the trainable parameters; it replaces ``optim`` and its options. None for ``optim``.
         zero_grad_to_none: False where gradients are zeroed and kept between steps, ``zero_grad(set_to_none=False)``.
@@ -230,7 +231,7 @@ class StepSettings:
         help="Keep shards and optimizer states in host memory between uses.",
         names=("--offload/--no-offload",),
     )
-    loop: str = _setting("trainer", Literal["trainer", "manual"])
+    loop: str = _setting("trainer", Literal["trainer", "manual", "function"])
     optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = _setting(
         None, Callable | None, changes="replay"
     )
