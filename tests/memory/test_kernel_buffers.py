@@ -54,7 +54,6 @@ aten = torch.ops.aten
         ("_index_put_impl_.default", "self indices values accumulate unsafe"),
         ("_unsafe_index_put.default", "self indices values accumulate"),
         ("_softmax_backward_data.default", "grad_output output dim input_dtype"),
-        ("_log_softmax_backward_data.default", "grad_output output dim input_dtype"),
         ("_safe_softmax.default", "self dim dtype"),
         ("_foreach_norm.Scalar", "self ord dtype"),
         ("sum.default", "self dtype"),
@@ -88,7 +87,7 @@ def test_fused_rms_norm_is_there() -> None:
 
 
 def test_table_holds_the_pinned_operators_only() -> None:
-    assert len(kernels._RULES) == 21 + (TORCH_RELEASE < (2, 9)) + hasattr(aten, "_fused_rms_norm_backward")
+    assert len(kernels._RULES) == 20 + (TORCH_RELEASE < (2, 9)) + hasattr(aten, "_fused_rms_norm_backward")
 
 
 def test_operator_without_a_rule_takes_nothing() -> None:

@@ -303,10 +303,9 @@ def attend(
         query, key, value = (F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value))
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :width]
-    if kernel == "math":
-        attn_mask = None if attn_mask is None else _additive(attn_mask, query)
-        return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     bias = None if attn_mask is None else _bias(attn_mask, query, key, padded=kernel == "efficient")
+    if kernel == "math":
+        return _math_attention(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa)
     if kernel == "cudnn":
         return _aten._scaled_dot_product_cudnn_attention(
             query, key, value, bias, needs_gradient, dropout_p, is_causal, False, scale=scale
@@ -329,18 +328,12 @@ def _math_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def _bias(mask: Tensor, query: Tensor, key: Tensor, *, padded: bool) -> Tensor:
     """Return a mask as the additive bias of a kernel, (batch, heads, query, key).
 
-    The memory-efficient kernel needs rows at multiples of 8 elements.
+    A bool mask becomes a new tensor in every call; the memory-efficient kernel needs rows at multiples of 8 elements.
     """
-    mask = _additive(mask, query)
+    if mask.dtype == torch.bool:
+        zero, least = (torch.full((), v, dtype=query.dtype, device=mask.device) for v in (0.0, float("-inf")))
+        mask = torch.where(mask, zero, least)
     width = mask.shape[-1]
     if padded and width % 8:
         mask = F.pad(mask, (0, -width % 8))[..., :width]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-
-
-def _additive(mask: Tensor, query: Tensor) -> Tensor:
-    """Return a mask to add; of a bool mask a new tensor in every call (``convert_boolean_attn_mask``)."""
-    if mask.dtype != torch.bool:
-        return mask
-    zero, least = (torch.full((), v, dtype=query.dtype, device=mask.device) for v in (0.0, float("-inf")))
-    return torch.where(mask, zero, least)
+    return mask.expand(*query.shape[:-1], key.shape[-2])

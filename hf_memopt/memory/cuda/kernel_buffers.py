@@ -8,8 +8,8 @@ Seen: the headers of torch 2.13 (memory-efficient attention, reductions, cub) an
 and 2.14. Where releases differ, ``hidden_bytes`` gives 2.13, but for the linear layers before 2.9;
 ``attention_kernel`` and ``workspace_bytes`` follow the installed release.
 
-Without a rule, since they allocate little or nothing: softmax, nll_loss, dropout, cat, gather, scatter, masked_fill, cumsum along a dimension, the fused optimizers, the unscaling of
-gradients, random numbers, and the matrix products, whose workspace is kept (``workspace_bytes``).
+An operator without a rule is in ``no_buffers.csv``, with the place in the source that shows what it allocates: its
+outputs alone. Of one that is in neither an estimate says so.
 
 Limitations: convolutions and cuDNN attention, whose workspace is decided by the machine's cuDNN library; sort, topk,
 nonzero and unique, whose temporaries depend on cub's version (integers, as many as the input has elements); the
@@ -84,11 +84,6 @@ def _softmax_backward(chip: Chip, out: Any, grad: Tensor, output: Tensor, *_: An
     Source: SoftMax.cu, ``softmax_backward_cuda_out``, ``host_softmax_backward``, which copies what is not contiguous.
     """
     return grad.numel() * grad.element_size(), copy_bytes(grad), copy_bytes(output)
-
-
-def _log_softmax_backward(chip: Chip, out: Any, grad: Tensor, output: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
-    """Return copies of what is not contiguous: without a product. Source: SoftMax.cu, ``host_softmax_backward``."""
-    return copy_bytes(grad), copy_bytes(output)
 
 
 def _safe_softmax(chip: Chip, out: Tensor, source: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
@@ -356,7 +351,6 @@ _KERNELS: dict[str, _Rule] = {
     "_scaled_dot_product_efficient_attention": efficient_forward,
     "_scaled_dot_product_efficient_attention_backward": efficient_backward,
     "_softmax_backward_data": _softmax_backward,
-    "_log_softmax_backward_data": _log_softmax_backward,
     "_safe_softmax": _safe_softmax,
     "native_layer_norm_backward": _norm_backward,
     "_fused_rms_norm_backward": _norm_backward,  # 2.9 and later

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import dot_natural_key
 
 from hf_memopt.binding.parameters import parameters_outside_adapters
 from hf_memopt.memory.quantized.stand_ins import Linear4bitStandIn, Linear8bitStandIn
@@ -58,7 +59,7 @@ def load_events(model: nn.Module, number: Callable[[Tensor], int]) -> tuple[tupl
     loaded = {id(one): one.numel() * dtype.itemsize for one in casts}
     sizes = [_packed(linears[id(one)]) if id(one) in linears else loaded.get(id(one), one.nbytes) for _, one in named]
     events: list[Event] = [("warm-up", sum(sizes)), ("warm-up", -sum(sizes))]
-    for _, one in sorted(named, key=lambda pair: _natural(pair[0])):
+    for _, one in sorted(named, key=lambda pair: dot_natural_key(pair[0])):
         if id(one) in linears:
             events += _quantising(linears[id(one)], number)
         else:
@@ -66,16 +67,6 @@ def load_events(model: nn.Module, number: Callable[[Tensor], int]) -> tuple[tupl
     for one in casts:
         events += [(number(one), one.nbytes), (("loaded", id(one)), -loaded[id(one)])]
     return (tuple(events), ()) if casts else (tuple(events),)
-
-
-def _natural(name: str) -> list[Any]:
-    """Return transformers' key of a name: numbers between dots before words, and by their value."""
-    parts = []
-    for part in name.split("."):
-        text = part.rstrip("0123456789")
-        digits = part[len(text) :]
-        parts.append((0, int(part)) if part.isdigit() else (1, text, int(digits)) if digits else (1, text))
-    return parts
 
 
 def _packed(linear: Linear4bitStandIn | Linear8bitStandIn) -> int:

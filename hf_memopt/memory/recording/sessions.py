@@ -34,7 +34,7 @@ from hf_memopt.memory.distributed import sharded_step, without_autocast
 from hf_memopt.memory.models import LoadedModel, cut_batch, example_batch, load_model, rest_to_meta
 from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
-from hf_memopt.memory.recording.step import record_step, state_kept
+from hf_memopt.memory.recording.step import has_padding, record_step, state_kept
 from hf_memopt.memory.settings import StepSettings, settings_that_change
 from hf_memopt.memory.tracking import Hidden, StorageTracker
 from hf_memopt.technique_list import Technique, asked_by, load
@@ -259,7 +259,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
     rows, model = settings.micro_batch_size, prepared.model
     recorded = without_autocast(settings)
     _check_scaled_gradients(model, recorded)
-    tracker = StorageTracker(padding=settings.padding, hidden=_hidden_of(chip))
+    tracker = StorageTracker(padding=has_padding(batch, settings), hidden=_hidden_of(chip))
     semantics = CudaSemantics(
         autocast=autocast_dtype(recorded.precision),
         capability=chip.capability,

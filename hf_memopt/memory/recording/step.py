@@ -32,7 +32,7 @@ from hf_memopt.memory.tracking import HOST_GENERATOR, StorageTracker
 if TYPE_CHECKING:
     from hf_memopt.memory.distributed import FullyShardedStep, ZeroStep
 
-__all__ = ["RECORDING_LOCK", "collector_paused", "record_step", "recording", "state_kept"]
+__all__ = ["RECORDING_LOCK", "collector_paused", "has_padding", "record_step", "recording", "state_kept"]
 
 RECORDING_LOCK = threading.RLock()
 """Held by ``recording``, which changes process-wide state: garbage collector, warnings, torch's flags."""
@@ -78,7 +78,7 @@ def record_step(
             "Call model.requires_grad_(True)"
         )
     _refuse_recurrent_layers(model)
-    tracker = StorageTracker(padding=settings.padding) if tracker is None else tracker
+    tracker = StorageTracker(padding=has_padding(batch, settings)) if tracker is None else tracker
     if semantics is None:
         autocast = autocast_dtype(settings.precision)
         semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
@@ -121,6 +121,7 @@ def record_step(
                 sharded.drop_gradients()
             if evaluation_batch is not None:
                 trace.evaluation_inputs = storage_numbers(evaluation_batch, tracker)
+                tracker.padding = has_padding(evaluation_batch, settings)
                 trace.evaluation = recorder.evaluate(evaluation_batch)
     except (NotEstimableError, MemoryError):
         raise
@@ -132,6 +133,13 @@ def record_step(
         model.train()
     trace.host_bytes = semantics.peak_host_bytes
     return trace
+
+
+def has_padding(batch: Mapping[str, torch.Tensor], settings: StepSettings) -> bool:
+    """Return whether rows of a batch are padded: unless the settings say so, where several rows have tokens."""
+    if settings.padding is not None:
+        return settings.padding
+    return any(one.dim() > 1 and one.numel() > one.shape[-1] for one in batch.values() if one.dtype == torch.int64)
 
 
 def _passes(settings: StepSettings, *, is_cut: bool) -> tuple[bool, ...]:

@@ -75,7 +75,8 @@ class StepSettings:
             ``activation_checkpointing_kwargs`` (``every_n_layers``, ``offload``, ``use_reentrant``, ``context_fn``).
         label_smoothing_factor: 0 for the model's own loss, below 1.
         attn_implementation: None for the model's own.
-        padding: whether batches contain padding, so that attention needs a mask.
+        padding: whether batches contain padding, so that attention needs a mask of all pairs of tokens; None where
+            batches of several rows do. Pass False for rows of one length.
         eval_batch_size: examples of an evaluation batch; None for no evaluation.
         eval_batches: the number of evaluation batches.
         prediction_loss_only: whether evaluation drops the logits (stock does without ``compute_metrics``), and with
@@ -177,7 +178,7 @@ class StepSettings:
     attn_implementation: str | None = _setting(
         None, str | None, help="Attention: sdpa, eager or flash_attention_2.", names=("--attn",), group="Model"
     )
-    padding: bool = _setting(True, changes="trace")
+    padding: bool | None = _setting(None, bool | None, changes="trace")
     eval_batch_size: int | None = _setting(
         None, Count | None, changes="trace", help="Also simulate an evaluation with batches of this size.", **_NUMBER
     )

@@ -40,7 +40,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     Args:
         device_type: count storages of this device only, an attribute too; None for all.
         padding: the answer when transformers' code for masks reads from a meta tensor whether a mask is all ones: with
-            padding it is not.
+            padding it is not. An attribute too.
         hidden: bytes that an operation's kernel allocates and frees inside itself, by ``(func, args, kwargs, out)``.
         flops: whether to sum floating-point operations.
 
@@ -80,7 +80,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.after_recomputation: list[Callable[[], None]] = []
         self._live: dict[int, tuple[int, Any]] = {}
         self.device_type = device_type
-        self._padding = padding
+        self.padding = padding
         self._hidden = hidden
         self._count_flops = flops
         self._backward = False
@@ -139,7 +139,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._answers(function, dtype)
         number = func is not _COMPARES and dtype != torch.bool
         if module in _MASK_CODE and not number:
-            return not self._padding
+            return not self.padding
         if number:
             raise NotEstimableError(
                 f"not estimable: the model's code reads a number ({dtype}) from the GPU, in {self.here()}, and only "
