@@ -29,7 +29,7 @@ from hf_memopt.binding.model import unwrap_model
 from hf_memopt.binding.model_changes import add_adapters, drop_input_gradients, prepare_quantized
 from hf_memopt.binding.parameters import freeze
 from hf_memopt.devices import Chip
-from hf_memopt.memory.cuda import CudaSemantics, hidden_bytes
+from hf_memopt.memory.cuda import CudaSemantics, hidden_bytes, unknown_operators
 from hf_memopt.memory.distributed import sharded_step, without_autocast
 from hf_memopt.memory.models import LoadedModel, cut_batch, example_batch, load_model, rest_to_meta
 from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
@@ -140,7 +140,9 @@ class Session:
                 _checkpoint(prepared.model, settings)
             trace = _record(prepared, settings, shape, chip)
         trace.trainable, trace.parameters = prepared.trainable, prepared.parameters
-        trace.notes = *prepared.notes, *trace.notes
+        unknown = ", ".join(unknown_operators(trace.tracker.functions))
+        uncounted = (f"what the kernels of {unknown} allocate beside their outputs is not counted",) if unknown else ()
+        trace.notes = *prepared.notes, *trace.notes, *uncounted
         if key is not None:
             self.traces[key] = trace
             if len(self.traces) > _KEPT_TRACES:

@@ -55,6 +55,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         after_recomputation: called at the end of each such stretch.
         modules: names of the watched modules; ``module_of`` returns that of a storage.
         flops: floating-point operations so far.
+        functions: the ATen operators that ran.
         operations: for each pass inside ``counting``, how often each operation runs, by its cost.
     """
 
@@ -75,6 +76,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.recomputed: list[tuple[int, int]] = []
         self.modules: list[str] = [""]
         self.flops = 0
+        self.functions: set[Any] = set()
         self.operations: list[Counter[Operation]] = []
         self.ignored: set[int] = set()
         self.after_recomputation: list[Callable[[], None]] = []
@@ -107,6 +109,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._answer(func, args[0].dtype)
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
             self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
+        self.functions.add(func)
         out, flops, beside = run_on_meta(func, args, kwargs, self._count_flops)
         if isinstance(out, torch.Tensor):
             self.add(out)
