@@ -11,9 +11,8 @@ and 2.14. Where releases differ, ``hidden_bytes`` gives 2.13, but for the linear
 An operator without a rule is in ``no_buffers.csv``, with the line of torch 2.6.0 from which on to read what it
 allocates: its outputs, and what else is known and not counted. Of one that is in neither an estimate says so.
 
-Limitations: convolutions and cuDNN attention, whose workspace is decided by the machine's cuDNN library; sort, topk,
-nonzero and unique, whose temporaries depend on cub's version (integers, as many as the input has elements); the
-deterministic mode (``torch.use_deterministic_algorithms``).
+Limitations: what that table says is not counted, above all the workspace that cuDNN chooses for convolutions and
+attention; the deterministic mode (``torch.use_deterministic_algorithms``).
 
 The rules of attention are in ``attention``.
 """
@@ -89,10 +88,7 @@ def _softmax_backward(chip: Chip, out: Any, grad: Tensor, output: Tensor, *_: An
 
 
 def _safe_softmax(chip: Chip, out: Tensor, source: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
-    """Return the plain softmax, and which elements and rows are masked; the output is chosen from it by row.
-
-    Source: transformers/attention.cpp, ``_safe_softmax`` (2.5 and later), of attention's math kernel with a mask.
-    """
+    """Return the plain softmax, and what is masked. Source: transformers/attention.cpp, ``_safe_softmax`` (2.5)."""
     return out.numel() * out.element_size(), source.numel(), source.numel() // max(source.shape[-1], 1)
 
 
@@ -388,16 +384,9 @@ _NO_BUFFERS = frozenset(row["operator"] for row in csv.DictReader(_TABLE.splitli
 def unknown_operators(functions: Iterable[Any]) -> list[str]:
     """Return the names of operators of which nothing is known that their kernels allocate beside the outputs.
 
-    Known are those with a rule or in ``no_buffers.csv``, views, the package's own, and what torch tags as pointwise: on
-    CUDA that allocates its output alone (TensorIterator.cpp, ``compute_types``, ``allocate_or_resize_outputs``).
+    Known are those with a rule or in ``no_buffers.csv``, the package's own, and what torch tags as pointwise: on CUDA
+    that allocates its output alone (TensorIterator.cpp, ``compute_types``, ``allocate_or_resize_outputs``).
     """
     unknown = (func for func in functions if func not in _RULES and torch.Tag.pointwise not in func.tags)
-    names = {
-        func._schema.name.partition("::")[2] for func in unknown if func.namespace == "aten" and not _is_view(func)
-    }
+    names = {func._schema.name.partition("::")[2] for func in unknown if func.namespace == "aten"}
     return sorted(name for name in names if name.rstrip("_") not in _NO_BUFFERS)
-
-
-def _is_view(func: Any) -> bool:
-    aliases = (returned.alias_info for returned in func._schema.returns)
-    return any(alias is not None and not alias.is_write for alias in aliases)

@@ -57,8 +57,8 @@ def load_events(model: nn.Module, number: Callable[[Tensor], int]) -> tuple[tupl
     was_cast = dtype in _SIXTEEN_BITS and not any(one.dtype in _SIXTEEN_BITS for one in plain)
     casts = [one for one in plain if was_cast and one.dtype == torch.float32]
     loaded = {id(one): one.numel() * dtype.itemsize for one in casts}
-    sizes = [_packed(linears[id(one)]) if id(one) in linears else loaded.get(id(one), one.nbytes) for _, one in named]
-    events: list[Event] = [("warm-up", sum(sizes)), ("warm-up", -sum(sizes))]
+    block_bytes = sum(loaded.get(id(one), one.nbytes) for _, one in named)  # statistics are not counted
+    events: list[Event] = [("warm-up", block_bytes), ("warm-up", -block_bytes)]
     for _, one in sorted(named, key=lambda pair: dot_natural_key(pair[0])):
         if id(one) in linears:
             events += _quantising(linears[id(one)], number)
@@ -67,12 +67,6 @@ def load_events(model: nn.Module, number: Callable[[Tensor], int]) -> tuple[tupl
     for one in casts:
         events += [(number(one), one.nbytes), (("loaded", id(one)), -loaded[id(one)])]
     return (tuple(events), ()) if casts else (tuple(events),)
-
-
-def _packed(linear: Linear4bitStandIn | Linear8bitStandIn) -> int:
-    """Return the bytes of a quantised weight without its statistics, as they are counted for the first block."""
-    elements = linear.in_features * linear.out_features
-    return elements // 2 if isinstance(linear, Linear4bitStandIn) else elements
 
 
 def _quantising(linear: Linear4bitStandIn | Linear8bitStandIn, number: Callable[[Tensor], int]) -> Iterator[Event]:
