@@ -159,7 +159,7 @@ def test_each_operator_without_buffers_exists_and_has_its_source() -> None:
         assert getattr(aten, name, None) or getattr(aten, f"{name}_", None), name
         assert name not in ruled
         assert row["allocates"]
-        assert re.fullmatch(r"aten/src/ATen/native/[\w/]+\.(cpp|cu|cuh)(:\d+|, \w+ \(2\.\d+\))", row["source"]), name
+        assert re.fullmatch(r"aten/src/ATen/native/[\w/]+\.(h|cpp|cu|cuh)(:\d+|, \w+ \(2\.\d+\))", row["source"]), name
     assert [row["operator"] for row in rows] == sorted({row["operator"] for row in rows})
 
 

@@ -18,6 +18,7 @@ from hf_memopt.memory.models import load_model
 from hf_memopt.memory.quantized import load_events, quantize
 from hf_memopt.memory.recording.step import _weights
 from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.units import format_bytes
 from tiny import llama_config
 
 pytestmark = [pytest.mark.filterwarnings("ignore:inner dimension:UserWarning")]
@@ -101,3 +102,12 @@ def test_estimate_loads_before_it_steps() -> None:
     assert whole.phases["load"].allocated_bytes == whole.components["weights"]
     stays = quantised.components["weights"]
     assert stays < quantised.phases["load"].allocated_bytes < stays + 2**26
+
+
+def test_loading_that_does_not_fit_is_said() -> None:
+    settings: dict[str, Any] = {"batch_size": 1, "seq_len": 8, "lora": 4, "load_in": "nf4", "precision": "fp16"}
+    small, large = (estimate("Mistral-7B-v0.1", **settings, gpu=gpu) for gpu in ("RTX 3050 4GB", "T4"))
+    needed = format_bytes(small.phases["load"].reserved_bytes + (small.context_bytes or 0))
+    note = f"loading the model alone needs {needed}: the run ends before a step"
+    assert note in small.notes
+    assert not any("loading the model alone" in text for text in large.notes)
