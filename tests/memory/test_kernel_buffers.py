@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from blocks import A100, BF16, FP32, H100, RTX_3090, T4, Blocks, empty, header
 from host_semantics import CPU_LISTS
+from huggingface_hub.errors import StrictDataclassError
 from slow_cases import slow_except
 from transformers import AutoConfig
 
@@ -192,10 +194,9 @@ def all_types() -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(all_types()))
-def test_what_every_kernel_of_an_architecture_allocates_is_known(kind: str) -> None:
-    config, task = AutoConfig.for_model(kind), all_types()[kind]
+def two_layers(kind: str) -> Any:
+    """Return the default configuration of a type with few layers, where it can be set."""
+    config = AutoConfig.for_model(kind)
     for name in (
         "num_hidden_layers",
         "num_layers",
@@ -205,13 +206,23 @@ def test_what_every_kernel_of_an_architecture_allocates_is_known(kind: str) -> N
         "num_decoder_layers",
     ):
         if isinstance(getattr(config, name, None), int):
-            setattr(config, name, 2)
+            with suppress(AttributeError, NotImplementedError):
+                setattr(config, name, 2)
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:2]
+        with suppress(AttributeError):
+            config.layer_types = config.layer_types[:2]
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(all_types()))
+def test_what_every_kernel_of_an_architecture_allocates_is_known(kind: str) -> None:
+    task = all_types()[kind]
     try:
-        assert uncounted(config, task=task, **({} if task == "image-classification" else {"seq_len": 64})) == []
-    except ValueError as error:
+        found = uncounted(two_layers(kind), task=task, **({} if task == "image-classification" else {"seq_len": 64}))
+    except (ImportError, ValueError, StrictDataclassError) as error:
         pytest.skip(str(error))
+    assert found == []
 
 
 def test_an_operator_of_which_nothing_is_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def record_step(
 def has_padding(batch: Mapping[str, torch.Tensor], settings: StepSettings) -> bool:
     """Return whether rows of a batch are padded: unless the settings say so, where several rows have tokens."""
     if settings.padding is not None:
-        return settings.padding
+        return bool(settings.padding)
     return any(one.dim() > 1 and one.numel() > one.shape[-1] for one in batch.values() if one.dtype == torch.int64)
 
 
