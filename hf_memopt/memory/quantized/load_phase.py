@@ -14,8 +14,8 @@ core_model_loading.py, ``convert_and_load_state_dict_in_model``, ``dot_natural_k
 bitsandbytes 0.50, nn/modules.py, ``Params4bit._quantize``, ``Int8Params._quantize``; functional.py, ``quantize_4bit``.
 peft 0.21, utils/other.py.
 
-Limitations: 5.0 loads with four threads, which may be weights ahead of what quantises them; the block is not cut to the
-GPU's memory less 1.2 GiB; weights that a checkpoint stores in parts, as of experts, are loaded whole.
+Limitations: the block is not cut to the GPU's memory less 1.2 GiB; weights that a checkpoint stores in parts, as those
+of experts, are loaded whole. transformers 5.0 loads in threads that run ahead of what quantises; 5.8 one by one.
 """
 
 from __future__ import annotations
