@@ -34,6 +34,7 @@ from hf_memopt.memory.settings import (
 )
 from hf_memopt.memory.step_time import timing_of_step
 from hf_memopt.plain_data import Count, check_value, shown
+from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     import os
@@ -269,7 +270,7 @@ def _recorded(
             load_in=settings.load_in,
             compute_dtype="float32" if settings.weights_dtype == "float32" else sixteen_bits(gpu),
             is_sharded=settings.engine == "fsdp2" and settings.load_in is not None,
-            keep_cache=settings.loop == "manual",
+            keep_cache=settings.loop != "trainer",
         )
         if loaded.key is None:
             settings = settings.replace(weights_dtype=own_dtype(loaded.model, weights_dtype))
@@ -301,6 +302,10 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
             f"{'it fits' if fits else 'this total is enough'} because the allocator returns unused blocks to the "
             f"driver {' and '.join(retries)}, which costs time{avoid}"
         )
+    if gpu is not None and replayed.peak_reserved + (gpu.context_bytes or 0) > gpu.usable_bytes:
+        loading_bytes = replayed.timeline.phase_peaks()["load"].reserved_bytes + (gpu.context_bytes or 0)
+        if loading_bytes > gpu.usable_bytes:
+            notes.append(f"loading the model alone needs {format_bytes(loading_bytes)}: the run ends before a step")
     if settings.eval_batch_size is None:
         notes.append("evaluation not included: give eval_batch_size")
     elif replayed.phase == "evaluation" and not settings.prediction_loss_only:

@@ -330,6 +330,19 @@ def test_batches_without_padding_need_no_mask() -> None:
     assert full.peak_allocated_bytes < padded.peak_allocated_bytes
 
 
+def test_a_batch_of_one_row_has_no_padding() -> None:
+    """Several rows have, and the answers of one question, and a batch that is cut into rows afterwards."""
+
+    def mask_bytes(**settings: Any) -> int:
+        own, full = (of_bert(precision="bf16", **settings, padding=padding) for padding in (None, False))
+        return own.peak_allocated_bytes - full.peak_allocated_bytes
+
+    assert mask_bytes(batch_size=1) == 0
+    assert mask_bytes(batch_size=2) > 0
+    assert mask_bytes(batch_size=2, micro_batch_size=1) > 0
+    assert mask_bytes(batch_size=1, task="multiple-choice") > 0
+
+
 def test_expandable_segments_reserve_no_more() -> None:
     plain, expandable = of_bert(), of_bert(expandable_segments=True)
     assert expandable.peak_allocated_bytes <= plain.peak_allocated_bytes

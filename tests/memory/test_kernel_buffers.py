@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import host_semantics
 import pytest
@@ -11,11 +15,17 @@ import torch
 import torch.nn.functional as F
 from blocks import A100, BF16, FP32, H100, RTX_3090, T4, Blocks, empty, header
 from host_semantics import CPU_LISTS
+from huggingface_hub.errors import StrictDataclassError
+from slow_cases import slow_except
+from transformers import AutoConfig
 
+from hf_memopt import estimate
+from hf_memopt.binding.model import HEADS
 from hf_memopt.memory.cuda import hidden_bytes, workspace_bytes
 from hf_memopt.memory.cuda import kernel_buffers as kernels
 from hf_memopt.memory.cuda.attention import TORCH_RELEASE
 from hf_memopt.memory.cuda.autocast import OPERATORS, Policy
+from tests.memory.small_configs import CONFIGS
 
 aten = torch.ops.aten
 
@@ -53,6 +63,15 @@ aten = torch.ops.aten
         ("index_put_.default", "self indices values accumulate"),
         ("_index_put_impl_.default", "self indices values accumulate unsafe"),
         ("_unsafe_index_put.default", "self indices values accumulate"),
+        ("_softmax_backward_data.default", "grad_output output dim input_dtype"),
+        ("_safe_softmax.default", "self dim dtype"),
+        ("logsumexp.default", "self dim keepdim"),
+        ("all.default", "self"),
+        ("all.dim", "self dim keepdim"),
+        ("any.default", "self"),
+        ("any.dim", "self dim keepdim"),
+        ("max.default", "self"),
+        ("min.default", "self"),
         ("_foreach_norm.Scalar", "self ord dtype"),
         ("sum.default", "self dtype"),
         ("sum.dim_IntList", "self dim keepdim dtype"),
@@ -85,11 +104,132 @@ def test_fused_rms_norm_is_there() -> None:
 
 
 def test_table_holds_the_pinned_operators_only() -> None:
-    assert len(kernels._RULES) == 18 + (TORCH_RELEASE < (2, 9)) + hasattr(aten, "_fused_rms_norm_backward")
+    assert len(kernels._RULES) == 27 + (TORCH_RELEASE < (2, 9)) + hasattr(aten, "_fused_rms_norm_backward")
 
 
 def test_operator_without_a_rule_takes_nothing() -> None:
     assert hidden_bytes(aten.mm.default, (empty(4, 4), empty(4, 4)), {}, empty(4, 4), A100) == ()
+
+
+# ---- softmax
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_softmax_backward_multiplies_gradient_and_output(dtype: torch.dtype) -> None:
+    scores = empty(2, 8, 128, 128, dtype=dtype).requires_grad_()
+    with Blocks(T4) as blocks:
+        F.softmax(scores, -1).backward(torch.empty_like(scores))
+        F.log_softmax(scores, -1).backward(torch.empty_like(scores))
+    assert blocks.seen["aten._softmax_backward_data.default"] == [(scores.nbytes,)]
+    assert blocks.seen.get("aten._log_softmax_backward_data.default", [()]) == [()]
+
+
+def test_softmax_of_float16_in_float32_multiplies_in_float32() -> None:
+    scores = empty(2, 4, 64, 64, dtype=torch.float16)
+    wide = scores.float()
+    args = (wide, wide, -1, torch.float16)
+    assert hidden_bytes(aten._softmax_backward_data.default, args, {}, scores, T4) == (wide.nbytes,)
+    sideways = (wide.transpose(2, 3), wide, -1, torch.float32)
+    assert hidden_bytes(aten._softmax_backward_data.default, sideways, {}, wide, T4) == (wide.nbytes, wide.nbytes)
+
+
+def test_math_attention_with_a_mask_keeps_its_softmax_beside_the_answer() -> None:
+    scores = empty(2, 4, 64, 64)
+    blocks = hidden_bytes(aten._safe_softmax.default, (scores, -1), {}, scores, T4)
+    assert blocks == (scores.nbytes, scores.numel(), scores.numel() // 64)
+
+
+def test_logsumexp_makes_the_exponentials() -> None:
+    logits, out = empty(4, 1000), empty(4)
+    assert hidden_bytes(aten.logsumexp.default, (logits, [1]), {}, out, T4) == (logits.nbytes, out.nbytes)
+
+
+# ---- operators without a rule
+
+
+def test_each_operator_without_buffers_exists_and_has_its_source() -> None:
+    """Torch may drop or rename one; a rule takes precedence over the table."""
+    table = Path(kernels.__file__).with_name("no_buffers.csv").read_text(encoding="utf-8")
+    rows = list(csv.DictReader(table.splitlines()))
+    ruled = {func._schema.name.partition("::")[2] for func in kernels._RULES} - {
+        "addmm",
+        "max",
+        "min",
+    }  # some overloads
+    for row in rows:
+        name = row["operator"]
+        assert getattr(aten, name, None) or getattr(aten, f"{name}_", None), name
+        assert name not in ruled
+        assert row["allocates"]
+        assert re.fullmatch(r"aten/src/ATen/native/[\w/]+\.(h|cpp|cu|cuh)(:\d+|, \w+ \(2\.\d+\))", row["source"]), name
+    assert [row["operator"] for row in rows] == sorted({row["operator"] for row in rows})
+
+
+SET_UPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "eager": {"attn_implementation": "eager", "checkpointing": True, "label_smoothing_factor": 0.1},
+    "T4": {"gpu": "T4", "precision": "fp16", "micro_batch_size": 1, "eval_batch_size": 2},
+    "H100": {"gpu": "H100", "precision": "bf16"},
+    "4 bits": {"lora": 4, "load_in": "nf4"},
+    "8 bits": {"lora": 4, "load_in": "int8"},
+}
+
+
+def uncounted(config: Any, **settings: Any) -> list[str]:
+    found = estimate(config, **{"batch_size": 2, "gpu": "A100 80GB", "precision": "bf16", **settings})
+    return [note for note in found.notes if "beside their outputs" in note]
+
+
+@pytest.mark.parametrize("set_up", SET_UPS)
+@pytest.mark.parametrize("name", slow_except(("llama", "vit"), CONFIGS))
+def test_what_every_kernel_allocates_is_known(name: str, set_up: str) -> None:
+    """Otherwise read the operator's source: a rule in kernel_buffers.py, or a line of no_buffers.csv."""
+    assert uncounted(CONFIGS[name](), **SET_UPS[set_up], **({} if name == "vit" else {"seq_len": 24})) == []
+
+
+def all_types() -> dict[str, str]:
+    """Return a task of each type of model."""
+    return {
+        kind: task for task in ("image-classification", "seq2seq", "masked-lm", "causal-lm") for kind in HEADS[task][1]
+    }
+
+
+def two_layers(kind: str) -> Any:
+    """Return the default configuration of a type with few layers, where it can be set."""
+    config = AutoConfig.for_model(kind)
+    for name in (
+        "num_hidden_layers",
+        "num_layers",
+        "n_layer",
+        "encoder_layers",
+        "decoder_layers",
+        "num_decoder_layers",
+    ):
+        if isinstance(getattr(config, name, None), int):
+            with suppress(AttributeError, NotImplementedError):
+                setattr(config, name, 2)
+    if getattr(config, "layer_types", None):
+        with suppress(AttributeError):
+            config.layer_types = config.layer_types[:2]
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(all_types()))
+def test_what_every_kernel_of_an_architecture_allocates_is_known(kind: str) -> None:
+    task = all_types()[kind]
+    try:
+        found = uncounted(two_layers(kind), task=task, **({} if task == "image-classification" else {"seq_len": 64}))
+    except (ImportError, ValueError, StrictDataclassError) as error:
+        pytest.skip(str(error))
+    assert found == []
+
+
+def test_an_operator_of_which_nothing_is_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_NO_BUFFERS", kernels._NO_BUFFERS - {"embedding", "cat"})
+    assert uncounted(CONFIGS["llama"](), seq_len=23) == [
+        "what the kernels of cat, embedding allocate beside their outputs is not counted"
+    ]
 
 
 # ---- norms, embeddings, indices

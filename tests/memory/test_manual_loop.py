@@ -74,7 +74,7 @@ def real_peak(family: str, settings: StepSettings) -> int:
     """Return the peak of torch's CPU allocator in a plain loop over one batch."""
     model, inputs = build(family, "cpu"), batch("cpu")
     kept = {t.untyped_storage().data_ptr(): t for t in (*model.parameters(), *model.buffers(), *inputs.values())}
-    model.config.use_cache = settings.loop == "manual"
+    model.config.use_cache = settings.loop != "trainer"
     gc.collect()
     gc.disable()
     try:
@@ -84,6 +84,9 @@ def real_peak(family: str, settings: StepSettings) -> int:
         ):
             for _ in range(STEPS):
                 for _ in range(settings.gradient_accumulation_steps):
+                    if settings.loop == "function":
+                        train_step(model, inputs, settings)
+                        continue
                     outputs = model(**inputs)
                     loss = outputs.loss / settings.gradient_accumulation_steps
                     if settings.loop == "trainer":
@@ -100,9 +103,14 @@ def real_peak(family: str, settings: StepSettings) -> int:
     return peak
 
 
+def train_step(model: Any, inputs: dict[str, torch.Tensor], settings: StepSettings) -> None:
+    outputs = model(**inputs)
+    (outputs.loss / settings.gradient_accumulation_steps).backward()
+
+
 def replayed_peak(family: str, settings: StepSettings) -> int:
     model = build(family, "meta")
-    model.config.use_cache = settings.loop == "manual"
+    model.config.use_cache = settings.loop != "trainer"
     tracker = StorageTracker()
     trace = record_step(model, batch("meta"), settings, tracker=tracker, semantics=HostSemantics(tracker=tracker))
     plan = ReplayPlan(
@@ -111,7 +119,8 @@ def replayed_peak(family: str, settings: StepSettings) -> int:
         batches=settings.gradient_accumulation_steps,
         micro_batches=1,
         workspaces=(),
-        is_manual=settings.loop == "manual",
+        is_manual=settings.loop != "trainer",
+        in_function=settings.loop == "function",
         keeps_gradients=not settings.zero_grad_to_none,
     )
     return replay(trace, plan, ExactAllocator()).peak_allocated  # type: ignore[arg-type]
@@ -119,12 +128,12 @@ def replayed_peak(family: str, settings: StepSettings) -> int:
 
 @pytest.mark.parametrize("batches", slow_except((3,), (1, 3)))
 @pytest.mark.parametrize("to_none", [True, False], ids=["freed", "kept"])
-@pytest.mark.parametrize("loop", ["manual", "trainer"])
+@pytest.mark.parametrize("loop", ["manual", "trainer", "function"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_loop_has_the_peak_of_the_cpu_allocator(family: str, loop: str, to_none: bool, batches: int) -> None:
     """Left are scalars of 8 bytes inside operators; the Trainer's loop holds the batches of all accumulation steps."""
     settings = StepSettings(precision="fp32", loop=loop, zero_grad_to_none=to_none, gradient_accumulation_steps=batches)
-    held = 0 if loop == "manual" else (batches - 1) * sum(tensor.nbytes for tensor in batch("meta").values())
+    held = 0 if loop != "trainer" else (batches - 1) * sum(tensor.nbytes for tensor in batch("meta").values())
     assert abs(real_peak(family, settings) - (replayed_peak(family, settings) - held)) <= 256
 
 
@@ -142,6 +151,10 @@ def test_estimate_of_a_hand_written_loop_is_named_and_recorded_apart() -> None:
     manual = estimate("gpt2", **settings, loop="manual")
     assert manual.peak_allocated_bytes > trainer.peak_allocated_bytes
     assert "hand-written loop" in str(manual)
+    in_function = estimate("gpt2", **settings, loop="function")
+    assert in_function.phases["forward"].allocated_bytes < manual.phases["forward"].allocated_bytes
+    assert in_function.phases["optimizer"].allocated_bytes == manual.phases["optimizer"].allocated_bytes
+    assert "hand-written step function" in str(in_function)
     assert estimate("gpt2", **settings).peak_allocated_bytes == trainer.peak_allocated_bytes
 
 

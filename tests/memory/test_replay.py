@@ -170,6 +170,33 @@ def test_a_hand_written_loop_holds_logits_and_loss_until_the_next_forward_pass_i
     assert timeline == [*LOAD, *first, *later, *later]
 
 
+def test_a_step_function_frees_logits_and_loss_when_it_returns() -> None:
+    _, timeline = played(accumulating_trace(micro_batches=1), plan(**NOTHING, is_manual=True, in_function=True))
+    step = [*FORWARD, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-G10", "-L4", "-L1"]
+    assert timeline == [*LOAD, "+I2", *step, *(2 * ["+I2", "-I2", *step])]
+
+
+def test_a_step_function_of_each_accumulation_step_frees_them_before_the_next() -> None:
+    _, timeline = played(accumulating_trace(), plan(**NOTHING, batches=2, is_manual=True, in_function=True))
+    first = ["+I2", *FORWARD, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-L4", "-L1"]
+    second = [*FORWARD, "+L4", "+T10", "-L4", "-T10", "+T6", "-A5", "-T6", "-G10", "-L4", "-L1"]
+    assert timeline[: len([*LOAD, *first, *second])] == [*LOAD, *first, *second]
+
+
+@pytest.mark.parametrize("stretches", [1, 2])
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_the_trainer_and_each_stretch_of_loading_empty_the_cache(is_manual: bool, stretches: int) -> None:
+    """A block of 40 MiB is freed at once; a segment of 2 MiB stays for the weight."""
+    trace = accumulating_trace(micro_batches=1)
+    block = ("block", 40 * 2**20), ("block", -40 * 2**20)
+    trace.loading = ((*block, (trace.weights[0], 10 * BLOCK)), ())[:stretches]
+    found, timeline = played(trace, plan(**NOTHING, is_manual=is_manual))
+    assert timeline[:3] == [f"+T{40 * 2048}", f"-T{40 * 2048}", "+W10"]
+    kept = 40 * 2**20 if is_manual and stretches == 1 else 0
+    assert found.timeline.reserved[3] == kept + 2 * 2**20
+    assert found.peak_reserved == 42 * 2**20
+
+
 def test_kept_gradients_are_added_to_from_the_second_step_on() -> None:
     _, timeline = played(accumulating_trace(micro_batches=2), plan(**NOTHING, keeps_gradients=True))
     later = ["+I2", "-I2", *FORWARD, *BACKWARD_ADDING]

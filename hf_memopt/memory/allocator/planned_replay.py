@@ -31,6 +31,7 @@ class ReplayPlan:
         order: for every step of a run over differing batches the index of each accumulation step's recording; empty
             for three steps of one recording.
         is_manual: whether a hand-written loop holds its outputs until the next forward pass is over, and one batch.
+        in_function: whether its steps run in a function, which frees the outputs when it returns.
         keeps_gradients: whether gradients are zeroed, not freed, between steps.
         buckets: that DDP copies gradients into; it holds them from the start.
         reduces_last: whether only the last accumulation step reduces gradients, as under FSDP2; its passes are recorded
@@ -47,6 +48,7 @@ class ReplayPlan:
     empty_cache_steps: int | None = None
     order: tuple[tuple[int, ...], ...] = ()
     is_manual: bool = False
+    in_function: bool = False
     keeps_gradients: bool = False
     buckets: tuple[int, ...] = ()
     reduces_last: bool = False
@@ -122,7 +124,8 @@ def replay_plan(
         eval_batches=gathered,
         eval_concat=settings.eval_do_concat_batches,
         empty_cache_steps=settings.torch_empty_cache_steps,
-        is_manual=settings.loop == "manual",
+        is_manual=settings.loop != "trainer",
+        in_function=settings.loop == "function",
         keeps_gradients=not settings.zero_grad_to_none,
         buckets=bucket_bytes(facts, settings),
         reduces_last=settings.engine == "fsdp2",

@@ -59,8 +59,7 @@ def replay(
     ``others`` are recordings of the same model with batches of other shapes; ``plan.order`` counts from ``trace`` on.
     """
     run = _Run((trace, *others), plan, allocator)
-    run.phase("load")
-    run.play((number, trace.tracker.sizes[number], _WEIGHTS) for number in trace.weights)
+    run.load()
     run.play((("bucket", index), size_bytes, _GRADIENTS) for index, size_bytes in enumerate(plan.buckets))
     for step, batches in enumerate(plan.order or ((0,) * plan.batches,) * _STEPS):
         run.step(step, batches)
@@ -242,6 +241,18 @@ class _Run:
     def phase(self, name: str) -> None:
         self._phases.append((len(self._deltas), name))
 
+    def load(self) -> None:
+        """Load the weights; the Trainer empties the cache before its first step (``Accelerator.free_memory``)."""
+        self.phase("load")
+        trace, stays = self.trace, frozenset(self.trace.weights)
+        for index, stretch in enumerate(trace.loading):
+            if index:
+                self.allocator.empty_cache()
+            self.play((key, delta, _WEIGHTS if key in stays else _TEMPORARIES) for key, delta in stretch)
+        self.play((number, self._tracker.sizes[number], _WEIGHTS) for number in trace.weights)
+        if trace.loading and not self.plan.is_manual:
+            self.allocator.empty_cache()
+
     # ---- Forward and backward passes --------------------------------------------------------------------------------
 
     def step(self, step: int, batches: Sequence[int]) -> None:
@@ -267,6 +278,8 @@ class _Run:
             self._optimizer(plan.optimizer, "state", first=step == 0)
         first_key = self._recorded.first_key
         self.play((number + first_key, -1, 0) for number in (() if plan.keeps_gradients else self.trace.gradients))
+        if plan.in_function:
+            self._drop_held()
 
     def _go_on_with(self, index: int) -> None:
         """Go on with another recording, under whose keys the gradients are from then on."""
@@ -278,6 +291,8 @@ class _Run:
                     self._rename(first_key + number, self._recorded.first_key + own)
 
     def _pass(self, part: RecordedPass, events: list[tuple[int, int, int]], step: int) -> None:
+        if self.plan.in_function:
+            self._drop_held()  # of the accumulation step before
         self.phase("forward")
         self._workspace(0)
         border = part.forward_end - part.start

@@ -303,9 +303,9 @@ def attend(
         query, key, value = (F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value))
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :width]
-    if kernel == "math":
-        return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     bias = None if attn_mask is None else _bias(attn_mask, query, key, padded=kernel == "efficient")
+    if kernel == "math":
+        return _math_attention(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa)
     if kernel == "cudnn":
         return _aten._scaled_dot_product_cudnn_attention(
             query, key, value, bias, needs_gradient, dropout_p, is_causal, False, scale=scale
@@ -336,4 +336,4 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor, *, padded: bool) -> Tensor:
     width = mask.shape[-1]
     if padded and width % 8:
         mask = F.pad(mask, (0, -width % 8))[..., :width]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return mask.expand(*query.shape[:-1], key.shape[-2])

@@ -8,22 +8,22 @@ Seen: the headers of torch 2.13 (memory-efficient attention, reductions, cub) an
 and 2.14. Where releases differ, ``hidden_bytes`` gives 2.13, but for the linear layers before 2.9;
 ``attention_kernel`` and ``workspace_bytes`` follow the installed release.
 
-Without a rule, since they allocate little or nothing: softmax and log_softmax with their backwards,
-nll_loss, dropout, cat, gather, scatter, masked_fill, cumsum along a dimension, the fused optimizers, the unscaling of
-gradients, random numbers, and the matrix products, whose workspace is kept (``workspace_bytes``).
+An operator without a rule is in ``no_buffers.csv``, with the line of torch 2.6.0 from which on to read what it
+allocates: its outputs, and what else is known and not counted. Of one that is in neither an estimate says so.
 
-Limitations: convolutions and cuDNN attention, whose workspace is decided by the machine's cuDNN library; sort, topk,
-nonzero and unique, whose temporaries depend on cub's version (integers, as many as the input has elements); the
-deterministic mode (``torch.use_deterministic_algorithms``).
+Limitations: what that table says is not counted, above all the workspace that cuDNN chooses for convolutions and
+attention; the deterministic mode (``torch.use_deterministic_algorithms``).
 
 The rules of attention are in ``attention``.
 """
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from itertools import zip_longest
 from typing import Any
 
@@ -41,7 +41,7 @@ from hf_memopt.memory.cuda.attention import (
     flash_forward,
 )
 
-__all__ = ["hidden_bytes", "workspace_bytes"]
+__all__ = ["hidden_bytes", "unknown_operators", "workspace_bytes"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _LT_WORKSPACE_BYTES = 2**20
@@ -74,6 +74,27 @@ def hidden_bytes(
         return ()
     blocks = rule(Chip.of(capability, multiprocessors), out, *args, **kwargs)
     return tuple(size for size in blocks if size)
+
+
+# ---- softmax
+
+
+def _softmax_backward(chip: Chip, out: Any, grad: Tensor, output: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
+    """Return the product of gradient and output, as large as the gradient: of attention's scores a whole tensor.
+
+    Source: SoftMax.cu, ``softmax_backward_cuda_out``, ``host_softmax_backward``, which copies what is not contiguous.
+    """
+    return grad.numel() * grad.element_size(), copy_bytes(grad), copy_bytes(output)
+
+
+def _safe_softmax(chip: Chip, out: Tensor, source: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
+    """Return the plain softmax, and what is masked. Source: transformers/attention.cpp, ``_safe_softmax`` (2.5)."""
+    return out.numel() * out.element_size(), source.numel(), source.numel() // max(source.shape[-1], 1)
+
+
+def _logsumexp(chip: Chip, out: Tensor, source: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
+    """Return the exponentials, and the largest of each sum. Source: ReduceOps.cpp, ``logsumexp_out_impl``."""
+    return source.numel() * out.element_size(), out.numel() * out.element_size()
 
 
 # ---- norms and embeddings
@@ -332,6 +353,9 @@ _KERNELS: dict[str, _Rule] = {
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_scaled_dot_product_efficient_attention": efficient_forward,
     "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "_softmax_backward_data": _softmax_backward,
+    "_safe_softmax": _safe_softmax,
+    "logsumexp": _logsumexp,
     "native_layer_norm_backward": _norm_backward,
     "_fused_rms_norm_backward": _norm_backward,  # 2.9 and later
     "embedding_dense_backward": _embedding_backward,
@@ -345,8 +369,24 @@ _KERNELS: dict[str, _Rule] = {
     "mean": _reduce_sum,
     "mean.dim": _reduce_sum,
     "linalg_vector_norm": _reduce_norm,
-    "amax": _reduce_extreme,
-    "amin": _reduce_extreme,
+    **dict.fromkeys(("all", "all.dim", "amax", "amin", "any", "any.dim", "max", "min"), _reduce_extreme),
 }
 _KERNELS_BEFORE_2_9: dict[str, _Rule] = {"addmm": _linear}
 _RULES = _overloads(_KERNELS if TORCH_RELEASE >= (2, 9) else _KERNELS | _KERNELS_BEFORE_2_9)
+
+
+# ---- operators without a rule
+
+_TABLE = resources.files("hf_memopt.memory.cuda").joinpath("no_buffers.csv").read_text(encoding="utf-8")
+_NO_BUFFERS = frozenset(row["operator"] for row in csv.DictReader(_TABLE.splitlines()))
+
+
+def unknown_operators(functions: Iterable[Any]) -> list[str]:
+    """Return the names of operators of which nothing is known that their kernels allocate beside the outputs.
+
+    Known are those with a rule or in ``no_buffers.csv``, the package's own, and what torch tags as pointwise: on CUDA
+    that allocates its output alone (TensorIterator.cpp, ``compute_types``, ``allocate_or_resize_outputs``).
+    """
+    unknown = (func for func in functions if func not in _RULES and torch.Tag.pointwise not in func.tags)
+    names = {func._schema.name.partition("::")[2] for func in unknown if func.namespace == "aten"}
+    return sorted(name for name in names if name.rstrip("_") not in _NO_BUFFERS)

@@ -163,8 +163,8 @@ def _choices(settings: StepSettings) -> Iterator[str]:
         yield settings.optim + (" with 8-bit embeddings" if settings.embedding_bits == 8 else "")
     else:
         yield _function_text(settings.optimizer_memory)
-    if settings.loop == "manual":
-        yield "hand-written loop"
+    if settings.loop != "trainer":
+        yield f"hand-written {'step function' if settings.loop == 'function' else 'loop'}"
     if not settings.zero_grad_to_none:
         yield "gradients kept between steps"
     if settings.checkpointing:

@@ -127,7 +127,10 @@ class Linear4bitStandIn(Linear4bit):
 
     weight: Any  # Params4bit
     absmax: torch.Tensor
+    code: torch.Tensor
     offset: torch.Tensor
+    nested_absmax: torch.Tensor
+    nested_code: torch.Tensor
 
     def __init__(self, module: Linear4bit, device: str | torch.device = "meta") -> None:
         weight: Any = module.weight  # Params4bit
@@ -271,6 +274,7 @@ class Linear8bitStandIn(Linear8bitLt):
             index=module.index,
             device=device,
         )
+        self.weight_dtype: torch.dtype = module.weight.dtype  # as it was loaded, unless it is quantised already
         weight = torch.empty((self.out_features, self.in_features), dtype=torch.int8, device=device)
         self.weight = Int8Params(weight, requires_grad=False, has_fp16_weights=False)
         self.register_buffer("scales", torch.empty(self.out_features, device=device), persistent=False)  # SCB

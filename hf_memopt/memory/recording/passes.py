@@ -67,7 +67,9 @@ class StepTrace:
     them, by the index of the trainable parameter. ``tracker.operations`` are those of each of ``micro_batches``.
     ``gathered_bytes`` are those of sharded weights that a pass gathers, as often as it does. ``notes`` say what was
     changed in the model for the recording, and assumed of it. ``trainable`` are the facts of its trainable parameters,
-    and ``parameters`` the number of all weights. ``replayed`` keeps what replays derive from it.
+    and ``parameters`` the number of all weights. ``loading`` has the events of loading quantised weights, in stretches
+    between which the cache is emptied; none for weights that are moved as they are. ``replayed`` keeps what replays
+    derive from it.
     """
 
     tracker: StorageTracker
@@ -84,6 +86,7 @@ class StepTrace:
     notes: tuple[str, ...] = ()
     trainable: tuple[ParameterFacts, ...] = ()
     parameters: int = 0
+    loading: tuple[tuple[tuple[Any, int], ...], ...] = ()
     replayed: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
@@ -115,7 +118,7 @@ class PassRecorder:
     def train(self, batch: Mapping[str, torch.Tensor]) -> RecordedPass:
         start = len(self._tracker.events)
         loss, outputs, logits = self._forward(batch)
-        if self._settings.loop == "manual":
+        if self._settings.loop != "trainer":
             self._outputs = outputs  # frees those of the pass before
         del outputs
         if self._settings.gradient_accumulation_steps > 1:
@@ -128,7 +131,10 @@ class PassRecorder:
                 self._sharded.end()
         del loss, gradient
         releases, self._releases = tuple(self._releases), []
-        return RecordedPass(start, forward_end, len(self._tracker.events), *logits_of, (), releases)
+        found = RecordedPass(start, forward_end, len(self._tracker.events), *logits_of, (), releases)
+        if self._settings.loop == "function":
+            self.drop_outputs()  # after the events of the pass: the optimizer steps before the function returns
+        return found
 
     def drop_outputs(self) -> None:
         """Free the outputs that a hand-written loop still holds."""

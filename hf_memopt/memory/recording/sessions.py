@@ -29,12 +29,12 @@ from hf_memopt.binding.model import unwrap_model
 from hf_memopt.binding.model_changes import add_adapters, drop_input_gradients, prepare_quantized
 from hf_memopt.binding.parameters import freeze
 from hf_memopt.devices import Chip
-from hf_memopt.memory.cuda import CudaSemantics, hidden_bytes
+from hf_memopt.memory.cuda import CudaSemantics, hidden_bytes, unknown_operators
 from hf_memopt.memory.distributed import sharded_step, without_autocast
 from hf_memopt.memory.models import LoadedModel, cut_batch, example_batch, load_model, rest_to_meta
 from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
-from hf_memopt.memory.recording.step import record_step, state_kept
+from hf_memopt.memory.recording.step import has_padding, record_step, state_kept
 from hf_memopt.memory.settings import StepSettings, settings_that_change
 from hf_memopt.memory.tracking import Hidden, StorageTracker
 from hf_memopt.technique_list import Technique, asked_by, load
@@ -140,7 +140,9 @@ class Session:
                 _checkpoint(prepared.model, settings)
             trace = _record(prepared, settings, shape, chip)
         trace.trainable, trace.parameters = prepared.trainable, prepared.parameters
-        trace.notes = *prepared.notes, *trace.notes
+        unknown = ", ".join(unknown_operators(trace.tracker.functions))
+        uncounted = (f"what the kernels of {unknown} allocate beside their outputs is not counted",) if unknown else ()
+        trace.notes = *prepared.notes, *trace.notes, *uncounted
         if key is not None:
             self.traces[key] = trace
             if len(self.traces) > _KEPT_TRACES:
@@ -259,7 +261,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
     rows, model = settings.micro_batch_size, prepared.model
     recorded = without_autocast(settings)
     _check_scaled_gradients(model, recorded)
-    tracker = StorageTracker(padding=settings.padding, hidden=_hidden_of(chip))
+    tracker = StorageTracker(padding=has_padding(batch, settings), hidden=_hidden_of(chip))
     semantics = CudaSemantics(
         autocast=autocast_dtype(recorded.precision),
         capability=chip.capability,

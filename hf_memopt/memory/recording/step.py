@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hf_memopt.binding.model_changes import is_quantized
 from hf_memopt.binding.undo import set_attribute, undo_all
 from hf_memopt.errors import reason
 from hf_memopt.memory.cuda import CudaSemantics
@@ -31,7 +32,7 @@ from hf_memopt.memory.tracking import HOST_GENERATOR, StorageTracker
 if TYPE_CHECKING:
     from hf_memopt.memory.distributed import FullyShardedStep, ZeroStep
 
-__all__ = ["RECORDING_LOCK", "collector_paused", "record_step", "recording", "state_kept"]
+__all__ = ["RECORDING_LOCK", "collector_paused", "has_padding", "record_step", "recording", "state_kept"]
 
 RECORDING_LOCK = threading.RLock()
 """Held by ``recording``, which changes process-wide state: garbage collector, warnings, torch's flags."""
@@ -77,12 +78,16 @@ def record_step(
             "Call model.requires_grad_(True)"
         )
     _refuse_recurrent_layers(model)
-    tracker = StorageTracker(padding=settings.padding) if tracker is None else tracker
+    tracker = StorageTracker(padding=has_padding(batch, settings)) if tracker is None else tracker
     if semantics is None:
         autocast = autocast_dtype(settings.precision)
         semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
     _drop_gradients(weights)
     trace = StepTrace(tracker, _weights(model, tracker), storage_numbers(batch, tracker))
+    if sharded is None and is_quantized(model):
+        from hf_memopt.memory.quantized import load_events  # bitsandbytes takes a second to import
+
+        trace.loading = load_events(model, tracker.number)
     releasing = parameters if releases_gradients else []
     recorder = PassRecorder(model, settings, tracker, semantics, sharded)
     held: list[int] = []
@@ -116,6 +121,7 @@ def record_step(
                 sharded.drop_gradients()
             if evaluation_batch is not None:
                 trace.evaluation_inputs = storage_numbers(evaluation_batch, tracker)
+                tracker.padding = has_padding(evaluation_batch, settings)
                 trace.evaluation = recorder.evaluate(evaluation_batch)
     except (NotEstimableError, MemoryError):
         raise
@@ -127,6 +133,13 @@ def record_step(
         model.train()
     trace.host_bytes = semantics.peak_host_bytes
     return trace
+
+
+def has_padding(batch: Mapping[str, torch.Tensor], settings: StepSettings) -> bool:
+    """Return whether rows of a batch are padded: unless the settings say so, where several rows have tokens."""
+    if settings.padding is not None:
+        return bool(settings.padding)
+    return any(one.dim() > 1 and one.numel() > one.shape[-1] for one in batch.values() if one.dtype == torch.int64)
 
 
 def _passes(settings: StepSettings, *, is_cut: bool) -> tuple[bool, ...]:

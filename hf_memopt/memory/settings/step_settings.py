@@ -75,7 +75,8 @@ class StepSettings:
             ``activation_checkpointing_kwargs`` (``every_n_layers``, ``offload``, ``use_reentrant``, ``context_fn``).
         label_smoothing_factor: 0 for the model's own loss, below 1.
         attn_implementation: None for the model's own.
-        padding: whether batches contain padding, so that attention needs a mask.
+        padding: whether batches contain padding, so that attention needs a mask of all pairs of tokens; None where
+            batches of several rows do. Pass False for rows of one length.
         eval_batch_size: examples of an evaluation batch; None for no evaluation.
         eval_batches: the number of evaluation batches.
         prediction_loss_only: whether evaluation drops the logits (stock does without ``compute_metrics``), and with
@@ -107,7 +108,8 @@ class StepSettings:
         loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
             that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
             Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
-            ``use_cache``, and one batch is on the GPU at a time.
+            ``use_cache``, and one batch is on the GPU at a time. ``"function"`` for such a loop that calls a function
+            for each batch, as ``train_step(batch)``: its return, after the optimizer's step, frees the outputs.
         optimizer_memory: a function that returns the memory of an optimizer that ``optim`` does not name, from the
             facts of the trainable parameters; it replaces ``optim`` and its options. None for ``optim``.
         zero_grad_to_none: False where gradients are zeroed and kept between steps, ``zero_grad(set_to_none=False)``.
@@ -176,7 +178,7 @@ class StepSettings:
     attn_implementation: str | None = _setting(
         None, str | None, help="Attention: sdpa, eager or flash_attention_2.", names=("--attn",), group="Model"
     )
-    padding: bool = _setting(True, changes="trace")
+    padding: bool | None = _setting(None, changes="trace")
     eval_batch_size: int | None = _setting(
         None, Count | None, changes="trace", help="Also simulate an evaluation with batches of this size.", **_NUMBER
     )
@@ -230,7 +232,7 @@ class StepSettings:
         help="Keep shards and optimizer states in host memory between uses.",
         names=("--offload/--no-offload",),
     )
-    loop: str = _setting("trainer", Literal["trainer", "manual"])
+    loop: str = _setting("trainer", Literal["trainer", "manual", "function"])
     optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = _setting(
         None, Callable | None, changes="replay"
     )

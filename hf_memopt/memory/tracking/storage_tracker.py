@@ -40,7 +40,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     Args:
         device_type: count storages of this device only, an attribute too; None for all.
         padding: the answer when transformers' code for masks reads from a meta tensor whether a mask is all ones: with
-            padding it is not.
+            padding it is not. An attribute too.
         hidden: bytes that an operation's kernel allocates and frees inside itself, by ``(func, args, kwargs, out)``.
         flops: whether to sum floating-point operations.
 
@@ -55,6 +55,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         after_recomputation: called at the end of each such stretch.
         modules: names of the watched modules; ``module_of`` returns that of a storage.
         flops: floating-point operations so far.
+        functions: the ATen operators that ran.
         operations: for each pass inside ``counting``, how often each operation runs, by its cost.
     """
 
@@ -75,12 +76,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.recomputed: list[tuple[int, int]] = []
         self.modules: list[str] = [""]
         self.flops = 0
+        self.functions: set[Any] = set()
         self.operations: list[Counter[Operation]] = []
         self.ignored: set[int] = set()
         self.after_recomputation: list[Callable[[], None]] = []
         self._live: dict[int, tuple[int, Any]] = {}
         self.device_type = device_type
-        self._padding = padding
+        self.padding = padding
         self._hidden = hidden
         self._count_flops = flops
         self._backward = False
@@ -107,6 +109,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._answer(func, args[0].dtype)
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
             self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
+        self.functions.add(func)
         out, flops, beside = run_on_meta(func, args, kwargs, self._count_flops)
         if isinstance(out, torch.Tensor):
             self.add(out)
@@ -139,7 +142,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._answers(function, dtype)
         number = func is not _COMPARES and dtype != torch.bool
         if module in _MASK_CODE and not number:
-            return not self._padding
+            return not self.padding
         if number:
             raise NotEstimableError(
                 f"not estimable: the model's code reads a number ({dtype}) from the GPU, in {self.here()}, and only "

@@ -1,0 +1,86 @@
+"""What loading a quantised model allocates and frees, in order, so that the steps start with the allocator's own gaps.
+
+``from_pretrained`` quantises on the GPU, weight by weight; a model without quantised weights is loaded on the host and
+moved as it is. In order:
+
+1. one block for all weights, freed at once, from which they are then cut;
+2. the weights by the natural order of their names: a quantised one is first there as it was published, 16 bits a number
+   (of 8 bits twice), and what quantises it works beside it;
+3. where PEFT's ``prepare_model_for_kbit_training`` was called, each other weight in float32 beside the 16-bit one;
+4. PEFT empties the cache; adapters follow.
+
+Source: transformers 5.23, modeling_utils.py, ``caching_allocator_warmup``, ``get_total_byte_count``;
+core_model_loading.py, ``convert_and_load_state_dict_in_model``, ``dot_natural_key``; integrations/bitsandbytes.py.
+bitsandbytes 0.50, nn/modules.py, ``Params4bit._quantize``, ``Int8Params._quantize``; functional.py, ``quantize_4bit``.
+peft 0.21, utils/other.py.
+
+Limitations: the block is not cut to the GPU's memory less 1.2 GiB; weights that a checkpoint stores in parts, as those
+of experts, are loaded whole. transformers 5.0 loads in threads that run ahead of what quantises; 5.8 one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import dot_natural_key
+
+from hf_memopt.binding.parameters import parameters_outside_adapters
+from hf_memopt.memory.quantized.stand_ins import Linear4bitStandIn, Linear8bitStandIn
+
+__all__ = ["load_events"]
+
+Event = tuple[Any, int]
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+def load_events(model: nn.Module, number: Callable[[Tensor], int]) -> tuple[tuple[Event, ...], ...]:
+    """Return (key, +bytes) for what loading allocates and (key, -bytes) for what it frees.
+
+    Args:
+        model: with stand-ins of quantised linears, as it is before its first step.
+        number: of a tensor's storage, the key of what stays; temporaries have keys of their own.
+
+    Returns:
+        Two stretches, between which the cache is emptied; one where nothing empties it. Adapters are not in them, nor
+        buffers that no checkpoint has. None of weights that are cut, as a function of ``prepare`` may do.
+    """
+    linears = {id(one.weight): one for one in model.modules() if isinstance(one, Linear4bitStandIn | Linear8bitStandIn)}
+    base = {id(parameter) for parameter in parameters_outside_adapters(model)}
+    named = [(name.replace(".base_layer.", "."), one) for name, one in model.named_parameters() if id(one) in base]
+    if not linears or any(one.untyped_storage().nbytes() != one.nbytes for _, one in named):
+        return ()
+    plain = [one for _, one in named if id(one) not in linears and one.is_floating_point()]
+    dtype = next(iter(linears.values())).weight_dtype
+    was_cast = dtype in _SIXTEEN_BITS and not any(one.dtype in _SIXTEEN_BITS for one in plain)
+    casts = [one for one in plain if was_cast and one.dtype == torch.float32]
+    loaded = {id(one): one.numel() * dtype.itemsize for one in casts}
+    block_bytes = sum(loaded.get(id(one), one.nbytes) for _, one in named)  # statistics are not counted
+    events: list[Event] = [("warm-up", block_bytes), ("warm-up", -block_bytes)]
+    for _, one in sorted(named, key=lambda pair: dot_natural_key(pair[0])):
+        if id(one) in linears:
+            events += _quantising(linears[id(one)], number)
+        else:
+            events.append((("loaded", id(one)), loaded[id(one)]) if id(one) in loaded else (number(one), one.nbytes))
+    for one in casts:
+        events += [(number(one), one.nbytes), (("loaded", id(one)), -loaded[id(one)])]
+    return (tuple(events), ()) if casts else (tuple(events),)
+
+
+def _quantising(linear: Linear4bitStandIn | Linear8bitStandIn, number: Callable[[Tensor], int]) -> Iterator[Event]:
+    """Return the events of one weight, in the order of bitsandbytes."""
+    elements, packed = linear.in_features * linear.out_features, linear.weight.data
+    published = (("load", "published"), elements * linear.weight_dtype.itemsize)
+    made: list[Event | Tensor]
+    if isinstance(linear, Linear8bitStandIn):
+        made = [published, (("load", "float16"), 2 * elements), linear.scales, packed]
+    elif linear.compress_statistics:
+        largest, centred = ((("load", name), 4 * linear.absmax.numel()) for name in ("largest", "centred"))
+        made = [published, largest, packed, linear.code, linear.offset, centred]
+        made += [linear.nested_absmax, linear.absmax, linear.nested_code]
+    else:
+        made = [published, linear.absmax, packed, linear.code]
+    yield from ((number(one), one.nbytes) if isinstance(one, Tensor) else one for one in made)
+    yield from ((one[0], -one[1]) for one in reversed(made) if not isinstance(one, Tensor))
