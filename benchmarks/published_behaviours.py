@@ -24,7 +24,7 @@ from published_changes import (
 from published_sharding import FlatShards, sharded_optimizer
 from torch import nn
 
-LOOPS = ("Trainer", "SFTTrainer", "manual")
+LOOPS = ("Trainer", "SFTTrainer", "manual", "function")
 Settings = dict[str, Any]
 
 
@@ -54,7 +54,7 @@ class Behaviour:
 
     def concerns(self, case: Case, model_type: str) -> bool:
         """Return whether the run of ``case`` had this behaviour."""
-        version = case.versions.get(self.library)
+        version = case.version(self.library)
         if version is None or version >= self.before:
             return False
         of_model = self.model_types is None or model_type in self.model_types
@@ -121,7 +121,7 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         (4, 54),
         _prepare(cache_without_copy),
         _SOURCE + "v4.53.3 cache_utils.py, DynamicCache.update",
-        loops=("manual",),
+        loops=("manual", "function"),
     ),
     Behaviour(
         "experts are linears of their own, run one after the other",
@@ -189,7 +189,6 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         _shard_flat,
         _SOURCE
         + "v5.8.1 training_args.py: version 1 unless fsdp_config has another; accelerate 1.0 has that one alone",
-        loops=("Trainer", "SFTTrainer"),
         applies=lambda case: case.gpus > 1,
     ),
 )

@@ -208,3 +208,8 @@ def adamw_of_transformers(parameters: Sequence[ParameterFacts]) -> OptimizerMemo
     state = [size for parameter in in_order(parameters) for size in (parameter.size_bytes,) * 2]
     step = [(left, parameter.size_bytes) for left, parameter in with_previous(parameters)]
     return memory_of(state, step)
+
+
+def sgd_with_momentum(parameters: Sequence[ParameterFacts]) -> OptimizerMemory:
+    """Return the memory of torch.optim.SGD(momentum=0.9): one state of the gradient's size."""
+    return memory_of([parameter.size_bytes for parameter in in_order(parameters)], ())

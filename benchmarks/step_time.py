@@ -90,7 +90,7 @@ def compare(case: Case) -> Row:
     if found.gpu is None or costs is None:
         raise ValueError(found.time_unknown or "the GPU is unknown")
     predicted = costs.on(found.gpu)
-    if case.versions.get("torch", LOOPS_BEFORE) < LOOPS_BEFORE:
+    if (case.version("torch") or LOOPS_BEFORE) < LOOPS_BEFORE:
         costs = dataclasses.replace(costs, optimizer=optimizer_in_loops(facts, found.settings))
         predicted = costs.on(found.gpu)
     tokens = predicted.tokens or 0.0

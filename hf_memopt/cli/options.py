@@ -167,7 +167,7 @@ def _list_models(wanted: bool) -> None:
 class EstimateOptions:
     """Predict the memory of a training step, and what makes it fit.
 
-    Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors.
+    Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors, 3 if it is too close to tell.
 
     Examples:
       hf-memopt estimate gpt2 -g "RTX 3060 12GB"

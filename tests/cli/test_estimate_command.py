@@ -401,7 +401,8 @@ def test_each_set_up_has_the_most_rows_that_fit(monkeypatch, examples: int) -> N
         fitting = [
             rows
             for rows in (sizes if "gradient_release" not in settings else [examples])
-            if growing("", **settings, batch_size=rows, gradient_accumulation_steps=1, seq_len=8, gpu=gpu).fits
+            if growing("", **settings, batch_size=rows, gradient_accumulation_steps=1, seq_len=8, gpu=gpu).verdict
+            == "fits"
         ]
         one = found[name]
         assert one.batch_size == max(fitting, default=examples if "gradient_release" in settings else 1), name

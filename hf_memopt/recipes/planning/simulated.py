@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from hf_memopt.components import Verdict, verdict_of
 from hf_memopt.devices import GPUS
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory import estimate, margin_of
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 
     Case = tuple[tuple[Technique, ...], int, int | None, Sharing | None]
 
-__all__ = ["Candidate", "Simulation", "Verdict", "candidate_of", "priced_on", "verdict_of"]
-
-Verdict = Literal["fits", "tight", "over"]
+__all__ = ["Candidate", "Simulation", "candidate_of", "priced_on"]
 
 
 @dataclass(frozen=True)
@@ -164,11 +163,6 @@ class Candidate:
             "verdict": self.verdict,
             "seconds_per_example": None if self.seconds is None else self.seconds / self.examples,
         }
-
-
-def verdict_of(spare_bytes: int, margin_bytes: int) -> Verdict:
-    """Return whether what is left holds the margin, less than it, or is missing."""
-    return "over" if spare_bytes < 0 else "tight" if spare_bytes < margin_bytes else "fits"
 
 
 def _plain(recipe: Recipe) -> Any:
