@@ -14,6 +14,7 @@ from typing import Any
 from published_cases import Case
 from published_changes import (
     adamw_of_transformers,
+    adapters_like_weights,
     bf16_adapters_and_heads,
     cache_without_copy,
     copy_in_loss,
@@ -148,6 +149,14 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         "github:huggingface/trl v0.13.0 to v0.23.0 trl/trainer/utils.py, peft_module_casting_to_bf16",
         loops=("SFTTrainer",),
         applies=lambda case: case.kbit_preparation and case.settings["precision"] == "bf16",
+    ),
+    Behaviour(
+        "adapters have the dtype of 16-bit weights",
+        "peft",
+        (0, 11),
+        _prepare(adapters_like_weights),
+        "github:huggingface/peft docs/source/developer_guides/troubleshooting.md, Selecting the dtype of the adapter",
+        applies=lambda case: case.lora is not None and case.quantization is None,
     ),
     Behaviour(
         "softmax keeps its input",

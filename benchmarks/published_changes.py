@@ -189,6 +189,14 @@ def experts_in_a_loop(model: Any) -> None:
 # ---- Weights under adapters
 
 
+def adapters_like_weights(model: nn.Module) -> None:
+    """Cast what is trained, adapters and copies of whole modules, to the dtype of the frozen weights."""
+    dtype = next(parameter.dtype for parameter in model.parameters() if not parameter.requires_grad)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
 def bf16_adapters_and_heads(model: Any) -> None:
     """Cast embeddings and head back to bfloat16 and keep norms in float32, after peft made all of them float32."""
     for name, module in model.named_modules():
