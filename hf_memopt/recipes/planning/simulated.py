@@ -329,10 +329,8 @@ class Simulation:
 
     def step_time(self, found: Estimate) -> StepTime | None:
         """Return the predicted time of an estimated step; None where it cannot be predicted."""
-        assumed = ""
-        if found.step_costs is not None and found.step_costs.routes_tokens:
-            assumed = "equally many for each"
-        elif self.priced_on.compute_capability != self.gpu.compute_capability:
+        assumed = found.step_costs.ranking_rule if found.step_costs is not None else ""
+        if not assumed and self.priced_on.compute_capability != self.gpu.compute_capability:
             assumed = f"that of {self.priced_on.name}"
         if not assumed:
             return self._priced(found)
