@@ -21,6 +21,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import step_time
 from published_behaviours import behaviours_of
 from published_cases import FILES, Case, estimate_settings, read_cases
 from results_file import markdown, show
@@ -244,15 +245,24 @@ def table(figures: Mapping[str, Any]) -> str:
 
 def status(memory: Mapping[str, Any], seconds: Mapping[str, Any]) -> str:
     """Return what is computed, and how far it is from what others measured."""
-    today, every = (memory["summaries"][name] for name in ("stock Trainer since 4.40, as is", "all, matched"))
-    timed = seconds["summaries"]["A100, dense, not fitted"]
+    today, allocated, reserved = (
+        memory["summaries"][name]
+        for name in (
+            "stock Trainer since 4.40, as is",
+            "allocated, matched",
+            "reserved by torch's meter, matched",
+        )
+    )
+    a100, t4 = (seconds["summaries"][name] for name in (step_time.A100, step_time.NOT_FITTED["T4"]))
     return (
         "Status: memory and seconds are *computed*; this project has measured none on a GPU yet (`make bench-gpu` "
         "measures yours). Against what other people measured on GPUs, the memory of "
-        f"{today['cases']} runs of today's stock `Trainer` is within {today['worst']:.1%}, that of all "
-        f"{every['cases']} runs, with what older versions did otherwise put in place, within {every['worst']:.1%}, and "
-        f"the seconds of {timed['rows']} steps to which nothing was fitted within {timed['worst']:.0%} "
-        "([how exact](docs/estimator.md)). What runs on a CPU is measured, and every figure has its command "
+        f"{today['cases']} runs of today's stock `Trainer` is within {today['worst']:.1%}; with what older versions "
+        f"did otherwise put in place, allocated bytes of {allocated['cases']} runs are within {allocated['worst']:.1%} "
+        f"and reserved bytes of {reserved['cases']} within {reserved['worst']:.0%} (median {reserved['median']:.1%}). "
+        f"Seconds of {a100['rows']} steps on an A100 to which nothing was fitted are off by {a100['median']:.0%} in "
+        f"the median and {a100['worst']:.0%} at most, of {t4['rows']} on a T4 by {t4['median']:.0%} and "
+        f"{t4['worst']:.0%} ([how exact](docs/estimator.md)). What runs on a CPU is measured, and every figure has its command "
         "([benchmarks](docs/benchmarks.md))."
     )
 

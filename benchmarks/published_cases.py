@@ -99,10 +99,14 @@ class Case:
     def __post_init__(self) -> None:
         check_fields(self)
         check_word("what", self.what, METERS)
-        step = set(self.settings) & {item.name for item in fields(StepSettings)}
-        for name in set(self.settings) - step:
-            check_word("settings", name, inspect.signature(estimate).parameters)
-        StepSettings(**{name: self.settings[name] for name in step})
+        usual = {item.name: item.default for item in fields(StepSettings)}
+        for name, value in self.settings.items():
+            check_word("settings", name, [*inspect.signature(estimate).parameters, *usual], "batch_size")
+            if name in ("batch_size", "seq_len"):
+                check_value(name, value, Count, 8)
+            elif isinstance(usual.get(name), bool) and isinstance(value, str):  # any text would count as True
+                check_value(name, value, bool, usual[name])
+        StepSettings(**{name: value for name, value in self.settings.items() if name in usual})
         for name, value in (self.lora or {}).items():
             check_word("lora", name, LORA_OPTIONS)
             check_value(name, tuple(value) if isinstance(value, list) else value, LORA_OPTIONS[name])

@@ -32,6 +32,7 @@ from hf_memopt.memory.step_time import Operation, StepTime
 from hf_memopt.memory.step_time.operations import optimizer_operations
 
 FITTED = "fitted"
+A100 = "A100, all that is not fitted"
 NOT_FITTED = {
     "T4": "T4, 1B to 1.7B with LoRA and nf4, not fitted",
     "RTX 3090": "RTX 3090, ViT, BEiT and Swin, not fitted",
@@ -242,7 +243,7 @@ def main() -> None:
     rows, left_out = published()
     rows += ladder_a()
     groups = grouped(rows) | {
-        "A100, dense, all": [row for row in rows if row.group.startswith(("A100, dense", "A100, Qwen"))],
+        A100: [row for row in rows if row.group.startswith("A100, ") and row.group.endswith(", not fitted")],
         "all but ladder A": [row for row in rows if not row.group.startswith("ladder A")],
     }
     found = {name: summary(members) for name, members in groups.items()}

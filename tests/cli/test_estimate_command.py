@@ -113,6 +113,15 @@ def test_what_does_not_fit_ends_with_1_and_says_what_to_try() -> None:
     )
 
 
+def test_what_is_too_close_to_tell_ends_with_3(simulation) -> None:
+    gpu = custom_gpu("4GiB", "8.0")
+    mib = -(-hand_made(1, context_bytes=gpu.context_bytes).total_bytes // MIB)
+    result = run("--gpu-memory", f"{mib}MiB", "--compute-capability", "8.0", "--checkpointing")
+    assert "\ntight on custom " in result.stdout
+    assert ", too close to tell: an estimate" in lines(result.stdout).replace("\n", " ")
+    assert result.exit_code == 3
+
+
 def test_without_a_card_nothing_can_not_fit() -> None:
     result = run()
     assert result.exit_code == 0
