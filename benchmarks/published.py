@@ -262,8 +262,8 @@ def status(memory: Mapping[str, Any], seconds: Mapping[str, Any]) -> str:
         f"and reserved bytes of {reserved['cases']} within {reserved['worst']:.0%} (median {reserved['median']:.1%}). "
         f"Seconds of {a100['rows']} steps on an A100 to which nothing was fitted are off by {a100['median']:.0%} in "
         f"the median and {a100['worst']:.0%} at most, of {t4['rows']} on a T4 by {t4['median']:.0%} and "
-        f"{t4['worst']:.0%} ([how exact](docs/estimator.md)). What runs on a CPU is measured, and every figure has its command "
-        "([benchmarks](docs/benchmarks.md))."
+        f"{t4['worst']:.0%} ([how exact](docs/estimator.md)). What runs on a CPU is measured, and every figure has its "
+        "command ([benchmarks](docs/benchmarks.md))."
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import Flag, check_of_data, flags_of, in_flags, spinner
+from hf_memopt.cli.command import EXIT_CODES, Flag, check_of_data, flags_of, in_flags, spinner
 from hf_memopt.devices import custom_gpu, find_gpu
 from hf_memopt.memory import without_compiler
 from hf_memopt.memory.models import check_task, find_config
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-EXIT_CODES = {None: 0, "fits": 0, "over": 1, "tight": 3}
-"""By ``Estimate.verdict``; 2 is that of errors."""
 MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
 """Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
 DEFAULT_BATCH_SIZE, COMPARED_EXAMPLES = 8, 32

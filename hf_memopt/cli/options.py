@@ -220,7 +220,7 @@ class EstimateOptions:
 class PlanOptions:
     """Find the fastest set-up that fits a GPU.
 
-    Exit code 0 if one fits, 1 if none does, 2 if it cannot be planned.
+    Exit code 0 if one fits, 1 if none does, 2 on errors, 3 if it is too close to tell.
 
     Examples:
       hf-memopt plan bert-large-uncased -g "RTX 3060 12GB" -s 128
