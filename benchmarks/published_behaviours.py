@@ -99,6 +99,12 @@ _UPCASTING = frozenset(
 _OWN_LOSS = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "gpt_neox"})
 _SOURCE = "github:huggingface/transformers "
 
+
+def _is_stored_in_floats(case: Case) -> bool:
+    """Return whether the weights are floats, or 4-bit weights are stored as such, so that FSDP can cut them."""
+    return case.quantization is None or "bnb_4bit_quant_storage" in case.quantization_config
+
+
 BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         "the loss casts the logits to float32 and copies their shifted part",
@@ -156,7 +162,7 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         (0, 11),
         _prepare(adapters_like_weights),
         "github:huggingface/peft docs/source/developer_guides/troubleshooting.md, Selecting the dtype of the adapter",
-        applies=lambda case: case.lora is not None and case.quantization is None,
+        applies=lambda case: case.lora is not None and _is_stored_in_floats(case),
     ),
     Behaviour(
         "softmax keeps its input",

@@ -244,6 +244,7 @@ def main() -> None:
     rows += ladder_a()
     groups = grouped(rows) | {
         A100: [row for row in rows if row.group.startswith("A100, ") and row.group.endswith(", not fitted")],
+        "A100, all": [row for row in rows if row.group.startswith("A100, ")],
         "all but ladder A": [row for row in rows if not row.group.startswith("ladder A")],
     }
     found = {name: summary(members) for name, members in groups.items()}
