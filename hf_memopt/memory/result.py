@@ -53,9 +53,9 @@ class Estimate:
         fragmentation: what differing batch lengths add to the reserved bytes; None without ``estimate(lengths=)``.
         step_time: the predicted seconds of an optimizer step, with a range; None without a GPU, and where they cannot
             be predicted.
-        step_costs: what the step computes and moves; ``step_costs.on(gpu)`` is its time on another GPU of the same
-            compute capability (of a mixture of experts, which has no predicted time, that with equally many tokens
-            for each expert). None where it is unknown.
+        step_costs: what the step computes and moves; ``step_costs.on("T4")`` is its time on another GPU of the same
+            compute capability (where no time is predicted, the one that ranks set-ups, by
+            ``step_costs.ranking_rule``). None where it is unknown.
         time_unknown: why ``step_time`` is None although there is a GPU; "" otherwise.
     """
 

@@ -118,7 +118,7 @@ def test_what_is_too_close_to_tell_ends_with_3(simulation) -> None:
     mib = -(-hand_made(1, context_bytes=gpu.context_bytes).total_bytes // MIB)
     result = run("--gpu-memory", f"{mib}MiB", "--compute-capability", "8.0", "--checkpointing")
     assert "\ntight on custom " in result.stdout
-    assert ", too close to tell: an estimate" in lines(result.stdout).replace("\n", " ")
+    assert ", too close to tell: " in lines(result.stdout).replace("\n", " ")
     assert result.exit_code == 3
 
 

@@ -184,8 +184,8 @@ def test_a_gpu_that_is_just_large_enough_is_too_close_to_tell() -> None:
     ]
     assert verdict(larger) == "fits GPU 4GB: 1.99 GiB of 2.09 GiB, 107.0 MiB to spare"
     assert verdict(exact) == (
-        "tight on GPU 4GB: 1.99 GiB of 1.99 GiB, 0 B to spare, too close to tell: an estimate may be wrong by 5%; "
-        "700.0 MiB of the peak are activations. estimate(..., hints=True) finds what makes it fit"
+        "tight on GPU 4GB: 1.99 GiB of 1.99 GiB, too close to tell: 0 B to spare, less than the 5 % that an estimate "
+        "may be wrong by; 700.0 MiB of the peak are activations. estimate(..., hints=True) finds what makes it fit"
     )
     assert verdict(short).startswith("does not fit GPU 4GB: 1.99 GiB of 1.99 GiB, 1 B over; 700.0 MiB of ")
 

@@ -219,8 +219,8 @@ def verdict(estimate: Estimate) -> str:
         return f"fits {figures}, {format_bytes(spare_bytes)} to spare"
     said = f"does not fit {figures}, {format_bytes(-spare_bytes)} over"
     if estimate.verdict == "tight":
-        left = f"{format_bytes(spare_bytes)} to spare"
-        said = f"tight on {figures}, {left}, too close to tell: an estimate may be wrong by {1 / MARGIN_SHARE:.0%}"
+        wrong = f"less than the {100 // MARGIN_SHARE} % that an estimate may be wrong by"
+        said = f"tight on {figures}, too close to tell: {format_bytes(spare_bytes)} to spare, {wrong}"
     if estimate.hints:
         return said
     if estimate.hints is not None:
