@@ -21,7 +21,7 @@ several figures is listed.
 - ``sustained_mhz`` is what the power limit leaves of the clock in a long row of matrix products, where somebody
   measured it: the clock at which 0.77 of the rate (``HALF_FRACTION`` of ``memory/step_time``) is what was measured. A
   T4 of 70 W gave 24 of its 65 TFLOPS in 100 products of 4096 x 4096, which NVIDIA's answer calls power capping. Empty
-  where no such figure was found; other small GPUs (L4, A2, P4) and laptops may keep less than their boost clock too.
+  where no such figure was found; other GPUs of at most 75 W and laptops may keep less than their boost clock too.
 - Rates follow from the design, ``architectures.csv``: operations of one multiprocessor in one clock (a multiplication
   and its addition are two), times multiprocessors, times clock. They are those of dense matrix products that accumulate
   in float32, as training does: GeForce runs these at half its advertised rate, Quadro, RTX A and data center GPUs do

@@ -371,7 +371,8 @@ def test_the_range_is_wider_where_less_is_known() -> None:
 
 def test_the_range_of_a_gpu_holds_its_published_rows() -> None:
     busy = costs_of(Operation("product", "fp16", flops=10**14))
-    widths = {"V100 32GB": 0.12, "T4": 0.25, "RTX 3090": 0.2, "RTX 4090": 0.2, "RTX 4060 Laptop": 0.5}
+    widths = {"V100 32GB": 0.12, "T4": 0.25, "RTX 3090": 0.2, "RTX 4090": 0.2, "RTX 4060 Laptop": 0.5, "L4": 0.5}
+    assert set(GPUS) >= {*module._RANGES, *module._AT_MOST_75_WATTS}
     for name, width in widths.items():
         found = busy.on(name)
         assert (found.low, found.high) == pytest.approx(((1 - width) * found.seconds, (1 + width) * found.seconds))

@@ -58,7 +58,11 @@ _CONVOLUTIONAL = 1 / 50  # of all bytes; patches of a ViT are 0.5 %, Whisper's s
 # that they are judged by.
 _RANGES = {"V100 16GB": 0.12, "V100 32GB": 0.12, "A100 40GB": 0.12, "A100 80GB": 0.12, "T4": 0.25, "RTX 3090": 0.2}
 _OTHERS = 0.2
-_LAPTOPS = 0.5  # the same name is a third slower or faster by the power that its maker allows (devices/gpu_table.py)
+_OF_UNKNOWN_CLOCK = 0.5
+"""Of laptops, where the same name is a third slower or faster by the power that its maker allows, and of cards with
+tensor cores for at most 75 W: rows of a T4 were 20 to 75 % slower than by its boost clock."""
+_AT_MOST_75_WATTS = {"A2", "A16", "L4", "RTX A1000", "RTX A2000 6GB", "RTX A2000 12GB"}  # by the pages of gpus.csv
+_AT_MOST_75_WATTS |= {"RTX 2000 Ada", "RTX 4000 SFF Ada", "RTX PRO 2000"}
 
 # Shares of a GPU's peaks that are reached, and seconds; the same for every GPU. The first six were fitted once,
 # together, and rounded: on nine rows of a V100 (BERT-large, the table of transformers' guide to training on one GPU)
@@ -116,7 +120,7 @@ class Prices:
             bandwidth=(gpu.bandwidth_bytes_per_second or 0) * MEMORY_FRACTION,
             pcie=gpu.pcie_bytes_per_second * MEMORY_FRACTION,
             link=gpu.link_bytes_per_second * MEMORY_FRACTION,
-            error=_LAPTOPS if "Laptop" in gpu.name else _RANGES.get(gpu.name, _OTHERS),
+            error=_error_of(gpu),
         )
 
     def seconds(self, cost: Operation) -> tuple[float, str]:
@@ -135,6 +139,11 @@ class Prices:
                 own, part = computing, "attention" if cost.kind == "attention" else "products"
         own += KERNEL_SECONDS * cost.kernels
         return (host, "launches") if host > own else (own, part)
+
+
+def _error_of(gpu: Gpu) -> float:
+    is_unknown = "Laptop" in gpu.name or gpu.name in _AT_MOST_75_WATTS
+    return _OF_UNKNOWN_CLOCK if is_unknown else _RANGES.get(gpu.name, _OTHERS)
 
 
 def _reached(peak: PeakRates, tf32: bool) -> dict[tuple[str, str], float]:
@@ -224,8 +233,9 @@ class StepTime:
     Attributes:
         seconds: of a step with all its micro-batches.
         low: the least that it may be. The range holds at least 80 % of published rows: 12 % on either side on V100 and
-            A100, 25 % on a T4, 20 % on an RTX 3090 and on GPUs without rows, 50 % on laptops, whose power differs. It
-            reaches to the time with a host of half the launch cost where more than a third is launches.
+            A100, 25 % on a T4, 20 % on an RTX 3090 and on GPUs without rows, 50 % on laptops and cards whose power
+            leaves less of their clock than is known. It reaches to the time with a host of half the launch cost where
+            more than a third is launches.
         high: the most.
         shares: of the time, by ``PARTS``: products, fused attention and other kernels (memory) that the GPU's own
             speed bounds, the optimizer with clipping, what waits for launches on the host, copies over PCIe, and what
