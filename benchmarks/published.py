@@ -2,7 +2,8 @@
 
 Each case is estimated twice on the CPU: "as is", with today's software, and "matched", with what the measured versions
 did differently (``published_behaviours``). Errors are predicted / measured - 1. Of a run whose whole GPU was measured
-too, the prediction is reserved bytes and the context.
+too, the prediction is reserved bytes and the context. Of a run of which only the outcome is known, that it ran or that
+memory ran out, the verdict is compared.
 
 python benchmarks/published.py --cases FILE   # other measurements, in the format of published/; no row is appended
 """
@@ -20,15 +21,23 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import step_time
 from published_behaviours import behaviours_of
 from published_cases import FILES, Case, estimate_settings, read_cases
 from results_file import markdown, show
 
+from hf_memopt.components import MARGIN_SHARE
 from hf_memopt.memory import Estimate, estimate
 from hf_memopt.memory.settings import NotEstimableError
 
 TODAY = (4, 40)  # of transformers: stock Trainer runs from here on count as today's software
-LOOPS = {"Trainer": "`Trainer`", "SFTTrainer": "TRL's `SFTTrainer`", "manual": "hand-written loop"}
+LOOPS = {
+    "Trainer": "`Trainer`",
+    "SFTTrainer": "TRL's `SFTTrainer`",
+    "manual": "hand-written loop",
+    "function": "hand-written step",
+}
+VERDICTS = ("fits", "tight", "over")
 
 Row = dict[str, Any]
 
@@ -55,6 +64,10 @@ def compare(case: Case) -> Row:
         "loop": case.loop,
         "what": case.what,
         "is_quantized": case.quantization is not None,
+        "is_solid": case.solid,
+        "ran": case.fits,
+        "verdict": matched.verdict,
+        "total_share": matched.total_bytes / settings["gpu"].usable_bytes,
         "measured_bytes": case.measured_bytes,
         "as_is_bytes": _compared(as_is, case),
         "matched_bytes": _compared(matched, case),
@@ -62,7 +75,7 @@ def compare(case: Case) -> Row:
         "matched_nvml_bytes": _total(matched, case),
         "matched_reserved_bytes": matched.peak_reserved_bytes,
         "behaviours": [behaviour.name for behaviour in behaviours],
-        "is_today": case.loop == "Trainer" and case.versions.get("transformers", (0, 0)) >= TODAY,
+        "is_today": case.loop == "Trainer" and (case.version("transformers") or (0, 0)) >= TODAY,
     }
 
 
@@ -90,8 +103,19 @@ def compare_all(cases: Sequence[Case]) -> tuple[list[Row], Counter[str]]:
             left_out[str(error)] += 1
             continue
         rows.append(row)
-        print(f"{case.id}: as is {error_of(row, 'as_is'):+.2%}, matched {error_of(row, 'matched'):+.2%}", flush=True)
+        print(line_of(row), flush=True)
     return rows, left_out
+
+
+def line_of(row: Row) -> str:
+    """Return what is printed of a row while the others are still computed."""
+    said = []
+    if row["measured_bytes"] is not None:
+        said.append(f"as is {error_of(row, 'as_is'):+.2%}, matched {error_of(row, 'matched'):+.2%}")
+    if row["ran"] is not None:
+        outcome = "ran" if row["ran"] else "ran out of memory"
+        said.append(f"{outcome}, predicted {row['verdict']} ({row['total_share']:.1%} of the GPU)")
+    return f"{row['case']}: {'; '.join(said)}{'' if row['is_solid'] else ' (settings not fully stated)'}"
 
 
 # ---- Errors ---------------------------------------------------------------------------------------------------------
@@ -135,7 +159,10 @@ def summary(errors: Sequence[float]) -> dict[str, float | int]:
 
 def summaries(rows: Sequence[Row]) -> dict[str, dict[str, float | int]]:
     """Return the summaries of the groups that README and docs/ name."""
+    others = [row for row in rows if row["measured_bytes"] is not None and not row["is_solid"]]
+    rows = [row for row in rows if row["measured_bytes"] is not None and row["is_solid"]]
     matched = [error_of(row, "matched") for row in rows]
+    reserved = [row for row in rows if row["what"] == "reserved"]
     with_nvml = [row for row in rows if row["nvml_bytes"] is not None]
     usual = [row["matched_nvml_bytes"] / row["nvml_bytes"] - 1 for row in with_nvml]
     return {
@@ -143,9 +170,37 @@ def summaries(rows: Sequence[Row]) -> dict[str, dict[str, float | int]]:
         "all, as is": summary([error_of(row, "as_is") for row in rows]),
         "all, matched": summary(matched),
         "allocated, matched": summary([error_of(row, "matched") for row in rows if row["what"] == "allocated"]),
+        "reserved by torch's meter, matched": summary([error_of(row, "matched") for row in reserved]),
         "reserved and the GPU's usual context, matched": summary(usual),
         "reserved and the environment's own memory, matched": summary(environment_errors(rows)),
+        "settings not fully stated, matched (reported only)": summary([error_of(row, "matched") for row in others]),
     }
+
+
+def verdicts(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+    """Return how often each verdict was given, by what happened."""
+    groups = {
+        "ran": [row for row in rows if row["ran"] is True and row["is_solid"]],
+        "ran out of memory": [row for row in rows if row["ran"] is False and row["is_solid"]],
+        "ran, settings not fully stated": [row for row in rows if row["ran"] is True and not row["is_solid"]],
+        "ran out of memory, settings not fully stated": [
+            row for row in rows if row["ran"] is False and not row["is_solid"]
+        ],
+    }
+    return {
+        name: {verdict: sum(row["verdict"] == verdict for row in members) for verdict in VERDICTS}
+        for name, members in groups.items()
+        if members
+    }
+
+
+def beyond_margin(rows: Sequence[Row]) -> tuple[int, int]:
+    """Return the runs whose reserved bytes were measured, and those that reserved more than a margin over the estimate.
+
+    ``hf_memopt.components.MARGIN_SHARE`` rests on them.
+    """
+    reserved = [row for row in rows if row["what"] == "reserved" and row["is_solid"]]
+    return len(reserved), sum(error_of(row, "matched") < -1 / MARGIN_SHARE for row in reserved)
 
 
 # ---- Tables ---------------------------------------------------------------------------------------------------------
@@ -153,7 +208,7 @@ def summaries(rows: Sequence[Row]) -> dict[str, dict[str, float | int]]:
 
 def table(figures: Mapping[str, Any]) -> str:
     """Return the errors by source and kind of loop, the summaries, and what was put in place."""
-    rows = figures["rows"]
+    rows = [row for row in figures["rows"] if row["measured_bytes"] is not None and row["is_solid"]]
     groups = list(dict.fromkeys((row["source"], row["loop"]) for row in rows))
     sources = markdown(
         "| measured by | on | loop | what | runs | as is: median | worst | matched: median | worst | worst under |",
@@ -177,23 +232,38 @@ def table(figures: Mapping[str, Any]) -> str:
         f"taken from the smallest run, which is not counted. Not compared: {left_out}. "
         "`make bench-published` runs it, on a CPU."
     )
-    return f"{sources}\n\n" + markdown(
-        "| errors without sign, in percent | runs | median | worst | worst under |", errors, note
+    measured, beyond = figures["beyond_margin"]
+    outcomes = markdown(
+        "| outcome | runs | fits | tight | over |",
+        [(name, *map(str, (sum(found.values()), *found.values()))) for name, found in figures["verdicts"].items()],
+        f"*Tight* leaves less than {1 / MARGIN_SHARE:.0%} of the GPU: of {measured} runs whose reserved bytes torch "
+        f"measured, {beyond} reserved so much more than was predicted.",
     )
+    errors_table = markdown("| errors without sign, in percent | runs | median | worst | worst under |", errors, note)
+    return f"{sources}\n\n{outcomes}\n\n{errors_table}"
 
 
 def status(memory: Mapping[str, Any], seconds: Mapping[str, Any]) -> str:
     """Return what is computed, and how far it is from what others measured."""
-    today, every = (memory["summaries"][name] for name in ("stock Trainer since 4.40, as is", "all, matched"))
-    timed = seconds["summaries"]["A100, dense, not fitted"]
+    today, allocated, reserved = (
+        memory["summaries"][name]
+        for name in (
+            "stock Trainer since 4.40, as is",
+            "allocated, matched",
+            "reserved by torch's meter, matched",
+        )
+    )
+    a100, t4 = (seconds["summaries"][name] for name in (step_time.A100, step_time.NOT_FITTED["T4"]))
     return (
         "Status: memory and seconds are *computed*; this project has measured none on a GPU yet (`make bench-gpu` "
         "measures yours). Against what other people measured on GPUs, the memory of "
-        f"{today['cases']} runs of today's stock `Trainer` is within {today['worst']:.1%}, that of all "
-        f"{every['cases']} runs, with what older versions did otherwise put in place, within {every['worst']:.1%}, and "
-        f"the seconds of {timed['rows']} steps to which nothing was fitted within {timed['worst']:.0%} "
-        "([how exact](docs/estimator.md)). What runs on a CPU is measured, and every figure has its command "
-        "([benchmarks](docs/benchmarks.md))."
+        f"{today['cases']} runs of today's stock `Trainer` is within {today['worst']:.1%}; with what older versions "
+        f"did otherwise put in place, allocated bytes of {allocated['cases']} runs are within {allocated['worst']:.1%} "
+        f"and reserved bytes of {reserved['cases']} within {reserved['worst']:.0%} (median {reserved['median']:.1%}). "
+        f"Seconds of {a100['rows']} steps on an A100 to which nothing was fitted are off by {a100['median']:.0%} in "
+        f"the median and {a100['worst']:.0%} at most, of {t4['rows']} on a T4 by {t4['median']:.0%} and "
+        f"{t4['worst']:.0%} ([how exact](docs/estimator.md)). What runs on a CPU is measured, and every figure has its "
+        "command ([benchmarks](docs/benchmarks.md))."
     )
 
 
@@ -227,8 +297,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", type=Path, nargs="+", help="other measurements, in the format of published/")
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft asks for it
-    rows, left_out = compare_all(read_cases(*(given.cases or FILES)))
-    figures = {"rows": rows, "summaries": summaries(rows), "left_out": dict(left_out)}
+    cases = [case for case in read_cases(*(given.cases or FILES)) if case.what != "seconds"]
+    rows, left_out = compare_all(cases)
+    figures = {
+        "rows": rows,
+        "summaries": summaries(rows),
+        "verdicts": verdicts(rows),
+        "beyond_margin": beyond_margin(rows),
+        "left_out": dict(left_out),
+    }
     if given.cases is None:
         show("published", figures, table(figures))
     else:

@@ -14,6 +14,7 @@ from typing import Any
 from published_cases import Case
 from published_changes import (
     adamw_of_transformers,
+    adapters_like_weights,
     bf16_adapters_and_heads,
     cache_without_copy,
     copy_in_loss,
@@ -24,7 +25,7 @@ from published_changes import (
 from published_sharding import FlatShards, sharded_optimizer
 from torch import nn
 
-LOOPS = ("Trainer", "SFTTrainer", "manual")
+LOOPS = ("Trainer", "SFTTrainer", "manual", "function")
 Settings = dict[str, Any]
 
 
@@ -54,7 +55,7 @@ class Behaviour:
 
     def concerns(self, case: Case, model_type: str) -> bool:
         """Return whether the run of ``case`` had this behaviour."""
-        version = case.versions.get(self.library)
+        version = case.version(self.library)
         if version is None or version >= self.before:
             return False
         of_model = self.model_types is None or model_type in self.model_types
@@ -98,6 +99,12 @@ _UPCASTING = frozenset(
 _OWN_LOSS = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "gpt_neox"})
 _SOURCE = "github:huggingface/transformers "
 
+
+def _is_stored_in_floats(case: Case) -> bool:
+    """Return whether the weights are floats, or 4-bit weights are stored as such, so that FSDP can cut them."""
+    return case.quantization is None or "bnb_4bit_quant_storage" in case.quantization_config
+
+
 BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         "the loss casts the logits to float32 and copies their shifted part",
@@ -121,7 +128,7 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         (4, 54),
         _prepare(cache_without_copy),
         _SOURCE + "v4.53.3 cache_utils.py, DynamicCache.update",
-        loops=("manual",),
+        loops=("manual", "function"),
     ),
     Behaviour(
         "experts are linears of their own, run one after the other",
@@ -148,6 +155,14 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         "github:huggingface/trl v0.13.0 to v0.23.0 trl/trainer/utils.py, peft_module_casting_to_bf16",
         loops=("SFTTrainer",),
         applies=lambda case: case.kbit_preparation and case.settings["precision"] == "bf16",
+    ),
+    Behaviour(
+        "adapters have the dtype of 16-bit weights",
+        "peft",
+        (0, 11),
+        _prepare(adapters_like_weights),
+        "github:huggingface/peft docs/source/developer_guides/troubleshooting.md, Selecting the dtype of the adapter",
+        applies=lambda case: case.lora is not None and _is_stored_in_floats(case),
     ),
     Behaviour(
         "softmax keeps its input",
@@ -189,7 +204,6 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         _shard_flat,
         _SOURCE
         + "v5.8.1 training_args.py: version 1 unless fsdp_config has another; accelerate 1.0 has that one alone",
-        loops=("Trainer", "SFTTrainer"),
         applies=lambda case: case.gpus > 1,
     ),
 )

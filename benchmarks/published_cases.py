@@ -1,27 +1,42 @@
 """GPU measurements that other people published, ``published/*.json``, and the estimate that each is compared with.
 
 A file is a list of sources. Each has what its runs share, and a row for each run; ``settings`` are those of
-``estimate``.
+``estimate``. What a row says and nothing here reads would be ignored, and a value of another spelling would be another
+set-up: an unknown key or value is an error that names the row.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from transformers import AutoConfig, PretrainedConfig
+from published_changes import sgd_with_momentum
+from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
 
 from hf_memopt.devices import find_gpu
+from hf_memopt.memory import estimate
 from hf_memopt.memory.models import known_models
 from hf_memopt.memory.models.config_files import known_name
 from hf_memopt.memory.quantized import quantize
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.plain_data import Count, check_fields, check_value, check_word, from_object
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
-FILES = (PUBLISHED / "measurements.json", PUBLISHED / "a100_throughput.json")
+FILES = tuple(PUBLISHED / f"{name}.json" for name in ("measurements", "a100_throughput", "measurements_3"))
+METERS = ("allocated", "reserved", "NVML whole card", "NVML less first sample", "fits", "seconds")
+LOOPS = {"Trainer": "trainer", "SFTTrainer": "trainer", "manual": "manual", "function": "manual"}
+LORA_OPTIONS = {
+    "r": Count,
+    "target_modules": Literal["all-linear"] | tuple[str, ...],
+    "lora_alpha": Count,
+    "lora_dropout": float,
+    "modules_to_save": tuple[str, ...],
+}
 NF4 = {
     "load_in_4bit": True,
     "bnb_4bit_quant_type": "nf4",
@@ -38,49 +53,87 @@ class Case:
         id: names the row; nothing depends on it.
         source: who published it: a repository and file, or a dataset.
         gpu: as the source names it.
-        versions: (major, minor) of the libraries that the source names.
-        loop: ``"Trainer"``, ``"SFTTrainer"`` or ``"manual"``.
-        what: ``"allocated"``, ``"reserved"``, or how the whole GPU was read: a text that begins with "NVML".
-        measured_bytes: the measurement.
+        versions: of the libraries that the source names, "major.minor".
+        loop: who steps: the stock ``Trainer``, TRL's, a hand-written loop, or one whose step is a function that frees
+            the outputs at its return.
+        what: one of ``METERS``: what torch or NVML measured, or that only the verdict or the seconds are known.
         model: as the source names it.
+        measured_bytes: the measurement; None where only a verdict or seconds are known.
         settings: of ``estimate``, without those that are functions.
         nvml_bytes: what NVML showed for the same run, context included; None if it was not recorded.
         context_bytes: of the CUDA context, where the source measured it.
         lora: options of ``peft.LoraConfig``; None without LoRA.
         quantization: of the weights: ``"nf4"`` or another name; None for none.
+        quantization_config: what differs from ``NF4``.
         kbit_preparation: whether ``prepare_model_for_kbit_training`` ran.
+        momentum: whether SGD has momentum.
         gpus: that share the weights, by FSDP.
         tokens_per_second: of the run, on one GPU; None if it was not recorded.
+        step_seconds: of an optimizer step; None if they were not recorded.
+        fits: whether it ran; None where nobody tried how much fits.
+        solid: whether the source states the settings well enough for the row to count.
     """
 
     id: str
     source: str
     gpu: str
-    versions: Mapping[str, tuple[int, int]]
-    loop: str
+    versions: Mapping[str, str]
+    loop: Literal["Trainer", "SFTTrainer", "manual", "function"]
     what: str
-    measured_bytes: int
     model: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    measured_bytes: int | None = None
+    settings: Mapping = field(default_factory=dict)
     nvml_bytes: int | None = None
     context_bytes: int | None = None
-    lora: Mapping[str, Any] | None = None
-    quantization: str | None = None
+    lora: Mapping | None = None
+    quantization: Literal["nf4", "gptq", "int8"] | None = None
+    quantization_config: Mapping = field(default_factory=dict)
     kbit_preparation: bool = False
+    momentum: bool = False
     gpus: int = 1
     tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    fits: bool | None = None
+    solid: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_word("what", self.what, METERS)
+        usual = {item.name: item.default for item in fields(StepSettings)}
+        for name, value in self.settings.items():
+            check_word("settings", name, [*inspect.signature(estimate).parameters, *usual], "batch_size")
+            if name in ("batch_size", "seq_len"):
+                check_value(name, value, Count, 8)
+            elif isinstance(usual.get(name), bool) and isinstance(value, str):  # any text would count as True
+                check_value(name, value, bool, usual[name])
+        StepSettings(**{name: value for name, value in self.settings.items() if name in usual})
+        for name, value in (self.lora or {}).items():
+            check_word("lora", name, LORA_OPTIONS)
+            check_value(name, tuple(value) if isinstance(value, list) else value, LORA_OPTIONS[name])
+        for name in self.quantization_config:
+            check_word("quantization_config", name, inspect.signature(BitsAndBytesConfig).parameters)
+
+    def version(self, library: str) -> tuple[int, ...] | None:
+        """Return (major, minor) of a library; None where the source does not name it."""
+        return tuple(map(int, self.versions[library].split("."))) if library in self.versions else None
 
 
 def read_cases(*paths: Path) -> list[Case]:
-    """Return the cases of files."""
+    """Return the cases of files.
+
+    Raises:
+        ValueError: a row has a key or a value that is not known; the message begins with the row's name.
+    """
     sources = [source for path in paths for source in json.loads(path.read_text(encoding="utf-8"))]
     return [_case(source, row) for source in sources for row in source["rows"]]
 
 
 def _case(source: Mapping[str, Any], row: Mapping[str, Any]) -> Case:
     told = {name: value for name, value in {**source, **row}.items() if name not in ("rows", "note")}
-    versions = {name: tuple(map(int, version.split("."))) for name, version in told["versions"].items()}
-    return Case(**{**told, "versions": versions, "settings": {**source["settings"], **row.get("settings", {})}})
+    try:
+        return from_object(Case, {**told, "settings": {**source["settings"], **row.get("settings", {})}})
+    except ValueError as error:
+        raise ValueError(f"{row['id']}: {error}") from None
 
 
 def estimate_settings(case: Case) -> dict[str, Any]:
@@ -93,13 +146,22 @@ def estimate_settings(case: Case) -> dict[str, Any]:
         raise ValueError(f"weights quantised by {case.quantization!r} are not estimated")
     config, task = configuration_of(case)
     gpu = find_gpu(case.gpu.removesuffix(" class"))
-    settings: dict[str, Any] = {**case.settings, "model": config, "task": task, "gpu": gpu, "prepare": ()}
+    settings: dict[str, Any] = {
+        **case.settings,
+        "model": config,
+        "task": task,
+        "gpu": gpu,
+        "prepare": (),
+        "loop": LOOPS[case.loop],
+    }
+    if case.momentum:
+        settings["optimizer_memory"] = sgd_with_momentum
     if case.gpus > 1:
         settings |= {"world_size": case.gpus, "strategy": "fsdp2"}
     if case.quantization is not None:
         # 4-bit weights are cut by FSDP only if they are stored so, and so the harness loads them
         storage = {"bnb_4bit_quant_storage": "bfloat16"} if case.gpus > 1 else {}
-        settings["prepare"] = (partial(quantize, config={**NF4, **storage}),)
+        settings["prepare"] = (partial(quantize, config={**NF4, **storage, **case.quantization_config}),)
     if case.lora is not None:
         prepare = partial(add_lora, options=dict(case.lora), kbit=case.kbit_preparation)
         settings["prepare"] = (*settings["prepare"], prepare)

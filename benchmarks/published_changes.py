@@ -189,6 +189,14 @@ def experts_in_a_loop(model: Any) -> None:
 # ---- Weights under adapters
 
 
+def adapters_like_weights(model: nn.Module) -> None:
+    """Cast what is trained, adapters and copies of whole modules, to the dtype of the frozen weights."""
+    dtype = next(parameter.dtype for parameter in model.parameters() if not parameter.requires_grad)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
 def bf16_adapters_and_heads(model: Any) -> None:
     """Cast embeddings and head back to bfloat16 and keep norms in float32, after peft made all of them float32."""
     for name, module in model.named_modules():
@@ -208,3 +216,8 @@ def adamw_of_transformers(parameters: Sequence[ParameterFacts]) -> OptimizerMemo
     state = [size for parameter in in_order(parameters) for size in (parameter.size_bytes,) * 2]
     step = [(left, parameter.size_bytes) for left, parameter in with_previous(parameters)]
     return memory_of(state, step)
+
+
+def sgd_with_momentum(parameters: Sequence[ParameterFacts]) -> OptimizerMemory:
+    """Return the memory of torch.optim.SGD(momentum=0.9): one state of the gradient's size."""
+    return memory_of([parameter.size_bytes for parameter in in_order(parameters)], ())

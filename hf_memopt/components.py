@@ -1,10 +1,11 @@
-"""What memory is for: the names of its components, in the order of tables and pictures, and their colours."""
+"""What memory is for, by the names of its components, in the order of tables and pictures; whether a total fits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
-__all__ = ["COLOURS", "COMPONENTS", "CONTEXT", "UNUSED", "parts_of"]
+__all__ = ["COLOURS", "COMPONENTS", "CONTEXT", "MARGIN_SHARE", "UNUSED", "Verdict", "parts_of", "verdict_of"]
 
 COLOURS = {
     "weights": "#0072B2",
@@ -25,3 +26,19 @@ def parts_of(components: Mapping[str, int], reserved_bytes: int, context_bytes: 
     """Return what a total is made of: CUDA's context, the components of the peak, and reserved bytes beyond them."""
     known = {name: components.get(name, 0) for name in COMPONENTS}
     return {CONTEXT: context_bytes or 0, **known, UNUSED: max(reserved_bytes - sum(known.values()), 0)}
+
+
+Verdict = Literal["fits", "tight", "over"]
+
+MARGIN_SHARE = 20
+"""A set-up fits with a twentieth of the GPU to spare: so much more, and rarely more, published runs reserved than was
+predicted (``benchmarks/published.py`` counts them). What leaves less is too close to tell."""
+
+
+def verdict_of(spare_bytes: int, margin_bytes: int) -> Verdict:
+    """Return whether what is left of a GPU holds the margin ("fits"), less than it ("tight"), or is missing ("over").
+
+    Nothing is called tight that is missing bytes: of published runs that were predicted not to fit, all ran out of
+    memory.
+    """
+    return "over" if spare_bytes < 0 else "tight" if spare_bytes < margin_bytes else "fits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +45,66 @@ def written(path: Path, *sources: dict[str, Any]) -> Path:
 
 def test_the_given_files_are_read() -> None:
     found = cases.read_cases(*cases.FILES)
-    assert len(found) == 18 + 47
-    assert {case.loop for case in found} == {"Trainer", "SFTTrainer", "manual"}
-    assert [case.gpus for case in found].count(2) == 25
-    assert all(case.measured_bytes > 10**9 and case.source for case in found)
+    assert len(found) == 18 + 47 + 128
+    assert {case.loop for case in found} == {"Trainer", "SFTTrainer", "manual", "function"}
+    assert [case.gpus for case in found].count(2) == 25 + 4
+    assert all((case.measured_bytes or 10**10) > 10**9 and case.source for case in found)
+    assert all(case.measured_bytes or case.step_seconds or case.fits is not None for case in found)
     for case in found:
-        if case.quantization != "gptq":
+        if case.quantization in (None, "nf4"):
             assert cases.configuration_of(case)
+
+
+UNKNOWN = {
+    "a key of the row": (
+        {"attn_implementation": "eager"},
+        "attn_implementation='eager' is not a field of Case; expected",
+    ),
+    "a setting": (
+        {"settings": {"attention": "eager"}},
+        "settings='attention' is unknown; expected one of 'model', 'batch_size', 'seq_len', ",
+    ),
+    "another spelling": (
+        {"settings": {"padding": "TRUE"}},
+        "padding='TRUE' is invalid; expected True or False. Pass padding=True",
+    ),
+    "a size as text": ({"settings": {"batch_size": "8"}}, "batch_size='8' is invalid; expected an integer of 1 or "),
+    "a number as text": (
+        {"lora": {"r": "16.0", "target_modules": "all-linear"}},
+        "r='16.0' is invalid; expected an integer of 1 or more. Pass another r",
+    ),
+    "an option of LoRA": ({"lora": {"rank": 16}}, "lora='rank' is unknown; expected one of 'r', 'target_modules', "),
+    "a meter": (
+        {"what": "NVML"},
+        "what='NVML' is unknown; expected one of 'allocated', 'reserved', 'NVML whole card', ",
+    ),
+    "a loop": ({"loop": "trainer"}, "loop='trainer' is invalid; expected 'Trainer', 'SFTTrainer', 'manual' or "),
+    "of quantisation": (
+        {"quantization": "nf4", "quantization_config": {"double_quant": True}},
+        "quantization_config='double_quant' is unknown; expected one of 'load_in_8bit', ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_key_or_value_is_an_error(name: str, tmp_path: Path) -> None:
+    changed, message = UNKNOWN[name]
+    source = measurement(rows=[{"id": "the row", "measured_bytes": 10**9, **changed}])
+    with pytest.raises(ValueError, match=re.escape(f"the row: {message}")):
+        cases.read_cases(written(tmp_path / "rows.json", source))
 
 
 def test_a_row_has_what_its_source_says_of_all() -> None:
     found = {case.id: case for case in cases.read_cases(cases.PUBLISHED / "a100_throughput.json")}
     case = found["mistralai/Mistral-7B-v0.1 baseline-peft-bnb lora 8 x 1"]
     assert case.versions == {
-        "torch": (2, 4),
-        "transformers": (4, 48),
-        "trl": (0, 13),
-        "peft": (0, 13),
-        "flash-attn": (2, 7),
+        "torch": "2.4",
+        "transformers": "4.48",
+        "trl": "0.13",
+        "peft": "0.13",
+        "flash-attn": "2.7",
     }
+    assert (case.version("torch"), case.version("bitsandbytes")) == ((2, 4), None)
     assert (case.gpu, case.quantization, case.kbit_preparation, case.loop) == ("A100 80GB", "nf4", True, "SFTTrainer")
     assert (case.settings["batch_size"], case.settings["precision"]) == (8, "bf16")
     assert case.lora["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -107,7 +149,7 @@ def test_every_behaviour_is_that_of_a_published_run() -> None:
     found = {
         behaviour.name
         for case in cases.read_cases(*cases.FILES)
-        if case.quantization != "gptq"
+        if case.quantization in (None, "nf4")
         for behaviour in behaviours.behaviours_of(case, cases.configuration_of(case)[0].model_type)
     }
     assert found == {behaviour.name for behaviour in behaviours.BEHAVIOURS}
@@ -179,6 +221,33 @@ def test_a_row_compares_what_was_measured(tmp_path: Path) -> None:
     assert published.summaries(found)["reserved and the GPU's usual context, matched"]["cases"] == 1
 
 
+def test_outcomes_are_counted_by_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"id": "ran", "what": "fits", "fits": True},
+        {"id": "too large", "what": "fits", "fits": False, "settings": {"batch_size": 512, "seq_len": 512}},
+        {"id": "unsure", "what": "fits", "fits": False, "solid": False},
+        {"id": "seconds alone", "what": "seconds", "step_seconds": 1.0},
+    ]
+    published.main(["--cases", str(written(tmp_path / "rows.json", measurement(rows=rows)))])
+    printed = capsys.readouterr().out
+    assert "ran: ran, predicted fits (" in printed
+    assert "unsure: ran out of memory, predicted fits (" in printed
+    assert "seconds alone" not in printed
+    table = [line for line in printed.splitlines() if line.startswith("| ran")]
+    assert table == [
+        "| ran | 1 | 1 | 0 | 0 |",
+        "| ran out of memory | 1 | 0 | 0 | 1 |",
+        "| ran out of memory, settings not fully stated | 1 | 1 | 0 | 0 |",
+    ]
+
+
+def test_the_margin_is_held_against_reserved_bytes() -> None:
+    row = {"what": "reserved", "is_solid": True, "measured_bytes": 1000}
+    rows = [{**row, "matched_bytes": found} for found in (1000, 951, 949)]
+    others = [{**rows[2], "what": "allocated"}, {**rows[2], "is_solid": False}]
+    assert published.beyond_margin([*rows, *others]) == (3, 1)
+
+
 def test_what_lies_outside_of_torch_is_that_of_the_smallest_run() -> None:
     shared = {"source": "one", "is_quantized": False}
     rows = [
@@ -226,10 +295,13 @@ def test_readmes_table() -> None:
         "as_is_bytes": 90,
         "matched_bytes": 101,
         "behaviours": ["an old behaviour"],
+        "is_solid": True,
     }
     summary = {"cases": 2, "median": 0.01, "worst": 0.02, "worst_under": 0.0}
     figures = {
-        "rows": [row, {**row, "matched_bytes": 98}],
+        "rows": [row, {**row, "matched_bytes": 98}, {**row, "is_solid": False}, {**row, "measured_bytes": None}],
+        "verdicts": {"ran": {"fits": 1, "tight": 2, "over": 0}},
+        "beyond_margin": (7, 1),
         "summaries": {"all": summary, "none": {"cases": 0}},
         "left_out": {"2 GPUs": 3},
     }
@@ -239,5 +311,10 @@ def test_readmes_table() -> None:
         f"| {link} | A100 | hand-written loop | NVML whole GPU | 2 | 10.00 | 10.00 | 1.50 | 2.00 | 2.00 |"
     )
     assert "| all | 2 | 1.00 | 2.00 | 0.00 |" in lines
+    assert "| ran | 3 | 1 | 2 | 0 |" in lines
+    assert (
+        "*Tight* leaves less than 5% of the GPU: of 7 runs whose reserved bytes torch measured, 1 reserved so much "
+        "more than was predicted."
+    ) in lines
     assert "an old behaviour (2)" in lines[-1]
     assert "Not compared: 3: 2 GPUs." in lines[-1]

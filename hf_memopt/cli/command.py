@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BEFORE",
+    "EXIT_CODES",
     "MACHINE",
     "TRYING_OUT",
     "Command",
@@ -43,6 +44,8 @@ __all__ = [
     "wrapped",
 ]
 
+EXIT_CODES = {None: 0, "fits": 0, "over": 1, "tight": 3}
+"""By ``Estimate.verdict``, and that of a plan's choice; 2 is that of errors."""
 OTHER_NAMES = {  # an option, and what Python calls its value
     "gpu_memory": ("memory",),
     "preset": ("name",),

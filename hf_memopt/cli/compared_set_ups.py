@@ -1,7 +1,7 @@
-"""What ``hf-memopt estimate --compare`` compares: set-ups of one model, each with the most rows that the GPU holds.
+"""What ``hf-memopt estimate --compare`` compares: set-ups of one model, each with the most rows that fit the GPU.
 
-All have the same examples per optimizer step, and accumulate what does not fit at once. Where not even one row fits,
-the figures are those of one row; without a GPU they are those of all rows at once.
+All have the same examples per optimizer step, and accumulate what does not fit at once. Where not even one row fits
+with 5 % to spare, the figures are those of one row; without a GPU they are those of all rows at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices import current_gpu
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory import estimate, largest_that_fits, precision_for
+from hf_memopt.memory import estimate, largest_that_fits, margin_of, precision_for
 from hf_memopt.memory.output import as_dict, bar_of
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.reports.pictures import Limit, draw_bars
@@ -30,6 +30,7 @@ __all__ = ["Compared", "compare", "draw_compared", "print_compared", "set_ups"]
 
 LORA_RANK = 16
 SHOWN = ("weights", "gradients", "optimizer state", "activations")
+FITS = {"fits": "[green]yes[/]", "tight": "[yellow]tight[/]", "over": "[red]no[/]", None: "?"}
 WIDE_COLUMNS = 80  # of a terminal that shows what the bytes are for
 
 
@@ -131,7 +132,7 @@ def _with_most_rows(model: Any, name: str, examples: int, given: Mapping[str, An
             reasons.append(str(error))
             return None
         estimates[rows] = found
-        return 0 if found.gpu is None else found.gpu.usable_bytes - found.total_bytes
+        return 0 if found.gpu is None else found.gpu.usable_bytes - margin_of(found.gpu) - found.total_bytes
 
     released = given.get("gradient_release", False)  # which accumulates nothing
     sizes = [rows for rows in range(1, examples + 1) if examples % rows == 0 and (rows == examples or not released)]
@@ -157,7 +158,7 @@ def print_compared(found: Sequence[Compared], console: Console, notes: Sequence[
             table.add_row(one.name)
             continue
         sizes = (*(one.estimate.components[name] for name in shown), one.estimate.total_bytes)
-        fits = {True: "[green]yes[/]", False: "[red]no[/]", None: "?"}[one.estimate.fits]
+        fits = FITS[one.estimate.verdict]
         table.add_row(one.name, one.batch, *(f"{to_gib(size_bytes):.2f}" for size_bytes in sizes), fits)
     plain = partial(console.print, markup=False, highlight=False, emoji=False)
     plain(f"{_title(found)}, in GiB")
@@ -170,7 +171,7 @@ def print_compared(found: Sequence[Compared], console: Console, notes: Sequence[
         plain(f"{', '.join(one.name for one in found if one.reason == reason)}: {reason}")
     gpu = known[0].gpu
     if gpu is not None:
-        number = sum(one.fits is True for one in known)
+        number = sum(one.verdict == "fits" for one in known)
         verdict = f"{number} of {len(found)} fit {gpu.name}, {format_bytes(gpu.usable_bytes)} usable"
         plain(verdict, style="bold green" if number else "bold red")
 

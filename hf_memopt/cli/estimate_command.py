@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import Flag, check_of_data, flags_of, in_flags, spinner
+from hf_memopt.cli.command import EXIT_CODES, Flag, check_of_data, flags_of, in_flags, spinner
 from hf_memopt.devices import custom_gpu, find_gpu
 from hf_memopt.memory import without_compiler
 from hf_memopt.memory.models import check_task, find_config
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-FITS, DOES_NOT_FIT = 0, 1
 MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
 """Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
 DEFAULT_BATCH_SIZE, COMPARED_EXAMPLES = 8, 32
@@ -37,7 +36,7 @@ BESIDE_COMPARE = {"attn_implementation", "gradient_accumulation_steps"}
 
 
 def run(options: EstimateOptions, context: Any) -> int:
-    """Print the estimate and return the exit code: 0 if it fits or no GPU is known, else 1.
+    """Print the estimate and return the exit code: of several set-ups that of the one that fits best.
 
     Raises:
         ValueError: invalid options, or a set-up that is not estimable.
@@ -173,7 +172,7 @@ def _run_one(
         if options.plot is not None:
             draw(found, options.plot)
     _show(options, as_dict(found), lambda console: print_estimate(found, console, wording=wording))
-    return DOES_NOT_FIT if found.fits is False else FITS
+    return EXIT_CODES[found.verdict]
 
 
 def _run_comparison(
@@ -196,8 +195,8 @@ def _run_comparison(
             draw_compared(found, options.plot)
     said = [_as_options(note, flags) for note in notes]
     _show(options, [one.as_dict() for one in found], lambda console: print_compared(found, console, notes=said))
-    fits = [one.estimate.fits for one in found if one.estimate is not None]
-    return DOES_NOT_FIT if all(fit is False for fit in fits) else FITS
+    verdicts = {one.estimate.verdict for one in found if one.estimate is not None}
+    return next(EXIT_CODES[verdict] for verdict in (None, "fits", "tight", "over") if verdict in verdicts)
 
 
 def _show(options: EstimateOptions, figures: Any, print_to: Callable[[Console], None]) -> None:

@@ -172,7 +172,7 @@ def _list_models(wanted: bool) -> None:
 class EstimateOptions:
     """Predict the memory of a training step, and what makes it fit.
 
-    Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors.
+    Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors, 3 if it is too close to tell.
 
     Examples:
       hf-memopt estimate gpt2 -g "RTX 3060 12GB"
@@ -225,7 +225,7 @@ class EstimateOptions:
 class PlanOptions:
     """Find the fastest set-up that fits a GPU.
 
-    Exit code 0 if one fits, 1 if none does, 2 if it cannot be planned.
+    Exit code 0 if one fits, 1 if none does, 2 on errors, 3 if it is too close to tell.
 
     Examples:
       hf-memopt plan bert-large-uncased -g "RTX 3060 12GB" -s 128

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import check_of_data, flags_of, in_flags, spinner, typed_command
+from hf_memopt.cli.command import EXIT_CODES, check_of_data, flags_of, in_flags, spinner, typed_command
 from hf_memopt.memory import without_compiler
 from hf_memopt.memory.models import check_task, find_config
 from hf_memopt.plain_data import check_word
@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-FITS, DOES_NOT_FIT = 0, 1
-
 
 def run(options: PlanOptions, context: Any) -> int:
-    """Print the plan, write what is asked for, and return the exit code: 0 if a set-up fits, else 1.
+    """Print the plan, write what is asked for, and return the exit code of the verdict.
 
     Raises:
         ValueError: invalid options, or a model that cannot be planned for.
@@ -82,7 +80,7 @@ def run(options: PlanOptions, context: Any) -> int:
         said.out(f"Report: {options.report}", highlight=False)
     if options.plot is not None:
         said.out(f"Picture: {options.plot}", highlight=False)
-    return FITS if found.fits else DOES_NOT_FIT
+    return EXIT_CODES["over" if found.chosen is None else found.chosen.verdict]
 
 
 def _check(options: PlanOptions, words: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from rich import box
 from rich.table import Table
 
 from hf_memopt.cli.command import spinner, wrapped
-from hf_memopt.memory import MARGIN_SHARE
+from hf_memopt.components import MARGIN_SHARE
 from hf_memopt.plain_data import parse_object
 from hf_memopt.recipes import PRESETS, preset_rows, recipe
 from hf_memopt.terminal import Console

@@ -18,6 +18,10 @@ several figures is listed.
   on the power that its maker allows: the figure is that of the reference design, and the same name can be a third
   slower or faster. Where a name covers several forms, it is the fastest in a server (a V100 or A100 for SXM).
   ``matrix_mhz`` is the clock of matrix products where it is another one.
+- ``sustained_mhz`` is what the power limit leaves of the clock in a long row of matrix products, where somebody
+  measured it: the clock at which 0.77 of the rate (``HALF_FRACTION`` of ``memory/step_time``) is what was measured. A
+  T4 of 70 W gave 24 of its 65 TFLOPS in 100 products of 4096 x 4096, which NVIDIA's answer calls power capping. Empty
+  where no such figure was found; other GPUs of at most 75 W and laptops may keep less than their boost clock too.
 - Rates follow from the design, ``architectures.csv``: operations of one multiprocessor in one clock (a multiplication
   and its addition are two), times multiprocessors, times clock. They are those of dense matrix products that accumulate
   in float32, as training does: GeForce runs these at half its advertised rate, Quadro, RTX A and data center GPUs do
@@ -82,6 +86,8 @@ class Gpu:
         notes: what was assumed of it; an estimate for this GPU says so too.
         nvlink_bytes_per_second: to the other GPUs of its server in one direction, all links together; None where they
             are joined by PCIe, or by a bridge that not every computer has.
+        sustained_fraction: the share of the rates that it keeps under a long load; 1 where no power limit is known to
+            bind.
     """
 
     name: str
@@ -95,6 +101,7 @@ class Gpu:
     peak_flops_per_second: PeakRates = PeakRates()
     notes: tuple[str, ...] = ()
     nvlink_bytes_per_second: int | None = None
+    sustained_fraction: float = 1.0
 
     @property
     def bf16(self) -> bool:
@@ -186,13 +193,15 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
             f"usable memory: {usable_source}; context: {context_source}; "
             f"size, bandwidth, multiprocessors and clock: {PAGES}{row['page']}; "
             f"operations per clock: {design['operations_source']}; "
-            f"compute capability: {design['capability_source']}"
+            + (f"clock under a long load: {row['sustained_source']}; " if row["sustained_mhz"] else "")
+            + f"compute capability: {design['capability_source']}"
         ),
         bandwidth_bytes_per_second=round(float(row["bandwidth_gb"]) * 10**9),
         multiprocessors=int(row["multiprocessors"]),
         peak_flops_per_second=_peak_rates(row),
         notes=(f"{name} is an AMD GPU: {STANDS_IN}",) if _is_amd(row) else (),
         nvlink_bytes_per_second=int(row["nvlink_gb"]) * 10**9 if row["nvlink_gb"] else None,
+        sustained_fraction=int(row["sustained_mhz"] or row["boost_mhz"]) / int(row["boost_mhz"]),
     )
 
 

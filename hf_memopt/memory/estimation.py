@@ -141,7 +141,7 @@ def with_hints(
     announce: Callable[[str], object] = lambda text: None,
 ) -> Estimate:
     """Return an estimate with its ``hints``; ``announce`` is called with a text before each simulation."""
-    if found.fits is not False:
+    if found.verdict in (None, "fits"):
         return found
 
     def simulate(changes: Mapping[str, Any]) -> Estimate:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.compatibility import refused_fields
+from hf_memopt.components import Verdict, verdict_of
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.what_fits import largest_that_fits, margin_of
 from hf_memopt.units import format_bytes
@@ -52,14 +53,20 @@ class Hint:
         return self.spare_bytes >= 0
 
     @property
+    def verdict(self) -> Verdict:
+        """As ``Estimate.verdict``."""
+        return verdict_of(self.spare_bytes, self.margin_bytes)
+
+    @property
     def is_enough(self) -> bool:
         """Whether it fits and leaves the margin."""
         return self.spare_bytes >= self.margin_bytes
 
     def __str__(self) -> str:
         changes = ", ".join(f"{name}={value!r}" for name, value in self.changes.items())
-        rest = f"{'fits' if self.is_enough else 'tight'}, {{}} to spare" if self.fits else "still {} over"
-        return f"{changes} needs {format_bytes(self.total_bytes)}: {rest.format(format_bytes(abs(self.spare_bytes)))}"
+        spare = format_bytes(abs(self.spare_bytes))
+        rest = f"{self.verdict}, {spare} to spare" if self.fits else f"still {spare} over"
+        return f"{changes} needs {format_bytes(self.total_bytes)}: {rest}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
@@ -68,6 +75,7 @@ class Hint:
             "total_bytes": self.total_bytes,
             "spare_bytes": self.spare_bytes,
             "fits": self.fits,
+            "verdict": self.verdict,
         }
 
 
@@ -82,7 +90,7 @@ def find_hints(
     """Return changes that make a set-up fit, simulated.
 
     Args:
-        found: the estimate of a set-up that does not fit its GPU.
+        found: the estimate of a set-up that does not fit its GPU, or only just.
         simulate: returns the estimate of the set-up with changes, or raises ValueError where they do not apply to it,
             MissingExtraError where they need a package.
         precision: that suits GPU and model; see ``precision_for``.

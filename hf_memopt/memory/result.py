@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from hf_memopt.components import verdict_of
 from hf_memopt.memory.output import as_dict, draw, estimate_table, print_estimate
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.what_fits import margin_of
 
 if TYPE_CHECKING:
+    from hf_memopt.components import Verdict
     from hf_memopt.devices import Gpu
     from hf_memopt.memory.hints import Hint
     from hf_memopt.memory.settings import Fragmentation
@@ -45,14 +48,14 @@ class Estimate:
         flops: floating-point operations of an optimizer step, all its micro-batches, recomputation included.
         timeline: bytes over time.
         notes: what was assumed.
-        hints: changes that make it fit, or come nearest to it, each simulated; None where they were
+        hints: changes that make it fit with 5 % to spare, or come nearest to it, each simulated; None where they were
             not looked for (``estimate(..., hints=True)`` does) or nothing had to change.
         fragmentation: what differing batch lengths add to the reserved bytes; None without ``estimate(lengths=)``.
         step_time: the predicted seconds of an optimizer step, with a range; None without a GPU, and where they cannot
             be predicted.
-        step_costs: what the step computes and moves; ``step_costs.on(gpu)`` is its time on another GPU of the same
-            compute capability (of a mixture of experts, which has no predicted time, that with equally many tokens
-            for each expert). None where it is unknown.
+        step_costs: what the step computes and moves; ``step_costs.on("T4")`` is its time on another GPU of the same
+            compute capability (where no time is predicted, the one that ranks set-ups, by
+            ``step_costs.ranking_rule``). None where it is unknown.
         time_unknown: why ``step_time`` is None although there is a GPU; "" otherwise.
     """
 
@@ -91,8 +94,17 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the GPU holds it; None without a GPU."""
+        """Whether the GPU holds what is predicted, however closely; None without a GPU. ``verdict`` says how sure."""
         return None if self.gpu is None else self.total_bytes <= self.gpu.usable_bytes
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """``"fits"`` with 5 % of the GPU to spare, ``"tight"`` with less, which is too close to tell, or ``"over"``.
+
+        The margin is that of a plan; published runs reserved up to so much more than was predicted. None without a GPU.
+        """
+        gpu = self.gpu
+        return None if gpu is None else verdict_of(gpu.usable_bytes - self.total_bytes, margin_of(gpu))
 
     def table(self) -> str:
         """Return the estimate as text, with the verdict at the end."""

@@ -11,13 +11,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from hf_memopt.components import MARGIN_SHARE
+
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
 
-__all__ = ["MARGIN_SHARE", "largest_that_fits", "margin_of"]
-
-MARGIN_SHARE = 20
-"""A set-up fits with a twentieth of the GPU to spare: the worst error of an estimate on published runs is 5 %."""
+__all__ = ["largest_that_fits", "margin_of"]
 
 
 def margin_of(gpu: Gpu) -> int:

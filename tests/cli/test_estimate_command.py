@@ -113,6 +113,15 @@ def test_what_does_not_fit_ends_with_1_and_says_what_to_try() -> None:
     )
 
 
+def test_what_is_too_close_to_tell_ends_with_3(simulation) -> None:
+    gpu = custom_gpu("4GiB", "8.0")
+    mib = -(-hand_made(1, context_bytes=gpu.context_bytes).total_bytes // MIB)
+    result = run("--gpu-memory", f"{mib}MiB", "--compute-capability", "8.0", "--checkpointing")
+    assert "\ntight on custom " in result.stdout
+    assert ", too close to tell: " in lines(result.stdout).replace("\n", " ")
+    assert result.exit_code == 3
+
+
 def test_without_a_card_nothing_can_not_fit() -> None:
     result = run()
     assert result.exit_code == 0
@@ -409,7 +418,8 @@ def test_each_set_up_has_the_most_rows_that_fit(monkeypatch, examples: int) -> N
         fitting = [
             rows
             for rows in (sizes if "gradient_release" not in settings else [examples])
-            if growing("", **settings, batch_size=rows, gradient_accumulation_steps=1, seq_len=8, gpu=gpu).fits
+            if growing("", **settings, batch_size=rows, gradient_accumulation_steps=1, seq_len=8, gpu=gpu).verdict
+            == "fits"
         ]
         one = found[name]
         assert one.batch_size == max(fitting, default=examples if "gradient_release" in settings else 1), name

@@ -201,6 +201,8 @@ def test_every_figure_has_a_source(gpu):
     page = parts.pop("size, bandwidth, multiprocessors and clock")
     assert re.fullmatch(r"https://www\.techpowerup\.com/gpu-specs/[a-z0-9-]+\.c\d+", page)
     assert re.fullmatch(r"https://\S+", parts.pop("operations per clock"))
+    if gpu.sustained_fraction < 1:
+        assert re.fullmatch(r"https://\S+", parts.pop("clock under a long load"))
     assert list(parts) == ["usable memory", "context"]
     for text in parts.values():
         assert re.fullmatch(r"https://\S+( \((H100 NVL|gfx950)\))?|derived from the GPUs .*|unknown", text)

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,14 +170,24 @@ def test_adapters_are_counted_apart() -> None:
 # ---- Verdict
 
 
-def test_a_gpu_that_is_just_large_enough_fits() -> None:
+def test_a_gpu_that_is_just_large_enough_is_too_close_to_tell() -> None:
     found = hand_made()
-    exact = replace(SMALL, usable_bytes=found.total_bytes)
-    assert verdict(replace(found, gpu=exact)) == "fits GPU 4GB: 1.99 GiB of 1.99 GiB, 0 B to spare"
-    short = replace(SMALL, usable_bytes=found.total_bytes - 1)
-    assert verdict(replace(found, gpu=short)).startswith(
-        "does not fit GPU 4GB: 1.99 GiB of 1.99 GiB, 1 B over; 700.0 MiB of "
+
+    def on(usable_bytes: int) -> Any:
+        return replace(found, gpu=replace(SMALL, usable_bytes=usable_bytes))
+
+    larger, exact, short = on(20 * found.total_bytes // 19 + 20), on(found.total_bytes), on(found.total_bytes - 1)
+    assert [(one.verdict, one.fits) for one in (larger, exact, short)] == [
+        ("fits", True),
+        ("tight", True),
+        ("over", False),
+    ]
+    assert verdict(larger) == "fits GPU 4GB: 1.99 GiB of 2.09 GiB, 107.0 MiB to spare"
+    assert verdict(exact) == (
+        "tight on GPU 4GB: 1.99 GiB of 1.99 GiB, too close to tell: 0 B to spare, less than the 5 % that an estimate "
+        "may be wrong by; 700.0 MiB of the peak are activations. estimate(..., hints=True) finds what makes it fit"
     )
+    assert verdict(short).startswith("does not fit GPU 4GB: 1.99 GiB of 1.99 GiB, 1 B over; 700.0 MiB of ")
 
 
 def test_the_verdict_without_a_known_context() -> None:
@@ -217,6 +228,7 @@ def test_hints_are_printed_under_the_verdict() -> None:
         "total_bytes": 1100 * MIB,
         "spare_bytes": -100 * MIB,
         "fits": False,
+        "verdict": "over",
     }
 
 
@@ -247,7 +259,7 @@ def test_json_says_everything_in_bytes() -> None:
         "transformers": importlib.metadata.version("transformers"),
     }
     same = ("model", "batch_size", "seq_len", "peak_allocated_bytes", "peak_reserved_bytes", "context_bytes", "phase")
-    same += ("module", "host_bytes", "parameters", "trainable_parameters", "flops", "total_bytes", "fits")
+    same += ("module", "host_bytes", "parameters", "trainable_parameters", "flops", "total_bytes", "fits", "verdict")
     assert {name: read[name] for name in same} == {name: getattr(found, name) for name in same}
     assert read["notes"] == ["a note"]
     assert set(read) == {

@@ -85,6 +85,15 @@ def test_what_leaves_less_than_five_percent_is_tight_and_more_is_tried() -> None
     assert ": tight, " in str(hints[0])
 
 
+def test_a_set_up_that_is_too_close_to_tell_has_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    hint = Hint({"checkpointing": True}, 0, TOTAL)
+    monkeypatch.setattr("hf_memopt.memory.estimation.find_hints", lambda *args, **settings: (hint,))
+    close, fitting = on_gpu(TOTAL), on_gpu(2 * TOTAL)
+    assert (close.fits, close.verdict, fitting.verdict) == (True, "tight", "fits")
+    assert with_hints("", close).hints == (hint,)
+    assert with_hints("", fitting).hints is None
+
+
 def test_a_pair_follows_the_best_single_change_that_is_not_enough() -> None:
     found = on_gpu(TOTAL * 22 // 100)
     hints = _hints(found, Simulation(found, {"checkpointing": 0.4, "optim": 0.5, "seq_len": 0.9}))

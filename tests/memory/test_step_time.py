@@ -369,6 +369,43 @@ def test_the_range_is_wider_where_less_is_known() -> None:
     assert waiting.low < 0.5 * waiting.seconds
 
 
+def test_the_range_of_a_gpu_holds_its_published_rows() -> None:
+    busy = costs_of(Operation("product", "fp16", flops=10**14))
+    widths = {"V100 32GB": 0.12, "T4": 0.25, "RTX 3090": 0.2, "RTX 4090": 0.2, "RTX 4060 Laptop": 0.5, "L4": 0.5}
+    assert set(GPUS) >= {*module._RANGES, *module._AT_MOST_75_WATTS}
+    for name, width in widths.items():
+        found = busy.on(name)
+        assert (found.low, found.high) == pytest.approx(((1 - width) * found.seconds, (1 + width) * found.seconds))
+
+
+def test_products_have_the_clock_that_the_power_limit_leaves_and_memory_its_own() -> None:
+    gpu = GPUS["T4"]
+    cold = replace(gpu, sustained_fraction=1.0)
+    assert gpu.sustained_fraction == 760 / 1590
+    for kind in ("product", "convolution", "attention"):
+        cost = Operation(kind, "fp16", flops=10**14)
+        slow, fast = costs_of(cost).on(gpu).seconds, costs_of(cost).on(cold).seconds
+        assert slow / fast == pytest.approx(1590 / 760, rel=1e-2)
+    copy = costs_of(Operation("memory", moved_bytes=10**10))
+    assert copy.on("Tesla T4").seconds == copy.on(cold).seconds
+
+
+def test_convolutional_networks_are_ranked_and_not_predicted() -> None:
+    images = {"batch_size": 2, "gpu": A100, "precision": "fp16"}
+    attention = estimate("vit-base-patch16-224", **images)
+    assert attention.step_time is not None
+    assert attention.step_costs is not None
+    assert 0 < attention.step_costs.convolution_share < 1 / 50
+    widths = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 32, 64], "image_size": 32}
+    for config in (transformers.ResNetConfig(embedding_size=8, **widths), transformers.ConvNextConfig(**widths)):
+        found = estimate(config, **images)
+        assert found.step_time is None
+        share = f"{found.step_costs.convolution_share:.0%}"
+        assert found.time_unknown == f"convolutions move {share} of its bytes, and how fast cuDNN's are is not known"
+        assert found.step_costs.ranking_rule == "convolutions as fast as other products"
+        assert found.step_costs.on("A100 80GB").seconds > 0
+
+
 def test_times_within_five_percent_are_equal() -> None:
     assert equally_fast(1.0, 1.04)
     assert equally_fast(1.04, 1.0)

@@ -55,7 +55,7 @@ def test_what_grew_is_told_by_component_phase_setting_and_version(files: tuple[P
     assert found["versions"] == {"transformers": ["5.8.1", "5.23.0"]}
     assert found["verdict"] == (
         "B needs 500.0 MiB more than A: 7.71 GiB to 8.20 GiB (+6.3 %). Most of it: activations +600.0 MiB, gradients "
-        "-100.0 MiB. A fits with 0 B to spare on RTX 4060. B is 500.0 MiB over on RTX 4060."
+        "-100.0 MiB. A is tight with 0 B to spare on RTX 4060. B is 500.0 MiB over on RTX 4060."
     )
 
 

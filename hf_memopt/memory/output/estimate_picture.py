@@ -67,7 +67,7 @@ def bar_of(group: str, label: str, found: Estimate | None, *, measured_bytes: in
         label,
         parts,
         group,
-        "" if found.fits is None else "fits" if found.fits else "over",
+        found.verdict or "",
         measured_bytes=measured_bytes,
     )
 

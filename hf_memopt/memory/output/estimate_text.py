@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.components import COLOURS, COMPONENTS, CONTEXT, parts_of
+from hf_memopt.components import COLOURS, COMPONENTS, CONTEXT, MARGIN_SHARE, parts_of
 from hf_memopt.reports.difference import ESTIMATE_FORMAT
 from hf_memopt.technique_list import asked_by
 from hf_memopt.units import format_bytes
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["as_dict", "describe", "estimate_table", "print_estimate", "verdict"]
 
 BAR_COLUMNS = 20
+COLOUR = {"fits": "green", "tight": "yellow", "over": "red"}
 
 
 # ---- Table
@@ -49,11 +50,11 @@ def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str]
     console.print(_phases(estimate))
     if lines:
         plain("\n".join(lines))
-    style = {True: "bold green", False: "bold red", None: "bold"}[estimate.fits]
+    style = f"bold {COLOUR[estimate.verdict]}" if estimate.verdict else "bold"
     said = f"{verdict(estimate)}. Changes that were simulated:" if estimate.hints else verdict(estimate)
     plain(wording(said), style=style)
     for hint in estimate.hints or ():
-        plain(wording(str(hint)), style="green" if hint.fits else "red")
+        plain(wording(str(hint)), style=COLOUR[hint.verdict])
 
 
 def _components(estimate: Estimate, block: str) -> RenderableType:
@@ -206,7 +207,7 @@ def _call_text(options: Mapping[str, Any]) -> str:
 
 
 def verdict(estimate: Estimate) -> str:
-    """Return one sentence: whether the GPU can hold it, by how much, and if not, what is largest."""
+    """Return one sentence: whether the GPU can hold it, by how much, and if not surely, what is largest."""
     gpu, total = estimate.gpu, format_bytes(estimate.total_bytes)
     if gpu is None:
         context = " and CUDA's context" if estimate.context_bytes is None else ""
@@ -214,16 +215,19 @@ def verdict(estimate: Estimate) -> str:
     spare_bytes = gpu.usable_bytes - estimate.total_bytes
     context = " (and CUDA's context, whose size is unknown)" if estimate.context_bytes is None else ""
     figures = f"{gpu.name}: {total}{context} of {format_bytes(gpu.usable_bytes)}"
-    if spare_bytes >= 0:
+    if estimate.verdict == "fits":
         return f"fits {figures}, {format_bytes(spare_bytes)} to spare"
-    over = f"does not fit {figures}, {format_bytes(-spare_bytes)} over"
+    said = f"does not fit {figures}, {format_bytes(-spare_bytes)} over"
+    if estimate.verdict == "tight":
+        wrong = f"less than the {100 // MARGIN_SHARE} % that an estimate may be wrong by"
+        said = f"tight on {figures}, too close to tell: {format_bytes(spare_bytes)} to spare, {wrong}"
     if estimate.hints:
-        return over
+        return said
     if estimate.hints is not None:
-        return f"{over}, and no change that was simulated needs less"
+        return f"{said}, and no change that was simulated needs less"
     largest = max(COMPONENTS, key=lambda name: estimate.components[name])
     return (
-        f"{over}; {format_bytes(estimate.components[largest])} of the peak are {largest}. "
+        f"{said}; {format_bytes(estimate.components[largest])} of the peak are {largest}. "
         "estimate(..., hints=True) finds what makes it fit"
     )
 
@@ -249,6 +253,7 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
         "step_time": None if estimate.step_time is None else asdict(estimate.step_time),
         "total_bytes": estimate.total_bytes,
         "fits": estimate.fits,
+        "verdict": estimate.verdict,
         "hints": [hint.as_dict() for hint in estimate.hints or ()],
         "phase_peaks": {
             name: {"allocated_bytes": peak.allocated_bytes, "reserved_bytes": peak.reserved_bytes}

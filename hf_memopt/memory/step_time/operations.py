@@ -43,7 +43,7 @@ _LAUNCHES_PER_TENSOR = 0.05  # of a foreach call: it builds its list of addresse
 _LAUNCHES_OF_EXTENSIONS = 3  # an operation of bitsandbytes: Python, checks, ctypes
 
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "int8"}
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convolution", "convolution_backward", "_grouped_mm"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_int_mm", "_grouped_mm"}
 _NO_KERNEL = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "lift_fresh", "_unsafe_view"}
 _BY_ROWS = {"embedding", "index", "gather", "index_select", "nll_loss_forward"}
 _WITHOUT_READING = {"fill_", "zero_", "copy_"}  # overwrite what they are called on
@@ -54,8 +54,8 @@ class Operation(NamedTuple):
     """The cost of one operation.
 
     Attributes:
-        kind: ``"product"``, ``"attention"`` (fused), ``"memory"``, ``"view"`` or ``"pcie"`` (a copy from or to the
-            host).
+        kind: ``"product"``, ``"convolution"``, ``"attention"`` (fused), ``"memory"``, ``"view"`` or ``"pcie"`` (a copy
+            from or to the host).
         dtype: of its first tensor: ``"fp16"``, ``"bf16"``, ``"int8"``, and ``"fp32"`` for all others.
         in_backward: whether C++ code of the backward pass launches it, and not Python.
         flops: floating-point operations of products; 0 for other operations.
@@ -97,7 +97,7 @@ def _traits(func: Any) -> _Traits:
     arguments = list(enumerate(schema.arguments))
     written = tuple(place for place, item in arguments if item.alias_info is not None and item.alias_info.is_write)
     views = not written and any(item.alias_info is not None for item in schema.returns)
-    kind = "product" if name in _PRODUCTS else "memory"
+    kind = "product" if name in _PRODUCTS else "convolution" if name.startswith("convolution") else "memory"
     if name.startswith("_scaled_dot_product_") and "attention" in name:
         kind = "attention"
     return _Traits(

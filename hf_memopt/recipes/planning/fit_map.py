@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from hf_memopt.components import Verdict
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
-from hf_memopt.recipes.planning.simulated import Verdict
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation

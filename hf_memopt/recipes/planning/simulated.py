@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from hf_memopt.components import Verdict, verdict_of
 from hf_memopt.devices import GPUS
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory import estimate, margin_of
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
 
     Case = tuple[tuple[Technique, ...], int, int | None, Sharing | None]
 
-__all__ = ["Candidate", "Simulation", "Verdict", "priced_on", "verdict_of"]
-
-Verdict = Literal["fits", "tight", "over"]
+__all__ = ["Candidate", "Simulation", "priced_on"]
 
 
 @dataclass(frozen=True)
@@ -163,9 +162,6 @@ class Candidate:
         }
 
 
-def verdict_of(spare_bytes: int, margin_bytes: int) -> Verdict:
-    """Return whether what is left holds the margin, less than it, or is missing."""
-    return "over" if spare_bytes < 0 else "tight" if spare_bytes < margin_bytes else "fits"
 
 
 def priced_on(gpu: Gpu) -> Gpu:
@@ -320,10 +316,8 @@ class Simulation:
 
     def step_time(self, found: Estimate) -> StepTime | None:
         """Return the predicted time of an estimated step; None where it cannot be predicted."""
-        assumed = ""
-        if found.step_costs is not None and found.step_costs.routes_tokens:
-            assumed = "equally many for each"
-        elif self.priced_on.compute_capability != self.gpu.compute_capability:
+        assumed = found.step_costs.ranking_rule if found.step_costs is not None else ""
+        if not assumed and self.priced_on.compute_capability != self.gpu.compute_capability:
             assumed = f"that of {self.priced_on.name}"
         if not assumed:
             return self._priced(found)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.components import MARGIN_SHARE, verdict_of
 from hf_memopt.plotting import page_pictures
 from hf_memopt.reports import rendered, share_text, signed
 from hf_memopt.reports.difference.sides import Side
@@ -101,9 +102,10 @@ class Difference:
             if side.failed:
                 yield f"{letter} {side.failed}."
             elif side.limit_bytes is not None and side.kind in COMPUTED:
-                over = side.total_bytes - side.limit_bytes
-                fits = f"fits with {format_bytes(-over)} to spare" if over <= 0 else f"is {format_bytes(over)} over"
-                yield f"{letter} {fits} on {side.device}."
+                spare = side.limit_bytes - side.total_bytes
+                verdict = verdict_of(spare, side.limit_bytes // MARGIN_SHARE)
+                fits = {"fits": "fits with {} to spare", "tight": "is tight with {} to spare", "over": "is {} over"}
+                yield f"{letter} {fits[verdict].format(format_bytes(abs(spare)))} on {side.device}."
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
+from hf_memopt.components import Verdict
 from hf_memopt.json_fields import Number, read_json
 from hf_memopt.plain_data import Count, CountOrZero
 
@@ -22,7 +23,6 @@ __all__ = [
     "PaddingData",
     "PlanData",
     "TimelineData",
-    "Verdict",
     "batch_of",
     "is_same",
     "read_plan_text",
@@ -31,8 +31,6 @@ __all__ = [
 
 FORMAT = 2
 """Raised when a field changes its meaning or goes."""
-
-Verdict = Literal["fits", "tight", "over"]
 
 
 class PhaseData(TypedDict):

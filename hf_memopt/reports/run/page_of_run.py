@@ -10,7 +10,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.components import parts_of
+from hf_memopt.components import MARGIN_SHARE, parts_of
 from hf_memopt.plotting import page_pictures
 from hf_memopt.reports import phase_name, rendered, share_text
 from hf_memopt.reports.pictures import Bar, Limit, bars_figure, near
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["padding_share", "run_page"]
 
 UNPREDICTED = "not predicted: "
-TIGHT_SHARE = 20  # a run that leaves less than a twentieth of the device is tight
 HEADLINES = {"training": "Still training", "finished": "Trained", "out of memory": "Out of memory"}
 
 
@@ -99,7 +98,7 @@ def _verdict(told: RunData) -> str:
     if told["state"] == "out of memory":
         return "over"
     device = told["device_bytes"] or 0
-    return "tight" if device and TIGHT_SHARE * (device - total_bytes(told)) < device else "fits"
+    return "tight" if device and MARGIN_SHARE * (device - total_bytes(told)) < device else "fits"
 
 
 def _components(told: RunData) -> Iterator[list[str]]:
