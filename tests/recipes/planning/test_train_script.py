@@ -239,7 +239,7 @@ def test_the_script_of_an_encoder_runs(task: str, method: str, work: Path) -> No
     written = found.write("run", data="train.jsonl")
     assert written.notes == ()
     trainer = run_script(work / "run/train.py")
-    assert trainer.state.global_step == 3 * -(-(len(rows)) // 8)
+    assert trainer.state.global_step == 3 * 3  # of 24 or 26 rows 3 are evaluated
     assert found.chosen is not None
     check_against_recipe(trainer, recipe(written.recipe))
     names = {"sequence-classification": ["no", "yes"], "token-classification": ["0", "1", "2"]}
