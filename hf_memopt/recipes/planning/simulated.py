@@ -162,8 +162,6 @@ class Candidate:
         }
 
 
-
-
 def priced_on(gpu: Gpu) -> Gpu:
     """Return the GPU whose figures give seconds: itself, else of the nearest compute capability the nearest in size."""
     if not missing_figures(gpu):

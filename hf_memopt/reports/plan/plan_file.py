@@ -7,7 +7,7 @@ no report shows are not looked at.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from hf_memopt.components import Verdict
 from hf_memopt.json_fields import Number, read_json
