@@ -29,7 +29,7 @@ from hf_memopt.plain_data import Count, check_fields, check_value, check_word, f
 PUBLISHED = Path(__file__).resolve().parent / "published"
 FILES = tuple(PUBLISHED / f"{name}.json" for name in ("measurements", "a100_throughput", "measurements_3"))
 METERS = ("allocated", "reserved", "NVML whole card", "NVML less first sample", "fits", "seconds")
-LOOPS = {"Trainer": "trainer", "SFTTrainer": "trainer", "manual": "manual", "function": "manual"}
+LOOPS = {"Trainer": "trainer", "SFTTrainer": "trainer", "manual": "manual", "function": "function"}
 LORA_OPTIONS = {
     "r": Count,
     "target_modules": Literal["all-linear"] | tuple[str, ...],
