@@ -185,8 +185,8 @@ def _usual_task(config: PretrainedConfig) -> str | None:
     elif "masked-lm" in tasks and not getattr(config, "is_decoder", False):
         order = ["sequence-classification", "masked-lm"]
     else:
-        order = ["causal-lm", "image-classification", "sequence-classification"]
-    return next((task for task in order if task in tasks), None)
+        order = ["image-text-to-text", "causal-lm", "zero-shot-image-classification", "image-classification"]
+    return next((task for task in (*order, *tasks) if task in tasks), None)
 
 
 def _own_task(config: PretrainedConfig) -> str:

@@ -24,6 +24,7 @@ from hf_memopt.binding.parameters import layer_stacks
 from hf_memopt.devices import against_float16, current_os
 from hf_memopt.memory.models import default_length, most_tokens, name_on_hub
 from hf_memopt.memory.recording import session
+from hf_memopt.memory.settings import StepSettings
 from hf_memopt.recipes.planning.set_ups import ModelFacts
 from hf_memopt.techniques import platform_problem
 
@@ -127,7 +128,7 @@ def _rounded(tokens: float) -> int:
 
 
 def facts_of(
-    model: Any, task: str | None, system: str | None = None
+    model: Any, task: str | None, system: str | None = None, settings: StepSettings | None = None
 ) -> tuple[Any, str | None, ModelFacts, int | None, int | None]:
     """Return what to estimate, its task and facts, the most tokens of a row, and the length where none is given.
 
@@ -158,7 +159,7 @@ def facts_of(
         has_paging=(system or current_os()) == "linux",
         overflow=against_float16(config=getattr(built, "config", None)),
     )
-    return source, own_task, facts, most_tokens(built) if found is not None else None, default_length(built)
+    return source, own_task, facts, most_tokens(built) if found is not None else None, default_length(built, settings)
 
 
 def name_to_load(model: Any) -> str | None:

@@ -235,6 +235,7 @@ class Simulation:
         refused: the set-ups that could not be simulated, and why.
         time_unknown: why no time is predicted, and which is assumed instead; "" where one is predicted.
         most_tokens: of a row that the model takes; None for no limit.
+        media: pictures and audio of an example, as for ``estimate``.
         sharing: how the GPUs share the steps that are simulated next; None for one GPU.
         with_ease: whether what is searched for next has to leave 8 % of the GPU.
     """
@@ -253,6 +254,7 @@ class Simulation:
     parameters: int = 0
     model_name: str = ""
     most_tokens: int | None = None
+    media: Mapping[str, Any] = field(default_factory=dict)
     sharing: Sharing | None = None
     with_ease: bool = False
     _found: dict[Case, Candidate | None] = field(default_factory=dict)
@@ -302,6 +304,7 @@ class Simulation:
             gpu=gpu or self.gpu,
             task=self.task,
             gradient_accumulation_steps=steps,
+            **self.media,
             **shared,
         )
         return found if self.measured is None or gpu is not None else self.measured.applied(found, recipe)
