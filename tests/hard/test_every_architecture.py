@@ -6,11 +6,19 @@ reason; a type that is not there and fails, or is there and works, fails the tes
 
 from __future__ import annotations
 
+import csv
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoConfig, PretrainedConfig
 
+from hf_memopt import estimate
 from hf_memopt.binding.model import HEADS
+from hf_memopt.memory.models.loading import _usual_task
+
+ALLOWED = Path(__file__).with_name("every_architecture.csv")
 
 LAYERS = 4
 COUNTS = {
@@ -90,3 +98,28 @@ def arguments_of(config: PretrainedConfig, task: str, way: str) -> dict[str, Any
     wide = model_type in IN_FLOAT32
     precision = {"precision": "fp32" if wide else "bf16", "weights_dtype": "float32" if wide else "bfloat16"}
     return {**shape, **precision, "images": 1 if hasattr(config, "vision_config") else None, **ways[way]}
+
+
+def outcome(model_type: str, way: str) -> str:
+    """Return why a model type cannot be estimated in a way; "" where it can."""
+    try:
+        config = small_config(model_type)
+        estimate(config, **arguments_of(config, str(_usual_task(config)), way))
+    except Exception as error:  # transformers' own errors come from building default configurations
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["full", "lora", "nf4"])
+def test_every_architecture_is_estimated_or_has_a_reason(way: str) -> None:
+    with ALLOWED.open(newline="") as file:
+        allowed = {row["model_type"]: row["reason"] for row in csv.DictReader(file) if way in row["ways"].split()}
+    text = {one for task in TASKS_OF_TEXT for one in HEADS[task][1]}
+    types = sorted({one for _, mapping in HEADS.values() for one in mapping})
+    failed = {one: why for one in types if (why := outcome(one, way))}
+    counts = Counter((one in text) for one in failed)
+    print(f"{way}: {len(types) - len(failed)} of {len(types)} types, of text {len(text) - counts[True]} of {len(text)}")
+    assert {one: why for one, why in failed.items() if one not in allowed} == {}
+    assert sorted(set(allowed) - set(failed)) == []

@@ -13,6 +13,7 @@ import torch
 import transformers
 from host_semantics import HostSemantics
 
+from hf_memopt.binding.model_changes import add_adapters
 from hf_memopt.memory.models import example_batch
 from hf_memopt.memory.recording.sessions import _prepared
 from hf_memopt.memory.recording.step import record_step
@@ -80,7 +81,12 @@ def record(kind: str, device: str) -> StorageTracker:
     with torch.device("meta"):
         twin = getattr(transformers, head)(configuration).train()
     batch = example_batch(twin, batch_size=2, seq_len=seq_len, settings=step)
-    model = _prepared(model, step)
+    if kind == "mixtral":
+        model.set_experts_implementation("batched_mm")  # the grouped product of float32 is not on meta
+    if device == "meta":
+        model = _prepared(model, step)
+    elif step.lora is not None:
+        model = add_adapters(model, step.lora)
     if device == "cpu":
         batch = {name: _real(value) for name, value in batch.items()}
     tracker = StorageTracker(device_type=device)
@@ -106,5 +112,4 @@ def test_a_step_on_meta_is_the_real_one(kind: str) -> None:
             held += delta
             peak = max(peak, held)
         peaks.append(peak)
-    print(kind, peaks, len(real.events), len(meta.events))
-    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.0005)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
 from hf_memopt.binding.model import task_of, unwrap_model
-from hf_memopt.memory.models.loading import TASKS
+from hf_memopt.memory.models.loading import TASKS, is_headless
 from hf_memopt.memory.models.media import (
     DEFAULT_SECONDS,
     Media,
@@ -33,7 +34,7 @@ from hf_memopt.memory.models.media import (
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.plain_data import Count, check_value
 
-__all__ = ["DEFAULT_LENGTH", "assumed_media", "check_sequence", "default_length", "example_batch", "most_tokens"]
+__all__ = ["DEFAULT_LENGTH", "assumed_inputs", "check_sequence", "default_length", "example_batch", "most_tokens"]
 
 CHOICES = 4
 """Answers per question of multiple choice, as in SWAG; configurations do not have their number."""
@@ -51,16 +52,22 @@ DEFAULT_LENGTH = 512
 """Tokens of a row where nothing says how long rows are: what BERT's family takes at most, and usual in fine-tuning."""
 
 
-def assumed_media(model: nn.Module, settings: StepSettings) -> str:
-    """Return which pictures or audio an example has, as assumed where the settings do not say; "" for none."""
+def assumed_inputs(model: nn.Module, settings: StepSettings) -> Iterator[str]:
+    """Yield what is assumed of the head, the pictures and the audio, where neither configuration nor settings say."""
     inside = unwrap_model(model)
+    if is_headless(inside.config):
+        named, head = inside.config.architectures[0], type(inside).__name__
+        yield f"{named} has no loss: estimated as {head}; give task for another head"
     if _reads_audio_alone(inside):
-        return audio_of(inside, settings, 1)[1]
-    if task_of(model) in (*_OF_IMAGES, "zero-shot-image-classification"):
+        note = audio_of(inside, settings, 1)[1]
+    elif task_of(model) in (*_OF_IMAGES, "zero-shot-image-classification"):
         height, width = picture_side(inside.config, settings.image_size)
         said = settings.image_size or picture_side(inside.config, None, unknown=0)[0]
-        return "" if said else f"pictures of {height} x {width} pixels (image_size)"
-    return _media(inside, settings, 1).note
+        note = "" if said else f"pictures of {height} x {width} pixels (image_size)"
+    else:
+        note = _media(inside, settings, 1).note
+    if note:
+        yield note
 
 
 def default_length(model: nn.Module, settings: StepSettings | None = None) -> int | None:

@@ -32,7 +32,7 @@ from hf_memopt.binding.parameters import freeze
 from hf_memopt.devices import Chip
 from hf_memopt.memory.cuda import CudaSemantics, hidden_bytes
 from hf_memopt.memory.distributed import sharded_step, without_autocast
-from hf_memopt.memory.models import LoadedModel, assumed_media, example_batch, load_model, rest_to_meta
+from hf_memopt.memory.models import LoadedModel, assumed_inputs, example_batch, load_model, rest_to_meta
 from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import cut_batch, record_step, state_kept
@@ -301,8 +301,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
             semantics=semantics,
             sharded=sharded,
         )
-    assumed = assumed_media(prepared.base, settings)
-    trace.notes += (assumed,) if assumed else ()
+    trace.notes += tuple(assumed_inputs(prepared.base, settings))
     return trace
 
 
