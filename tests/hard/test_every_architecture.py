@@ -50,6 +50,7 @@ CONSISTENT: dict[str, dict[str, Any]] = {
     "moonshine": {"pad_token_id": 0},
     "nemotron": {"num_key_value_heads": 8},
     "paligemma": {"projection_dim": 3072, "vision_config": {"projection_dim": 3072}},
+    "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
     "reformer": {"axial_pos_shape": [8, 8]},
     "smolvlm": {"vision_config": {"image_size": 364, "patch_size": 14}},
     "t5": {"decoder_start_token_id": 0},

@@ -168,6 +168,7 @@ def check_sequence(model: nn.Module, seq_len: int, *, name: str = "seq_len") -> 
 def _positions(model: Any) -> int | None:
     config = model.config
     limit = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
+    limit = limit or getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1 or getattr(config, "position_biased_input", True) is False:
         return None
     for name, module in model.named_modules():
