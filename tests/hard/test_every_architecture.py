@@ -29,7 +29,8 @@ WIDTHS = {"out_hidden_size", "projection_dim", "output_dim", "text_hidden_size",
 """Of what reads pictures, in some default configurations another one than the text model's."""
 WITHOUT_TEXT = {"image-classification", "semantic-segmentation", "object-detection", "ctc", "audio-classification"}
 WITHOUT_LENGTH = {*WITHOUT_TEXT, "image-text-to-text"}
-TASKS_OF_TEXT = [task for task in HEADS if task not in {*WITHOUT_TEXT, "speech-seq2seq", "image-text-to-text"}]
+OTHERS = {*WITHOUT_LENGTH, "speech-seq2seq", "zero-shot-image-classification"}
+TASKS_OF_TEXT = [task for task in HEADS if task not in OTHERS]
 CONSISTENT: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},

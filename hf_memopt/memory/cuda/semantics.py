@@ -261,7 +261,7 @@ class CudaSemantics(TorchFunctionMode):
         found = torch.tensor(data, device=device, **kwargs)
         if found.is_meta and self._tracker is not None and not isinstance(data, torch.Tensor):
             values = tree_map(lambda one: one.item() if isinstance(one, torch.Tensor) else one, data)
-            self._tracker.values.give(found, torch.tensor(values, device="cpu", **kwargs))
+            self._tracker.values.give(found, values)
         return found
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:

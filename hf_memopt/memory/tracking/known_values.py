@@ -32,7 +32,7 @@ class KnownValues:
     def __init__(self) -> None:
         self._hosts: dict[int, tuple[torch.UntypedStorage, Any]] = {}  # by _cdata, private: pinned by a test
 
-    def give(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+    def give(self, tensor: torch.Tensor, values: Any) -> None:
         """Remember that a meta tensor has these values, of the same shape."""
         storage = tensor.untyped_storage()
         if tensor.numel() > _MOST or storage._cdata in self._hosts or storage.nbytes() > 8 * _MOST:
@@ -41,7 +41,8 @@ class KnownValues:
         freed = weakref.ref(storage, lambda _: self._hosts.pop(key, None))
         with _disable_current_modes():
             self._hosts[key] = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage(), freed
-            self._view(tensor).copy_(values)
+            given = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=tensor.dtype)
+            self._view(tensor).copy_(given)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values on the host; None where they are unknown."""
