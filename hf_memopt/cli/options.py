@@ -247,6 +247,9 @@ class PlanOptions:
         32, "Examples of an optimizer step, which stays as it is; 32 by default.", "N", group=DATA, min=1, max=10**5
     )
     task: str | None = _task(DATA)
+    images: int | None = _option(None, "Pictures of an example.", "N", group=DATA, min=0)
+    image_size: int | None = _count("Pixels of a picture's side; the model's by default.", group=DATA)
+    audio_seconds: float | None = _option(None, "Seconds of audio of an example; 10 by default.", "N", group=DATA)
     gpu: str | None = _option(
         None, 'Such as "RTX 3060 12GB", or a size: 8GB; the current one by default.', "NAME", "-g", "--gpu", group=GPU
     )

@@ -57,6 +57,9 @@ def run(options: PlanOptions, context: Any) -> int:
                 world_size=options.world_size,
                 strategy=options.strategy,
                 task=options.task,
+                images=options.images,
+                image_size=options.image_size,
+                audio_seconds=options.audio_seconds,
                 measured=options.measured,
                 announce=announce,
             )

@@ -275,7 +275,7 @@ def _recorded(
         if loaded.key is None:
             settings = settings.replace(weights_dtype=own_dtype(loaded.model, weights_dtype))
         if shape.seq_len is None:
-            shape = replace(shape, seq_len=default_length(loaded.model))
+            shape = replace(shape, seq_len=default_length(loaded.model, settings))
         return session().record(loaded, settings, shape, chip), loaded.name, settings, shape
 
 
@@ -283,6 +283,7 @@ def _length_notes(assumed_length: int | None) -> tuple[str, ...]:
     if assumed_length is None:
         return ()
     what = "" if assumed_length == DEFAULT_LENGTH else ", all that the model takes"
+    what = what if assumed_length <= DEFAULT_LENGTH else ", pictures included"
     return (f"seq_len={assumed_length} by default{what}; pass the length of your longest rows",)
 
 

@@ -32,12 +32,13 @@ import tiny
 from hf_memopt import hub
 from hf_memopt.binding.model import task_of
 from hf_memopt.binding.model import traits as model_tasks
-from hf_memopt.memory.models import cut_batch, example_batch, known_models, load_model
+from hf_memopt.memory.models import assumed_inputs, example_batch, known_models, load_model
 from hf_memopt.memory.models import loading as models
 from hf_memopt.memory.models.batches import check_sequence
 from hf_memopt.memory.models.loading import TASKS
 from hf_memopt.memory.models.meta_copy import copy_to_meta
-from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.recording.step import cut_batch
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
 
 # Elements of the parameters, with ("all") or without ("base") the head, as published:
 # - "params" in keras-team/keras-hub, keras_hub/src/models/*/*_presets.py: BERT (macbert-base as bert_base_zh),
@@ -1052,12 +1053,6 @@ BERT_TASKS = (
     ("model", "settings", "message"),
     [
         (
-            lambda: _config("bert", architectures=["BertModel"]),
-            {},
-            "architectures=['BertModel'] is not a head with a known loss and batch; expected one for "
-            f"{BERT_TASKS}. Pass task='sequence-classification'",
-        ),
-        (
             lambda: _config("bert", architectures=["BertForNextSentencePrediction"]),
             {},
             "architectures=['BertForNextSentencePrediction'] is not a head with a known loss and batch; expected "
@@ -1194,16 +1189,21 @@ def test_base_model_without_a_head_is_refused() -> None:
         example_batch(load_model(transformers.BertModel(tiny.bert_config())).model, batch_size=2, seq_len=8)
 
 
-def test_image_size_that_a_configuration_does_not_tell_is_asked_for() -> None:
+def test_a_class_without_a_head_gets_the_usual_one_and_a_note() -> None:
+    model = load_model(_config("bert", architectures=["BertModel"])).model
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert list(assumed_inputs(model, StepSettings())) == [
+        "BertModel has no loss: estimated as BertForSequenceClassification; give task for another head"
+    ]
+
+
+def test_image_size_that_a_configuration_does_not_tell_is_224_and_said() -> None:
     model = load_model(transformers.ResNetConfig(depths=[1], hidden_sizes=[8], embedding_size=8)).model
-    with pytest.raises(ValueError) as error:
-        example_batch(model, batch_size=2, seq_len=None)
-    assert str(error.value) == (
-        "image_size=None, num_channels=3 of ResNetForImageClassification are not the shape of an image; expected "
-        "integers. Set: model.config.image_size = 224; model.config.num_channels = 3"
-    )
-    model.config.image_size = 64
-    assert _shapes(example_batch(model, batch_size=2, seq_len=None))["pixel_values"] == ((2, 3, 64, 64), FLOATS)
+    for given, side, said in ((None, 224, "pictures of 224 x 224 pixels (image_size)"), (64, 64, "")):
+        settings = StepSettings(image_size=given)
+        shapes = _shapes(example_batch(model, batch_size=2, seq_len=None, settings=settings))
+        assert shapes["pixel_values"] == ((2, 3, side, side), FLOATS)
+        assert "".join(assumed_inputs(model, settings)) == said
 
 
 def test_a_configuration_with_bitsandbytes_quantisation_is_built_of_stand_ins() -> None:

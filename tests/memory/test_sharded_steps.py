@@ -20,10 +20,9 @@ from hf_memopt.binding.fused_loss import chunked_loss
 from hf_memopt.memory.allocator import ReplayPlan
 from hf_memopt.memory.allocator.replay import replay
 from hf_memopt.memory.distributed import bucket_bytes, shard_facts, sharded_step
-from hf_memopt.memory.models import cut_batch
 from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import autocast_dtype
-from hf_memopt.memory.recording.step import record_step
+from hf_memopt.memory.recording.step import cut_batch, record_step
 from hf_memopt.memory.tracking import StorageTracker
 from two_ranks import run_pair
 

@@ -106,6 +106,7 @@ HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "speech-seq2seq": ("AutoModelForSpeechSeq2Seq", modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
     "seq2seq": ("AutoModelForSeq2SeqLM", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     "causal-lm": ("AutoModelForCausalLM", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "image-text-to-text": ("AutoModelForImageTextToText", modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
     "masked-lm": ("AutoModelForMaskedLM", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "sequence-classification": (
         "AutoModelForSequenceClassification",
@@ -121,6 +122,20 @@ HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
         "AutoModelForImageClassification",
         modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     ),
+    "zero-shot-image-classification": (
+        "AutoModelForZeroShotImageClassification",
+        modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    "semantic-segmentation": (
+        "AutoModelForSemanticSegmentation",
+        modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
+    ),
+    "object-detection": ("AutoModelForObjectDetection", modeling_auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES),
+    "ctc": ("AutoModelForCTC", modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES),
+    "audio-classification": (
+        "AutoModelForAudioClassification",
+        modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    ),
 }
 # Of the tasks that list a class, the first is taken: BartForConditionalGeneration is not a masked LM.
 
@@ -130,6 +145,10 @@ NEW_HEADS: Mapping[str, tuple[str, ...]] = {
     "question-answering": ("qa_outputs",),
     "multiple-choice": ("pre_classifier", "classifier"),
     "image-classification": ("classifier",),
+    "semantic-segmentation": ("decode_head",),
+    "object-detection": ("class_labels_classifier", "bbox_predictor"),
+    "ctc": ("lm_head",),
+    "audio-classification": ("projector", "classifier"),
 }
 """Heads that a checkpoint usually lacks, so that they are trained whole, by the names that PEFT gives them."""
 

@@ -31,6 +31,7 @@ AUTO_TARGETS = "auto"
 
 _TASK_TYPES = {
     "causal-lm": "CAUSAL_LM",
+    "image-text-to-text": "CAUSAL_LM",
     "seq2seq": "SEQ_2_SEQ_LM",
     "sequence-classification": "SEQ_CLS",
     "token-classification": "TOKEN_CLS",
@@ -72,6 +73,8 @@ def add_adapters(
     config: Any = copy.deepcopy(lora)
     if isinstance(lora, int):
         config = LoraConfig(**adapter_options(task_of(model), lora, alpha=alpha, targets=targets))
+        if targets == AUTO_TARGETS:
+            config.exclude_modules = _not_adaptable(model, config)
     with without_warnings_of_peft():
         try:
             adapted: nn.Module = get_peft_model(model, config)
@@ -95,11 +98,13 @@ def add_adapters(
 def without_warnings_of_peft() -> Iterator[None]:
     """Leave out what PEFT warns of and does right.
 
-    peft 0.21 asks transformers 5.23 under the names of 5.17, and corrects ``fan_in_fan_out`` for GPT-2 by itself.
+    peft 0.21 asks transformers 5.23 under the names of 5.17, corrects ``fan_in_fan_out`` for GPT-2 by itself, and makes
+    patterns for experts from ``all-linear`` by itself.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)
         warnings.filterwarnings("ignore", ".*fan_in_fan_out.*", UserWarning)
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         yield
 
 
@@ -120,6 +125,41 @@ def adapter_options(
         "task_type": _TASK_TYPES.get(task or ""),
         "modules_to_save": None if heads is None else list(heads),
     }
+
+
+def _not_adaptable(model: nn.Module, config: LoraConfig) -> list[str] | None:
+    """Return the linear layers that PEFT would take with "all-linear", and then stop at; None for none.
+
+    These are routers that return several tensors, layers that are no plain product, and projections whose weight a
+    fused kernel reads (Mamba's ``out_proj``).
+    """
+    from peft.tuners.tuners_utils import (
+        _check_lora_target_modules_mamba,
+    )  # private: pinned by a test, peft 0.18 to 0.21
+
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        try:
+            _check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])
+        except ValueError:
+            found.append(name)
+            continue
+        if type(module).__module__.startswith("transformers.") and not _is_one_product(module):
+            found.append(name)
+    return found or None
+
+
+def _is_one_product(linear: nn.Linear) -> bool:
+    """Return whether a class of linear layers returns one tensor with its ``out_features``, by a call on meta."""
+    weights = {name: torch.empty_like(weight, device="meta") for name, weight in linear.named_parameters()}
+    row = torch.empty(1, linear.in_features, dtype=linear.weight.dtype, device="meta")
+    try:
+        out = torch.func.functional_call(linear, weights, (row,))
+    except (RuntimeError, ValueError, IndexError):  # a layer of groups takes another shape
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (1, linear.out_features)
 
 
 def _check_targets(model: nn.Module, targets: str | tuple[str, ...]) -> None:

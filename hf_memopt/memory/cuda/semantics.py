@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from hf_memopt.binding.fused_loss import DeferredLogits
 from hf_memopt.memory.cuda.attention import attend
@@ -95,6 +96,7 @@ class CudaSemantics(TorchFunctionMode):
             torch.dropout: self._dropout,
             F.scaled_dot_product_attention: self._attention,
             torch.empty: self._empty,
+            torch.tensor: self._tensor,
             torch.Tensor.to: self._to,
             torch._C._nn.cross_entropy_loss: self._cross_entropy,
             **{function: partial(_grouped_product, function) for function in _GROUPED_PRODUCTS},
@@ -253,6 +255,14 @@ class CudaSemantics(TorchFunctionMode):
         if "pin_memory" not in kwargs or self._tracker is None or kwargs.get("device") is not None:
             return torch.empty(*size, **kwargs)
         return self.to_host(torch.empty(*size, **{**kwargs, "pin_memory": False, "device": "meta"}))
+
+    def _tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Make a tensor whose values the tracker knows; torch makes one on the meta device without them."""
+        found = torch.tensor(data, device=device, **kwargs)
+        if found.is_meta and self._tracker is not None and not isinstance(data, torch.Tensor):
+            values = tree_map(lambda one: one.item() if isinstance(one, torch.Tensor) else one, data)
+            self._tracker.values.give(found, values)
+        return found
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a meta tensor that was just created as memory of the host."""

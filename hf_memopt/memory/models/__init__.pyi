@@ -1,5 +1,5 @@
 from .batches import DEFAULT_LENGTH as DEFAULT_LENGTH
-from .batches import cut_batch as cut_batch
+from .batches import assumed_inputs as assumed_inputs
 from .batches import default_length as default_length
 from .batches import example_batch as example_batch
 from .batches import most_tokens as most_tokens

@@ -10,7 +10,9 @@ Limitations: custom heads, whose batch is unknown, and further inputs that a mod
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,23 +20,63 @@ from torch import nn
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
 from hf_memopt.binding.model import task_of, unwrap_model
-from hf_memopt.memory.models.loading import TASKS
+from hf_memopt.memory.models.loading import TASKS, is_headless
+from hf_memopt.memory.models.media import (
+    DEFAULT_SECONDS,
+    Media,
+    audio_of,
+    filled,
+    known,
+    media_of,
+    picture_channels,
+    picture_side,
+)
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.plain_data import Count, check_value
 
-__all__ = ["DEFAULT_LENGTH", "check_sequence", "cut_batch", "default_length", "example_batch", "most_tokens"]
+__all__ = ["DEFAULT_LENGTH", "assumed_inputs", "check_sequence", "default_length", "example_batch", "most_tokens"]
 
 CHOICES = 4
 """Answers per question of multiple choice, as in SWAG; configurations do not have their number."""
+
+CHARACTERS_PER_SECOND = 15
+"""Of a transcription, read English; its loss takes little memory."""
+
+OBJECTS = 7
+"""Objects of a picture, the mean of COCO's."""
+
+_OF_IMAGES = ("image-classification", "semantic-segmentation", "object-detection")
+_WITHOUT_TEXT = (*_OF_IMAGES, "ctc", "audio-classification")
 
 DEFAULT_LENGTH = 512
 """Tokens of a row where nothing says how long rows are: what BERT's family takes at most, and usual in fine-tuning."""
 
 
-def default_length(model: nn.Module) -> int | None:
-    """Return ``DEFAULT_LENGTH``, or the positions of a model that has fewer; None for images and unknown heads."""
-    if task_of(model) in (None, "image-classification"):
+def assumed_inputs(model: nn.Module, settings: StepSettings) -> Iterator[str]:
+    """Yield what is assumed of the head, the pictures and the audio, where neither configuration nor settings say."""
+    inside = unwrap_model(model)
+    if is_headless(inside.config):
+        named, head = inside.config.architectures[0], type(inside).__name__
+        yield f"{named} has no loss: estimated as {head}; give task for another head"
+    if _reads_audio_alone(inside):
+        note = audio_of(inside, settings, 1)[1]
+    elif task_of(model) in (*_OF_IMAGES, "zero-shot-image-classification"):
+        height, width = picture_side(inside.config, settings.image_size)
+        said = settings.image_size or picture_side(inside.config, None, unknown=0)[0]
+        note = "" if said else f"pictures of {height} x {width} pixels (image_size)"
+    else:
+        note = _media(inside, settings, 1).note
+    if note:
+        yield note
+
+
+def default_length(model: nn.Module, settings: StepSettings | None = None) -> int | None:
+    """Return ``DEFAULT_LENGTH`` and the tokens of pictures or audio, or all positions if fewer; None without text."""
+    if task_of(model) in (None, *_WITHOUT_TEXT):
         return None
-    return min(DEFAULT_LENGTH, most_tokens(model) or DEFAULT_LENGTH)
+    media = _media(unwrap_model(model), settings or StepSettings(), 1)
+    length = DEFAULT_LENGTH + media.tokens * media.per_example
+    return min(length, most_tokens(model) or length)
 
 
 def most_tokens(model: nn.Module) -> int | None:
@@ -43,20 +85,27 @@ def most_tokens(model: nn.Module) -> int | None:
 
 
 def example_batch(
-    model: nn.Module, *, batch_size: int, seq_len: int | None, labels_length: int | None = None
-) -> dict[str, torch.Tensor]:
+    model: nn.Module,
+    *,
+    batch_size: int,
+    seq_len: int | None,
+    labels_length: int | None = None,
+    settings: StepSettings | None = None,
+) -> dict[str, Any]:
     """Return a training batch for ``model`` on the meta device, labels included.
 
     Args:
         model: with one of transformers' heads, as ``load_model`` returns it.
         batch_size: examples.
-        seq_len: tokens of a row, padding included; of Whisper the transcription's, whose audio has one length only.
-            None for images.
+        seq_len: tokens of a row, padding and placeholders of pictures included; of Whisper the transcription's, whose
+            audio has one length only. None for images, and for audio without text.
         labels_length: tokens of the targets of an encoder-decoder; ``seq_len`` by default.
+        settings: ``images``, ``image_size`` and ``audio_seconds``.
 
     Raises:
         ValueError: the head is unknown; a size is not an integer of 1 or more, missing, without meaning for this model,
-            or beyond its positions.
+            or beyond its positions; a row is too short for its pictures.
+        NotEstimableError: the shape of the model's pictures or audio is unknown.
 
     Examples:
         >>> from hf_memopt.memory.models.loading import load_model
@@ -74,28 +123,26 @@ def example_batch(
         )
     check_value("batch_size", batch_size, Count, 1)
     _check_lengths(inside, task, seq_len, labels_length)
-    if task == "image-classification":
-        return {"pixel_values": _pixels(inside, batch_size), "labels": _class_labels(inside, batch_size)}
-    targets = {"labels": _ids(batch_size, labels_length or seq_len)}
-    if task == "speech-seq2seq":
-        return {"input_features": _features(inside, batch_size), **targets}
+    settings = settings or StepSettings()
+    if _reads_audio_alone(inside):
+        return _audio_batch(inside, task, settings, batch_size, labels_length or seq_len)
+    if task in _OF_IMAGES:
+        return _image_batch(inside, task, settings, batch_size)
     rows = (batch_size, CHOICES) if task == "multiple-choice" else (batch_size,)
-    inputs = {name: _ids(*rows, seq_len) for name in _input_names(inside)}
+    assert seq_len is not None  # _check_lengths
+    media = _media(inside, settings, batch_size)
+    batch: dict[str, Any] = {**_text(inside, rows, seq_len, media), **media.inputs}
+    if task == "zero-shot-image-classification":
+        return {**batch, **_image_batch(inside, task, settings, batch_size)}
+    batch["labels"] = _empty(torch.tensor(_ordinary(inside.config)), batch_size, labels_length or seq_len)
     if task == "sequence-classification":
-        targets = {"labels": _class_labels(inside, batch_size)}
+        batch["labels"] = _class_labels(inside, batch_size)
     elif task == "multiple-choice":
-        targets = {"labels": _ids(batch_size)}
+        batch["labels"] = _ids(batch_size)
     elif task == "question-answering":
-        targets = {"start_positions": _ids(batch_size), "end_positions": _ids(batch_size)}
-    return {**inputs, **targets}
-
-
-def cut_batch(batch: Mapping[str, torch.Tensor], batch_size: int, rows: int) -> dict[str, torch.Tensor]:
-    """Return the first ``rows`` of the ``batch_size`` examples; tensors without one row per example stay whole.
-
-    What is returned are views, which share the storage of the batch.
-    """
-    return {name: one[:rows] if one.dim() and len(one) == batch_size else one for name, one in batch.items()}
+        del batch["labels"]
+        batch.update(start_positions=_ids(batch_size), end_positions=_ids(batch_size))
+    return batch
 
 
 def check_sequence(model: nn.Module, seq_len: int, *, name: str = "seq_len") -> None:
@@ -121,6 +168,7 @@ def check_sequence(model: nn.Module, seq_len: int, *, name: str = "seq_len") -> 
 def _positions(model: Any) -> int | None:
     config = model.config
     limit = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
+    limit = limit or getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1 or getattr(config, "position_biased_input", True) is False:
         return None
     for name, module in model.named_modules():
@@ -130,12 +178,13 @@ def _positions(model: Any) -> int | None:
 
 
 def _check_lengths(model: Any, task: str, seq_len: int | None, labels_length: int | None) -> None:
-    if task == "image-classification" and seq_len is not None:
+    if task in _WITHOUT_TEXT and seq_len is not None:
+        what = "images" if task in _OF_IMAGES else "audio"
         raise ValueError(
-            f"seq_len={seq_len!r} has no meaning for {type(model).__name__}, which takes images; expected none. "
+            f"seq_len={seq_len!r} has no meaning for {type(model).__name__}, which takes {what}; expected none. "
             "Pass seq_len=None"
         )
-    if task != "image-classification":
+    if task not in _WITHOUT_TEXT:
         if seq_len is None:
             raise ValueError(
                 f"seq_len=None is missing for {type(model).__name__}; expected tokens per row. Pass seq_len=128"
@@ -150,16 +199,121 @@ def _check_lengths(model: Any, task: str, seq_len: int | None, labels_length: in
         check_sequence(model, labels_length, name="labels_length")
 
 
-def _input_names(model: Any) -> list[str]:
-    """Return the names of the inputs of shape (batch, seq).
+def _media(model: Any, settings: StepSettings, batch_size: int) -> Media:
+    """Return the pictures or the sounds that a model reads with text."""
+    task = task_of(model)
+    is_decoder = task in ("speech-seq2seq", "seq2seq") and not model.config.is_encoder_decoder
+    reads = is_decoder or task in ("image-text-to-text", "causal-lm")
+    return media_of(model, settings, batch_size) if reads else Media({})
 
-    ``Trainer`` drops what ``forward`` does not take; what a tokenizer returns is listed in its class.
+
+def _reads_audio_alone(model: Any) -> bool:
+    task = task_of(model)
+    return task in ("ctc", "audio-classification") or (task == "speech-seq2seq" and model.config.is_encoder_decoder)
+
+
+def _text(model: Any, rows: tuple[int, ...], seq_len: int, media: Media) -> dict[str, torch.Tensor]:
+    """Return ids, masks and token types of shape (batch, seq), each as the tokenizer or the processor returns them.
+
+    The placeholders of each picture follow a token of text, and a row ends with the end of text.
     """
+    config, taken = model.config, _parameters(model)
+    placeholders = (1 + media.tokens) * media.per_example if media.tokens else 0
+    if placeholders >= seq_len:
+        raise ValueError(
+            f"seq_len={seq_len} is too short for {media.per_example} x {media.tokens} tokens of pictures or audio; "
+            f"expected more than {placeholders}. Pass seq_len={placeholders + DEFAULT_LENGTH}, or a smaller image_size"
+        )
+    ordinary = _ordinary(config)
+    ids, types = torch.full((seq_len,), ordinary), torch.zeros(seq_len, dtype=torch.int64)
+    if placeholders:
+        kind = "image" if "pixel" in " ".join(media.inputs) else "audio"
+        row = torch.tensor([ordinary] + [_placeholder(config, kind)] * media.tokens).repeat(media.per_example)
+        ids[:placeholders], types[:placeholders] = row, row != ordinary
+    end = getattr(config, "eos_token_id", None)
+    if isinstance(end, int) and end >= 0:
+        ids[-1] = end
+    names = [*_tokenizer_inputs(model), *(("token_type_ids", "mm_token_type_ids") if media.inputs else ())]
+    given = {
+        "input_ids": ids,
+        "token_type_ids": types,
+        "mm_token_type_ids": types,
+        "attention_mask": torch.ones_like(ids),
+    }
+    found = {name: _empty(row, *rows) for name, row in given.items() if name in names and name in taken}
+    if "bbox" in taken:  # of layouts
+        found["bbox"] = filled(0, *rows, seq_len, getattr(config, "dim_bbox", 4))
+    if "aspect_ratio_mask" in media.inputs:
+        tiles = media.inputs["aspect_ratio_mask"].shape[1:]
+        found["cross_attention_mask"] = filled(1, *rows, seq_len, *tiles)
+    return found
+
+
+def _ordinary(config: Any) -> int:
+    """Return the id of a token that means nothing special to the model."""
+    values = {
+        str(value) for one in (config, config.get_text_config()) for name, value in vars(one).items() if "tok" in name
+    }
+    return next(number for number in range(3, 10**6) if str(number) not in values)
+
+
+def _placeholder(config: Any, kind: str) -> int:
+    """Return the id of the token that stands for a part of a picture or of a sound."""
+    named = re.compile(rf"({kind}|media)_.*(id|index)$")
+    ids = [value for name, value in vars(config).items() if named.match(name) and isinstance(value, int)]
+    if not ids:
+        raise NotEstimableError(
+            f"not estimable: {type(config).__name__} does not say which token stands for {kind}; expected "
+            f"{kind}_token_id. Pass images=0 for rows of text alone"
+        )
+    return ids[0]
+
+
+def _tokenizer_inputs(model: Any) -> list[str]:
+    """Return what the family's tokenizer returns, as its class lists it."""
     tokenizer = TOKENIZER_MAPPING_NAMES.get(model.config.model_type)
-    kind = tokenizer_class_from_name(tokenizer) if isinstance(tokenizer, str) else None
-    given = getattr(kind, "model_input_names", ["input_ids", "attention_mask"])
-    taken = inspect.signature(model.forward).parameters
-    return [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in given and name in taken]
+    try:
+        kind = tokenizer_class_from_name(tokenizer) if isinstance(tokenizer, str) else None
+        return list(getattr(kind, "model_input_names", ["input_ids", "attention_mask"]))
+    except ImportError:  # of a library that is not installed
+        return ["input_ids", "attention_mask"]
+
+
+def _parameters(model: Any) -> list[str]:
+    """Return what ``forward`` takes: ``Trainer`` drops all else."""
+    return list(inspect.signature(model.forward).parameters)
+
+
+def _audio_batch(model: Any, task: str, settings: StepSettings, batch_size: int, length: int | None) -> dict[str, Any]:
+    batch, _ = audio_of(model, settings, batch_size)
+    if task == "audio-classification":
+        batch["labels"] = _class_labels(model, batch_size)
+    elif task == "ctc":
+        seconds = settings.audio_seconds or DEFAULT_SECONDS
+        length = math.ceil(CHARACTERS_PER_SECOND * seconds)
+        batch["labels"] = filled(1, batch_size, length)
+    else:
+        batch["labels"] = _ids(batch_size, length)
+    return batch
+
+
+def _image_batch(model: Any, task: str, settings: StepSettings, batch_size: int) -> dict[str, Any]:
+    config = model.config
+    height, width = picture_side(config, settings.image_size)
+    batch: dict[str, Any] = {"pixel_values": _floats(batch_size, picture_channels(config), height, width)}
+    if task == "image-classification":
+        batch["labels"] = _class_labels(model, batch_size)
+    elif task == "semantic-segmentation":
+        batch["labels"] = _ids(batch_size, height, width)
+    elif task == "object-detection":
+        one = {
+            "class_labels": known(torch.ones(OBJECTS, dtype=torch.int64)),
+            "boxes": known(torch.full((OBJECTS, 4), 0.5)),
+        }
+        batch["labels"] = [dict(one) for _ in range(batch_size)]
+    else:
+        batch["return_loss"] = True
+    return batch
 
 
 def _class_labels(model: Any, batch_size: int) -> torch.Tensor:
@@ -172,41 +326,21 @@ def _class_labels(model: Any, batch_size: int) -> torch.Tensor:
     return _ids(batch_size)
 
 
-def _pixels(model: Any, batch_size: int) -> torch.Tensor:
-    size, channels = (getattr(model.config, name, None) for name in ("image_size", "num_channels"))
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    if not isinstance(height, int) or not isinstance(width, int) or not isinstance(channels, int):
-        raise ValueError(
-            f"image_size={size!r}, num_channels={channels!r} of {type(model).__name__} are not the shape of an image; "
-            "expected integers. Set: model.config.image_size = 224; model.config.num_channels = 3"
-        )
-    return _floats(batch_size, channels, height, width)
-
-
-def _features(model: Any, batch_size: int) -> torch.Tensor:
-    """Return Whisper's log-mel spectrogram: twice as many frames as the encoder has positions (30 s: 3000)."""
-    bins, positions = (getattr(model.config, name, None) for name in ("num_mel_bins", "max_source_positions"))
-    if model.main_input_name != "input_features" or bins is None or positions is None:
-        raise ValueError(
-            f"model=<{type(model).__name__}> takes audio in an unknown shape; expected Whisper. "
-            "Pass model='whisper-small'"
-        )
-    return _floats(batch_size, bins, 2 * positions)
-
-
 def _ids(*shape: int | None) -> torch.Tensor:
-    return _empty(shape, torch.int64)
+    return _empty(torch.tensor(1), *shape)
 
 
 def _floats(*shape: int) -> torch.Tensor:
-    return _empty(shape, torch.float32)
+    return _empty(torch.tensor(1.0), *shape)
 
 
-def _empty(shape: tuple[int | None, ...], dtype: torch.dtype) -> torch.Tensor:
+def _empty(row: torch.Tensor, *shape: int | None) -> torch.Tensor:
+    """Return a meta tensor of shape (*shape, *row.shape), of which integers are known to be those of ``row``."""
     try:
-        return torch.empty(shape, dtype=dtype, device="meta")  # type: ignore[arg-type]
+        values = row.expand(*shape, *row.shape)  # type: ignore[arg-type]
+        return torch.empty_like(values, device="meta") if values.is_floating_point() else known(values)
     except (RuntimeError, TypeError) as error:  # a size that is negative or not a number; too many bytes
         raise ValueError(
-            f"batch=<tensor of shape {shape}> cannot be created; expected sizes of 1 or more, and below 2**63 bytes "
-            "in total. Correct the configuration, or pass a smaller batch_size"
+            f"batch=<tensor of shape {(*shape, *row.shape)}> cannot be created; expected sizes of 1 or more, and below "
+            "2**63 bytes in total. Correct the configuration, or pass a smaller batch_size"
         ) from error

@@ -22,12 +22,18 @@ TASKS = (
     "speech-seq2seq",
     "seq2seq",
     "causal-lm",
+    "image-text-to-text",
     "masked-lm",
     "sequence-classification",
     "token-classification",
     "question-answering",
     "multiple-choice",
     "image-classification",
+    "zero-shot-image-classification",
+    "semantic-segmentation",
+    "object-detection",
+    "ctc",
+    "audio-classification",
 )
 """The purposes of a head, as ``task`` names them."""
 

@@ -25,6 +25,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from hf_memopt.binding.model import HEADS, task_of_class, unwrap_model
 from hf_memopt.binding.model_changes import quantization_options
@@ -185,8 +186,8 @@ def _usual_task(config: PretrainedConfig) -> str | None:
     elif "masked-lm" in tasks and not getattr(config, "is_decoder", False):
         order = ["sequence-classification", "masked-lm"]
     else:
-        order = ["causal-lm", "image-classification", "sequence-classification"]
-    return next((task for task in order if task in tasks), None)
+        order = ["image-text-to-text", "causal-lm", "zero-shot-image-classification", "image-classification"]
+    return next((task for task in (*order, *tasks) if task in tasks), None)
 
 
 def _own_task(config: PretrainedConfig) -> str:
@@ -195,7 +196,7 @@ def _own_task(config: PretrainedConfig) -> str:
     named: Any = config.architectures or None
     if isinstance(named, list | tuple):
         named = named[0]
-    task = usual if named is None else task_of_class().get(str(named))
+    task = usual if named is None or is_headless(config) else task_of_class().get(str(named))
     if task is None:
         what = f"architectures=[{named!r}]" if named is not None else f"model_type={config.model_type!r}"
         tasks = _tasks_of_type(config.model_type)
@@ -209,6 +210,12 @@ def _own_task(config: PretrainedConfig) -> str:
             f"Pass task={(usual or tasks[0])!r}"
         )
     return task
+
+
+def is_headless(config: PretrainedConfig) -> bool:
+    """Return whether a configuration is that of a model without a head, such as an encoder of embeddings."""
+    named, bare = config.architectures or [], MODEL_MAPPING_NAMES.get(config.model_type, ())
+    return bool(named) and named[0] in ((bare,) if isinstance(bare, str) else bare) and named[0] not in task_of_class()
 
 
 def _check_head(config: PretrainedConfig, task: str) -> None:

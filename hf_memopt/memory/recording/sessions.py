@@ -11,7 +11,8 @@ building the model again would show. Modules are copied each time.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import re
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -31,13 +32,14 @@ from hf_memopt.binding.parameters import freeze
 from hf_memopt.devices import Chip
 from hf_memopt.memory.cuda import CudaSemantics, hidden_bytes, unknown_operators
 from hf_memopt.memory.distributed import sharded_step, without_autocast
-from hf_memopt.memory.models import LoadedModel, cut_batch, example_batch, load_model, rest_to_meta
+from hf_memopt.memory.models import LoadedModel, assumed_inputs, example_batch, load_model, rest_to_meta
 from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
-from hf_memopt.memory.recording.step import has_padding, record_step, state_kept
+from hf_memopt.memory.recording.step import cut_batch, has_padding, record_step, state_kept
 from hf_memopt.memory.settings import StepSettings, settings_that_change
 from hf_memopt.memory.tracking import Hidden, StorageTracker
 from hf_memopt.technique_list import Technique, asked_by, load
+from hf_memopt.units import format_bytes
 
 __all__ = ["Session", "Shape", "forget_traces", "keeping_models", "session"]
 
@@ -90,7 +92,7 @@ class PreparedModel:
             if type(module).__name__ == "Linear4bitStandIn"  # by name: bitsandbytes takes a second to import
         }
         parameters = sum(packed.get(id(parameter), parameter.numel()) for parameter in model.parameters())
-        notes = tuple(dict.fromkeys(text for name, text in _NOTES.items() if name in kinds))
+        notes = (*(text for name, text in _NOTES.items() if name in kinds), *_not_quantised(model, settings))
         return cls(base, model, tuple(parameter_facts(model)), parameters, notes)
 
 
@@ -240,12 +242,28 @@ def _checkpoint(model: nn.Module, settings: StepSettings) -> None:
         drop_input_gradients(model)
 
 
+def _not_quantised(model: nn.Module, settings: StepSettings) -> Iterator[str]:
+    """Yield what of the weights bitsandbytes leaves as it is, if that is a tenth: it quantises linear layers alone."""
+    if settings.load_in is None:
+        return
+    total, left = 0, Counter[str]()
+    for name, parameter in model.named_parameters():
+        total += parameter.nbytes
+        if parameter.dim() > 2 and parameter.is_floating_point() and not parameter.requires_grad:
+            left[re.sub(r"^.*\.\d+\.|(parametrizations|original|base_layer)\.?", "", name).rstrip(".")] += (
+                parameter.nbytes
+            )
+    if left.total() > total / 10:
+        what = f"{format_bytes(left.total())} of {format_bytes(total)} of weights are not quantised"
+        yield f"{what}: {', '.join(left)}, which bitsandbytes does not know; it knows linear layers"
+
+
 # ---- The recording
 
 
 def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip) -> StepTrace:
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
-    batch = example_batch(prepared.base, batch_size=shape.batch_size, **lengths)
+    batch = example_batch(prepared.base, batch_size=shape.batch_size, settings=settings, **lengths)
     if settings.label_smoothing_factor and hasattr(
         unwrap_model(prepared.base), "prepare_decoder_input_ids_from_labels"
     ):
@@ -253,7 +271,9 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
         batch["decoder_input_ids"] = torch.zeros_like(batch["labels"])
     evaluation_batch = None
     if settings.eval_batch_size is not None:
-        evaluation_batch = example_batch(prepared.base, batch_size=settings.eval_batch_size, **lengths)
+        evaluation_batch = example_batch(
+            prepared.base, batch_size=settings.eval_batch_size, settings=settings, **lengths
+        )
     if settings.predict_with_generate and evaluation_batch is not None:
         from hf_memopt.memory.recording.generation import check_generation  # imports transformers' generation
 
@@ -272,7 +292,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
     with ExitStack() as around:
         if sharded is not None:
             around.enter_context(sharded.sharding())
-        return record_step(
+        trace = record_step(
             model,
             batch,
             recorded,
@@ -283,6 +303,8 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
             semantics=semantics,
             sharded=sharded,
         )
+    trace.notes += tuple(assumed_inputs(prepared.base, settings))
+    return trace
 
 
 @cache

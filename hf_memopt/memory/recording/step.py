@@ -12,8 +12,9 @@ import gc
 import random
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from logging import ERROR
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,15 @@ from hf_memopt.memory.tracking import HOST_GENERATOR, StorageTracker
 if TYPE_CHECKING:
     from hf_memopt.memory.distributed import FullyShardedStep, ZeroStep
 
-__all__ = ["RECORDING_LOCK", "collector_paused", "has_padding", "record_step", "recording", "state_kept"]
+__all__ = [
+    "RECORDING_LOCK",
+    "collector_paused",
+    "cut_batch",
+    "has_padding",
+    "record_step",
+    "recording",
+    "state_kept",
+]
 
 RECORDING_LOCK = threading.RLock()
 """Held by ``recording``, which changes process-wide state: garbage collector, warnings, torch's flags."""
@@ -88,6 +97,7 @@ def record_step(
         from hf_memopt.memory.quantized import load_events  # bitsandbytes takes a second to import
 
         trace.loading = load_events(model, tracker.number)
+    tracker.know((batch, evaluation_batch))
     releasing = parameters if releases_gradients else []
     recorder = PassRecorder(model, settings, tracker, semantics, sharded)
     held: list[int] = []
@@ -140,6 +150,14 @@ def has_padding(batch: Mapping[str, torch.Tensor], settings: StepSettings) -> bo
     if settings.padding is not None:
         return bool(settings.padding)
     return any(one.dim() > 1 and one.numel() > one.shape[-1] for one in batch.values() if one.dtype == torch.int64)
+
+
+def cut_batch(batch: Mapping[str, torch.Tensor], batch_size: int, rows: int) -> dict[str, torch.Tensor]:
+    """Return the first ``rows`` of the ``batch_size`` examples; tensors without one row per example stay whole.
+
+    What is returned are views, which share the storage of the batch.
+    """
+    return {name: one[:rows] if one.dim() and len(one) == batch_size else one for name, one in batch.items()}
 
 
 def _passes(settings: StepSettings, *, is_cut: bool) -> tuple[bool, ...]:
@@ -225,6 +243,11 @@ def recording(*modes: Any) -> Iterator[None]:
 
     with collector_paused(), ExitStack() as stack:
         stack.enter_context(_own_generators())
+        dtype_of: Any = torch.get_autocast_dtype
+        handle = set_attribute(torch, "get_autocast_dtype", lambda kind: dtype_of("cuda" if kind == "meta" else kind))
+        stack.callback(handle.remove)
+        autocast: Any = torch.autocast
+        stack.callback(set_attribute(autocast, "__init__", _autocast_of_cuda(autocast.__init__)).remove)
         stack.enter_context(_only_errors())
         stack.enter_context(warnings.catch_warnings())
         # torch's checkpoint enters CUDA's autocast where it recomputes; a build without CUDA warns each time
@@ -234,6 +257,16 @@ def recording(*modes: Any) -> Iterator[None]:
         for mode in modes:
             stack.enter_context(mode)
         yield
+
+
+def _autocast_of_cuda(init: Callable[..., None]) -> Callable[..., None]:
+    """Return autocast's constructor with CUDA in place of the meta device, which it refuses (PEFT opens it)."""
+
+    @wraps(init)
+    def of_cuda(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, "cuda" if device_type == "meta" else device_type, *args, **kwargs)
+
+    return of_cuda
 
 
 @contextmanager

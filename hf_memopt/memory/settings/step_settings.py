@@ -105,6 +105,10 @@ class StepSettings:
             documentation and sources. ``"auto"``: DDP, or FSDP2 with ``offload_params``. Nothing for one process.
         offload_params: whether shards, their gradients and optimizer states are in host memory between uses; with
             ``"zero2"`` the optimizer states and the float32 weights.
+        images: pictures of an example, of a model that reads them with text; 0 for rows of text alone. None for one, of
+            a class that is a causal LM too (Gemma 3) for none.
+        image_size: pixels of a picture's side; None for the configuration's, or 448 of a model that takes any size.
+        audio_seconds: of an example, at 16 kHz; None for 10, and of Whisper, whose audio has one length, nothing else.
         loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
             that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
             Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
@@ -231,6 +235,21 @@ class StepSettings:
         bool,
         help="Keep shards and optimizer states in host memory between uses.",
         names=("--offload/--no-offload",),
+    )
+    images: int | None = _setting(
+        None, CountOrZero | None, changes="trace", help="Pictures of an example.", **{**_NUMBER, "least": 0}
+    )
+    image_size: int | None = _setting(
+        None, Count | None, changes="trace", help="Pixels of a picture's side; the model's by default.", **_NUMBER
+    )
+    audio_seconds: float | None = _setting(
+        None,
+        float | int | None,
+        changes="trace",
+        help="Seconds of audio of an example; 10 by default.",
+        metavar="N",
+        read_as=float,
+        least=0,
     )
     loop: str = _setting("trainer", Literal["trainer", "manual", "function"])
     optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = _setting(

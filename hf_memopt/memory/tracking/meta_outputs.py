@@ -50,6 +50,27 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 if hasattr(torch.ops.aten, "_grouped_mm"):  # private: of experts in bfloat16, seen in torch 2.8 to 2.13
     _FLOPS[torch.ops.aten._grouped_mm] = _flops_of_groups
 
+
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return the losses (batch,) and the table over frames and labels with blanks (batch, frames, 2 x labels + 1).
+
+    Source: torch 2.13, ``aten/src/ATen/native/cuda/LossCTC.cu``; the longest target as long as all are on average.
+    """
+    frames, batch = log_probs.shape[:2]
+    states = 2 * (targets.numel() // batch) + 1
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, frames, states)
+
+
+def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+_MISSING: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
+    torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+}
+"""Operations without a kernel for the meta device."""
+
 Beside = dict[Any, Any]
 _remembered: dict[Hashable, tuple[Any, int, Beside]] = {}
 
@@ -104,6 +125,8 @@ def run_on_meta(
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation; what draws on the host draws from ``HOST_GENERATOR``: other threads draw from the process's."""
     device = args[0].device if args and isinstance(args[0], torch.Tensor) else kwargs.get("device") or _CPU
+    if func in _MISSING and device.type == "meta":
+        return _MISSING[func](*args, **kwargs)
     if torch.Tag.nondeterministic_seeded not in func.tags or device != _CPU or kwargs.get("generator") is not None:
         return func(*args, **kwargs)
     if any(argument.name == "generator" for argument in func._schema.arguments):

@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.step_time import Operation, operation_of
+from hf_memopt.memory.tracking.known_values import READS, KnownValues, on_host, shapes_of
 from hf_memopt.memory.tracking.meta_outputs import run_on_meta
 
 __all__ = ["Hidden", "StorageTracker"]
@@ -80,6 +82,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.operations: list[Counter[Operation]] = []
         self.ignored: set[int] = set()
         self.after_recomputation: list[Callable[[], None]] = []
+        self.values = KnownValues()
         self._live: dict[int, tuple[int, Any]] = {}
         self.device_type = device_type
         self.padding = padding
@@ -105,12 +108,20 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (func is _READS_ONE or func is _COMPARES) and args[0].is_meta:
-            return self._answer(func, args[0].dtype)
+        known = self.values.arguments(func, args, kwargs)
+        if func in READS and args[0].is_meta:
+            return self._answer(func, args[0].dtype, known)
+        if known is not None and kwargs.get("device") == _CPU:
+            return on_host(func, known)
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
             self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
         self.functions.add(func)
-        out, flops, beside = run_on_meta(func, args, kwargs, self._count_flops)
+        if known is None:
+            self.values.forget_written(func, args)
+            args = self.values.with_positions(func, args)
+        out, flops, beside = self._outputs(func, args, kwargs, known)
+        if known is not None:
+            self.values.keep(func, known, out)
         if isinstance(out, torch.Tensor):
             self.add(out)
         elif isinstance(out, (tuple, list)):
@@ -135,14 +146,21 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 self._add_hidden(sizes)
         return out
 
-    def _answer(self, func: Any, dtype: torch.dtype) -> bool | int:
-        """Answer transformers' code whether a mask is all ones; refuse every other read of values."""
+    def _outputs(self, func: Any, args: Any, kwargs: Any, known: Any) -> tuple[Any, int, dict[Any, Any] | None]:
+        if known is not None and torch.Tag.dynamic_output_shape in func.tags:
+            return shapes_of(known, func), 0, None
+        return run_on_meta(func, args, kwargs, self._count_flops)
+
+    def _answer(self, func: Any, dtype: torch.dtype, known: Any) -> Any:
+        """Answer transformers' code whether a mask is all ones; refuse every other read of values that are unknown."""
         module, line, function = _asker()
         if self._answers is not None and module.startswith("transformers.") and ".generation" in module:
             return self._answers(function, dtype)
         number = func is not _COMPARES and dtype != torch.bool
         if module in _MASK_CODE and not number:
             return not self.padding
+        if known is not None:
+            return on_host(func, known)
         if number:
             raise NotEstimableError(
                 f"not estimable: the model's code reads a number ({dtype}) from the GPU, in {self.here()}, and only "
@@ -162,6 +180,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             yield
         finally:
             self._answers = None
+
+    def know(self, batch: Any) -> None:
+        """Remember the values of meta tensors that have some (an attribute ``known_values``)."""
+        for tensor in tree_leaves(batch):
+            if hasattr(tensor, "known_values"):
+                self.values.give(tensor, tensor.known_values)
 
     def add(self, tensor: torch.Tensor) -> int:
         """Return the number of the tensor's storage, a new one if it is new; -1 where it is not counted."""
@@ -199,6 +223,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def close(self) -> None:
         """End the list: what is still allocated has no free in it, whenever it is freed."""
         self._live.clear()  # the weak references too, so that none is called
+        self.values = KnownValues()
         self.after_recomputation.clear()
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -312,7 +337,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return self.modules[place]
 
 
-_READS_ONE, _COMPARES = _aten._local_scalar_dense.default, _aten.equal.default
+_COMPARES, _CPU = _aten.equal.default, torch.device("cpu")
 _MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
 
 

@@ -24,6 +24,7 @@ from hf_memopt.binding.parameters import layer_stacks
 from hf_memopt.devices import against_float16, current_os
 from hf_memopt.memory.models import default_length, most_tokens, name_on_hub
 from hf_memopt.memory.recording import session
+from hf_memopt.memory.settings import StepSettings
 from hf_memopt.recipes.planning.set_ups import ModelFacts
 from hf_memopt.techniques import platform_problem
 
@@ -126,7 +127,9 @@ def _rounded(tokens: float) -> int:
     return int(-(-tokens // MULTIPLE)) * MULTIPLE
 
 
-def facts_of(model: Any, task: str | None, system: str | None = None) -> tuple[Any, str | None, ModelFacts]:
+def facts_of(
+    model: Any, task: str | None, system: str | None = None, settings: StepSettings | None = None
+) -> tuple[Any, str | None, ModelFacts]:
     """Return what to estimate, its task and facts.
 
     Of a plain module of transformers its configuration is estimated, which can be loaded in other ways. ``system`` is
@@ -157,7 +160,7 @@ def facts_of(model: Any, task: str | None, system: str | None = None) -> tuple[A
         has_paging=(system or current_os()) == "linux",
         overflow=against_float16(config=config),
         most_tokens=most_tokens(built) if found is not None else None,
-        default_length=default_length(built),
+        default_length=default_length(built, settings),
         is_t5=getattr(config, "model_type", "") == "t5",
     )
     return source, own_task, facts

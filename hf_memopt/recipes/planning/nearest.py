@@ -106,7 +106,7 @@ def _check_methods(own: Sequence[Candidate], simulation: Simulation) -> None:
 
 def _longest(least: Candidate, simulation: Simulation) -> int | None:
     """Return the most tokens with which the set-up fits, a multiple of 8; simulations show that the next does not."""
-    if least.seq_len is None or simulation.facts.task == "image-classification":
+    if least.seq_len is None:
         return None
     shorter = range(MULTIPLE, least.seq_len, MULTIPLE)
     return largest_that_fits(

@@ -25,6 +25,7 @@ from hf_memopt.devices import current_gpu
 from hf_memopt.memory.distributed import ZERO_STAGES
 from hf_memopt.memory.models import check_task
 from hf_memopt.memory.recording import keeping_models
+from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.plain_data import Count, check_value, check_word
 from hf_memopt.recipes.planning.measured import Corrections
@@ -77,6 +78,9 @@ def plan(
     world_size: int = 1,
     strategy: str = "auto",
     task: str | None = None,
+    images: int | None = None,
+    image_size: int | None = None,
+    audio_seconds: float | None = None,
     announce: Callable[[str], object] = lambda text: None,
 ) -> Plan:
     """Return the set-up that suits the goal best of those whose predicted memory fits a GPU.
@@ -110,6 +114,9 @@ def plan(
             ``Recipe.distributed``, with offload where nothing fits without; ``"auto"`` for DDP, or FSDP2 where that is
             faster or DDP does not fit.
         task: of the head to build, as for ``estimate``.
+        images: pictures of an example, as for ``estimate``.
+        image_size: as for ``estimate``.
+        audio_seconds: as for ``estimate``.
         announce: called before each simulation with a text that names it.
 
     Raises:
@@ -138,11 +145,13 @@ def plan(
             "before the GPUs have shared them; expected one GPU. Pass world_size=1, or leave 'release_clipping' out"
         )
     with keeping_models():
-        source, own_task, facts = facts_of(model, task, planned_os(os, gpu))
+        media: dict[str, Any] = {"images": images, "image_size": image_size, "audio_seconds": audio_seconds}
+        source, own_task, facts = facts_of(model, task, planned_os(os, gpu), StepSettings(**media))
         most, default = facts.most_tokens, facts.default_length
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
         gpus = world_size, share
         simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce, corrections)
+        simulation.media = media
         search_of = StageSearch(simulation, sharings_of(strategy, world_size, goal))
         stages = stages_of(method, facts, words)
         chosen, shortfall = search_of.by_length(stages), None

@@ -25,6 +25,12 @@ __all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "on_host", "set_ups"
 ADAPTERS = ("lora", "qlora")
 LORA_RANK = 16
 LANGUAGE_TASKS = ("causal-lm", "masked-lm", "seq2seq", "speech-seq2seq")
+WITHOUT_BUCKETS = (
+    *("image-classification", "semantic-segmentation", "object-detection", "ctc", "audio-classification"),
+    *("image-text-to-text", "zero-shot-image-classification"),
+)
+"""Tasks whose batches no collator of this package makes."""
+
 LOSS_ALONE = ("causal-lm", "masked-lm", "speech-seq2seq")  # are evaluated by their loss; of others a metric is usual
 EVAL_ROWS = 8  # no more than that are needed to use a GPU where no activations are kept
 
@@ -282,7 +288,7 @@ def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) ->
         per_device_eval_batch_size=rows,
         prediction_loss_only=loss_alone,
         eval_accumulation_steps=1 if keeps_logits else None,
-        bucketing=facts.task != "image-classification",
+        bucketing=facts.task not in WITHOUT_BUCKETS,
         **_paying(facts, stage),
     )
     return found.replace(reasons={name: reason for name, reason in reasons.items() if getattr(found, name)})

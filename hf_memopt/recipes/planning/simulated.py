@@ -197,6 +197,7 @@ class Simulation:
         count: simulations so far.
         refused: the set-ups that could not be simulated, and why.
         time_unknown: why no time is predicted, and which is assumed instead; "" where one is predicted.
+        media: pictures and audio of an example, as for ``estimate``.
         sharing: how the GPUs share the steps that are simulated next; None for one GPU.
         with_ease: whether what is searched for next has to leave 8 % of the GPU.
     """
@@ -217,6 +218,7 @@ class Simulation:
     time_unknown: str = ""
     parameters: int = 0
     model_name: str = ""
+    media: Mapping[str, Any] = field(default_factory=dict)
     sharing: Sharing | None = None
     with_ease: bool = False
     _found: dict[Case, Candidate | None] = field(default_factory=dict)
@@ -266,6 +268,7 @@ class Simulation:
             gpu=gpu or self.gpu,
             task=self.task,
             gradient_accumulation_steps=steps,
+            **self.media,
             **shared,
         )
         return found if self.measured is None or gpu is not None else self.measured.applied(found, recipe)

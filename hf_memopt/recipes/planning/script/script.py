@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = ["script_of"]
 
-WITHOUT_SCRIPT = ("multiple-choice",)
+WITHOUT_SCRIPT = (
+    *("multiple-choice", "image-text-to-text", "zero-shot-image-classification", "semantic-segmentation"),
+    *("object-detection", "ctc", "audio-classification"),
+)
 """The tasks of which no script is written."""
 NOT_REENTRANT = {"use_reentrant": False}
 """What transformers 5.8.1 to 5.23.0 use where no options of checkpointing are given."""

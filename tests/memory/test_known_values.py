@@ -1,0 +1,63 @@
+"""Values of meta tensors that follow from the batch: known where every argument is, forgotten where one is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralConfig
+
+from hf_memopt import estimate
+from hf_memopt.memory.recording.step import recording
+from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.tracking import StorageTracker
+
+TINY = {
+    **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_local_experts": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+}
+
+
+def _ids() -> torch.Tensor:
+    tensor: Any = torch.empty((2, 3), dtype=torch.int64, device="meta")
+    tensor.known_values = torch.tensor([[5, 0, 7], [5, 9, 0]])
+    found: torch.Tensor = tensor
+    return found
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda ids, hidden: (ids == 5).sum().item(),
+        lambda ids, hidden: ids.max(dim=1).values.tolist(),
+        lambda ids, hidden: (ids != 0).nonzero().shape,
+        lambda ids, hidden: hidden[ids != 0].shape,
+        lambda ids, hidden: ids[:, 1:].masked_fill(ids[:, 1:] == 0, -100).cpu().tolist(),
+        lambda ids, hidden: torch.repeat_interleave(ids[0], ids[0]).shape,
+        lambda ids, hidden: bool((ids.clone().add_(torch.arange(3, device=ids.device)) > 9).any()),
+    ],
+)
+def test_what_follows_from_the_batch_is_as_on_the_host(asks: Callable[[Any, Any], Any]) -> None:
+    ids, tracker = _ids(), StorageTracker()
+    tracker.know([ids])
+    with recording(tracker):
+        found = asks(ids, torch.empty(2, 3, 4, device="meta"))
+    assert found == asks(ids.known_values, torch.empty(2, 3, 4))  # type: ignore[attr-defined]
+
+
+def test_what_something_unknown_is_written_to_is_unknown() -> None:
+    ids, tracker = _ids(), StorageTracker()
+    tracker.know([ids])
+    with recording(tracker):
+        ids[0].copy_(torch.empty(3, device="meta"))
+        largest = ids.max()
+        with pytest.raises(NotEstimableError):
+            largest.item()
+
+
+def test_experts_that_stay_as_they_are_stand_in_the_notes() -> None:
+    settings = {"lora": 4, "load_in": "nf4", "precision": "bf16", "gpu": "RTX 3090"}
+    notes = " ".join(estimate(MixtralConfig(**TINY), batch_size=1, seq_len=8, **settings).notes)
+    assert "of weights are not quantised: mlp.experts.gate_up_proj, mlp.experts.down_proj" in notes
