@@ -43,10 +43,10 @@ from hf_memopt.memory.settings import NotEstimableError
 # - "params" in keras-team/keras-hub, keras_hub/src/models/*/*_presets.py: BERT (macbert-base as bert_base_zh),
 #   DeBERTa-v3, GPT-2, T5, Whisper to medium, Gemma 3, Mistral, Qwen2.5-0.5B, Qwen2.5-1.5B and -7B (as the
 #   Math models of the same shape), Qwen3-1.7B;
-# - the safetensors totals that the hub gives: Llama, SmolLM2, phi-2, Whisper large, Qwen2.5-Coder, Qwen3-30B, GLM, Olmo,
-#   gpt-oss (its model card too), Granite 4 micro, Falcon-H1, Mamba, LFM2, EmbeddingGemma, Qwen3-Embedding, BGE, MPNet,
-#   DINOv2, MiT (the last five without what the head trained here leaves out), DeepSeek (V3 without the 14,848 biases of
-#   its routers, which are buffers here);
+# - the safetensors totals that the hub gives: Llama, SmolLM2, phi-2, Whisper large, Qwen2.5-Coder, Qwen3-30B, GLM,
+#   Olmo 3, gpt-oss (its model card too), Granite 4 micro, Falcon-H1, Mamba, LFM2, EmbeddingGemma, Qwen3-Embedding, BGE,
+#   MPNet, DINOv2, MiT (the last five without what the head trained here leaves out), DeepSeek (V3 without
+#   the 14,848 biases of its routers, which are buffers here);
 # - tanganke/fusion_bench's documentation of Flan-T5: what transformers counts in the loaded checkpoint.
 PUBLISHED = {
     "bert-base-uncased": ("base", 109_482_240),
