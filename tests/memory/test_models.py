@@ -44,7 +44,10 @@ from hf_memopt.memory.settings import NotEstimableError, StepSettings
 # - "params" in keras-team/keras-hub, keras_hub/src/models/*/*_presets.py: BERT (macbert-base as bert_base_zh),
 #   DeBERTa-v3, GPT-2, T5, Whisper to medium, Gemma 3, Mistral, Qwen2.5-0.5B, Qwen2.5-1.5B and -7B (as the
 #   Math models of the same shape), Qwen3-1.7B;
-# - the safetensors totals that the hub gives: Llama, SmolLM2, phi-2, Whisper large;
+# - the safetensors totals that the hub gives: Llama, SmolLM2, phi-2, Whisper large, Qwen2.5-Coder, Qwen3-30B, GLM,
+#   Olmo 3, gpt-oss (its model card too), Granite 4 micro, Falcon-H1, Mamba, LFM2, EmbeddingGemma, Qwen3-Embedding, BGE,
+#   MPNet, DINOv2, MiT (the last five without what the head trained here leaves out), DeepSeek (V3 without
+#   the 14,848 biases of its routers, which are buffers here);
 # - tanganke/fusion_bench's documentation of Flan-T5: what transformers counts in the loaded checkpoint.
 PUBLISHED = {
     "bert-base-uncased": ("base", 109_482_240),
@@ -122,10 +125,51 @@ PUBLISHED = {
     "opt-350m": ("all", 331_196_416),
     "opt-1.3b": ("all", 1_315_758_080),
     "gpt-neo-125m": ("all", 125_198_592),
+    "Qwen2.5-Coder-0.5B": ("all", 494_032_768),
+    "Qwen2.5-Coder-1.5B": ("all", 1_543_714_304),
+    "Qwen2.5-Coder-3B": ("all", 3_085_938_688),
+    "Qwen2.5-Coder-7B": ("all", 7_615_616_512),
+    "Qwen2.5-Coder-14B": ("all", 14_770_033_664),
+    "Qwen2.5-Coder-32B": ("all", 32_763_876_352),
+    "DeepSeek-R1-Distill-Qwen-1.5B": ("all", 1_777_088_000),
+    "DeepSeek-R1-Distill-Qwen-7B": ("all", 7_615_616_512),
+    "DeepSeek-R1-Distill-Llama-8B": ("all", 8_030_261_248),
+    "DeepSeek-V3": ("all", 671_026_404_352),
+    "Qwen3-30B-A3B": ("all", 30_532_122_624),
+    "gpt-oss-20b": ("all", 20_914_757_184),
+    "GLM-4-9B-0414": ("all", 9_400_279_040),
+    "GLM-4.5-Air": ("all", 106_852_245_504),
+    "Olmo-3-1025-7B": ("all", 7_298_011_136),
+    "Olmo-3-1125-32B": ("all", 32_233_522_176),
+    "granite-4.0-micro": ("all", 3_402_836_480),
+    "Falcon-H1-0.5B-Base": ("all", 521_411_104),
+    "mamba-130m-hf": ("all", 129_135_360),
+    "mamba-370m-hf": ("all", 371_516_416),
+    "mamba-790m-hf": ("all", 793_204_224),
+    "mamba-1.4b-hf": ("all", 1_372_178_432),
+    "mamba-2.8b-hf": ("all", 2_768_345_600),
+    "LFM2-350M": ("all", 354_483_968),
+    "LFM2-700M": ("all", 742_489_344),
+    "LFM2-1.2B": ("all", 1_170_340_608),
+    "embeddinggemma-300m": ("base", 302_863_104),
+    "Qwen3-Embedding-0.6B": ("base", 595_776_512),
+    "Qwen3-Embedding-4B": ("base", 4_021_774_336),
+    "Qwen3-Embedding-8B": ("base", 7_567_295_488),
+    "bge-m3": ("base", 566_705_152),
+    "bge-small-en-v1.5": ("base", 33_360_000),
+    "bge-base-en-v1.5": ("base", 109_482_240),
+    "bge-large-en-v1.5": ("base", 335_141_888),
+    "all-mpnet-base-v2": ("base", 108_895_872),
+    "dinov2-small": ("base", 22_056_576),
+    "dinov2-base": ("base", 86_580_480),
+    "dinov2-large": ("base", 304_368_640),
+    "mit-b0": ("base", 3_319_392),
+    "mit-b2": ("base", 24_196_288),
+    "mit-b5": ("base", 81_443_008),
 }
 # In millions, rounded as the papers' tables (RoBERTa, ELECTRA, DeBERTa-v3: 304 + 131 of the embedding, ModernBERT, ViT,
 # DistilBERT, GPT-2), the model GPUs (MiniLM, Qwen3, Phi-3.5), the README of MacBERT and the announcement of Mistral 7B
-# give it; XLM-R, T5 and ALBERT as keras-hub's presets do.
+# give it, and the model cards of GLM-4.7-Flash and Granite 4; XLM-R, T5 and ALBERT as keras-hub's presets do.
 ROUNDED = {
     "all-MiniLM-L6-v2": 22.7,
     "chinese-macbert-large": 324,
@@ -155,6 +199,9 @@ ROUNDED = {
     "granite-3.1-2b-base": 2530,
     "granite-3.1-8b-base": 8170,
     "PowerLM-3b": 3510,
+    "GLM-4.7-Flash": 30000,
+    "granite-4.0-h-micro": 3190,
+    "granite-4.0-h-tiny": 6940,
 }
 
 LAYERS = {"num_hidden_layers": 2}
@@ -295,6 +342,12 @@ def test_known_model_is_all_on_meta_and_gives_a_batch(name: str) -> None:
         ("google/gemma-3-1b-it", "gemma-3-1b-pt"),
         ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen2.5-1.5B"),
         ("Qwen/Qwen3-8B-Base", "Qwen3-8B"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "Qwen3-4B"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen3-30B-A3B"),
+        ("Qwen2.5-Coder-1.5B-Instruct", "Qwen2.5-Coder-1.5B"),
+        ("allenai/Olmo-3-7B-Instruct", "Olmo-3-1025-7B"),
+        ("tiiuae/Falcon-H1-0.5B-Instruct", "Falcon-H1-0.5B-Base"),
+        ("bge-m3", "bge-m3"),
         ("google/gemma-2-9b-it", "gemma-2-9b"),
         ("meta-llama/Llama-3.3-70B-Instruct", "Llama-3.1-70B"),
         ("meta-llama/Llama-2-7b-chat-hf", "Llama-2-7b-hf"),
