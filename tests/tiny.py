@@ -12,6 +12,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(95))]  # 100 tokens
+LENGTHS = {
+    **dict.fromkeys(
+        ("image-classification", "semantic-segmentation", "object-detection", "ctc", "audio-classification")
+    ),
+    "image-text-to-text": 4096,
+    "zero-shot-image-classification": 77,
+}
+"""Tokens of a row by task, where 16 do not do: None for rows without text."""
 
 
 def tokenizer(padding_side: str = "right", **settings: Any) -> PreTrainedTokenizerFast:

@@ -30,6 +30,7 @@ from hf_memopt.memory.allocator import ReplayPlan
 from hf_memopt.memory.allocator import replay as allocator_replay
 from hf_memopt.memory.allocator.replay import replay
 from hf_memopt.memory.models import example_batch, known_models, load_model
+from hf_memopt.memory.models.config_files import TASKS
 from hf_memopt.memory.optimizers import optimizer_memory, parameter_facts
 from hf_memopt.memory.recording import sessions as sessions
 from hf_memopt.memory.recording.step import record_step
@@ -1219,9 +1220,8 @@ def test_a_model_without_head_is_refused() -> None:
     with pytest.raises(ValueError) as error:
         estimate(transformers.BertModel(tiny.bert_config()), batch_size=2, seq_len=8)
     assert str(error.value) == (
-        "model=<BertModel> has no head whose batch is known; expected one of transformers' for 'speech-seq2seq', "
-        "'seq2seq', 'causal-lm', 'masked-lm', 'sequence-classification', 'token-classification', 'question-answering', "
-        "'multiple-choice', 'image-classification'. Load the model with its head, for example: "
+        "model=<BertModel> has no head whose batch is known; expected one of transformers' for "
+        f"{', '.join(map(repr, TASKS))}. Load the model with its head, for example: "
         "AutoModelForSequenceClassification.from_pretrained(...)"
     )
 
@@ -1233,7 +1233,7 @@ QUICK_MODELS = ("pythia-70m", "deberta-v3-xsmall", "opt-125m", "gpt-neo-125m")
     "name", [pytest.param(name, marks=() if name in QUICK_MODELS else pytest.mark.slow) for name in known_models()]
 )
 def test_every_known_model_is_estimated(name: str) -> None:
-    seq_len = None if known_models()[name]["task"] == "image-classification" else 16
+    seq_len = tiny.LENGTHS.get(known_models()[name]["task"], 16)
     found = estimate(name, batch_size=1, seq_len=seq_len, gpu="H200", optim="sgd", precision="bf16")
     assert found.peak_allocated_bytes > 8 * found.parameters  # weights and gradients in float32
 

@@ -40,14 +40,16 @@ from hf_memopt.memory.models.meta_copy import copy_to_meta
 from hf_memopt.memory.recording.step import cut_batch
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 
-# Elements of the parameters, with ("all") or without ("base") the head, as published:
+# Elements of the parameters, with ("all") or without ("base") the head, or with the vision tower that text does without
+# ("pictures"), as published:
 # - "params" in keras-team/keras-hub, keras_hub/src/models/*/*_presets.py: BERT (macbert-base as bert_base_zh),
 #   DeBERTa-v3, GPT-2, T5, Whisper to medium, Gemma 3, Mistral, Qwen2.5-0.5B, Qwen2.5-1.5B and -7B (as the
-#   Math models of the same shape), Qwen3-1.7B;
+#   Math models of the same shape), Qwen3-1.7B, Qwen3.5;
 # - the safetensors totals that the hub gives: Llama, SmolLM2, phi-2, Whisper large, Qwen2.5-Coder, Qwen3-30B, GLM,
 #   Olmo 3, gpt-oss (its model card too), Granite 4 micro, Falcon-H1, Mamba, LFM2, EmbeddingGemma, Qwen3-Embedding, BGE,
 #   MPNet, DINOv2, MiT (the last five without what the head trained here leaves out), DeepSeek (V3 without
-#   the 14,848 biases of its routers, which are buffers here);
+#   the 14,848 biases of its routers, which are buffers here), Qwen2.5-VL, Qwen3-VL, Llama 4, Ministral
+#   3, CLIP, wav2vec2;
 # - tanganke/fusion_bench's documentation of Flan-T5: what transformers counts in the loaded checkpoint.
 PUBLISHED = {
     "bert-base-uncased": ("base", 109_482_240),
@@ -166,10 +168,31 @@ PUBLISHED = {
     "mit-b0": ("base", 3_319_392),
     "mit-b2": ("base", 24_196_288),
     "mit-b5": ("base", 81_443_008),
+    "Qwen2.5-VL-3B-Instruct": ("all", 3_754_622_976),
+    "Qwen2.5-VL-7B-Instruct": ("all", 8_292_166_656),
+    "Qwen3-VL-2B-Instruct": ("all", 2_127_532_032),
+    "Qwen3-VL-4B-Instruct": ("all", 4_437_815_808),
+    "Qwen3-VL-8B-Instruct": ("all", 8_767_123_696),
+    "Qwen3.5-0.8B": ("pictures", 852_985_920),
+    "Qwen3.5-2B": ("pictures", 2_213_241_664),
+    "Qwen3.5-4B": ("pictures", 4_539_265_536),
+    "Qwen3.5-9B": ("pictures", 9_409_813_744),
+    "Qwen3.5-27B": ("pictures", 27_356_728_560),
+    "Qwen3.5-35B-A3B": ("pictures", 35_107_181_936),
+    "gemma-3-12b-pt": ("all", 12_187_325_040),
+    "gemma-3-27b-pt": ("all", 27_432_406_640),
+    "Llama-3.2-11B-Vision": ("all", 10_670_220_835),
+    "Llama-4-Scout-17B-16E": ("pictures", 108_641_793_536),
+    "Ministral-3-3B-Base-2512": ("all", 3_849_090_048),
+    "Ministral-3-8B-Base-2512": ("all", 8_918_026_240),
+    "Ministral-3-14B-Base-2512": ("all", 13_945_031_680),
+    "clip-vit-base-patch32": ("all", 151_277_313),
+    "wav2vec2-base": ("base", 94_371_712),
 }
 # In millions, rounded as the papers' tables (RoBERTa, ELECTRA, DeBERTa-v3: 304 + 131 of the embedding, ModernBERT, ViT,
 # DistilBERT, GPT-2), the model GPUs (MiniLM, Qwen3, Phi-3.5), the README of MacBERT and the announcement of Mistral 7B
-# give it, and the model cards of GLM-4.7-Flash and Granite 4; XLM-R, T5 and ALBERT as keras-hub's presets do.
+# give it, and the model cards of GLM-4.7-Flash, Granite 4 and Gemma 3n (of its text); XLM-R, T5, ALBERT and Gemma 4 as
+# keras-hub's presets do.
 ROUNDED = {
     "all-MiniLM-L6-v2": 22.7,
     "chinese-macbert-large": 324,
@@ -199,6 +222,12 @@ ROUNDED = {
     "granite-3.1-2b-base": 2530,
     "granite-3.1-8b-base": 8170,
     "PowerLM-3b": 3510,
+    "gemma-3n-E2B": 4460,
+    "gemma-3n-E4B": 6870,
+    "gemma-4-E2B": 5100,
+    "gemma-4-E4B": 7900,
+    "gemma-4-31B": 31000,
+    "gemma-4-26B-A4B": 26000,
     "GLM-4.7-Flash": 30000,
     "granite-4.0-h-micro": 3190,
     "granite-4.0-h-tiny": 6940,
@@ -303,7 +332,7 @@ def _config(model_type: str, **settings: Any) -> transformers.PretrainedConfig:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_known_model_has_the_published_number_of_parameters(name: str) -> None:
     part, count = PUBLISHED[name]
-    model = load_model(name).model
+    model = load_model(name, task="image-text-to-text" if part == "pictures" else None).model
     counted = model.base_model if part == "base" else model
     assert sum(weight.numel() for weight in counted.parameters()) == count
 
@@ -329,8 +358,9 @@ def test_known_model_is_all_on_meta_and_gives_a_batch(name: str) -> None:
     assert _is_all_meta(loaded.model)
     assert loaded.model.training
     assert loaded.model.config.use_cache is False
-    seq_len = None if task_of(loaded.model) == "image-classification" else 16
-    assert all(value.is_meta for value in example_batch(loaded.model, batch_size=2, seq_len=seq_len).values())
+    seq_len = tiny.LENGTHS.get(known_models()[name]["task"], 16)
+    batch = example_batch(loaded.model, batch_size=2, seq_len=seq_len)
+    assert all(value.is_meta for value in batch.values() if isinstance(value, torch.Tensor))
 
 
 @pytest.mark.parametrize(

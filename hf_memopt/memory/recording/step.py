@@ -149,7 +149,8 @@ def has_padding(batch: Mapping[str, torch.Tensor], settings: StepSettings) -> bo
     """Return whether rows of a batch are padded: unless the settings say so, where several rows have tokens."""
     if settings.padding is not None:
         return bool(settings.padding)
-    return any(one.dim() > 1 and one.numel() > one.shape[-1] for one in batch.values() if one.dtype == torch.int64)
+    ids = (one for one in batch.values() if isinstance(one, torch.Tensor) and one.dtype == torch.int64)
+    return any(one.dim() > 1 and one.numel() > one.shape[-1] for one in ids)
 
 
 def cut_batch(batch: Mapping[str, torch.Tensor], batch_size: int, rows: int) -> dict[str, torch.Tensor]:
