@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Change", "add_change", "record_changes"]
-
 CHANGES = "memopt_changes"  # the attribute of a trainer that holds what was changed
 
 

@@ -9,8 +9,6 @@ from functools import partial
 from os.path import commonprefix
 from typing import Any
 
-__all__ = ["MissingExtraError", "did_you_mean", "nearest", "reason"]
-
 
 class MissingExtraError(ImportError):
     """An optional dependency is not installed.

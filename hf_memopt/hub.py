@@ -13,8 +13,6 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-__all__ = ["hub_answers"]
-
 _PATIENCE_SECONDS = 3.0
 
 

@@ -13,8 +13,6 @@ from typing import Any, NotRequired, Union, get_args, get_origin, get_type_hints
 
 from hf_memopt.plain_data import check_value, parse_object, shown
 
-__all__ = ["Number", "check_format", "read_json"]
-
 Number = float | int
 SMALLEST, LARGEST = 1e-12, 2.0**63
 """Between them is every number but 0: what a page draws is computed from it, and must neither overflow nor vanish."""

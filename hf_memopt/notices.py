@@ -12,8 +12,6 @@ import logging
 import re
 import sys
 
-__all__ = ["PrintableRecord", "notify", "printable"]
-
 # C0 but the line feed, DEL and C1; bidirectional characters, line separators; bytes of a name that are not UTF-8
 _STEERING = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
 

@@ -23,22 +23,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from numpy.typing import NDArray
 
-__all__ = [
-    "Count",
-    "CountOrZero",
-    "FixedMapping",
-    "check_fields",
-    "check_value",
-    "check_word",
-    "checked_array",
-    "checked_path",
-    "from_object",
-    "items_of",
-    "packaged_rows",
-    "parse_object",
-    "shown",
-]
-
 Count = Annotated[int, range(1, 2**63)]
 CountOrZero = Annotated[int, range(2**63)]
 

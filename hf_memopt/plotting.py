@@ -27,22 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "DARK",
-    "LIGHT",
-    "WIDTH_INCHES",
-    "Theme",
-    "bare",
-    "check_picture",
-    "drawing",
-    "explain",
-    "new_figure",
-    "page_pictures",
-    "save_picture",
-    "scale_of",
-    "write_picture",
-]
-
 ENDINGS = (".png", ".svg", ".pdf")
 WIDTH_INCHES = 8.0
 FONT = "DejaVu Sans"

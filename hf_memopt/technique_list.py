@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 from hf_memopt.plain_data import packaged_rows
 
-__all__ = ["ENGINES", "LATE_LOSS", "NO_LIMIT", "TECHNIQUES", "VARIANTS", "Refusal", "Technique", "asked_by", "load"]
-
 SHARDED = ("FSDP2", "other sharding", "DeepSpeed")
 ENGINES = ("DDP", "DDP, default flags", *SHARDED)
 """The settings that train in several processes."""

@@ -17,8 +17,6 @@ from rich.terminal_theme import TerminalTheme
 
 from hf_memopt.notices import printable
 
-__all__ = ["Console", "printed_html", "printed_text"]
-
 SETTINGS: dict[str, Any] = {"width": 80, "force_jupyter": False}
 
 PRE = (

@@ -12,8 +12,6 @@ from fractions import Fraction
 
 from hf_memopt.plain_data import shown
 
-__all__ = ["format_bytes", "format_duration", "format_number", "parse_bytes", "to_gib", "to_mib"]
-
 _FACTORS = {
     "B": 1,
     "KB": 10**3,

@@ -17,8 +17,6 @@ from typing import Any
 
 from hf_memopt.plain_data import checked_path
 
-__all__ = ["check_target", "warn_unwritten", "write_whole", "writing"]
-
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file in one step: a reader sees all of the new content or what was there before, also after a kill.

@@ -46,8 +46,6 @@ from hf_memopt.plain_data import check_value, check_word, shown
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["TASKS", "ExactLoss", "exact_loss"]
-
 TASKS = ("sequence-classification", "token-classification", "masked-lm", "causal-lm", "seq2seq-lm")
 
 OF_LOSS_FUNCTION = {

@@ -19,8 +19,6 @@ from hf_memopt.batching.plan import check_integers
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value, checked_array, shown
 
-__all__ = ["LENGTH_COLUMN", "is_list", "lengths_of", "token_count", "token_lengths"]
-
 COUNT_OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
 LENGTH_COLUMN = "length"  # stock's default length_column_name, for "group_by_length"; no model takes it
 

@@ -19,8 +19,6 @@ from hf_memopt.changes import CHANGES
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 
-__all__ = ["attach", "refuse_data_parallel"]
-
 HANDLE = "memopt_handle"  # the attribute of a trainer whose ``remove()`` undoes ``attach``
 # Purposes of what attach puts over a trainer's methods.
 RESTORES_ORDER, KEEPS_COLUMNS = "dataset order", "used columns"

@@ -9,8 +9,6 @@ from typing import Any
 
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, remove_all
 
-__all__ = ["Binding", "unbound_error"]
-
 
 class Binding:
     """The trainer that a callback works for, which is not kept alive, and what the callback put over it.

@@ -42,8 +42,6 @@ from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
 from hf_memopt.whole_files import write_whole
 
-__all__ = ["MANIFEST", "checkpoint_to_resume", "keep_manifests", "own_checkpoint", "remove_stale", "why_not_whole"]
-
 MANIFEST = "memopt_manifest.json"
 
 logger = getLogger(__name__)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.binding.undo import UndoHandle
 
-__all__ = ["AttachedCallback", "AttachedPart", "EvaluationView", "TrainingView"]
-
 
 @runtime_checkable
 class AttachedCallback(Protocol):

@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainingArguments
 
-__all__ = [
-    "RENAMED_ARGUMENTS",
-    "allocator_variable",
-    "can_offload_checkpoints",
-    "checkpointing_arguments",
-    "checkpointing_of",
-    "enable_checkpointing",
-    "fsdp_arguments",
-    "fsdp_environment",
-    "is_checkpointing",
-    "training_argument_names",
-]
-
 RENAMED_ARGUMENTS = {
     "evaluation_strategy": 'eval_strategy="steps"',
     "group_by_length": 'train_sampling_strategy="group_by_length"',

@@ -31,8 +31,6 @@ from hf_memopt.errors import MissingExtraError, reason
 from hf_memopt.notices import PrintableRecord, printable
 from hf_memopt.plotting import check_picture
 
-__all__ = ["app", "main"]
-
 
 class _Commands(TyperGroup):
     """Prints the errors of all commands in two lines, and lists the commands in groups."""

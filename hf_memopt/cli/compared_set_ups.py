@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
     from hf_memopt.memory import Estimate
 
-__all__ = ["Compared", "compare", "draw_compared", "print_compared", "set_ups"]
-
 LORA_RANK = 16
 SHOWN = ("weights", "gradients", "optimizer state", "activations")
 FITS = {"fits": "[green]yes[/]", "tight": "[yellow]tight[/]", "over": "[red]no[/]", None: "?"}

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Finding", "examine", "print_findings", "verdict"]
-
 EXTRAS = {"peft": "LoRA", "plot": "pictures"}
 """What may be missing, and what needs it."""
 HELD_SHARE = 0.1  # of a GPU that other processes may hold without a warning

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
     from hf_memopt.recipes import Recipe
 
-__all__ = ["run"]
-
 MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
 """Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
 DEFAULT_BATCH_SIZE, COMPARED_EXAMPLES = 8, 32

@@ -15,8 +15,6 @@ from hf_memopt.terminal import Console
 if TYPE_CHECKING:
     from hf_memopt.cli.options import GpusOptions
 
-__all__ = ["run"]
-
 GIB = 2**30
 NOTE = (
     "GiB: what it is sold with, and what of it all processes together can use. bf16: computed natively. sm: compute "

@@ -17,8 +17,6 @@ from hf_memopt.terminal import Console
 if TYPE_CHECKING:
     from hf_memopt.cli.options import LengthsOptions
 
-__all__ = ["length_of_data", "lengths_of_data", "run"]
-
 MULTIPLE = 8  # tensor cores want it, and collators pad to it
 
 

@@ -24,8 +24,6 @@ from hf_memopt.whole_files import check_target
 if TYPE_CHECKING:
     from hf_memopt.cli.options import MeasureOptions
 
-__all__ = ["run"]
-
 FITS, OUT_OF_MEMORY = 0, 1
 
 

@@ -13,18 +13,6 @@ from typing import Any
 
 import typer
 
-__all__ = [
-    "DemoOptions",
-    "DoctorOptions",
-    "EstimateOptions",
-    "GpusOptions",
-    "LengthsOptions",
-    "MeasureOptions",
-    "PlanOptions",
-    "PresetsOptions",
-    "ReportOptions",
-]
-
 MOST_COUNT = 2**31 - 1  # the product of two such counts still fits into numpy's 64-bit integers
 MOST_SEED = 2**32 - 1  # that numpy takes
 MODEL, DATA, GPU, STEP, CHANGE = "Model", "Model and data", "GPU", "Step", "What may change"

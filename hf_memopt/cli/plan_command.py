@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.cli.options import PlanOptions
 
-__all__ = ["run"]
-
 
 def run(options: PlanOptions, context: Any) -> int:
     """Print the plan, write what is asked for, and return the exit code of the verdict.

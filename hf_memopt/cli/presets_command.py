@@ -28,15 +28,6 @@ from hf_memopt.terminal import Console
 if TYPE_CHECKING:
     from hf_memopt.cli.options import PresetsOptions
 
-__all__ = [
-    "LARGEST_BATCH",
-    "PresetFits",
-    "largest_batch",
-    "preset_fits",
-    "preset_fits_table",
-    "run",
-]
-
 PRESETS_COLUMNS = 76  # of a terminal; on a narrower one the GPUs would be cut within their names
 
 

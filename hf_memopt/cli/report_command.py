@@ -19,8 +19,6 @@ from hf_memopt.terminal import Console
 if TYPE_CHECKING:
     from hf_memopt.cli.options import ReportOptions
 
-__all__ = ["run"]
-
 PAGES: dict[str, Callable[[Any], str]] = {"plan": plan_page, "run": run_page}
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import packaged_rows
 
-__all__ = ["usage_message"]
-
 
 def usage_message(error: Any) -> str:
     """Return the message of an error of typer's parser, with what to do about it as its last sentence."""

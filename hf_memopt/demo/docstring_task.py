@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DocstringTask", "docstring_task", "read_docstrings", "source_files", "train_tokenizer"]
-
 LABELS = 20
 TEST_FRACTION = 0.2
 MAX_LENGTH_TOKENS = 256

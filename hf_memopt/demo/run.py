@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.demo.docstring_task import DocstringTask
 
-__all__ = ["TITLES", "conclusions", "figures_table", "prepare", "print_results", "run_child", "run_demo", "setups_text"]
-
 MARKER = "demo.json"  # in the output of a finished demo, so that the next one may write there too
 VERSIONS_OF = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "hf-memopt")
 TITLES = {

@@ -43,8 +43,6 @@ from hf_memopt.memory.run import MemoryReportCallback
 from hf_memopt.recipes import recipe
 from hf_memopt.techniques.optimizers import optimizer_state_bytes
 
-__all__ = ["build_model", "measure", "model_config", "predict_labels", "run_setup", "trainer_of"]
-
 BATCH_SIZE = 32
 HYPERPARAMETERS = {"learning_rate": 1e-3, "warmup_steps": 0.1, "lr_scheduler_type": "linear"}
 CPU_MODEL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "intermediate_size": 512}

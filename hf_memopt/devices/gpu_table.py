@@ -47,8 +47,6 @@ from typing import Any
 from hf_memopt.plain_data import FixedMapping, packaged_rows
 from hf_memopt.units import parse_bytes
 
-__all__ = ["GIB", "GPUS", "NAMES", "USUAL", "Chip", "Gpu", "PeakRates", "against_float16", "typical_context"]
-
 GIB = 2**30
 PAGES = "https://www.techpowerup.com/gpu-specs/"
 STANDS_IN = "kernels and workspaces of compute capability 8.0 stand in for those of ROCm"

@@ -14,8 +14,6 @@ import torch
 
 from hf_memopt.devices.gpu_table import against_float16
 
-__all__ = ["Precision", "accelerator_type", "check_precision", "choose_precision"]
-
 
 @dataclass(frozen=True, slots=True)
 class Precision:

@@ -10,8 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["without_compiler"]
-
 _SWITCH = "TORCHDYNAMO_DISABLE"
 """The environment variable by which ``torch.compile`` returns a function as it is; seen in torch 2.6 to 2.13."""
 

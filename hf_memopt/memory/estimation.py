@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-__all__ = ["estimate", "estimate_of_step", "own_dtype", "precision_for", "with_hints"]
-
 DEFAULT_BATCH_SIZE = 8
 _ASSUMED_CAPABILITY = (8, 0)
 

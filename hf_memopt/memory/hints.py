@@ -22,8 +22,6 @@ from hf_memopt.units import format_bytes
 if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
 
-__all__ = ["Hint", "find_hints"]
-
 ENOUGH = 2
 MOST_SECONDS = 40.0
 LEAST_SHARE = 10  # what saves less than a tenth of what is missing is not tried

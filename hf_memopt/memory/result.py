@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.step_time import StepCosts, StepTime
     from hf_memopt.memory.tracking import PhasePeak, Timeline
 
-__all__ = ["Estimate"]
-
 
 @dataclass(frozen=True, eq=False)
 class Estimate:

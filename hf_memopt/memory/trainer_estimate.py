@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.settings import BatchShape
 
-__all__ = ["estimate_of"]
-
 
 def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estimate:
     """Return the estimate of the trainer's steps with batches of this shape.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, TrainingArguments
 
-__all__ = ["estimate_from_arguments", "settings_of_arguments"]
-
 
 def refuse_arguments(args: TrainingArguments) -> None:
     """Raise ``NotEstimableError`` for the first argument that asks for something that is not simulated."""

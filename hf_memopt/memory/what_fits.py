@@ -16,8 +16,6 @@ from hf_memopt.components import MARGIN_SHARE
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
 
-__all__ = ["largest_that_fits", "margin_of"]
-
 
 def margin_of(gpu: Gpu) -> int:
     """Return the bytes of a GPU that have to be left."""

@@ -24,16 +24,6 @@ from hf_memopt.rows import fitting_format
 if TYPE_CHECKING:
     from hf_memopt.batching.collation import SpeechCollator
 
-__all__ = [
-    "check_encoded",
-    "evaluation_view",
-    "fixed_size_input",
-    "needs_causal_labels",
-    "speech_collator",
-    "training_view",
-    "view_arguments",
-]
-
 logger = logging.getLogger(__name__)
 
 LABELS = {"labels", "label", "label_ids"}

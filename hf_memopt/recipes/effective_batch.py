@@ -9,8 +9,6 @@ from typing import Any
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 
-__all__ = ["cut_effective_batch", "largest_divisor", "process_count"]
-
 BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 

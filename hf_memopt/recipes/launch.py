@@ -27,8 +27,6 @@ from hf_memopt.whole_files import write_whole
 if TYPE_CHECKING:
     from hf_memopt.recipes.recipe_class import Recipe
 
-__all__ = ["STRATEGIES", "Launch", "launch_files", "launch_of"]
-
 STRATEGIES: Mapping[str, str] = {
     "auto": "ddp, or fsdp2 with offload_params",
     "ddp": "each GPU has the whole model; DistributedDataParallel",

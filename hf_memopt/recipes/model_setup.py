@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.recipes.recipe_class import Recipe
 
-__all__ = ["model_keywords", "prepared_model"]
-
 
 def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
     """Return keywords for ``from_pretrained``; see ``Recipe.model_kwargs``."""

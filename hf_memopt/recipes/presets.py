@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.devices import Gpu
 
-__all__ = ["PRESETS", "fitting_recipe", "preset", "recipe"]
-
 HOLDS = "encoders of up to BERT-large's size at 512 tokens; computed, memory not yet measured on a GPU"
 
 EIGHT_BIT = "about a quarter of AdamW's state: 2 bytes per parameter instead of 8, embeddings apart"

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.settings import StepSettings
     from hf_memopt.recipes.launch import Launch
 
-__all__ = ["Recipe"]
-
 logger = logging.getLogger(__name__)
 
 FORMAT = 1

@@ -16,9 +16,6 @@ from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count
 if TYPE_CHECKING:
     from hf_memopt.recipes.recipe_class import Recipe
 
-__all__ = ["resolve_arguments", "sixteen_bits_here", "stock_arguments", "weights_dtype_here"]
-
-
 SHORT_NAMES = {
     "batch_size": "per_device_train_batch_size",
     "train_batch_size": "per_device_train_batch_size",

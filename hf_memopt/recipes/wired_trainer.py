@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.recipes.recipe_class import Recipe
 
-__all__ = ["build_trainer", "callbacks_of"]
-
 logger = logging.getLogger(__name__)
 
 

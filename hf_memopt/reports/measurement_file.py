@@ -14,15 +14,6 @@ from hf_memopt.plain_data import Count, CountOrZero, check_fields, checked_path,
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import check_target, write_whole, writing
 
-__all__ = [
-    "DEFAULT_STEPS",
-    "PACKAGES",
-    "Figures",
-    "Measurement",
-    "named_measurement",
-    "read_measurement",
-]
-
 FORMAT = 1
 """Of the JSON file; a larger number is of a later version."""
 

@@ -19,8 +19,6 @@ from hf_memopt.reports.pictures import colours_of
 from hf_memopt.units import format_bytes, format_duration, format_number, to_gib
 from hf_memopt.whole_files import check_target, write_whole, writing
 
-__all__ = ["check_page", "phase_name", "rendered", "share_text", "signed", "write_page"]
-
 
 def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Refuse a path that no report can be written to.

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-__all__ = ["Written", "messages_of", "written_row"]
-
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "function": "tool", "observation": "tool"}
 """What ShareGPT's ``from`` calls the roles."""
 PROMPT = (

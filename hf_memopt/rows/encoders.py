@@ -11,8 +11,6 @@ import numpy as np
 from hf_memopt.rows.conversations import Written, written_row
 from hf_memopt.rows.labels import IGNORED, Labels
 
-__all__ = ["OPTIONAL", "READ", "TEXTS", "Encoder", "words_of"]
-
 TEXTS = ("text", "first", "second", "question", "context", "source", "instruction", "output")
 """The parts that must be texts; prompts and completions are texts or messages."""
 READ = (*TEXTS, "input", "messages", "prompt", "completion", "words", "translation", "input_ids")

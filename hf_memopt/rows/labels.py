@@ -12,8 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["IGNORED", "Kind", "Labels", "labels_of"]
-
 Kind = Literal["single_label_classification", "regression", "multi_label_classification"]
 """transformers' names of ``problem_type``."""
 IGNORED = -100  # the label that losses leave out

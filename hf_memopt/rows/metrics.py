@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import EvalPrediction
 
-__all__ = ["metric_of"]
-
 IGNORED = -100
 
 

@@ -24,8 +24,6 @@ from hf_memopt.rows.metrics import metric_of
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-__all__ = ["FORMATS", "Format", "Rows", "fitting_format", "read_rows"]
-
 LEAST, ENOUGH, MOST = 0.02, 100, 0.1  # shares of the rows, and how many rows, to evaluate where no split is for it
 SEED = 0
 SPLITS = ("valid", "dev", "eval", "test")  # how the names of the splits to evaluate begin

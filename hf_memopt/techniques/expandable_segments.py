@@ -22,8 +22,6 @@ from hf_memopt.binding.undo import UndoHandle, nothing_to_undo
 from hf_memopt.changes import Change
 from hf_memopt.devices import current_os
 
-__all__ = ["platform_problem", "use_expandable_segments"]
-
 logger = logging.getLogger(__name__)
 
 SETTING = "expandable_segments"

@@ -31,8 +31,6 @@ from hf_memopt.units import format_bytes
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["PrecisionCallback", "disable_autocast_cache", "keep_master_weights"]
-
 logger = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -16,8 +16,6 @@ from hf_memopt.changes import Change
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["ModelCallback", "ModelHandles", "TechniqueCallback"]
-
 
 class ModelHandles:
     """The handles of all changes to the last model (or optimizer) of a callback, which is not kept alive.

@@ -45,8 +45,6 @@ from hf_memopt.plain_data import check_value, shown
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["BucketedCollator", "DynamicPaddingCollator", "check_tokenizer"]
-
 LabelId = Annotated[int, range(-(2**31), 2**31)]
 
 

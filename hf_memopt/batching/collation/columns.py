@@ -19,20 +19,6 @@ from numpy.typing import NDArray
 
 from hf_memopt.batching import LENGTH_COLUMN
 
-__all__ = [
-    "Array",
-    "Column",
-    "column_kind",
-    "count_ids",
-    "label_kind",
-    "pad",
-    "read_columns",
-    "round_up",
-    "stack",
-    "take_labels",
-    "where_padding",
-]
-
 Array = NDArray[Any]
 Column = Sequence[Array]
 """The cells of a column, ``(rows,)``: arrays of any shapes, or scalars of numpy where a row is one number."""

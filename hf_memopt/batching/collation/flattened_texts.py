@@ -24,8 +24,6 @@ from hf_memopt.binding.undo import KeptState, RandomState, set_attribute
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["check_flattened_texts", "undisturbed"]
-
 LENGTHS = (6, 8, 7)  # tokens of the texts, of which the second is asked
 LARGEST_DEVIATION = 0.1  # of the logits from those of the text alone: above rounding in 16 bits, below other positions
 

@@ -11,8 +11,6 @@ from torch import nn
 
 from hf_memopt.binding.model import unwrap_model
 
-__all__ = ["has_decoder", "label_shifter", "needs_position_ids"]
-
 
 def needs_position_ids(model: nn.Module) -> bool:
     """Return whether left padding shifts the positions of ``model`` and ``position_ids`` repair that.

@@ -18,8 +18,6 @@ from datasets import Dataset
 from hf_memopt.batching import LENGTH_COLUMN
 from hf_memopt.batching.collation.columns import Array, Column
 
-__all__ = ["ColumnBatch", "RowBatch", "RowReader"]
-
 
 class RowBatch(list[Any]):
     """The rows of a batch.

@@ -12,8 +12,6 @@ from transformers import default_data_collator
 from hf_memopt.binding.model import IGNORED_LABEL
 from hf_memopt.plain_data import CountOrZero, check_value
 
-__all__ = ["SpeechCollator"]
-
 
 @dataclass(frozen=True)
 class SpeechCollator:

@@ -27,8 +27,6 @@ from hf_memopt.errors import did_you_mean
 from hf_memopt.hub import hub_answers
 from hf_memopt.rows import OPTIONAL, READ, TEXTS, Encoder, Format, fitting_format, words_of
 
-__all__ = ["DataFile", "FileLengths", "data_file", "file_lengths"]
-
 KINDS = {
     ".parquet": "parquet",
     ".arrow": "arrow",

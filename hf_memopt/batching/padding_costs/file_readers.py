@@ -28,8 +28,6 @@ import pyarrow as pa
 from hf_memopt.plain_data import parse_object, shown
 from hf_memopt.units import format_bytes
 
-__all__ = ["first_line", "likely_type", "open_source", "reading"]
-
 ROWS_AT_ONCE, JSON_ROWS_AT_ONCE = 8192, 512  # Python objects of a row take up to ten times the memory of its table
 MOST_OF_CAUSE = 300  # characters: it may quote the file
 MOST_ROW = {"csv": 16 * 2**20, "json": 64 * 2**20}  # bytes, of JSON characters; a million token ids are 7 MiB

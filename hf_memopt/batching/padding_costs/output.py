@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.batching.padding_costs.figures import Histogram, PaddingReport
 
-__all__ = ["print_report"]
-
 LEAST_BAR_COLUMNS, BAR_COLUMNS = 8, 40
 FIGURE_COLUMNS = 21  # beside the bar: its edge, the count and its share
 NARROW_COLUMNS = 70  # where the names of strategies have a line for their arguments

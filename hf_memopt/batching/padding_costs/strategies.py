@@ -9,16 +9,6 @@ from numpy.typing import NDArray
 
 from hf_memopt.batching.plan import LengthBuckets
 
-__all__ = [
-    "PaddingStrategy",
-    "fitting_budget",
-    "fixed_strategies",
-    "grouped_by_length",
-    "mean_batch",
-    "ordered_strategies",
-    "pad_lengths",
-]
-
 STOCK_MEGA_BATCH = 50  # batches that transformers' get_length_grouped_indices sorts together
 
 

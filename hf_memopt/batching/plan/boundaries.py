@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["bucket_ends", "bucket_numbers", "by_bucket", "optimal_boundaries", "shuffle_buckets"]
-
 FINEST_GRID = 512  # distinct limits the dynamic programme considers: its cost grows with their square
 LONGEST_TABLE = 2**20  # longer examples are looked up by bisection instead of in a table
 

@@ -20,8 +20,6 @@ from numpy.typing import ArrayLike, NDArray
 from hf_memopt.batching.plan.boundaries import bucket_ends, by_bucket, optimal_boundaries, shuffle_buckets
 from hf_memopt.batching.plan.checks import check_batch_limits, check_settings, checked_boundaries, checked_lengths
 
-__all__ = ["EpochPlan", "LengthBuckets", "PlanDiagnostics", "reading_order"]
-
 MOST_BUCKETS = 63  # with the rest at the end that makes 64 shapes; padding hardly falls beyond
 FEWEST_BUCKETS = 8  # on small data; one alone would pad every example to the longest
 BATCHES_PER_BUCKET = 4  # fewer would make the same examples meet in almost every epoch

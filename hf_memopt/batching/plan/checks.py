@@ -10,15 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.plain_data import Count, CountOrZero, check_value, checked_array, shown
 
-__all__ = [
-    "check_batch_limits",
-    "check_integers",
-    "check_settings",
-    "checked_boundaries",
-    "checked_lengths",
-    "checked_position",
-]
-
 _Few = Annotated[int, range(1, 2**20 + 1)]  # it sets the length of arrays: a mistyped one must not allocate gigabytes
 _SETTINGS: dict[str, tuple[Any, Any]] = {  # what each must be, and an example
     **dict.fromkeys(("batch_size", "max_tokens", "n_buckets", "buffer_examples", "max_length"), (Count, 32)),

@@ -18,8 +18,6 @@ from hf_memopt.batching.plan.boundaries import bucket_ends, by_bucket, optimal_b
 from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets, reading_order
 from hf_memopt.batching.plan.checks import check_settings
 
-__all__ = ["PackedBatches"]
-
 MOST_CLASSES = 256  # rounding up costs under 1 % then
 FEWEST_CLASSES = 8
 TEXTS_PER_CLASS = 16

@@ -19,8 +19,6 @@ from hf_memopt.batching.plan.buckets import LengthBuckets, PlanDiagnostics
 from hf_memopt.batching.plan.checks import check_settings
 from hf_memopt.plain_data import check_value, shown
 
-__all__ = ["LengthBucketedBatchSampler", "LengthBucketedSampler", "check_state"]
-
 
 class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
     """Batches of example indices of similar length, for ``DataLoader(dataset, batch_sampler=...)``.

@@ -54,8 +54,6 @@ from hf_memopt.plain_data import CountOrZero, check_value
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["BUFFER_EXAMPLES", "BucketedStream"]
-
 DROPPED, ITERATIONS = 1, 2  # places in the shared memory, of what workers tell their process; 0 is the epoch
 ORDER = (
     *("batch_size", "max_tokens", "boundaries", "buffer_examples", "seed", "world_size", "rank", "column"),

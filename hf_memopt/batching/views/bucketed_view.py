@@ -47,8 +47,6 @@ from hf_memopt.plain_data import shown
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["BucketedView", "bucketed"]
-
 
 def bucketed(
     dataset: Any,

@@ -50,9 +50,6 @@ from hf_memopt.binding.undo import override_method, set_attribute
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["SortedExamples", "loses_order", "sorted_by_length"]
-
-
 # Training arguments under which predictions cannot be put back into dataset order: the value, and why.
 _LOSES_ORDER: dict[str, tuple[Any, str]] = {
     "dataloader_drop_last": (

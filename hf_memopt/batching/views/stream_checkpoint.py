@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.batching.views.bucketed_stream import BucketedStream
 
-__all__ = ["keep_in_checkpoints"]
-
 
 def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
     """Write the stream's state into each checkpoint of a trainer, and read it in a run that resumes.

@@ -33,8 +33,6 @@ from hf_memopt.plain_data import shown
 if TYPE_CHECKING:
     from hf_memopt.batching.views.bucketed_stream import BucketedStream
 
-__all__ = ["Entry", "Place", "SharedPlaces", "StreamReader", "check_source", "random_numbers"]
-
 ROWS, GROUPS = range(2)  # what random numbers are for
 TIES = 1024  # that are drawn at a time
 _END = object()

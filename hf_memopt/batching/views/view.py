@@ -25,22 +25,6 @@ from hf_memopt.changes import Change, record_changes
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = [
-    "DescribedByDataset",
-    "EpochView",
-    "SharedArray",
-    "check_per_device",
-    "check_world_size_of_run",
-    "flattens_batches",
-    "is_map_style",
-    "is_padding_free",
-    "read_in_order",
-    "reads_in_order",
-    "take_seed",
-    "takes_columns",
-    "tell_what_a_sample_is",
-]
-
 DESCRIPTIONS = {"builder_name", "citation", "column_names", "config_name", "dataset_size"}
 DESCRIPTIONS |= {"description", "download_checksums", "download_size", "features", "homepage"}
 DESCRIPTIONS |= {"info", "license", "size_in_bytes", "split", "version"}

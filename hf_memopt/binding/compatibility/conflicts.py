@@ -16,15 +16,6 @@ from hf_memopt.technique_list import LATE_LOSS, TECHNIQUES, VARIANTS, Refusal
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-__all__ = [
-    "check_compatibility",
-    "check_settings",
-    "names_of",
-    "refusals_of",
-    "settings_in_use",
-    "techniques_in_use",
-]
-
 
 def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     """Refuse techniques and settings that are incompatible: those of a Trainer, and callbacks it is to get.

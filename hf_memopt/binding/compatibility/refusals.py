@@ -12,15 +12,6 @@ from typing import Any
 
 from hf_memopt.technique_list import TECHNIQUES, VARIANTS, Refusal, Technique, asked_by
 
-__all__ = [
-    "SETTINGS",
-    "is_of_bitsandbytes",
-    "refusal_of",
-    "refuse_without_adapters",
-    "refused_fields",
-    "steps_in_backward",
-]
-
 SETTINGS: Mapping[str, str] = {
     "bf16": "bf16=True",
     "fp16": "fp16=True",

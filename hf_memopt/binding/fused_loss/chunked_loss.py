@@ -36,16 +36,6 @@ import torch.nn.functional as F
 
 from hf_memopt.binding.fused_loss.steps import ALL, Step
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Loss",
-    "gradient_of_logits",
-    "gradients_by_slices",
-    "loss_by_rows",
-    "loss_without_gradients",
-    "without_autocast",
-]
-
 CHUNK_BYTES = 64 * 2**20
 """Logits that exist at a time, in the dtype of the loss, unless the hidden states are larger: the products of a chunk
 must be large enough to keep a GPU busy, and one no larger than the hidden states, which exist anyway, changes little.

@@ -41,8 +41,6 @@ from hf_memopt.binding.undo import UndoHandle, remove_all
 if TYPE_CHECKING:
     from hf_memopt.binding.fused_loss.fuse import FusionRecord
 
-__all__ = ["DeferredLogits", "defer", "is_loss_alone", "loss_alone"]
-
 _alone = ContextVar("_alone", default=False)
 
 

@@ -35,8 +35,6 @@ from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.units import format_bytes
 
-__all__ = ["FusedHandle", "FusionRecord", "fuse_cross_entropy"]
-
 PURPOSE = "fused cross entropy"
 
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves  # private: pinned by a test, seen in torch 2.6 to 2.13
 
-__all__ = ["ALL", "Step", "step_of"]
-
 _T: Any = torch.Tensor  # whose properties a type checker takes for their values
 _POINTWISE: dict[Any, str] = {
     **dict.fromkeys((_T.mul, _T.__mul__, _T.__rmul__, torch.mul, _T.multiply, torch.multiply), "multiply"),

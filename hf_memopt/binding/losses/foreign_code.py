@@ -12,16 +12,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "HookChangesError",
-    "foreign_code",
-    "foreign_hooks",
-    "full_name",
-    "is_listed",
-    "is_listed_module",
-    "observed_hooks",
-]
-
 # Packages in whose layers, hooks and wrappers the rows of a batch do not meet, unless somebody else says so.
 LISTED = {
     "accelerate",

@@ -27,8 +27,6 @@ from hf_memopt.binding.losses.known_losses import counts_items
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, set_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 
-__all__ = ["repair_gradient_scale"]
-
 logger = logging.getLogger(__name__)
 
 # A public attribute, named in stock's docstring and read live at every step, after the loss (5.8.1, 5.17.0, 5.23.0;

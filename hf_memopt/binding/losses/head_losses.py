@@ -24,8 +24,6 @@ from torch import nn
 
 from hf_memopt.binding.losses.row_weights import CLASSES, POSITIONS
 
-__all__ = ["Head", "assigned", "head_loss"]
-
 # The losses of ``transformers.loss``: what one mean is over, and whether num_items_in_batch divides a sum instead.
 LOSS_FUNCTIONS = {
     "ForCausalLMLoss": ("shifted labels", True),

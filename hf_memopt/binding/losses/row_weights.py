@@ -12,8 +12,6 @@ from hf_memopt.binding.model import IGNORED_LABEL
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import shown
 
-__all__ = ["CLASSES", "MEANS", "POSITIONS", "KnownLoss", "stated_loss"]
-
 CLASSES = "targets by problem type"
 POSITIONS = "positions of answers"
 

@@ -16,21 +16,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_memopt.plain_data import shown
 
-__all__ = [
-    "HEADS",
-    "IGNORED_LABEL",
-    "NEW_HEADS",
-    "check_model",
-    "is_causal_lm",
-    "task_of",
-    "task_of_class",
-    "tensors_in",
-    "unwrap_model",
-    "unwrap_optimizer",
-    "unwrap_parallel",
-    "used_columns",
-]
-
 IGNORED_LABEL = -100
 """The label that losses of transformers do not count, and what the ``Trainer`` pads outputs and labels with."""
 

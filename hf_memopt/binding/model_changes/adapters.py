@@ -24,8 +24,6 @@ from hf_memopt.errors import MissingExtraError, nearest
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = ["AUTO_TARGETS", "adapter_options", "add_adapters", "without_warnings_of_peft"]
-
 AUTO_TARGETS = "auto"
 """As ``lora_targets``: all linear layers but the head."""
 

@@ -11,8 +11,6 @@ from hf_memopt.binding import is_checkpointing
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo
 from hf_memopt.changes import Change
 
-__all__ = ["INPUT_GRADIENTS_DROPPED", "drop_input_gradients", "input_gradient_hooks"]
-
 INPUT_GRADIENTS_DROPPED = Change(
     "input_require_grads",
     True,

@@ -24,8 +24,6 @@ from hf_memopt.binding.model import NEW_HEADS, check_model, unwrap_model
 from hf_memopt.binding.parameters import cast_parameters, parameters_outside_adapters, set_trainable
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, set_attribute, undo_all
 
-__all__ = ["REPACKS", "is_quantized", "prepare_quantized", "quantization_options"]
-
 _LOAD_IN: Mapping[str, Mapping[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "int8": {"load_in_8bit": True},

@@ -31,8 +31,6 @@ from torch.utils.hooks import RemovableHandle
 from hf_memopt.binding.model import check_model, unwrap_model
 from hf_memopt.binding.undo import UndoHandle, is_overridden, nothing_to_undo, override_method, undo_all
 
-__all__ = ["sparse_tied_embedding", "tied_embeddings"]
-
 _PURPOSE = "sparse tied embedding"
 _Rows = tuple[torch.Tensor, torch.Tensor]  # distinct tokens (distinct,), their gradient (distinct, hidden)
 

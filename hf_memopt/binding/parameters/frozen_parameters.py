@@ -15,8 +15,6 @@ from hf_memopt.binding.model import check_model
 from hf_memopt.binding.parameters.layer_names import checked_patterns, matching_parameters, shown_patterns
 from hf_memopt.binding.undo import UndoHandle
 
-__all__ = ["cast_parameters", "freeze", "set_trainable", "trainable_parameters"]
-
 
 def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
     """Set ``requires_grad`` to False for every parameter that one of ``patterns`` matches, and drop its gradient.

@@ -17,8 +17,6 @@ from hf_memopt.binding.model import unwrap_model
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import items_of, shown
 
-__all__ = ["checked_patterns", "layer_stacks", "matching_parameters", "parameters_outside_adapters", "shown_patterns"]
-
 _LAYERS = re.compile(r"layers:(\d+)(?:-(\d+))?")
 _WORDS = ("embeddings", "base", "layers:0")
 

@@ -10,18 +10,6 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "UndoHandle",
-    "function_below",
-    "is_overridden",
-    "nothing_to_undo",
-    "override_method",
-    "remove_all",
-    "set_attribute",
-    "share_attribute",
-    "undo_all",
-]
-
 
 class UndoHandle(RemovableHandle):
     """torch's ``RemovableHandle`` for a change that is not a hook: ``remove()`` calls ``undo`` once.

@@ -20,8 +20,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-__all__ = ["FOREIGN", "LARGEST_COPY_BYTES", "KeptState"]
-
 LARGEST_COPY_BYTES = 2**20
 DEEPEST = 5  # trainer -> metrics -> "train" -> name of a metric -> its list
 MOST_VISITED = 1000  # entries of one container; of a longer one (a dataset as a list) only the container is kept

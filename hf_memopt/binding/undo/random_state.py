@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["RandomState"]
-
 
 @dataclass(frozen=True, slots=True)
 class RandomState:

@@ -27,17 +27,6 @@ import torch
 from hf_memopt.plain_data import shown
 from hf_memopt.units import format_bytes
 
-__all__ = [
-    "MemoryReading",
-    "PeakMeter",
-    "measured_device",
-    "nvml_handle",
-    "read_context",
-    "read_device_used",
-    "read_memory",
-    "read_process",
-]
-
 _COUNTED = ("cuda", "xpu")  # torch counts peaks there; ROCm calls itself cuda
 _ACCELERATORS = (*_COUNTED, "mps")
 _STATUS = re.compile(rb"^Vm(?:HWM|RSS):\s*(\d+) kB$", re.MULTILINE)

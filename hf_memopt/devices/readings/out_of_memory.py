@@ -25,8 +25,6 @@ import torch
 
 from hf_memopt.plain_data import packaged_rows
 
-__all__ = ["free_failed_step", "is_out_of_memory"]
-
 _TABLE = packaged_rows("hf_memopt.devices.readings", "out_of_memory.csv")
 _TEXTS = "|".join(re.escape(row["text"]).replace(r"\ ", " +") for row in _TABLE)
 _BEGINNING = re.compile(

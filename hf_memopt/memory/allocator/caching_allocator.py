@@ -30,8 +30,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable
 
-__all__ = ["AllocationError", "CachingAllocator"]
-
 # The constants of c10: kMinBlockSize, kSmallSize, kMinLargeAlloc, kSmallBuffer, kRoundLarge; large_segment_size().
 _ROUNDING_BYTES = 512
 _LARGEST_SMALL_BYTES = 2**20

@@ -12,8 +12,6 @@ from hf_memopt.memory.distributed import bucket_bytes
 from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, clipping_temporaries, optimizer_memory
 from hf_memopt.memory.settings import StepSettings
 
-__all__ = ["ReplayPlan", "replay_plan", "step_optimizer"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:

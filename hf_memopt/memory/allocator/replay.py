@@ -26,8 +26,6 @@ from hf_memopt.memory.tracking import COMPONENTS, SimulatedTimeline, Timeline
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
 
-__all__ = ["Replayed", "fragmentation_of", "replay", "replay_on_gpu"]
-
 _WEIGHTS, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _TEMPORARIES, _WORKSPACE, _INPUTS = range(len(COMPONENTS))
 _STEPS = 3
 _PASSES = 3

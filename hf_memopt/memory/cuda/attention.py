@@ -15,18 +15,6 @@ from torch import Tensor
 from hf_memopt.devices import Chip
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = [
-    "TORCH_RELEASE",
-    "attend",
-    "attention_kernel",
-    "copy_bytes",
-    "divide_up",
-    "efficient_backward",
-    "efficient_forward",
-    "flash_backward",
-    "flash_forward",
-]
-
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 2**16  # of the memory-efficient kernel

@@ -21,8 +21,6 @@ import torch.nn.functional as F
 
 from hf_memopt.plain_data import packaged_rows
 
-__all__ = ["CUDA_CASTS", "OPERATORS", "Policy", "casts_of", "functions_of"]
-
 
 class Policy(StrEnum):
     """What autocast does to the floating-point arguments of an operator, in the words of ``autocast_mode.h``."""

@@ -16,8 +16,6 @@ import torch.nn.functional as F
 
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["STAND_IN", "use_stand_in"]
-
 STAND_IN = "hf_memopt_fa2"
 """The name under which transformers knows the stand-in; with "flash" in it transformers would look for the package."""
 

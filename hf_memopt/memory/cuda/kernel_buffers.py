@@ -41,8 +41,6 @@ from hf_memopt.memory.cuda.attention import (
     flash_forward,
 )
 
-__all__ = ["hidden_bytes", "unknown_operators", "workspace_bytes"]
-
 _HALF = (torch.float16, torch.bfloat16)
 _LT_WORKSPACE_BYTES = 2**20
 

@@ -28,8 +28,6 @@ from hf_memopt.memory.cuda.attention import attend
 from hf_memopt.memory.cuda.autocast import CUDA_CASTS, Policy, functions_of
 from hf_memopt.memory.tracking import StorageTracker
 
-__all__ = ["OPENED", "CudaSemantics", "cross_entropy", "run_backward"]
-
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 _FUSED_SOFTMAX = {

@@ -24,8 +24,6 @@ from torch.utils._pytree import tree_map
 
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["FullyShardedStep", "shard_shape", "swap_parameters"]
-
 _Found = tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...], bool]
 """Modules of a unit, its parameters without those of units inside, and whether it reshards."""
 

@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
     from hf_memopt.memory.settings import StepSettings
 
-__all__ = [
-    "as_the_engine_steps",
-    "bucket_bytes",
-    "notes_of_sharing",
-    "shard_facts",
-    "sharded_step",
-    "without_autocast",
-]
-
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # torch's defaults, which accelerate leaves
 

@@ -23,8 +23,6 @@ from hf_memopt.memory.distributed.zero_config import BUCKET_ELEMENTS, LIVE_ELEME
 from hf_memopt.memory.optimizers import FLOAT_BYTES, OptimizerMemory, ParameterFacts, parameter_facts, trainer_groups
 from hf_memopt.memory.settings import StepSettings
 
-__all__ = ["ZeroStep", "partition_facts", "with_flat_gradients"]
-
 
 class ZeroStep:
     """A model whose recorded step has the tensors of one process; what is public is as in ``FullyShardedStep``."""

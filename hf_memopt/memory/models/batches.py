@@ -34,8 +34,6 @@ from hf_memopt.memory.models.media import (
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.plain_data import Count, check_value
 
-__all__ = ["DEFAULT_LENGTH", "assumed_inputs", "check_sequence", "default_length", "example_batch", "most_tokens"]
-
 CHOICES = 4
 """Answers per question of multiple choice, as in SWAG; configurations do not have their number."""
 

@@ -16,8 +16,6 @@ from hf_memopt.errors import did_you_mean
 from hf_memopt.hub import hub_answers
 from hf_memopt.plain_data import check_word, parse_object
 
-__all__ = ["TASKS", "check_task", "find_config", "known_models", "known_name", "name_on_hub"]
-
 TASKS = (
     "speech-seq2seq",
     "seq2seq",

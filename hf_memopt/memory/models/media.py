@@ -26,8 +26,6 @@ from hf_memopt.memory.cuda import CudaSemantics
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.tracking import StorageTracker
 
-__all__ = ["DEFAULT_SECONDS", "Media", "audio_of", "filled", "known", "media_of", "picture_channels", "picture_side"]
-
 DEFAULT_SIDE = 448
 """Pixels of a side where neither the caller nor the configuration has them: models that take pictures of any size."""
 DEFAULT_SECONDS = 10.0

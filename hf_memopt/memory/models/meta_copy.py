@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["copy_to_meta"]
-
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
     """Return a copy with every tensor on meta.

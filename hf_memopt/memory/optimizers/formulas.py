@@ -28,8 +28,6 @@ from hf_memopt.memory.optimizers.parameters import (
     with_previous,
 )
 
-__all__ = ["ELEMENTWISE", "FAMILIES"]
-
 _BLOCK = 256  # elements per absmax value, bitsandbytes 0.50.0 and 0.50.2
 _MIN_8BIT = 4096  # elements below which bitsandbytes keeps 32 bits
 _MIN_PAGED = 100_000  # elements from which a paged optimizer uses managed memory

@@ -19,8 +19,6 @@ from hf_memopt.memory.optimizers.parameters import (
 )
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["SVD_NOTE", "Projection", "low_rank_adamw", "low_rank_order", "projection"]
-
 SVD_NOTE = "GaLore: the workspace of cuSOLVER's singular value decomposition is not counted"
 
 

@@ -7,19 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "FLOAT_BYTES",
-    "Family",
-    "Groups",
-    "OptimizerMemory",
-    "OptimizerRequest",
-    "ParameterFacts",
-    "in_order",
-    "memory_of",
-    "trainer_groups",
-    "with_previous",
-]
-
 FLOAT_BYTES = 4  # of a float32
 
 

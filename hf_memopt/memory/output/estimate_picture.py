@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.tracking import Timeline
     from hf_memopt.reports.plan import TimelineData
 
-__all__ = ["bar_of", "draw", "drawn_events", "event_positions", "timeline_data"]
-
 STRETCHES = 2000
 DIGITS = 5  # of a position
 

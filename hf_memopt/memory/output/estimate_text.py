@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory import Estimate
     from hf_memopt.memory.settings import StepSettings
 
-__all__ = ["as_dict", "describe", "estimate_table", "print_estimate", "verdict"]
-
 BAR_COLUMNS = 20
 COLOUR = {"fits": "green", "tight": "yellow", "over": "red"}
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.binding import Binding
 
-__all__ = ["add_section", "training_memory", "with_section"]
-
 HEADING = "## Training memory"
 SECTION = re.compile(rf"^{HEADING}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 

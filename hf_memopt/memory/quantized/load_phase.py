@@ -30,8 +30,6 @@ from transformers.core_model_loading import dot_natural_key
 from hf_memopt.binding.parameters import parameters_outside_adapters
 from hf_memopt.memory.quantized.stand_ins import Linear4bitStandIn, Linear8bitStandIn
 
-__all__ = ["load_events"]
-
 Event = tuple[Any, int]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 

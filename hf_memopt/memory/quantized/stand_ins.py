@@ -33,8 +33,6 @@ from hf_memopt.memory.settings import NotEstimableError
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
-__all__ = ["Linear4bitStandIn", "Linear8bitStandIn", "quantize", "stand_in"]
-
 # _gemm_4bit_use_custom_cuda of bitsandbytes/backends/cuda/ops.py (0.50): so many rows are fused on every NVIDIA GPU
 _FUSED_ROWS = 4  # of 16 bits
 _FUSED_ROWS_FP32 = 7  # and never more

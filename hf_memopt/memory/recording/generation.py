@@ -25,8 +25,6 @@ from hf_memopt.memory.cuda import CudaSemantics
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.tracking import StorageTracker
 
-__all__ = ["RUN_STEPS", "DecodingSteps", "Inserted", "add_missing_steps", "check_generation", "generate"]
-
 RUN_STEPS = 7  # the prompt, a step that grows the first cache, three that prove the period, one copied, the last
 _DEFAULT_LENGTH = 20  # of GenerationConfig, transformers 5.8.1 to 5.23.0
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.optimizers import ParameterFacts
     from hf_memopt.memory.recording.generation import DecodingSteps
 
-__all__ = ["PassRecorder", "RecordedPass", "StepTrace", "autocast_dtype", "storage_numbers"]
-
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

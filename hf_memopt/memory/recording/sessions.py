@@ -41,8 +41,6 @@ from hf_memopt.memory.tracking import Hidden, StorageTracker
 from hf_memopt.technique_list import Technique, asked_by, load
 from hf_memopt.units import format_bytes
 
-__all__ = ["Session", "Shape", "forget_traces", "keeping_models", "session"]
-
 _NOT_IN_TRACE = settings_that_change("replay")
 _KEPT_TRACES = 16
 _LOADED_BY_DEFAULT = {name: option.default for name, option in signature(load_model).parameters.items()}

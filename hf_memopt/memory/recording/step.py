@@ -33,16 +33,6 @@ from hf_memopt.memory.tracking import HOST_GENERATOR, StorageTracker
 if TYPE_CHECKING:
     from hf_memopt.memory.distributed import FullyShardedStep, ZeroStep
 
-__all__ = [
-    "RECORDING_LOCK",
-    "collector_paused",
-    "cut_batch",
-    "has_padding",
-    "record_step",
-    "recording",
-    "state_kept",
-]
-
 RECORDING_LOCK = threading.RLock()
 """Held by ``recording``, which changes process-wide state: garbage collector, warnings, torch's flags."""
 

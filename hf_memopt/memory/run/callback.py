@@ -28,8 +28,6 @@ from hf_memopt.units import format_bytes, to_gib
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["PHASES", "MemoryReportCallback", "PhasePeaks"]
-
 MEMORY_KEY = re.compile(r"(^|_)memory_\w+_gib$")
 PHASES = ("load", "forward_backward", "optimizer", "evaluation")
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import torch
     from transformers.trainer_utils import TrainOutput
 
-__all__ = ["print_gpu_utilization", "print_summary"]
-
 
 def print_gpu_utilization(device: torch.device | str | int | None = None) -> None:
     """Print in one line how much memory is in use now, on the whole GPU and by this process.

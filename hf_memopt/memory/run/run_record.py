@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.reports.run import StepsData
 
-__all__ = ["RunRecord", "StepPeaks"]
-
 logger = logging.getLogger(__name__)
 
 MOST_POINTS = 2000

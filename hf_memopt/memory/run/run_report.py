@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.run.run_record import RunRecord
     from hf_memopt.memory.settings import BatchShape
 
-__all__ = ["draw_report", "name_of", "write_failure", "write_report"]
-
 logger = logging.getLogger(__name__)
 
 VERSIONS = ("hf-memopt", "torch", "transformers", "accelerate")

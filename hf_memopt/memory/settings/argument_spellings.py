@@ -11,8 +11,6 @@ from typing import Any
 
 from hf_memopt.errors import did_you_mean
 
-__all__ = ["REFUSED", "in_own_names", "unknown_setting"]
-
 SPELLINGS = {
     "per_device_eval_batch_size": "eval_batch_size",
     "per_device_train_batch_size": "batch_size",

@@ -24,8 +24,6 @@ from numpy.typing import ArrayLike, NDArray
 from hf_memopt.plain_data import checked_array
 from hf_memopt.units import format_bytes
 
-__all__ = ["BatchShape", "Fragmentation", "LengthPlan", "checked_lengths", "plan_lengths"]
-
 _MOST_RECORDINGS = 8
 _MOST_BATCHES = 64
 _LEAST_STEPS = 3  # the first has no optimizer state before its end, the third shows what the second left

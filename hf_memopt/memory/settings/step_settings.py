@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
 
-__all__ = ["NotEstimableError", "StepSettings", "settings_that_change"]
-
 
 class NotEstimableError(ValueError):
     """A set-up that cannot be simulated; the message begins with "not estimable: "."""

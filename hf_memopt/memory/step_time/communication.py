@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.optimizers import ParameterFacts
     from hf_memopt.memory.settings import StepSettings
 
-__all__ = ["Communication", "communication_of_step"]
-
 BACKWARD_FRACTION = 2 / 3
 HOST_BYTES_PER_SECOND = 20e9
 _ADAMW_BYTES = 28  # of an element: weight, gradient and both averages are read, all but the gradient written

@@ -35,8 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
 
-__all__ = ["UNPRICED_OPTIMIZERS", "Operation", "operation_of", "optimizer_operations"]
-
 _FOREACH_CHUNK = 65_536  # elements, aten/src/ATen/native/cuda/MultiTensorApply.cuh
 _FOREACH_CHUNKS_PER_KERNEL = 320
 _LAUNCHES_PER_TENSOR = 0.05  # of a foreach call: it builds its list of addresses in C++

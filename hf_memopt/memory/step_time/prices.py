@@ -32,18 +32,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.recording import StepTrace
     from hf_memopt.memory.settings import StepSettings
 
-__all__ = [
-    "PARTS",
-    "SAME_FRACTION",
-    "Prices",
-    "StepCosts",
-    "StepTime",
-    "equally_fast",
-    "missing_figures",
-    "step_time",
-    "timing_of_step",
-]
-
 PARTS = ("products", "attention", "memory", "optimizer", "launches", "PCIe", "communication")
 """What the time of a step is divided into; see ``StepTime.shares``."""
 

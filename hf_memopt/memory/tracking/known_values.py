@@ -16,8 +16,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["READS", "KnownValues", "on_host", "shapes_of"]
-
 _aten = torch.ops.aten
 READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 """Operations that return a value of a tensor, or of two."""

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["HOST_GENERATOR", "run_on_meta"]
-
 HOST_GENERATOR = torch.Generator()
 """What operations on the host draw from, which decide, for example, whether a layer is dropped."""
 

@@ -28,8 +28,6 @@ from hf_memopt.memory.step_time import Operation, operation_of
 from hf_memopt.memory.tracking.known_values import READS, KnownValues, on_host, shapes_of
 from hf_memopt.memory.tracking.meta_outputs import run_on_meta
 
-__all__ = ["Hidden", "StorageTracker"]
-
 _aten = torch.ops.aten
 _NO_SEQUENCE = 2**64 - 1  # torch's number of nodes that accumulate a gradient
 _next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr

@@ -18,8 +18,6 @@ from hf_memopt.binding.model import tensors_in, unwrap_optimizer
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["bytes_on", "held_by_trainer", "largest_blocks", "live_tensors"]
-
 MOST_GROUPS = 15
 OTHERS = "other tensors"
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.memory import Estimate
 
-__all__ = ["check_trainer", "measure", "measurement_of"]
-
 
 def measure(
     trainer: Trainer, *, steps: int = DEFAULT_STEPS, path: str | os.PathLike[str] | None = None, force: bool = False

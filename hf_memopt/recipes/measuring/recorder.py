@@ -42,8 +42,6 @@ from hf_memopt.memory.tracking import StorageTracker, bytes_on
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl
 
-__all__ = ["WARM_UP_STEPS", "StepMeter", "StepRecorder"]
-
 MEMORY_STEPS = 2
 """Steps of the longest rows: the first makes the optimizer's state, the second begins with it."""
 

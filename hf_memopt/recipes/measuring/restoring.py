@@ -20,8 +20,6 @@ from hf_memopt.binding.undo import FOREIGN, KeptState, RandomState
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["restored"]
-
 _LIBRARIES = tuple(name for name in FOREIGN if name != "hf_memopt")
 
 

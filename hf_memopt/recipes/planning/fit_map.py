@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
     from hf_memopt.reports.plan import CellData, FitMapData
 
-__all__ = ["fit_map", "settle"]
-
 MOST_ROWS = 7
 PARTS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # of the planned length
 SHORTEST = 16

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.simulated import Candidate
     from hf_memopt.reports import Measurement
 
-__all__ = ["Corrections"]
-
 SAME_KIND, SAME_MODEL, SAME_GPU = 0.04, 0.11, 0.17
 """The error that is left in seconds: of the same model, method, precision and optimizer, of the same model, of any."""
 

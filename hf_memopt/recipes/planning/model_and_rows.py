@@ -28,8 +28,6 @@ from hf_memopt.memory.settings import StepSettings
 from hf_memopt.recipes.planning.set_ups import ModelFacts
 from hf_memopt.techniques import platform_problem
 
-__all__ = ["MULTIPLE", "Texts", "facts_of", "name_to_load"]
-
 MULTIPLE = 8  # tensor cores want it, and collators pad to it
 
 

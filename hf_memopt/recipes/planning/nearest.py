@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.set_ups import SetUp
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
-__all__ = ["NAMES", "Shortfall", "shortfall_of"]
-
 NAMES = {"full": "full training", "freeze": "freezing", "lora": "LoRA", "qlora": "QLoRA"}
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.result import Plan
     from hf_memopt.recipes.planning.simulated import Candidate
 
-__all__ = ["plan_json", "plan_text", "print_plan", "shown_candidates"]
-
 SHOWN_FITTING, SHOWN_OVER = 4, 2  # rows of a table beside the chosen one
 MARKS = {">": "recommended", "~": "tight", "x": "does not fit", "?": "needs consent"}
 STYLES = {">": "bold green", "~": "yellow", "x": "red", "?": "yellow"}  # of rich, in a terminal alone

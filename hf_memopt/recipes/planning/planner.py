@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.simulated import Candidate
     from hf_memopt.reports import Measurement
 
-__all__ = ["plan"]
-
 
 def plan(
     model: nn.Module | PretrainedConfig | str | os.PathLike[str],

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.result import Plan
     from hf_memopt.recipes.planning.simulated import Candidate
 
-__all__ = ["report_figures"]
-
 STRETCHES = 100  # of the timeline; at most four events of each are kept
 
 

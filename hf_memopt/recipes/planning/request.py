@@ -14,8 +14,6 @@ from hf_memopt.plain_data import Count, check_value, check_word, items_of
 from hf_memopt.technique_list import TECHNIQUES
 from hf_memopt.units import format_bytes
 
-__all__ = ["GOALS", "METHODS", "checked_allow", "checked_batch", "planned_os", "read_gpu"]
-
 GOALS: Mapping[str, str] = {
     "speed": "the least time per example",
     "memory": "the least memory; of set-ups within 5 % of it the fastest",

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.script import RowsFile, Written
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
-__all__ = ["Plan"]
-
 
 @dataclass(frozen=True, eq=False)
 class Plan:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
-__all__ = ["EASE_SHARE", "best_of", "fits_with_ease", "least_set_ups", "most_rows", "row_counts", "search"]
-
 SAVES_LITTLE = {OFFLOAD, SEGMENTS}
 EASE_SHARE = 0.08  # of a GPU, which full training leaves where it is recommended before LoRA
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
     from hf_memopt.recipes.planning.sharing import Sharing
 
-__all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "on_host", "set_ups"]
-
 ADAPTERS = ("lora", "qlora")
 LORA_RANK = 16
 LANGUAGE_TASKS = ("causal-lm", "masked-lm", "seq2seq", "speech-seq2seq")

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.set_ups import SetUp
     from hf_memopt.recipes.planning.simulated import Candidate
 
-__all__ = ["Sharing", "check_strategy", "sharing_text", "sharings_of"]
-
 TITLES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 PLAIN_OPTIMIZER = "adamw_torch_fused"
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     Case = tuple[tuple[Technique, ...], int, int | None, Sharing | None]
 
-__all__ = ["Candidate", "Simulation", "priced_on"]
-
 
 @dataclass(frozen=True)
 class Candidate:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
-__all__ = ["StageSearch", "stages_of"]
-
 
 def stages_of(method: str, facts: ModelFacts, allow: Sequence[str]) -> list[str]:
     """Return the rungs of the ladder to search, in order."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Difference", "Row", "compare", "difference_page", "print_difference"]
-
 NAMED = 3  # of what grew or shrank, in the sentence
 LEAST_SHARE = 50  # what is below a fiftieth of the whole change is not named
 COMPUTED = frozenset({"estimate", "plan"})

@@ -18,8 +18,6 @@ from hf_memopt.reports import Measurement, phase_name
 from hf_memopt.reports.plan import PlanData, batch_of, read_plan_text, shown_one
 from hf_memopt.reports.run import RunData, measured_parts, phase_pairs, read_run, run_file_of, total_bytes
 
-__all__ = ["ESTIMATE_FORMAT", "Kind", "Side", "read_side", "read_told"]
-
 Kind = Literal["plan", "run", "estimate", "measurement"]
 ESTIMATE_FORMAT = 1
 """Raised when a field changes its meaning or goes."""

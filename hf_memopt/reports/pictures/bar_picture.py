@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, FigureBase
 
-__all__ = ["Bar", "Limit", "bars_figure", "bars_in", "colours_of", "draw_bars", "height_of", "near"]
-
 INCHES_OF_A_ROW = 0.27
 MOST_OF_GPU = 2.5  # how far the axis goes beyond the GPU's line, at most
 TITLE_COLUMNS, NAME_COLUMNS = 100, 50

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["TimelinePicture", "out_of_memory"]
-
 TITLE_COLUMNS = 100
 HEADROOM = 1.25  # above the highest line, for the notes
 PHASE_SHADES = {

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_lengths", "lengths_figure"]
-
 MOST_OF_REAL = 6.0  # how long a bar of the picture is, at most
 REAL, OURS, MEAN = (COLOURS[name] for name in ("weights", "activations", "gradients"))
 CELLS = "#9ECAE1"

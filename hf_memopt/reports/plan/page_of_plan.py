@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.plotting import Theme
 
-__all__ = ["plan_page"]
-
 
 def plan_page(told: PlanData) -> str:
     """Return the page."""

@@ -13,22 +13,6 @@ from hf_memopt.components import Verdict
 from hf_memopt.json_fields import Number, read_json
 from hf_memopt.plain_data import Count, CountOrZero
 
-__all__ = [
-    "FORMAT",
-    "AlternativeData",
-    "CandidateData",
-    "CellData",
-    "ChoiceData",
-    "FitMapData",
-    "PaddingData",
-    "PlanData",
-    "TimelineData",
-    "batch_of",
-    "is_same",
-    "read_plan_text",
-    "shown_one",
-]
-
 FORMAT = 2
 """Raised when a field changes its meaning or goes."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["bars_of", "draw_plan", "limit_of", "map_figure", "parts_of_candidate"]
-
 LABEL_COLUMNS, TITLE_COLUMNS = 38, 105
 INCHES_OF_A_CELL = 0.3
 LEAST_INCHES = 2.0  # of a map, for the label of its rows

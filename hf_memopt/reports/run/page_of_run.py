@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.plotting import Theme
 
-__all__ = ["padding_share", "run_page"]
-
 UNPREDICTED = "not predicted: "
 HEADLINES = {"training": "Still training", "finished": "Trained", "out of memory": "Out of memory"}
 

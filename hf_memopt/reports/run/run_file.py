@@ -10,20 +10,6 @@ from hf_memopt.components import CONTEXT, UNUSED
 from hf_memopt.json_fields import Number, read_json
 from hf_memopt.plain_data import Count, CountOrZero
 
-__all__ = [
-    "FORMAT",
-    "RESERVED",
-    "RUN_FILE",
-    "RunData",
-    "largest_peak",
-    "measured_parts",
-    "phase_pairs",
-    "read_run",
-    "run_file_of",
-    "run_name",
-    "total_bytes",
-]
-
 FORMAT = 1
 """Raised when a field changes its meaning or goes."""
 

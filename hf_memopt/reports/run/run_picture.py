@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["RunPicture", "draw_run"]
-
 TITLE_COLUMNS, NAME_COLUMNS = 100, 40
 LOOKS: dict[str, dict[str, Any]] = {  # a marker for each besides its colour
     "forward_backward": {"color": COLOURS["weights"], "marker": "o"},

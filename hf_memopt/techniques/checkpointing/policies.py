@@ -38,8 +38,6 @@ from hf_memopt.techniques.checkpointing.selective import activation_memory_budge
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-__all__ = ["CheckpointingCallback", "check_offload", "checkpoint_layers"]
-
 logger = logging.getLogger(__name__)
 
 _FORMS = ("full", "every_2", "first_8", "selective", "budget_0.5")

@@ -22,8 +22,6 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 
 from hf_memopt.binding.undo import UndoHandle
 
-__all__ = ["KEPT_ATTENTIONS", "KEPT_PRODUCTS", "activation_memory_budget", "selective_contexts"]
-
 KEPT_PRODUCTS = frozenset(
     {
         "aten::mm",

@@ -51,15 +51,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import Trainer
 
-__all__ = [
-    "LeanCheckpointCallback",
-    "ShardedCheckpointCallback",
-    "load_optimizer_state",
-    "mapped_loading",
-    "page_state",
-    "save_in_shards",
-]
-
 PART_BYTES = 64 * 2**20
 """Optimizer state that is copied at once. Each part costs a copy of the parameter groups, so not one per parameter."""
 

@@ -23,8 +23,6 @@ from transformers.trainer_utils import denumpify_detensorize
 from hf_memopt.binding.model import IGNORED_LABEL, tensors_in
 from hf_memopt.binding.undo import KeptState, RandomState
 
-__all__ = ["Reduce", "why_whole"]
-
 Reduce = Callable[[Any, Any], Any]
 
 BATCH = "one batch"

@@ -42,8 +42,6 @@ from hf_memopt.techniques.microbatching import (
     splittable_reason,
 )
 
-__all__ = ["recover_predictions"]
-
 logger = logging.getLogger(__name__)
 
 PREDICTION_STEPS = {

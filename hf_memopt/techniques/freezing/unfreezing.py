@@ -28,8 +28,6 @@ from hf_memopt.changes import Change, add_change
 from hf_memopt.plain_data import shown
 from hf_memopt.techniques import TechniqueCallback
 
-__all__ = ["GradualUnfreezeCallback", "unfreeze_by_schedule"]
-
 logger = logging.getLogger(__name__)
 
 Schedule = Mapping[int, str | Iterable[str]] | Mapping[float, str | Iterable[str]]

@@ -28,8 +28,6 @@ from hf_memopt.techniques.microbatching.module_call import DependentRowsError, L
 from hf_memopt.techniques.microbatching.row_check import check_rows
 from hf_memopt.techniques.microbatching.rows_in_parts import Size, run_rows_in_parts
 
-__all__ = ["LOSS_OF_ALL_ROWS", "Backbones", "CutStep"]
-
 LOSS_OF_ALL_ROWS = "it returns the loss of all rows"  # why a call stays whole, and what is inside it is tried
 CHECKED_STEPS = 1 / 200  # of those after the second, drawn at random
 

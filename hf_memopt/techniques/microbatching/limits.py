@@ -10,8 +10,6 @@ from typing import Any, Literal
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object
 from hf_memopt.units import format_number
 
-__all__ = ["Limit", "Tally", "are_set", "microbatch_limits", "part_rows", "saved_limits"]
-
 LIMIT_NAMES = ("max_tokens", "max_examples")
 
 FIRST_WAIT_STEPS = 200

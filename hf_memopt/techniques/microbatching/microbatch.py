@@ -52,8 +52,6 @@ from hf_memopt.techniques.evaluation import recover_predictions
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, microbatch_limits, saved_limits
 from hf_memopt.techniques.microbatching.step import MicrobatchedStep
 
-__all__ = ["MicrobatchCallback", "run_in_microbatches"]
-
 logger = logging.getLogger(__name__)
 
 SPLITS = "micro-batching"  # the purpose of the override of training_step

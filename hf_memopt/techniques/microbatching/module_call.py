@@ -12,8 +12,6 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
 from transformers import Cache
 
-__all__ = ["PLAIN", "ChangesItselfError", "DependentRowsError", "Layout", "ModuleCall"]
-
 ROWS_FIRST = (
     "input_ids",
     "inputs_embeds",

@@ -16,16 +16,6 @@ from hf_memopt.devices.readings import read_memory
 from hf_memopt.techniques.microbatching.splitting import row_count, tensors_by_name
 from hf_memopt.units import format_bytes
 
-__all__ = [
-    "NotSplittableError",
-    "batch_text",
-    "check_logits",
-    "logits_text",
-    "remedy_of",
-    "splittable_batch_reason",
-    "splittable_reason",
-]
-
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 FUSED = "fused cross entropy"  # the purpose of the override that never makes logits
 DROP = "MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."

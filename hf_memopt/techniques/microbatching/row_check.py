@@ -37,8 +37,6 @@ from hf_memopt.techniques.microbatching.module_call import (
     ModuleCall,
 )
 
-__all__ = ["check_rows", "without_dropout"]
-
 DROPOUTS = (
     "p",
     "dropout",

@@ -35,8 +35,6 @@ from hf_memopt.binding.undo import RandomState
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall
 
-__all__ = ["PartsFailedError", "Size", "run_rows_in_parts"]
-
 LARGEST_CHANGE = 1e-5  # of the sum of an output's absolute values, when a part is run again
 
 

@@ -25,19 +25,6 @@ from numpy.typing import NDArray
 
 from hf_memopt.binding.model import IGNORED_LABEL
 
-__all__ = [
-    "copied_batch",
-    "count_rows",
-    "cut",
-    "decoder_lengths",
-    "padded_tokens",
-    "row_count",
-    "row_lengths",
-    "select_rows",
-    "take_rows",
-    "tensors_by_name",
-]
-
 BATCH_NAMES = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "labels")
 """The number of rows is read from the first of these that a batch has; else from its first tensor with a dimension."""
 

@@ -22,8 +22,6 @@ from hf_memopt.techniques.microbatching.row_check import without_dropout
 from hf_memopt.techniques.microbatching.splitting import row_count, row_lengths, take_rows
 from hf_memopt.techniques.microbatching.step_state import StepState
 
-__all__ = ["verify_stated_loss"]
-
 ROWS = 4
 LARGEST_ERROR = 1e-3  # of the largest gradient of a parameter: rows are added in another order, over shorter ones
 LARGEST_ERROR_16_BITS = 5e-2

@@ -53,8 +53,6 @@ from hf_memopt.techniques.microbatching.whole_micro_batches import (
 from hf_memopt.techniques.nonfinite import example_indices
 from hf_memopt.units import format_bytes
 
-__all__ = ["MicrobatchedStep"]
-
 logger = logging.getLogger(__name__)
 
 PACKED = "its examples are packed"

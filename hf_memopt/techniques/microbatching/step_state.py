@@ -24,8 +24,6 @@ from hf_memopt.binding.losses import is_listed_module
 from hf_memopt.binding.undo import KeptState, RandomState
 from hf_memopt.changes import CHANGES
 
-__all__ = ["StepState"]
-
 
 class StepState:
     """What a Trainer holds as a step begins; of a step ``of_stock`` the random numbers alone."""

@@ -34,9 +34,6 @@ from hf_memopt.techniques.microbatching.splitting import (
 )
 from hf_memopt.techniques.microbatching.stated_loss import verify_stated_loss
 
-__all__ = ["AccumulationStep", "Items", "WholeMicroBatches", "groups_in_lockstep", "groups_of", "refuse_together"]
-
-
 Items = torch.Tensor | int | None
 """``num_items_in_batch``, as ``training_step`` gets it."""
 

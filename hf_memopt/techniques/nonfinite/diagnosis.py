@@ -32,8 +32,6 @@ from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching import count_rows, row_count
 from hf_memopt.techniques.nonfinite.report import OverflowReport
 
-__all__ = ["StepInputs", "Watch", "bad_gradients", "diagnose", "replay"]
-
 MOST_NAMES = 3  # of weights in a report
 Found = TypeVar("Found")
 

@@ -18,8 +18,6 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableR
 from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import Trainer
 
-__all__ = ["example_indices"]
-
 COPIES_HAVE_THE_EPOCH = "iteration" in inspect.signature(DataLoaderShard.__init__).parameters
 
 

@@ -47,8 +47,6 @@ from hf_memopt.techniques.nonfinite.indices import example_indices
 from hf_memopt.techniques.nonfinite.report import OverflowReport, save_batch, write_reports
 from hf_memopt.whole_files import warn_unwritten
 
-__all__ = ["OverflowCallback"]
-
 logger = logging.getLogger(__name__)
 
 DETECTS = "non-finite detection"  # the purpose of the override of training_step

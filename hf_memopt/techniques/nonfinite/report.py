@@ -15,8 +15,6 @@ from accelerate.utils import send_to_device
 from hf_memopt.binding.model import tensors_in
 from hf_memopt.whole_files import write_whole
 
-__all__ = ["OverflowReport", "save_batch", "write_reports"]
-
 
 @dataclass(frozen=True, slots=True)
 class OverflowReport:

@@ -12,8 +12,6 @@ import torch
 from hf_memopt.binding.undo import set_attribute
 from hf_memopt.plain_data import shown
 
-__all__ = ["ELEMENTWISE", "Built", "built_class", "check_is_class", "class_name", "plain_step"]
-
 ELEMENTWISE = (
     *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),

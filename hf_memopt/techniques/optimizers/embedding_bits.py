@@ -34,8 +34,6 @@ from hf_memopt.plain_data import check_value
 from hf_memopt.techniques import TechniqueCallback
 from hf_memopt.units import format_bytes
 
-__all__ = ["EmbeddingBitsCallback", "optimizer_state_bytes", "override_embedding_bits"]
-
 logger = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 256  # elements per absmax value in a quantised state, seen in bitsandbytes 0.50.0 and 0.50.2

@@ -40,8 +40,6 @@ from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimize
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["gradient_release", "released_optimizer"]
-
 TECHNIQUE = "gradient release"
 FIX = "Call gradient_release(torch.optim.AdamW)."
 

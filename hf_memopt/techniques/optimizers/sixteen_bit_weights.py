@@ -54,8 +54,6 @@ from hf_memopt.techniques.optimizers.weight_slices import (
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["rounded_optimizer", "sixteen_bit_optimizer"]
-
 TECHNIQUE = "16-bit weights"
 FIX = "Call sixteen_bit_optimizer(torch.optim.AdamW)."
 SLICE_ELEMENTS = 2**21

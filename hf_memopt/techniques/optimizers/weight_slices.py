@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_rounded", "part_of", "round_weights", "store_part", "widen_state", "widened"]
-
 _BLOCK = 256  # elements per absmax value
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from hf_memopt.notices import printable
 
-__all__ = ["heading_of", "laid_out", "literal"]
-
 COLUMNS = 88  # ruff's own limit
 INDENT = "    "
 

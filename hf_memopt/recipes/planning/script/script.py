@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning import Plan
     from hf_memopt.recipes.planning.script.folder import RowsFile
 
-__all__ = ["script_of"]
-
 WITHOUT_SCRIPT = (
     *("multiple-choice", "image-text-to-text", "zero-shot-image-classification", "semantic-segmentation"),
     *("object-detection", "ctc", "audio-classification"),
