@@ -167,6 +167,39 @@ def test_every_set_up_is_known_by_its_techniques_and_follows_its_plainer_ones() 
             assert all(every[places[plain]].simplicity <= one.simplicity for plain in one.plainer), one.name
 
 
+def test_a_plan_of_an_encoder_decoder_evaluates_as_its_script() -> None:
+    sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    model, gpu = transformers.T5Config(**sizes, decoder_start_token_id=0), gpu_of("1GiB")
+    found = plan(model, gpu=gpu, seq_len=24, effective_batch_size=16)
+    assert {one.stage for one in found.candidates} == {"full", "lora"}
+    generation = {"predict_with_generate": True, "generation_max_length": 24, "generation_num_beams": 1}
+    for one in found.candidates:
+        assert "generation" in one.phases
+        assert one.recipe.per_device_eval_batch_size == min(one.rows, 8)
+        assert one.recipe.eval_accumulation_steps is None
+        why = "evaluation gathers what it generates, and has the logits of one batch at a time"
+        assert one.recipe.reason_of("per_device_eval_batch_size") == why
+        asked = {"batch_size": one.rows, "seq_len": 24, "recipe": one.recipe, "gpu": gpu}
+        assert estimate(model, **asked, **generation).total_bytes == one.total_bytes
+    assert not [note for note in found.notes if "generates" in note]
+
+
+def test_a_plan_says_that_generation_is_not_in_its_figures() -> None:
+    stacks = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "max_position_embeddings": 32,
+    }
+    model = transformers.BlenderbotConfig(**stacks, **sizes)  # whose generation reads the tokens on the host
+    found = plan(model, gpu=gpu_of("1GiB"), seq_len=16, effective_batch_size=4, method="full")
+    assert found.chosen is not None
+    (note,) = [one for one in found.notes if "generates" in one]
+    assert note.startswith("what evaluation generates is not in the figures: not estimable: BlenderbotForConditional")
+
+
 @pytest.mark.parametrize("task", ["masked-lm", "sequence-classification"])
 def test_a_set_up_has_no_reason_for_what_it_leaves_off(task: str) -> None:
     gpu = gpu_of("1GiB")

@@ -84,16 +84,19 @@ def generate(
     given = {name: value for name, value in options.items() if value is not None}
     most = settings.generation_max_length or int(model.generation_config.max_length or _DEFAULT_LENGTH)
     longest = _Longest(most, steps, tracker)
-    forward = model.forward
+    inner: Any = unwrap_model(model)
+    forward = inner.forward
 
     @wraps(forward)  # generate reads the parameters of forward
     def as_accelerate(*args: Any, **kwargs: Any) -> Any:
         steps.starts.append(len(tracker.events))
+        if inner is not model:  # PEFT's generate calls the model within, past what accelerate put around its own
+            return forward(*args, **kwargs)
         with semantics.autocast_region():
             outputs = forward(*args, **kwargs)
         return as_returned(outputs)
 
-    handle = set_attribute(model, "forward", as_accelerate)
+    handle = set_attribute(inner, "forward", as_accelerate)
     try:
         with tracker.answering(longest.answer):
             tokens = _run(model, batch)(**given, stopping_criteria=[longest])

@@ -238,6 +238,8 @@ def _notes(
         yield f"time is not predicted: {simulation.time_unknown}"
     elif simulation.priced_on.name != simulation.gpu.name:
         yield f"times are those of {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"
+    if simulation.not_generated:
+        yield f"what evaluation generates is not in the figures: {simulation.not_generated}"
     if simulation.measured is not None:
         yield from simulation.measured.notes(candidates)
     if chosen is not None and chosen.sharing is not None and chosen.sharing.strategy in ZERO_STAGES:

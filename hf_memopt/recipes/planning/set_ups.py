@@ -167,6 +167,11 @@ class ModelFacts:
         """Whether its head has a logit for each word of the vocabulary."""
         return self.task in LANGUAGE_TASKS
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether evaluation generates, and a metric compares the texts."""
+        return self.task == "seq2seq"
+
     def against_float16(self, gpu: Gpu) -> str:
         """Return why it should not compute in float16 on a GPU without bfloat16; "" where nothing is known."""
         return "" if gpu.bf16 else self.overflow or against_float16(gpu.name)
@@ -226,8 +231,9 @@ class SetUp:
 
     def with_rows(self, rows: int) -> Recipe:
         """Return the recipe with micro-batches of ``rows``, with its reasons."""
-        evaluated = {"per_device_eval_batch_size": min(rows, EVAL_ROWS)} if self.recipe.prediction_loss_only else {}
-        return self.recipe.replace(per_device_train_batch_size=rows, **evaluated, reasons=self.recipe.reasons)
+        evaluated = max(self.recipe.per_device_eval_batch_size, min(rows, EVAL_ROWS))
+        sizes = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": evaluated}
+        return self.recipe.replace(**sizes, reasons=self.recipe.reasons)
 
     @property
     def structure(self) -> Recipe:
@@ -266,15 +272,13 @@ def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) 
 
 def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
     loss_alone = facts.task in LOSS_ALONE
-    keeps_logits = facts.is_language_model and not loss_alone
-    rows = 1 if facts.is_language_model else min(EVAL_ROWS, effective_batch_size)
+    rows = 1 if facts.is_language_model else min(EVAL_ROWS, effective_batch_size)  # more with more rows in training
     reasons = {
-        "per_device_eval_batch_size": "evaluation keeps logits"
-        if keeps_logits
+        "per_device_eval_batch_size": "evaluation gathers what it generates, and has the logits of one batch at a time"
+        if facts.is_generating
         else "evaluation keeps no activations, and more examples at a time are hardly faster",
         "prediction_loss_only": "without a metric evaluation needs the loss alone, which is computed without logits",
         **{field: one.why for one in TECHNIQUES.values() if one.pays_for for field in one.sets},
-        "eval_accumulation_steps": "logits would pile up on the GPU until evaluation ends",
     }
     if gpu.bf16 and facts.supports_flash and not facts.has_flash:
         reasons["attn_implementation"] = "no attention matrix is kept; flash_attention_2 is not installed here"
@@ -285,7 +289,6 @@ def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) ->
         per_device_train_batch_size=1,
         per_device_eval_batch_size=rows,
         prediction_loss_only=loss_alone,
-        eval_accumulation_steps=1 if keeps_logits else None,
         bucketing=facts.task not in WITHOUT_BUCKETS,
         **_paying(facts, stage),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.components import Verdict, verdict_of
@@ -196,6 +197,7 @@ class Simulation:
         refused: the set-ups that could not be simulated, and why.
         time_unknown: why no time is predicted, and which is assumed instead; "" where one is predicted.
         media: pictures and audio of an example, as for ``estimate``.
+        not_generated: why an evaluation that generates is simulated without that; "" where it is not.
         sharing: how the GPUs share the steps that are simulated next; None for one GPU.
         with_ease: whether what is searched for next has to leave 8 % of the GPU.
     """
@@ -217,6 +219,7 @@ class Simulation:
     parameters: int = 0
     model_name: str = ""
     media: Mapping[str, Any] = field(default_factory=dict)
+    not_generated: str = ""
     sharing: Sharing | None = None
     with_ease: bool = False
     _found: dict[Case, Candidate | None] = field(default_factory=dict)
@@ -258,7 +261,8 @@ class Simulation:
         self.count += 1
         steps = recipe.effective_batch_size // (recipe.per_device_train_batch_size * self.world_size)
         shared = {} if self.sharing is None else {"world_size": self.world_size, **asdict(self.sharing)}
-        found = estimate(
+        estimated = partial(
+            estimate,
             self.model,
             batch_size=recipe.per_device_train_batch_size,
             seq_len=seq_len,
@@ -269,6 +273,17 @@ class Simulation:
             **self.media,
             **shared,
         )
+        generation: dict[str, Any] = {
+            "predict_with_generate": True,
+            "generation_max_length": seq_len,
+            "generation_num_beams": 1,
+        }
+        try:
+            found = estimated(**generation if self.facts.is_generating and not self.not_generated else {})
+        except ValueError as error:
+            if not self.facts.is_generating or self.not_generated:
+                raise
+            found, self.not_generated = estimated(), str(error)
         return found if self.measured is None or gpu is not None else self.measured.applied(found, recipe)
 
     def _simulated(self, set_up: SetUp, recipe: Recipe) -> Candidate | None:
@@ -335,5 +350,6 @@ class Simulation:
         rows = recipe.per_device_train_batch_size
         key = set_up.structure, rows, self.texts.seq_len, self.sharing
         if key not in self._shorter:
-            self._shorter[key] = longest.seconds - self._priced(self.estimate(recipe, self.texts.width)).seconds
+            trained = recipe.replace(prediction_loss_only=True)  # the time of a step has no evaluation in it
+            self._shorter[key] = longest.seconds - self._priced(self.estimate(trained, self.texts.width)).seconds
         return self._shorter[key]

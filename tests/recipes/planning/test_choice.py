@@ -146,9 +146,9 @@ roberta-base, 512, RTX 3060 12GB: full, bf16, 32 x 1
 roberta-base, 512, RTX 4060: full, bf16, 16 x 2
 roberta-base, 512, T4: full, fp16, 32 x 1
 roberta-base, 512, RTX 3050 4GB: full, bf16, 8-bit AdamW, expandable segments, 8 x 4
-t5-base, 512, RTX 3060 12GB: full, bf16, 8 x 4
+t5-base, 512, RTX 3060 12GB: full, bf16, 8-bit AdamW, 8 x 4
 t5-base, 512, RTX 4060: full, bf16, 8-bit AdamW, 4 x 8
-t5-base, 512, T4: full, fp32, 8 x 4
+t5-base, 512, T4: full, fp32, 4 x 8
 t5-base, 512, RTX 3050 4GB: full, bf16, 8-bit AdamW, checkpointing, expandable segments, 8 x 4
 vit-base-patch16-224, -, RTX 3060 12GB: full, bf16, 32 x 1
 vit-base-patch16-224, -, RTX 4060: full, bf16, 32 x 1

@@ -266,6 +266,9 @@ def test_the_script_of_an_encoder_decoder_generates_what_it_is_measured_by(metho
     trainer = run_script(work / "run/train.py")
     assert trainer.state.global_step == 9
     assert trainer.evaluate().keys() >= {"eval_exact_match", "eval_generated_tokens", "eval_loss_per_token"}
+    simulated = estimate_from_arguments(config, trainer.args, 24).settings
+    assert (simulated.predict_with_generate, simulated.eval_accumulation_steps) == (True, None)
+    assert (simulated.generation_max_length, simulated.generation_num_beams) == (24, 1)
     check_against_recipe(trainer, recipe(written.recipe))
 
 
