@@ -91,7 +91,7 @@ IN_TURN: Mapping[str, Mapping[str, Any]] = {
     "frozen, segments": {"precision": "bf16", "freeze": ("embeddings",), "expandable_segments": True},
     "offload": {"precision": "bf16", "checkpointing": {"offload": True}, "optim": "adafactor"},
     "two GPUs, FSDP2": {"precision": "bf16", "world_size": 2, "strategy": "fsdp2"},
-    "lengths": {"precision": "tf32", "padding": "longest"},
+    "lengths": {"precision": "tf32", "padding": True},
 }
 OTHER_PLANS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("bert-large-uncased", "RTX 3050 4GB", {"seq_len": 256, "goal": "memory"}),

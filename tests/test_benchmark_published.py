@@ -66,7 +66,7 @@ UNKNOWN = {
     ),
     "another spelling": (
         {"settings": {"padding": "TRUE"}},
-        "padding='TRUE' is invalid; expected True or False. Pass padding=True",
+        "padding='TRUE' is invalid; expected True or False, or None. Pass padding=None",
     ),
     "a size as text": ({"settings": {"batch_size": "8"}}, "batch_size='8' is invalid; expected an integer of 1 or "),
     "a number as text": (

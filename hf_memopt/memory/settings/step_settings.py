@@ -180,7 +180,7 @@ class StepSettings:
     attn_implementation: str | None = _setting(
         None, str | None, help="Attention: sdpa, eager or flash_attention_2.", names=("--attn",), group="Model"
     )
-    padding: bool | None = _setting(None, changes="trace")
+    padding: bool | None = _setting(None, bool | None, changes="trace")
     eval_batch_size: int | None = _setting(
         None, Count | None, changes="trace", help="Also simulate an evaluation with batches of this size.", **_NUMBER
     )
