@@ -105,9 +105,10 @@ def problem_of(call: Callable[[], Any], *names: str) -> str:
         (
             lambda: hf_memopt.estimate(tiny.llama_config(), task=np.array([1, 2])),
             "task=array([1, 2]) is unknown; expected one of 'speech-seq2seq', 'seq2seq', 'causal-lm', "
-            "'image-text-to-text', 'masked-lm', 'sequence-classification', 'token-classification', 'question-answering', "
-            "'multiple-choice', 'image-classification', 'zero-shot-image-classification', 'semantic-segmentation', "
-            "'object-detection', 'ctc', 'audio-classification'. Pass task='sequence-classification'",
+            "'image-text-to-text', 'masked-lm', 'sequence-classification', 'token-classification', "
+            "'question-answering', 'multiple-choice', 'image-classification', 'zero-shot-image-classification', "
+            "'semantic-segmentation', 'object-detection', 'ctc', 'audio-classification'. Pass "
+            "task='sequence-classification'",
         ),
         (
             lambda: hf_memopt.gradient_release(torch.optim.AdamW, trust=np.array([1, 2])),
