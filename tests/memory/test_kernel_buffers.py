@@ -66,6 +66,14 @@ aten = torch.ops.aten
         ("_softmax_backward_data.default", "grad_output output dim input_dtype"),
         ("_safe_softmax.default", "self dim dtype"),
         ("logsumexp.default", "self dim keepdim"),
+        ("masked_scatter.default", "self mask source"),
+        ("masked_scatter_.default", "self mask source"),
+        ("masked_select.default", "self mask"),
+        ("masked_scatter_backward.default", "grad_output mask sizes"),
+        (
+            "_ctc_loss_backward.Tensor",
+            "grad log_probs targets input_lengths target_lengths neg_log_likelihood log_alpha blank zero_infinity",
+        ),
         ("all.default", "self"),
         ("all.dim", "self dim keepdim"),
         ("any.default", "self"),
@@ -137,6 +145,21 @@ def test_math_attention_with_a_mask_keeps_its_softmax_beside_the_answer() -> Non
     scores = empty(2, 4, 64, 64)
     blocks = hidden_bytes(aten._safe_softmax.default, (scores, -1), {}, scores, T4)
     assert blocks == (scores.nbytes, scores.numel(), scores.numel() // 64)
+
+
+def test_pictures_are_scattered_by_the_positions_of_a_full_mask() -> None:
+    wide, pictures = empty(2, 8, 64), empty(512)
+    mask = empty(2, 8, 1, dtype=torch.bool).expand_as(wide)
+    scatter, select = aten.masked_scatter.default, aten.masked_scatter_backward.default
+    assert hidden_bytes(scatter, (wide, mask, pictures), {}, wide, T4) == (8 * wide.numel(), wide.numel())
+    assert hidden_bytes(scatter, (wide, mask.contiguous(), pictures), {}, wide, T4) == (8 * wide.numel(),)
+    assert hidden_bytes(select, (wide, mask, [512]), {}, pictures, T4) == (3 * 8 * 512,)
+
+
+def test_ctc_makes_a_second_table_backward() -> None:
+    losses, table = empty(2), empty(2, 50, 9)
+    given = (losses, empty(50, 2, 5), *(empty(2, dtype=torch.int64) for _ in range(3)), losses, table, 0)
+    assert hidden_bytes(aten._ctc_loss_backward.Tensor, given, {}, given[1], T4) == (table.nbytes,)
 
 
 def test_logsumexp_makes_the_exponentials() -> None:

@@ -146,6 +146,22 @@ def _embedding_backward(
     )
 
 
+def _masked_scatter(chip: Chip, out: Any, source: Tensor, mask: Tensor, *_: Any) -> tuple[int, ...]:
+    """Return where each element comes from, and the mask in full. Source: IndexKernel.cpp, ``masked_scatter__cuda``."""
+    is_full = mask.shape == source.shape and mask.is_contiguous()
+    return (8 * source.numel(), *(() if is_full else (source.numel(),)))
+
+
+def _masked_select(chip: Chip, out: Tensor, source: Tensor, mask: Tensor, *_: Any) -> tuple[int, ...]:
+    """Return the positions of what is chosen. Source: IndexKernel.cpp, ``masked_select_out_cuda_impl``: ``nonzero``."""
+    return (8 * max(mask.dim(), 1) * out.numel(),)
+
+
+def _ctc_loss_backward(chip: Chip, out: Any, *given: Any, **_: Any) -> tuple[int, ...]:
+    """Return a second table of the size of ``log_alpha``. Source: LossCTC.cu, ``ctc_loss_backward_gpu_template``."""
+    return (given[6].numel() * given[6].element_size(),)
+
+
 def _index_put(
     chip: Chip, out: Any, source: Tensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any, **named: Any
 ) -> tuple[int, ...]:
@@ -361,6 +377,9 @@ _KERNELS: dict[str, _Rule] = {
     "index_put_": _index_put,
     "_index_put_impl_": _index_put,
     "_unsafe_index_put": _index_put,
+    **dict.fromkeys(("masked_scatter", "masked_scatter_"), _masked_scatter),
+    **dict.fromkeys(("masked_select", "masked_scatter_backward"), _masked_select),
+    **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_loss_backward),
     "_foreach_norm.Scalar": _foreach_norm,
     "sum": _reduce_sum,
     "sum.dim_IntList": _reduce_sum,
