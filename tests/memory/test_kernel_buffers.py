@@ -162,6 +162,10 @@ def test_ctc_makes_a_second_table_backward() -> None:
     assert hidden_bytes(aten._ctc_loss_backward.Tensor, given, {}, given[1], T4) == (table.nbytes,)
 
 
+def test_an_operator_that_works_in_place_is_known_by_the_name_without_its_underscore() -> None:
+    assert kernels.unknown_operators([aten.set_.source_Tensor, aten.renorm.default]) == ["renorm"]
+
+
 def test_logsumexp_makes_the_exponentials() -> None:
     logits, out = empty(4, 1000), empty(4)
     assert hidden_bytes(aten.logsumexp.default, (logits, [1]), {}, out, T4) == (logits.nbytes, out.nbytes)

@@ -19,11 +19,9 @@ The rules of attention are in ``attention``.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from itertools import zip_longest
 from typing import Any
 
@@ -40,6 +38,7 @@ from hf_memopt.memory.cuda.attention import (
     flash_backward,
     flash_forward,
 )
+from hf_memopt.plain_data import packaged_rows
 
 _HALF = (torch.float16, torch.bfloat16)
 _LT_WORKSPACE_BYTES = 2**20
@@ -394,8 +393,7 @@ _RULES = _overloads(_KERNELS if TORCH_RELEASE >= (2, 9) else _KERNELS | _KERNELS
 
 # ---- operators without a rule
 
-_TABLE = resources.files("hf_memopt.memory.cuda").joinpath("no_buffers.csv").read_text(encoding="utf-8")
-_NO_BUFFERS = frozenset(row["operator"] for row in csv.DictReader(_TABLE.splitlines()))
+_NO_BUFFERS = frozenset(row["operator"] for row in packaged_rows("hf_memopt.memory.cuda", "no_buffers.csv"))
 
 
 def unknown_operators(functions: Iterable[Any]) -> list[str]:
