@@ -48,7 +48,7 @@ def test_no_peak_is_lost_in_a_long_timeline(seed) -> None:
     timeline = long_timeline(20_000, seed)
     shown = drawn_events(timeline, stretches=300)
     assert (np.diff(shown) > 0).all()
-    assert len(shown) <= 4 * 300 + len(timeline.phases)
+    assert len(shown) <= 4 * 300 + 2 * len(timeline.phases)
     assert {first for first, _ in timeline.phases} | {19_999} <= set(shown.tolist())
     allocated = timeline.components.sum(axis=1)
     assert allocated[shown].max() == allocated.max()
@@ -57,7 +57,7 @@ def test_no_peak_is_lost_in_a_long_timeline(seed) -> None:
     for name, found in timeline.phase_peaks().items():  # a short phase has stretches of its own
         if name in ("load", "optimizer"):
             first = dict(map(reversed, timeline.phases))[name]
-            within = shown[(shown >= first) & (shown < first + {"load": 7, "optimizer": 3}[name])]
+            within = shown[(shown >= first - 1) & (shown < first + {"load": 7, "optimizer": 3}[name])]
             assert allocated[within].max() == found.allocated_bytes
 
 

@@ -59,8 +59,8 @@ def test_the_whole_table() -> None:
         " load              616.0 MiB       624.0 MiB   weights 600.0 MiB\n"
         " forward            1.48 GiB        1.49 GiB   activations 700.0 MiB\n"
         " backward           1.59 GiB        1.59 GiB   activations 700.0 MiB\n"
-        " optimizer          1.33 GiB        1.59 GiB   weights 600.0 MiB\n"
-        " evaluation        867.0 MiB        1.59 GiB   weights 600.0 MiB\n"
+        " optimizer          1.35 GiB        1.59 GiB   weights 600.0 MiB\n"
+        " evaluation         1.33 GiB        1.59 GiB   weights 600.0 MiB\n"
         "\n"
         "Moved to the host: 3.0 MiB.\n"
         "Note: batches hold padding\n"
@@ -279,8 +279,8 @@ def test_the_peaks_of_each_phase_cover_all_its_spans() -> None:
         "load": (616, 624),
         "forward": (1517, 1525),
         "backward": (1625, 1633),
-        "optimizer": (1367, 1633),
-        "evaluation": (867, 1633),
+        "optimizer": (1387, 1633),
+        "evaluation": (1367, 1633),
     }
 
 

@@ -431,7 +431,7 @@ def test_of_a_gpu_without_known_rates_time_is_told_for_its_own_kind_alone(capabi
 @pytest.mark.slow
 def test_the_longest_rows_that_would_fit_fit_and_the_next_do_not() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 8192}
-    model, gpu = tiny.llama_config(**sizes, num_attention_heads=4, num_key_value_heads=4), gpu_of("60MiB")
+    model, gpu = tiny.llama_config(**sizes, num_attention_heads=4, num_key_value_heads=4), gpu_of("40MiB")
     short = plan(model, gpu=gpu, method="full", seq_len=4096, effective_batch_size=1).shortfall
     assert short is not None
     assert short.longest is not None

@@ -107,7 +107,7 @@ def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
     """Return the events that the picture shows, ascending: all of a short timeline, the extremes of a long one.
 
     Each of ``stretches`` stretches of equal width keeps the events of most and fewest allocated bytes, of most reserved
-    bytes, and its last; the first event of every phase is kept too. So the maximum of any stretch is exact, and so is
+    bytes, and its last; what every phase begins with and its first event are kept too. So the maximum of any stretch is exact, and so is
     what is held from one stretch to the next.
     """
     import numpy as np
@@ -118,7 +118,7 @@ def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
     allocated, reserved = timeline.allocated, timeline.reserved
     positions = event_positions(timeline)
     edges = np.unique(np.searchsorted(positions, np.linspace(0, positions[-1], stretches + 1)))
-    kept = {first for first, _, _ in phase_spans(timeline)}
+    kept = {event for first, _, _ in phase_spans(timeline) for event in (max(first - 1, 0), first)}
     for first, end in pairwise(edges.tolist()):
         kept |= {first + int(allocated[first:end].argmax()), first + int(allocated[first:end].argmin())}
         kept |= {first + int(reserved[first:end].argmax()), end - 1}

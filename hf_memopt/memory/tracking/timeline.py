@@ -55,6 +55,7 @@ class Timeline:
         """Return the peaks of each phase over all its spans; reserved bytes include what earlier phases left unused."""
         allocated, fullest, reserved = self.allocated, dict[str, int](), dict[str, int]()
         for first, end, name in phase_spans(self):
+            first = max(first - 1, 0)  # what a phase begins with counts: SGD's step allocates nothing
             event = first + int(allocated[first:end].argmax())
             fullest[name] = max(fullest.get(name, event), event, key=lambda one: int(allocated[one]))
             reserved[name] = max(reserved.get(name, 0), int(self.reserved[first:end].max()))
