@@ -107,8 +107,8 @@ def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
     """Return the events that the picture shows, ascending: all of a short timeline, the extremes of a long one.
 
     Each of ``stretches`` stretches of equal width keeps the events of most and fewest allocated bytes, of most reserved
-    bytes, and its last; what every phase begins with and its first event are kept too. So the maximum of any stretch is exact, and so is
-    what is held from one stretch to the next.
+    bytes, and its last; what every phase begins with and its first event are kept too. So the maximum of any stretch is
+    exact, and so is what is held from one stretch to the next.
     """
     import numpy as np
 
