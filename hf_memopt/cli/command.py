@@ -190,7 +190,7 @@ def function_of(options: type[Any], run: Callable[[Any, typer.Context], int | No
             kinds |= {one.name: _kind(one) for one in SETTINGS}
             defaults |= {one.name: None for one in SETTINGS}
         else:
-            kinds[item.name] = Annotated[of_fields[item.name], item.metadata["info"]]
+            kinds[item.name] = Annotated[of_fields[item.name], item.metadata["info"](item.name)]
             defaults[item.name] = inspect.Parameter.empty if item.default is MISSING else item.default
     command.__annotations__ = kinds
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
