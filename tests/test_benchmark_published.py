@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import tiny
-from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts
+from hf_memopt.memory.optimizers import ParameterFacts
 
 
 def measurement(**changed: Any) -> dict[str, Any]:

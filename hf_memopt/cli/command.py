@@ -26,25 +26,6 @@ from hf_memopt.plain_data import packaged_rows
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "BEFORE",
-    "EXIT_CODES",
-    "MACHINE",
-    "TRYING_OUT",
-    "Command",
-    "Flag",
-    "check_of_data",
-    "examples_of",
-    "flags_of",
-    "function_of",
-    "in_flags",
-    "print_coloured",
-    "print_error",
-    "spinner",
-    "typed_command",
-    "wrapped",
-]
-
 EXIT_CODES = {None: 0, "fits": 0, "over": 1, "tight": 3}
 """By ``Estimate.verdict``, and that of a plan's choice; 2 is that of errors."""
 OTHER_NAMES = {  # an option, and what Python calls its value
