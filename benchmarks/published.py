@@ -38,6 +38,7 @@ LOOPS = {
     "function": "hand-written step",
 }
 VERDICTS = ("fits", "tight", "over")
+FAR_SHARE = 0.08  # from which error of reserved bytes on docs/estimator.md names the cause
 
 Row = dict[str, Any]
 
@@ -240,7 +241,18 @@ def table(figures: Mapping[str, Any]) -> str:
         f"measured, {beyond} reserved so much more than was predicted.",
     )
     errors_table = markdown("| errors without sign, in percent | runs | median | worst | worst under |", errors, note)
-    return f"{sources}\n\n{outcomes}\n\n{errors_table}"
+    return f"{sources}\n\n{outcomes}\n\n{errors_table}\n\n{far_off(rows)}"
+
+
+def far_off(rows: Sequence[Row]) -> str:
+    """Return the runs whose reserved bytes are off by more than 8 %, with the MiB of the error."""
+    found = [
+        f"`{row['case']}` by {error_of(row, 'matched'):+.1%} "
+        f"({(row['matched_bytes'] - row['measured_bytes']) / 2**20:+,.0f} MiB)"
+        for row in rows
+        if row["what"] == "reserved" and abs(error_of(row, "matched")) > FAR_SHARE
+    ]
+    return f"Reserved bytes are off by more than {FAR_SHARE:.0%} in {' and '.join(found) or 'none'}."
 
 
 def status(memory: Mapping[str, Any], seconds: Mapping[str, Any]) -> str:

@@ -31,8 +31,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hf_memopt.memory.optimizers import optimizer_memory
-from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory, ParameterFacts
+from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, optimizer_memory
 
 
 def sharded_optimizer(optim: str, world_size: int) -> Callable[[Sequence[ParameterFacts]], OptimizerMemory]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-__all__ = ["COLOURS", "COMPONENTS", "CONTEXT", "MARGIN_SHARE", "UNUSED", "Verdict", "parts_of", "verdict_of"]
-
 COLOURS = {
     "weights": "#0072B2",
     "gradients": "#D55E00",

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import tiny
-from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts
+from hf_memopt.memory.optimizers import ParameterFacts
 
 
 def measurement(**changed: Any) -> dict[str, Any]:
@@ -248,6 +248,21 @@ def test_the_margin_is_held_against_reserved_bytes() -> None:
     assert published.beyond_margin([*rows, *others]) == (3, 1)
 
 
+def test_rows_of_reserved_bytes_that_are_far_off_are_named_and_explained() -> None:
+    row = {"what": "reserved", "measured_bytes": 100 * 2**20}
+    rows = [{**row, "case": str(found), "matched_bytes": found * 2**20} for found in (100, 91, 107, 109)]
+    assert published.far_off([*rows, {**rows[1], "what": "allocated"}]) == (
+        "Reserved bytes are off by more than 8% in `91` by -9.0% (-9 MiB) and `109` by +9.0% (+9 MiB)."
+    )
+    assert published.far_off(rows[:1]) == "Reserved bytes are off by more than 8% in none."
+    page = (Path(__file__).parents[1] / "docs/estimator.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith("Reserved bytes are off")]
+    assert line.split("`")[1::2] == [  # those whose causes follow
+        "fitcheck/SmolLM2-1.7B/eager/nf4/r32/1x2048/reserved",
+        "answer.ai/fsdp qlora 4x2048",
+    ]
+
+
 def test_what_lies_outside_of_torch_is_that_of_the_smallest_run() -> None:
     shared = {"source": "one", "is_quantized": False}
     rows = [
@@ -316,5 +331,5 @@ def test_readmes_table() -> None:
         "*Tight* leaves less than 5% of the GPU: of 7 runs whose reserved bytes torch measured, 1 reserved so much "
         "more than was predicted."
     ) in lines
-    assert "an old behaviour (2)" in lines[-1]
-    assert "Not compared: 3: 2 GPUs." in lines[-1]
+    assert "an old behaviour (2)" in lines[-3]
+    assert "Not compared: 3: 2 GPUs." in lines[-3]

@@ -21,28 +21,10 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.plain_data import packaged_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-__all__ = [
-    "BEFORE",
-    "EXIT_CODES",
-    "MACHINE",
-    "TRYING_OUT",
-    "Command",
-    "Flag",
-    "check_of_data",
-    "examples_of",
-    "flags_of",
-    "function_of",
-    "in_flags",
-    "print_coloured",
-    "print_error",
-    "spinner",
-    "typed_command",
-    "wrapped",
-]
 
 EXIT_CODES = {None: 0, "fits": 0, "over": 1, "tight": 3}
 """By ``Estimate.verdict``, and that of a plan's choice; 2 is that of errors."""
@@ -187,10 +169,10 @@ def function_of(options: type[Any], run: Callable[[Any, typer.Context], int | No
     of_fields = get_type_hints(options)
     for item in fields(options):
         if item.name == "settings":
-            kinds |= {one.name: _kind(one) for one in SETTINGS}
-            defaults |= {one.name: None for one in SETTINGS}
+            kinds |= {one.name: _kind(one) for one in fields(StepSettings) if one.name in SETTINGS}
+            defaults |= dict.fromkeys(SETTINGS)
         else:
-            kinds[item.name] = Annotated[of_fields[item.name], item.metadata["info"]]
+            kinds[item.name] = Annotated[of_fields[item.name], item.metadata["info"](item.name)]
             defaults[item.name] = inspect.Parameter.empty if item.default is MISSING else item.default
     command.__annotations__ = kinds
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -213,35 +195,36 @@ def _help(options: type[Any]) -> tuple[str, str]:
     return text, examples
 
 
-SETTINGS = [item for item in fields(StepSettings) if "help" in item.metadata]
-"""The settings of a step that are options of ``estimate``."""
+_READS = {"": str, "count": int, "number": float, "words": list[str]}
+SETTINGS = {row["setting"]: row for row in packaged_rows("hf_memopt.cli", "step_options.csv")}
+"""The settings of a step that are options of ``estimate``, and how each is given."""
 
 
 def _kind(setting: Field[Any]) -> Any:
     """Return the annotation of a setting's option, which is None where it is not given."""
-    told = setting.metadata
-    is_flag = isinstance(setting.default, bool)
+    told, is_flag = SETTINGS[setting.name], isinstance(setting.default, bool)
     info = typer.Option(
-        *told.get("names", ()),
+        *told["names"].split(),
         help=told["help"],
-        metavar=told.get("metavar", None if is_flag else "NAME"),
-        rich_help_panel=told.get("group", "Step"),
+        metavar=None if is_flag else told["metavar"] or "NAME",
+        rich_help_panel=told["group"] or "Step",
         show_default=False,
-        min=told.get("least"),
+        min=int(told["least"]) if told["least"] else None,
     )
-    read_as = told.get("read_as", bool if is_flag else str)
-    return Annotated[read_as | None, info]
+    kind = bool if is_flag else _READS[told["reads"]]
+    return Annotated[kind | None, info]
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that were given, in the words of ``StepSettings``."""
     found: dict[str, Any] = {}
-    for item in SETTINGS:
-        value = given[item.name]
+    for name, told in SETTINGS.items():
+        value = given[name]
         if isinstance(value, list):
             value = tuple(value) or None
         if value is not None:
-            found[item.name] = item.metadata.get("words", {}).get(value, value)
+            words = dict(pair.split("=") for pair in told["words"].split())
+            found[name] = words.get(value, value) if isinstance(value, str) else value
     return found
 
 

@@ -20,15 +20,17 @@ FILE, BATCHES, OUTPUT = "Data", "Batches", "Output"
 """The groups of options in the help."""
 
 
-def _declared(default: Any, info: Any) -> Any:
-    return field(default=default, metadata={"info": info})
-
-
 def _option(
     default: Any, text: str, metavar: str | None = None, *names: str, group: str | None = None, **more: Any
 ) -> Any:
-    settings = {"show_default": False, **more}
-    return _declared(default, typer.Option(*names, help=text, metavar=metavar, rich_help_panel=group, **settings))
+    """Declare an option; where none of ``names`` is a long one, that is the field's."""
+    settings = {"help": text, "metavar": metavar, "rich_help_panel": group, "show_default": False, **more}
+
+    def made(field_name: str) -> Any:
+        has_long = any(name.startswith("--") for name in names)
+        return typer.Option(*names, *([] if has_long else [f"--{field_name.replace('_', '-')}"]), **settings)
+
+    return field(default=default, metadata={"info": made})
 
 
 def _count(text: str, *names: str, group: str, **more: Any) -> Any:
@@ -36,7 +38,8 @@ def _count(text: str, *names: str, group: str, **more: Any) -> Any:
 
 
 def _argument(text: str, metavar: str | None = None, group: str | None = None, default: Any = MISSING) -> Any:
-    return _declared(default, typer.Argument(help=text, metavar=metavar, rich_help_panel=group))
+    info = typer.Argument(help=text, metavar=metavar, rich_help_panel=group)
+    return field(default=default, metadata={"info": lambda _: info})
 
 
 def _model(group: str) -> Any:
@@ -75,13 +78,11 @@ class DemoOptions:
       hf-memopt demo -n 200 --json figures.json
     """
 
-    output: Path = _option(
-        Path("hf-memopt-demo"), "Folder for the trained model.", "DIR", "-o", "--output", show_default=True
-    )
+    output: Path = _option(Path("hf-memopt-demo"), "Folder for the trained model.", "DIR", "-o", show_default=True)
     json_file: Path | None = _option(None, "Also write the figures to this file.", "FILE", "--json")
-    epochs: int = _option(1, "Passes over the training texts.", "N", "-e", "--epochs", min=1, show_default=True)
+    epochs: int = _option(1, "Passes over the training texts.", "N", "-e", min=1, show_default=True)
     seed: int = _option(0, "Seed of the weights and the data order.", "N", min=0, max=MOST_SEED, show_default=True)
-    max_train: int | None = _option(None, "Train on the first N texts only.", "N", "-n", "--max-train", min=1)
+    max_train: int | None = _option(None, "Train on the first N texts only.", "N", "-n", min=1)
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ class PresetsOptions:
     """
 
     name: str | None = _argument("The preset to explain, with the reason for every choice.", default=None)
-    model: str | None = _option(None, "A set-up that holds this model, as plan chooses it.", "NAME", "-m", "--model")
-    seq_len: int | None = _option(None, "Tokens of the longest row of --model.", "N", "-s", "--seq-len", min=1)
+    model: str | None = _option(None, "A set-up that holds this model, as plan chooses it.", "NAME", "-m")
+    seq_len: int | None = _option(None, "Tokens of the longest row of --model.", "N", "-s", min=1)
     json_output: bool = _json()
 
 
@@ -128,18 +129,13 @@ class LengthsOptions:
 
     path: Path = _argument("A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.", "FILE", FILE)
     column: str | None = _option(
-        None,
-        "The column of token ids or texts; by default what has a usual name.",
-        "NAME",
-        "-c",
-        "--column",
-        group=FILE,
+        None, "The column of token ids or texts; by default what has a usual name.", "NAME", "-c", group=FILE
     )
     tokenizer: str | None = _option(
-        None, "Counts the tokens of texts: a folder or a name on the Hub.", "NAME", "-t", "--tokenizer", group=FILE
+        None, "Counts the tokens of texts: a folder or a name on the Hub.", "NAME", "-t", group=FILE
     )
     batch_size: int = _option(
-        32, "Examples per batch.", "N", "-b", "--batch-size", group=BATCHES, min=1, max=MOST_COUNT, show_default=True
+        32, "Examples per batch.", "N", "-b", group=BATCHES, min=1, max=MOST_COUNT, show_default=True
     )
     max_tokens: int | None = _count("Padded tokens per batch; suggested by default.", group=BATCHES, max=MOST_COUNT)
     max_length: int | None = _count("Truncate longer examples to it.", group=BATCHES, max=MOST_COUNT)
@@ -171,41 +167,28 @@ class EstimateOptions:
 
     model: str = _model(MODEL)
     task: str | None = _task(MODEL)
-    gpu: str | None = _option(
-        None, 'Such as "RTX 3050 4GB"; the current one by default.', "NAME", "-g", "--gpu", group=GPU
-    )
+    gpu: str | None = _option(None, 'Such as "RTX 3050 4GB"; the current one by default.', "NAME", "-g", group=GPU)
     gpu_memory: str | None = _option(None, "Of a GPU that is not in the table, such as 4GiB.", "SIZE", group=GPU)
     compute_capability: str | None = _option(None, "Of that GPU, such as 7.5.", "X.Y", group=GPU)
     batch_size: int | None = _count(
-        "Examples of one forward pass; the preset's or 8 by default, 32 with --compare.",
-        "-b",
-        "--batch-size",
-        group=STEP,
+        "Examples of one forward pass; the preset's or 8 by default, 32 with --compare.", "-b", group=STEP
     )
     seq_len: int | None = _count(
-        "Tokens of a row, padding included; 512 by default, or what the model takes.", "-s", "--seq-len", group=STEP
+        "Tokens of a row, padding included; 512 by default, or what the model takes.", "-s", group=STEP
     )
     data: Path | None = _option(
-        None, "Take --seq-len from the rows of a file: 99 % of them are not longer.", "FILE", "-d", "--data", group=STEP
+        None, "Take --seq-len from the rows of a file: 99 % of them are not longer.", "FILE", "-d", group=STEP
     )
     column: str | None = _column(STEP)
     tokenizer: str | None = _tokenizer(STEP)
     preset: str | None = _option(None, "Start from a preset; the other options override it.", "NAME", group=STEP)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Those of ``StepSettings`` that were given, each an option of its own."""
-    compare: bool = _option(
-        False, "Compare set-ups, each with the most rows that fit.", None, "--compare", group=OUTPUT
-    )
+    compare: bool = _option(False, "Compare set-ups, each with the most rows that fit.", group=OUTPUT)
     plot: Path | None = _picture()
     json_output: bool = _json(OUTPUT)
     list_models: bool = _option(
-        False,
-        "Print the well-known names and stop.",
-        None,
-        "--list-models",
-        group=OUTPUT,
-        callback=_list_models,
-        is_eager=True,
+        False, "Print the well-known names and stop.", group=OUTPUT, callback=_list_models, is_eager=True
     )
 
 
@@ -224,12 +207,12 @@ class PlanOptions:
 
     model: str = _model(DATA)
     data: Path | None = _option(
-        None, "Plan for the rows of a file, and read them in --write.", "FILE", "-d", "--data", group=DATA
+        None, "Plan for the rows of a file, and read them in --write.", "FILE", "-d", group=DATA
     )
     column: str | None = _column(DATA)
     tokenizer: str | None = _tokenizer(DATA)
     seq_len: int | None = _count(
-        "Tokens where rows are cut; the longest row by default, 512 without --data.", "-s", "--seq-len", group=DATA
+        "Tokens where rows are cut; the longest row by default, 512 without --data.", "-s", group=DATA
     )
     effective_batch: int = _option(
         32, "Examples of an optimizer step, which stays as it is; 32 by default.", "N", group=DATA, min=1, max=10**5
@@ -239,11 +222,11 @@ class PlanOptions:
     image_size: int | None = _count("Pixels of a picture's side; the model's by default.", group=DATA)
     audio_seconds: float | None = _option(None, "Seconds of audio of an example; 10 by default.", "N", group=DATA)
     gpu: str | None = _option(
-        None, 'Such as "RTX 3060 12GB", or a size: 8GB; the current one by default.', "NAME", "-g", "--gpu", group=GPU
+        None, 'Such as "RTX 3060 12GB", or a size: 8GB; the current one by default.', "NAME", "-g", group=GPU
     )
     budget: str | None = _option(None, "Use no more of it than this, such as 6GB.", "SIZE", group=GPU)
     os: str | None = _option(
-        None, "Where it trains: linux, windows or wsl; this machine's by default.", "NAME", "--os", group=GPU
+        None, "Where it trains: linux, windows or wsl; this machine's by default.", "NAME", group=GPU
     )
     world_size: int = _option(
         1, "GPUs of one computer that train together.", "N", "--gpus", "--world-size", group=GPU, min=1
@@ -261,12 +244,10 @@ class PlanOptions:
     allow: list[str] | None = _option(
         None, "release_clipping, bf16_weights, freeze or shorter (rows); may be repeated.", "WORD", group=CHANGE
     )
-    write: Path | None = _option(
-        None, "Write train.py and recipe.json to this folder.", "DIR", "-w", "--write", group=OUTPUT
-    )
+    write: Path | None = _option(None, "Write train.py and recipe.json to this folder.", "DIR", "-w", group=OUTPUT)
     report: Path | None = _option(None, "Also write one HTML file with pictures.", "FILE", group=OUTPUT)
     plot: Path | None = _picture()
-    force: bool = _option(False, "Replace files that are there.", None, "--force", group=OUTPUT)
+    force: bool = _option(False, "Replace files that are there.", group=OUTPUT)
     json_output: bool = _json(OUTPUT)
 
 
@@ -286,8 +267,8 @@ class ReportOptions:
     """
 
     path: list[Path] = _argument("The output folder of a run, or JSON of plan, estimate or measure; one or two.")
-    output: Path | None = _option(None, "The HTML file; of one beside its JSON.", "FILE", "-o", "--output")
-    force: bool = _option(False, "Replace a file that is there.", None, "--force")
+    output: Path | None = _option(None, "The HTML file; of one beside its JSON.", "FILE", "-o")
+    force: bool = _option(False, "Replace a file that is there.")
     json_output: bool = _option(False, "Print JSON instead of tables, of two.", None, "--json")
 
 
@@ -306,9 +287,9 @@ class MeasureOptions:
 
     script: Path = _argument("A Python script that trains with the stock Trainer.")
     arguments: list[str] | None = _argument("Its own arguments, after --.", default=None)
-    steps: int = _option(10, "Optimizer steps to time.", "N", "-n", "--steps", min=1, max=10**4, show_default=True)
-    output: Path | None = _option(None, "Also write JSON here, for plan.", "FILE", "-o", "--output")
-    force: bool = _option(False, "Overwrite the file of --output.", None, "--force")
+    steps: int = _option(10, "Optimizer steps to time.", "N", "-n", min=1, max=10**4, show_default=True)
+    output: Path | None = _option(None, "Also write JSON here, for plan.", "FILE", "-o")
+    force: bool = _option(False, "Overwrite the file of --output.")
     json_output: bool = _json()
 
 

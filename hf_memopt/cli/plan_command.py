@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
     from hf_memopt.cli.options import PlanOptions
 
+AS_TYPED = (
+    *("gpu", "budget", "os", "seq_len", "goal", "method", "world_size", "strategy", "task"),
+    *("images", "image_size", "audio_seconds", "measured"),
+)
+"""The options that ``plan`` takes as they are."""
+
 
 def run(options: PlanOptions, context: Any) -> int:
     """Print the plan, write what is asked for, and return the exit code of the verdict.
@@ -43,23 +49,11 @@ def run(options: PlanOptions, context: Any) -> int:
         with without_compiler():
             found = plan(
                 options.model,
-                gpu=options.gpu,
-                budget=options.budget,
-                os=options.os,
                 lengths=lengths,
-                seq_len=options.seq_len,
                 effective_batch_size=options.effective_batch,
-                goal=options.goal,
-                method=options.method,
                 allow=words,
-                world_size=options.world_size,
-                strategy=options.strategy,
-                task=options.task,
-                images=options.images,
-                image_size=options.image_size,
-                audio_seconds=options.audio_seconds,
-                measured=options.measured,
                 announce=announce,
+                **{name: getattr(options, name) for name in AS_TYPED},
             )
         rows = None if options.data is None else RowsFile(options.data, options.column, options.tokenizer)
         made_by = typed_command(context, without=("write", "report", "plot", "force", "json_output"))

@@ -71,7 +71,7 @@ def prepared_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[C
 
 
 def _check_quantisation(recipe: Recipe, model: nn.Module) -> None:
-    from hf_memopt.binding.model import NEW_HEADS, task_of
+    from hf_memopt.binding.model import head_for, task_of
     from hf_memopt.binding.model_changes import is_quantized
 
     name, quantized = type(model).__name__, is_quantized(model)
@@ -86,7 +86,7 @@ def _check_quantisation(recipe: Recipe, model: nn.Module) -> None:
             "Call: recipe.replace(lora=16).trainer(...)"
         )
     task = task_of(model) if quantized else None
-    for head in NEW_HEADS.get(task or "", ()):
+    for head in head_for(task).new:
         part = dict(model.named_children()).get(head)
         if part is not None and is_quantized(part):
             raise ValueError(

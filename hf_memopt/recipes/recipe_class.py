@@ -393,16 +393,8 @@ class Recipe:
             raise TypeError(
                 f"callbacks={shown(callbacks)} is no list of callbacks; expected one. Pass callbacks=[callback]"
             )
-
-        return build_trainer(
-            self,
-            model=model,
-            train_dataset=train_dataset,
-            processing_class=processing_class,
-            training_arguments=training_arguments,
-            callbacks=given,
-            trainer_kwargs=trainer_kwargs,
-        )
+        data = {"train_dataset": train_dataset, "processing_class": processing_class}
+        return build_trainer(self, model, training_arguments, given, **data, **trainer_kwargs)
 
     def distributed(self, world_size: int, strategy: str = "auto", offload_params: bool = False) -> Launch:
         """Return how the recipe is trained in several processes, with the effective batch as it is.

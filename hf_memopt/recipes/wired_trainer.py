@@ -44,13 +44,14 @@ logger = logging.getLogger(__name__)
 
 def build_trainer(
     recipe: Recipe,
-    *,
     model: Any,
-    train_dataset: Any,
-    processing_class: Any,
     training_arguments: Mapping[str, Any] | None,
     callbacks: tuple[TrainerCallback, ...],
-    trainer_kwargs: dict[str, Any],
+    /,
+    *,
+    train_dataset: Any,
+    processing_class: Any,
+    **trainer_kwargs: Any,
 ) -> Trainer:
     """Return the Trainer; see ``Recipe.trainer``."""
     _check_inputs(model, training_arguments, trainer_kwargs)
@@ -72,11 +73,8 @@ def build_trainer(
     if recipe.bucketing:
         given = view_arguments(recipe.name, train_dataset, given)
     args = recipe.training_arguments(**given)
-    changes = (
-        list(recipe.changes(**{name: one for name, one in given.items() if name != "output_dir"}))
-        if not recipe.accumulates
-        else []
-    )
+    of_run = {name: one for name, one in given.items() if name != "output_dir"}
+    changes = [] if recipe.accumulates else list(recipe.changes(**of_run))
     trainer_kwargs |= _optimizer(recipe, args, model, trainer_kwargs)
     if model is not None:
         model, made = prepared_model(recipe, model)

@@ -23,8 +23,6 @@ from hf_memopt.techniques.technique_callback import ModelCallback
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["FusedCrossEntropyCallback", "fuse_cross_entropy"]
-
 logger = logging.getLogger(__name__)
 
 

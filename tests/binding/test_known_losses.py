@@ -30,8 +30,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 import tiny
 from hf_memopt.batching.exact_losses import exact_loss
 from hf_memopt.binding.losses import CLASSES, KnownLoss, foreign_hooks, known_loss, stated_loss
-from hf_memopt.binding.losses.known_losses import MEANS, head_counts_items
-from hf_memopt.binding.losses.row_weights import POSITIONS
+from hf_memopt.binding.losses.known_losses import head_counts_items
+from hf_memopt.binding.losses.row_weights import MEANS, POSITIONS
 from hf_memopt.binding.undo import override_method
 from hf_memopt.techniques.microbatching import splittable_reason
 

@@ -118,8 +118,8 @@ def outcome(model_type: str, way: str) -> str:
 def test_every_architecture_is_estimated_or_has_a_reason(way: str) -> None:
     with ALLOWED.open(newline="") as file:
         allowed = {row["model_type"]: row["reason"] for row in csv.DictReader(file) if way in row["ways"].split()}
-    text = {one for task in TASKS_OF_TEXT for one in HEADS[task][1]}
-    types = sorted({one for _, mapping in HEADS.values() for one in mapping})
+    text = {one for task in TASKS_OF_TEXT for one in HEADS[task].types}
+    types = sorted({one for head in HEADS.values() for one in head.types})
     failed = {one: why for one in types if (why := outcome(one, way))}
     counts = Counter((one in text) for one in failed)
     print(f"{way}: {len(types) - len(failed)} of {len(types)} types, of text {len(text) - counts[True]} of {len(text)}")

@@ -217,7 +217,9 @@ def test_what_every_kernel_allocates_is_known(name: str, set_up: str) -> None:
 def all_types() -> dict[str, str]:
     """Return a task of each type of model."""
     return {
-        kind: task for task in ("image-classification", "seq2seq", "masked-lm", "causal-lm") for kind in HEADS[task][1]
+        kind: task
+        for task in ("image-classification", "seq2seq", "masked-lm", "causal-lm")
+        for kind in HEADS[task].types
     }
 
 

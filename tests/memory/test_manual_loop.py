@@ -18,7 +18,7 @@ from hf_memopt import estimate
 from hf_memopt.memory.allocator import ReplayPlan
 from hf_memopt.memory.allocator.replay import replay
 from hf_memopt.memory.models import load_model
-from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory
+from hf_memopt.memory.optimizers import OptimizerMemory
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.tracking import StorageTracker

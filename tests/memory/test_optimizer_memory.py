@@ -19,10 +19,15 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 import tiny
-from hf_memopt.memory.optimizers import clipping_temporaries, optimizer_memory, parameter_facts
+from hf_memopt.memory.optimizers import (
+    OptimizerMemory,
+    ParameterFacts,
+    clipping_temporaries,
+    optimizer_memory,
+    parameter_facts,
+)
 from hf_memopt.memory.optimizers import state_and_temporaries as optimizer_module
 from hf_memopt.memory.optimizers.formulas import ELEMENTWISE, FAMILIES
-from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory, ParameterFacts
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.techniques.optimizers import sixteen_bit_weights
 from hf_memopt.techniques.optimizers.embedding_bits import override_embedding_bits

@@ -14,7 +14,7 @@ import pytest
 from hf_memopt.memory.allocator import Replayed, ReplayPlan
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 from hf_memopt.memory.allocator.replay import replay
-from hf_memopt.memory.optimizers.state_and_temporaries import OptimizerMemory
+from hf_memopt.memory.optimizers import OptimizerMemory
 from hf_memopt.memory.recording import RecordedPass, StepTrace
 from hf_memopt.memory.tracking import COMPONENTS, StorageTracker
 

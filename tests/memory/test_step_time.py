@@ -19,8 +19,7 @@ from torch import nn
 import tiny
 from hf_memopt import GPUS, custom_gpu
 from hf_memopt.memory import Estimate, estimate
-from hf_memopt.memory.optimizers import optimizer_memory
-from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts
+from hf_memopt.memory.optimizers import ParameterFacts, optimizer_memory
 from hf_memopt.memory.quantized import stand_ins
 from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.step_time import Operation, Prices, StepCosts, equally_fast, operation_of

@@ -32,8 +32,6 @@ from hf_memopt.plain_data import check_value, checked_path
 if TYPE_CHECKING:
     from hf_memopt.reports.plan import PaddingData
 
-__all__ = ["Cut", "Histogram", "PaddingReport", "PaddingStrategy", "Suggestion", "padding_report"]
-
 MOST_SIMULATED = 200_000
 PERCENTILES = (50, 75, 90, 95, 99)
 FINEST_HISTOGRAM = 64  # cells up to the 99th percentile

@@ -21,14 +21,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_memopt.binding.losses.foreign_code import foreign_code, full_name, is_listed
 from hf_memopt.binding.losses.head_losses import Head, assigned, head_loss
-from hf_memopt.binding.losses.row_weights import CLASSES, MEANS, KnownLoss, stated_loss
+from hf_memopt.binding.losses.row_weights import CLASSES, KnownLoss
 from hf_memopt.binding.model import unwrap_model, unwrap_parallel
 from hf_memopt.binding.undo import function_below
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-__all__ = ["MEANS", "KnownLoss", "counts_items", "has_stock_step", "head_counts_items", "known_loss", "stated_loss"]
 
 TRAINING_STEPS = {"transformers.trainer.Trainer.training_step", "trl.trainer.sft_trainer.SFTTrainer.training_step"}
 STOCK = "transformers.trainer.Trainer.compute_loss"

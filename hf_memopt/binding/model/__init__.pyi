@@ -1,6 +1,6 @@
-from .traits import HEADS as HEADS
+from .heads import HEADS as HEADS
+from .heads import head_for as head_for
 from .traits import IGNORED_LABEL as IGNORED_LABEL
-from .traits import NEW_HEADS as NEW_HEADS
 from .traits import check_model as check_model
 from .traits import is_causal_lm as is_causal_lm
 from .traits import task_of as task_of

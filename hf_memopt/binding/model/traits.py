@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers.models.auto import modeling_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from hf_memopt.binding.model.heads import HEADS
 from hf_memopt.plain_data import shown
 
 IGNORED_LABEL = -100
@@ -87,57 +87,6 @@ def used_columns(trainer: Any) -> set[str] | None:
         trainer._signature_columns = cached
 
 
-HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "speech-seq2seq": ("AutoModelForSpeechSeq2Seq", modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
-    "seq2seq": ("AutoModelForSeq2SeqLM", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
-    "causal-lm": ("AutoModelForCausalLM", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    "image-text-to-text": ("AutoModelForImageTextToText", modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
-    "masked-lm": ("AutoModelForMaskedLM", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    "sequence-classification": (
-        "AutoModelForSequenceClassification",
-        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    ),
-    "token-classification": (
-        "AutoModelForTokenClassification",
-        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    ),
-    "question-answering": ("AutoModelForQuestionAnswering", modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
-    "multiple-choice": ("AutoModelForMultipleChoice", modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
-    "image-classification": (
-        "AutoModelForImageClassification",
-        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    ),
-    "zero-shot-image-classification": (
-        "AutoModelForZeroShotImageClassification",
-        modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    ),
-    "semantic-segmentation": (
-        "AutoModelForSemanticSegmentation",
-        modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
-    ),
-    "object-detection": ("AutoModelForObjectDetection", modeling_auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES),
-    "ctc": ("AutoModelForCTC", modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES),
-    "audio-classification": (
-        "AutoModelForAudioClassification",
-        modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
-    ),
-}
-# Of the tasks that list a class, the first is taken: BartForConditionalGeneration is not a masked LM.
-
-NEW_HEADS: Mapping[str, tuple[str, ...]] = {
-    "sequence-classification": ("pre_classifier", "classifier", "score"),
-    "token-classification": ("classifier", "score"),
-    "question-answering": ("qa_outputs",),
-    "multiple-choice": ("pre_classifier", "classifier"),
-    "image-classification": ("classifier",),
-    "semantic-segmentation": ("decode_head",),
-    "object-detection": ("class_labels_classifier", "bbox_predictor"),
-    "ctc": ("lm_head",),
-    "audio-classification": ("projector", "classifier"),
-}
-"""Heads that a checkpoint usually lacks, so that they are trained whole, by the names that PEFT gives them."""
-
-
 def task_of(model: nn.Module) -> str | None:
     """Return the task of a model's head, or None if its class is not one of the known heads of transformers."""
     tasks = task_of_class()
@@ -148,8 +97,8 @@ def task_of(model: nn.Module) -> str | None:
 def task_of_class() -> dict[str, str]:
     """Return the task of each class of the known heads, by the name of the class."""
     tasks: dict[str, str] = {}
-    for task, (_, mapping) in HEADS.items():
-        for names in mapping.values():
+    for task, head in HEADS.items():
+        for names in head.types.values():
             for name in (names,) if isinstance(names, str) else names:
                 tasks.setdefault(name, task)
     return tasks

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_memopt.binding.model import NEW_HEADS, task_of
+from hf_memopt.binding.model import head_for, task_of
 from hf_memopt.errors import MissingExtraError, nearest
 
 if TYPE_CHECKING:
@@ -26,16 +26,6 @@ if TYPE_CHECKING:
 
 AUTO_TARGETS = "auto"
 """As ``lora_targets``: all linear layers but the head."""
-
-_TASK_TYPES = {
-    "causal-lm": "CAUSAL_LM",
-    "image-text-to-text": "CAUSAL_LM",
-    "seq2seq": "SEQ_2_SEQ_LM",
-    "sequence-classification": "SEQ_CLS",
-    "token-classification": "TOKEN_CLS",
-    "question-answering": "QUESTION_ANS",
-}
-"""PEFT's names of tasks."""
 
 
 def add_adapters(
@@ -115,13 +105,13 @@ def adapter_options(
         >>> adapter_options("causal-lm", 8)
         {'r': 8, 'lora_alpha': 16, 'target_modules': 'all-linear', 'task_type': 'CAUSAL_LM', 'modules_to_save': None}
     """
-    heads = NEW_HEADS.get(task or "")  # trained whole: PEFT 0.21 would put adapters on some first, and then refuse
+    head = head_for(task)  # a new one is trained whole: PEFT 0.21 would put adapters on some first, and then refuse
     return {
         "r": rank,
         "lora_alpha": 2 * rank if alpha is None else alpha,
         "target_modules": "all-linear" if isinstance(targets, str) else list(targets),
-        "task_type": _TASK_TYPES.get(task or ""),
-        "modules_to_save": None if heads is None else list(heads),
+        "task_type": head.adapters,
+        "modules_to_save": list(head.new) or None,
     }
 
 

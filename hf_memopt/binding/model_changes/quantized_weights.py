@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_memopt.binding.model import NEW_HEADS, check_model, unwrap_model
+from hf_memopt.binding.model import check_model, head_for, unwrap_model
 from hf_memopt.binding.parameters import cast_parameters, parameters_outside_adapters, set_trainable
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, set_attribute, undo_all
 
@@ -57,7 +57,7 @@ def quantization_options(
         >>> quantization_options("int8", "bfloat16", "question-answering")["llm_int8_skip_modules"]
         ['qa_outputs']
     """
-    heads = {"llm_int8_skip_modules": list(NEW_HEADS[task])} if task is not None and task in NEW_HEADS else {}
+    heads = {"llm_int8_skip_modules": list(new)} if (new := head_for(task).new) else {}
     storage = {"bnb_4bit_quant_storage": compute_dtype} if is_sharded and load_in == "nf4" else {}
     return {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype, **storage, **heads}
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BUCKET_ELEMENTS", "LIVE_ELEMENTS", "ZERO_STAGES", "zero_options"]
-
 ZERO_STAGES = {"zero2": 2, "zero3": 3}
 BUCKET_ELEMENTS, LIVE_ELEMENTS = 50_000_000, 100_000_000
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
-from hf_memopt.binding.model import task_of, unwrap_model
+from hf_memopt.binding.model import head_for, task_of, unwrap_model
 from hf_memopt.memory.models.loading import TASKS, is_headless
 from hf_memopt.memory.models.media import (
     DEFAULT_SECONDS,
@@ -44,7 +44,6 @@ OBJECTS = 7
 """Objects of a picture, the mean of COCO's."""
 
 _OF_IMAGES = ("image-classification", "semantic-segmentation", "object-detection")
-_WITHOUT_TEXT = (*_OF_IMAGES, "ctc", "audio-classification")
 
 DEFAULT_LENGTH = 512
 """Tokens of a row where nothing says how long rows are: what BERT's family takes at most, and usual in fine-tuning."""
@@ -70,7 +69,8 @@ def assumed_inputs(model: nn.Module, settings: StepSettings) -> Iterator[str]:
 
 def default_length(model: nn.Module, settings: StepSettings | None = None) -> int | None:
     """Return ``DEFAULT_LENGTH`` and the tokens of pictures or audio, or all positions if fewer; None without text."""
-    if task_of(model) in (None, *_WITHOUT_TEXT):
+    task = task_of(model)
+    if task is None or "text" not in head_for(task).traits:
         return None
     media = _media(unwrap_model(model), settings or StepSettings(), 1)
     length = DEFAULT_LENGTH + media.tokens * media.per_example
@@ -176,13 +176,14 @@ def _positions(model: Any) -> int | None:
 
 
 def _check_lengths(model: Any, task: str, seq_len: int | None, labels_length: int | None) -> None:
-    if task in _WITHOUT_TEXT and seq_len is not None:
+    has_text = "text" in head_for(task).traits
+    if not has_text and seq_len is not None:
         what = "images" if task in _OF_IMAGES else "audio"
         raise ValueError(
             f"seq_len={seq_len!r} has no meaning for {type(model).__name__}, which takes {what}; expected none. "
             "Pass seq_len=None"
         )
-    if task not in _WITHOUT_TEXT:
+    if has_text:
         if seq_len is None:
             raise ValueError(
                 f"seq_len=None is missing for {type(model).__name__}; expected tokens per row. Pass seq_len=128"

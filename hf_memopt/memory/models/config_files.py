@@ -12,27 +12,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from hf_memopt.binding.model import HEADS
 from hf_memopt.errors import did_you_mean
 from hf_memopt.hub import hub_answers
 from hf_memopt.plain_data import check_word, parse_object
 
-TASKS = (
-    "speech-seq2seq",
-    "seq2seq",
-    "causal-lm",
-    "image-text-to-text",
-    "masked-lm",
-    "sequence-classification",
-    "token-classification",
-    "question-answering",
-    "multiple-choice",
-    "image-classification",
-    "zero-shot-image-classification",
-    "semantic-segmentation",
-    "object-detection",
-    "ctc",
-    "audio-classification",
-)
+TASKS = tuple(HEADS)
 """The purposes of a head, as ``task`` names them."""
 
 

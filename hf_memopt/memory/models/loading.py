@@ -172,7 +172,7 @@ def _code_of(model: nn.Module) -> Hashable:
 
 
 def _tasks_of_type(model_type: str) -> list[str]:
-    return [task for task, (_, mapping) in HEADS.items() if model_type in mapping]
+    return [task for task, head in HEADS.items() if model_type in head.types]
 
 
 def _usual_task(config: PretrainedConfig) -> str | None:
@@ -219,7 +219,7 @@ def is_headless(config: PretrainedConfig) -> bool:
 
 
 def _check_head(config: PretrainedConfig, task: str) -> None:
-    if config.model_type not in HEADS[task][1]:
+    if config.model_type not in HEADS[task].types:
         raise ValueError(
             f"task={task!r} has no head for a model of type {config.model_type!r}; expected one of "
             f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Leave it out for the usual one"
@@ -236,7 +236,7 @@ def _build(
     """Return the head for ``task`` on the meta device."""
     if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # decoders refuse to classify several rows without one; it needs no memory
-    from_config = partial(getattr(transformers, HEADS[task][0]).from_config, trust_remote_code=False)
+    from_config = partial(getattr(transformers, HEADS[task].auto_class).from_config, trust_remote_code=False)
     dtype = getattr(torch, weights_dtype)
     wanted = None if attn_implementation == "flash_attention_2" else attn_implementation
     with torch.device("meta"):

@@ -33,15 +33,6 @@ from hf_memopt.memory.settings import NotEstimableError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "OptimizerMemory",
-    "ParameterFacts",
-    "check_optimizer",
-    "clipping_temporaries",
-    "optimizer_memory",
-    "parameter_facts",
-]
-
 SLICE_ELEMENTS = 2**21
 """Elements of a slice that is rounded; a test compares it with that of ``sixteen_bit_weights``."""
 _COMPENSATION_BYTES = 2  # of Kahan's rounding, per element

@@ -26,7 +26,7 @@ from hf_memopt.plotting import check_picture
 from hf_memopt.units import format_bytes, to_gib
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerState, TrainingArguments
 
 MEMORY_KEY = re.compile(r"(^|_)memory_\w+_gib$")
 PHASES = ("load", "forward_backward", "optimizer", "evaluation")
@@ -270,12 +270,7 @@ class MemoryReportCallback(TrainerCallback):
         self._evaluating = True
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, Any] | None = None, **__: Any
     ) -> None:
         if logs is None:
             return
@@ -294,24 +289,14 @@ class MemoryReportCallback(TrainerCallback):
         logs.update(figures)
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, metrics: dict[str, Any] | None = None, **__: Any
     ) -> None:
         if metrics is not None and state.is_hyper_param_search:
             for key in self._evaluation_keys:
                 metrics.pop(key, None)
 
     def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any],
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: Any, metrics: dict[str, Any], **_: Any
     ) -> None:
         if self._evaluating:
             metrics.update(self._close_evaluation(args, state, metrics))

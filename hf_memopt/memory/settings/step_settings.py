@@ -24,11 +24,7 @@ class NotEstimableError(ValueError):
     """A set-up that cannot be simulated; the message begins with "not estimable: "."""
 
 
-_NUMBER: Mapping[str, Any] = {"metavar": "N", "read_as": int, "least": 1}
-"""Of an option that is a count."""
-
-
-def _setting(default: Any, kind: Any = None, *, changes: str = "model", hash: bool | None = None, **option: Any) -> Any:
+def _setting(default: Any, kind: Any = None, *, changes: str = "model", hash: bool | None = None) -> Any:
     """Declare a setting.
 
     Args:
@@ -37,11 +33,8 @@ def _setting(default: Any, kind: Any = None, *, changes: str = "model", hash: bo
         changes: what has to be done anew for another value: "model" to prepare the model, "trace" to record the step,
             "replay" to replay the recording.
         hash: as for ``dataclasses.field``.
-        option: how ``hf-memopt estimate`` reads it, where it does: ``help``, and where they are not the usual ones
-            ``names`` of the flag, ``group`` in the help, ``metavar``, the type it is ``read_as``, ``least`` of
-            numbers, and other ``words`` for values.
     """
-    return field(default=default, hash=hash, metadata={"kind": kind, "changes": changes, **option})
+    return field(default=default, hash=hash, metadata={"kind": kind, "changes": changes})
 
 
 @dataclass(frozen=True)
@@ -119,75 +112,28 @@ class StepSettings:
             allocates none (ROCm), None for what torch takes on this GPU.
     """
 
-    precision: str = _setting(
-        "auto",
-        Literal["auto", "fp32", "tf32", "bf16", "fp16"],
-        changes="trace",
-        help="auto, fp32, tf32, bf16 or fp16.",
-    )
-    weights_dtype: str = _setting(
-        "float32",
-        Literal["float32", "bfloat16", "float16"],
-        help="Of the weights as loaded: float32, bf16 or fp16; float32 by default.",
-        names=("--weights",),
-        group="Model",
-        metavar="DTYPE",
-        words={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
-    )
-    autocast_cache: bool = _setting(
-        True, changes="trace", help="Keep 16-bit copies of the weights through a forward pass."
-    )
-    optim: str = _setting(
-        "adamw_torch_fused", str, changes="replay", help="An optimizer, by its name in TrainingArguments."
-    )
+    precision: str = _setting("auto", Literal["auto", "fp32", "tf32", "bf16", "fp16"], changes="trace")
+    weights_dtype: str = _setting("float32", Literal["float32", "bfloat16", "float16"])
+    autocast_cache: bool = _setting(True, changes="trace")
+    optim: str = _setting("adamw_torch_fused", str, changes="replay")
     optim_args: str | None = _setting(None, str | None, changes="replay")
     optim_target_modules: Any = _setting(None, changes="replay")
     weight_decay: float = _setting(0.0, changes="replay")
     embedding_bits: int = _setting(32, Literal[8, 32], changes="replay")
-    rounding: str = _setting(
-        "nearest",
-        Literal["nearest", "stochastic", "kahan"],
-        changes="replay",
-        help="Of updates of bf16 weights: nearest, stochastic or kahan.",
-        metavar="KIND",
-    )
-    gradient_release: bool = _setting(
-        False, bool, changes="replay", help="Step within the backward pass, with --max-grad-norm 0."
-    )
-    sparse_tied_embedding: bool = _setting(False, bool, help="Keep no second copy of a tied embedding's gradient.")
-    fused_cross_entropy: bool = _setting(False, bool, help="Compute a language model's loss without its logits.")
-    max_grad_norm: float = _setting(
-        1.0,
-        changes="replay",
-        help="Clip gradients at it; 1 by default, 0 for no clipping.",
-        metavar="NORM",
-        read_as=float,
-        least=0,
-    )
-    gradient_accumulation_steps: int = _setting(
-        1,
-        Count,
-        changes="replay",
-        help="Accumulation steps per optimizer step.",
-        names=("--grad-accum", "--gradient-accumulation-steps"),
-        **_NUMBER,
-    )
+    rounding: str = _setting("nearest", Literal["nearest", "stochastic", "kahan"], changes="replay")
+    gradient_release: bool = _setting(False, bool, changes="replay")
+    sparse_tied_embedding: bool = _setting(False, bool)
+    fused_cross_entropy: bool = _setting(False, bool)
+    max_grad_norm: float = _setting(1.0, changes="replay")
+    gradient_accumulation_steps: int = _setting(1, Count, changes="replay")
     micro_batch_size: int | None = _setting(None, Count | None, changes="trace")
-    checkpointing: bool | Mapping[str, Any] = _setting(  # which is switched on around the recording
-        False, changes="trace", help="Recompute activations instead of keeping them.", hash=False
-    )
+    checkpointing: bool | Mapping[str, Any] = _setting(False, changes="trace", hash=False)  # around the recording
     label_smoothing_factor: float = _setting(0.0, changes="trace")
-    attn_implementation: str | None = _setting(
-        None, str | None, help="Attention: sdpa, eager or flash_attention_2.", names=("--attn",), group="Model"
-    )
+    attn_implementation: str | None = _setting(None, str | None)
     padding: bool | None = _setting(None, bool | None, changes="trace")
-    eval_batch_size: int | None = _setting(
-        None, Count | None, changes="trace", help="Also simulate an evaluation with batches of this size.", **_NUMBER
-    )
+    eval_batch_size: int | None = _setting(None, Count | None, changes="trace")
     eval_batches: int = _setting(1, Count, changes="replay")
-    prediction_loss_only: bool = _setting(
-        False, bool, changes="trace", help="With --eval-batch-size: compute the loss alone, as without a metric."
-    )
+    prediction_loss_only: bool = _setting(False, bool, changes="trace")
     eval_accumulation_steps: int | None = _setting(None, Count | None, changes="replay")
     eval_do_concat_batches: bool = _setting(True, changes="replay")
     batch_eval_metrics: bool = _setting(False, changes="replay")
@@ -195,60 +141,18 @@ class StepSettings:
     generation_max_length: int | None = _setting(None, Count | None)
     generation_num_beams: int | None = _setting(None, Count | None)
     torch_empty_cache_steps: int | None = _setting(None, Count | None, changes="replay")
-    expandable_segments: bool = _setting(
-        False, changes="replay", help="Of torch's allocator; see hf_memopt.use_expandable_segments."
-    )
-    load_in: str | None = _setting(
-        None,
-        Literal["nf4", "int8"] | None,
-        help="Quantised weights: nf4 or int8.",
-        group="Model",
-        metavar="KIND",
-        words={"4bit": "nf4", "8bit": "int8"},
-    )
-    lora: int | LoraConfig | None = _setting(
-        None,
-        help="Train LoRA adapters of this rank alone.",
-        group="Model",
-        hash=False,
-        **{**_NUMBER, "metavar": "RANK"},
-    )
+    expandable_segments: bool = _setting(False, changes="replay")
+    load_in: str | None = _setting(None, Literal["nf4", "int8"] | None)
+    lora: int | LoraConfig | None = _setting(None, hash=False)
     lora_targets: str | tuple[str, ...] = "auto"
-    freeze: tuple[str, ...] = _setting(
-        (),
-        help="A pattern for hf_memopt.freeze; may be repeated.",
-        group="Model",
-        metavar="PATTERN",
-        read_as=list[str],
-    )
+    freeze: tuple[str, ...] = ()
     prepare: tuple[Callable[[Any], Any], ...] = ()
-    world_size: int = _setting(1, Count, help="GPUs that train together; the estimate is of one of them.", **_NUMBER)
-    strategy: str = _setting(
-        "auto",
-        Literal["auto", "ddp", "fsdp2", "zero2", "zero3"],
-        help="With --world-size: ddp (whole models), fsdp2, zero2, zero3 (sharded) or auto.",
-    )
-    offload_params: bool = _setting(
-        False,
-        bool,
-        help="Keep shards and optimizer states in host memory between uses.",
-        names=("--offload/--no-offload",),
-    )
-    images: int | None = _setting(
-        None, CountOrZero | None, changes="trace", help="Pictures of an example.", **{**_NUMBER, "least": 0}
-    )
-    image_size: int | None = _setting(
-        None, Count | None, changes="trace", help="Pixels of a picture's side; the model's by default.", **_NUMBER
-    )
-    audio_seconds: float | None = _setting(
-        None,
-        float | int | None,
-        changes="trace",
-        help="Seconds of audio of an example; 10 by default.",
-        metavar="N",
-        read_as=float,
-        least=0,
-    )
+    world_size: int = _setting(1, Count)
+    strategy: str = _setting("auto", Literal["auto", "ddp", "fsdp2", "zero2", "zero3"])
+    offload_params: bool = _setting(False, bool)
+    images: int | None = _setting(None, CountOrZero | None, changes="trace")
+    image_size: int | None = _setting(None, Count | None, changes="trace")
+    audio_seconds: float | None = _setting(None, float | int | None, changes="trace")
     loop: str = _setting("trainer", Literal["trainer", "manual", "function"])
     optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = _setting(
         None, Callable | None, changes="replay"

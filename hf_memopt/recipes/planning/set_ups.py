@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.binding.model import head_for
 from hf_memopt.devices import against_float16
 from hf_memopt.recipes import Recipe
 from hf_memopt.recipes.planning.simulated import priced_on
@@ -22,14 +23,6 @@ if TYPE_CHECKING:
 
 ADAPTERS = ("lora", "qlora")
 LORA_RANK = 16
-LANGUAGE_TASKS = ("causal-lm", "masked-lm", "seq2seq", "speech-seq2seq")
-WITHOUT_BUCKETS = (
-    *("image-classification", "semantic-segmentation", "object-detection", "ctc", "audio-classification"),
-    *("image-text-to-text", "zero-shot-image-classification"),
-)
-"""Tasks whose batches no collator of this package makes."""
-
-LOSS_ALONE = ("causal-lm", "masked-lm", "speech-seq2seq")  # are evaluated by their loss; of others a metric is usual
 EVAL_ROWS = 8  # no more than that are needed to use a GPU where no activations are kept
 
 
@@ -165,7 +158,7 @@ class ModelFacts:
     @property
     def is_language_model(self) -> bool:
         """Whether its head has a logit for each word of the vocabulary."""
-        return self.task in LANGUAGE_TASKS
+        return "vocabulary" in head_for(self.task).traits
 
     @property
     def is_generating(self) -> bool:
@@ -271,7 +264,7 @@ def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) 
 
 
 def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
-    loss_alone = facts.task in LOSS_ALONE
+    loss_alone = "loss-alone" in head_for(facts.task).traits
     rows = 1 if facts.is_language_model else min(EVAL_ROWS, effective_batch_size)  # more with more rows in training
     reasons = {
         "per_device_eval_batch_size": "evaluation gathers what it generates, and has the logits of one batch at a time"
@@ -289,7 +282,7 @@ def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) ->
         per_device_train_batch_size=1,
         per_device_eval_batch_size=rows,
         prediction_loss_only=loss_alone,
-        bucketing=facts.task not in WITHOUT_BUCKETS,
+        bucketing="buckets" in head_for(facts.task).traits,
         **_paying(facts, stage),
     )
     return found.replace(reasons={name: reason for name, reason in reasons.items() if getattr(found, name)})

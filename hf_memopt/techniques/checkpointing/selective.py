@@ -2,7 +2,7 @@
 
 Linear layers and fused attention take nearly all of a layer's arithmetic; norms, activation functions and dropouts are
 recomputed from their results at the speed of memory. Products of two activations (``bmm``) are recomputed too: those of
-unfused attention are scores, as large as the square of the length.
+unfused attention are scores, as large as the square of the length. ``kept_operations.csv`` names what is kept.
 
 A compiled model has ``activation_memory_budget``: the partitioner looks for the least recomputation within a fraction
 (1.0 is torch's default, 0.0 keeps about the inputs of the graph alone). It acts when a graph is compiled, the first
@@ -21,45 +21,15 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from hf_memopt.binding.undo import UndoHandle
+from hf_memopt.plain_data import packaged_rows
 
-KEPT_PRODUCTS = frozenset(
-    {
-        "aten::mm",
-        "aten::addmm",
-        "aten::linear",  # one operation on MPS
-        "aten::convolution",
-        "aten::_scaled_mm",
-        "aten::_int_mm",
-        "aten::_grouped_mm",
-        "aten::_scaled_grouped_mm",
-        "aten::_weight_int4pack_mm",
-        "aten::_weight_int8pack_mm",
-        "bitsandbytes::gemm_4bit",
-        "bitsandbytes::gemv_4bit",
-        "bitsandbytes::int8_scaled_mm",
-        "bitsandbytes::int8_mixed_scaled_mm",
-    }
-)
-"""Operations of linear layers, by the dispatcher's names. torch 2.13, bitsandbytes 0.50."""
-
-KEPT_ATTENTIONS = frozenset(
-    {
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_attention_math_for_mps",
-        "aten::_flash_attention_forward",
-        "aten::_efficient_attention_forward",
-        "aten::_cudnn_attention_forward",
-        "flash_attn::_flash_attn_forward",
-        "flash_attn::_flash_attn_varlen_forward",
-        "flex_attention",
-    }
-)
-"""Fused attention, by the dispatcher's names: all that ``F.scaled_dot_product_attention`` chooses from, the package
-flash-attn (2.7 on), and the higher-order operation of flex attention."""
+_OF = {
+    row["operation"]: row["of"] for row in packaged_rows("hf_memopt.techniques.checkpointing", "kept_operations.csv")
+}
+KEPT_PRODUCTS = frozenset(name for name, of in _OF.items() if of == "product")
+"""Operations of linear layers, by the dispatcher's names."""
+KEPT_ATTENTIONS = frozenset(name for name, of in _OF.items() if of == "attention")
+"""Fused attention: all that ``F.scaled_dot_product_attention`` chooses from, flash-attn and flex attention."""
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -29,16 +29,10 @@ from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.plain_data import shown
 from hf_memopt.techniques import TechniqueCallback
-from hf_memopt.techniques.evaluation.outputs import KeptOutputs, Reduce
+from hf_memopt.techniques.evaluation.metric_check import Reduce
+from hf_memopt.techniques.evaluation.outputs import KeptOutputs
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.units import parse_bytes
-
-__all__ = [
-    "EvaluationGuardCallback",
-    "class_predictions",
-    "guard_evaluation",
-    "recover_predictions",
-]
 
 
 class EvaluationGuardCallback(TechniqueCallback):

@@ -22,8 +22,6 @@ from hf_memopt.notices import notify
 from hf_memopt.techniques.evaluation.metric_check import Reduce, why_whole
 from hf_memopt.units import format_bytes
 
-__all__ = ["KeptOutputs", "Reduce", "tensor_bytes"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from hf_memopt.whole_files import write_whole
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning import Plan
 
-__all__ = ["RECIPE", "SCRIPT", "RowsFile", "Written", "check_folder", "write_plan"]
-
 SCRIPT, RECIPE = "train.py", "recipe.json"
 PACKAGES = {"image-classification": ("'datasets[vision]'",), "speech-seq2seq": ("'datasets[audio]'",)}
 """What the data of a task needs besides."""

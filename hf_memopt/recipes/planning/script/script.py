@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 
 from hf_memopt import __version__
 from hf_memopt.binding.compatibility import names_of, refusal_of
-from hf_memopt.binding.model import HEADS, NEW_HEADS
+from hf_memopt.binding.model import head_for
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
 from hf_memopt.recipes import NAMES, callbacks_of, sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
@@ -38,11 +38,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning import Plan
     from hf_memopt.recipes.planning.script.folder import RowsFile
 
-WITHOUT_SCRIPT = (
-    *("multiple-choice", "image-text-to-text", "zero-shot-image-classification", "semantic-segmentation"),
-    *("object-detection", "ctc", "audio-classification"),
-)
-"""The tasks of which no script is written."""
 NOT_REENTRANT = {"use_reentrant": False}
 """What transformers 5.8.1 to 5.23.0 use where no options of checkpointing are given."""
 
@@ -55,7 +50,7 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
     file = None
     if rows is not None:
         file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None, task=task)
-    if task is None or task in WITHOUT_SCRIPT:
+    if task is None or "script" not in head_for(task).traits:
         return None, []
     assert chosen is not None
     engine = "" if chosen.sharing is None else NAMES[chosen.sharing.strategy]
@@ -76,7 +71,7 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         "has_prefix": task == "seq2seq" and found.simulation is not None and found.simulation.facts.is_t5,
         "precision": recipe.step_settings().precision,
         "dtype": (dtype := sixteen_bits_here(recipe) if quantised else recipe.weights_dtype),
-        "head": HEADS[task][0],
+        "head": head_for(task),
         "stock": list(_stock(recipe)),
         "optimizer": next((one for one in asked_by(recipe).values() if one.optimizer), None),
         "callbacks": list(_callbacks(found, engine)),
@@ -182,5 +177,5 @@ def _has_autocast(recipe: Recipe, task: str | None, precision: str) -> bool:
     That is: without its cache, or where PEFT leaves the copy of a new head, which it trains whole, in the 16 bits of
     the model. Weights that are all trained are loaded in float32.
     """
-    has_new_head = recipe.lora is not None and task in NEW_HEADS
+    has_new_head = recipe.lora is not None and bool(head_for(task).new)
     return precision not in ("fp32", "tf32") and (not recipe.autocast_cache or has_new_head)
