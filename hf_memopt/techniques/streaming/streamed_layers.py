@@ -32,12 +32,12 @@ from hf_memopt.binding.undo import UndoHandle, override_method, undo_all
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.devices.readings import read_memory
 from hf_memopt.plain_data import Count, CountOrZero, check_value
+from hf_memopt.techniques import ModelCallback
 from hf_memopt.techniques.optimizers import optimizer_state_bytes
 from hf_memopt.techniques.streaming.gradients import DeviceSteps
 from hf_memopt.techniques.streaming.lanes import Lanes
 from hf_memopt.techniques.streaming.layer import StreamedLayer
 from hf_memopt.techniques.streaming.ring import Ring
-from hf_memopt.techniques import ModelCallback
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
