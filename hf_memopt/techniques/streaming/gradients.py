@@ -45,6 +45,12 @@ class HostGradients:
             else:
                 parameter.grad.add_(host)
 
+    def forget(self) -> None:
+        """Wait for the gradients on their way, and give them to nobody."""
+        for _, _, event in self._arriving.values():
+            self._lanes.landed(event)
+        self._arriving.clear()
+
     def _memory(self, parameter: torch.Tensor, *, is_temporary: bool) -> torch.Tensor:
         if is_temporary:
             return torch.empty_like(parameter, pin_memory=self._lanes.is_async)

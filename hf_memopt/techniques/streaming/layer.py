@@ -8,7 +8,7 @@ sum over once. Autograd also owns the memory of a copy, which cannot be taken aw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,7 @@ class StreamedLayer:
         call = LayerCall(self)
         if not torch.is_grad_enabled():
             return call.run(before, *args, **kwargs)
-        self._switch_off()
+        self.switch_off()
         call.open_gates()
         kwargs = kwargs if getattr(self.module, "_can_checkpoint_with_cache", False) else _without_cache(kwargs)
         parts = row_parts(self.module, args, kwargs, self.rows)
@@ -77,13 +77,7 @@ class StreamedLayer:
 
     def move(self, before: Callable[..., Any], function: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
         """Let ``module.to(device)`` move buffers and what is resident, and leave streamed parameters on the host."""
-        for parameter in self.parameters:
-            dtype = function(parameter.detach().new_empty(0)).dtype
-            if dtype != parameter.dtype:
-                raise ValueError(
-                    f"dtype={dtype} cannot be given to streamed weights of {parameter.dtype}; expected a model that "
-                    "has its dtype before stream_layers. Load it with dtype=..., or call handle.remove() first"
-                )
+        check_dtype(self.parameters, function)
         with self.exchanged([None] * len(self.parameters)):
             return before(function, *args, **kwargs)
 
@@ -103,7 +97,7 @@ class StreamedLayer:
                 parameter.data, parameter.grad = copies.pop(0), None
         self.put_away(copies)
 
-    def _switch_off(self) -> None:
+    def switch_off(self) -> None:
         """Switch stock's own checkpointing of this layer off; the Trainer switches it on at each train()."""
         for inner in self._flagged:
             if inner.gradient_checkpointing:
@@ -137,16 +131,29 @@ class StreamedLayer:
             parameter.data = inner.state.CB
 
 
+def check_dtype(parameters: Iterable[torch.Tensor], function: Callable[[Any], Any]) -> None:
+    """Refuse what ``module.to(dtype)`` would do to parameters that stay where they are."""
+    for parameter in parameters:
+        dtype = function(parameter.detach().new_empty(0)).dtype
+        if dtype != parameter.dtype:
+            raise ValueError(
+                f"dtype={dtype} cannot be given to streamed weights of {parameter.dtype}; expected a model that has "
+                "its dtype before stream_layers. Load it with dtype=..., or call handle.remove() first"
+            )
+
+
 class LayerCall:
     """One call of a layer: what its forward pass and the recomputation of each part share.
 
     Attributes:
+        has_begun: whether a part of it has run.
         is_recorded: whether the forward pass is over, so that whoever runs it again is the backward pass.
         is_done: whether the backward pass has come to it.
     """
 
     def __init__(self, layer: StreamedLayer) -> None:
-        self.layer, self.is_recorded, self.is_done = layer, False, False
+        self.layer = layer
+        self.has_begun = self.is_recorded = self.is_done = False
         self._gates: list[torch.Tensor | None] = [None] * len(layer.parameters)
 
     def open_gates(self) -> None:

@@ -59,8 +59,9 @@ class Ring:
         if is_backward:
             call.is_done = True
             self._begin_backward()
-        elif self._in_backward or layer is self.layers[0]:  # a new pass; a backward pass that failed has no end
-            self.clear()
+        elif not call.has_begun and not is_inside_backward() and (self._in_backward or layer is self.layers[0]):
+            self.clear()  # a new pass; a backward pass that failed has no end
+        call.has_begun = True
         coming = self._before(call) if is_backward else self._after(layer)
         for other in [other for other in self._held if other is not layer and other not in coming]:
             self._drop(other)
@@ -81,6 +82,7 @@ class Ring:
     def deliver(self, layer: StreamedLayer, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Take the whole gradient of a parameter; return it on the host where autograd is to go on with it."""
         parameter = layer.parameters[index]
+        self._begin_backward()
         if self.steps is None or not self.steps.has(parameter):
             return self.gradients.take(layer, parameter, gradient)
         held = self._held.get(layer)
@@ -96,11 +98,11 @@ class Ring:
             self.clear()
 
     def clear(self) -> None:
-        """Let go of all copies; whoever reads a weight or a gradient on the host now finds it whole."""
+        """Let go of all copies, and of gradients that a backward pass which failed has left on their way."""
         self._in_backward = False
         for layer in list(self._held):
             self._drop(layer)
-        self.gradients.settle()
+        self.gradients.forget()
         if self.steps is not None:
             self.steps.settle()
 
@@ -111,6 +113,8 @@ class Ring:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
+        """Make weights and gradients on the host whole for whoever reads them now."""
+        self.gradients.settle()
         self.clear()
         self._calls = [weakref.ref(call) for call in self._alive() if not call.is_done]
 
@@ -166,3 +170,8 @@ class Ring:
         for tensor, _ in held.carried:
             self._count(-tensor.nbytes)
             tensor.untyped_storage().resize_(0)
+
+
+def is_inside_backward() -> bool:
+    """Return whether this thread runs a backward pass, as ``torch.utils.checkpoint`` asks (torch 2.10 to 2.13)."""
+    return torch._C._current_graph_task_id() != -1
