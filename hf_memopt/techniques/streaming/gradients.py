@@ -128,5 +128,5 @@ class DeviceSteps:
             self._lanes.landed(event)
         self._written.clear()
         for _, event in (pair for state in self._fetched.values() for pair in state.values()):
-            self._lanes.ready(event)  # no gradient came; a copy may still write there
+            self._lanes.landed(event)  # no gradient came
         self._fetched.clear()

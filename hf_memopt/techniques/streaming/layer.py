@@ -8,7 +8,7 @@ sum over once. Autograd also owns the memory of a copy, which cannot be taken aw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,13 @@ class StreamedLayer:
 
     def move(self, before: Callable[..., Any], function: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
         """Let ``module.to(device)`` move buffers and what is resident, and leave streamed parameters on the host."""
-        check_dtype(self.parameters, function)
+        for parameter in self.parameters:
+            dtype = function(parameter.detach().new_empty(0)).dtype
+            if dtype != parameter.dtype:
+                raise ValueError(
+                    f"dtype={dtype} cannot be given to streamed weights of {parameter.dtype}; expected a model that "
+                    "has its dtype before stream_layers. Load it with dtype=..., or call handle.remove() first"
+                )
         with self.exchanged([None] * len(self.parameters)):
             return before(function, *args, **kwargs)
 
@@ -131,17 +137,6 @@ class StreamedLayer:
             parameter.data = inner.state.CB
 
 
-def check_dtype(parameters: Iterable[torch.Tensor], function: Callable[[Any], Any]) -> None:
-    """Refuse what ``module.to(dtype)`` would do to parameters that stay where they are."""
-    for parameter in parameters:
-        dtype = function(parameter.detach().new_empty(0)).dtype
-        if dtype != parameter.dtype:
-            raise ValueError(
-                f"dtype={dtype} cannot be given to streamed weights of {parameter.dtype}; expected a model that has "
-                "its dtype before stream_layers. Load it with dtype=..., or call handle.remove() first"
-            )
-
-
 class LayerCall:
     """One call of a layer: what its forward pass and the recomputation of each part share.
 
@@ -178,8 +173,8 @@ class LayerCall:
                 layer.ring.clear()
             raise
         finally:
-            if not torch.is_grad_enabled():
-                layer.ring.end_of_call(layer)
+            if not torch.is_grad_enabled() and layer is layer.ring.layers[-1]:
+                layer.ring.clear()  # nothing of this pass is needed again
 
 
 class Gate(torch.autograd.Function):

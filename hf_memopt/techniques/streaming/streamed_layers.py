@@ -35,7 +35,7 @@ from hf_memopt.techniques import ModelCallback
 from hf_memopt.techniques.optimizers import optimizer_state_bytes
 from hf_memopt.techniques.streaming.gradients import DeviceSteps
 from hf_memopt.techniques.streaming.lanes import Lanes
-from hf_memopt.techniques.streaming.layer import StreamedLayer, check_dtype
+from hf_memopt.techniques.streaming.layer import StreamedLayer
 from hf_memopt.techniques.streaming.ring import Ring
 from hf_memopt.units import format_bytes
 
@@ -127,9 +127,7 @@ def stream_layers(
     """
     from transformers import Trainer
 
-    check_value("prefetch", prefetch, CountOrZero, 1)
-    check_value("rows", rows, Count | None, 8)
-    check_value("embeddings_on_host", embeddings_on_host, bool, False)
+    _check_options(prefetch, rows, embeddings_on_host)
     model: Any = target.model if isinstance(target, Trainer) else target
     if isinstance(target, Trainer):
         _check_arguments(target.args)
@@ -179,9 +177,7 @@ class StreamedLayersCallback(ModelCallback):
     handle: StreamedHandle | None
 
     def __init__(self, prefetch: int = 1, rows: int | None = None, *, embeddings_on_host: bool = False) -> None:
-        check_value("prefetch", prefetch, CountOrZero, 1)
-        check_value("rows", rows, Count | None, 8)
-        check_value("embeddings_on_host", embeddings_on_host, bool, False)
+        _check_options(prefetch, rows, embeddings_on_host)
         self._options: dict[str, Any] = {"prefetch": prefetch, "rows": rows, "embeddings_on_host": embeddings_on_host}
         super().__init__(**self._options)
         self._device: torch.device | None = None
@@ -316,14 +312,17 @@ def _keep_embeddings(model: Any, ring: Ring) -> list[UndoHandle]:
     def forward(before: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return before(ids.cpu(), *args, **kwargs).to(ring.lanes.device)
 
-    def stay(before: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        check_dtype(owned, function)
-        return embeddings
-
-    return [override_method(embeddings, "forward", forward), override_method(embeddings, "_apply", stay)]
+    stay = override_method(embeddings, "_apply", lambda *_, **__: embeddings)
+    return [override_method(embeddings, "forward", forward), stay]
 
 
 # ---- The arguments
+
+
+def _check_options(prefetch: Any, rows: Any, embeddings_on_host: Any) -> None:
+    check_value("prefetch", prefetch, CountOrZero, 1)
+    check_value("rows", rows, Count | None, 8)
+    check_value("embeddings_on_host", embeddings_on_host, bool, False)
 
 
 def _check_arguments(args: TrainingArguments) -> None:
