@@ -288,12 +288,15 @@ def _check_shared(model: nn.Module, ring: Ring) -> None:
 
 
 def _to_host(ring: Ring) -> None:
-    """Put the weights where copies are fast, one layer after the other, so that none is there twice but the one."""
-    sizes = [sum(tensor.nbytes for tensor in layer.host_tensors()) for layer in ring.layers]
-    is_away = any(tensor.device.type != "cpu" for layer in ring.layers for tensor in layer.host_tensors())
-    if is_away or ring.lanes.is_async:
-        _check_host_memory(sum(sizes) if is_away else max(sizes), "weights")
-        for layer in ring.layers:
+    """Put the weights where copies are fast, one layer after the other, so that only one is in memory twice.
+
+    What ``from_pretrained`` returns may be a mapped file, which takes no memory before this and all of it afterwards.
+    """
+    for number, layer in enumerate(ring.layers, 1):
+        waiting = layer.host_tensors()
+        if ring.lanes.is_async or any(tensor.device.type != "cpu" for tensor in waiting):
+            what = f"the weights of layer {number} of {len(ring.layers)}"
+            _check_host_memory(sum(tensor.nbytes for tensor in waiting), what)
             layer.to_host()
 
 
