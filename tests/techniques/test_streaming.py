@@ -503,7 +503,9 @@ def test_engines_are_refused_when_training_begins(settings: dict[str, Any], name
 
 
 def test_too_little_host_memory_is_said_before_the_first_step(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(streamed_layers, "read_memory", lambda _: SimpleNamespace(host_available_bytes=1000))
+    monkeypatch.setattr(
+        streamed_layers, "read_memory", lambda _: SimpleNamespace(host_available_bytes=1000, device="cpu")
+    )
     model = llama()
     size = 3 * LAYERS * layer_bytes(model) / 1024  # a gradient and two moments beside each weight
     with pytest.raises(ValueError) as error:
@@ -517,7 +519,9 @@ def test_too_little_host_memory_is_said_before_the_first_step(tmp_path: Path, mo
 
 def test_too_little_host_memory_for_the_weights_is_said_before_they_are_copied(monkeypatch: Any) -> None:
     """What ``from_pretrained`` returns may lie in a mapped file, which takes no memory yet."""
-    monkeypatch.setattr(streamed_layers, "read_memory", lambda _: SimpleNamespace(host_available_bytes=1000))
+    monkeypatch.setattr(
+        streamed_layers, "read_memory", lambda _: SimpleNamespace(host_available_bytes=1000, device="cpu")
+    )
     model, host = llama(), lanes.Lanes("cpu")
     host.is_async = True
     with pytest.raises(ValueError, match=r"^streamed layers need .* of host memory for the weights of layer 1 of 5, "):

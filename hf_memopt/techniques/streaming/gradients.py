@@ -35,21 +35,13 @@ class HostGradients:
         self._arriving[parameter] = layer, host, event
         return None
 
-    def settle(self) -> None:
-        """Wait for the gradients on their way, and give them to their parameters."""
+    def settle(self, *, is_wanted: bool = True) -> None:
+        """Wait for the gradients on their way, and give those that are wanted to their parameters."""
         while self._arriving:
             parameter, (_, host, event) = self._arriving.popitem()
             self._lanes.landed(event)
-            if parameter.grad is None:
-                parameter.grad = host
-            else:
-                parameter.grad.add_(host)
-
-    def forget(self) -> None:
-        """Wait for the gradients on their way, and give them to nobody."""
-        for _, _, event in self._arriving.values():
-            self._lanes.landed(event)
-        self._arriving.clear()
+            if is_wanted:
+                parameter.grad = host if parameter.grad is None else parameter.grad.add_(host)
 
     def _memory(self, parameter: torch.Tensor, *, is_temporary: bool) -> torch.Tensor:
         if is_temporary:
@@ -117,7 +109,8 @@ class DeviceSteps:
             return value  # a counter
         if host is not None and key.startswith("qmap"):
             return host  # a table of constants
-        if host is None or (host.shape, host.dtype) != (value.shape, value.dtype):
+        is_slow = host is not None and self._lanes.is_async and not host.is_pinned()  # resumed from a checkpoint
+        if host is None or is_slow or (host.shape, host.dtype) != (value.shape, value.dtype):
             [host] = self._lanes.host_like([value])
         self._written[id(host)] = self._lanes.store(host, value)
         return host

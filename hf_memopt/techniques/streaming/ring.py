@@ -99,7 +99,7 @@ class Ring:
         self._in_backward = False
         for layer in list(self._held):
             self._drop(layer, self.lanes.landed)
-        self.gradients.forget()
+        self.gradients.settle(is_wanted=False)
         if self.steps is not None:
             self.steps.settle()
 

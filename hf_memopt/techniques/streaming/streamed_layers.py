@@ -74,7 +74,7 @@ class StreamedHandle(UndoHandle):
 
 
 def stream_layers(
-    target: Trainer | nn.Module,
+    model: Any,
     *,
     prefetch: int = 1,
     rows: int | None = None,
@@ -95,17 +95,18 @@ def stream_layers(
         stream_layers(model)
         trainer = Trainer(model, args, train_dataset=data, callbacks=[StreamedLayersCallback()])
 
-    A ``.grad`` on the host is written anew in the next step, also where somebody else still holds it.
+    A ``.grad`` on the host is written anew in the next step, also where somebody else still holds it. To merge adapters
+    that were trained on a GPU, call ``handle.remove()`` and ``model.cpu()`` first.
 
     Args:
-        target: a Trainer, or the model that one will be built with.
+        model: to be trained, or the Trainer that has it.
         prefetch: layers to fetch ahead. On the device are at most ``prefetch + 1``.
         rows: how many rows of a batch a layer computes at once; the weights are fetched once for all parts. None for
             all. Dropout then draws its numbers in another order; gradients are the same but for the order of sums.
         embeddings_on_host: look the tokens up on the host. The embeddings, their gradient and state are then nowhere
             on the device; stock steps them on the host, released or not.
         device: that computes; the Trainer's, else the accelerator, else the CPU.
-        lanes: makes the copies; those of the device by default.
+        lanes: makes the copies; for tests.
 
     Returns:
         The handle that undoes it.
@@ -113,7 +114,7 @@ def stream_layers(
     Raises:
         ValueError: the model cannot be streamed, or settings of the Trainer cannot work with it, each by name; there is
             not enough host memory.
-        TypeError: ``target`` is neither.
+        TypeError: ``model`` is neither.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -128,15 +129,14 @@ def stream_layers(
     from transformers import Trainer
 
     _check_options(prefetch, rows, embeddings_on_host)
-    model: Any = target.model if isinstance(target, Trainer) else target
-    if isinstance(target, Trainer):
-        _check_arguments(target.args)
-        device = target.args.device if device is None else device
+    if isinstance(model, Trainer):
+        _check_arguments(model.args)
+        model, device = model.model, device or model.args.device
     check_model(model)
     _check_model(model)
     layers = _layers_of(model)
     adapters = {*model.parameters()} - {*parameters_outside_adapters(model)}
-    ring = Ring(lanes or Lanes(_device(device)), prefetch)
+    ring = Ring(lanes or Lanes(read_memory(device).device), prefetch)
     ring.layers = [StreamedLayer(layer, ring, adapters, rows) for layer in layers]
     _check_shared(model, ring)
     _to_host(ring)
@@ -238,10 +238,6 @@ def _handle_of(model: nn.Module) -> StreamedHandle | None:
     """Return the handle of a model, or of the one inside its adapters."""
     found = (_HANDLES.get(module) for module in model.modules())
     return next((handle for handle in found if handle is not None), None)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
