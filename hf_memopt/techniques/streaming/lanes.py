@@ -29,13 +29,11 @@ class Lanes:
             stream: Any = torch.cuda.Stream
             self._into, self._out = stream(self.device), stream(self.device)
 
-    def fetch(
-        self, host: torch.Tensor, written: Any = None, into: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Any]:
+    def fetch(self, host: torch.Tensor, *, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
         """Start a copy to the device; return the device tensor and the event after which it is valid.
 
-        ``written`` is the event of a copy out to ``host`` that may still be on its way; ``into`` a device tensor whose
-        storage was emptied, in place of a new one.
+        ``into`` is a device tensor whose storage was emptied, in place of a new one. No copy out to ``host`` may be on
+        its way: a backward pass lets all of them land before it ends.
         """
         if into is None:
             into = torch.empty_like(host, device=self.device)
@@ -46,8 +44,6 @@ class Lanes:
             return into, None
         # the block is memory of the compute stream: what was issued there before may still read it
         self._into.wait_stream(torch.cuda.current_stream(self.device))
-        if written is not None:
-            self._into.wait_event(written)
         with torch.cuda.stream(self._into):
             into.copy_(host.detach(), non_blocking=True)
         return into, self._into.record_event()

@@ -143,12 +143,11 @@ class LayerCall:
     Attributes:
         has_begun: whether a part of it has run.
         is_recorded: whether the forward pass is over, so that whoever runs it again is the backward pass.
-        is_done: whether the backward pass has come to it.
     """
 
     def __init__(self, layer: StreamedLayer) -> None:
         self.layer = layer
-        self.has_begun = self.is_recorded = self.is_done = False
+        self.has_begun = self.is_recorded = False
         self._gates: list[torch.Tensor | None] = [None] * len(layer.parameters)
 
     def open_gates(self) -> None:

@@ -66,8 +66,6 @@ class StreamedHandle(UndoHandle):
             undo.remove()
             for layer in ring.layers:
                 layer.switch_back()
-            for model in [model for model, handle in _HANDLES.items() if handle is self]:
-                del _HANDLES[model]
 
         super().__init__(stop)
         self.ring = ring
@@ -237,7 +235,7 @@ class StreamedLayersCallback(ModelCallback):
 def _handle_of(model: nn.Module) -> StreamedHandle | None:
     """Return the handle of a model, or of the one inside its adapters."""
     found = (_HANDLES.get(module) for module in model.modules())
-    return next((handle for handle in found if handle is not None), None)
+    return next((handle for handle in found if handle is not None and not handle.is_removed), None)
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
