@@ -220,7 +220,7 @@ class StreamedLayersCallback(ModelCallback):
         for layer in ring.layers:
             layer.switch_off()
         ring.steps = DeviceSteps(ring.lanes, optimizer) if hasattr(optimizer, "step_copy") else None
-        _check_training(ring, args, optimizer)
+        _check_training(model, ring, args, optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let go of the device copies and of the optimizer."""
@@ -330,12 +330,9 @@ def _check_arguments(args: TrainingArguments) -> None:
             raise ValueError(str(refusal_of(TECHNIQUE, setting)))
 
 
-def _check_training(ring: Ring, args: TrainingArguments, optimizer: Any) -> None:
+def _check_training(model: nn.Module, ring: Ring, args: TrainingArguments, optimizer: Any) -> None:
     """Refuse what cannot work with weights that are trained on the host, and too little host memory."""
-    trained = [p for layer in ring.layers for p in layer.parameters if p.requires_grad]
-    if not trained:
-        return
-    if args.fp16:
+    if args.fp16 and any(p.requires_grad for layer in ring.layers for p in layer.parameters):
         raise ValueError(
             "fp16=True scales gradients on the GPU, and those of streamed layers are on the host; expected bf16, or "
             "adapters alone to train. Set bf16=True"
@@ -345,6 +342,8 @@ def _check_training(ring: Ring, args: TrainingArguments, optimizer: Any) -> None
             f"optim=<{type(optimizer).__name__}> pages its state, and that of streamed layers is on the host already; "
             "expected an optimizer without pages. Set optim='adamw_bnb_8bit'"
         )
+    # embeddings may be there too
+    trained = [p for p in model.parameters() if p.requires_grad and p.device.type == "cpu"]
     gradients = 0 if ring.steps is not None else sum(p.nbytes for p in trained)
     state = sum(_state_bytes(optimizer, p) for p in trained) - sum(optimizer_state_bytes(optimizer).values())
     _check_host_memory(gradients + max(state, 0), "gradients and optimizer state")
