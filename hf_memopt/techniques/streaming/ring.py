@@ -105,7 +105,7 @@ class Ring:
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
-            # as FSDP and DDP learn of the end; seen in torch 2.10 to 2.13
+            # as FSDP and DDP learn of the end; seen in torch 2.13
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
@@ -167,5 +167,5 @@ class Ring:
 
 
 def is_inside_backward() -> bool:
-    """Return whether this thread runs a backward pass, as ``torch.utils.checkpoint`` asks (torch 2.10 to 2.13)."""
+    """Return whether this thread runs a backward pass, as ``torch.utils.checkpoint`` asks (seen in torch 2.13)."""
     return torch._C._current_graph_task_id() != -1
