@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hf_memopt.techniques.streaming.ring import Ring
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Arguments by which layers take a cache; stock's checkpointing leaves out the first and the last (5.8.1 to 5.23.0)."""
+"""Arguments by which layers take a cache, which stock's checkpointing leaves out (5.8.1; in 5.23.0 but the second)."""
 
 
 class StreamedLayer:
