@@ -58,6 +58,8 @@ from .techniques.optimizers.gradient_release import released_optimizer as releas
 from .techniques.optimizers.sixteen_bit_weights import rounded_optimizer as rounded_optimizer
 from .techniques.optimizers.sixteen_bit_weights import sixteen_bit_optimizer as sixteen_bit_optimizer
 from .techniques.precision import PrecisionCallback as PrecisionCallback
+from .techniques.streaming.streamed_layers import StreamedLayersCallback as StreamedLayersCallback
+from .techniques.streaming.streamed_layers import stream_layers as stream_layers
 from .techniques.tied_embedding import TiedEmbeddingCallback as TiedEmbeddingCallback
 from .techniques.tied_embedding import sparse_tied_embedding as sparse_tied_embedding
 

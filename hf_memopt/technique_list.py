@@ -145,6 +145,11 @@ TECHNIQUES = _listed(
     ),
     Technique("checkpointing policy"),
     Technique(
+        "streamed layers",
+        callback="hf_memopt.techniques.streaming.streamed_layers:StreamedLayersCallback",
+        why="the weights of the layers wait in host memory",
+    ),
+    Technique(
         "micro-batching",
         fields={"micro_batch_size": None, "micro_batching": False},
         callback="hf_memopt.techniques.microbatching.microbatch:MicrobatchCallback",

@@ -27,6 +27,7 @@ from hf_memopt import (
     OverflowCallback,
     PrecisionCallback,
     ShardedCheckpointCallback,
+    StreamedLayersCallback,
     TiedEmbeddingCallback,
     attach,
     bucketed,
@@ -71,11 +72,14 @@ TABLE = {
     "gradual unfreezing": Technique(lambda: GradualUnfreezeCallback({2: "layers:1"}), UnfrozenByHand),
     "32-bit embeddings": Technique(EmbeddingBitsCallback, settings=EIGHT_BIT),
     "gradient release": Technique(),
-    "sparse tied embedding": Technique(TiedEmbeddingCallback, model=lambda: tiny.tied_bert(vocab_size=200)),
+    "sparse tied embedding": Technique(
+        TiedEmbeddingCallback, model=lambda: tiny.tied_bert(vocab_size=200, num_hidden_layers=3)
+    ),
     # the softmax's gradient by other instructions: one rounding of float32 per step
     "fused cross-entropy": Technique(FusedCrossEntropyCallback, tolerance=1e-7),
     "16-bit weights": Technique(),  # the reference is MastersByHand
     "checkpointing policy": Technique(lambda: CheckpointingCallback("selective")),
+    "streamed layers": Technique(StreamedLayersCallback, model=lambda: classifier(num_hidden_layers=3)),
     # sums in another order: one rounding of float32 per micro-batch
     "micro-batching": Technique(lambda: MicrobatchCallback(max_tokens=16), tolerance=1e-7),
     "non-finite detection": Technique(OverflowCallback),
@@ -87,15 +91,21 @@ TABLE = {
 assert tuple(TABLE) == tuple(TECHNIQUES)
 
 
+WITHOUT_STREAMS = set(TECHNIQUES) - {"streamed layers"}
 GROUPS = {
-    "with micro-batches": set(TECHNIQUES) - {"gradient release", "32-bit embeddings", "16-bit weights"},
-    "with 8-bit state": set(TECHNIQUES) - {"gradient release", "micro-batching", "fused cross-entropy"},
-    "with released gradients": set(TECHNIQUES) - {"micro-batching", "non-finite detection", "fused cross-entropy"},
-    "with released gradients and fused loss": set(TECHNIQUES)
+    "with micro-batches": WITHOUT_STREAMS - {"gradient release", "32-bit embeddings", "16-bit weights"},
+    "with 8-bit state": WITHOUT_STREAMS - {"gradient release", "micro-batching", "fused cross-entropy"},
+    "with released gradients": WITHOUT_STREAMS - {"micro-batching", "non-finite detection", "fused cross-entropy"},
+    "with released gradients and fused loss": WITHOUT_STREAMS
     - {"micro-batching", "non-finite detection", "32-bit embeddings", "16-bit weights"},
     "with micro-batches and 8-bit state": {"micro-batching", "32-bit embeddings", "16-bit weights"},
     "with fused loss and 8-bit state": {"fused cross-entropy", "32-bit embeddings"},
     "with fused loss and 16-bit weights": {"fused cross-entropy", "16-bit weights"},
+    "with streamed layers": set(TECHNIQUES)
+    - {"micro-batching", "checkpointing policy", "gradient release", "32-bit embeddings", "16-bit weights"},
+    "with streamed layers and released gradients": {
+        *("streamed layers", "gradient release", "32-bit embeddings", "16-bit weights")
+    },
 }
 """Sets in which every pair that is not refused stands."""
 
@@ -117,10 +127,10 @@ class BertForSequenceClassification(transformers.BertForSequenceClassification):
         return self.classifier
 
 
-def classifier() -> BertForSequenceClassification:
+def classifier(**settings: Any) -> BertForSequenceClassification:
     """Return the model of most rows; 6,400 elements of embeddings, large enough for an 8-bit state."""
     torch.manual_seed(0)
-    return BertForSequenceClassification(tiny.bert_config(vocab_size=200))
+    return BertForSequenceClassification(tiny.bert_config(vocab_size=200, **settings))
 
 
 class Run(NamedTuple):

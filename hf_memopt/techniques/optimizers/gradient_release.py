@@ -228,6 +228,30 @@ class _Released(Built):
         norms = [norm.to(device, torch.float32) for norm in self._last_norms]
         return torch.nn.utils.get_total_norm(norms)
 
+    def steps(self, parameter: torch.Tensor) -> bool:
+        """Return whether it steps this parameter within the backward pass."""
+        return self._is_releasing and parameter in self._places
+
+    def has_counter_on_device(self, parameter: torch.Tensor) -> bool:
+        """Return whether the count of steps in a parameter's state is a tensor beside its weight."""
+        group = self.param_groups[self._places[parameter][0]]
+        return bool(group.get("fused") or group.get("capturable"))
+
+    def step_copy(self, parameter: torch.Tensor, copy: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Step a copy in place of its parameter, on the copy's device; return the state that this leaves.
+
+        ``copy`` has the gradient, and ``state`` is the parameter's as that device has it.
+        """
+        with self._lock:
+            self._begin(parameter, copy.grad)
+            self.state[copy] = state
+            try:
+                self._clip(copy)
+                self._step_alone(copy, *self._places[parameter])
+            finally:
+                state = self.state.pop(copy)
+        return state
+
     def _install_hooks(self) -> None:
         """Register a hook on every parameter that requires a gradient and has no hook yet."""
         for group_index, group in enumerate(self.param_groups):
@@ -238,15 +262,17 @@ class _Released(Built):
 
     def _release(self, parameter: torch.Tensor) -> None:
         with self._lock:
-            if not self._stepped:
-                _check_surroundings()
-            self._check_first_time(parameter)
-            self._stepped.add(parameter)
+            if parameter.grad is None and parameter in self._stepped:
+                return  # a copy has stepped in its place
+            self._begin(parameter, parameter.grad)
             self._clip(parameter)
             self._step_alone(parameter, *self._places[parameter])
             parameter.grad = None
 
-    def _check_first_time(self, parameter: torch.Tensor) -> None:
+    def _begin(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Note that a parameter steps; refuse a second time, and what cannot work."""
+        if not self._stepped:
+            _check_surroundings()
         if parameter in self._stepped:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got a second gradient within one step of "
@@ -254,12 +280,13 @@ class _Released(Built):
                 "checkpointing. Pass use_reentrant=False, or call optimizer.step() after each backward pass, an "
                 "interrupted one included."
             )
-        if parameter.grad is None:
+        if gradient is None:
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} was released before "
                 f"{type(self).__name__} saw it; expected one released optimizer per parameter. Call handle.remove() of "
                 "the other optimizer."
             )
+        self._stepped.add(parameter)
 
     def _clip(self, parameter: torch.Tensor) -> None:
         if self.max_tensor_norm is not None:

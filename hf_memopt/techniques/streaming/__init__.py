@@ -1,0 +1,5 @@
+"""Layers whose weights wait in host memory, and are on the device only while they are used."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,207 @@
+"""One streamed layer: its weights stay whole on the host, and each call computes with copies on the device.
+
+For a call the attributes of the layer's modules are exchanged for copies, inside one non-reentrant checkpoint, so that
+the recomputation in the backward pass fetches by itself. A gate stands in the graph for each trained parameter:
+autograd sums the gradients of all its uses in the call on the device, parts of rows and experts included, and hands the
+sum over once. Autograd also owns the memory of a copy, which cannot be taken away under a node that still needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_memopt.binding.model import tensors_in
+from hf_memopt.techniques.streaming.quantized import Carrier, carriers_of, is_packed
+from hf_memopt.techniques.streaming.row_parts import joined, row_parts
+
+if TYPE_CHECKING:
+    from hf_memopt.techniques.streaming.ring import Ring
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Arguments by which layers take a cache, which stock's checkpointing leaves out (5.8.1; in 5.23.0 but the second)."""
+
+
+class StreamedLayer:
+    """A layer of a model whose parameters are fetched for each call.
+
+    Args:
+        module: the layer.
+        ring: fetches its weights, and gets its gradients.
+        resident: parameters that stay on the device, adapters for example.
+        rows: how many rows a part of the layer's batch has; None for all at once.
+
+    Attributes:
+        parameters: those that are streamed.
+        carriers: what holds the values of the quantised ones among them.
+    """
+
+    def __init__(self, module: nn.Module, ring: Ring, resident: Collection[nn.Parameter], rows: int | None) -> None:
+        self.module, self.ring, self.rows = module, ring, rows
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for inner in module.modules():
+            for name, parameter in inner._parameters.items():
+                if parameter is not None and parameter not in resident:
+                    places.setdefault(parameter, []).append((inner, name))
+        self._places = list(places.values())
+        self.parameters = list(places)
+        packed = [(p, own[0][0]) for p, own in places.items() if is_packed(p)]
+        self.carriers: list[Carrier] = [carrier for p, inner in packed for carrier in carriers_of(p, inner)]
+        self._bits8: list[tuple[nn.Parameter, Any]] = [(p, inner) for p, inner in packed if hasattr(p, "SCB")]
+        self._flagged: list[Any] = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
+        self._switched: set[Any] = set()
+
+    def plain(self) -> list[nn.Parameter | None]:
+        """Return the parameters that are fetched as tensors, with None for those that carriers hold."""
+        return [None if is_packed(parameter) else parameter for parameter in self.parameters]
+
+    def forward(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward pass with fetched weights; where gradients are recorded, as a checkpoint."""
+        call = LayerCall(self)
+        if not torch.is_grad_enabled():
+            return call.run(before, *args, **kwargs)
+        self.switch_off()
+        call.open_gates()
+        kwargs = kwargs if getattr(self.module, "_can_checkpoint_with_cache", False) else _without_cache(kwargs)
+        parts = row_parts(self.module, args, kwargs, self.rows)
+        outputs = [checkpoint(call.run, before, *part, use_reentrant=False, **named) for part, named in parts]
+        call.is_recorded = True
+        if any(tensor.requires_grad for tensor in tensors_in(outputs)):
+            self.ring.record(call)
+        return joined(outputs, self.rows)
+
+    def move(self, before: Callable[..., Any], function: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+        """Let ``module.to(device)`` move buffers and what is resident, and leave streamed parameters on the host."""
+        for parameter in self.parameters:
+            dtype = function(parameter.detach().new_empty(0)).dtype
+            if dtype != parameter.dtype:
+                raise ValueError(
+                    f"dtype={dtype} cannot be given to streamed weights of {parameter.dtype}; expected a model that "
+                    "has its dtype before stream_layers. Load it with dtype=..., or call handle.remove() first"
+                )
+        with self.exchanged([None] * len(self.parameters)):
+            return before(function, *args, **kwargs)
+
+    def host_tensors(self) -> list[torch.Tensor]:
+        """Return what waits on the host for a call: plain parameters and what carriers hold."""
+        plain = [parameter.detach() for parameter in self.plain() if parameter is not None]
+        return [*plain, *(carrier.tensor for carrier in self.carriers)]
+
+    def to_host(self) -> None:
+        """Put all of it where the lanes copy from; gradients that are there are let go of."""
+        with torch.no_grad():
+            copies = self.ring.lanes.host_like(self.host_tensors())
+            for copy, tensor in zip(copies, self.host_tensors(), strict=True):
+                copy.copy_(tensor)
+        for parameter in self.plain():
+            if parameter is not None:
+                parameter.data, parameter.grad = copies.pop(0), None
+        self.put_away(copies)
+
+    def switch_off(self) -> None:
+        """Switch stock's own checkpointing of this layer off; the Trainer switches it on at each train()."""
+        for inner in self._flagged:
+            if inner.gradient_checkpointing:
+                inner.gradient_checkpointing = False
+                self._switched.add(inner)
+
+    def switch_back(self) -> None:
+        """Switch stock's checkpointing on where it was."""
+        for inner in self._switched:
+            inner.gradient_checkpointing = True
+        self._switched.clear()
+
+    @contextmanager
+    def exchanged(self, tensors: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        """Let the modules have other tensors than their parameters, which are back afterwards, whatever happens."""
+        try:
+            for own, tensor in zip(self._places, tensors, strict=True):
+                for inner, name in own:
+                    inner._parameters[name] = tensor  # type: ignore[assignment]
+            yield
+        finally:
+            for own, parameter in zip(self._places, self.parameters, strict=True):
+                for inner, name in own:
+                    inner._parameters[name] = parameter
+
+    def put_away(self, host: Sequence[torch.Tensor]) -> None:
+        """Give the owners of carriers their host tensors back."""
+        for carrier, tensor in zip(self.carriers, host, strict=True):
+            carrier.exchange(tensor)
+        for parameter, inner in self._bits8:  # whose forward gave the weight the device tensor of the state
+            parameter.data = inner.state.CB
+
+
+class LayerCall:
+    """One call of a layer: what its forward pass and the recomputation of each part share.
+
+    Attributes:
+        has_begun: whether a part of it has run.
+        is_recorded: whether the forward pass is over, so that whoever runs it again is the backward pass.
+    """
+
+    def __init__(self, layer: StreamedLayer) -> None:
+        self.layer = layer
+        self.has_begun = self.is_recorded = False
+        self._gates: list[torch.Tensor | None] = [None] * len(layer.parameters)
+
+    def open_gates(self) -> None:
+        """Put a gate into the graph for each parameter that is trained."""
+        trained = enumerate(self.layer.parameters)
+        self._gates = [Gate.apply(p, self, i) if p.requires_grad else None for i, p in trained]  # type: ignore[no-untyped-call]
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the layer with its weights on the device; the first time and whenever it is recomputed."""
+        layer = self.layer
+        try:
+            copies = layer.ring.use(self)
+            weights = [
+                # of a quantised weight the carriers have the values
+                parameter if copy is None else copy if gate is None else Weight.apply(gate, copy)  # type: ignore[no-untyped-call]
+                for parameter, copy, gate in zip(layer.parameters, copies, self._gates, strict=True)
+            ]
+            with layer.exchanged(weights):
+                return forward(*args, **kwargs)
+        except BaseException:
+            if not self.is_recorded:  # else it may be the end of a recomputation that has all it needs
+                layer.ring.clear()
+            raise
+        finally:
+            if not torch.is_grad_enabled() and layer is layer.ring.layers[-1]:
+                layer.ring.clear()  # nothing of this pass is needed again
+
+
+class Gate(torch.autograd.Function):
+    """Stands for one parameter in one call: a number that pretends to have its shape, and gets the gradient's sum."""
+
+    @staticmethod
+    def forward(ctx: Any, host: torch.Tensor, call: LayerCall, index: int) -> torch.Tensor:
+        ctx.call, ctx.index = call, index
+        return host.new_empty((), device=call.layer.ring.lanes.device).expand(host.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.call.layer.ring.deliver(ctx.call.layer, ctx.index, gradients[0]), None, None
+
+
+class Weight(torch.autograd.Function):
+    """The fetched weight, whose gradient goes to the gate."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments without a cache, which the recomputation would write a second time."""
+    kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+    return {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs

@@ -1,0 +1,75 @@
+"""The rows of one layer's call in parts: the layer's weights are fetched once for all of them, whatever the batch.
+
+The gradient is that of all rows at once but for the order of sums. Dropout draws its numbers part after part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+FIX = "Pass rows=None to stream_layers"
+
+
+def row_parts(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yield the arguments of each part; a tensor is cut where its first dimension is that of the first one.
+
+    Raises:
+        ValueError: something records inside the layer (attentions, router logits), and would see single parts; or the
+            batch has as many rows as tokens, so that it cannot be told which dimension is which.
+    """
+    first = next(v for v in (*args, *kwargs.values()) if torch.is_tensor(v) and v.dim() > 1)  # (batch, seq, hidden)
+    count = first.shape[0]
+    if rows is None or count <= rows:
+        yield args, kwargs
+        return
+    _check(module, first, rows)
+    for start in range(0, count, rows):
+        part = slice(start, min(start + rows, count))
+        yield _cut(args, count, part), _cut(kwargs, count, part)
+
+
+def _check(module: nn.Module, first: torch.Tensor, rows: int) -> None:
+    if first.dim() > 2 and first.shape[1] == first.shape[0]:
+        raise ValueError(
+            f"rows={rows} cannot cut a batch of {first.shape[0]} rows of {first.shape[1]} tokens: either dimension may "
+            f"be the rows; expected another number of rows. {FIX}, or pad to another length"
+        )
+    if any(inner._forward_hooks for inner in module.modules() if inner is not module):
+        raise ValueError(
+            f"rows={rows} would give single parts to the hooks inside {type(module).__name__}, which record "
+            f"attentions or router logits; expected output_attentions=False and output_router_logits=False. {FIX}"
+        )
+
+
+def _cut(value: Any, count: int, part: slice) -> Any:
+    if torch.is_tensor(value):
+        return value[part] if value.dim() > 1 and value.shape[0] == count else value
+    if isinstance(value, dict):
+        return {name: _cut(each, count, part) for name, each in value.items()}
+    return type(value)(_cut(each, count, part) for each in value) if type(value) in (tuple, list) else value
+
+
+def joined(parts: Sequence[Any], rows: int | None) -> Any:
+    """Return the output of all rows; what has one entry for all of them (T5's position bias) is that of the first part.
+
+    Raises:
+        ValueError: an output has neither.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, (tuple, list)):
+        return type(first)(joined(each, rows) for each in zip(*parts, strict=True))
+    if not torch.is_tensor(first):
+        return first
+    if first.dim() > 1 and first.shape[0] in (rows, 1):
+        return torch.cat(list(parts)) if first.shape[0] == rows else first
+    raise ValueError(
+        f"rows={rows} cannot join an output of shape {tuple(first.shape)}; expected (rows, ...) or (1, ...). {FIX}"
+    )
