@@ -60,5 +60,7 @@ from .techniques.optimizers.sixteen_bit_weights import sixteen_bit_optimizer as 
 from .techniques.precision import PrecisionCallback as PrecisionCallback
 from .techniques.tied_embedding import TiedEmbeddingCallback as TiedEmbeddingCallback
 from .techniques.tied_embedding import sparse_tied_embedding as sparse_tied_embedding
+from .techniques.tiling.tiles import TiledLayersCallback as TiledLayersCallback
+from .techniques.tiling.tiles import tile_layers as tile_layers
 
 __version__: str

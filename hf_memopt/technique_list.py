@@ -144,6 +144,7 @@ TECHNIQUES = _listed(
         why="2 bytes per weight and gradient; stochastic rounding keeps small updates on average",
     ),
     Technique("checkpointing policy"),
+    Technique("tiled layers"),
     Technique(
         "micro-batching",
         fields={"micro_batch_size": None, "micro_batching": False},

@@ -28,6 +28,7 @@ from hf_memopt import (
     PrecisionCallback,
     ShardedCheckpointCallback,
     TiedEmbeddingCallback,
+    TiledLayersCallback,
     attach,
     bucketed,
     exact_loss,
@@ -76,6 +77,8 @@ TABLE = {
     "fused cross-entropy": Technique(FusedCrossEntropyCallback, tolerance=1e-7),
     "16-bit weights": Technique(),  # the reference is MastersByHand
     "checkpointing policy": Technique(lambda: CheckpointingCallback("selective")),
+    # sums in another order: one rounding of float32 per tile
+    "tiled layers": Technique(lambda: TiledLayersCallback(16), tolerance=1e-7),
     # sums in another order: one rounding of float32 per micro-batch
     "micro-batching": Technique(lambda: MicrobatchCallback(max_tokens=16), tolerance=1e-7),
     "non-finite detection": Technique(OverflowCallback),
@@ -89,13 +92,14 @@ assert tuple(TABLE) == tuple(TECHNIQUES)
 
 GROUPS = {
     "with micro-batches": set(TECHNIQUES) - {"gradient release", "32-bit embeddings", "16-bit weights"},
-    "with 8-bit state": set(TECHNIQUES) - {"gradient release", "micro-batching", "fused cross-entropy"},
-    "with released gradients": set(TECHNIQUES) - {"micro-batching", "non-finite detection", "fused cross-entropy"},
+    "with 8-bit state": set(TECHNIQUES) - {"gradient release", "micro-batching", "fused cross-entropy", "tiled layers"},
+    "with released gradients": set(TECHNIQUES)
+    - {"micro-batching", "non-finite detection", "fused cross-entropy", "tiled layers"},
     "with released gradients and fused loss": set(TECHNIQUES)
     - {"micro-batching", "non-finite detection", "32-bit embeddings", "16-bit weights"},
     "with micro-batches and 8-bit state": {"micro-batching", "32-bit embeddings", "16-bit weights"},
-    "with fused loss and 8-bit state": {"fused cross-entropy", "32-bit embeddings"},
-    "with fused loss and 16-bit weights": {"fused cross-entropy", "16-bit weights"},
+    "with fused loss, tiles and 8-bit state": {"fused cross-entropy", "tiled layers", "32-bit embeddings"},
+    "with fused loss, tiles and 16-bit weights": {"fused cross-entropy", "tiled layers", "16-bit weights"},
 }
 """Sets in which every pair that is not refused stands."""
 
