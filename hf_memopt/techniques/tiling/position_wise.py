@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -59,8 +59,7 @@ class Call:
         return self.method(*args, **kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A method that works on each position alone, by the name of its module or, where it is only a part of it, its own.
 
     ``axes`` and ``form`` are those of its calls, ``kept_bytes`` what it keeps for the backward pass beside weights and
@@ -141,6 +140,11 @@ def _recorded(model: nn.Module, device: torch.device, rows: int, positions: int)
     handles = [override_method(*key, partial(record, key)) for key in methods]
     try:
         inner.base_model(ids, **({"decoder_input_ids": ids} if inner.config.is_encoder_decoder else {}))
+    except Exception as error:
+        raise ValueError(
+            f"model=<{type(inner).__name__}> does not tile: it fails for random token ids ({error}); expected a text "
+            "model of transformers. Train it without tiles"
+        ) from error
     finally:
         remove_all(handles)
     return calls
