@@ -39,7 +39,7 @@ FAST = {
 }
 SLOW = (
     *("afmoe", "apertus", "arcee", "bitnet", "bloom", "cohere2", "ctrl", "cwm", "deepseek_v2", "diffllama"),
-    *("ernie4_5_moe", "exaone4", "falcon", "gemma3_text", "glm4", "glm4_moe", "granite", "granitemoe", "jamba", "lfm2"),
+    *("ernie4_5_moe", "exaone4", "falcon", "gemma3_text", "glm4", "glm4_moe", "granite", "helium", "jamba", "lfm2"),
     *("llama4_text", "minimax", "mixtral", "mpt", "nemotron", "olmo2", "olmoe", "persimmon", "phi", "phi3", "phimoe"),
     *("qwen2_moe", "recurrent_gemma", "stablelm", "starcoder2", "deepseek_v4", "distilbert", "modernbert", "umt5"),
     *("albert", "switch_transformers"),
@@ -470,7 +470,7 @@ GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 2}
             "lora_dropout=0",
         ),
         (
-            lambda: tile_layers(transformers.ViTModel(transformers.ViTConfig(hidden_size=32, num_hidden_layers=1))),
+            lambda: tile_layers(transformers.ViTModel(transformers.ViTConfig(hidden_size=48, num_hidden_layers=1))),
             "model=<ViTModel> does not tile: it takes pixel_values; expected a text model of transformers. Train it "
             "without tiles",
         ),
