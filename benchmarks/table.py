@@ -22,6 +22,7 @@ import estimation
 import fused_cross_entropy
 import gpu_figures
 import large_models
+import long_rows
 import memory_report
 import microbatch
 import plans
@@ -71,6 +72,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "stream-scale": _of(streaming.scale_table, "stream_scale", "streaming"),
     "microbatch": _of(microbatch.table, "microbatch"),
     "checkpointing": _of(checkpointing.table, "checkpointing"),
+    "long-rows": _of(long_rows.table, "long_rows"),
     "resume": _of(resume.table, "resume"),
     "step-time": _of(step_time.table, "step_time"),
     "fused-cross-entropy": _of(fused_cross_entropy.table, "fused cross entropy", "fused_cross_entropy"),

@@ -62,5 +62,7 @@ from .techniques.streaming.streamed_layers import StreamedLayersCallback as Stre
 from .techniques.streaming.streamed_layers import stream_layers as stream_layers
 from .techniques.tied_embedding import TiedEmbeddingCallback as TiedEmbeddingCallback
 from .techniques.tied_embedding import sparse_tied_embedding as sparse_tied_embedding
+from .techniques.tiling.tiles import TiledLayersCallback as TiledLayersCallback
+from .techniques.tiling.tiles import tile_layers as tile_layers
 
 __version__: str

@@ -144,6 +144,7 @@ TECHNIQUES = _listed(
         why="2 bytes per weight and gradient; stochastic rounding keeps small updates on average",
     ),
     Technique("checkpointing policy"),
+    Technique("tiled layers"),
     Technique(
         "streamed layers",
         callback="hf_memopt.techniques.streaming.streamed_layers:StreamedLayersCallback",

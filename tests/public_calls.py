@@ -290,6 +290,7 @@ CALLS: dict[str, Call] = {
     ),
     "freeze": _model_call(m.freeze, bert, patterns="embeddings"),
     "fuse_cross_entropy": _model_call(m.fuse_cross_entropy, llama, chunk_bytes=None),
+    "tile_layers": _model_call(m.tile_layers, lambda: tiny.bert(**{**SIZES, "intermediate_size": 64}), tile_tokens=4),
     "prepare_quantized": _model_call(
         m.prepare_quantized, lambda: torch.nn.Sequential(torch.nn.Embedding(4, 64), Linear4bit(64, 64)).bfloat16()
     ),
@@ -337,6 +338,7 @@ CALLS: dict[str, Call] = {
     "EmbeddingBitsCallback": _callback(m.EmbeddingBitsCallback, {"bits": 32}, optim="adamw_bnb_8bit"),
     "EvaluationGuardCallback": _callback(m.EvaluationGuardCallback, {"reduce": None, "card_budget": "64MiB"}),
     "FreezeCallback": _callback(m.FreezeCallback, {"patterns": "embeddings"}),
+    "TiledLayersCallback": Call(m.TiledLayersCallback, lambda folder: {"tile_tokens": 4}),
     "FusedCrossEntropyCallback": Call(m.FusedCrossEntropyCallback, lambda folder: {"chunk_bytes": None}),
     "GradualUnfreezeCallback": _callback(
         m.GradualUnfreezeCallback, {"schedule": {0: "classifier", 0.5: "base"}}, also="patterns="

@@ -29,6 +29,7 @@ from hf_memopt import (
     ShardedCheckpointCallback,
     StreamedLayersCallback,
     TiedEmbeddingCallback,
+    TiledLayersCallback,
     attach,
     bucketed,
     exact_loss,
@@ -79,6 +80,8 @@ TABLE = {
     "fused cross-entropy": Technique(FusedCrossEntropyCallback, tolerance=1e-7),
     "16-bit weights": Technique(),  # the reference is MastersByHand
     "checkpointing policy": Technique(lambda: CheckpointingCallback("selective")),
+    # sums in another order: one rounding of float32 per tile
+    "tiled layers": Technique(lambda: TiledLayersCallback(16), tolerance=1e-7),
     "streamed layers": Technique(StreamedLayersCallback, model=lambda: classifier(num_hidden_layers=3)),
     # sums in another order: one rounding of float32 per micro-batch
     "micro-batching": Technique(lambda: MicrobatchCallback(max_tokens=16), tolerance=1e-7),
@@ -94,15 +97,19 @@ assert tuple(TABLE) == tuple(TECHNIQUES)
 WITHOUT_STREAMS = set(TECHNIQUES) - {"streamed layers"}
 GROUPS = {
     "with micro-batches": WITHOUT_STREAMS - {"gradient release", "32-bit embeddings", "16-bit weights"},
-    "with 8-bit state": WITHOUT_STREAMS - {"gradient release", "micro-batching", "fused cross-entropy"},
-    "with released gradients": WITHOUT_STREAMS - {"micro-batching", "non-finite detection", "fused cross-entropy"},
+    "with 8-bit state": WITHOUT_STREAMS - {"gradient release", "micro-batching", "fused cross-entropy", "tiled layers"},
+    "with released gradients": WITHOUT_STREAMS
+    - {"micro-batching", "non-finite detection", "fused cross-entropy", "tiled layers"},
     "with released gradients and fused loss": WITHOUT_STREAMS
     - {"micro-batching", "non-finite detection", "32-bit embeddings", "16-bit weights"},
     "with micro-batches and 8-bit state": {"micro-batching", "32-bit embeddings", "16-bit weights"},
-    "with fused loss and 8-bit state": {"fused cross-entropy", "32-bit embeddings"},
-    "with fused loss and 16-bit weights": {"fused cross-entropy", "16-bit weights"},
+    "with fused loss, tiles and 8-bit state": {"fused cross-entropy", "tiled layers", "32-bit embeddings"},
+    "with fused loss, tiles and 16-bit weights": {"fused cross-entropy", "tiled layers", "16-bit weights"},
     "with streamed layers": set(TECHNIQUES)
-    - {"micro-batching", "checkpointing policy", "gradient release", "32-bit embeddings", "16-bit weights"},
+    - {
+        *("micro-batching", "checkpointing policy", "tiled layers"),
+        *("gradient release", "32-bit embeddings", "16-bit weights"),
+    },
     "with streamed layers and released gradients": {
         *("streamed layers", "gradient release", "32-bit embeddings", "16-bit weights")
     },

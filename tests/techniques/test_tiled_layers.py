@@ -1,0 +1,497 @@
+"""Tiles of positions: which modules, losses and gradients against stock's, operations, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import auto_heads
+import pytest
+import torch
+import transformers
+from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig
+from slow_cases import slow_except
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+import tiny
+from hf_memopt import TiledLayersCallback, attach, checkpoint_layers, tile_layers
+from hf_memopt.binding import checkpointing_arguments, enable_checkpointing
+from hf_memopt.binding.model_changes import add_adapters
+from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.techniques.tiling.position_wise import find_places
+from language_models import distance, gradients
+
+CAUSAL, MASKED, SEQ2SEQ = "causal language model", "masked language model", "sequence to sequence"
+FAST = {
+    "llama": "mlp",
+    "gemma2": "mlp",
+    "gpt2": "mlp",
+    "gpt_neox": "mlp",
+    "qwen3_moe": "mlp.experts",
+    "gpt_oss": "mlp.experts",
+    "bert": "feed_forward_chunk",
+    "t5": "layer",
+}
+SLOW = (
+    *("afmoe", "apertus", "arcee", "bitnet", "bloom", "cohere2", "ctrl", "cwm", "deepseek_v2", "diffllama"),
+    *("ernie4_5_moe", "exaone4", "falcon", "gemma3_text", "glm4", "glm4_moe", "granite", "helium", "jamba", "lfm2"),
+    *("llama4_text", "minimax", "mixtral", "mpt", "nemotron", "olmo2", "olmoe", "persimmon", "phi", "phi3", "phimoe"),
+    *("qwen2_moe", "recurrent_gemma", "stablelm", "starcoder2", "deepseek_v4", "distilbert", "modernbert", "umt5"),
+    *("albert", "switch_transformers"),
+)
+TASKS = dict.fromkeys(("bert", "distilbert", "modernbert", "albert"), MASKED)
+TASKS |= dict.fromkeys(("t5", "umt5", "switch_transformers"), SEQ2SEQ)
+IN_FLOAT32 = ("deepseek_v4",)  # which connects its layers in float32, whatever the weights are
+IDS = torch.randint(5, 99, (2, 37), generator=torch.Generator().manual_seed(0))
+
+
+def head(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+    """Return a tiny model in float64, its MLPs three times as wide as it, and a batch of 60 tokens, some of padding."""
+    for name in [
+        name for name in auto_heads.SIZES if "inter" in name or "ff" in name or name in ("n_inner", "d_inner")
+    ]:
+        monkeypatch.setitem(auto_heads.SIZES, name, 96)
+    monkeypatch.setitem(auto_heads.SIZES, "hidden_dim", 96)
+    task = TASKS.get(kind, CAUSAL)
+    name = dict(auto_heads.heads(task))[kind]
+    model = auto_heads.build(task, kind, name)
+    return model, auto_heads.batch(task, model)
+
+
+def trained(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss and the gradients."""
+    torch.manual_seed(0)
+    loss = model(**batch).loss
+    return loss.detach(), gradients(loss, model)
+
+
+def llama(**settings: Any) -> Any:
+    return tiny.llama(**{"intermediate_size": 128, **settings}).double().train()
+
+
+def of_llama(model: Any, ids: torch.Tensor = IDS) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return trained(model, {"input_ids": ids, "labels": ids})
+
+
+# ---- Exactness ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", slow_except(FAST, (*FAST, *SLOW)))
+def test_losses_and_gradients_are_those_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of 12 positions or experts of 24 tokens are at least two tiles; with and without checkpointing."""
+    model, batch = head(kind, monkeypatch)
+    most = 1e-7 if kind in IN_FLOAT32 else 1e-12
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            if kind == "albert" or not model.supports_gradient_checkpointing:  # stock refuses
+                continue
+            checkpoint_layers(model)
+        loss, whole = trained(model, batch)
+        with tile_layers(model, 16) as handle:
+            names = list(handle.modules)
+            found, tiled = trained(model, batch)
+        assert abs(found - loss) <= most
+        assert distance(tiled, whole) <= most
+    assert all(name.rstrip("0123456789").rstrip(".").endswith(FAST.get(kind, "")) for name in names)
+
+
+def test_forty_architectures_are_compared() -> None:
+    assert len({*FAST, *SLOW}) == len((*FAST, *SLOW)) >= 40
+
+
+def test_routers_are_not_tiled_and_their_scores_are_recorded_once() -> None:
+    """A padding mask and the loss of the router, which reads the scores of whole rows."""
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 4, "output_router_logits": True}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).double().train()
+    model.set_experts_implementation("eager")
+    mask = torch.ones_like(IDS)
+    mask[1, 20:] = 0
+    batch = {"input_ids": IDS, "attention_mask": mask, "labels": IDS}
+    loss, whole = trained(model, batch)
+    aux = model(**batch).aux_loss
+    handle = tile_layers(model, 16)
+    found, tiled = trained(model, batch)
+    assert [*handle.modules] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert torch.equal(model(**batch).aux_loss, aux)
+    assert (float(abs(found - loss)), distance(tiled, whole)) <= (1e-15, 1e-12)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["float32", "nf4"])
+def test_adapters_have_the_same_gradients(is_quantized: bool, is_checkpointed: bool) -> None:
+    model: Any = tiny.llama(hidden_size=64, intermediate_size=128).train()
+    if is_quantized:
+        in_four_bits(model)
+    model = add_adapters(model, 4, alpha=32)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zeros at first, so that the others would have no gradient
+            nn.init.normal_(parameter)
+    if is_checkpointed:
+        checkpoint_layers(model)
+    loss, whole = of_llama(model)
+    assert set(tile_layers(model, 16).modules) == {f"base_model.model.model.layers.{i}.mlp" for i in range(2)}
+    found, tiled = of_llama(model)
+    assert abs(found - loss) <= 1e-6 * loss
+    assert distance(tiled, whole) <= 2e-6  # sums of float32 in another order
+
+
+def in_four_bits(model: Any) -> None:
+    for layer in model.model.layers:
+        for name, linear in [*layer.mlp.named_children()][:3]:
+            made = Linear4bit(linear.in_features, linear.out_features, bias=False, quant_type="nf4")
+            made.load_state_dict(linear.state_dict())
+            setattr(layer.mlp, name, made.to("cpu"))
+
+
+def test_each_parameter_gets_its_gradient_once() -> None:
+    """As gradient release needs it: a hook that fired for each tile would step each time."""
+    model, fired = llama(), []
+    checkpoint_layers(model)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    tile_layers(model, 8)
+    of_llama(model)
+    assert sorted(fired) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_two_backward_passes_over_one_graph() -> None:
+    model = llama()
+    checkpoint_layers(model)
+    tile_layers(model, 8)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    once = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+    twice = torch.autograd.grad(loss, [*model.parameters()])
+    assert all(map(torch.equal, once, twice))
+
+
+def test_inputs_of_layers_in_the_memory_of_the_host() -> None:
+    """As stock's offload keeps them: by hooks around the layer's checkpoint."""
+
+    def offloading(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return torch.utils.checkpoint.checkpoint(function, *args, **kwargs)
+
+    model = llama()
+    loss, whole = of_llama(model)
+    checkpoint_layers(model)
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = functools.partial(offloading, use_reentrant=False)
+    tile_layers(model, 8)
+    found, tiled = of_llama(model)
+    assert (float(abs(found - loss)), distance(tiled, whole)) <= (1e-15, 1e-12)
+
+
+def test_evaluation_is_tiled_too() -> None:
+    model = llama().eval()
+    with torch.no_grad():
+        whole = model(input_ids=IDS).logits
+        tile_layers(model, 16)
+        assert not model.training
+        torch.testing.assert_close(model(input_ids=IDS).logits, whole, rtol=1e-13, atol=1e-13)
+
+
+# ---- Sixteen bits ----------------------------------------------------------------------------------------------------
+
+
+def calls_of(module: nn.Module) -> list[int]:
+    """Return the positions of each call of a part of the module, filled while it is called."""
+    found: list[int] = []
+    module.register_forward_hook(lambda _, args, output: found.append(args[0].shape[1]) and None)
+    return found
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_weights_in_sixteen_bits_that_are_trained_have_eight_tiles_at_most(is_frozen: bool) -> None:
+    """Their gradients are added up in 16 bits, rounded each time; frozen ones have none."""
+    model = tiny.llama(intermediate_size=128, max_position_embeddings=256).bfloat16().train()
+    model.model.layers.requires_grad_(not is_frozen)
+    tile_layers(model, 8)
+    ids = IDS.repeat(1, 7)[:, :256]
+    of_llama(model, ids)  # compares the first batch
+    positions = calls_of(model.model.layers[0].mlp.up_proj)
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert positions == [4] * 64 if is_frozen else positions == [32] * 8
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_sixteen_bits_err_little_more_than_stocks(is_autocast: bool) -> None:
+    """Under autocast a tile casts the weights anew, so that its gradients are added up in float32."""
+    model = llama(max_position_embeddings=512)
+    ids = torch.randint(5, 99, (2, 512), generator=torch.Generator().manual_seed(1))
+    _, exact = of_llama(model, ids)
+    model = model.float() if is_autocast else model.bfloat16()
+
+    def error() -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            found = of_llama(model, ids)[1]
+        return distance(
+            {name: found[name] for name in found if "mlp" in name}, {n: exact[n] for n in found if "mlp" in n}
+        )
+
+    stocks = error()
+    tile_layers(model, 16)
+    assert error() <= (1.05 if is_autocast else 1.5) * stocks
+
+
+# ---- Operations and bytes --------------------------------------------------------------------------------------------
+
+
+def cost(model: Any, ids: torch.Tensor) -> tuple[int, int]:
+    """Return the operations and the peak bytes of a forward and a backward pass."""
+    of_llama(model, ids)  # gradients are there, and the first batch is compared
+    with StorageTracker(device_type="cpu") as tracker:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return tracker.flops, max(accumulate(size for _, size in tracker.events))
+
+
+def test_no_operation_is_added_to_a_checkpointed_layer() -> None:
+    model = llama(max_position_embeddings=256, intermediate_size=512)
+    ids = IDS.repeat(1, 7)[:, :256]
+    plain = cost(model, ids)
+    with tile_layers(model, 64):
+        alone = cost(model, ids)
+    checkpoint_layers(model)
+    checkpointed = cost(model, ids)
+    tile_layers(model, 64)
+    tiled = cost(model, ids)
+    assert tiled[0] == checkpointed[0] < plain[0] * 1.34
+    assert plain[0] < alone[0] < plain[0] * 1.34
+    assert tiled[1] < checkpointed[1] / 2
+
+
+def test_reentrant_checkpointing_becomes_non_reentrant_and_back() -> None:
+    model = llama()
+    enable_checkpointing(model, {"use_reentrant": True})
+    before = [vars(layer)["_gradient_checkpointing_func"] for layer in model.model.layers]
+    with tile_layers(model, 16):
+        options = [layer._gradient_checkpointing_func.keywords for layer in model.model.layers]
+        assert options == [{"use_reentrant": False}] * 2
+    assert [vars(layer)["_gradient_checkpointing_func"] for layer in model.model.layers] == before
+
+
+def test_the_trainer_s_checkpointing_becomes_non_reentrant(tmp_path: Path) -> None:
+    """Stock's default of transformers 5.8, which no argument asks for."""
+    args = tiny.arguments(tmp_path, max_steps=1, per_device_train_batch_size=2, **checkpointing_arguments())
+    rows = [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
+    trainer = attach(Trainer(tiny.llama(), args, train_dataset=rows, callbacks=[TiledLayersCallback(8)]))
+    enable = functools.partial(enable_checkpointing, trainer.model, {"use_reentrant": True})
+    trainer.add_callback(_At(enable))
+    trainer.callback_handler.callbacks.sort(key=lambda callback: isinstance(callback, TiledLayersCallback))
+    trainer.train()
+    options = [layer._gradient_checkpointing_func.keywords for layer in trainer.model.model.layers]
+    assert options == [{"use_reentrant": False}] * 2
+    (change,) = trainer.memopt_changes
+    assert str(change) == (
+        "2 modules, such as model.layers.0.mlp: 'all positions at once' -> 'tiles of 8 tokens' (each works on each "
+        "position alone)"
+    )
+
+
+class _At(TrainerCallback):
+    """Calls a function when training begins."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.function()
+
+
+# ---- What is asked ---------------------------------------------------------------------------------------------------
+
+
+def much(hidden: torch.Tensor) -> torch.Tensor:
+    """Return numbers of the hidden ones alone, which keep four times as many."""
+    return hidden.exp().sin().exp().sin().exp().sin().exp()
+
+
+class Mixing(nn.Module):
+    """Adds to each position the mean of all."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return much(hidden) + hidden.mean(1, keepdim=True).exp()
+
+
+class Carrying(nn.Module):
+    """Goes on where the call before left off, as a recurrence does; its first position is the first of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        first = hidden.new_zeros(()) if self.last is None else self.last
+        before = torch.cat([first.expand_as(hidden[:, :1]), hidden[:, :-1]], 1)
+        self.last = hidden[0, -1].detach()
+        return much(hidden) + before.exp()
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return much(hidden)
+
+
+class Choosing(nn.Module):
+    """Scales each position by its largest number, as a router picks an expert."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return much(hidden) * hidden.topk(1).values
+
+
+class Roomy(nn.Module):
+    """Works on each position alone as long as there are few of them."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return much(hidden) if hidden.shape[1] <= 16 else much(hidden) + hidden.mean()
+
+
+class Asked(nn.Module):
+    """Takes a second argument in training on real data alone."""
+
+    def forward(self, hidden: torch.Tensor, shift: Any = None) -> torch.Tensor:
+        return much(hidden) if shift is None else much(hidden) + shift
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Mixing, "mixes positions"),
+        (Carrying, "mixes positions"),
+        (Counting, "changes its buffers"),
+        (Choosing, "contains a router"),
+    ],
+)
+def test_what_does_not_work_on_each_position_alone_is_refused(kind: type[nn.Module], reason: str) -> None:
+    model = llama()
+    model.model.layers[1].mlp = kind()
+    assert [*tile_layers(model, 8).modules] == ["model.layers.0.mlp"]
+    assert find_places(model)[1]["model.layers.1.mlp"] == reason
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_attention_that_rounding_hides_is_seen(kind: str) -> None:
+    """Of new weights in 16 bits the attention adds less to a layer than a rounding of its output."""
+    model = getattr(tiny, kind)(intermediate_size=128).bfloat16()
+    assert all(name.endswith(("mlp", "feed_forward_chunk")) for name in tile_layers(model).modules)
+
+
+def test_asking_leaves_the_model_and_the_random_numbers_as_they_are() -> None:
+    model = llama()
+    model.model.layers[0].mlp, model.model.layers[1].mlp = Counting(), nn.Sequential(Carrying(), nn.Dropout(0.5))
+    model.model.layers[1].eval()
+    modes, drawn = [module.training for module in model.modules()], torch.get_rng_state()
+    with pytest.raises(ValueError, match="does not tile"):
+        tile_layers(model)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert (model.model.layers[0].mlp.calls, model.model.layers[1].mlp[0].last) == (0, None)
+
+
+def test_the_first_batch_is_compared_too() -> None:
+    model = llama()
+    model.model.layers[1].mlp = Roomy()
+    tile_layers(model, 16)
+    with pytest.raises(RuntimeError) as error:
+        of_llama(model)
+    assert str(error.value) == (
+        "model.layers.1.mlp mixes positions in this batch, though not in the probe; expected what it returns for all "
+        "positions at once. Undo the tiles: handle.remove()"
+    )
+
+
+def test_another_call_than_the_one_that_was_asked_runs_whole() -> None:
+    model = llama()
+    asked = model.model.layers[1].mlp = Asked()
+    tile_layers(model, 8)
+    hidden, shift = torch.ones(1, 40, 32), torch.ones(1, 40, 32)
+    with pytest.warns(UserWarning, match="runs whole") as caught:
+        found = [asked(hidden, shift) for _ in range(2)]
+    assert all(torch.equal(one, much(hidden) + 1) for one in found)
+    assert str(caught[0].message) == (
+        "model.layers.1.mlp is called with other arguments than in the probe; expected the same: it runs whole. Undo "
+        "the tiles: handle.remove()"
+    )
+
+
+def test_most_kept_bytes_come_first() -> None:
+    model = tiny.llama(intermediate_size=128)
+    model.model.layers[1].mlp = type(model.model.layers[1].mlp)(tiny.llama_config(intermediate_size=256))
+    assert tile_layers(model).modules == {"model.layers.1.mlp": 4096, "model.layers.0.mlp": 2048}
+
+
+# ---- Refused ---------------------------------------------------------------------------------------------------------
+
+XLNET = {"vocab_size": 99, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 128, "dropout": 0.0}
+OPT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 128}
+OPT |= {"word_embed_proj_dim": 32, "dropout": 0.0}
+GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 2}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: tile_layers(llama(), 0),
+            "tile_tokens=0 is invalid; expected an integer of 1 or more, or None. Pass tile_tokens=1024",
+        ),
+        (
+            lambda: TiledLayersCallback(-1),
+            "tile_tokens=-1 is invalid; expected an integer of 1 or more, or None. Pass tile_tokens=1024",
+        ),
+        (
+            lambda: tile_layers(transformers.XLNetLMHeadModel(transformers.XLNetConfig(**XLNET))),
+            "model=<XLNetLMHeadModel> does not tile: transformer.word_embedding takes (positions, rows, ...); expected "
+            "MLPs or experts that take (rows, positions, ...). Save memory otherwise: checkpoint_layers(model)",
+        ),
+        (
+            lambda: tile_layers(transformers.OPTForCausalLM(transformers.OPTConfig(**OPT))),
+            "model=<OPTForCausalLM> does not tile: no module works on each position alone and keeps much for it (OPT "
+            "and BART have none for their MLP); expected MLPs or experts that take (rows, positions, ...). Save memory "
+            "otherwise: checkpoint_layers(model)",
+        ),
+        (
+            lambda: tile_layers(transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))),
+            "model=<GPT2LMHeadModel> does not tile: transformer.h.0.mlp has dropout above 0, and tiles would draw "
+            "other random numbers; expected none within an MLP. Set it to 0 in the model's configuration, and "
+            "lora_dropout=0",
+        ),
+        (
+            lambda: tile_layers(transformers.ViTModel(transformers.ViTConfig(hidden_size=48, num_hidden_layers=1))),
+            "model=<ViTModel> does not tile: it takes pixel_values; expected a text model of transformers. Train it "
+            "without tiles",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == message
+
+
+def test_a_model_that_fails_for_token_ids_is_refused() -> None:
+    model = llama()
+    model.model.layers[0].mlp = nn.Linear(5, 5)
+    with pytest.raises(
+        ValueError, match=r"does not tile: it fails for random token ids \(.*\); expected a text model "
+    ):
+        tile_layers(model)
+
+
+def test_dropout_of_adapters_is_refused() -> None:
+    model = add_adapters(tiny.llama(intermediate_size=128), LoraConfig(lora_dropout=0.1, target_modules="all-linear"))
+    with pytest.raises(ValueError, match=r"base_model.model.model.layers.0.mlp has dropout above 0, "):
+        tile_layers(model)
