@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 ADAPTERS = ("lora", "qlora")
 LORA_RANK = 16
-LANGUAGE_TASKS = ("causal-lm", "masked-lm", "seq2seq", "speech-seq2seq")
+LANGUAGE_TASKS = ("causal-lm", "masked-lm", "seq2seq", "speech-seq2seq", "image-text-to-text")
 WITHOUT_BUCKETS = (
     *("image-classification", "semantic-segmentation", "object-detection", "ctc", "audio-classification"),
     *("image-text-to-text", "zero-shot-image-classification"),
 )
 """Tasks whose batches no collator of this package makes."""
 
-LOSS_ALONE = ("causal-lm", "masked-lm", "speech-seq2seq")  # are evaluated by their loss; of others a metric is usual
+# those of the following are evaluated by their loss; of others a metric is usual
+LOSS_ALONE = ("causal-lm", "masked-lm", "speech-seq2seq", "image-text-to-text")
 EVAL_ROWS = 8  # no more than that are needed to use a GPU where no activations are kept
 
 
@@ -143,6 +144,7 @@ class ModelFacts:
         most_tokens: of a row that it takes; None for no limit.
         default_length: tokens of a row where none are given; None for a model without text.
         is_t5: whether its task is a prefix of the text.
+        notes: on its published weights.
     """
 
     task: str | None
@@ -161,6 +163,7 @@ class ModelFacts:
     most_tokens: int | None = None
     default_length: int | None = None
     is_t5: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def is_language_model(self) -> bool:
