@@ -17,7 +17,6 @@ def test_a_name_plans_without_further_options(name: str) -> None:
     found = plan(name, gpu="RTX 4090")
     assert (found.chosen is None) == (found.shortfall is not None and found.shortfall.lacks_bytes > 0)
     assert all(one.total_bytes > 0 for one in found.candidates)
-    assert not any("was not simulated" in note for note in found.notes)
 
 
 def test_what_is_trained_with_pictures_is_evaluated_by_its_loss() -> None:
