@@ -187,11 +187,15 @@ def estimate_of_step(
             check_value(size, getattr(shape, size), Count, 1)
     check_task(task)
     settings, quantised = with_16_bits(settings, gpu, weights_dtype)
+    overflows: tuple[str, ...] = ()
+    if settings.precision == "auto" and with_precision(settings, gpu).precision == "fp16":
+        problem = precision_for(model, gpu, task)[2]
+        overflows = (f"{problem}; pass precision='fp32', as plan does",) if problem else ()
     settings = with_precision(settings, gpu)
     chip = Chip.of(_ASSUMED_CAPABILITY) if gpu is None else Chip.of(gpu.compute_capability, gpu.multiprocessors)
     recorded = partial(_recorded, model, chip=chip, gpu=gpu, task=task, weights_dtype=weights_dtype)
     asked_length = shape.seq_len
-    trace, name, settings, shape = recorded(shape, settings)
+    trace, name, of_weights, settings, shape = recorded(shape, settings)
     without_evaluation = settings.replace(eval_batch_size=None)  # the longest batch has the evaluation
     lengths_recorded = () if lengths is None else lengths.recorded[1:]
     others = [recorded(replace(shape, seq_len=length), without_evaluation)[0] for length in lengths_recorded]
@@ -237,7 +241,9 @@ def estimate_of_step(
             *notes,
             *_length_notes(shape.seq_len if asked_length is None else None),
             *_notes(gpu, settings, replayed),
+            *of_weights,
             *quantised,
+            *overflows,
             *trace.notes,
             *optimizer.notes,
             *notes_of_sharing(settings),
@@ -256,8 +262,8 @@ def _recorded(
     gpu: Gpu | None,
     task: str | None,
     weights_dtype: str | None,
-) -> tuple[StepTrace, str, StepSettings, Shape]:
-    """Return the recorded step, the model's name, the settings with a module's own dtype, the shape with a length."""
+) -> tuple[StepTrace, str, tuple[str, ...], StepSettings, Shape]:
+    """Return the recorded step, the model's name and notes, settings with its own dtype, the shape with a length."""
     with torch.inference_mode(False):  # weights created in the caller's inference mode could not be trained
         loaded = session().load(
             model,
@@ -274,7 +280,7 @@ def _recorded(
             settings = settings.replace(weights_dtype=own_dtype(loaded.model, weights_dtype))
         if shape.seq_len is None:
             shape = replace(shape, seq_len=default_length(loaded.model, settings))
-        return session().record(loaded, settings, shape, chip), loaded.name, settings, shape
+        return session().record(loaded, settings, shape, chip), loaded.name, loaded.notes, settings, shape
 
 
 def _length_notes(assumed_length: int | None) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from host_semantics import HostSemantics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, BitsAndBytesConfig, Trainer
+from transformers import AutoConfig, BitsAndBytesConfig, T5Config, Trainer
 
 import tiny
 from hf_memopt.binding import versions as compat
@@ -787,6 +787,16 @@ def test_a_gpu_decides_precision_fit_and_context() -> None:
         assert (found.settings.precision, found.fits, found.gpu) == (precision, True, find_gpu(name))
         assert found.context_bytes == find_gpu(name).context_bytes
     assert of_bert(gpu="T4", precision="fp32").settings.precision == "fp32"
+
+
+def test_float16_of_a_model_that_leaves_its_range_is_noted() -> None:
+    config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=64, decoder_start_token_id=0)
+    note = (
+        "t5 is unsafe in float16: its feed-forward outputs exceed 65,504 "
+        "(https://github.com/huggingface/transformers/issues/5651); pass precision='fp32', as plan does"
+    )
+    found = [estimate(config, seq_len=8, gpu=gpu) for gpu in ("T4", "RTX 4090")]
+    assert [(one.settings.precision, note in one.notes) for one in found] == [("fp16", True), ("bf16", False)]
 
 
 def test_without_a_gpu_the_notes_say_what_is_assumed() -> None:

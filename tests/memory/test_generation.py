@@ -12,10 +12,11 @@ from slow_cases import slow_except
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, Seq2SeqTrainingArguments, T5Config, WhisperConfig
 
-from hf_memopt import NotEstimableError, StepSettings, estimate
+from hf_memopt import Estimate, NotEstimableError, StepSettings, estimate
 from hf_memopt.binding.model_changes import add_adapters
 from hf_memopt.memory import estimate_from_arguments
 from hf_memopt.memory.recording import RecordedPass, StepTrace, generation
+from hf_memopt.memory.recording.sessions import forget_traces
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.tracking import StorageTracker
 
@@ -142,6 +143,28 @@ def test_computed_steps_are_those_that_run(family: str, beams: int, monkeypatch:
     monkeypatch.setattr(generation, "RUN_STEPS", None)
     run = record(family, "meta", settings(beams))
     assert comparable(computed) == comparable(run)
+
+
+@pytest.mark.parametrize("segments", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_replay_of_computed_steps_reserves_what_that_of_all_does(
+    segments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With caches beyond the allocator's small sizes; the replay leaves out small temporaries of computed steps."""
+    shape = T5Config(
+        d_model=256, d_kv=32, d_ff=512, num_layers=1, num_heads=8, vocab_size=512, decoder_start_token_id=0
+    )
+    sizes = {"batch_size": 1, "seq_len": 16, "eval_batch_size": 32, "generation_max_length": 64}
+
+    def found() -> Estimate:
+        forget_traces()
+        return estimate(shape, **sizes, predict_with_generate=True, expandable_segments=segments)
+
+    computed = found()
+    monkeypatch.setattr(generation, "RUN_STEPS", None)
+    run = found()
+    assert len(computed.timeline.reserved) < len(run.timeline.reserved) / 2
+    assert (computed.peak_reserved_bytes, computed.phase) == (run.peak_reserved_bytes, run.phase)
+    assert computed.phases["generation"] == run.phases["generation"]
 
 
 def test_steps_that_do_not_repeat_are_all_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -865,6 +865,47 @@ def test_unknown_name_tells_why_and_lists_the_nearest(
 
 
 @pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        (
+            "Qwen2.5-1.5B-Instruct-Q4_K_M.gguf",
+            "GGUF files are for llama.cpp, and the Trainer does not train them. "
+            "Pass the original: model='Qwen2.5-1.5B-Instruct'",
+        ),
+        (
+            "someone/Qwen2.5-7B-GGUF",
+            "GGUF files are for llama.cpp, and the Trainer does not train them. Pass the original: model='Qwen2.5-7B'",
+        ),
+        (
+            "unsloth/Llama-3.2-1B-Instruct-unsloth-bnb-4bit",
+            "It has the original's weights in 4 bits, which QLoRA makes as it loads them. "
+            "Pass the original: model='Llama-3.2-1B-Instruct'",
+        ),
+        (
+            "someone/Mistral-7B-v0.3-AWQ",
+            "It has the original's weights, quantised to run. Pass the original: model='Mistral-7B-v0.3'",
+        ),
+    ],
+)
+def test_name_of_converted_weights_leads_to_the_original(name: str, hint: str) -> None:
+    with pytest.raises(ValueError) as error:
+        load_model(name)
+    assert str(error.value).endswith(
+        f"{EXPECTED_NAMES}. {hint}. List the well-known names: hf-memopt estimate --list-models"
+    )
+
+
+def test_notes_of_published_weights() -> None:
+    (note,) = load_model("openai/gpt-oss-20b").notes
+    assert note == (
+        "its published weights are MXFP4, 4 bits each, which transformers runs but does not train "
+        "(Mxfp4HfQuantizer.is_trainable): the figures are those of weights dequantised to bf16; bitsandbytes quantises "
+        "linear layers alone, not its experts"
+    )
+    assert load_model("gpt2").notes == load_model(torch.nn.Linear(1, 1)).notes == ()
+
+
+@pytest.mark.parametrize(
     ("kind", "told"),
     [
         (errors.RepositoryNotFoundError, "and the hub has no such repository, or you have no access to it"),

@@ -32,7 +32,7 @@ from collections.abc import Hashable
 
 # The constants of c10: kMinBlockSize, kSmallSize, kMinLargeAlloc, kSmallBuffer, kRoundLarge; large_segment_size().
 _ROUNDING_BYTES = 512
-_LARGEST_SMALL_BYTES = 2**20
+LARGEST_SMALL_BYTES = 2**20
 _LARGE_ALONE_BYTES = 10 * 2**20
 _SMALL_SEGMENT_BYTES = 2 * 2**20
 _LARGE_SEGMENT_BYTES = 20 * 2**20
@@ -95,7 +95,7 @@ class _Pool:
     def __init__(self, is_small: bool, expandable: bool) -> None:
         self.is_small = is_small
         self.page_bytes = _SMALL_SEGMENT_BYTES if is_small else _LARGE_SEGMENT_BYTES
-        self.least_rest_bytes = _ROUNDING_BYTES if is_small or expandable else _LARGEST_SMALL_BYTES + _ROUNDING_BYTES
+        self.least_rest_bytes = _ROUNDING_BYTES if is_small or expandable else LARGEST_SMALL_BYTES + _ROUNDING_BYTES
         self.free: list[tuple[int, int, _Block]] = []
         self.unmapped: list[tuple[int, _Block]] = []
         if expandable:
@@ -177,7 +177,7 @@ class CachingAllocator:
             self._live[key] = None
             return 0
         size = -(-size_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
-        pool = self._small if size <= _LARGEST_SMALL_BYTES else self._large
+        pool = self._small if size <= LARGEST_SMALL_BYTES else self._large
         block = self._take_free(pool, size) or self._take_new(pool, size)
         if block is None:
             raise AllocationError(f"{size_bytes} bytes do not fit: {self.reserved} of {self.limit_bytes} are reserved")

@@ -9,14 +9,16 @@ lengths has a recording of each length, and every batch is replayed.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
+from hf_memopt.memory.allocator.caching_allocator import LARGEST_SMALL_BYTES, AllocationError, CachingAllocator
 from hf_memopt.memory.allocator.planned_replay import ReplayPlan
 from hf_memopt.memory.optimizers import OptimizerMemory
 from hf_memopt.memory.recording import RecordedPass, StepTrace
@@ -135,13 +137,32 @@ class _Recorded:
         return found
 
     def __init__(self, trace: StepTrace, first_key: int) -> None:
+        self.trace = trace
         self.first_key = first_key
         self.gradients = frozenset(trace.gradients)
         self.freed_at = {number: event for event, (number, delta) in enumerate(trace.tracker.events) if delta < 0}
         self.passes = [self.classified(trace, part) for part in trace.micro_batches]
 
-    def classified(self, trace: StepTrace, part: RecordedPass) -> list[tuple[int, int, int]]:
-        """Return the events of a pass as (key, delta, component); delta 0 for those of weights and inputs.
+    @cached_property
+    def evaluated(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """The events of the evaluation that are replayed, up to the end of what it generates and after it."""
+        part, tracker = self.trace.evaluation, self.trace.tracker
+        assert part is not None
+        numbers, deltas = np.array(tracker.events[part.start : part.end], np.int64).reshape(-1, 2).T
+        lives = np.full(len(tracker.sizes), part.end)
+        lives[list(self.freed_at)] = list(self.freed_at.values())
+        lives -= np.array(tracker.allocated_at)
+        first, end = (event - part.start for event in (part.computed.start, part.computed.stop))
+        is_left_out = (lives[numbers] < part.computed.step) & (abs(deltas) <= LARGEST_SMALL_BYTES)
+        is_left_out[: max(first, 0)] = is_left_out[max(end, 0) :] = False
+        events = (np.flatnonzero(~is_left_out) + part.start).tolist()
+        border = bisect_left(events, part.generation_end)
+        return self.classified(self.trace, part, events[:border]), self.classified(self.trace, part, events[border:])
+
+    def classified(
+        self, trace: StepTrace, part: RecordedPass, events: Iterable[int] | None = None
+    ) -> list[tuple[int, int, int]]:
+        """Return events of a pass, by default all, as (key, delta, component); delta 0 for those of weights and inputs.
 
         Nothing says what a storage is for, so that follows from when it is allocated and freed. A gradient is what a
         parameter's ``grad`` held. In the forward pass, what is allocated after the model made its logits belongs to
@@ -155,7 +176,7 @@ class _Recorded:
         stretches = iter([*tracker.recomputed, (2**63, 2**63)])
         begin, end = next(stretches)
         found = []
-        for event in range(part.start, part.end):
+        for event in range(part.start, part.end) if events is None else events:
             number, delta = tracker.events[event]
             while event >= end:
                 begin, end = next(stretches)
@@ -361,19 +382,18 @@ class _Run:
         besides the tensor that they were copied into, until the next forward pass is over, as are the inputs of the
         last training step. As a list, each batch's outputs are held once.
         """
-        events = self._recorded.classified(self.trace, part)
-        border = max(part.generation_end - part.start, 0)
+        generated, evaluated = self._recorded.evaluated
         sizes = [self._tracker.sizes[number] for number in part.outputs]
         last = self.plan.eval_batches - 1
         for batch in range(self.plan.eval_batches):
             for number in self.trace.evaluation_inputs:
                 self.malloc(("evaluated", batch, number), self._tracker.sizes[number], _INPUTS)
             if batch < 2 or batch == last:
-                if border:
+                if generated:
                     self.phase("generation")
-                    self.play(events[:border])
+                    self.play(generated)
                 self.phase("evaluation")
-                self.play(events[border:])
+                self.play(evaluated)
             self._drop_held()
             self._forget(part)
             self._gather(batch, sizes)

@@ -77,12 +77,29 @@ def _download_config(text: str) -> Path:
         cause, reason = error, "and its repository on the hub has no config.json"
     except errors.HfHubHTTPError as error:
         cause, reason = error, f"and the hub failed ({str(error).splitlines()[0]})"
-    names = known_models()
+    hint = _of_other_weights(text) or did_you_mean(text.rpartition("/")[2], known_models())
     raise ValueError(
         f"model={text!r} is neither a well-known name nor a folder, {reason}; expected a folder with config.json, an "
-        f"id on the hub or a well-known name.{did_you_mean(text.rpartition('/')[2], names)} "
+        f"id on the hub or a well-known name.{hint} "
         "List the well-known names: hf-memopt estimate --list-models"
     ) from cause
+
+
+_OTHER_WEIGHTS = {
+    r"([-.]I?Q\d\w*)?[-.]gguf$": "GGUF files are for llama.cpp, and the Trainer does not train them",
+    r"(-unsloth)?-bnb-4bit$": "It has the original's weights in 4 bits, which QLoRA makes as it loads them",
+    r"-(awq|gptq)(-int\d)?$": "It has the original's weights, quantised to run",
+    r"-(mlx|\dbit|fp8)$": "It has the original's weights, converted to run",
+}
+"""Endings of the names of converted models, and what these are."""
+
+
+def _of_other_weights(text: str) -> str:
+    """Return what a converted model is, with the name of the original; "" for other names."""
+    name = Path(text).name
+    originals = ((re.sub(ending, "", name, flags=re.IGNORECASE), what) for ending, what in _OTHER_WEIGHTS.items())
+    found = next(((original, what) for original, what in originals if original not in ("", name)), None)
+    return "" if found is None else f" {found[1]}. Pass the original: model={found[0]!r}."
 
 
 def _check_kind(text: str, folder: Path) -> None:
@@ -97,6 +114,8 @@ def _check_kind(text: str, folder: Path) -> None:
             f"model={text!r} is {what}; expected a model: a well-known name, a folder with config.json or an id on the "
             f"hub. Call: hf-memopt {command} {text}"
         )
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise ValueError(f"model={text!r} is a file of weights; expected a model.{_of_other_weights(text)}")
     if text.startswith((".", "/", "~")) and not folder.exists():
         siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise ValueError(
@@ -110,7 +129,7 @@ _TUNED_WORDS = {"instruct", "it", "chat", "base", "pt", "hf", "sft"}
 
 @cache
 def known_models() -> dict[str, dict[str, Any]]:
-    """Return the facts of the well-known models: organisation, model_type, task, source, config, other names."""
+    """Return the facts of well-known models: organisation, model_type, task, source, config, other names, a note."""
     text = resources.files("hf_memopt.memory.models").joinpath("known_models.json").read_text(encoding="utf-8")
     return parse_object(text)
 

@@ -50,11 +50,13 @@ class LoadedModel:
         model: in training mode, and without key-value cache, as ``Trainer`` has it, unless ``keep_cache`` is set; every
             parameter and buffer on meta.
         key: equal keys mean equal models; None for a module, which may change between two calls.
+        notes: on the published weights of a well-known name.
     """
 
     name: str
     model: nn.Module
     key: Hashable | None
+    notes: tuple[str, ...] = ()
 
 
 def load_model(
@@ -144,7 +146,9 @@ def load_model(
             _untie_head(built)
     options = weights_dtype, attn_implementation, load_in, compute_dtype, is_sharded, keep_cache
     key = _code_of(built), text, name is None, *options
-    return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key)
+    note = known_models().get(name or "", {}).get("note")
+    notes = () if note is None else (str(note),)
+    return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key, notes)
 
 
 def rest_to_meta(model: nn.Module) -> nn.Module:

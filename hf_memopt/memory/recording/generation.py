@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -198,17 +199,20 @@ def add_missing_steps(tracker: StorageTracker, steps: DecodingSteps) -> Inserted
     origins = slice(copied.first, ending.first)
     for column in (tracker.sequences, tracker.places):
         column[ending.first : ending.first] = column[origins] * count
-    moved = [
+    shift = count * allocations
+    moved = (
         (copied.first + place + number * allocations, is_new)
         for number in range(1, count + 1)
         for place, is_new in copied.pattern
-    ]
-    shift = count * allocations
-    for place, is_new in ending.pattern:
-        storage = ending.first + place
-        moved.append((storage + shift if storage >= between.first else storage, is_new))
-    tracker.events[last:] = [(storage, tracker.sizes[storage] * (1 if is_new else -1)) for storage, is_new in moved]
-    tracker.allocated_at[ending.first :] = [event for event, (_, is_new) in enumerate(moved, last) if is_new]
+    )
+    ends = ((ending.first + place, is_new) for place, is_new in ending.pattern)
+    shifted = ((storage + shift if storage >= between.first else storage, is_new) for storage, is_new in ends)
+    events, allocated_at, sizes = tracker.events, tracker.allocated_at, tracker.sizes
+    del events[last:], allocated_at[ending.first :]
+    for storage, is_new in chain(moved, shifted):
+        if is_new:
+            allocated_at.append(len(events))
+        events.append((storage, sizes[storage] if is_new else -sizes[storage]))
     return Inserted(count * len(copied.pattern), shift, between.first)
 
 

@@ -42,6 +42,7 @@ class RecordedPass:
         logits_sequences: autograd's sequence numbers from that event to the loss.
         outputs: numbers of the storages that evaluation gathers.
         generation_end: first event after what evaluation generates; 0 where it generates nothing.
+        computed: the events of the decoding steps that were computed, not run; its step is the events of each.
         releases: (event, index of the trainable parameter, number of its gradient) for each gradient that was released.
     """
 
@@ -54,6 +55,7 @@ class RecordedPass:
     outputs: tuple[int, ...] = ()
     releases: tuple[tuple[int, int, int], ...] = ()
     generation_end: int = 0
+    computed: range = range(0)
 
 
 @dataclass(slots=True)
@@ -156,6 +158,7 @@ class PassRecorder:
             logits=frozenset(number + storages for number in found.logits),
             logits_event=found.logits_event + events,
             generation_end=found.generation_end + events,
+            computed=range(steps.starts[-1], steps.starts[-1] + events, max(events // max(steps.missing, 1), 1)),
             outputs=tuple(number + storages if number >= first else number for number in found.outputs),
         )
 

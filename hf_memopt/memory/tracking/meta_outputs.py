@@ -105,7 +105,7 @@ def run_on_meta(
         if way == "in place":
             return args[0], operations, beside
         if isinstance(made, list):
-            return tuple(None if facts is None else _empty(facts) for facts in made), operations, beside
+            return tuple(_empty(facts) if type(facts) is tuple else facts for facts in made), operations, beside
         return _empty(made), operations, beside
     out = _run(func, args, kwargs)
     formula = _FLOPS.get(func._overloadpacket) if flops else None  # private: pinned by a test, torch 2.6 to 2.13
@@ -146,8 +146,8 @@ def _way_of(func: Any) -> str | None:
     """Return how an operation can be repeated: ``"new"`` results, ``"in place"``, or None, by its schema."""
     schema = func._schema  # private: pinned by a test, seen in torch 2.6 to 2.13
     if not any(item.alias_info is not None for item in (*schema.arguments, *schema.returns)):
-        makes_tensors = bool(schema.returns) and all(str(item.type) == "Tensor" for item in schema.returns)
-        return "new" if makes_tensors else None
+        kinds = {str(item.type) for item in schema.returns}  # FlashAttention returns the lengths of its rows too
+        return "new" if "Tensor" in kinds <= {"Tensor", "SymInt", "int"} else None
     written = [item.alias_info is not None and item.alias_info.is_write for item in schema.arguments]
     changes_first = bool(written) and written[0] and not any(written[1:]) and len(schema.returns) == 1
     keeps_shape = torch.Tag.pointwise in func.tags or func._overloadpacket.__name__ in _KEEP_THEIR_SHAPE
@@ -175,15 +175,15 @@ def _add_to_key(key: list[Any], values: Any, seen: dict[int, int]) -> bool:
 
 
 def _facts(out: Any, given: tuple[Any, ...]) -> Any:
-    """Return shapes, strides and dtypes of the results; None where they are not new meta tensors."""
+    """Return shapes, strides and dtypes of the results, and numbers; None where they are not new meta tensors."""
     many = isinstance(out, tuple)
     results = out if many else (out,)
     tensors = (value for value in tree_leaves(given) if isinstance(value, torch.Tensor))
     storages = {tensor.untyped_storage()._cdata for tensor in tensors}
-    facts: list[_Made | None] = []
+    facts: list[_Made | int | None] = []
     for tensor in results:
-        if tensor is None:
-            facts.append(None)
+        if tensor is None or type(tensor) is int:
+            facts.append(tensor)
             continue
         if type(tensor) is not torch.Tensor or not tensor.is_meta:
             return None

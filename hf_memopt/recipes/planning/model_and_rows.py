@@ -139,7 +139,8 @@ def facts_of(
     is_module = isinstance(model, nn.Module)
     if is_module and not hasattr(model, "peft_config") and not is_quantized(model) and task_of(model) is not None:
         source, own_task = model.config, task_of(model)
-    built = session().load(source, task=own_task).model
+    loaded = session().load(source, task=own_task)
+    built = loaded.model
     found = task_of(built)
     stacks = [len(stack) for stack in layer_stacks(built).values()]
     config = getattr(built, "config", None)
@@ -160,6 +161,7 @@ def facts_of(
         most_tokens=most_tokens(built) if found is not None else None,
         default_length=default_length(built, settings),
         is_t5=getattr(config, "model_type", "") == "t5",
+        notes=loaded.notes,
     )
     return source, own_task, facts
 

@@ -246,8 +246,9 @@ def _notes(
         yield "ZeRO is computed from DeepSpeed's documentation, and nothing of it was measured"
         if importlib.util.find_spec("deepspeed") is None:
             yield "deepspeed is not installed here; where it trains, call: pip install deepspeed"
+    yield from simulation.facts.notes
     yield from simulation.gpu.notes
-    for one, why in simulation.refused.items():
+    for one, why in ((one, why) for one, why in simulation.refused.items() if simulation.allows(one)):
         yield f"{one.name} was not simulated: {why}"
     if problem := simulation.facts.against_float16(simulation.gpu):
         yield problem

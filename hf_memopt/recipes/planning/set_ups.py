@@ -136,6 +136,7 @@ class ModelFacts:
         most_tokens: of a row that it takes; None for no limit.
         default_length: tokens of a row where none are given; None for a model without text.
         is_t5: whether its task is a prefix of the text.
+        notes: on its published weights.
     """
 
     task: str | None
@@ -154,6 +155,7 @@ class ModelFacts:
     most_tokens: int | None = None
     default_length: int | None = None
     is_t5: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def is_language_model(self) -> bool:
