@@ -165,9 +165,10 @@ def _resuming() -> Trainer:
 
 
 def _resume_stream(path: Path) -> None:
-    stream = _stream()
-    stream.load_state_dict(_saved_state(_resuming(), path.parent))
-    list(islice(stream, 20))
+    stream, state = _stream(), _saved_state(_resuming(), path.parent)
+    stream.load_state_dict(state)
+    if state is None or state["turn"] < 10_000:  # any turn may be right, and one after ever so many is read up to
+        list(islice(stream, 20))
 
 
 def _write_checkpoint(folder: Path) -> None:

@@ -197,9 +197,7 @@ def _usual_task(config: PretrainedConfig) -> str | None:
 def _own_task(config: PretrainedConfig) -> str:
     """Return the task of the configuration's first architecture, or the usual one where it names none."""
     usual = _usual_task(config)
-    named: Any = config.architectures or None
-    if isinstance(named, list | tuple):
-        named = named[0]
+    named = _named_class(config)
     task = usual if named is None or is_headless(config) else task_of_class().get(str(named))
     if task is None:
         what = f"architectures=[{named!r}]" if named is not None else f"model_type={config.model_type!r}"
@@ -218,8 +216,14 @@ def _own_task(config: PretrainedConfig) -> str:
 
 def is_headless(config: PretrainedConfig) -> bool:
     """Return whether a configuration is that of a model without a head, such as an encoder of embeddings."""
-    named, bare = config.architectures or [], MODEL_MAPPING_NAMES.get(config.model_type, ())
-    return bool(named) and named[0] in ((bare,) if isinstance(bare, str) else bare) and named[0] not in task_of_class()
+    named, bare = _named_class(config), MODEL_MAPPING_NAMES.get(config.model_type, ())
+    return str(named) in ((bare,) if isinstance(bare, str) else bare) and str(named) not in task_of_class()
+
+
+def _named_class(config: PretrainedConfig) -> Any:
+    """Return the first of a configuration's ``architectures``, whatever a file has there; None where it names none."""
+    named: Any = config.architectures or None
+    return named[0] if isinstance(named, list | tuple) else named
 
 
 def _check_head(config: PretrainedConfig, task: str) -> None:
