@@ -27,6 +27,8 @@ several figures is listed.
   in float32, as training does: GeForce runs these at half its advertised rate, Quadro, RTX A and data center GPUs do
   not. Pascal and the GTX 16 series have no tensor cores: products of fp16 operands run at the rate of float32 on
   Pascal; what they reach on the GTX 16 series is not published.
+- ``pcie`` is the bus interface of the same page: generation and lanes. Chips of the smaller cards and laptops have eight
+  lanes (AD106 and AD107, GB206 and GB207, GA107), and a computer may offer an older generation than the card.
 - ``nvlink_gb`` is half of what the source of the architecture calls NVLink's total bandwidth, which counts both
   directions: of GPUs that sit on a board with NVLink in every server. All others reach each other by PCIe; bridges
   between two of them (RTX 3090, RTX A6000, A40, H100 NVL) are not counted, since few computers have one.
@@ -86,6 +88,8 @@ class Gpu:
             are joined by PCIe, or by a bridge that not every computer has.
         sustained_fraction: the share of the rates that it keeps under a long load; 1 where no power limit is known to
             bind.
+        pcie: generation and lanes of its bus; None where they are unknown: 16 lanes, of generation 3 up to Turing, 4 of
+            Ampere and Ada, 5 from Hopper on.
     """
 
     name: str
@@ -100,6 +104,7 @@ class Gpu:
     notes: tuple[str, ...] = ()
     nvlink_bytes_per_second: int | None = None
     sustained_fraction: float = 1.0
+    pcie: tuple[int, int] | None = None
 
     @property
     def bf16(self) -> bool:
@@ -107,19 +112,21 @@ class Gpu:
         return self.compute_capability >= (8, 0)
 
     @property
-    def pcie_generation(self) -> int:
-        """Its generation of PCIe: 3 up to Turing, 4 of Ampere and Ada, 5 from Hopper on."""
-        return 3 if self.compute_capability < (8, 0) else 4 if self.compute_capability < (9, 0) else 5
+    def bus(self) -> tuple[int, int]:
+        """Generation and lanes of PCIe."""
+        generation = 3 if self.compute_capability < (8, 0) else 4 if self.compute_capability < (9, 0) else 5
+        return self.pcie or (generation, 16)
 
     @property
     def pcie_bytes_per_second(self) -> int:
-        """Of 16 lanes in one direction; a computer may have fewer."""
-        return (16 << (self.pcie_generation - 3)) * 10**9
+        """Of its lanes in one direction; a computer may have fewer."""
+        generation, lanes = self.bus
+        return (lanes << (generation - 3)) * 10**9
 
     @property
     def link(self) -> str:
         """What joins it to other GPUs, in words."""
-        return "NVLink" if self.nvlink_bytes_per_second else f"PCIe {self.pcie_generation}.0 x16"
+        return "NVLink" if self.nvlink_bytes_per_second else "PCIe {}.0 x{}".format(*self.bus)
 
     @property
     def link_bytes_per_second(self) -> int:
@@ -173,6 +180,11 @@ def _peak_rates(row: Mapping[str, str]) -> PeakRates:
     return PeakRates(**{name: int(design[name]) * multiprocessors * hz for name, hz in known.items()})
 
 
+def _bus(text: str) -> tuple[int, int]:
+    generation, lanes = text.split(".0 x")
+    return int(generation), int(lanes)
+
+
 def _gpu(row: Mapping[str, str]) -> Gpu:
     name, memory_gib, design = row["name"], int(row["memory_gib"]), _DESIGNS[row["architecture"]]
     usable_bytes, usable_source = _typical_usable(memory_gib), "derived from the GPUs nearest in size"
@@ -189,7 +201,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         compute_capability=_capability(row),
         source=(
             f"usable memory: {usable_source}; context: {context_source}; "
-            f"size, bandwidth, multiprocessors and clock: {PAGES}{row['page']}; "
+            f"size, bandwidth, bus, multiprocessors and clock: {PAGES}{row['page']}; "
             f"operations per clock: {design['operations_source']}; "
             + (f"clock under a long load: {row['sustained_source']}; " if row["sustained_mhz"] else "")
             + f"compute capability: {design['capability_source']}"
@@ -200,6 +212,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         notes=(f"{name} is an AMD GPU: {STANDS_IN}",) if _is_amd(row) else (),
         nvlink_bytes_per_second=int(row["nvlink_gb"]) * 10**9 if row["nvlink_gb"] else None,
         sustained_fraction=int(row["sustained_mhz"] or row["boost_mhz"]) / int(row["boost_mhz"]),
+        pcie=_bus(row["pcie"]),
     )
 
 

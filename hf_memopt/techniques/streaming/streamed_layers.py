@@ -130,13 +130,14 @@ def stream_layers(
         _check_arguments(target.args)
         device = target.args.device if device is None else device
     check_model(model)
-    _check_model(model)
+    _check_model(model, _device(device))
     layers = _layers_of(model)
     adapters = {*model.parameters()} - {*parameters_outside_adapters(model)}
     ring = Ring(lanes or Lanes(_device(device)), prefetch)
     ring.layers = [StreamedLayer(layer, ring, adapters, rows) for layer in layers]
     _check_shared(model, ring)
-    _to_host(ring)
+    if ring.lanes.device.type != "meta":  # of a simulation
+        _to_host(ring)
     overrides = [
         override_method(layer.module, name, function)
         for layer in ring.layers
@@ -247,7 +248,7 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, device: torch.device) -> None:
     """Refuse what moves or cuts weights by itself, and weights that are not there."""
     problem = None
     if _handle_of(model) is not None:
@@ -260,7 +261,7 @@ def _check_model(model: nn.Module) -> None:
         problem = "has sharded weights (FSDP2 or tensor parallelism); expected whole ones. Leave the sharding out"
     elif any(hasattr(module, "_hf_hook") for module in model.modules()):
         problem = "has hooks of accelerate that move its weights; expected none. Load it without device_map"
-    elif any(parameter.is_meta for parameter in model.parameters()):
+    elif any(parameter.is_meta for parameter in model.parameters()) and device.type != "meta":
         problem = "has weights on meta, which have no values; expected loaded weights. Load it without device_map"
     if problem is not None:
         raise ValueError(f"model=<{type(model).__name__}> {problem}")
