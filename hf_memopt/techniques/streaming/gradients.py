@@ -45,6 +45,12 @@ class HostGradients:
             else:
                 parameter.grad.add_(host)
 
+    def forget(self) -> None:
+        """Wait for the gradients on their way, and give them to nobody."""
+        for _, _, event in self._arriving.values():
+            self._lanes.landed(event)
+        self._arriving.clear()
+
     def _memory(self, parameter: torch.Tensor, *, is_temporary: bool) -> torch.Tensor:
         if is_temporary:
             return torch.empty_like(parameter, pin_memory=self._lanes.is_async)
@@ -122,5 +128,5 @@ class DeviceSteps:
             self._lanes.landed(event)
         self._written.clear()
         for _, event in (pair for state in self._fetched.values() for pair in state.values()):
-            self._lanes.ready(event)  # no gradient came; a copy may still write there
+            self._lanes.landed(event)  # no gradient came
         self._fetched.clear()

@@ -30,6 +30,8 @@ class Lanes:
         self.device = torch.device(device)
         self.is_async = self.device.type == "cuda"  # ROCm calls itself cuda
         if self.is_async:
+            with torch.cuda.device(self.device):
+                self.device = torch.device("cuda", torch.cuda.current_device())  # with its index
             stream: Any = torch.cuda.Stream
             self._into, self._out = stream(self.device), stream(self.device)
 

@@ -65,7 +65,7 @@ class StreamedLayer:
         call = LayerCall(self)
         if not torch.is_grad_enabled():
             return call.run(before, *args, **kwargs)
-        self._switch_off()
+        self.switch_off()
         call.open_gates()
         kwargs = kwargs if getattr(self.module, "_can_checkpoint_with_cache", False) else _without_cache(kwargs)
         parts = row_parts(self.module, args, kwargs, self.rows)
@@ -103,7 +103,7 @@ class StreamedLayer:
                 parameter.data, parameter.grad = copies.pop(0), None
         self.put_away(copies)
 
-    def _switch_off(self) -> None:
+    def switch_off(self) -> None:
         """Switch stock's own checkpointing of this layer off; the Trainer switches it on at each train()."""
         for inner in self._flagged:
             if inner.gradient_checkpointing:
@@ -141,12 +141,14 @@ class LayerCall:
     """One call of a layer: what its forward pass and the recomputation of each part share.
 
     Attributes:
+        has_begun: whether a part of it has run.
         is_recorded: whether the forward pass is over, so that whoever runs it again is the backward pass.
         is_done: whether the backward pass has come to it.
     """
 
     def __init__(self, layer: StreamedLayer) -> None:
-        self.layer, self.is_recorded, self.is_done = layer, False, False
+        self.layer = layer
+        self.has_begun = self.is_recorded = self.is_done = False
         self._gates: list[torch.Tensor | None] = [None] * len(layer.parameters)
 
     def open_gates(self) -> None:
@@ -171,8 +173,8 @@ class LayerCall:
                 layer.ring.clear()
             raise
         finally:
-            if not torch.is_grad_enabled():
-                layer.ring.end_of_call(layer)
+            if not torch.is_grad_enabled() and layer is layer.ring.layers[-1]:
+                layer.ring.clear()  # nothing of this pass is needed again
 
 
 class Gate(torch.autograd.Function):

@@ -8,6 +8,7 @@ pass begins with them: a step of L layers takes 2 L - 1 - prefetch fetches.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,9 +48,7 @@ class Ring:
         self.steps: DeviceSteps | None = None
         self.fetches = self.live_bytes = self.peak_bytes = 0
         self._held: dict[StreamedLayer, Held] = {}
-        self._shells: dict[
-            StreamedLayer, list[torch.Tensor]
-        ] = {}  # the carriers' device tensors, whose storage comes and goes
+        self._shells: dict[StreamedLayer, list[torch.Tensor]] = {}  # of carriers; their storage comes and goes
         self._calls: list[weakref.ref[LayerCall]] = []  # of forward passes whose backward pass is to come
         self._in_backward = False
 
@@ -59,11 +58,12 @@ class Ring:
         if is_backward:
             call.is_done = True
             self._begin_backward()
-        elif self._in_backward or layer is self.layers[0]:  # a new pass; a backward pass that failed has no end
-            self.clear()
+        elif not call.has_begun and not is_inside_backward() and (self._in_backward or layer is self.layers[0]):
+            self.clear()  # a new pass; a backward pass that failed has no end
+        call.has_begun = True
         coming = self._before(call) if is_backward else self._after(layer)
         for other in [other for other in self._held if other is not layer and other not in coming]:
-            self._drop(other)
+            self._drop(other, self.lanes.ready)
         held = self._held.get(layer) or self._fetch(layer)
         for _, event in (*held.copies, *held.carried):
             self.lanes.ready(event)
@@ -81,6 +81,7 @@ class Ring:
     def deliver(self, layer: StreamedLayer, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Take the whole gradient of a parameter; return it on the host where autograd is to go on with it."""
         parameter = layer.parameters[index]
+        self._begin_backward()
         if self.steps is None or not self.steps.has(parameter):
             return self.gradients.take(layer, parameter, gradient)
         held = self._held.get(layer)
@@ -90,17 +91,15 @@ class Ring:
         self.steps.step(parameter, weight, gradient)
         return None
 
-    def end_of_call(self, layer: StreamedLayer) -> None:
-        """Let go of everything after the last layer of a pass without gradients."""
-        if layer is self.layers[-1]:
-            self.clear()
-
     def clear(self) -> None:
-        """Let go of all copies; whoever reads a weight or a gradient on the host now finds it whole."""
+        """Let go of all copies, and of gradients that a failed backward pass has left on their way.
+
+        No copy is under way then: the host's weights may be written.
+        """
         self._in_backward = False
         for layer in list(self._held):
-            self._drop(layer)
-        self.gradients.settle()
+            self._drop(layer, self.lanes.landed)
+        self.gradients.forget()
         if self.steps is not None:
             self.steps.settle()
 
@@ -111,6 +110,8 @@ class Ring:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
+        """Make weights and gradients on the host whole for whoever reads them now."""
+        self.gradients.settle()
         self.clear()
         self._calls = [weakref.ref(call) for call in self._alive() if not call.is_done]
 
@@ -130,12 +131,10 @@ class Ring:
             return [other for other in self.layers[-1 - self.prefetch :] if other is not layer]
         return self.layers[at + 1 : at + 1 + self.prefetch]
 
+    @torch.inference_mode(False)  # what evaluation fetches may be used by training
+    @torch.no_grad()
     def _fetch(self, layer: StreamedLayer) -> Held:
         self.fetches += 1
-        with torch.inference_mode(False), torch.no_grad():  # what evaluation fetches may be used by training
-            return self._start(layer)
-
-    def _start(self, layer: StreamedLayer) -> Held:
         copies = [self._copy(parameter) if parameter is not None else (None, None) for parameter in layer.plain()]
         host = [carrier.tensor for carrier in layer.carriers]
         shells = self._shells.get(layer, [None] * len(host))
@@ -158,11 +157,17 @@ class Ring:
         self.live_bytes += change_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _drop(self, layer: StreamedLayer) -> None:
+    def _drop(self, layer: StreamedLayer, wait: Callable[[Any], None]) -> None:
+        """Let go of a layer; memory that a copy still writes into must not be given away."""
         held = self._held.pop(layer)
         for _, event in (*held.copies, *held.carried):
-            self.lanes.ready(event)  # memory that a copy still writes into must not be given away
+            wait(event)
         layer.put_away(held.host)
         for tensor, _ in held.carried:
             self._count(-tensor.nbytes)
             tensor.untyped_storage().resize_(0)
+
+
+def is_inside_backward() -> bool:
+    """Return whether this thread runs a backward pass, as ``torch.utils.checkpoint`` asks (torch 2.10 to 2.13)."""
+    return torch._C._current_graph_task_id() != -1

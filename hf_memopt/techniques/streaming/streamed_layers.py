@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +25,9 @@ from torch import nn
 
 from hf_memopt.binding import refuse_data_parallel
 from hf_memopt.binding.compatibility import check_settings, refusal_of
-from hf_memopt.binding.model import check_model, unwrap_optimizer
+from hf_memopt.binding.model import check_model, unwrap_model, unwrap_optimizer
 from hf_memopt.binding.parameters import layer_stacks, parameters_outside_adapters
-from hf_memopt.binding.undo import UndoHandle, override_method, undo_all
+from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.devices.readings import read_memory
 from hf_memopt.plain_data import Count, CountOrZero, check_value
@@ -67,6 +66,8 @@ class StreamedHandle(UndoHandle):
             undo.remove()
             for layer in ring.layers:
                 layer.switch_back()
+            for model in [model for model, handle in _HANDLES.items() if handle is self]:
+                del _HANDLES[model]
 
         super().__init__(stop)
         self.ring = ring
@@ -77,6 +78,7 @@ def stream_layers(
     *,
     prefetch: int = 1,
     rows: int | None = None,
+    embeddings_on_host: bool = False,
     device: torch.device | str | None = None,
     lanes: Lanes | None = None,
 ) -> StreamedHandle:
@@ -100,6 +102,8 @@ def stream_layers(
         prefetch: layers to fetch ahead. On the device are at most ``prefetch + 1``.
         rows: how many rows of a batch a layer computes at once; the weights are fetched once for all parts. None for
             all. Dropout then draws its numbers in another order; gradients are the same but for the order of sums.
+        embeddings_on_host: look the tokens up on the host. The embeddings, their gradient and state are then nowhere
+            on the device; stock steps them on the host, released or not.
         device: that computes; the Trainer's, else the accelerator, else the CPU.
         lanes: makes the copies; those of the device by default.
 
@@ -123,8 +127,7 @@ def stream_layers(
     """
     from transformers import Trainer
 
-    check_value("prefetch", prefetch, CountOrZero, 1)
-    check_value("rows", rows, Count | None, 8)
+    _check_options(prefetch, rows, embeddings_on_host)
     model: Any = target.model if isinstance(target, Trainer) else target
     if isinstance(target, Trainer):
         _check_arguments(target.args)
@@ -143,9 +146,13 @@ def stream_layers(
         for layer in ring.layers
         for name, function in (("forward", layer.forward), ("_apply", layer.move))
     ]
+    if embeddings_on_host:
+        overrides += _keep_embeddings(model, ring)
+    if getattr(model, "hf_device_map", None):  # of bitsandbytes' models; accelerate refuses another device than its own
+        overrides.append(set_attribute(unwrap_model(model), "hf_device_map", {"": ring.lanes.device}))
     nn.Module.to(model, ring.lanes.device)  # not its own, which bitsandbytes' models refuse
-    _HANDLES[model] = StreamedHandle(ring, *overrides, UndoHandle(partial(_HANDLES.pop, model, None)))
-    return _HANDLES[model]
+    handle = _HANDLES[model] = StreamedHandle(ring, *overrides)
+    return handle
 
 
 class StreamedLayersCallback(ModelCallback):
@@ -156,10 +163,11 @@ class StreamedLayersCallback(ModelCallback):
     Args:
         prefetch: as ``stream_layers`` takes it.
         rows: as ``stream_layers`` takes it.
+        embeddings_on_host: as ``stream_layers`` takes it.
 
     Attributes:
         changes: what was changed, one ``Change``.
-        handle: undoes the change to the last model; None before the first.
+        handle: of the last model; None before the first.
 
     Raises:
         ValueError: as ``stream_layers`` does, when the ``Trainer`` is constructed or attached; when training begins,
@@ -167,14 +175,13 @@ class StreamedLayersCallback(ModelCallback):
     """
 
     technique = TECHNIQUE
+    handle: StreamedHandle | None
 
-    def __init__(self, prefetch: int = 1, rows: int | None = None) -> None:
-        check_value("prefetch", prefetch, CountOrZero, 1)
-        check_value("rows", rows, Count | None, 8)
-        super().__init__(prefetch, rows=rows)
-        self.prefetch, self.rows = prefetch, rows
+    def __init__(self, prefetch: int = 1, rows: int | None = None, *, embeddings_on_host: bool = False) -> None:
+        _check_options(prefetch, rows, embeddings_on_host)
+        self._options: dict[str, Any] = {"prefetch": prefetch, "rows": rows, "embeddings_on_host": embeddings_on_host}
+        super().__init__(**self._options)
         self._device: torch.device | None = None
-        self._ring: Ring | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Stream the layers of the model that the Trainer was given."""
@@ -194,10 +201,11 @@ class StreamedLayersCallback(ModelCallback):
             return
         handle = _handle_of(model)
         if handle is None:
-            handle = stream_layers(model, prefetch=self.prefetch, rows=self.rows, device=self._device)
+            handle = stream_layers(model, device=self._device, **self._options)
         elif self._handles.model is model:
             return
-        self._ring, self.handle = handle.ring, self._handles.keep(model, handle)
+        self._handles.keep(model, handle)
+        self.handle = handle
         streamed = sum(parameter.nbytes for layer in handle.ring.layers for parameter in layer.parameters)
         reason = f"{format_bytes(streamed)} of {len(handle.ring.layers)} layers wait in host memory"
         if add_change(self.changes, change := Change("weights of the layers", "on the device", "fetched", reason)):
@@ -210,18 +218,18 @@ class StreamedLayersCallback(ModelCallback):
         _check_arguments(args)
         self._device = args.device
         super().on_train_begin(args, state, control, model=model, **kwargs)
-        assert self._ring is not None  # of the model
-        optimizer = unwrap_optimizer(optimizer)
-        self._ring.steps = None
-        if hasattr(optimizer, "step_copy"):
-            self._ring.steps = DeviceSteps(self._ring.lanes, optimizer)
-        _check_training(self._ring, args, optimizer)
+        assert self.handle is not None  # of the model
+        ring, optimizer = self.handle.ring, unwrap_optimizer(optimizer)
+        for layer in ring.layers:
+            layer.switch_off()
+        ring.steps = DeviceSteps(ring.lanes, optimizer) if hasattr(optimizer, "step_copy") else None
+        _check_training(ring, args, optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let go of the device copies and of the optimizer."""
-        if self._ring is not None:
-            self._ring.clear()
-            self._ring.steps = None
+        if self.handle is not None:
+            self.handle.ring.clear()
+            self.handle.ring.steps = None
 
 
 # ---- The model
@@ -290,7 +298,32 @@ def _to_host(ring: Ring) -> None:
             layer.to_host()
 
 
+def _keep_embeddings(model: Any, ring: Ring) -> list[UndoHandle]:
+    """Let the input embeddings compute on the host; autograd brings their gradient there."""
+    embeddings = model.get_input_embeddings()
+    inside, owned = {*embeddings.modules()}, {*embeddings.parameters()}
+    others = [p for module in model.modules() if module not in inside for p in module._parameters.values()]
+    if not owned.isdisjoint(others):
+        raise ValueError(
+            "embeddings_on_host=True cannot be used with tied embeddings, which the head needs on the device; expected "
+            "weights of their own. Pass embeddings_on_host=False"
+        )
+    embeddings.to("cpu")
+
+    def forward(before: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return before(ids.cpu(), *args, **kwargs).to(ring.lanes.device)
+
+    stay = override_method(embeddings, "_apply", lambda *_, **__: embeddings)
+    return [override_method(embeddings, "forward", forward), stay]
+
+
 # ---- The arguments
+
+
+def _check_options(prefetch: Any, rows: Any, embeddings_on_host: Any) -> None:
+    check_value("prefetch", prefetch, CountOrZero, 1)
+    check_value("rows", rows, Count | None, 8)
+    check_value("embeddings_on_host", embeddings_on_host, bool, False)
 
 
 def _check_arguments(args: TrainingArguments) -> None:

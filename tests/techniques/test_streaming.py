@@ -1,0 +1,577 @@
+"""Layers that wait on the host: bit for bit what stock with checkpointing trains, whatever happens in between."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer
+
+import tiny
+from hf_memopt import StreamedLayersCallback, attach, stream_layers
+from hf_memopt.binding import checkpointing_arguments, enable_checkpointing
+from hf_memopt.techniques.streaming import lanes, streamed_layers
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+LAYERS = 5
+IDS = torch.randint(5, 100, (8, 12), generator=torch.Generator().manual_seed(1))
+ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-2, "logging_strategy": "steps", "logging_steps": 1}
+
+
+def llama(**settings: Any) -> transformers.LlamaForCausalLM:
+    return tiny.llama(**{"num_hidden_layers": LAYERS, "attention_dropout": 0.1, **settings}).train()
+
+
+def rows(count: int = 16) -> list[dict[str, Any]]:
+    return [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in tiny.rows(count)]
+
+
+def backward(model: Any, seed: int = 0, ids: torch.Tensor = IDS) -> float:
+    torch.manual_seed(seed)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item()
+
+
+def stock(model: Any) -> Any:
+    """Return a copy with stock's checkpointing."""
+    copied = copy.deepcopy(model)
+    enable_checkpointing(copied, {"use_reentrant": False})
+    return copied
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+def layer_bytes(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+
+
+# ---- In the Trainer -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "settings"),
+    [
+        (0, {"max_grad_norm": 1.0}),
+        (1, {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}),
+        (2, {"optim": "sgd"}),
+        (LAYERS, {"optim": "adamw_bnb_8bit", "bf16": True}),
+    ],
+)
+def test_weights_and_losses_are_those_of_stock(prefetch: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of stock with checkpointing, which computes the same: gradients are summed and clipped on the host."""
+    settings = {**ADAMW, **checkpointing_arguments(), "per_device_train_batch_size": 4, **settings}
+    callback = StreamedLayersCallback(prefetch)
+    model, plain = llama(), llama()
+    ours = tiny.train(model, rows(), tmp_path, trainer_callbacks=[callback], **settings)
+    theirs = tiny.train(plain, rows(), tmp_path, **settings)
+    assert tiny.largest_difference(model, plain) == 0.0
+    keys = ("loss", "grad_norm")
+    assert [[entry.get(key) for key in keys] for entry in ours.state.log_history] == [
+        [entry.get(key) for key in keys] for entry in theirs.state.log_history
+    ]
+    ring = callback.handle.ring
+    passes = 4  # micro-batches of 4 of 16 rows
+    assert ring.fetches == passes * max(2 * LAYERS - 1 - prefetch, LAYERS)
+    assert (ring.live_bytes, ring.peak_bytes) == (0, min(prefetch + 1, LAYERS) * layer_bytes(model))
+
+
+@pytest.mark.parametrize("direction", ["to streamed", "to plain"])
+def test_a_checkpoint_is_resumed_with_and_without(direction: str, tmp_path: Path) -> None:
+    settings = {**ADAMW, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2}
+    streamed, plain = ({"trainer_callbacks": [StreamedLayersCallback()]}, {})
+    first, then = (plain, streamed) if direction == "to streamed" else (streamed, plain)
+    straight = llama()
+    tiny.train(straight, rows(), tmp_path / "straight", **settings, **first)
+    model = llama(seed=1)
+    args = tiny.arguments(tmp_path / "resumed", **settings)
+    trainer = Trainer(model, args, train_dataset=rows(), callbacks=then.get("trainer_callbacks"))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
+    assert tiny.largest_difference(straight, model) == 0.0
+    saved = [path.read_bytes() for path in sorted(tmp_path.glob("*/checkpoint-4/model.safetensors"))]
+    assert len(saved) == 2
+    assert saved[0] == saved[1]
+
+
+def test_a_model_that_is_streamed_before_the_trainer_is_kept(tmp_path: Path) -> None:
+    model = llama()
+    handle = stream_layers(model, prefetch=2)
+    callback = StreamedLayersCallback()
+    trainer = attach(Trainer(model, tiny.arguments(tmp_path), train_dataset=rows(4)), callback)
+    assert callback.handle is not None
+    trainer.train()
+    assert handle.ring.fetches == 2 * LAYERS - 3
+    [change] = trainer.memopt_changes
+    size = f"{LAYERS * layer_bytes(model) / 1024:.1f} KiB"
+    assert str(change) == (
+        f"weights of the layers: 'on the device' -> 'fetched' ({size} of {LAYERS} layers wait in host memory)"
+    )
+
+
+def test_stocks_checkpointing_is_off_while_layers_are_streamed(tmp_path: Path) -> None:
+    """The Trainer switches it on at each train(), and finds it on when the layers are its own again."""
+    model, callback = llama(), StreamedLayersCallback()
+    tiny.train(model, rows(4), tmp_path, trainer_callbacks=[callback], **checkpointing_arguments())
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    callback.handle.remove()
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+# ---- What happens to a streamed model -------------------------------------------------------------------------------
+
+
+def test_moving_a_model_leaves_its_layers_on_the_host() -> None:
+    """As the Trainer and accelerate move it; adapters and buffers in the layers go along."""
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.get_base_model().model.layers[0].register_buffer("scale", torch.ones(1))
+    stream_layers(model)
+    model.to("meta")
+    places = {name: tensor.device.type for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    stay = {name for name in places if ".layers." in name and "lora_" not in name and "scale" not in name}
+    assert stay == {name for name, device in places.items() if device == "cpu"}
+
+
+def test_another_dtype_is_refused() -> None:
+    model = llama()
+    stream_layers(model)
+    with pytest.raises(ValueError) as error:
+        model.to(torch.bfloat16)
+    assert str(error.value) == (
+        "dtype=torch.bfloat16 cannot be given to streamed weights of torch.float32; expected a model that has its "
+        "dtype before stream_layers. Load it with dtype=..., or call handle.remove() first"
+    )
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_a_plain_model_of_its_own(way: Any) -> None:
+    model = llama()
+    handle = stream_layers(model)
+    copied = way(model)
+    assert backward(copied) == backward(model)
+    assert same(gradients(copied), gradients(model))
+    assert handle.ring.fetches == 2 * LAYERS - 2
+    with torch.no_grad():
+        copied.model.layers[0].mlp.up_proj.weight.zero_()
+    assert backward(model) != backward(copied)
+    assert stream_layers(copied).ring is not handle.ring
+
+
+class Broken(nn.Module):
+    """Raises in the forward or in the backward pass."""
+
+    def __init__(self, inner: nn.Module, when: str) -> None:
+        super().__init__()
+        self.inner, self.when = inner, when
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self.inner(hidden)
+        if self.when == "forward":
+            raise KeyError("broken")
+        if self.when == "backward":
+            out.register_hook(lambda gradient: {}["broken"])
+        return out
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_an_error_in_the_middle_leaves_the_model_whole(when: str) -> None:
+    model = llama()
+    model.model.layers[2].mlp = Broken(model.model.layers[2].mlp, "")
+    expected = copy.deepcopy(model)
+    handle = stream_layers(model)
+    before = list(model.parameters())
+    model.model.layers[2].mlp.when = when
+    with pytest.raises(KeyError, match="broken"):
+        backward(model)
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+    if when == "forward":  # a failed backward pass lets go when the next pass begins
+        assert handle.ring.live_bytes == 0
+    model.model.layers[2].mlp.when = ""
+    model.zero_grad()
+    assert backward(model) == backward(expected)
+    assert same(gradients(model), gradients(expected))
+    assert handle.ring.live_bytes == 0
+
+
+def test_evaluation_and_generation_fetch_each_layer_once() -> None:
+    model = llama().eval()
+    plain = copy.deepcopy(model)
+    ring = stream_layers(model).ring
+    with torch.inference_mode():
+        assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    assert (ring.fetches, ring.live_bytes) == (LAYERS, 0)
+    asked = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(IDS, **asked), plain.generate(IDS, **asked))
+    assert (ring.fetches, ring.live_bytes) == (4 * LAYERS, 0)
+    assert backward(model.train()) == backward(plain.train())  # with what inference mode has fetched gone
+
+
+def test_adapters_are_trained_on_the_device_and_merged(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), config)
+    plain = copy.deepcopy(model)
+    enable_checkpointing(plain.get_base_model(), {"use_reentrant": False})
+    plain.enable_input_require_grads()
+    ring = stream_layers(model).ring
+    stored: list[Any] = []
+    ring.lanes.store = lambda *given: stored.append(given)
+    assert backward(model) == backward(plain)
+    assert same(gradients(model), gradients(plain))
+    assert not stored  # frozen weights have no gradients, and adapters are on the device
+    assert not any(parameter.requires_grad for layer in ring.layers for parameter in layer.parameters)
+    assert same(model.merge_and_unload().parameters(), plain.merge_and_unload().parameters())
+
+
+def test_layers_without_anything_to_train_before_them_are_not_recomputed() -> None:
+    model = llama()
+    for part in (model.model.embed_tokens, *model.model.layers[:3]):
+        part.requires_grad_(False)
+    plain = stock(model)
+    ring = stream_layers(model).ring
+    assert backward(model) == backward(plain)
+    assert same(gradients(model), gradients(plain))
+    assert ring.fetches == LAYERS  # the last two stayed for the backward pass
+
+
+def test_a_layer_that_is_used_twice_gets_the_sum() -> None:
+    model = llama()
+    model.model.layers = nn.ModuleList([*model.model.layers, model.model.layers[1]])
+    model.config.num_hidden_layers += 1
+    plain = stock(model)
+    stream_layers(model)
+    assert backward(model) == backward(plain)
+    assert same(gradients(model), gradients(plain))
+
+
+def test_two_forward_passes_before_the_backward_passes() -> None:
+    """As preference losses run them; and gradients of both add up."""
+    model = llama()
+    plain = stock(model)
+    ring = stream_layers(model).ring
+    for one in (model, plain):
+        torch.manual_seed(0)
+        first, second = one(IDS[:4], labels=IDS[:4]).loss, one(IDS[4:], labels=IDS[4:]).loss
+        (first - second).backward(retain_graph=True)
+        first.backward()
+    assert same(gradients(model), gradients(plain))
+    assert ring.live_bytes == 0
+
+
+def test_hooks_of_parameters_see_the_gradient_on_the_host() -> None:
+    model = llama()
+    plain = stock(model)
+    stream_layers(model)
+    seen: dict[str, list[torch.Tensor]] = {}
+    for one in (model, plain):
+        weight = one.model.layers[1].mlp.up_proj.weight
+        found = seen.setdefault(str(one is model), [])
+        weight.register_hook(lambda gradient, found=found: found.append(gradient.clone()))
+        weight.register_post_accumulate_grad_hook(lambda p, found=found: found.append(p.grad.clone()))
+        backward(one)
+        backward(one)
+    assert len(seen["True"]) == 4
+    assert same(seen["True"], seen["False"])
+
+
+def test_two_towers_prefetch_wrongly_and_compute_rightly() -> None:
+    """The last layers of the model's order are not the last that ran: a fetch more, and never another result."""
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
+    config = transformers.CLIPConfig(
+        text_config={**tower, "vocab_size": 100, "max_position_embeddings": 16},
+        vision_config={**tower, "image_size": 8, "patch_size": 4},
+        projection_dim=8,
+    )
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(config).train()
+    plain = stock(model)
+    ring = stream_layers(model).ring
+    for one in (model, plain):
+        one(input_ids=IDS[:2], pixel_values=torch.ones(2, 3, 8, 8), return_loss=True).loss.backward()
+    assert same(gradients(model), gradients(plain))
+    assert (ring.fetches, ring.live_bytes) == (12, 0)
+
+
+def test_embeddings_on_the_host_are_trained_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    plain = stock(model)
+    handle = stream_layers(model, embeddings_on_host=True)
+    asked: list[torch.device] = []
+    backwards = nn.Embedding.forward
+    monkeypatch.setattr(
+        nn.Embedding, "forward", lambda self, ids: (asked.append(self.weight.device), backwards(self, ids))[1]
+    )
+    assert backward(model) == backward(plain)
+    assert same(gradients(model), gradients(plain))
+    model.to("meta")
+    assert model.model.embed_tokens.weight.device.type == "cpu"
+    assert model.lm_head.weight.is_meta
+    assert {device.type for device in asked} == {"cpu"}
+    handle.remove()
+    assert "forward" not in vars(model.model.embed_tokens)
+
+
+def test_a_model_is_let_go_with_its_handle() -> None:
+    import gc
+    import weakref
+
+    model = llama()
+    reference = weakref.ref(model)
+    stream_layers(model)
+    backward(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    assert not list(streamed_layers._HANDLES)
+
+
+# ---- Rows in parts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_rows_in_parts_fetch_no_more(rows: int) -> None:
+    model = llama(attention_dropout=0.0).double()
+    plain = stock(model)
+    ring = stream_layers(model, rows=rows).ring
+    mask = torch.ones_like(IDS)
+    mask[:, -2:] = 0
+    for one in (model, plain):
+        one(input_ids=IDS, attention_mask=mask, labels=IDS).loss.backward()
+    assert ring.fetches == 2 * LAYERS - 2
+    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-15)  # sums of float64 in another order
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_position_bias_that_all_rows_share_is_not_joined(rows: int) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 3, "vocab_size": 100}
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    ).double()
+    plain = stock(model)
+    stream_layers(model, rows=rows)
+    for one in (model, plain):
+        one.train()
+        one.config.use_cache = False
+        one(input_ids=IDS[:4], labels=IDS[:4, :5].contiguous()).loss.backward()
+    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+
+
+def test_rows_in_parts_refuse_what_records_inside_a_layer() -> None:
+    model = llama(attn_implementation="eager")
+    stream_layers(model, rows=4)
+    with pytest.raises(ValueError) as error:
+        model(IDS, output_attentions=True)
+    assert str(error.value) == (
+        "rows=4 would give single parts to the hooks inside LlamaDecoderLayer, which record attentions or router "
+        "logits; expected output_attentions=False and output_router_logits=False. Pass rows=None to stream_layers"
+    )
+
+
+def test_rows_in_parts_refuse_a_batch_that_is_a_square() -> None:
+    model = llama()
+    stream_layers(model, rows=4)
+    with pytest.raises(ValueError) as error:
+        model(IDS[:, :8])
+    assert str(error.value) == (
+        "rows=4 cannot cut a batch of 8 rows of 8 tokens: either dimension may be the rows; expected another number "
+        "of rows. Pass rows=None to stream_layers, or pad to another length"
+    )
+
+
+# ---- Refused --------------------------------------------------------------------------------------------------------
+
+
+def wrapped(kind: type) -> Any:
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.module = llama()
+    return made
+
+
+def changed(change: Any) -> Any:
+    model = llama()
+    change(model)
+    return model
+
+
+def shares(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+
+
+SHARED = (
+    "shares a parameter between two layers, or between a layer and the rest; expected layers that own their weights. "
+    "Clone the shared one: layer.weight = nn.Parameter(layer.weight.detach().clone())"
+)
+REFUSED = {
+    "two layers": (
+        lambda: llama(num_hidden_layers=2),
+        "has 2 repeated layers; expected 3 or more, since two are on the device at any time. Train it without "
+        "StreamedLayersCallback",
+    ),
+    "streamed": (
+        lambda: changed(stream_layers),
+        "is streamed already; expected a plain model. Call remove() of its handle first",
+    ),
+    "DataParallel": (
+        lambda: wrapped(nn.DataParallel),
+        "is wrapped by DataParallel; expected one process and one device. Pass model.module",
+    ),
+    "DDP": (
+        lambda: wrapped(nn.parallel.DistributedDataParallel),
+        "is wrapped by DistributedDataParallel; expected one process and one device. Pass model.module",
+    ),
+    "compiled": (
+        lambda: torch.compile(llama(), backend="eager"),
+        "is compiled, and compiled code keeps its weights; expected a plain model. Leave torch.compile out",
+    ),
+    "sharded": (
+        lambda: changed(lambda model: setattr(model.lm_head.weight, "device_mesh", None)),
+        "has sharded weights (FSDP2 or tensor parallelism); expected whole ones. Leave the sharding out",
+    ),
+    "device_map": (
+        lambda: changed(lambda model: setattr(model.model.layers[1], "_hf_hook", object())),
+        "has hooks of accelerate that move its weights; expected none. Load it without device_map",
+    ),
+    "meta": (
+        lambda: llama().to("meta"),
+        "has weights on meta, which have no values; expected loaded weights. Load it without device_map",
+    ),
+    "shared": (lambda: changed(shares), SHARED),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_streamed_is_refused_by_name(case: str) -> None:
+    build, text = REFUSED[case]
+    model = build()
+    with pytest.raises(ValueError) as error:
+        stream_layers(model)
+    assert str(error.value) == f"model=<{type(model).__name__}> {text}"
+
+
+def test_tied_embeddings_do_not_stay_on_the_host() -> None:
+    with pytest.raises(ValueError) as error:
+        stream_layers(llama(tie_word_embeddings=True), embeddings_on_host=True)
+    assert str(error.value) == (
+        "embeddings_on_host=True cannot be used with tied embeddings, which the head needs on the device; expected "
+        "weights of their own. Pass embeddings_on_host=False"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"prefetch": -1}, "prefetch=-1 is invalid; expected an integer of 0 or more. Pass prefetch=1"),
+        ({"rows": 0}, "rows=0 is invalid; expected an integer of 1 or more, or None. Pass rows=8"),
+    ],
+)
+def test_wrong_values(given: dict[str, Any], text: str) -> None:
+    for call in (StreamedLayersCallback, lambda **options: stream_layers(llama(), **options)):
+        with pytest.raises(ValueError) as error:
+            call(**given)
+        assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"fsdp": "full_shard"}, "FSDP2"), ({"deepspeed": "zero.json"}, "DeepSpeed"), ({"torch_compile": True}, "")],
+)
+def test_engines_are_refused_when_training_begins(settings: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """Also where nobody called attach."""
+    args = tiny.arguments(tmp_path)
+    vars(args).update(settings)
+    name = name or "torch.compile"
+    with pytest.raises(ValueError, match=f"^streamed layers and {name} are incompatible: "):
+        StreamedLayersCallback().on_train_begin(args, None, None, model=llama())
+
+
+def test_too_little_host_memory_is_said_before_the_first_step(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(streamed_layers, "read_memory", lambda _: SimpleNamespace(host_available_bytes=1000))
+    model = llama()
+    size = 3 * LAYERS * layer_bytes(model) / 1024  # a gradient and two moments beside each weight
+    with pytest.raises(ValueError) as error:
+        tiny.train(model, rows(4), tmp_path, trainer_callbacks=[StreamedLayersCallback()], optim="adamw_torch")
+    assert str(error.value) == (
+        f"streamed layers need {size:.1f} KiB of host memory for gradients and optimizer state, and 1000 B are "
+        "available; expected no more, since the machine would swap. Train adapters, set optim='adamw_bnb_8bit', or "
+        "load the model with dtype=torch.bfloat16"
+    )
+
+
+def test_fp16_is_refused_for_weights_that_are_trained(tmp_path: Path) -> None:
+    model, args = llama(), tiny.arguments(tmp_path)
+    args.fp16 = True
+    with pytest.raises(ValueError) as error:
+        StreamedLayersCallback().on_train_begin(
+            args, None, None, model=model, optimizer=torch.optim.SGD([model.lm_head.weight])
+        )
+    assert str(error.value) == (
+        "fp16=True scales gradients on the GPU, and those of streamed layers are on the host; expected bf16, or "
+        "adapters alone to train. Set bf16=True"
+    )
+
+
+# ---- Page-locked memory ---------------------------------------------------------------------------------------------
+
+
+class Runtime:
+    """CUDA's runtime, which notes what it locks."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.locked = error, {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.locked[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.locked[address]
+
+
+def test_the_weights_of_a_layer_lie_in_one_page_locked_buffer(monkeypatch: Any, tmp_path: Path) -> None:
+    """Not rounded up to a power of two; each with a storage of its own, so that saving copies none of them."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    model = llama()
+    handle = stream_layers(model)
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    handle.ring.lanes.is_async = True
+    layer = handle.ring.layers[0]
+    layer.to_host()
+    handle.ring.lanes.is_async = False
+    [(start, size)] = runtime.locked.items()
+    assert layer_bytes(model) <= size < layer_bytes(model) + 512 * len(layer.parameters)
+    assert all(start <= p.data_ptr() < start + size and p.data_ptr() % 64 == 0 for p in layer.parameters)
+    assert len({p.untyped_storage().data_ptr() for p in layer.parameters}) == len(layer.parameters)
+    assert same(model.parameters(), expected)
+    model.save_pretrained(tmp_path)
+    assert same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).parameters(), expected)
+    for parameter in layer.parameters:
+        parameter.data = parameter.data.clone()
+    assert not runtime.locked  # given back with the last tensor in it
+
+
+def test_a_driver_that_locks_no_pages_is_named(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
+    host = lanes.Lanes("cpu")
+    host.is_async = True
+    with pytest.warns(UserWarning, match="refused to page-lock 512 bytes of host memory .error 2., so copies wait"):
+        [copied] = host.host_like([torch.ones(3)])
+    assert copied.shape == (3,)
