@@ -58,6 +58,7 @@ def run(options: PlanOptions, context: Any) -> int:
                 images=options.images,
                 image_size=options.image_size,
                 audio_seconds=options.audio_seconds,
+                host_memory=options.host_memory,
                 measured=options.measured,
                 announce=announce,
             )

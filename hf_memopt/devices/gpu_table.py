@@ -27,8 +27,8 @@ several figures is listed.
   in float32, as training does: GeForce runs these at half its advertised rate, Quadro, RTX A and data center GPUs do
   not. Pascal and the GTX 16 series have no tensor cores: products of fp16 operands run at the rate of float32 on
   Pascal; what they reach on the GTX 16 series is not published.
-- ``pcie`` is the bus interface of the same page: generation and lanes. Chips of the smaller cards and laptops have eight
-  lanes (AD106 and AD107, GB206 and GB207, GA107), and a computer may offer an older generation than the card.
+- ``pcie`` is the bus interface of the same page: generation and lanes. The chips of smaller cards and laptops have
+  eight (GA107, AD106, AD107, GB206, GB207), and a computer may offer fewer or an older generation.
 - ``nvlink_gb`` is half of what the source of the architecture calls NVLink's total bandwidth, which counts both
   directions: of GPUs that sit on a board with NVLink in every server. All others reach each other by PCIe; bridges
   between two of them (RTX 3090, RTX A6000, A40, H100 NVL) are not counted, since few computers have one.

@@ -67,9 +67,8 @@ class StepTrace:
     ``gathered_bytes`` are those of sharded weights that a pass gathers, as often as it does. ``notes`` say what was
     changed in the model for the recording, and assumed of it. ``trainable`` are the facts of its trainable parameters,
     and ``parameters`` the number of all weights. ``loading`` has the events of loading quantised weights, in stretches
-    between which the cache is emptied; none for weights that are moved as they are. ``on_host`` says what of the weights
-    waits in host memory; None for none. ``replayed`` keeps what replays
-    derive from it.
+    between which the cache is emptied; none for weights that are moved as they are. ``on_host`` says which
+    weights wait in host memory; None for none. ``replayed`` keeps what replays derive from it.
     """
 
     tracker: StorageTracker

@@ -35,8 +35,8 @@ from hf_memopt.memory.distributed import sharded_step, without_autocast
 from hf_memopt.memory.models import LoadedModel, assumed_inputs, example_batch, load_model, rest_to_meta
 from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, parameter_facts, step_optimizer
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
-from hf_memopt.memory.recording.streamed import RecordedStream
 from hf_memopt.memory.recording.step import cut_batch, has_padding, record_step, state_kept
+from hf_memopt.memory.recording.streamed import RecordedStream
 from hf_memopt.memory.settings import StepSettings, settings_that_change
 from hf_memopt.memory.tracking import Hidden, StorageTracker
 from hf_memopt.technique_list import Technique, asked_by, load

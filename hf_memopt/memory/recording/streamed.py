@@ -1,7 +1,7 @@
-"""Record a step whose layers wait in host memory: the technique itself runs, with copies that allocate and move nothing.
+"""Record a step whose layers wait in host memory: the technique itself runs, with copies that allocate alone.
 
-What is on the host is on meta as everything else, and not counted. Bytes that cross PCIe are summed up, and the step of
-a released optimizer has its state fetched and stored by the technique's own code, with the bytes of ``OptimizerMemory``.
+What is on the host is on meta as everything else, and not counted. Bytes that cross PCIe are summed up. A released
+optimizer has its state fetched and stored by the technique's own code, with the bytes of ``OptimizerMemory``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_memopt.binding.model_changes import tied_embeddings
 from hf_memopt.binding.undo import override_method, set_attribute, undo_all
 from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, step_optimizer
 from hf_memopt.memory.settings import StepSettings
@@ -154,6 +155,11 @@ class RecordedStream:
         if self._settings.embeddings_on_host:
             embeddings = self._model.get_input_embeddings()
             weights = [*embeddings.parameters()]
+            if tied_embeddings(self._model):
+                raise ValueError(
+                    "embeddings_on_host=True cannot be used with tied embeddings, which the head needs on the GPU; "
+                    "expected weights of their own. Pass embeddings_on_host=False"
+                )
             self._host += weights
             self._embeddings = {self._names[one] for one in weights if one in self._names}
 

@@ -86,7 +86,7 @@ class Streaming:
         return max(self.in_bytes, self.out_bytes) / pcie
 
     def seconds(self, computing: float, link: float, pcie: float) -> tuple[float, float, float]:
-        """Return the seconds that are waited for, without any copy hidden, and with what can be; see ``Communication``."""
+        """Return the seconds that are waited for, without any copy hidden, and with what can be."""
         waited = self.first_bytes / pcie + self.host_bytes / HOST_BYTES_PER_SECOND
         hidden = waited + max(0.0, self.copying(pcie) - computing)
         return hidden, waited + (self.in_bytes + self.out_bytes) / pcie, hidden

@@ -38,6 +38,7 @@ from hf_memopt.recipes.planning.request import (
     checked_batch,
     planned_os,
     read_gpu,
+    read_host_memory,
 )
 from hf_memopt.recipes.planning.result import Plan
 from hf_memopt.recipes.planning.search import EASE_SHARE, best_of, fits_with_ease
@@ -79,6 +80,7 @@ def plan(
     images: int | None = None,
     image_size: int | None = None,
     audio_seconds: float | None = None,
+    host_memory: int | str | None = None,
     announce: Callable[[str], object] = lambda text: None,
 ) -> Plan:
     """Return the set-up that suits the goal best of those whose predicted memory fits a GPU.
@@ -115,6 +117,8 @@ def plan(
         images: pictures of an example, as for ``estimate``.
         image_size: as for ``estimate``.
         audio_seconds: as for ``estimate``.
+        host_memory: of the computer that trains, in bytes or as text such as ``"64GB"``: where nothing else fits, the
+            layers' weights may wait there. None for this machine's, 0 for plans without.
         announce: called before each simulation with a text that names it.
 
     Raises:
@@ -150,6 +154,7 @@ def plan(
         gpus = world_size, share
         simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce, corrections)
         simulation.media = media
+        simulation.host_memory_bytes, simulation.is_this_host = read_host_memory(host_memory), host_memory is None
         search_of = StageSearch(simulation, sharings_of(strategy, world_size, goal))
         stages = stages_of(method, facts, words)
         chosen, shortfall = search_of.by_length(stages), None
@@ -157,7 +162,8 @@ def plan(
         shown = chosen or min(candidates, key=lambda one: one.total_bytes, default=None)
         simulation.sharing = None if shown is None else shown.sharing
         if chosen is None:
-            set_ups = [one for stage in stages for one in search_of.set_ups(stage)]
+            on_host = any(one.recipe.streamed and not one.host_lacks_bytes for one in candidates)
+            set_ups = [one for stage in stages for one in search_of.set_ups(stage, streamed=on_host)]
             shortfall = shortfall_of(simulation, set_ups, budget)
     used = () if chosen is None or os else [one.name for one in chosen.techniques if one in LINUX_ONLY]
     of_linux = (
@@ -234,6 +240,7 @@ def _notes(
     if chosen is not None and chosen.rows == 1 and share > 3 and all(share % rows for rows in range(2, share)):
         even = (share + 1) * simulation.world_size
         yield f"{share} examples cannot be cut evenly but into single ones; effective_batch_size={even} can"
+    yield from _of_host(simulation, candidates, chosen)
     if simulation.time_unknown:
         yield f"time is not predicted: {simulation.time_unknown}"
     elif simulation.priced_on.name != simulation.gpu.name:
@@ -251,6 +258,18 @@ def _notes(
         yield f"{one.name} was not simulated: {why}"
     if problem := simulation.facts.against_float16(simulation.gpu):
         yield problem
+
+
+def _of_host(simulation: Simulation, candidates: Sequence[Candidate], chosen: Candidate | None) -> Iterable[str]:
+    """Yield what host memory the chosen plan needs, or would have needed where nothing fits."""
+    has = format_bytes(simulation.host_memory_bytes)
+    where = "this machine's; host_memory= plans for another" if simulation.is_this_host else "as given"
+    streamed = [one for one in candidates if one.recipe.streamed and not one.consents]
+    if chosen in streamed:
+        yield f"{format_bytes(chosen.host_bytes)} of {has} of host memory are used, {where}"
+    elif chosen is None and (lacking := [one for one in streamed if one.spare_bytes >= one.margin_bytes]):
+        least = min(lacking, key=lambda one: one.host_bytes)
+        yield f"{least.name} needs {format_bytes(least.host_bytes)} of host memory, and there are {has}, {where}"
 
 
 # ---- Reasons
@@ -313,6 +332,9 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     longest = f"the longest rows that fit, {one.seq_len} tokens; " if goal == "longest" else ""
     is_not_all = any(other.fits and other.cost < fastest.cost for other in candidates)
     kind, ease = (f" of {NAMES[one.stage]}", " with ease" * (one.stage == "full")) if is_not_all else ("", "")
+    if one.recipe.streamed:
+        hides = "" if one.hiding_tokens is None else f", and copies hide from {one.hiding_tokens:,.0f} tokens a pass on"
+        longest += f"nothing fits without host memory, of which this takes {format_bytes(one.host_bytes)}{hides}; "
     most = "the fastest" if one.seconds is not None else "the least assumed time"
     first = f"{most} of the {len(fitting)}{kind} that fit{ease}"
     if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):

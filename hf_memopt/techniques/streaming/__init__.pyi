@@ -1,0 +1,2 @@
+from .streamed_layers import StreamedLayersCallback as StreamedLayersCallback
+from .streamed_layers import stream_layers as stream_layers

@@ -181,6 +181,7 @@ class StreamedLayersCallback(ModelCallback):
         _check_options(prefetch, rows, embeddings_on_host)
         self._options: dict[str, Any] = {"prefetch": prefetch, "rows": rows, "embeddings_on_host": embeddings_on_host}
         super().__init__(**self._options)
+        self.prefetch, self.rows, self.embeddings_on_host = prefetch, rows, embeddings_on_host
         self._device: torch.device | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
