@@ -198,7 +198,7 @@ def test_a_row_is_plausible(gpu):
 def test_every_figure_has_a_source(gpu):
     parts = dict(part.split(": ", 1) for part in gpu.source.split("; "))
     assert re.fullmatch(r"https://\S+|that of the simulated kernels", parts.pop("compute capability"))
-    page = parts.pop("size, bandwidth, multiprocessors and clock")
+    page = parts.pop("size, bandwidth, bus, multiprocessors and clock")
     assert re.fullmatch(r"https://www\.techpowerup\.com/gpu-specs/[a-z0-9-]+\.c\d+", page)
     assert re.fullmatch(r"https://\S+", parts.pop("operations per clock"))
     if gpu.sustained_fraction < 1:
