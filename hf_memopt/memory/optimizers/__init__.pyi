@@ -6,4 +6,3 @@ from .state_and_temporaries import check_optimizer as check_optimizer
 from .state_and_temporaries import clipping_temporaries as clipping_temporaries
 from .state_and_temporaries import optimizer_memory as optimizer_memory
 from .state_and_temporaries import parameter_facts as parameter_facts
-from .state_and_temporaries import step_optimizer as step_optimizer

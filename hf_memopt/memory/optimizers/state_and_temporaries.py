@@ -33,8 +33,6 @@ from hf_memopt.memory.settings import NotEstimableError
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_memopt.memory.settings import StepSettings
-
 __all__ = [
     "OptimizerMemory",
     "ParameterFacts",
@@ -42,7 +40,6 @@ __all__ = [
     "clipping_temporaries",
     "optimizer_memory",
     "parameter_facts",
-    "step_optimizer",
 ]
 
 SLICE_ELEMENTS = 2**21
@@ -184,26 +181,6 @@ def _after(
     """Return the request for later parameters: the tables that all parameters of an 8-bit optimizer share come once."""
     later = replace(request, has_tables=True)
     return request if family(parameters, later).state == found.state else later
-
-
-def step_optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:
-    """Return the bytes of the optimizer that the settings ask for."""
-    if settings.optimizer_memory is None:
-        return optimizer_memory(
-            facts,
-            settings.optim,
-            optim_args=settings.optim_args,
-            target_modules=settings.optim_target_modules,
-            embedding_bits=settings.embedding_bits,
-            one_by_one=settings.steps_in_backward,
-            weight_decay=settings.weight_decay,
-            rounding=settings.rounding,
-        )
-    found = settings.optimizer_memory(facts)
-    if not (found.releases_gradients or settings.steps_in_backward):
-        return found
-    alone = tuple(settings.optimizer_memory((fact,)) for fact in facts)
-    return replace(found, releases_gradients=True, alone=alone)
 
 
 def clipping_temporaries(parameters: Sequence[ParameterFacts]) -> tuple[int, ...]:

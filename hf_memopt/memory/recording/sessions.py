@@ -33,7 +33,7 @@ from hf_memopt.devices import Chip
 from hf_memopt.memory.cuda import CudaSemantics, hidden_bytes, unknown_operators
 from hf_memopt.memory.distributed import sharded_step, without_autocast
 from hf_memopt.memory.models import LoadedModel, assumed_inputs, example_batch, load_model, rest_to_meta
-from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, parameter_facts, step_optimizer
+from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import cut_batch, has_padding, record_step, state_kept
 from hf_memopt.memory.recording.streamed import RecordedStream
@@ -292,7 +292,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
     stream = None
     with ExitStack() as around:
         if settings.streamed:
-            stream = RecordedStream(model, settings, tracker, _alone(prepared.trainable, settings))
+            stream = RecordedStream(model, settings, tracker, prepared.trainable)
             around.enter_context(stream.streaming())
         if sharded is not None:
             around.enter_context(sharded.sharding())
@@ -310,14 +310,6 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
     trace.on_host = None if stream is None else stream.weights(len(trace.micro_batches))
     trace.notes += tuple(assumed_inputs(prepared.base, settings))
     return trace
-
-
-def _alone(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> dict[str, OptimizerMemory]:
-    """Return the memory of a released optimizer by the name of the parameter that it steps; {} of another one."""
-    if not settings.gradient_release:
-        return {}
-    memory = step_optimizer(facts, settings).alone
-    return {fact.name: alone for fact, alone in zip(facts, memory, strict=True)}
 
 
 @cache

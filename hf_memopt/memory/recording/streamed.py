@@ -6,7 +6,7 @@ optimizer has its state fetched and stored by the technique's own code, with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hf_memopt.binding.model_changes import tied_embeddings
 from hf_memopt.binding.undo import override_method, set_attribute, undo_all
-from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, step_optimizer
+from hf_memopt.memory.distributed import step_optimizer
+from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.tracking import StorageTracker
 from hf_memopt.technique_list import TECHNIQUES, load
@@ -29,60 +30,51 @@ class HostWeights:
     """The weights of a recorded step that wait in host memory.
 
     Attributes:
-        names: of those that are trained.
-        stepped: of these, those that the optimizer steps on the host.
+        trained: the facts of those that are trained.
+        stepped: of these, those that the optimizer steps on the host, where their gradients are parked.
         weights_bytes: of all of them.
         in_bytes: copied to the GPU in a forward and backward pass.
         out_bytes: copied to the host in it.
         first_bytes: of the first layer, for which compute waits.
     """
 
-    names: frozenset[str]
-    stepped: frozenset[str]
+    trained: tuple[ParameterFacts, ...]
+    stepped: tuple[ParameterFacts, ...]
     weights_bytes: int
     in_bytes: int
     out_bytes: int
     first_bytes: int
 
-    def on_gpu(self, facts: Sequence[ParameterFacts]) -> tuple[ParameterFacts, ...]:
-        """Return the trained parameters that step on the GPU."""
-        return tuple(fact for fact in facts if fact.name not in self.stepped)
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that are parked."""
+        return sum(fact.size_bytes for fact in self.stepped)
 
-    def gradient_bytes(self, facts: Sequence[ParameterFacts]) -> int:
-        """Return what the gradients take that wait for a step on the host."""
-        return sum(fact.size_bytes for fact in facts if fact.name in self.stepped)
-
-    def state_bytes(self, facts: Sequence[ParameterFacts], settings: StepSettings, *, stepped: bool = False) -> int:
-        """Return what the optimizer's state takes on the host, or that of what it steps there alone."""
-        names = self.stepped if stepped else self.names
-        found = step_optimizer(tuple(fact for fact in facts if fact.name in names), settings)
-        return found.state_bytes + found.host_state_bytes
-
-    def bytes_on_host(self, facts: Sequence[ParameterFacts], settings: StepSettings) -> int:
+    def bytes_on_host(self, settings: StepSettings) -> int:
         """Return what weights, parked gradients and the optimizer's state take of the host's memory."""
-        return self.weights_bytes + self.gradient_bytes(facts) + self.state_bytes(facts, settings)
+        state = step_optimizer(self.trained, settings)
+        return self.weights_bytes + self.gradient_bytes + state.state_bytes + state.host_state_bytes
 
 
 class RecordedStream:
-    """The layers of a model on meta, streamed while a step of it is recorded.
+    """The layers of a model on meta, streamed while a step of it is recorded; as ``Lanes`` it counts the copies.
 
     Args:
         model: prepared.
         settings: of the step.
-        released: the memory of the optimizer for each trainable parameter by itself; {} where gradients are parked.
+        tracker: of the recording.
+        facts: of the trainable parameters.
     """
 
     device, is_async = torch.device("meta"), False
 
     def __init__(
-        self, model: Any, settings: StepSettings, tracker: StorageTracker, released: Mapping[str, OptimizerMemory]
+        self, model: Any, settings: StepSettings, tracker: StorageTracker, facts: Sequence[ParameterFacts]
     ) -> None:
-        self._model, self._settings, self._tracker, self._released = model, settings, tracker, released
+        self._model, self._settings, self._tracker = model, settings, tracker
+        self._facts = dict(zip((one for one in model.parameters() if one.requires_grad), facts, strict=True))
+        self._layers, self._embeddings = list[Tensor](), list[Tensor]()
         self._in_bytes = self._out_bytes = self._first_bytes = 0
-        self._host: list[Tensor] = []
-        self._names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._layers: set[str] = set()
-        self._embeddings: set[str] = set()
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
@@ -91,35 +83,36 @@ class RecordedStream:
         Raises:
             ValueError: the technique refuses the model, or would refuse the run.
         """
-        with undo_all(*self._statistics_as_weights()):
-            handle = load(TECHNIQUE.function)(self._model, device="meta", lanes=self)
-            with undo_all(handle, *self._embeddings_on_host()):
-                ring = handle.ring
-                for layer in ring.layers:
-                    self._host += layer.parameters
-                self._first_bytes = sum(one.nbytes for one in ring.layers[0].parameters)
-                self._layers = {self._names[one] for one in self._host if one in self._names} - self._embeddings
-                self._check_scaler()
-                for tensor in self._host:
-                    self._tracker.ignore(tensor, is_copied=False)
-                ring.gradients.take = self._park
-                if self._released:
-                    ring.steps = load(TECHNIQUE.steps)(self, _RecordedOptimizer(self))
-                yield
+        with (
+            undo_all(*self._statistics_as_weights()),
+            load(TECHNIQUE.function)(self._model, device="meta", lanes=self) as handle,
+            undo_all(*self._embeddings_on_host()),
+        ):
+            self._layers = [parameter for layer in handle.ring.layers for parameter in layer.parameters]
+            self._first_bytes = sum(parameter.nbytes for parameter in handle.ring.layers[0].parameters)
+            self._check_scaler()
+            for tensor in (*self._layers, *self._embeddings):
+                self._tracker.ignore(tensor, is_copied=False)
+            handle.ring.gradients.take = lambda layer, parameter, gradient: self.store(parameter, gradient)
+            if self._settings.gradient_release:
+                alone = dict(
+                    zip(self._facts, step_optimizer([*self._facts.values()], self._settings).alone, strict=True)
+                )
+                released = {one: alone[one] for one in self._layers if one in alone}
+                handle.ring.steps = load(TECHNIQUE.steps)(self, _RecordedOptimizer(self._tracker, released))
+            yield
 
     def weights(self, passes: int) -> HostWeights:
         """Return what was recorded of so many forward and backward passes."""
-        stepped = self._embeddings if self._released else self._layers | self._embeddings
+        stepped = self._embeddings if self._settings.gradient_release else [*self._layers, *self._embeddings]
         return HostWeights(
-            names=frozenset(self._layers | self._embeddings),
-            stepped=frozenset(stepped),
-            weights_bytes=sum(one.nbytes for one in self._host),
+            trained=self._trained([*self._layers, *self._embeddings]),
+            stepped=self._trained(stepped),
+            weights_bytes=sum(one.nbytes for one in (*self._layers, *self._embeddings)),
             in_bytes=self._in_bytes // passes,
             out_bytes=self._out_bytes // passes,
             first_bytes=self._first_bytes,
         )
-
-    # ---- As ``Lanes``
 
     def fetch(self, host: Tensor, written: Any = None, into: Tensor | None = None) -> tuple[Tensor, None]:
         """Allocate a copy of what is on the host."""
@@ -135,44 +128,39 @@ class RecordedStream:
 
     landed = ready
 
-    # ---- Where it differs from a run
-
-    def _park(self, layer: Any, parameter: Tensor, gradient: Tensor) -> None:
-        self.store(parameter, gradient)
+    def _trained(self, parameters: Sequence[Tensor]) -> tuple[ParameterFacts, ...]:
+        return tuple(self._facts[one] for one in parameters if one in self._facts)
 
     def _statistics_as_weights(self) -> Iterator[Any]:
         """Let the stand-ins of quantised linears have plain weights, their statistics among them, which travel too."""
         for module in self._model.modules():
-            if not type(module).__name__.endswith("bitStandIn"):  # by name: bitsandbytes takes a second to import
-                continue
-            tensors = {"weight": module.weight.data, **module._buffers}
-            plain = {name: nn.Parameter(one, requires_grad=False) for name, one in tensors.items() if one is not None}
-            yield set_attribute(module, "_parameters", {**module._parameters, **plain})
-            yield set_attribute(module, "_buffers", {})
+            if type(module).__name__.endswith("bitStandIn"):  # by name: bitsandbytes takes a second to import
+                tensors = {"weight": module.weight.data, **module._buffers}
+                plain = {name: nn.Parameter(one, requires_grad=False) for name, one in tensors.items()}
+                yield set_attribute(module, "_parameters", {**module._parameters, **plain})
+                yield set_attribute(module, "_buffers", {})
 
     def _embeddings_on_host(self) -> Iterator[Any]:
         """Let the tokens be looked up without weights, gradients and state on the device."""
-        if self._settings.embeddings_on_host:
-            embeddings = self._model.get_input_embeddings()
-            weights = [*embeddings.parameters()]
-            if tied_embeddings(self._model):
-                raise ValueError(
-                    "embeddings_on_host=True cannot be used with tied embeddings, which the head needs on the GPU; "
-                    "expected weights of their own. Pass embeddings_on_host=False"
-                )
-            self._host += weights
-            self._embeddings = {self._names[one] for one in weights if one in self._names}
+        if not self._settings.embeddings_on_host:
+            return
+        if tied_embeddings(self._model):
+            raise ValueError(
+                "embeddings_on_host=True cannot be used with tied embeddings, which the head needs on the GPU; "
+                "expected weights of their own. Pass embeddings_on_host=False"
+            )
+        embeddings = self._model.get_input_embeddings()
+        self._embeddings = [*embeddings.parameters()]
 
-            def forward(before: Any, *args: Any, **kwargs: Any) -> Tensor:
-                with torch.no_grad():
-                    found = before(*args, **kwargs)
-                looked_up: Tensor = _OnHost.apply(found, *weights)  # type: ignore[no-untyped-call]
-                return looked_up
+        def forward(before: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                found = before(*args, **kwargs)
+            return _OnHost.apply(found, *self._embeddings)  # type: ignore[no-untyped-call]
 
-            yield override_method(embeddings, "forward", forward)
+        yield override_method(embeddings, "forward", forward)
 
     def _check_scaler(self) -> None:
-        if self._settings.precision == "fp16" and self._layers | self._embeddings:
+        if self._settings.precision == "fp16" and self._trained([*self._layers, *self._embeddings]):
             raise ValueError(
                 "streamed=True, precision='fp16' are incompatible: the scaler reads gradients on the GPU, and those of "
                 "streamed layers are on the host; expected bf16, or adapters alone to train. Pass precision='fp32', or "
@@ -183,9 +171,8 @@ class RecordedStream:
 class _RecordedOptimizer:
     """A released optimizer of a recording, as ``DeviceSteps`` steps it: each state is as large as the real one's."""
 
-    def __init__(self, stream: RecordedStream) -> None:
-        self._stream = stream
-        memory = {one: stream._released[name] for one, name in stream._names.items() if name in stream._layers}
+    def __init__(self, tracker: StorageTracker, memory: dict[Tensor, OptimizerMemory]) -> None:
+        self._tracker = tracker
         self._step = {one: max((*found.step, *found.first_step), key=sum, default=()) for one, found in memory.items()}
         self.state = {one: {str(i): self._on_host(size) for i, size in enumerate(m.state)} for one, m in memory.items()}
 
@@ -196,12 +183,12 @@ class _RecordedOptimizer:
         return False  # a number, 512 bytes on the device
 
     def step_copy(self, parameter: Any, copy: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        self._stream._tracker.add_hidden(self._step[parameter])
+        self._tracker.add_hidden(self._step[parameter])
         return state
 
     def _on_host(self, size_bytes: int) -> Tensor:
         found = torch.empty(size_bytes, dtype=torch.uint8, device="meta")
-        self._stream._tracker.ignore(found, is_copied=False)
+        self._tracker.ignore(found, is_copied=False)
         return found
 
 
@@ -210,9 +197,8 @@ class _OnHost(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, found: Tensor, *weights: Tensor) -> Tensor:
-        ctx.count = len(weights)
         return found.view_as(found)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return (None,) * (1 + ctx.count)
+        return (None,) * len(ctx.needs_input_grad)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.distributed import ZERO_STAGES
+from hf_memopt.memory.distributed import ZERO_STAGES, step_optimizer
 
 if TYPE_CHECKING:
     from hf_memopt.memory.optimizers import ParameterFacts
@@ -92,19 +92,9 @@ class Streaming:
         return hidden, waited + (self.in_bytes + self.out_bytes) / pcie, hidden
 
 
-def streaming_of_step(
-    on_host: HostWeights, facts: Sequence[ParameterFacts], settings: StepSettings, passes: float
-) -> Streaming:
-    """Return what a step of streamed layers moves.
-
-    Args:
-        on_host: as it was recorded.
-        facts: of the trainable parameters.
-        settings: of the step.
-        passes: forward and backward passes of an optimizer step.
-    """
-    gradients = on_host.gradient_bytes(facts)
-    state = on_host.state_bytes(facts, settings, stepped=True) if gradients else 0
+def streaming_of_step(on_host: HostWeights, settings: StepSettings, passes: float) -> Streaming:
+    """Return what an optimizer step of so many forward and backward passes moves."""
+    gradients, state = on_host.gradient_bytes, step_optimizer(on_host.stepped, settings).state_bytes
     stepping = 3 * gradients + 2 * state  # weights, as large as their gradients, and state are read and written
     return Streaming(
         in_bytes=round(passes * on_host.in_bytes),

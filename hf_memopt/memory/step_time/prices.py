@@ -376,7 +376,7 @@ def timing_of_step(
         gathered_bytes = traces[0].gathered_bytes
         communication = communication_of_step(trainable, settings, gathered_bytes, micro_batches, plan.micro_batches)
     elif traces[0].on_host is not None:
-        communication = streaming_of_step(traces[0].on_host, trainable, settings, micro_batches)
+        communication = streaming_of_step(traces[0].on_host, settings, micro_batches)
     costs = StepCosts(
         passes=_passes(traces, steps, plan),
         optimizer=Counter() if settings.offload_params else operations,  # which the host does, see ``communication``

@@ -1,2 +1,1 @@
-from .streamed_layers import StreamedLayersCallback as StreamedLayersCallback
 from .streamed_layers import stream_layers as stream_layers
