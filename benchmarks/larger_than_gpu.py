@@ -1,7 +1,7 @@
 """What training a model larger than the GPU needs and costs: python benchmarks/larger_than_gpu.py
 
-Estimated, without a GPU: layers streamed from host memory, the loss without logits, rows of 512 tokens. Of full
-training with weights in bfloat16 each layer steps on the GPU (released 8-bit AdamW), or gradients are parked and AdamW steps on
+Estimated, without a GPU: layers streamed from host memory, the loss without logits, rows of 512 tokens. Full training
+has weights in bfloat16: each layer steps on the GPU (released 8-bit AdamW), or gradients are parked and AdamW steps on
 the host. QLoRA streams frozen layers of 4 bits. A column says from how many tokens in a pass on computing hides the
 copies. Beside it the host bytes of FSDP2 with ``CPUOffloadPolicy``: weights, gradients, two averages in float32.
 """

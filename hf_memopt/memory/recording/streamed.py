@@ -95,9 +95,8 @@ class RecordedStream:
                 self._tracker.ignore(tensor, is_copied=False)
             handle.ring.gradients.take = lambda layer, parameter, gradient: self.store(parameter, gradient)
             if self._settings.gradient_release:
-                alone = dict(
-                    zip(self._facts, step_optimizer([*self._facts.values()], self._settings).alone, strict=True)
-                )
+                memory = step_optimizer(tuple(self._facts.values()), self._settings)
+                alone = dict(zip(self._facts, memory.alone, strict=True))
                 released = {one: alone[one] for one in self._layers if one in alone}
                 handle.ring.steps = load(TECHNIQUE.steps)(self, _RecordedOptimizer(self._tracker, released))
             yield

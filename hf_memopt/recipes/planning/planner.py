@@ -261,14 +261,14 @@ def _notes(
 
 
 def _of_host(simulation: Simulation, candidates: Sequence[Candidate], chosen: Candidate | None) -> Iterable[str]:
-    """Yield what host memory the chosen plan needs, or would have needed where nothing fits."""
+    """Yield what host memory the chosen plan takes, or would have taken where nothing fits."""
     has = format_bytes(simulation.host_memory_bytes)
     where = "this machine's; host_memory= plans for another" if simulation.is_this_host else "as given"
-    streamed = [one for one in candidates if one.recipe.streamed and not one.consents]
-    if chosen in streamed:
+    lacking = [one for one in candidates if one.host_lacks_bytes and not one.consents]
+    if chosen is not None and chosen.recipe.streamed:
         yield f"{format_bytes(chosen.host_bytes)} of {has} of host memory are used, {where}"
-    elif chosen is None and (lacking := [one for one in streamed if one.spare_bytes >= one.margin_bytes]):
-        least = min(lacking, key=lambda one: one.host_bytes)
+    elif chosen is None and lacking:
+        least = min(lacking, key=lambda one: (one.spare_bytes < one.margin_bytes, one.host_bytes))
         yield f"{least.name} needs {format_bytes(least.host_bytes)} of host memory, and there are {has}, {where}"
 
 
