@@ -180,17 +180,13 @@ def _peak_rates(row: Mapping[str, str]) -> PeakRates:
     return PeakRates(**{name: int(design[name]) * multiprocessors * hz for name, hz in known.items()})
 
 
-def _bus(text: str) -> tuple[int, int]:
-    generation, lanes = text.split(".0 x")
-    return int(generation), int(lanes)
-
-
 def _gpu(row: Mapping[str, str]) -> Gpu:
     name, memory_gib, design = row["name"], int(row["memory_gib"]), _DESIGNS[row["architecture"]]
     usable_bytes, usable_source = _typical_usable(memory_gib), "derived from the GPUs nearest in size"
     if row["usable"]:
         usable_bytes, usable_source = parse_bytes(row["usable"]), row["usable_source"]
     context_bytes, context_source = (None, "unknown") if _is_amd(row) else typical_context(_capability(row))
+    generation, lanes = map(int, row["pcie"].split(".0 x"))
     if row["context"]:
         context_bytes, context_source = parse_bytes(row["context"]), row["context_source"]
     return Gpu(
@@ -212,7 +208,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         notes=(f"{name} is an AMD GPU: {STANDS_IN}",) if _is_amd(row) else (),
         nvlink_bytes_per_second=int(row["nvlink_gb"]) * 10**9 if row["nvlink_gb"] else None,
         sustained_fraction=int(row["sustained_mhz"] or row["boost_mhz"]) / int(row["boost_mhz"]),
-        pcie=_bus(row["pcie"]),
+        pcie=(generation, lanes),
     )
 
 

@@ -154,7 +154,7 @@ class RecordedStream:
         def forward(before: Any, *args: Any, **kwargs: Any) -> Any:
             with torch.no_grad():
                 found = before(*args, **kwargs)
-            return _OnHost.apply(found, *self._embeddings)  # type: ignore[no-untyped-call]
+            return found.requires_grad_(any(one.requires_grad for one in self._embeddings))
 
         yield override_method(embeddings, "forward", forward)
 
@@ -189,15 +189,3 @@ class _RecordedOptimizer:
         found = torch.empty(size_bytes, dtype=torch.uint8, device="meta")
         self._tracker.ignore(found, is_copied=False)
         return found
-
-
-class _OnHost(torch.autograd.Function):
-    """What was looked up on the host, whose weights get no gradient on the device."""
-
-    @staticmethod
-    def forward(ctx: Any, found: Tensor, *weights: Tensor) -> Tensor:
-        return found.view_as(found)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return (None,) * len(ctx.needs_input_grad)

@@ -22,6 +22,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices import current_gpu
+from hf_memopt.devices.readings import read_memory
 from hf_memopt.memory.distributed import ZERO_STAGES
 from hf_memopt.memory.models import check_task
 from hf_memopt.memory.recording import keeping_models
@@ -38,7 +39,6 @@ from hf_memopt.recipes.planning.request import (
     checked_batch,
     planned_os,
     read_gpu,
-    read_host_memory,
 )
 from hf_memopt.recipes.planning.result import Plan
 from hf_memopt.recipes.planning.search import EASE_SHARE, best_of, fits_with_ease
@@ -47,7 +47,7 @@ from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
 from hf_memopt.reports import named_measurement
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import os
@@ -154,7 +154,11 @@ def plan(
         gpus = world_size, share
         simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce, corrections)
         simulation.media = media
-        simulation.host_memory_bytes, simulation.is_this_host = read_host_memory(host_memory), host_memory is None
+        simulation.is_this_host = host_memory is None
+        host_bytes = (
+            read_memory("cpu").host_total_bytes if host_memory is None else parse_bytes(host_memory, "host_memory")
+        )
+        simulation.host_memory_bytes = host_bytes
         search_of = StageSearch(simulation, sharings_of(strategy, world_size, goal))
         stages = stages_of(method, facts, words)
         chosen, shortfall = search_of.by_length(stages), None

@@ -12,7 +12,7 @@ from typing import Annotated
 from hf_memopt.devices import Gpu, current_gpu, current_os, custom_gpu, find_gpu
 from hf_memopt.plain_data import Count, check_value, check_word, items_of
 from hf_memopt.technique_list import TECHNIQUES
-from hf_memopt.units import format_bytes, parse_bytes
+from hf_memopt.units import format_bytes
 
 GOALS: Mapping[str, str] = {
     "speed": "the least time per example",
@@ -81,19 +81,6 @@ def checked_batch(effective_batch_size: int, world_size: int) -> int:
             f"multiple. Pass effective_batch_size={near}"
         )
     return effective_batch_size // world_size
-
-
-def read_host_memory(host_memory: int | str | None) -> int:
-    """Return the bytes of the computer's memory: this machine's unless given.
-
-    Raises:
-        ValueError: no amount of memory.
-    """
-    if host_memory is None:
-        from hf_memopt.devices.readings import read_memory
-
-        return read_memory("cpu").host_total_bytes
-    return parse_bytes(host_memory, "host_memory")
 
 
 def planned_os(os: str | None, gpu: str | Gpu | None) -> str:

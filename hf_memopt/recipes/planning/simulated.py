@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +176,8 @@ def priced_on(gpu: Gpu) -> Gpu:
     def distance(known: Gpu) -> tuple[int, int]:
         return abs(_as_number(known) - _as_number(gpu)), abs(known.memory_bytes - gpu.memory_bytes)
 
-    return min((known for known in GPUS.values() if not missing_figures(known)), key=distance)
+    nearest = min((known for known in GPUS.values() if not missing_figures(known)), key=distance)
+    return replace(nearest, pcie=gpu.bus)
 
 
 def _as_number(gpu: Gpu) -> int:
