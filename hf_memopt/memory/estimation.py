@@ -200,7 +200,7 @@ def estimate_of_step(
     stepping = trained if on_host is None else tuple(fact for fact in trained if fact not in on_host.stepped)
     optimizer = as_the_engine_steps(step_optimizer(stepping, settings), stepping, settings)
     plan = replay_plan(stepping, settings, optimizer, shape.batch_size, chip)
-    if on_host is not None and settings.gradient_release:
+    if on_host is not None and settings.steps_in_backward:
         plan = replace(plan, optimizer=step_optimizer(trained, settings).alone)  # by the parameters of the recording
     fragmentation = None
     if lengths is not None:

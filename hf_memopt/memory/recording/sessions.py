@@ -198,7 +198,7 @@ def _trace_key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: 
     accumulates = min(settings.gradient_accumulation_steps, 3 if settings.is_sharded else 2)
     if settings.precision == "tf32":
         settings = settings.replace(precision="fp32")  # the same allocations and operations
-    left_out = set() if settings.streamed and settings.gradient_release else _NOT_IN_TRACE  # whose states travel
+    left_out = set() if settings.streamed and settings.steps_in_backward else _NOT_IN_TRACE  # whose states travel
     values = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in left_out}
     return loaded.key, repr(values), accumulates, settings.steps_in_backward, shape, chip
 

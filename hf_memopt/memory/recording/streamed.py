@@ -94,7 +94,7 @@ class RecordedStream:
             for tensor in (*self._layers, *self._embeddings):
                 self._tracker.ignore(tensor, is_copied=False)
             handle.ring.gradients.take = lambda layer, parameter, gradient: self.store(parameter, gradient)
-            if self._settings.gradient_release:
+            if self._settings.steps_in_backward:
                 memory = step_optimizer(tuple(self._facts.values()), self._settings)
                 alone = dict(zip(self._facts, memory.alone, strict=True))
                 released = {one: alone[one] for one in self._layers if one in alone}
@@ -103,7 +103,7 @@ class RecordedStream:
 
     def weights(self, passes: int) -> HostWeights:
         """Return what was recorded of so many forward and backward passes."""
-        stepped = self._embeddings if self._settings.gradient_release else [*self._layers, *self._embeddings]
+        stepped = self._embeddings if self._settings.steps_in_backward else [*self._layers, *self._embeddings]
         return HostWeights(
             trained=self._trained([*self._layers, *self._embeddings]),
             stepped=self._trained(stepped),
