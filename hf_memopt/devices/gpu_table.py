@@ -88,8 +88,7 @@ class Gpu:
             are joined by PCIe, or by a bridge that not every computer has.
         sustained_fraction: the share of the rates that it keeps under a long load; 1 where no power limit is known to
             bind.
-        pcie: generation and lanes of its bus; None where they are unknown: 16 lanes, of generation 3 up to Turing, 4 of
-            Ampere and Ada, 5 from Hopper on.
+        pcie: generation and lanes of its bus; None where they are unknown.
     """
 
     name: str
@@ -112,21 +111,30 @@ class Gpu:
         return self.compute_capability >= (8, 0)
 
     @property
-    def bus(self) -> tuple[int, int]:
-        """Generation and lanes of PCIe."""
-        generation = 3 if self.compute_capability < (8, 0) else 4 if self.compute_capability < (9, 0) else 5
-        return self.pcie or (generation, 16)
+    def pcie_generation(self) -> int:
+        """Its generation of PCIe: 3 up to Turing, 4 of Ampere and Ada, 5 from Hopper on."""
+        return 3 if self.compute_capability < (8, 0) else 4 if self.compute_capability < (9, 0) else 5
 
     @property
     def pcie_bytes_per_second(self) -> int:
-        """Of its lanes in one direction; a computer may have fewer."""
+        """Of 16 lanes in one direction; a computer may have fewer."""
+        return (16 << (self.pcie_generation - 3)) * 10**9
+
+    @property
+    def bus(self) -> tuple[int, int]:
+        """Generation and lanes of its own bus; 16 lanes where they are unknown."""
+        return self.pcie or (self.pcie_generation, 16)
+
+    @property
+    def bus_bytes_per_second(self) -> int:
+        """Of its own lanes in one direction, which copies of streamed layers are counted with."""
         generation, lanes = self.bus
         return (lanes << (generation - 3)) * 10**9
 
     @property
     def link(self) -> str:
         """What joins it to other GPUs, in words."""
-        return "NVLink" if self.nvlink_bytes_per_second else "PCIe {}.0 x{}".format(*self.bus)
+        return "NVLink" if self.nvlink_bytes_per_second else f"PCIe {self.pcie_generation}.0 x16"
 
     @property
     def link_bytes_per_second(self) -> int:

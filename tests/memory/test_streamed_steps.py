@@ -141,7 +141,7 @@ def test_bytes_on_the_host_and_over_the_bus_by_hand(case: str) -> None:
 def test_the_longest_of_three_lanes_decides(computing: float, seconds: float) -> None:
     """12 bytes in and 6 out at 3 a second, the first layer, and the host's step."""
     gpu = replace(GPUS["RTX 4060"], bandwidth_bytes_per_second=10**9)
-    prices = replace(Prices.of(gpu), pcie=3.0, bandwidth=1.0)
+    prices = replace(Prices.of(gpu), bus=3.0, bandwidth=1.0)
     moved = Operation("memory", kernels=1, launches=0.0, moved_bytes=computing - 2e-6)
     copies = Streaming(in_bytes=12, out_bytes=6, first_bytes=0.75, host_bytes=HOST_BYTES_PER_SECOND / 2)
     costs = StepCosts(((1.0, Counter([moved])),), Counter(), 0.0, 1, 100.0, communication=copies)

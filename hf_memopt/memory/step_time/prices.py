@@ -77,7 +77,8 @@ class Prices:
     Attributes:
         rates: floating-point operations per second, by kind and dtype of an ``Operation``.
         bandwidth: bytes per second of its memory.
-        pcie: bytes per second between host and GPU.
+        pcie: bytes per second between host and GPU, with 16 lanes.
+        bus: the same with the GPU's own lanes, for streamed layers.
         link: bytes per second between GPUs, in one direction.
         launch_seconds: of a kernel from Python, on the host.
         error: by how much, as a share, predicted seconds may be off on either side.
@@ -89,6 +90,7 @@ class Prices:
     link: float
     launch_seconds: float = LAUNCH_SECONDS
     error: float = _OTHERS
+    bus: float = 0.0
 
     @classmethod
     def of(cls, gpu: Gpu, *, tf32: bool = False) -> Prices:
@@ -109,6 +111,7 @@ class Prices:
             pcie=gpu.pcie_bytes_per_second * MEMORY_FRACTION,
             link=gpu.link_bytes_per_second * MEMORY_FRACTION,
             error=_error_of(gpu),
+            bus=gpu.bus_bytes_per_second * MEMORY_FRACTION,
         )
 
     def seconds(self, cost: Operation) -> tuple[float, str]:
@@ -212,7 +215,7 @@ class StepCosts:
         prices = Prices.of(find_gpu(gpu), tf32=self.tf32)
         parts = _computed(self, prices)
         fixed, computing = parts["optimizer"], sum(parts.values())
-        copied = max(0.0, self.communication.copying(prices.pcie) - fixed)
+        copied = max(0.0, self.communication.copying(prices.bus) - fixed)
         return self.tokens / self.micro_batches * copied / (computing - fixed)
 
     def on(self, gpu: str | Gpu) -> StepTime:
@@ -287,8 +290,10 @@ def _priced(costs: StepCosts, prices: Prices) -> tuple[dict[str, float], float, 
     computing = sum(parts.values())
     if costs.communication is None:
         return parts, computing, computing
-    waited, most, least = costs.communication.seconds(computing, prices.link, prices.pcie)
-    parts["PCIe" if isinstance(costs.communication, Streaming) else "communication"] += waited
+    is_streamed = isinstance(costs.communication, Streaming)
+    pcie = prices.bus if is_streamed else prices.pcie
+    waited, most, least = costs.communication.seconds(computing, prices.link, pcie)
+    parts["PCIe" if is_streamed else "communication"] += waited
     return parts, computing + least, computing + most
 
 
