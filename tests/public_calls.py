@@ -283,6 +283,11 @@ CALLS: dict[str, Call] = {
     "exact_loss": _model_call(m.exact_loss, bert, label_smoothing=0.1, task="sequence-classification"),
     # ---- Models and optimizers
     "checkpoint_layers": _model_call(m.checkpoint_layers, llama, policy="full", offload=False),
+    "stream_layers": _model_call(
+        m.stream_layers,
+        lambda: tiny.llama(**{**SIZES, "num_hidden_layers": 3}),
+        **{"prefetch": 1, "rows": None, "embeddings_on_host": False, "device": "cpu"},
+    ),
     "freeze": _model_call(m.freeze, bert, patterns="embeddings"),
     "fuse_cross_entropy": _model_call(m.fuse_cross_entropy, llama, chunk_bytes=None),
     "prepare_quantized": _model_call(
@@ -326,6 +331,9 @@ CALLS: dict[str, Call] = {
         lambda folder: {"trainer": trainer(folder), "callbacks": m.MicrobatchCallback()},
     ),
     "CheckpointingCallback": _callback(m.CheckpointingCallback, {"policy": "full", "offload": False}),
+    "StreamedLayersCallback": Call(
+        m.StreamedLayersCallback, lambda folder: {"prefetch": 1, "rows": None, "embeddings_on_host": False}
+    ),
     "EmbeddingBitsCallback": _callback(m.EmbeddingBitsCallback, {"bits": 32}, optim="adamw_bnb_8bit"),
     "EvaluationGuardCallback": _callback(m.EvaluationGuardCallback, {"reduce": None, "card_budget": "64MiB"}),
     "FreezeCallback": _callback(m.FreezeCallback, {"patterns": "embeddings"}),

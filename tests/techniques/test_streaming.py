@@ -503,9 +503,11 @@ def test_engines_are_refused_when_training_begins(settings: dict[str, Any], name
 
 
 def test_too_little_host_memory_is_said_before_the_first_step(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(streamed_layers, "read_memory", lambda _: SimpleNamespace(host_available_bytes=1000))
+    monkeypatch.setattr(
+        streamed_layers, "read_memory", lambda _: SimpleNamespace(host_available_bytes=1000, device="cpu")
+    )
     model = llama()
-    size = 3 * LAYERS * layer_bytes(model) / 1024  # a gradient and two moments beside each weight
+    size = 3 * sum(p.nbytes for p in model.parameters()) / 1024  # a gradient and two moments beside each weight
     with pytest.raises(ValueError) as error:
         tiny.train(model, rows(4), tmp_path, trainer_callbacks=[StreamedLayersCallback()], optim="adamw_torch")
     assert str(error.value) == (
@@ -513,6 +515,29 @@ def test_too_little_host_memory_is_said_before_the_first_step(tmp_path: Path, mo
         "available; expected no more, since the machine would swap. Train adapters, set optim='adamw_bnb_8bit', or "
         "load the model with dtype=torch.bfloat16"
     )
+
+
+def test_too_little_host_memory_for_the_weights_is_said_before_they_are_copied(monkeypatch: Any) -> None:
+    """What ``from_pretrained`` returns may lie in a mapped file, which takes no memory yet."""
+    monkeypatch.setattr(
+        streamed_layers, "read_memory", lambda _: SimpleNamespace(host_available_bytes=1000, device="cpu")
+    )
+    model, host = llama(), lanes.Lanes("cpu")
+    host.is_async = True
+    with pytest.raises(ValueError, match=r"^streamed layers need .* of host memory for the weights of layer 1 of 5, "):
+        stream_layers(model, lanes=host)
+    assert "forward" not in vars(model.model.layers[0])
+    assert stream_layers(model)
+
+
+def test_accelerate_finds_the_device_that_computes_in_a_device_map() -> None:
+    """It refuses to train quantised weights that were loaded on another one."""
+    model = llama()
+    model.hf_device_map = {"": "cpu"}
+    handle = stream_layers(model)
+    assert model.hf_device_map == {"": torch.device("cpu")}
+    handle.remove()
+    assert model.hf_device_map == {"": "cpu"}
 
 
 def test_fp16_is_refused_for_weights_that_are_trained(tmp_path: Path) -> None:
@@ -549,23 +574,27 @@ def test_the_weights_of_a_layer_lie_in_one_page_locked_buffer(monkeypatch: Any, 
     """Not rounded up to a power of two; each with a storage of its own, so that saving copies none of them."""
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    model = llama()
-    handle = stream_layers(model)
-    expected = [parameter.detach().clone() for parameter in model.parameters()]
-    handle.ring.lanes.is_async = True
-    layer = handle.ring.layers[0]
-    layer.to_host()
-    handle.ring.lanes.is_async = False
-    [(start, size)] = runtime.locked.items()
+    model, host = llama(), lanes.Lanes("cpu")
+    expected = copy.deepcopy(model)
+    host.is_async = True
+    ring = stream_layers(model, lanes=host).ring
+    host.is_async = False
+    assert len(runtime.locked) == LAYERS
+    layer = ring.layers[0]
+    start, size = next(
+        (start, size) for start, size in runtime.locked.items() if layer.parameters[0].data_ptr() == start
+    )
     assert layer_bytes(model) <= size < layer_bytes(model) + 512 * len(layer.parameters)
     assert all(start <= p.data_ptr() < start + size and p.data_ptr() % 64 == 0 for p in layer.parameters)
     assert len({p.untyped_storage().data_ptr() for p in layer.parameters}) == len(layer.parameters)
-    assert same(model.parameters(), expected)
+    assert same(model.parameters(), expected.parameters())
+    assert backward(model) == backward(expected)
     model.save_pretrained(tmp_path)
-    assert same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).parameters(), expected)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert same(loaded.parameters(), expected.parameters())
     for parameter in layer.parameters:
         parameter.data = parameter.data.clone()
-    assert not runtime.locked  # given back with the last tensor in it
+    assert len(runtime.locked) == LAYERS - 1  # given back with the last tensor in it
 
 
 def test_a_driver_that_locks_no_pages_is_named(monkeypatch: Any) -> None:

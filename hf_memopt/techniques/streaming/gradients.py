@@ -35,21 +35,13 @@ class HostGradients:
         self._arriving[parameter] = layer, host, event
         return None
 
-    def settle(self) -> None:
-        """Wait for the gradients on their way, and give them to their parameters."""
+    def settle(self, *, is_wanted: bool = True) -> None:
+        """Wait for the gradients on their way, and give those that are wanted to their parameters."""
         while self._arriving:
             parameter, (_, host, event) = self._arriving.popitem()
             self._lanes.landed(event)
-            if parameter.grad is None:
-                parameter.grad = host
-            else:
-                parameter.grad.add_(host)
-
-    def forget(self) -> None:
-        """Wait for the gradients on their way, and give them to nobody."""
-        for _, _, event in self._arriving.values():
-            self._lanes.landed(event)
-        self._arriving.clear()
+            if is_wanted:
+                parameter.grad = host if parameter.grad is None else parameter.grad.add_(host)
 
     def _memory(self, parameter: torch.Tensor, *, is_temporary: bool) -> torch.Tensor:
         if is_temporary:
@@ -72,16 +64,12 @@ class DeviceSteps:
 
     def __init__(self, lanes: Lanes, optimizer: Any) -> None:
         self._lanes, self.optimizer = lanes, optimizer
-        self._written: dict[int, Any] = {}  # by the host tensor: the event of a copy out to it
+        self._written: list[Any] = []  # the events of copies out
         self._fetched: dict[torch.Tensor, dict[str, Any]] = {}
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer steps this parameter."""
         return bool(self.optimizer.steps(parameter))
-
-    def written(self, host: torch.Tensor) -> Any:
-        """Return the event of a copy out to a host tensor; None if there is none."""
-        return self._written.get(id(host))
 
     def fetch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Start to fetch the state of parameters whose gradients will come."""
@@ -90,7 +78,7 @@ class DeviceSteps:
                 state = self.optimizer.state.get(parameter, {})
                 on_device = self.optimizer.has_counter_on_device(parameter)
                 self._fetched[parameter] = {
-                    key: self._lanes.fetch(value, self.written(value))
+                    key: self._lanes.fetch(value)
                     if torch.is_tensor(value) and (value.dim() or on_device)
                     else (value, None)
                     for key, value in state.items()
@@ -106,7 +94,7 @@ class DeviceSteps:
         weight.grad = gradient
         state = self.optimizer.step_copy(parameter, weight, {key: value for key, (value, _) in fetched.items()})
         weight.grad = None
-        self._written[id(parameter)] = self._lanes.store(parameter, weight)
+        self._written.append(self._lanes.store(parameter, weight))
         kept = self.optimizer.state[parameter]
         for key, value in state.items():
             kept[key] = self._stored(key, value, kept.get(key))
@@ -117,16 +105,16 @@ class DeviceSteps:
             return value  # a counter
         if host is not None and key.startswith("qmap"):
             return host  # a table of constants
-        if host is None or (host.shape, host.dtype) != (value.shape, value.dtype):
+        is_slow = host is not None and self._lanes.is_async and not host.is_pinned()  # resumed from a checkpoint
+        if host is None or is_slow or (host.shape, host.dtype) != (value.shape, value.dtype):
             [host] = self._lanes.host_like([value])
-        self._written[id(host)] = self._lanes.store(host, value)
+        self._written.append(self._lanes.store(host, value))
         return host
 
     def settle(self) -> None:
-        """Wait until weights and states on the host are whole."""
-        for event in self._written.values():
+        """Wait until weights and states on the host are whole, and what was fetched for gradients that never came."""
+        unused = [event for state in self._fetched.values() for _, event in state.values()]
+        for event in (*self._written, *unused):
             self._lanes.landed(event)
         self._written.clear()
-        for _, event in (pair for state in self._fetched.values() for pair in state.values()):
-            self._lanes.landed(event)  # no gradient came
         self._fetched.clear()

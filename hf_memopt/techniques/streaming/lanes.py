@@ -10,8 +10,8 @@ from __future__ import annotations
 import mmap
 import warnings
 import weakref
-from collections.abc import Iterable
-from math import prod
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,33 +20,20 @@ ALIGNMENT_BYTES = 512
 
 
 class Lanes:
-    """Copies between the host and one device.
-
-    Args:
-        device: that computes. Of a CPU everything is a plain copy.
-    """
+    """Copies between the host and the device that computes."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.is_async = self.device.type == "cuda"  # ROCm calls itself cuda
         if self.is_async:
-            with torch.cuda.device(self.device):
-                self.device = torch.device("cuda", torch.cuda.current_device())  # with its index
             stream: Any = torch.cuda.Stream
             self._into, self._out = stream(self.device), stream(self.device)
 
-    def fetch(
-        self, host: torch.Tensor, written: Any = None, into: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Any]:
-        """Start a copy to the device.
+    def fetch(self, host: torch.Tensor, *, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+        """Start a copy to the device; return the device tensor and the event after which it is valid.
 
-        Args:
-            host: what is copied.
-            written: the event of a copy out to ``host`` that may still be on its way.
-            into: a device tensor of its shape whose storage was emptied; a new one is made without it.
-
-        Returns:
-            The device tensor, and the event after which it is valid.
+        ``into`` is a device tensor whose storage was emptied, in place of a new one. No copy out to ``host`` may be on
+        its way: a backward pass lets all of them land before it ends.
         """
         if into is None:
             into = torch.empty_like(host, device=self.device)
@@ -57,8 +44,6 @@ class Lanes:
             return into, None
         # the block is memory of the compute stream: what was issued there before may still read it
         self._into.wait_stream(torch.cuda.current_stream(self.device))
-        if written is not None:
-            self._into.wait_event(written)
         with torch.cuda.stream(self._into):
             into.copy_(host.detach(), non_blocking=True)
         return into, self._into.record_event()
@@ -84,29 +69,21 @@ class Lanes:
         if event is not None:
             event.synchronize()
 
-    def host_like(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def host_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return uninitialised tensors on the host, contiguous, of the shapes and dtypes of others.
 
         For a GPU all of them lie in one page-locked buffer, without which copies would not run beside compute. Each has
         a storage of its own, so that saving sees no shared ones. torch's page-locked memory would be rounded up to
         powers of two: of a layer of 550 MB to 1074.
         """
-        tensors = list(tensors)
         if not self.is_async:
             return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        *starts, end = accumulate((-(-t.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for t in tensors), initial=0)
         buffer = _page_locked(end)
-        return [_view(buffer, tensor, start) for tensor, start in zip(tensors, starts, strict=True)]
-
-
-def _view(buffer: mmap.mmap, like: torch.Tensor, start: int) -> torch.Tensor:
-    if like.numel() == 0:
-        return torch.empty(like.shape, dtype=like.dtype)
-    flat = torch.frombuffer(buffer, dtype=like.dtype, count=prod(like.shape), offset=start)  # keeps the buffer alive
-    return flat.view(like.shape)
+        return [
+            torch.frombuffer(buffer, dtype=t.dtype, count=t.numel(), offset=start).view(t.shape)  # keeps the buffer
+            for t, start in zip(tensors, starts, strict=True)
+        ]
 
 
 def _page_locked(size_bytes: int) -> mmap.mmap:

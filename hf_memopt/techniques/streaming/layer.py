@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hf_memopt.techniques.streaming.ring import Ring
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Arguments by which layers take a cache; stock's checkpointing leaves out the first and the last (5.8.1 to 5.23.0)."""
+"""Arguments by which layers take a cache, which stock's checkpointing leaves out (5.8.1; in 5.23.0 but the second)."""
 
 
 class StreamedLayer:
@@ -143,12 +143,11 @@ class LayerCall:
     Attributes:
         has_begun: whether a part of it has run.
         is_recorded: whether the forward pass is over, so that whoever runs it again is the backward pass.
-        is_done: whether the backward pass has come to it.
     """
 
     def __init__(self, layer: StreamedLayer) -> None:
         self.layer = layer
-        self.has_begun = self.is_recorded = self.is_done = False
+        self.has_begun = self.is_recorded = False
         self._gates: list[torch.Tensor | None] = [None] * len(layer.parameters)
 
     def open_gates(self) -> None:

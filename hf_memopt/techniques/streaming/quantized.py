@@ -5,7 +5,7 @@
 storage for good: it is emptied while the layer is away and filled again before the layer is recomputed, and whoever
 kept a view of it sees the values again. ``QuantState.to()`` would move the state for ever.
 
-Private to bitsandbytes, seen in 0.50.0 and 0.50.2; ``test_streaming_quantized.py`` pins it.
+Private to bitsandbytes, seen in 0.50.2; ``test_streaming_quantized.py`` pins it.
 """
 
 from __future__ import annotations

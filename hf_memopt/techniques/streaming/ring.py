@@ -56,7 +56,6 @@ class Ring:
         """Return the device copies of a layer that is about to compute, and start to fetch the next ones."""
         layer, is_backward = call.layer, call.is_recorded
         if is_backward:
-            call.is_done = True
             self._begin_backward()
         elif not call.has_begun and not is_inside_backward() and (self._in_backward or layer is self.layers[0]):
             self.clear()  # a new pass; a backward pass that failed has no end
@@ -99,21 +98,21 @@ class Ring:
         self._in_backward = False
         for layer in list(self._held):
             self._drop(layer, self.lanes.landed)
-        self.gradients.forget()
+        self.gradients.settle(is_wanted=False)
         if self.steps is not None:
             self.steps.settle()
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
-            # as FSDP and DDP learn of the end; seen in torch 2.10 to 2.13
+            # as FSDP and DDP learn of the end; seen in torch 2.13
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
         """Make weights and gradients on the host whole for whoever reads them now."""
         self.gradients.settle()
         self.clear()
-        self._calls = [weakref.ref(call) for call in self._alive() if not call.is_done]
+        self._calls.clear()
 
     def _alive(self) -> list[LayerCall]:
         return [call for call in (reference() for reference in self._calls) if call is not None]
@@ -138,7 +137,7 @@ class Ring:
         copies = [self._copy(parameter) if parameter is not None else (None, None) for parameter in layer.plain()]
         host = [carrier.tensor for carrier in layer.carriers]
         shells = self._shells.get(layer, [None] * len(host))
-        carried = [self.lanes.fetch(one, None, into) for one, into in zip(host, shells, strict=True)]
+        carried = [self.lanes.fetch(one, into=into) for one, into in zip(host, shells, strict=True)]
         self._shells[layer] = [tensor for tensor, _ in carried]
         self._count(sum(tensor.nbytes for tensor, _ in carried))
         if self.steps is not None and self._in_backward:
@@ -147,8 +146,7 @@ class Ring:
         return self._held[layer]
 
     def _copy(self, parameter: torch.Tensor) -> tuple[torch.Tensor | None, Any]:
-        written = None if self.steps is None else self.steps.written(parameter)
-        tensor, event = self.lanes.fetch(parameter, written)
+        tensor, event = self.lanes.fetch(parameter)
         self._count(tensor.nbytes)
         weakref.finalize(tensor.untyped_storage(), self._count, -tensor.nbytes)  # when autograd lets go of it too
         return tensor, event
@@ -169,5 +167,5 @@ class Ring:
 
 
 def is_inside_backward() -> bool:
-    """Return whether this thread runs a backward pass, as ``torch.utils.checkpoint`` asks (torch 2.10 to 2.13)."""
+    """Return whether this thread runs a backward pass, as ``torch.utils.checkpoint`` asks (seen in torch 2.13)."""
     return torch._C._current_graph_task_id() != -1

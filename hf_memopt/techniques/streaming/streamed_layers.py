@@ -66,15 +66,13 @@ class StreamedHandle(UndoHandle):
             undo.remove()
             for layer in ring.layers:
                 layer.switch_back()
-            for model in [model for model, handle in _HANDLES.items() if handle is self]:
-                del _HANDLES[model]
 
         super().__init__(stop)
         self.ring = ring
 
 
 def stream_layers(
-    target: Trainer | nn.Module,
+    model: Any,
     *,
     prefetch: int = 1,
     rows: int | None = None,
@@ -95,17 +93,18 @@ def stream_layers(
         stream_layers(model)
         trainer = Trainer(model, args, train_dataset=data, callbacks=[StreamedLayersCallback()])
 
-    A ``.grad`` on the host is written anew in the next step, also where somebody else still holds it.
+    A ``.grad`` on the host is written anew in the next step, also where somebody else still holds it. To merge adapters
+    that were trained on a GPU, call ``handle.remove()`` and ``model.cpu()`` first.
 
     Args:
-        target: a Trainer, or the model that one will be built with.
+        model: to be trained, or the Trainer that has it.
         prefetch: layers to fetch ahead. On the device are at most ``prefetch + 1``.
         rows: how many rows of a batch a layer computes at once; the weights are fetched once for all parts. None for
             all. Dropout then draws its numbers in another order; gradients are the same but for the order of sums.
         embeddings_on_host: look the tokens up on the host. The embeddings, their gradient and state are then nowhere
             on the device; stock steps them on the host, released or not.
         device: that computes; the Trainer's, else the accelerator, else the CPU.
-        lanes: makes the copies; those of the device by default.
+        lanes: makes the copies; for tests.
 
     Returns:
         The handle that undoes it.
@@ -113,7 +112,7 @@ def stream_layers(
     Raises:
         ValueError: the model cannot be streamed, or settings of the Trainer cannot work with it, each by name; there is
             not enough host memory.
-        TypeError: ``target`` is neither.
+        TypeError: ``model`` is neither.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -128,15 +127,14 @@ def stream_layers(
     from transformers import Trainer
 
     _check_options(prefetch, rows, embeddings_on_host)
-    model: Any = target.model if isinstance(target, Trainer) else target
-    if isinstance(target, Trainer):
-        _check_arguments(target.args)
-        device = target.args.device if device is None else device
+    if isinstance(model, Trainer):
+        _check_arguments(model.args)
+        model, device = model.model, device or model.args.device
     check_model(model)
     _check_model(model, _device(device))
     layers = _layers_of(model)
     adapters = {*model.parameters()} - {*parameters_outside_adapters(model)}
-    ring = Ring(lanes or Lanes(_device(device)), prefetch)
+    ring = Ring(lanes or Lanes(read_memory(device).device), prefetch)
     ring.layers = [StreamedLayer(layer, ring, adapters, rows) for layer in layers]
     _check_shared(model, ring)
     if ring.lanes.device.type != "meta":  # of a simulation
@@ -224,7 +222,7 @@ class StreamedLayersCallback(ModelCallback):
         for layer in ring.layers:
             layer.switch_off()
         ring.steps = DeviceSteps(ring.lanes, optimizer) if hasattr(optimizer, "step_copy") else None
-        _check_training(ring, args, optimizer)
+        _check_training(model, ring, args, optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let go of the device copies and of the optimizer."""
@@ -239,11 +237,7 @@ class StreamedLayersCallback(ModelCallback):
 def _handle_of(model: nn.Module) -> StreamedHandle | None:
     """Return the handle of a model, or of the one inside its adapters."""
     found = (_HANDLES.get(module) for module in model.modules())
-    return next((handle for handle in found if handle is not None), None)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    return next((handle for handle in found if handle is not None and not handle.is_removed), None)
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
@@ -290,12 +284,15 @@ def _check_shared(model: nn.Module, ring: Ring) -> None:
 
 
 def _to_host(ring: Ring) -> None:
-    """Put the weights where copies are fast, one layer after the other, so that none is there twice but the one."""
-    sizes = [sum(tensor.nbytes for tensor in layer.host_tensors()) for layer in ring.layers]
-    is_away = any(tensor.device.type != "cpu" for layer in ring.layers for tensor in layer.host_tensors())
-    if is_away or ring.lanes.is_async:
-        _check_host_memory(sum(sizes) if is_away else max(sizes), "weights")
-        for layer in ring.layers:
+    """Put the weights where copies are fast, one layer after the other, so that only one is in memory twice.
+
+    What ``from_pretrained`` returns may be a mapped file, which takes no memory before this and all of it afterwards.
+    """
+    for number, layer in enumerate(ring.layers, 1):
+        waiting = layer.host_tensors()
+        if ring.lanes.is_async or any(tensor.device.type != "cpu" for tensor in waiting):
+            what = f"the weights of layer {number} of {len(ring.layers)}"
+            _check_host_memory(sum(tensor.nbytes for tensor in waiting), what)
             layer.to_host()
 
 
@@ -335,12 +332,9 @@ def _check_arguments(args: TrainingArguments) -> None:
             raise ValueError(str(refusal_of(TECHNIQUE, setting)))
 
 
-def _check_training(ring: Ring, args: TrainingArguments, optimizer: Any) -> None:
+def _check_training(model: nn.Module, ring: Ring, args: TrainingArguments, optimizer: Any) -> None:
     """Refuse what cannot work with weights that are trained on the host, and too little host memory."""
-    trained = [p for layer in ring.layers for p in layer.parameters if p.requires_grad]
-    if not trained:
-        return
-    if args.fp16:
+    if args.fp16 and any(p.requires_grad for layer in ring.layers for p in layer.parameters):
         raise ValueError(
             "fp16=True scales gradients on the GPU, and those of streamed layers are on the host; expected bf16, or "
             "adapters alone to train. Set bf16=True"
@@ -350,6 +344,8 @@ def _check_training(ring: Ring, args: TrainingArguments, optimizer: Any) -> None
             f"optim=<{type(optimizer).__name__}> pages its state, and that of streamed layers is on the host already; "
             "expected an optimizer without pages. Set optim='adamw_bnb_8bit'"
         )
+    # embeddings may be there too
+    trained = [p for p in model.parameters() if p.requires_grad and p.device.type == "cpu"]
     gradients = 0 if ring.steps is not None else sum(p.nbytes for p in trained)
     state = sum(_state_bytes(optimizer, p) for p in trained) - sum(optimizer_state_bytes(optimizer).values())
     _check_host_memory(gradients + max(state, 0), "gradients and optimizer state")
