@@ -131,7 +131,7 @@ def stream_layers(
         _check_arguments(model.args)
         model, device = model.model, device or model.args.device
     check_model(model)
-    _check_model(model, _device(device))
+    _check_model(model, is_simulated=str(device) == "meta")
     layers = _layers_of(model)
     adapters = {*model.parameters()} - {*parameters_outside_adapters(model)}
     ring = Ring(lanes or Lanes(read_memory(device).device), prefetch)
@@ -251,7 +251,7 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _check_model(model: nn.Module, device: torch.device) -> None:
+def _check_model(model: nn.Module, *, is_simulated: bool = False) -> None:
     """Refuse what moves or cuts weights by itself, and weights that are not there."""
     problem = None
     if _handle_of(model) is not None:
@@ -264,7 +264,7 @@ def _check_model(model: nn.Module, device: torch.device) -> None:
         problem = "has sharded weights (FSDP2 or tensor parallelism); expected whole ones. Leave the sharding out"
     elif any(hasattr(module, "_hf_hook") for module in model.modules()):
         problem = "has hooks of accelerate that move its weights; expected none. Load it without device_map"
-    elif any(parameter.is_meta for parameter in model.parameters()) and device.type != "meta":
+    elif any(parameter.is_meta for parameter in model.parameters()) and not is_simulated:
         problem = "has weights on meta, which have no values; expected loaded weights. Load it without device_map"
     if problem is not None:
         raise ValueError(f"model=<{type(model).__name__}> {problem}")
