@@ -82,6 +82,7 @@ def planned(cell: Cell) -> Plan:
         effective_batch_size=cell.effective_batch_size,
         method=cell.method,
         allow=cell.allow,
+        host_memory=0,  # the same on every machine
     )
 
 

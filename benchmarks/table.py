@@ -22,6 +22,7 @@ import estimation
 import fused_cross_entropy
 import gpu_figures
 import large_models
+import larger_than_gpu
 import long_rows
 import memory_report
 import microbatch
@@ -77,6 +78,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "step-time": _of(step_time.table, "step_time"),
     "fused-cross-entropy": _of(fused_cross_entropy.table, "fused cross entropy", "fused_cross_entropy"),
     "large-models": _of(large_models.table, "large_models"),
+    "larger-than-gpu": _of(larger_than_gpu.table, "larger_than_gpu"),
     "sixteen-bit-weights": lambda: sixteen_bit_weights.table(
         {
             task: last_row(f"16-bit weights, {task}", program="sixteen_bit_weights")["figures"]

@@ -127,7 +127,10 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         consents = ", allowed" if cell.allow else ""
         yield f"plan {cell.model}, {cell.gpu}{consents}", lambda c=cell: _of_plan(planned(Cell(**vars(c))))
     for number, (model, gpu, more) in enumerate(OTHER_PLANS):
-        yield f"plan {number} {model}, {gpu}", lambda m=model, g=gpu, k=more: _of_plan(plan(m, gpu=GPUS[g], **k))
+        yield (
+            f"plan {number} {model}, {gpu}",
+            lambda m=model, g=gpu, k=more: _of_plan(plan(m, gpu=GPUS[g], host_memory=0, **k)),
+        )
 
 
 def _estimated(model: str, seq_len: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,9 +47,12 @@ class Technique:
         kind: what it changes: nothing but the order of sums, the rounding of weights, or the training itself.
         consent: the word of ``plan(allow=...)`` that it needs; "" for none.
         fields: of ``StepSettings`` and of ``Recipe`` that ask for it, each with the value that does not.
-        callback: the callback without arguments that a recipe uses where its field asks for it, as "module:class".
+        callback: the callback that a recipe uses where its field asks for it, as "module:class".
         on_model: what it does to a model before the first step, as "module:function"; "" for nothing.
         optimizer: makes the optimizer's class from the arguments, the model and the recipe's rounding; "" for none.
+        function: which recordings apply it with, where a step is simulated by the technique itself; "" for none.
+        steps: the class by which a released optimizer then steps; "" for none.
+        arguments: fields of a recipe that callback and function take.
         title: its name in the table of plans that ask for consent; "" where no plan does.
         sets: the fields of a ``Recipe`` that a plan sets for it.
         pays_for: the fact of a model for which every plan uses it, an attribute of ``ModelFacts``; "" for none.
@@ -64,6 +67,9 @@ class Technique:
     callback: str = ""
     on_model: str = ""
     optimizer: str = ""
+    function: str = ""
+    steps: str = ""
+    arguments: tuple[str, ...] = ()
     title: str = ""
     sets: Mapping[str, Any] = field(default_factory=dict)
     pays_for: str = ""
@@ -147,7 +153,11 @@ TECHNIQUES = _listed(
     Technique("tiled layers"),
     Technique(
         "streamed layers",
+        fields={"streamed": False},
+        function="hf_memopt.techniques.streaming.streamed_layers:stream_layers",
+        steps="hf_memopt.techniques.streaming.gradients:DeviceSteps",
         callback="hf_memopt.techniques.streaming.streamed_layers:StreamedLayersCallback",
+        arguments=("embeddings_on_host",),
         why="the weights of the layers wait in host memory",
     ),
     Technique(

@@ -26,7 +26,7 @@ from hf_memopt.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
-OF_LANGUAGE_MODELS = ("docs/large-models.md", "docs/lora-and-qlora.md")
+OF_LANGUAGE_MODELS = ("docs/large-models.md", "docs/larger-than-the-gpu.md", "docs/lora-and-qlora.md")
 OPTIONAL = ("trl",)  # packages that this environment may lack
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND_ANSWERS = (0, 1)  # it fits, or it does not

@@ -234,6 +234,9 @@ class PlanOptions:
     strategy: str = _option(
         "auto", "How they share a step: auto (ddp, else fsdp2), ddp, fsdp2, zero2 or zero3.", "NAME", group=GPU
     )
+    host_memory: str | None = _option(
+        None, "Of the computer, such as 64GB, for layers that wait there; this machine's by default.", "SIZE", group=GPU
+    )
     measured: Path | None = _option(
         None, "Correct the plan by real steps, as hf-memopt measure wrote them.", "FILE", group=GPU
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 AS_TYPED = (
     *("gpu", "budget", "os", "seq_len", "goal", "method", "world_size", "strategy", "task"),
-    *("images", "image_size", "audio_seconds", "measured"),
+    *("images", "image_size", "audio_seconds", "host_memory", "measured"),
 )
 """The options that ``plan`` takes as they are."""
 

@@ -27,6 +27,8 @@ several figures is listed.
   in float32, as training does: GeForce runs these at half its advertised rate, Quadro, RTX A and data center GPUs do
   not. Pascal and the GTX 16 series have no tensor cores: products of fp16 operands run at the rate of float32 on
   Pascal; what they reach on the GTX 16 series is not published.
+- ``pcie`` is the bus interface of the same page: generation and lanes. The chips of smaller cards and laptops have
+  eight (GA107, AD106, AD107, GB206, GB207), and a computer may offer fewer or an older generation.
 - ``nvlink_gb`` is half of what the source of the architecture calls NVLink's total bandwidth, which counts both
   directions: of GPUs that sit on a board with NVLink in every server. All others reach each other by PCIe; bridges
   between two of them (RTX 3090, RTX A6000, A40, H100 NVL) are not counted, since few computers have one.
@@ -86,6 +88,7 @@ class Gpu:
             are joined by PCIe, or by a bridge that not every computer has.
         sustained_fraction: the share of the rates that it keeps under a long load; 1 where no power limit is known to
             bind.
+        pcie: generation and lanes of its bus; None where they are unknown.
     """
 
     name: str
@@ -100,6 +103,7 @@ class Gpu:
     notes: tuple[str, ...] = ()
     nvlink_bytes_per_second: int | None = None
     sustained_fraction: float = 1.0
+    pcie: tuple[int, int] | None = None
 
     @property
     def bf16(self) -> bool:
@@ -115,6 +119,17 @@ class Gpu:
     def pcie_bytes_per_second(self) -> int:
         """Of 16 lanes in one direction; a computer may have fewer."""
         return (16 << (self.pcie_generation - 3)) * 10**9
+
+    @property
+    def bus(self) -> tuple[int, int]:
+        """Generation and lanes of its own bus; 16 lanes where they are unknown."""
+        return self.pcie or (self.pcie_generation, 16)
+
+    @property
+    def bus_bytes_per_second(self) -> int:
+        """Of its own lanes in one direction, which copies of streamed layers are counted with."""
+        generation, lanes = self.bus
+        return (lanes << (generation - 3)) * 10**9
 
     @property
     def link(self) -> str:
@@ -179,6 +194,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
     if row["usable"]:
         usable_bytes, usable_source = parse_bytes(row["usable"]), row["usable_source"]
     context_bytes, context_source = (None, "unknown") if _is_amd(row) else typical_context(_capability(row))
+    generation, lanes = map(int, row["pcie"].split(".0 x"))
     if row["context"]:
         context_bytes, context_source = parse_bytes(row["context"]), row["context_source"]
     return Gpu(
@@ -189,7 +205,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         compute_capability=_capability(row),
         source=(
             f"usable memory: {usable_source}; context: {context_source}; "
-            f"size, bandwidth, multiprocessors and clock: {PAGES}{row['page']}; "
+            f"size, bandwidth, bus, multiprocessors and clock: {PAGES}{row['page']}; "
             f"operations per clock: {design['operations_source']}; "
             + (f"clock under a long load: {row['sustained_source']}; " if row["sustained_mhz"] else "")
             + f"compute capability: {design['capability_source']}"
@@ -200,6 +216,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         notes=(f"{name} is an AMD GPU: {STANDS_IN}",) if _is_amd(row) else (),
         nvlink_bytes_per_second=int(row["nvlink_gb"]) * 10**9 if row["nvlink_gb"] else None,
         sustained_fraction=int(row["sustained_mhz"] or row["boost_mhz"]) / int(row["boost_mhz"]),
+        pcie=(generation, lanes),
     )
 
 

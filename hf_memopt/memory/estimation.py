@@ -19,8 +19,8 @@ import torch
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.devices import Chip, Gpu, against_float16, current_gpu, find_gpu
-from hf_memopt.memory.allocator import Replayed, fragmentation_of, replay_on_gpu, replay_plan, step_optimizer
-from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts
+from hf_memopt.memory.allocator import Replayed, fragmentation_of, replay_on_gpu, replay_plan
+from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts, step_optimizer
 from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models import DEFAULT_LENGTH, check_task, default_length, load_model
 from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, keeping_models, session
@@ -200,8 +200,12 @@ def estimate_of_step(
     lengths_recorded = () if lengths is None else lengths.recorded[1:]
     others = [recorded(replace(shape, seq_len=length), without_evaluation)[0] for length in lengths_recorded]
     trained = shard_facts(trace.trainable, settings)
-    optimizer = as_the_engine_steps(step_optimizer(trained, settings), trained, settings)
-    plan = replay_plan(trained, settings, optimizer, shape.batch_size, chip)
+    on_host = trace.on_host
+    stepping = trained if on_host is None else tuple(fact for fact in trained if fact not in on_host.stepped)
+    optimizer = as_the_engine_steps(step_optimizer(stepping, settings), stepping, settings)
+    plan = replay_plan(stepping, settings, optimizer, shape.batch_size, chip)
+    if on_host is not None and settings.steps_in_backward:
+        plan = replace(plan, optimizer=step_optimizer(trained, settings).alone)  # by the parameters of the recording
     fragmentation = None
     if lengths is not None:
         plan = replace(plan, order=lengths.steps)
@@ -211,7 +215,7 @@ def estimate_of_step(
     timing = timing_of_step(
         [trace, *others],
         plan,
-        trained,
+        stepping,
         optimizer,
         settings,
         gpu,
@@ -232,7 +236,9 @@ def estimate_of_step(
         components=replayed.components,
         phase=replayed.phase,
         module=replayed.module,
-        host_bytes=trace.host_bytes + optimizer.host_state_bytes,
+        host_bytes=trace.host_bytes
+        + optimizer.host_state_bytes
+        + (0 if on_host is None else on_host.bytes_on_host(settings)),
         parameters=trace.parameters,
         trainable_parameters=sum(fact.elements for fact in trace.trainable),
         flops=trace.flops[0] * plan.batches * plan.micro_batches,

@@ -40,7 +40,8 @@ class Estimate:
             unless the allocator needs more for fewer bytes of another phase.
         phase: that of this moment: "load", "forward", "backward", "optimizer", "generation" or "evaluation".
         module: the module whose operation reaches it; "" between modules.
-        host_bytes: what is moved to the host: paged optimizer state, offloaded activations.
+        host_bytes: what is moved to the host: paged optimizer state, offloaded activations, streamed layers with
+            their parked gradients and state.
         parameters: elements of all parameters.
         trainable_parameters: elements of those that require a gradient.
         flops: floating-point operations of an optimizer step, all its micro-batches, recomputation included.

@@ -33,10 +33,22 @@ def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
         is_sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # as accelerate launch sets it
         options = quantization_options(recipe.load_in, sixteen_bits_here(recipe), task, is_sharded=is_sharded)
         found["quantization_config"] = BitsAndBytesConfig(**options)  # type: ignore[no-untyped-call]
+        if recipe.streamed:
+            found["device_map"] = {"": "cpu"}  # else it would be quantised on the GPU
     return found
 
 
 def prepared_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[Change, ...]]:
+    """Return the model with the recipe's adapters and streamed layers, and what was done to it."""
+    model, changes = _adapted(recipe, model)
+    if recipe.streamed:  # before a Trainer moves the model to the GPU
+        from hf_memopt.techniques.streaming import stream_layers
+
+        stream_layers(model, embeddings_on_host=recipe.embeddings_on_host)
+    return model, changes
+
+
+def _adapted(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[Change, ...]]:
     """Return the model with the recipe's adapters, and what was done to it; see ``Recipe.prepare_model``.
 
     Adapters come first: then ``prepare_quantized`` finds the copies of a head that PEFT trains whole, and makes them

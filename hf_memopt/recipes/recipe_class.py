@@ -82,6 +82,8 @@ class Recipe:
         rounding: how an update of 16-bit weights is rounded: ``"nearest"``, which loses small ones, ``"stochastic"`` or
             ``"kahan"``.
         offload: whether the inputs of checkpointed layers wait in host memory.
+        streamed: whether the weights of the layers wait in host memory, as with ``stream_layers``.
+        embeddings_on_host: whether, with ``streamed``, the input embeddings wait and compute there too.
         fused_cross_entropy: whether the loss is computed without all logits at once.
         sparse_tied_embedding: whether the gradient of a tied embedding is added into the head's in place.
         gradient_release: whether each parameter steps as soon as it has its gradient; then nothing is accumulated, and
@@ -126,6 +128,8 @@ class Recipe:
         "nearest", "float32 weights lose no update that matters"
     )
     offload: bool = _choice(False, "copies to the host cost time on the bus")
+    streamed: bool = _choice(False, "copies of the layers cost time on the bus")
+    embeddings_on_host: bool = _choice(False, "the host steps slower than the GPU")
     fused_cross_entropy: bool = _choice(False, "the logits of a small vocabulary are small")
     sparse_tied_embedding: bool = _choice(False, "matters where a large embedding is the head too")
     gradient_release: bool = _choice(False, "it would exclude accumulation and clipping")

@@ -176,7 +176,8 @@ def callbacks_of(recipe: Recipe, optim: str) -> list[TrainerCallback]:
     precision = recipe.step_settings().precision
     if recipe.accumulates and (precision == "fp16" or (precision == "auto" and choose_precision().fp16)):
         wanted.append(OverflowCallback())
-    return wanted + [load(one.callback)() for one in asked_by(recipe).values() if one.callback]
+    own = [one for one in asked_by(recipe).values() if one.callback]
+    return wanted + [load(one.callback)(**{name: getattr(recipe, name) for name in one.arguments}) for one in own]
 
 
 _REMOVABLE = (PrecisionCallback, EmbeddingBitsCallback, OverflowCallback, MicrobatchCallback, MemoryReportCallback)

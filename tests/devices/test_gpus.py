@@ -198,7 +198,7 @@ def test_a_row_is_plausible(gpu):
 def test_every_figure_has_a_source(gpu):
     parts = dict(part.split(": ", 1) for part in gpu.source.split("; "))
     assert re.fullmatch(r"https://\S+|that of the simulated kernels", parts.pop("compute capability"))
-    page = parts.pop("size, bandwidth, multiprocessors and clock")
+    page = parts.pop("size, bandwidth, bus, multiprocessors and clock")
     assert re.fullmatch(r"https://www\.techpowerup\.com/gpu-specs/[a-z0-9-]+\.c\d+", page)
     assert re.fullmatch(r"https://\S+", parts.pop("operations per clock"))
     if gpu.sustained_fraction < 1:
@@ -685,3 +685,18 @@ def test_the_real_gpu():
     assert gpu.usable_bytes == torch.cuda.get_device_properties(0).total_memory
     assert gpu.compute_capability == torch.cuda.get_device_capability(0)
     assert gpu.multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def test_the_bus_is_that_of_the_card() -> None:
+    """Half of 16 lanes on the chips of small cards and laptops; of a GPU by its size 16."""
+    lanes = {name: GPUS[name].bus for name in ("T4", "RTX 4060", "RTX 4090", "RTX 4070 Laptop", "RTX 5060", "H100")}
+    assert lanes == {
+        "T4": (3, 16),
+        "RTX 4060": (4, 8),
+        "RTX 4090": (4, 16),
+        "RTX 4070 Laptop": (4, 8),
+        "RTX 5060": (5, 8),
+        "H100": (5, 16),
+    }
+    assert GPUS["RTX 4060"].bus_bytes_per_second == 16 * 10**9
+    assert custom_gpu("8GB", "8.6").bus == (4, 16)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hf_memopt.devices import Chip
 from hf_memopt.memory.cuda import workspace_bytes
 from hf_memopt.memory.distributed import bucket_bytes
-from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, clipping_temporaries, optimizer_memory
+from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, clipping_temporaries
 from hf_memopt.memory.settings import StepSettings
 
 
@@ -68,26 +68,6 @@ class ReplayPlan:
         waiting = [(index, min(place, 1)) for place, index in enumerate(every[:count])]
         first = min(count, 2)
         return waiting, [(index, first + min(place + adds, 1)) for place, index in enumerate(every[count:])]
-
-
-def step_optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:
-    """Return the bytes of the optimizer that the settings ask for."""
-    if settings.optimizer_memory is None:
-        return optimizer_memory(
-            facts,
-            settings.optim,
-            optim_args=settings.optim_args,
-            target_modules=settings.optim_target_modules,
-            embedding_bits=settings.embedding_bits,
-            one_by_one=settings.steps_in_backward,
-            weight_decay=settings.weight_decay,
-            rounding=settings.rounding,
-        )
-    found = settings.optimizer_memory(facts)
-    if not (found.releases_gradients or settings.steps_in_backward):
-        return found
-    alone = tuple(settings.optimizer_memory((fact,)) for fact in facts)
-    return replace(found, releases_gradients=True, alone=alone)
 
 
 def replay_plan(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.distributed import FullyShardedStep, ZeroStep
     from hf_memopt.memory.optimizers import ParameterFacts
     from hf_memopt.memory.recording.generation import DecodingSteps
+    from hf_memopt.memory.recording.streamed import HostWeights
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,8 +69,8 @@ class StepTrace:
     ``gathered_bytes`` are those of sharded weights that a pass gathers, as often as it does. ``notes`` say what was
     changed in the model for the recording, and assumed of it. ``trainable`` are the facts of its trainable parameters,
     and ``parameters`` the number of all weights. ``loading`` has the events of loading quantised weights, in stretches
-    between which the cache is emptied; none for weights that are moved as they are. ``replayed`` keeps what replays
-    derive from it.
+    between which the cache is emptied; none for weights that are moved as they are. ``on_host`` says which
+    weights wait in host memory; None for none. ``replayed`` keeps what replays derive from it.
     """
 
     tracker: StorageTracker
@@ -87,6 +88,7 @@ class StepTrace:
     trainable: tuple[ParameterFacts, ...] = ()
     parameters: int = 0
     loading: tuple[tuple[tuple[Any, int], ...], ...] = ()
+    on_host: HostWeights | None = None
     replayed: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
 

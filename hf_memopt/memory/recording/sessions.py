@@ -36,6 +36,7 @@ from hf_memopt.memory.models import LoadedModel, assumed_inputs, example_batch, 
 from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import cut_batch, has_padding, record_step, state_kept
+from hf_memopt.memory.recording.streamed import RecordedStream
 from hf_memopt.memory.settings import StepSettings, settings_that_change
 from hf_memopt.memory.tracking import Hidden, StorageTracker
 from hf_memopt.technique_list import Technique, asked_by, load
@@ -197,7 +198,8 @@ def _trace_key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: 
     accumulates = min(settings.gradient_accumulation_steps, 3 if settings.is_sharded else 2)
     if settings.precision == "tf32":
         settings = settings.replace(precision="fp32")  # the same allocations and operations
-    values = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _NOT_IN_TRACE}
+    left_out = set() if settings.streamed and settings.steps_in_backward else _NOT_IN_TRACE  # whose states travel
+    values = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in left_out}
     return loaded.key, repr(values), accumulates, settings.steps_in_backward, shape, chip
 
 
@@ -287,7 +289,11 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
         tracker=tracker,
     )
     sharded = sharded_step(model, settings)
+    stream = None
     with ExitStack() as around:
+        if settings.streamed:
+            stream = RecordedStream(model, settings, tracker, prepared.trainable)
+            around.enter_context(stream.streaming())
         if sharded is not None:
             around.enter_context(sharded.sharding())
         trace = record_step(
@@ -301,6 +307,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
             semantics=semantics,
             sharded=sharded,
         )
+    trace.on_host = None if stream is None else stream.weights(len(trace.micro_batches))
     trace.notes += tuple(assumed_inputs(prepared.base, settings))
     return trace
 

@@ -83,7 +83,7 @@ def record_step(
         semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
     _drop_gradients(weights)
     trace = StepTrace(tracker, _weights(model, tracker), storage_numbers(batch, tracker))
-    if sharded is None and is_quantized(model):
+    if sharded is None and not settings.streamed and is_quantized(model):  # streamed ones are loaded on the host
         from hf_memopt.memory.quantized import load_events  # bitsandbytes takes a second to import
 
         trace.loading = load_events(model, tracker.number)

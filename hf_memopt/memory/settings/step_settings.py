@@ -55,6 +55,9 @@ class StepSettings:
         rounding: of weights in bfloat16 after an update: ``"nearest"`` as the plain optimizer, or ``"stochastic"`` or
             ``"kahan"`` as ``sixteen_bit_optimizer``, with its temporaries and its buffer. Nothing for float32 weights.
         gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
+        streamed: whether the weights of the layers wait in host memory, as with ``stream_layers``. Their gradients are
+            parked there and the optimizer steps there; with ``gradient_release`` each layer steps on the GPU.
+        embeddings_on_host: whether, with ``streamed``, tokens are looked up on the host, where the embeddings step.
         sparse_tied_embedding: whether the gradient of tied input embeddings is added into the head's as rows, as
             ``hf_memopt.sparse_tied_embedding`` does.
         fused_cross_entropy: whether the loss is computed without the logits, as ``hf_memopt.fuse_cross_entropy`` does.
@@ -122,6 +125,8 @@ class StepSettings:
     embedding_bits: int = _setting(32, Literal[8, 32], changes="replay")
     rounding: str = _setting("nearest", Literal["nearest", "stochastic", "kahan"], changes="replay")
     gradient_release: bool = _setting(False, bool, changes="replay")
+    streamed: bool = _setting(False, bool, changes="trace")
+    embeddings_on_host: bool = _setting(False, bool, changes="trace")
     sparse_tied_embedding: bool = _setting(False, bool)
     fused_cross_entropy: bool = _setting(False, bool)
     max_grad_norm: float = _setting(1.0, changes="replay")
@@ -238,6 +243,11 @@ class StepSettings:
         return self.engine not in ("", "ddp")
 
     def _check_sharing(self) -> None:
+        if self.embeddings_on_host and not self.streamed:
+            raise ValueError(
+                "embeddings_on_host=True, streamed=False do not fit each other: embeddings wait on the host beside "
+                "streamed layers; expected both. Pass streamed=True"
+            )
         if self.offload_params and (self.world_size == 1 or self.strategy == "ddp"):
             raise ValueError(
                 f"offload_params=True, world_size={self.world_size}, strategy={self.strategy!r} do not fit each other: "

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_memopt.devices import Gpu, PeakRates, find_gpu
-from hf_memopt.memory.step_time.communication import Communication, communication_of_step
+from hf_memopt.memory.step_time.communication import Communication, Streaming, communication_of_step, streaming_of_step
 from hf_memopt.memory.step_time.operations import UNPRICED_OPTIMIZERS, Operation, optimizer_operations
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class Prices:
     Attributes:
         rates: floating-point operations per second, by kind and dtype of an ``Operation``.
         bandwidth: bytes per second of its memory.
-        pcie: bytes per second between host and GPU.
+        pcie: bytes per second between host and GPU, with 16 lanes.
+        bus: the same with the GPU's own lanes, for streamed layers.
         link: bytes per second between GPUs, in one direction.
         launch_seconds: of a kernel from Python, on the host.
         error: by how much, as a share, predicted seconds may be off on either side.
@@ -89,6 +90,7 @@ class Prices:
     link: float
     launch_seconds: float = LAUNCH_SECONDS
     error: float = _OTHERS
+    bus: float = 0.0
 
     @classmethod
     def of(cls, gpu: Gpu, *, tf32: bool = False) -> Prices:
@@ -109,6 +111,7 @@ class Prices:
             pcie=gpu.pcie_bytes_per_second * MEMORY_FRACTION,
             link=gpu.link_bytes_per_second * MEMORY_FRACTION,
             error=_error_of(gpu),
+            bus=gpu.bus_bytes_per_second * MEMORY_FRACTION,
         )
 
     def seconds(self, cost: Operation) -> tuple[float, str]:
@@ -175,7 +178,7 @@ class StepCosts:
         examples: of a step.
         tokens: of a step, padding included; None for a model without text.
         tf32: whether float32 products are computed in TF32.
-        communication: with other processes and the host; None for one process.
+        communication: with other processes and the host, or with the host that streamed layers wait in; None for none.
         routes_tokens: whether tokens are routed to experts. What they cost assumes equally many for each, which ranks
             set-ups and predicts no time.
     """
@@ -186,7 +189,7 @@ class StepCosts:
     examples: int
     tokens: float | None = None
     tf32: bool = False
-    communication: Communication | None = None
+    communication: Communication | Streaming | None = None
     routes_tokens: bool = False
 
     @property
@@ -204,6 +207,16 @@ class StepCosts:
         if self.routes_tokens:
             return "equally many for each"
         return "convolutions as fast as other products" if self.convolution_share > _CONVOLUTIONAL else ""
+
+    def hiding_tokens(self, gpu: str | Gpu) -> float | None:
+        """Return the tokens of a pass from which computing hides the copies of streamed layers; None without these."""
+        if not isinstance(self.communication, Streaming) or self.tokens is None:
+            return None
+        prices = Prices.of(find_gpu(gpu), tf32=self.tf32)
+        parts = _computed(self, prices)
+        fixed, computing = parts["optimizer"], sum(parts.values())
+        copied = max(0.0, self.communication.copying(prices.bus) - fixed)
+        return self.tokens / self.micro_batches * copied / (computing - fixed)
 
     def on(self, gpu: str | Gpu) -> StepTime:
         """Return the predicted time on a GPU, a name or a ``Gpu``.
@@ -273,6 +286,19 @@ def step_time(costs: StepCosts, prices: Prices) -> StepTime:
 
 def _priced(costs: StepCosts, prices: Prices) -> tuple[dict[str, float], float, float]:
     """Return the seconds of a step by ``PARTS``, and those with all communication hidden and with none of it."""
+    parts = _computed(costs, prices)
+    computing = sum(parts.values())
+    if costs.communication is None:
+        return parts, computing, computing
+    is_streamed = isinstance(costs.communication, Streaming)
+    pcie = prices.bus if is_streamed else prices.pcie
+    waited, most, least = costs.communication.seconds(computing, prices.link, pcie)
+    parts["PCIe" if is_streamed else "communication"] += waited
+    return parts, computing + least, computing + most
+
+
+def _computed(costs: StepCosts, prices: Prices) -> dict[str, float]:
+    """Return the seconds of a step by ``PARTS`` without communication."""
     parts = dict.fromkeys(PARTS, 0.0)
     parts["launches"] = costs.micro_batches * MICRO_BATCH_SECONDS
     for times, operations in costs.passes:
@@ -282,12 +308,7 @@ def _priced(costs: StepCosts, prices: Prices) -> tuple[dict[str, float], float, 
     for cost, number in costs.optimizer.items():
         seconds, part = prices.seconds(cost)
         parts[part if part == "PCIe" else "optimizer"] += number * seconds
-    computing = sum(parts.values())
-    if costs.communication is None:
-        return parts, computing, computing
-    waited, most, least = costs.communication.seconds(computing, prices.link, prices.pcie)
-    parts["communication"] = waited
-    return parts, computing + least, computing + most
+    return parts
 
 
 def equally_fast(seconds: float, other_seconds: float) -> bool:
@@ -355,10 +376,12 @@ def timing_of_step(
         unscales=settings.precision == "fp16",
         zeroes=plan.keeps_gradients,
     )
-    communication = None
+    communication: Communication | Streaming | None = None
     if settings.engine:
         gathered_bytes = traces[0].gathered_bytes
         communication = communication_of_step(trainable, settings, gathered_bytes, micro_batches, plan.micro_batches)
+    elif traces[0].on_host is not None:
+        communication = streaming_of_step(traces[0].on_host, settings, micro_batches)
     costs = StepCosts(
         passes=_passes(traces, steps, plan),
         optimizer=Counter() if settings.offload_params else operations,  # which the host does, see ``communication``

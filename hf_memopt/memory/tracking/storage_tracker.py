@@ -79,6 +79,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.functions: set[Any] = set()
         self.operations: list[Counter[Operation]] = []
         self.ignored: set[int] = set()
+        self._left_out: set[int] = set()
         self.after_recomputation: list[Callable[[], None]] = []
         self.values = KnownValues()
         self._live: dict[int, tuple[int, Any]] = {}
@@ -141,7 +142,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if sizes is None:
                 sizes = beside[self._hidden] = self._hidden(func, args, kwargs, out)
             if sizes:
-                self._add_hidden(sizes)
+                self.add_hidden(sizes)
         return out
 
     def _outputs(self, func: Any, args: Any, kwargs: Any, known: Any) -> tuple[Any, int, dict[Any, Any] | None]:
@@ -194,7 +195,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return known[0]
         if self.device_type is not None and tensor.device.type != self.device_type:
             return -1
-        if key in self.ignored:
+        if key in self.ignored or key in self._left_out:
             return -1
         number = self._allocate(storage.nbytes())
         size_bytes = self.sizes[number]
@@ -207,16 +208,20 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         live[key] = (number, weakref.ref(storage, freed))
         return number
 
-    def ignore(self, tensor: torch.Tensor) -> None:
-        """Do not count the tensor's storage, which represents host memory; remove its allocation if it was last."""
+    def ignore(self, tensor: torch.Tensor, *, is_copied: bool = True) -> None:
+        """Do not count the tensor's storage, which represents host memory; remove its allocation if it was last.
+
+        ``is_copied``: whether operations on it are copies over PCIe.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         number, _ = self._live.pop(key, (-1, None))
         if number == len(self.sizes) - 1 >= 0:
             for column in (self.events, self.sizes, self.allocated_at, self.sequences, self.places):
                 column.pop()
-        self.ignored.add(key)
-        weakref.finalize(storage, self.ignored.discard, key)
+        found = self.ignored if is_copied else self._left_out
+        found.add(key)
+        weakref.finalize(storage, found.discard, key)
 
     def close(self) -> None:
         """End the list: what is still allocated has no free in it, whenever it is freed."""
@@ -237,7 +242,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.events.append((number, size_bytes))
         return number
 
-    def _add_hidden(self, sizes: tuple[int, ...]) -> None:
+    def add_hidden(self, sizes: tuple[int, ...]) -> None:
+        """Allocate storages that a kernel has inside itself, and free them."""
         numbers = [self._allocate(size_bytes) for size_bytes in sizes]
         for number in numbers:
             self.events.append((number, -self.sizes[number]))

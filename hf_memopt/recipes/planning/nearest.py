@@ -57,7 +57,7 @@ def shortfall_of(simulation: Simulation, set_ups: Sequence[SetUp], budget: Any) 
         NotEstimableError: of a method every simulation failed, so that nobody knows whether it fits.
         ValueError: the budget does not hold the weights of any set-up.
     """
-    own = [one for one in simulation.candidates if not one.consents]
+    own = [one for one in simulation.candidates if not one.consents and not one.host_lacks_bytes]
     _check_methods(own, simulation)
     least = min(own, key=lambda one: one.total_bytes)
     simulation.announce("nothing fits: looking for what would")

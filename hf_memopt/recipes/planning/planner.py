@@ -22,6 +22,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices import current_gpu
+from hf_memopt.devices.readings import read_memory
 from hf_memopt.memory.distributed import ZERO_STAGES
 from hf_memopt.memory.models import check_task
 from hf_memopt.memory.recording import keeping_models
@@ -46,7 +47,7 @@ from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
 from hf_memopt.reports import named_measurement
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import os
@@ -79,6 +80,7 @@ def plan(
     images: int | None = None,
     image_size: int | None = None,
     audio_seconds: float | None = None,
+    host_memory: int | str | None = None,
     announce: Callable[[str], object] = lambda text: None,
 ) -> Plan:
     """Return the set-up that suits the goal best of those whose predicted memory fits a GPU.
@@ -115,6 +117,8 @@ def plan(
         images: pictures of an example, as for ``estimate``.
         image_size: as for ``estimate``.
         audio_seconds: as for ``estimate``.
+        host_memory: of the computer that trains, in bytes or as text such as ``"64GB"``: where nothing else fits, the
+            layers' weights may wait there. None for this machine's, 0 for plans without.
         announce: called before each simulation with a text that names it.
 
     Raises:
@@ -150,6 +154,11 @@ def plan(
         gpus = world_size, share
         simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce, corrections)
         simulation.media = media
+        simulation.is_this_host = host_memory is None
+        host_bytes = (
+            read_memory("cpu").host_total_bytes if host_memory is None else parse_bytes(host_memory, "host_memory")
+        )
+        simulation.host_memory_bytes = host_bytes
         search_of = StageSearch(simulation, sharings_of(strategy, world_size, goal))
         stages = stages_of(method, facts, words)
         chosen, shortfall = search_of.by_length(stages), None
@@ -157,7 +166,8 @@ def plan(
         shown = chosen or min(candidates, key=lambda one: one.total_bytes, default=None)
         simulation.sharing = None if shown is None else shown.sharing
         if chosen is None:
-            set_ups = [one for stage in stages for one in search_of.set_ups(stage)]
+            on_host = any(one.recipe.streamed and not one.host_lacks_bytes for one in candidates)
+            set_ups = [one for stage in stages for one in search_of.set_ups(stage, streamed=on_host)]
             shortfall = shortfall_of(simulation, set_ups, budget)
     used = () if chosen is None or os else [one.name for one in chosen.techniques if one in LINUX_ONLY]
     of_linux = (
@@ -234,6 +244,7 @@ def _notes(
     if chosen is not None and chosen.rows == 1 and share > 3 and all(share % rows for rows in range(2, share)):
         even = (share + 1) * simulation.world_size
         yield f"{share} examples cannot be cut evenly but into single ones; effective_batch_size={even} can"
+    yield from _of_host(simulation, candidates, chosen)
     if simulation.time_unknown:
         yield f"time is not predicted: {simulation.time_unknown}"
     elif simulation.priced_on.name != simulation.gpu.name:
@@ -252,6 +263,18 @@ def _notes(
         yield f"{one.name} was not simulated: {why}"
     if problem := simulation.facts.against_float16(simulation.gpu):
         yield problem
+
+
+def _of_host(simulation: Simulation, candidates: Sequence[Candidate], chosen: Candidate | None) -> Iterable[str]:
+    """Yield what host memory the chosen plan takes, or would have taken where nothing fits."""
+    has = format_bytes(simulation.host_memory_bytes)
+    where = "this machine's; host_memory= plans for another" if simulation.is_this_host else "as given"
+    lacking = [one for one in candidates if one.host_lacks_bytes and not one.consents]
+    if chosen is not None and chosen.recipe.streamed:
+        yield f"{format_bytes(chosen.host_bytes)} of {has} of host memory are used, {where}"
+    elif chosen is None and lacking:
+        least = min(lacking, key=lambda one: (one.spare_bytes < one.margin_bytes, one.host_bytes))
+        yield f"{least.name} needs {format_bytes(least.host_bytes)} of host memory, and there are {has}, {where}"
 
 
 # ---- Reasons
@@ -314,6 +337,9 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     longest = f"the longest rows that fit, {one.seq_len} tokens; " if goal == "longest" else ""
     is_not_all = any(other.fits and other.cost < fastest.cost for other in candidates)
     kind, ease = (f" of {NAMES[one.stage]}", " with ease" * (one.stage == "full")) if is_not_all else ("", "")
+    if one.recipe.streamed:
+        hides = "" if one.hiding_tokens is None else f", and copies hide from {one.hiding_tokens:,.0f} tokens a pass on"
+        longest += f"nothing fits without host memory, of which this takes {format_bytes(one.host_bytes)}{hides}; "
     most = "the fastest" if one.seconds is not None else "the least assumed time"
     first = f"{most} of the {len(fitting)}{kind} that fit{ease}"
     if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):

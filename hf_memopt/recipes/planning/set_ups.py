@@ -91,7 +91,20 @@ PAGED_EIGHT_BIT = Technique(
     only_saves=True,
     replaces=EIGHT_BIT,
 )
-LEVERS = FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, PAGED, PAGED_EIGHT_BIT, OFFLOAD
+STREAMED = Technique(
+    "streamed layers",
+    {"streamed": True, "micro_batching": False},  # each part would fetch all layers again
+    "the weights of the layers wait in host memory, and each layer is recomputed",
+    only_saves=True,
+)
+STREAMED_EMBEDDINGS = Technique(
+    "streamed layers, embeddings on the host",
+    {**STREAMED.fields, "embeddings_on_host": True},
+    "the weights of the layers and the embeddings wait in host memory, and each layer is recomputed",
+    only_saves=True,
+    replaces=STREAMED,
+)
+LEVERS = FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, PAGED, PAGED_EIGHT_BIT, OFFLOAD, STREAMED, STREAMED_EMBEDDINGS
 """Of set-ups that are as good as each other, the one whose last lever comes first here is the simpler."""
 LINUX_ONLY = SEGMENTS, PAGED, PAGED_EIGHT_BIT
 TF32 = Technique(
@@ -246,15 +259,25 @@ class SetUp:
 
 def on_host(techniques: Iterable[Technique]) -> list[Technique]:
     """Return those with which optimizer state or activations wait in host memory."""
-    return [one for one in techniques if one in (PAGED, PAGED_EIGHT_BIT, OFFLOAD)]
+    return [one for one in techniques if one in (PAGED, PAGED_EIGHT_BIT, OFFLOAD, STREAMED, STREAMED_EMBEDDINGS)]
 
 
-def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Iterator[SetUp]:
-    """Yield the set-ups of one rung of the ladder, those of one recording after each other."""
+def set_ups(
+    stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int, *, streamed: bool = False
+) -> Iterator[SetUp]:
+    """Yield the set-ups of one rung of the ladder, those of one recording after each other.
+
+    With ``streamed`` those whose layers wait in host memory: none pages its state or has another checkpointing.
+    """
     base = _base(stage, facts, gpu, effective_batch_size)
     memories = [(), (CHECKPOINTING,), *([(OFFLOAD,)] if facts.has_offload else [])]
+    if streamed:
+        memories = [(STREAMED,), *([] if facts.is_tied else [(STREAMED_EMBEDDINGS,)])]
+        facts = replace(facts, has_paging=False)
     segments = [(), *([(SEGMENTS,)] if facts.has_segments else [])]
     for common in _commons(stage, facts, gpu):
+        if streamed and stage in ("full", "freeze") and any(one.fields.get("precision") == "fp16" for one in common):
+            continue  # the scaler reads gradients on the GPU
         for memory, optimizer, last in product(memories, _optimizers(stage, common, facts), segments):
             techniques = (*common, *optimizer, *memory, *last)
             fields: dict[str, Any] = {}

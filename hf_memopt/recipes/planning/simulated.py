@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,8 @@ class Candidate:
         simplicity: smaller is simpler.
         sharing: how several GPUs share a step; None for one GPU.
         host_bytes: of one process: what is moved to the host, and what its optimizer has there.
+        host_lacks_bytes: of these, what the host's memory has not; 0 unless layers are streamed.
+        hiding_tokens: of a pass, from which computing hides the copies of streamed layers; None without them.
         communication_fraction: of the seconds, what waits for other GPUs and the host; None where it is unknown.
         corrected: what of it a measurement corrected: "context", "reserved", "seconds".
         reason: why it was taken or refused.
@@ -86,6 +88,8 @@ class Candidate:
     simplicity: tuple[int, int, int] = (0, 0, 0)
     sharing: Sharing | None = None
     host_bytes: int = 0
+    host_lacks_bytes: int = 0
+    hiding_tokens: float | None = None
     communication_fraction: float | None = None
     corrected: tuple[str, ...] = ()
     reason: str = ""
@@ -108,7 +112,7 @@ class Candidate:
     @property
     def verdict(self) -> Verdict:
         """Whether it fits with the margin, without it, or not at all."""
-        return verdict_of(self.spare_bytes, self.margin_bytes)
+        return "over" if self.host_lacks_bytes else verdict_of(self.spare_bytes, self.margin_bytes)
 
     @property
     def fits(self) -> bool:
@@ -143,6 +147,9 @@ class Candidate:
 
     def says(self) -> str:
         """Return the verdict with its figure."""
+        if self.host_lacks_bytes:
+            has = format_bytes(self.host_bytes - self.host_lacks_bytes)
+            return f"needs {format_bytes(self.host_bytes)} of host memory, which has {has}"
         if self.verdict == "over":
             return f"over by {format_bytes(-self.spare_bytes)}"
         return f"{self.verdict}, {format_bytes(self.spare_bytes)} to spare"
@@ -169,7 +176,8 @@ def priced_on(gpu: Gpu) -> Gpu:
     def distance(known: Gpu) -> tuple[int, int]:
         return abs(_as_number(known) - _as_number(gpu)), abs(known.memory_bytes - gpu.memory_bytes)
 
-    return min((known for known in GPUS.values() if not missing_figures(known)), key=distance)
+    nearest = min((known for known in GPUS.values() if not missing_figures(known)), key=distance)
+    return replace(nearest, pcie=gpu.bus)
 
 
 def _as_number(gpu: Gpu) -> int:
@@ -199,6 +207,8 @@ class Simulation:
         media: pictures and audio of an example, as for ``estimate``.
         not_generated: why an evaluation that generates is simulated without that; "" where it is not.
         sharing: how the GPUs share the steps that are simulated next; None for one GPU.
+        host_memory_bytes: of the computer, for streamed layers; 0 for plans without.
+        is_this_host: whether it is this machine's.
         with_ease: whether what is searched for next has to leave 8 % of the GPU.
     """
 
@@ -222,6 +232,8 @@ class Simulation:
     not_generated: str = ""
     sharing: Sharing | None = None
     with_ease: bool = False
+    host_memory_bytes: int = 0
+    is_this_host: bool = True
     _found: dict[Case, Candidate | None] = field(default_factory=dict)
     _shorter: dict[tuple[Recipe, int, int | None, Sharing | None], float] = field(default_factory=dict)
 
@@ -324,6 +336,8 @@ class Simulation:
             simplicity=set_up.simplicity,
             sharing=set_up.sharing,
             host_bytes=found.host_bytes,
+            host_lacks_bytes=max(0, found.host_bytes - self.host_memory_bytes) if recipe.streamed else 0,
+            hiding_tokens=None if found.step_costs is None else found.step_costs.hiding_tokens(self.priced_on),
             communication_fraction=time.shares.get("communication") if is_timed else None,
             corrected=() if self.measured is None else self.measured.words(found, recipe),
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
@@ -41,6 +41,9 @@ def stages_of(method: str, facts: ModelFacts, allow: Sequence[str]) -> list[str]
     return stages
 
 
+FEWEST_STREAMED = 3  # layers: two are on the GPU at any time
+
+
 @dataclass
 class StageSearch:
     """The search over stages and lengths; what it simulates are the candidates of the simulation."""
@@ -48,11 +51,11 @@ class StageSearch:
     simulation: Simulation
     sharings: Sequence[Sharing | None] = (None,)
 
-    def set_ups(self, stage: str, *, with_consents: bool = False) -> list[SetUp]:
+    def set_ups(self, stage: str, *, with_consents: bool = False, streamed: bool = False) -> list[SetUp]:
         """Return the set-ups that are allowed and work as the GPUs share a step now."""
         simulation = self.simulation
         examples = simulation.share * simulation.world_size
-        every = list(set_ups(stage, simulation.facts, simulation.gpu, examples))
+        every = list(set_ups(stage, simulation.facts, simulation.gpu, examples, streamed=streamed))
         if simulation.sharing is not None:
             every = [one for one in map(simulation.sharing.adapted, every) if one is not None]
         return [one for one in every if with_consents or simulation.allows(one)]
@@ -86,9 +89,25 @@ class StageSearch:
                 if (chosen := self._searched(stage, offload, with_ease and stage == "full")) is not None:
                     return chosen
         tight = [one for stage in stages for one in self._of(stage) if one.verdict == "tight"]
-        return max(
-            (one for one in tight if one.stage == tight[-1].stage), key=lambda one: one.spare_bytes, default=None
-        )
+        if not tight:
+            return next((found for found in map(self._streamed, stages) if found is not None), None)
+        return max((one for one in tight if one.stage == tight[-1].stage), key=lambda one: one.spare_bytes)
+
+    def _streamed(self, stage: str) -> Candidate | None:
+        """Return the best set-up of a stage whose layers wait in host memory; None where that does not hold them."""
+        simulation, needs = self.simulation, dict[tuple[Any, bool], int]()
+        least_bytes = simulation.parameters // 2  # at 4 bits
+        if simulation.world_size > 1 or simulation.goal == "longest" or least_bytes > simulation.host_memory_bytes:
+            return None
+        if simulation.facts.layers < FEWEST_STREAMED:
+            return None
+        every = {one: (one.held, one.recipe.embeddings_on_host) for one in self.set_ups(stage, streamed=True)}
+        for one, held in every.items():  # what the host holds is the same for all rows, and more with embeddings
+            if held not in needs and not needs.get((one.held, False)):
+                found = simulation.of(one, row_counts(one, simulation.share)[0])
+                needs[held] = 1 if found is None else found.host_lacks_bytes
+        search([one for one, held in every.items() if needs.get(held, 1) == 0], simulation)
+        return best_of(self._of(stage), simulation.goal)
 
     def _searched(self, stage: str, offload: bool = False, with_ease: bool = False) -> Candidate | None:
         """Return the best of a stage after a search."""

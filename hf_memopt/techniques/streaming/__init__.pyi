@@ -1,0 +1,1 @@
+from .streamed_layers import stream_layers as stream_layers

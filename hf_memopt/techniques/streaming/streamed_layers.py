@@ -131,13 +131,14 @@ def stream_layers(
         _check_arguments(model.args)
         model, device = model.model, device or model.args.device
     check_model(model)
-    _check_model(model)
+    _check_model(model, is_simulated=str(device) == "meta")
     layers = _layers_of(model)
     adapters = {*model.parameters()} - {*parameters_outside_adapters(model)}
     ring = Ring(lanes or Lanes(read_memory(device).device), prefetch)
     ring.layers = [StreamedLayer(layer, ring, adapters, rows) for layer in layers]
     _check_shared(model, ring)
-    _to_host(ring)
+    if ring.lanes.device.type != "meta":  # of a simulation
+        _to_host(ring)
     overrides = [
         override_method(layer.module, name, function)
         for layer in ring.layers
@@ -178,6 +179,7 @@ class StreamedLayersCallback(ModelCallback):
         _check_options(prefetch, rows, embeddings_on_host)
         self._options: dict[str, Any] = {"prefetch": prefetch, "rows": rows, "embeddings_on_host": embeddings_on_host}
         super().__init__(**self._options)
+        self.prefetch, self.rows, self.embeddings_on_host = prefetch, rows, embeddings_on_host
         self._device: torch.device | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -249,7 +251,7 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, *, is_simulated: bool = False) -> None:
     """Refuse what moves or cuts weights by itself, and weights that are not there."""
     problem = None
     if _handle_of(model) is not None:
@@ -262,7 +264,7 @@ def _check_model(model: nn.Module) -> None:
         problem = "has sharded weights (FSDP2 or tensor parallelism); expected whole ones. Leave the sharding out"
     elif any(hasattr(module, "_hf_hook") for module in model.modules()):
         problem = "has hooks of accelerate that move its weights; expected none. Load it without device_map"
-    elif any(parameter.is_meta for parameter in model.parameters()):
+    elif any(parameter.is_meta for parameter in model.parameters()) and not is_simulated:
         problem = "has weights on meta, which have no values; expected loaded weights. Load it without device_map"
     if problem is not None:
         raise ValueError(f"model=<{type(model).__name__}> {problem}")

@@ -1,0 +1,175 @@
+"""Steps whose layers wait in host memory: bytes against the real callback on a CPU, host bytes and seconds by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host_semantics import HostSemantics
+from transformers import Trainer
+
+import tiny
+from hf_memopt import GPUS, StreamedLayersCallback, attach, estimate, released_optimizer
+from hf_memopt.memory.optimizers import parameter_facts
+from hf_memopt.memory.recording.step import record_step
+from hf_memopt.memory.recording.streamed import RecordedStream
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.step_time import Operation, Prices, StepCosts
+from hf_memopt.memory.step_time.communication import HOST_BYTES_PER_SECOND, Streaming
+from hf_memopt.memory.step_time.prices import step_time
+from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.techniques.streaming import lanes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+LAYERS, ROWS, TOKENS = 5, 4, 16
+CONFIG = {"num_hidden_layers": LAYERS, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4}
+STEPS = {
+    "parked": {},
+    "parked, embeddings": {"embeddings_on_host": True},
+    "released": {"gradient_release": True, "max_grad_norm": 0.0},
+    "released, embeddings": {"gradient_release": True, "max_grad_norm": 0.0, "embeddings_on_host": True},
+}
+
+
+def llama(device: str = "cpu") -> Any:
+    with torch.device(device):
+        model = tiny.llama(**CONFIG).train()
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def peak_bytes(tracker: StorageTracker) -> int:
+    alive = peak = 0
+    for _, delta in tracker.events:
+        alive += delta
+        peak = max(peak, alive)
+    return peak
+
+
+class Recorded(Trainer):
+    """Records its third step, whose optimizer has its state."""
+
+    peak = 0
+
+    def training_step(self, model: Any, inputs: Any, *given: Any) -> torch.Tensor:
+        if self.state.global_step < 2:
+            return super().training_step(model, inputs, *given)
+        [callback] = [one for one in self.callback_handler.callbacks if isinstance(one, StreamedLayersCallback)]
+        embeddings = model.get_input_embeddings() if callback.embeddings_on_host else torch.nn.Module()
+        away = {p for layer in callback.handle.ring.layers for p in layer.parameters} | {*embeddings.parameters()}
+        tracker, before = StorageTracker(device_type="cpu"), lanes.Lanes.host_like
+        state = [one for p in away for one in self.optimizer.state.get(p, {}).values() if torch.is_tensor(one)]
+        for tensor in [*away, *state, *callback.handle.ring.gradients._kept.values()]:
+            tracker.ignore(tensor)
+
+        def host_like(self: Any, tensors: Any) -> list[torch.Tensor]:
+            found = before(self, tensors)
+            for tensor in found:
+                tracker.ignore(tensor)
+            return found
+
+        for tensor in [p for p in model.parameters() if p not in away] + [*model.buffers(), *inputs.values()]:
+            tracker.add(tensor)
+        with pytest.MonkeyPatch.context() as patch, tracker:
+            patch.setattr(lanes.Lanes, "host_like", host_like)
+            loss = super().training_step(model, inputs, *given)
+        Recorded.peak = peak_bytes(tracker)
+        return loss
+
+
+def trained_peak(folder: Path, step: dict[str, Any]) -> int:
+    """Return the peak of a step of the stock Trainer with the callback, less what is on the host."""
+    model, options = llama(), {"optim": "adamw_torch_fused", "max_grad_norm": step.get("max_grad_norm", 1.0)}
+    args = tiny.arguments(folder, per_device_train_batch_size=ROWS, max_steps=3, **options)
+    row = {"input_ids": [5] * TOKENS, "labels": [5] * TOKENS}
+    released = {"optimizer_cls_and_kwargs": released_optimizer(args, model)} if "gradient_release" in step else {}
+    callback = StreamedLayersCallback(embeddings_on_host="embeddings_on_host" in step)
+    attach(Recorded(model, args, train_dataset=[row] * 3 * ROWS, callbacks=[callback], **released)).train()
+    return Recorded.peak
+
+
+def recorded(step: dict[str, Any]) -> Any:
+    model, settings = llama("meta"), StepSettings(precision="fp32", streamed=True, **step)
+    ids = torch.empty(ROWS, TOKENS, dtype=torch.int64, device="meta")
+    tracker = StorageTracker(padding=False)
+    stream = RecordedStream(model, settings, tracker, parameter_facts(model))
+    semantics = HostSemantics(autocast=None, cache=True, tracker=tracker)
+    with stream.streaming():
+        released = {"releases_gradients": settings.gradient_release}
+        batch = {"input_ids": ids, "labels": torch.empty_like(ids)}
+        trace = record_step(model, batch, settings, tracker=tracker, semantics=semantics, **released)
+    return trace, stream.weights(1), model
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_recorded_bytes_are_those_of_the_trainer(case: str, tmp_path: Path) -> None:
+    trace, _, _ = recorded(STEPS[case])
+    assert peak_bytes(trace.tracker) == pytest.approx(trained_peak(tmp_path, STEPS[case]), rel=0.01)
+
+
+def layer_bytes(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_bytes_on_the_host_and_over_the_bus_by_hand(case: str) -> None:
+    """2 L - 2 fetches of a layer; with a released optimizer its state in and weight and state out as well."""
+    step = STEPS[case]
+    _, found, model = recorded(step)
+    layer, embeddings = layer_bytes(model), model.get_input_embeddings().weight.nbytes
+    is_released, on_host = "gradient_release" in step, embeddings * ("embeddings_on_host" in step)
+    state = 2 * LAYERS * layer * is_released  # two averages in float32
+    assert found.weights_bytes == LAYERS * layer + on_host
+    assert found.in_bytes == pytest.approx((2 * LAYERS - 2) * layer + state, rel=1e-3)  # beside counters of steps
+    assert found.out_bytes == pytest.approx(LAYERS * layer + state, rel=1e-3)
+    assert found.first_bytes == layer
+    settings = StepSettings(precision="fp32", streamed=True, **step)
+    gradients = on_host if is_released else LAYERS * layer + on_host
+    assert found.gradient_bytes == gradients
+    trained = LAYERS * layer + on_host
+    assert found.bytes_on_host(settings) == pytest.approx(trained + gradients + 2 * trained, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("computing", "seconds"),
+    [(10.0, 10 + 0.25 + 0.5), (3.0, 4 + 0.25 + 0.5)],  # compute hides the copies, or waits for those in
+)
+def test_the_longest_of_three_lanes_decides(computing: float, seconds: float) -> None:
+    """12 bytes in and 6 out at 3 a second, the first layer, and the host's step."""
+    gpu = replace(GPUS["RTX 4060"], bandwidth_bytes_per_second=10**9)
+    prices = replace(Prices.of(gpu), bus=3.0, bandwidth=1.0)
+    moved = Operation("memory", kernels=1, launches=0.0, moved_bytes=computing - 2e-6)
+    copies = Streaming(in_bytes=12, out_bytes=6, first_bytes=0.75, host_bytes=HOST_BYTES_PER_SECOND / 2)
+    costs = StepCosts(((1.0, Counter([moved])),), Counter(), 0.0, 1, 100.0, communication=copies)
+    time = step_time(costs, prices)
+    assert time.seconds == pytest.approx(seconds)
+    assert time.high == pytest.approx((computing + 0.75 + 18 / 3) * (1 + prices.error))
+
+
+def test_estimate_says_what_the_host_holds() -> None:
+    """Of a GPU it is the weights outside of the layers that stay; the copies are those of two layers."""
+    settings = {"batch_size": 4, "seq_len": 64, "precision": "bf16", "gpu": "RTX 3060 12GB"}
+    plain = estimate("pythia-70m", checkpointing=True, **settings)
+    found = estimate("pythia-70m", streamed=True, **settings)
+    assert found.components["weights"] < 0.8 * plain.components["weights"]
+    assert found.host_bytes > 0 == plain.host_bytes
+    assert "streamed layers" in str(found)
+    assert found.step_costs.hiding_tokens("RTX 3060 12GB") == 0  # the longer step on the GPU hides them
+    assert plain.step_costs.hiding_tokens("RTX 3060 12GB") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"embeddings_on_host": True}, "embeddings_on_host=True, streamed=False do not fit each other"),
+        ({"streamed": True, "precision": "fp16"}, "streamed=True, precision='fp16' are incompatible: the scaler"),
+        ({"streamed": True, "embeddings_on_host": True}, "embeddings_on_host=True cannot be used with tied embeddings"),
+    ],
+)
+def test_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimate("gpt2", batch_size=1, seq_len=16, **settings)
