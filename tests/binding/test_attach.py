@@ -840,7 +840,7 @@ def test_every_callback_and_part_of_the_package_is_recognised():
     callbacks = [
         getattr(hf_memopt, name) for name in hf_memopt.__all__ if name.endswith("Callback") and not name.startswith("L")
     ]
-    assert len(callbacks) == 13
+    assert len(callbacks) == 14
     for kind in callbacks:
         assert issubclass(kind, AttachedCallback), kind
     for part in (

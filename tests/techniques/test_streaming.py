@@ -330,13 +330,12 @@ def test_a_model_is_let_go_with_its_handle() -> None:
     import weakref
 
     model = llama()
-    reference = weakref.ref(model)
-    stream_layers(model)
+    reference, handle = weakref.ref(model), weakref.ref(stream_layers(model))
     backward(model)
     del model
     gc.collect()
     assert reference() is None
-    assert not list(streamed_layers._HANDLES)
+    assert handle() is None
 
 
 # ---- Rows in parts --------------------------------------------------------------------------------------------------

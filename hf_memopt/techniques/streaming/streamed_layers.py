@@ -131,10 +131,11 @@ def stream_layers(
         _check_arguments(model.args)
         model, device = model.model, device or model.args.device
     check_model(model)
-    _check_model(model, is_simulated=str(device) == "meta")
+    target = torch.device(read_memory(device).device)
+    _check_model(model, is_simulated=target.type == "meta")
     layers = _layers_of(model)
     adapters = {*model.parameters()} - {*parameters_outside_adapters(model)}
-    ring = Ring(lanes or Lanes(read_memory(device).device), prefetch)
+    ring = Ring(lanes or Lanes(target), prefetch)
     ring.layers = [StreamedLayer(layer, ring, adapters, rows) for layer in layers]
     _check_shared(model, ring)
     if ring.lanes.device.type != "meta":  # of a simulation
