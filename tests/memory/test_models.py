@@ -905,6 +905,14 @@ def test_notes_of_published_weights() -> None:
     assert load_model("gpt2").notes == load_model(torch.nn.Linear(1, 1)).notes == ()
 
 
+@pytest.mark.parametrize("name", ["mamba-130m-hf", "Falcon-H1-0.5B-Base", "granite-4.0-h-micro", "Qwen3.5-0.8B"])
+def test_notes_of_kernels_that_are_not_simulated(name: str) -> None:
+    assert load_model(name).notes[-1] == (
+        "layers with a recurrent state are simulated by transformers' own code; with the kernels of mamba_ssm or "
+        "fla (flash-linear-attention) a step keeps other tensors and takes other times"
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "told"),
     [

@@ -50,7 +50,7 @@ class LoadedModel:
         model: in training mode, and without key-value cache, as ``Trainer`` has it, unless ``keep_cache`` is set; every
             parameter and buffer on meta.
         key: equal keys mean equal models; None for a module, which may change between two calls.
-        notes: on the published weights of a well-known name.
+        notes: on the published weights of a well-known name, and on kernels that may replace what is simulated.
     """
 
     name: str
@@ -147,8 +147,17 @@ def load_model(
     options = weights_dtype, attn_implementation, load_in, compute_dtype, is_sharded, keep_cache
     key = _code_of(built), text, name is None, *options
     note = known_models().get(name or "", {}).get("note")
-    notes = () if note is None else (str(note),)
+    notes = (*(() if note is None else (str(note),)), *_kernel_notes(built))
     return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key, notes)
+
+
+def _kernel_notes(model: nn.Module) -> Iterator[str]:
+    """Yield that fused kernels replace the code of state-space layers (``use_kernel_func_from_hub_with_fallback``)."""
+    if any(name.endswith(".A_log") for name, _ in model.named_parameters()):
+        yield (
+            "layers with a recurrent state are simulated by transformers' own code; with the kernels of mamba_ssm or "
+            "fla (flash-linear-attention) a step keeps other tensors and takes other times"
+        )
 
 
 def rest_to_meta(model: nn.Module) -> nn.Module:

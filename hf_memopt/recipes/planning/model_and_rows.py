@@ -29,6 +29,9 @@ from hf_memopt.recipes.planning.set_ups import ModelFacts
 from hf_memopt.techniques import platform_problem
 
 MULTIPLE = 8  # tensor cores want it, and collators pad to it
+STEPPING = {"falcon_mamba", "jamba", "mamba", "zamba"}
+"""Architectures with ``for index in range(seq_len)`` in their scan; seen in transformers 5.8.1 to 5.23.0."""
+STEPPING_LENGTH = 64  # default of their rows: the time of a plan grows with it, to minutes at 512
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ def facts_of(
     found = task_of(built)
     stacks = [len(stack) for stack in layer_stacks(built).values()]
     config = getattr(built, "config", None)
+    kind = str(getattr(config, "model_type", ""))
     facts = ModelFacts(
         task=found,
         is_tied=bool(tied_embeddings(built)),
@@ -159,8 +163,8 @@ def facts_of(
         has_paging=(system or current_os()) == "linux",
         overflow=against_float16(config=config),
         most_tokens=most_tokens(built) if found is not None else None,
-        default_length=default_length(built, settings),
-        is_t5=getattr(config, "model_type", "") == "t5",
+        default_length=STEPPING_LENGTH if kind in STEPPING else default_length(built, settings),
+        is_t5=kind == "t5",
         notes=loaded.notes,
     )
     return source, own_task, facts

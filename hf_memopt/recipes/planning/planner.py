@@ -259,8 +259,12 @@ def _notes(
             yield "deepspeed is not installed here; where it trains, call: pip install deepspeed"
     yield from simulation.facts.notes
     yield from simulation.gpu.notes
-    for one, why in ((one, why) for one, why in simulation.refused.items() if simulation.allows(one)):
-        yield f"{one.name} was not simulated: {why}"
+    refused: dict[str, list[str]] = {}
+    for one, why in simulation.refused.items():
+        if simulation.allows(one):
+            refused.setdefault(why.rstrip("."), []).append(one.name)
+    for why, names in refused.items():
+        yield f"{'; '.join(names)} {'were' if len(names) > 1 else 'was'} not simulated: {why}"
     if problem := simulation.facts.against_float16(simulation.gpu):
         yield problem
 
