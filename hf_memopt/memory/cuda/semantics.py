@@ -96,6 +96,7 @@ class CudaSemantics(TorchFunctionMode):
             torch.empty: self._empty,
             torch.tensor: self._tensor,
             torch.Tensor.to: self._to,
+            torch.Tensor.__format__: _format,
             torch._C._nn.cross_entropy_loss: self._cross_entropy,
             **{function: partial(_grouped_product, function) for function in _GROUPED_PRODUCTS},
             **{function: partial(self._softmax, function, fused) for function, fused in _FUSED_SOFTMAX.items()},
@@ -284,6 +285,11 @@ class CudaSemantics(TorchFunctionMode):
         if id(tensor) in self._on_host:
             return torch.empty_like(tensor)
         return tensor.to(*args, **kwargs)
+
+
+def _format(tensor: Any, spec: str) -> str:
+    """Return the number in a text, as on a GPU: code names its experts so."""
+    return format(tensor.item() if tensor.is_meta and not tensor.dim() else tensor, spec)
 
 
 def _raise(value: Any) -> Any:

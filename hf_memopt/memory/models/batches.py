@@ -232,10 +232,11 @@ def _text(model: Any, rows: tuple[int, ...], seq_len: int, media: Media) -> dict
     end = getattr(config, "eos_token_id", None)
     if isinstance(end, int) and end >= 0:
         ids[-1] = end
+    kinds = getattr(config, "type_vocab_sizes", None)  # TAPAS: of a token's column, row, rank and others
     names = [*_tokenizer_inputs(model), *(("token_type_ids", "mm_token_type_ids") if media.inputs else ())]
     given = {
         "input_ids": ids,
-        "token_type_ids": types,
+        "token_type_ids": types if kinds is None else torch.zeros(seq_len, len(kinds), dtype=torch.int64),
         "mm_token_type_ids": types,
         "attention_mask": torch.ones_like(ids),
     }

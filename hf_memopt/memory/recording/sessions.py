@@ -37,7 +37,7 @@ from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import cut_batch, has_padding, record_step, state_kept
 from hf_memopt.memory.recording.streamed import RecordedStream
-from hf_memopt.memory.settings import StepSettings, settings_that_change
+from hf_memopt.memory.settings import NotEstimableError, StepSettings, settings_that_change
 from hf_memopt.memory.tracking import Hidden, StorageTracker
 from hf_memopt.technique_list import Technique, asked_by, load
 from hf_memopt.units import format_bytes
@@ -262,6 +262,20 @@ def _not_quantised(model: nn.Module, settings: StepSettings) -> Iterator[str]:
 
 
 def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip) -> StepTrace:
+    """Record a step; where the code of its experts reads which of them a router chose, with a balanced choice."""
+    try:
+        return _record_with(prepared, settings, shape, chip)
+    except NotEstimableError:
+        if not any("expert" in name or "router" in name for name, _ in prepared.base.named_modules()):
+            raise
+        trace = _record_with(prepared, settings, shape, chip, balanced=True)
+    trace.notes += ("each expert is assumed to get as many tokens as the others",)
+    return trace
+
+
+def _record_with(
+    prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip, *, balanced: bool = False
+) -> StepTrace:
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
     batch = example_batch(prepared.base, batch_size=shape.batch_size, settings=settings, **lengths)
     if settings.label_smoothing_factor and hasattr(
@@ -281,7 +295,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
     rows, model = settings.micro_batch_size, prepared.model
     recorded = without_autocast(settings)
     _check_scaled_gradients(model, recorded)
-    tracker = StorageTracker(padding=has_padding(batch, settings), hidden=_hidden_of(chip))
+    tracker = StorageTracker(padding=has_padding(batch, settings), hidden=_hidden_of(chip), balanced=balanced)
     semantics = CudaSemantics(
         autocast=autocast_dtype(recorded.precision),
         capability=chip.capability,

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.step_time import Operation, operation_of
-from hf_memopt.memory.tracking.known_values import READS, KnownValues, on_host, shapes_of
+from hf_memopt.memory.tracking.known_values import CHOICES, READS, KnownValues, on_host, shapes_of
 from hf_memopt.memory.tracking.meta_outputs import run_on_meta
 
 _aten = torch.ops.aten
@@ -43,6 +43,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             padding it is not. An attribute too.
         hidden: bytes that an operation's kernel allocates and frees inside itself, by ``(func, args, kwargs, out)``.
         flops: whether to sum floating-point operations.
+        balanced: whether a choice among experts (``topk``, ``argmax``) is known, each expert as often as the others.
 
     Attributes:
         events: (storage number, +bytes) for an allocation, (storage number, -bytes) for a free.
@@ -66,6 +67,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         padding: bool = True,
         hidden: Hidden | None = None,
         flops: bool = True,
+        balanced: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
@@ -87,6 +89,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.padding = padding
         self._hidden = hidden
         self._count_flops = flops
+        self._balanced = balanced
         self._backward = False
         self._recomputing = -1
         self._is_counting = False
@@ -121,6 +124,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         out, flops, beside = self._outputs(func, args, kwargs, known)
         if known is not None:
             self.values.keep(func, known, out)
+        elif self._balanced and func in CHOICES:
+            self.values.balance(func, args, out)
         if isinstance(out, torch.Tensor):
             self.add(out)
         elif isinstance(out, (tuple, list)):
