@@ -69,6 +69,7 @@ aten = torch.ops.aten
         ("masked_scatter.default", "self mask source"),
         ("masked_scatter_.default", "self mask source"),
         ("masked_select.default", "self mask"),
+        ("scatter_reduce.two", "self dim index src reduce include_self"),
         ("masked_scatter_backward.default", "grad_output mask sizes"),
         (
             "_ctc_loss_backward.Tensor",
@@ -154,6 +155,13 @@ def test_pictures_are_scattered_by_the_positions_of_a_full_mask() -> None:
     assert hidden_bytes(scatter, (wide, mask, pictures), {}, wide, T4) == (8 * wide.numel(), wide.numel())
     assert hidden_bytes(scatter, (wide, mask.contiguous(), pictures), {}, wide, T4) == (8 * wide.numel(),)
     assert hidden_bytes(select, (wide, mask, [512]), {}, pictures, T4) == (3 * 8 * 512,)
+
+
+def test_a_mean_that_is_scattered_counts_what_came_to_each_place() -> None:
+    out, values, index = empty(10), empty(64), empty(64, dtype=torch.int64)
+    for reduce, blocks in (("mean", (values.nbytes, out.nbytes, 10)), ("amax", ())):
+        given = (out, 0, index, values, reduce)
+        assert hidden_bytes(aten.scatter_reduce.two, given, {"include_self": False}, out, T4) == blocks
 
 
 def test_ctc_makes_a_second_table_backward() -> None:

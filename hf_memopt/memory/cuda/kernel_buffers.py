@@ -156,6 +156,14 @@ def _masked_select(chip: Chip, out: Tensor, source: Tensor, mask: Tensor, *_: An
     return (8 * max(mask.dim(), 1) * out.numel(),)
 
 
+def _scatter_mean(
+    chip: Chip, out: Tensor, source: Tensor, dim: int, index: Tensor, values: Tensor, reduce: str, **_: Any
+) -> tuple[int, ...]:
+    """Return ones, their count and where it is zero, of a mean. Source: TensorAdvancedIndexing.cpp:1945 (2.6)."""
+    ones, count = (each.numel() * out.element_size() for each in (values, out))
+    return (ones, count, out.numel()) if reduce == "mean" else ()
+
+
 def _ctc_loss_backward(chip: Chip, out: Any, *given: Any, **_: Any) -> tuple[int, ...]:
     """Return a second table of the size of ``log_alpha``. Source: LossCTC.cu, ``ctc_loss_backward_gpu_template``."""
     return (given[6].numel() * given[6].element_size(),)
@@ -378,6 +386,7 @@ _KERNELS: dict[str, _Rule] = {
     "_unsafe_index_put": _index_put,
     **dict.fromkeys(("masked_scatter", "masked_scatter_"), _masked_scatter),
     **dict.fromkeys(("masked_select", "masked_scatter_backward"), _masked_select),
+    "scatter_reduce.two": _scatter_mean,
     **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_loss_backward),
     "_foreach_norm.Scalar": _foreach_norm,
     "sum": _reduce_sum,
