@@ -113,7 +113,7 @@ def test_fused_rms_norm_is_there() -> None:
 
 
 def test_table_holds_the_pinned_operators_only() -> None:
-    assert len(kernels._RULES) == 33 + (TORCH_RELEASE < (2, 9)) + hasattr(aten, "_fused_rms_norm_backward")
+    assert len(kernels._RULES) == 34 + (TORCH_RELEASE < (2, 9)) + hasattr(aten, "_fused_rms_norm_backward")
 
 
 def test_operator_without_a_rule_takes_nothing() -> None:

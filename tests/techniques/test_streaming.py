@@ -552,6 +552,24 @@ def test_fp16_is_refused_for_weights_that_are_trained(tmp_path: Path) -> None:
     )
 
 
+def test_weights_are_loaded_into_those_on_the_host_and_not_put_in_their_place() -> None:
+    model, other = llama(), llama()
+    state = {name: value + 1 for name, value in other.state_dict().items()}
+    handle = stream_layers(model)
+    with pytest.raises(ValueError) as error:
+        model.load_state_dict(state, assign=True)
+    assert str(error.value) == (
+        "load_state_dict(assign=True) would replace the weights of streamed layers (model.layers.0), which wait on the "
+        "host; expected values that are copied into them. Pass assign=False"
+    )
+    model.load_state_dict(state)
+    other.load_state_dict(state)
+    assert backward(model) == backward(other)
+    assert same(gradients(model), gradients(other))
+    handle.remove()
+    model.load_state_dict(state, assign=True)
+
+
 # ---- Page-locked memory ---------------------------------------------------------------------------------------------
 
 
@@ -566,6 +584,9 @@ class Runtime:
         return self.error
 
     def cudaHostUnregister(self, address: int) -> None:
+        with open("/proc/self/maps") as file:
+            spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in file]
+        assert any(start <= address < end for start, end in spans), "unmapped before it was given back"
         del self.locked[address]
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import mmap
 import warnings
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -86,12 +86,23 @@ class Lanes:
         ]
 
 
+class _Pages(mmap.mmap):
+    """Pages that the GPU's copy engines reach, until the last tensor in them is gone."""
+
+    unlock: Callable[[], Any] | None = None
+
+    def __del__(self) -> None:
+        """Give the pages back to the driver before they are unmapped; a finaliser would run after that."""
+        if self.unlock is not None:
+            self.unlock()
+
+
 def _page_locked(size_bytes: int) -> mmap.mmap:
     """Return pages that the GPU's copy engines reach; they are given back with the last tensor in them."""
-    buffer = mmap.mmap(-1, max(size_bytes, 1))
-    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    pages = _Pages(-1, max(size_bytes, 1))
+    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(runtime.cudaHostRegister(address, len(buffer), 0))
+    error = int(runtime.cudaHostRegister(address, len(pages), 0))
     if error:
         warnings.warn(
             f"the driver refused to page-lock {size_bytes} bytes of host memory (error {error}), so copies wait for "
@@ -99,5 +110,5 @@ def _page_locked(size_bytes: int) -> mmap.mmap:
             stacklevel=2,
         )
     else:
-        weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
-    return buffer
+        pages.unlock = partial(runtime.cudaHostUnregister, address)
+    return pages
