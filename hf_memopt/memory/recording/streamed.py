@@ -1,7 +1,8 @@
 """Record a step whose layers wait in host memory: the technique itself runs, with copies that allocate alone.
 
-What is on the host is on meta as everything else, and not counted. Bytes that cross PCIe are summed up. A released
-optimizer has its state fetched and stored by the technique's own code, with the bytes of ``OptimizerMemory``.
+Copies out are as late as the technique lets them be: what they read stays until it waits for them. What is on the host
+is on meta as everything else, and not counted. Bytes that cross PCIe are summed up. A released optimizer has its state
+fetched and stored by the technique's own code, with the bytes of ``OptimizerMemory``.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class RecordedStream:
         self._model, self._settings, self._tracker = model, settings, tracker
         self._facts = dict(zip((one for one in model.parameters() if one.requires_grad), facts, strict=True))
         self._layers, self._embeddings = list[Tensor](), list[Tensor]()
+        self._leaving: tuple[Any, list[Any]] = None, []  # a layer, and its gradients on their way to the host
         self._in_bytes = self._out_bytes = self._first_bytes = 0
 
     @contextmanager
@@ -93,7 +95,7 @@ class RecordedStream:
             self._check_scaler()
             for tensor in (*self._layers, *self._embeddings):
                 self._tracker.ignore(tensor, is_copied=False)
-            handle.ring.gradients.take = lambda layer, parameter, gradient: self.store(parameter, gradient)
+            handle.ring.gradients.take, handle.ring.gradients.settle = self._take, self._settle
             if self._settings.steps_in_backward:
                 memory = step_optimizer(tuple(self._facts.values()), self._settings)
                 alone = dict(zip(self._facts, memory.alone, strict=True))
@@ -118,14 +120,27 @@ class RecordedStream:
         self._in_bytes += host.nbytes * self._model.training
         return torch.empty_like(host.detach()), None
 
-    def store(self, host: Tensor, source: Tensor) -> None:
-        """Count the bytes of a copy to the host."""
+    def store(self, host: Tensor, source: Tensor) -> list[Tensor]:
+        """Count the bytes of a copy to the host, and keep what it reads until somebody waits for it."""
         self._out_bytes += source.nbytes
+        return [source]
 
     def ready(self, event: None) -> None:
-        """Do nothing: every copy is over at once."""
+        """Do nothing: every copy in is over at once."""
 
-    landed = ready
+    def landed(self, event: list[Tensor] | None) -> None:
+        """Let go of what a copy to the host has read."""
+        if event is not None:
+            event.clear()
+
+    def _take(self, layer: Any, parameter: Tensor, gradient: Tensor) -> None:
+        if self._leaving[0] is not layer:
+            self._settle()
+            self._leaving = layer, []
+        self._leaving[1].append(self.store(parameter, gradient))
+
+    def _settle(self, *, is_wanted: bool = True) -> None:
+        self._leaving[1].clear()
 
     def _trained(self, parameters: Sequence[Tensor]) -> tuple[ParameterFacts, ...]:
         return tuple(self._facts[one] for one in parameters if one in self._facts)

@@ -64,7 +64,8 @@ class DeviceSteps:
 
     def __init__(self, lanes: Lanes, optimizer: Any) -> None:
         self._lanes, self.optimizer = lanes, optimizer
-        self._written: list[Any] = []  # the events of copies out
+        self._written: list[Any] = []  # the events of copies out, those of the last layer and of this one
+        self._of_last = 0
         self._fetched: dict[torch.Tensor, dict[str, Any]] = {}
 
     def has(self, parameter: nn.Parameter) -> bool:
@@ -111,10 +112,18 @@ class DeviceSteps:
         self._written.append(self._lanes.store(host, value))
         return host
 
+    def begin_layer(self) -> None:
+        """Wait for the copies out of the layer before the last, so that no more than one layer is on its way."""
+        for event in self._written[: self._of_last]:
+            self._lanes.landed(event)
+        del self._written[: self._of_last]
+        self._of_last = len(self._written)
+
     def settle(self) -> None:
         """Wait until weights and states on the host are whole, and what was fetched for gradients that never came."""
         unused = [event for state in self._fetched.values() for _, event in state.values()]
         for event in (*self._written, *unused):
             self._lanes.landed(event)
         self._written.clear()
+        self._of_last = 0
         self._fetched.clear()

@@ -8,6 +8,7 @@ as late as its event allows.
 from __future__ import annotations
 
 import mmap
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -93,7 +94,7 @@ class _Pages(mmap.mmap):
 
     def __del__(self) -> None:
         """Give the pages back to the driver before they are unmapped; a finaliser would run after that."""
-        if self.unlock is not None:
+        if self.unlock is not None and not sys.is_finalizing():  # the driver unlocks by itself when Python ends
             self.unlock()
 
 

@@ -127,6 +127,7 @@ class StreamedLayer:
         finally:
             for own, parameter in zip(self._places, self.parameters, strict=True):
                 for inner, name in own:
+                    inner._buffers.pop(name, None)  # where PEFT's adapters of fused experts leave what they replaced
                     inner._parameters[name] = parameter
 
     def put_away(self, host: Sequence[torch.Tensor]) -> None:

@@ -57,6 +57,8 @@ class Ring:
         layer, is_backward = call.layer, call.is_recorded
         if is_backward:
             self._begin_backward()
+            if self.steps is not None:
+                self.steps.begin_layer()
         elif not call.has_begun and not is_inside_backward() and (self._in_backward or layer is self.layers[0]):
             self.clear()  # a new pass; a backward pass that failed has no end
         call.has_begun = True

@@ -131,7 +131,7 @@ def stream_layers(
         _check_arguments(model.args)
         model, device = model.model, device or model.args.device
     check_model(model)
-    target = torch.device(read_memory(device).device)
+    target = torch.device(read_memory(device).device) if lanes is None else lanes.device
     _check_model(model, is_simulated=target.type == "meta")
     layers = _layers_of(model)
     adapters = {*model.parameters()} - {*parameters_outside_adapters(model)}

@@ -23,7 +23,7 @@ def planned(memory: str, **options: Any) -> Plan:
 
 
 def test_layers_wait_on_the_host_where_nothing_else_fits() -> None:
-    found = planned("50MiB", host_memory="1GB")
+    found = planned("56MiB", host_memory="1GB")
     one = found.chosen
     assert one is not None
     assert one.recipe.streamed
@@ -40,7 +40,7 @@ def test_layers_wait_on_the_host_where_nothing_else_fits() -> None:
 
 
 def test_too_little_host_memory_is_said() -> None:
-    found = planned("50MiB", host_memory="50MB")
+    found = planned("56MiB", host_memory="50MB")
     assert found.chosen is None
     assert any("of host memory, and there are 47.7 MiB, as given" in note for note in found.notes)
     assert found.shortfall is not None
@@ -49,14 +49,14 @@ def test_too_little_host_memory_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("memory", "options"),
-    [("50MiB", {"host_memory": 0}), ("1GiB", {"host_memory": "1TB"}), ("50MiB", {"world_size": 2})],
+    [("56MiB", {"host_memory": 0}), ("1GiB", {"host_memory": "1TB"}), ("56MiB", {"world_size": 2})],
 )
 def test_it_is_not_looked_for_where_it_is_not_needed_or_refused(memory: str, options: dict[str, Any]) -> None:
     assert not any(one.recipe.streamed for one in planned(memory, **options).candidates)
 
 
 def test_the_memory_of_this_machine_is_the_default() -> None:
-    found = planned("50MiB")
+    found = planned("56MiB")
     assert found.simulation is not None
     assert found.simulation.host_memory_bytes == read_memory("cpu").host_total_bytes
     assert any("this machine's; host_memory= plans for another" in note for note in found.notes)
@@ -64,7 +64,7 @@ def test_the_memory_of_this_machine_is_the_default() -> None:
 
 def test_a_wrong_amount_is_refused() -> None:
     with pytest.raises(ValueError, match="host_memory='much'"):
-        planned("50MiB", host_memory="much")
+        planned("56MiB", host_memory="much")
 
 
 @pytest.mark.slow
