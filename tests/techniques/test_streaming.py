@@ -624,3 +624,88 @@ def test_a_driver_that_locks_no_pages_is_named(monkeypatch: Any) -> None:
     with pytest.warns(UserWarning, match="refused to page-lock 512 bytes of host memory .error 2., so copies wait"):
         [copied] = host.host_like([torch.ones(3)])
     assert copied.shape == (3,)
+
+
+# ---- On a GPU -------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(model: Any, prefetch: int = 1) -> Any:
+    return stream_layers(model, prefetch=prefetch, device="cuda").ring
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_gradients_are_those_of_stock_with_checkpointing(prefetch: int, dtype: torch.dtype) -> None:
+    model = llama(hidden_size=256, intermediate_size=1024, num_attention_heads=4).to(dtype)
+    plain = stock(model).to("cuda")
+    ring = on_gpu(model, prefetch)
+    ids = IDS.cuda()
+    for seed in range(3):
+        assert backward(model, seed, ids) == backward(plain, seed, ids)
+        torch.cuda.synchronize()
+        ours = [None if grad is None else grad.cpu() for grad in gradients(model)]
+        theirs = [None if grad is None else grad.cpu() for grad in gradients(plain)]
+        assert same(ours, theirs)
+    assert all(parameter.device.type == "cpu" for layer in ring.layers for parameter in layer.parameters)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_copies_run_beside_compute() -> None:
+    """Of a pass with many tokens the copies are hidden: it takes less than compute and copies one after the other."""
+    model = llama(hidden_size=2048, intermediate_size=8192, num_attention_heads=16).bfloat16()
+    ring = on_gpu(model)
+    ids = torch.randint(5, 100, (16, 512), device="cuda")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def milliseconds(run: Any) -> float:
+        run()
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        torch.cuda.synchronize()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def copies() -> None:
+        for layer in ring.layers:
+            for parameter in layer.parameters:
+                _, event = ring.lanes.fetch(parameter.detach())
+                ring.lanes.ready(event)
+
+    streamed, copied = milliseconds(lambda: backward(model, ids=ids)), milliseconds(copies)
+    plain = stock_of(model).to("cuda")
+    computed = milliseconds(lambda: backward(plain, ids=ids))
+    assert streamed < computed + 2 * copied
+
+
+def stock_of(model: Any) -> Any:
+    """Return a plain copy of a streamed model, with stock's checkpointing."""
+    plain = type(model)(model.config).to(next(model.parameters()).dtype).train()
+    plain.load_state_dict(model.state_dict())
+    return stock(plain)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_does_not_grow() -> None:
+    model = llama(hidden_size=256, intermediate_size=1024, num_attention_heads=4)
+    ring, ids, seen = on_gpu(model), IDS.cuda(), []
+    for step in range(200):
+        backward(model, step, ids)
+        model.zero_grad()
+        if step in (20, 199):
+            torch.cuda.synchronize()
+            seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert seen[0] == seen[1]
+    assert ring.live_bytes == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_trainer_trains_what_it_trains_on_whole_weights(tmp_path: Path) -> None:
+    model, plain = llama(), llama()
+    options = {**ADAMW, **checkpointing_arguments(), "use_cpu": False, "max_grad_norm": 0.0}
+    tiny.train(model, rows(), tmp_path, trainer_callbacks=[StreamedLayersCallback()], **options)
+    tiny.train(plain, rows(), tmp_path, **options)
+    # stock steps on the GPU, and the parked gradients on the host: other kernels of AdamW
+    assert tiny.largest_difference(model.cpu(), plain.cpu()) <= 1e-6
