@@ -39,6 +39,14 @@ def _clean_singleton() -> Iterator[None]:
     bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
 
 
+@pytest.fixture(autouse=True)
+def _without_global_hooks() -> Iterator[None]:
+    """Let no hook on all modules outlive its test: the doubles of a full GPU keep theirs as long as their model."""
+    yield
+    torch.nn.modules.module._global_forward_hooks.clear()  # private, as the next; seen in torch 2.6 to 2.13
+    torch.nn.modules.module._global_forward_pre_hooks.clear()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
