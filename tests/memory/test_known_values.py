@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, MixtralConfig
+from transformers import __version__ as transformers_version
 
 from hf_memopt import estimate
 from hf_memopt.memory.cuda import CudaSemantics
@@ -15,6 +16,7 @@ from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.tracking import StorageTracker
 
+VERSION = tuple(int(part) for part in transformers_version.split(".")[:2])
 TINY = {
     **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_local_experts": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
@@ -97,7 +99,7 @@ def test_a_balanced_choice_takes_each_expert_equally_often_and_none_twice_for_a_
         chosen = scores.topk(3, dim=-1).indices
         assert chosen.flatten().bincount(minlength=6).tolist() == [2] * 6
         assert all(len({*row}) == 3 for row in chosen.tolist())
-        assert scores.argmax(dim=-1).tolist() == [0, 1, 2, 3]
+        assert scores.argmax(dim=-1).tolist() == scores.max(dim=1).indices.tolist() == [0, 1, 2, 3]
         assert f"expert_{scores.argmax(dim=-1)[2]}" == "expert_2"
         for unknown in (scores.argmax(dim=0), scores.argmax(), scores.long().argmax(dim=-1)):
             with pytest.raises(NotEstimableError):
@@ -121,6 +123,7 @@ def test_without_experts_a_value_that_is_read_is_refused_once() -> None:
     assert Reads.calls <= 1
 
 
+@pytest.mark.skipif(VERSION < (5, 23), reason="older code reads how many cells there are")
 def test_tokens_of_tables_have_kinds_in_columns() -> None:
     config = AutoConfig.for_model(
         "tapas", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64

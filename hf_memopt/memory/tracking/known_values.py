@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 _aten = torch.ops.aten
 READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 """Operations that return a value of a tensor, or of two."""
-CHOICES = {_aten.topk.default, _aten.argmax.default}
-"""Operations by which a router chooses experts."""
+CHOICES = {_aten.topk.default: 2, _aten.argmax.default: 1, _aten.max.dim: 1}
+"""Operations by which a router chooses experts, and which argument of each is the dimension."""
 _MOST_EXPERTS = 1024
 _MOST = 2**20  # elements of a tensor whose values are kept: a mask of 1024 x 1024
 _INDEXES = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index}
@@ -87,8 +87,12 @@ class KnownValues:
         """Remember a choice among the last dimension that takes each one equally often, and none twice in a row."""
         scores, indices = args[0], out[1] if isinstance(out, tuple) else out
         experts = scores.shape[-1] if scores.dim() else 0
-        last = args[2] if len(args) > 2 else -1 if isinstance(out, tuple) else (args[1:2] or (None,))[0]
-        if last in (-1, scores.dim() - 1) and scores.is_floating_point() and 0 < experts <= _MOST_EXPERTS:
+        given, default = args[CHOICES[func] :], -1 if func is _aten.topk.default else None
+        if (
+            (given[0] if given else default) in (-1, scores.dim() - 1)
+            and scores.is_floating_point()
+            and 0 < experts <= _MOST_EXPERTS
+        ):
             self.give(indices, on_host(torch.arange, ((indices.numel(),), {})).remainder_(experts).view(indices.shape))
 
     def forget_written(self, func: Any, args: tuple[Any, ...]) -> None:
