@@ -552,22 +552,33 @@ def test_fp16_is_refused_for_weights_that_are_trained(tmp_path: Path) -> None:
     )
 
 
-def test_weights_are_loaded_into_those_on_the_host_and_not_put_in_their_place() -> None:
+@pytest.mark.parametrize("way", ["load_state_dict", "an attribute"])
+def test_weights_that_were_replaced_are_refused_and_values_are_loaded(way: str) -> None:
+    """They would not be used, and be lost after the next pass."""
     model, other = llama(), llama()
     state = {name: value + 1 for name, value in other.state_dict().items()}
     handle = stream_layers(model)
-    with pytest.raises(ValueError) as error:
-        model.load_state_dict(state, assign=True)
-    assert str(error.value) == (
-        "load_state_dict(assign=True) would replace the weights of streamed layers (model.layers.0), which wait on the "
-        "host; expected values that are copied into them. Pass assign=False"
-    )
     model.load_state_dict(state)
     other.load_state_dict(state)
     assert backward(model) == backward(other)
     assert same(gradients(model), gradients(other))
+    linear = model.model.layers[0].self_attn.q_proj
+    if way == "load_state_dict":
+        model.load_state_dict(state, assign=True)
+    else:
+        linear.weight = nn.Parameter(linear.weight.detach() + 1)
+    for use in (backward, lambda model: model.to("cpu")):
+        with pytest.raises(ValueError) as error:
+            use(model)
+        assert str(error.value) == (
+            "weight of a streamed Linear was replaced, as load_state_dict(assign=True) does, and would be lost; "
+            "expected the parameter that was streamed, with other values. Call handle.remove() before replacing it, "
+            "and stream_layers(model) afterwards"
+        )
     handle.remove()
-    model.load_state_dict(state, assign=True)
+    assert torch.equal(linear.weight, state["model.layers.0.self_attn.q_proj.weight"] + (way == "an attribute"))
+    stream_layers(model)
+    backward(model)
 
 
 # ---- Page-locked memory ---------------------------------------------------------------------------------------------

@@ -118,7 +118,19 @@ class StreamedLayer:
 
     @contextmanager
     def exchanged(self, tensors: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """Let the modules have other tensors than their parameters, which are back afterwards, whatever happens."""
+        """Let the modules have other tensors than their parameters, which are back afterwards, whatever happens.
+
+        Raises:
+            ValueError: a module has another parameter than when its layer was streamed, which would be lost.
+        """
+        for own, parameter in zip(self._places, self.parameters, strict=True):
+            for inner, name in own:
+                if inner._parameters.get(name) is not parameter:
+                    raise ValueError(
+                        f"{name} of a streamed {type(inner).__name__} was replaced, as load_state_dict(assign=True) "
+                        "does, and would be lost; expected the parameter that was streamed, with other values. Call "
+                        "handle.remove() before replacing it, and stream_layers(model) afterwards"
+                    )
         try:
             for own, tensor in zip(self._places, tensors, strict=True):
                 for inner, name in own:

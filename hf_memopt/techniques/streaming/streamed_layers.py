@@ -145,9 +145,6 @@ def stream_layers(
         for layer in ring.layers
         for name, function in (("forward", layer.forward), ("_apply", layer.move))
     ]
-    for module in layers:
-        hook = module.register_load_state_dict_pre_hook(_refuse_assignment)  # type: ignore[no-untyped-call]
-        overrides.append(UndoHandle(hook.remove))
     if embeddings_on_host:
         overrides += _keep_embeddings(model, ring)
     if getattr(model, "hf_device_map", None):  # of bitsandbytes' models; accelerate refuses another device than its own
@@ -160,7 +157,10 @@ def stream_layers(
 class StreamedLayersCallback(ModelCallback):
     """Call ``stream_layers`` for the ``Trainer``'s model, unless that was done before, and again for a new one.
 
-    With a released optimizer class each layer steps on the device. It logs no keys.
+    The callback alone comes too late for a model that does not fit the GPU, where the ``Trainer`` moves it when it is
+    built: call ``stream_layers`` before. With a released optimizer class each layer steps on the device.
+
+    It logs no keys.
 
     Args:
         prefetch: as ``stream_layers`` takes it.
@@ -317,15 +317,6 @@ def _keep_embeddings(model: Any, ring: Ring) -> list[UndoHandle]:
 
     stay = override_method(embeddings, "_apply", lambda *_, **__: embeddings)
     return [override_method(embeddings, "forward", forward), stay]
-
-
-def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """Refuse other parameters in place of those that are fetched, which would be lost with the next step."""
-    if metadata.get("assign_to_params_buffers"):
-        raise ValueError(
-            f"load_state_dict(assign=True) would replace the weights of streamed layers ({prefix.rstrip('.')}), which "
-            "wait on the host; expected values that are copied into them. Pass assign=False"
-        )
 
 
 # ---- The arguments
