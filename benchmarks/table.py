@@ -24,6 +24,7 @@ import gpu_figures
 import large_models
 import larger_than_gpu
 import long_rows
+import longest_rows
 import memory_report
 import microbatch
 import plans
@@ -74,6 +75,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "microbatch": _of(microbatch.table, "microbatch"),
     "checkpointing": _of(checkpointing.table, "checkpointing"),
     "long-rows": _of(long_rows.table, "long_rows"),
+    "longest-rows": _of(longest_rows.table, "longest_rows"),
     "resume": _of(resume.table, "resume"),
     "step-time": _of(step_time.table, "step_time"),
     "fused-cross-entropy": _of(fused_cross_entropy.table, "fused cross entropy", "fused_cross_entropy"),

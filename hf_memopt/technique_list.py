@@ -150,7 +150,13 @@ TECHNIQUES = _listed(
         why="2 bytes per weight and gradient; stochastic rounding keeps small updates on average",
     ),
     Technique("checkpointing policy"),
-    Technique("tiled layers"),
+    Technique(
+        "tiled layers",
+        fields={"tiled": False},
+        callback="hf_memopt.techniques.tiling.tiles:TiledLayersCallback",
+        on_model="hf_memopt.techniques.tiling.tiles:tile_layers",
+        arguments=("tile_tokens",),
+    ),
     Technique(
         "streamed layers",
         fields={"streamed": False},

@@ -56,6 +56,8 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     callback: Any
     for callback in trainer.callback_handler.callbacks:
         technique = getattr(callback, "technique", None)
+        if technique in used:
+            found |= {name: getattr(callback, name) for name in TECHNIQUES[technique].arguments}
         if technique == "checkpointing policy":
             found["checkpointing"] = _checkpointing(callback.policy, callback.offload)
         if technique == "micro-batching" and callback.max_examples is not None:

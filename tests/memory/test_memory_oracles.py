@@ -21,6 +21,7 @@ from torch.distributed._tools.mem_tracker import MemTracker  # private package: 
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_memopt import tile_layers
 from hf_memopt.binding import versions as compat
 from hf_memopt.memory.cuda import CudaSemantics, run_backward
 from hf_memopt.memory.recording import StepTrace
@@ -77,6 +78,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**TEXT, "ffn_dim": 64, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
     ),
 }
+WIDE = {"intermediate_size": 512, "num_hidden_layers": 1}
 SINGLE = {"t5": ("eager",), "deberta-v2": ("eager",)}  # no sdpa with dropout to compare
 
 
@@ -291,6 +293,25 @@ def test_other_settings_on_meta_are_the_real_ones(family: str, step: StepSetting
     real, meta = (record(family, device, step).tracker for device in ("cpu", "meta"))
     assert sizes(meta) == sizes(real)
     assert peak_bytes(meta) == peak_bytes(real)
+
+
+def tiled(model: Any) -> None:
+    """Run it in tiles, of which a real model compares the first before it is recorded."""
+    tile_layers(model, 8)
+    if not next(model.parameters()).is_meta:
+        model(**batch(model.config.model_type, "cpu"))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "modernbert"])
+def test_tiles_on_meta_are_the_real_ones(family: str, checkpointing: bool) -> None:
+    step = StepSettings(precision="bf16", checkpointing=checkpointing)
+    real, meta = (record(family, device, step, prepare=tiled, **WIDE).tracker for device in ("cpu", "meta"))
+    assert sizes(meta) == sizes(real)
+    assert peak_bytes(meta) == peak_bytes(real)
+    whole = record(family, "meta", step, **WIDE).tracker
+    assert peak_bytes(meta) < peak_bytes(whole)
+    assert meta.flops == whole.flops if checkpointing else meta.flops > whole.flops
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "vit"])

@@ -253,7 +253,7 @@ class CudaSemantics(TorchFunctionMode):
         """
         if "pin_memory" not in kwargs or self._tracker is None or kwargs.get("device") is not None:
             return torch.empty(*size, **kwargs)
-        return self.to_host(torch.empty(*size, **{**kwargs, "pin_memory": False, "device": "meta"}))
+        return self.to_host(torch.empty(*size, **{**kwargs, "pin_memory": False, "device": "meta"}), is_pinned=True)
 
     def _tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
         """Make a tensor whose values the tracker knows; torch makes one on the meta device without them."""
@@ -263,11 +263,13 @@ class CudaSemantics(TorchFunctionMode):
             self._tracker.values.give(found, values)
         return found
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a meta tensor that was just created as memory of the host."""
+    def to_host(self, tensor: torch.Tensor, *, is_pinned: bool = False) -> torch.Tensor:
+        """Count a meta tensor that was just created as memory of the host, which torch pins in powers of two."""
         if self._tracker is not None:
             self._tracker.ignore(tensor)
         size_bytes = tensor.untyped_storage().nbytes()
+        if is_pinned and size_bytes:
+            size_bytes = 1 << (size_bytes - 1).bit_length()
         self._count_on_host(size_bytes)
         key = id(tensor)
         self._on_host[key] = weakref.ref(tensor, lambda _: self._leave_host(key, size_bytes))

@@ -187,7 +187,7 @@ def _preparation(settings: StepSettings) -> str | None:
     if settings.prepare or own_layers:
         return None
     adapters = settings.lora, settings.lora_targets, settings.load_in
-    return repr((adapters, settings.freeze, [one.name for one in _of_models(settings)]))
+    return repr((adapters, settings.freeze, [(one.name, _arguments(one, settings)) for one in _of_models(settings)]))
 
 
 def _trace_key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
@@ -218,7 +218,7 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
     if settings.freeze:
         freeze(model, settings.freeze)
     for technique in _of_models(settings):
-        load(technique.on_model)(model)
+        load(technique.on_model)(model, **_arguments(technique, settings))
     for function in settings.prepare:
         changed = function(model)
         model = changed if isinstance(changed, nn.Module) else model
@@ -233,6 +233,10 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
 def _of_models(settings: StepSettings) -> list[Technique]:
     """Return the techniques that the settings ask for and that change a model."""
     return [one for one in asked_by(settings).values() if one.on_model]
+
+
+def _arguments(technique: Technique, settings: StepSettings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in technique.arguments}
 
 
 def _checkpoint(model: nn.Module, settings: StepSettings) -> None:

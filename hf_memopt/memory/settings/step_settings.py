@@ -58,6 +58,8 @@ class StepSettings:
         streamed: whether the weights of the layers wait in host memory, as with ``stream_layers``. Their gradients are
             parked there and the optimizer steps there; with ``gradient_release`` each layer steps on the GPU.
         embeddings_on_host: whether, with ``streamed``, tokens are looked up on the host, where the embeddings step.
+        tiled: whether MLPs and experts run over tiles of positions, as with ``hf_memopt.tile_layers``.
+        tile_tokens: with ``tiled``, the tokens of a tile; None for the model's width, at least 1024.
         sparse_tied_embedding: whether the gradient of tied input embeddings is added into the head's as rows, as
             ``hf_memopt.sparse_tied_embedding`` does.
         fused_cross_entropy: whether the loss is computed without the logits, as ``hf_memopt.fuse_cross_entropy`` does.
@@ -127,6 +129,8 @@ class StepSettings:
     gradient_release: bool = _setting(False, bool, changes="replay")
     streamed: bool = _setting(False, bool, changes="trace")
     embeddings_on_host: bool = _setting(False, bool, changes="trace")
+    tiled: bool = _setting(False, bool)
+    tile_tokens: int | None = _setting(None, Count | None)
     sparse_tied_embedding: bool = _setting(False, bool)
     fused_cross_entropy: bool = _setting(False, bool)
     max_grad_norm: float = _setting(1.0, changes="replay")
@@ -233,6 +237,10 @@ class StepSettings:
         return self.gradient_release or steps_in_backward(self.optim)
 
     @property
+    def _is_reentrant(self) -> bool:
+        return isinstance(self.checkpointing, Mapping) and bool(self.checkpointing.get("use_reentrant"))
+
+    @property
     def takes_gradient_scaler(self) -> bool:
         """Whether fp16 is possible: released gradients cannot wait for the gradient scaler."""
         return not self.gradient_release
@@ -247,6 +255,11 @@ class StepSettings:
             raise ValueError(
                 "embeddings_on_host=True, streamed=False do not fit each other: embeddings wait on the host beside "
                 "streamed layers; expected both. Pass streamed=True"
+            )
+        if self.tile_tokens is not None and not self.tiled:
+            raise ValueError(
+                f"tile_tokens={self.tile_tokens}, tiled=False do not fit each other: nothing runs in tiles; expected "
+                "both. Pass tiled=True"
             )
         if self.offload_params and (self.world_size == 1 or self.strategy == "ddp"):
             raise ValueError(
@@ -277,6 +290,7 @@ class StepSettings:
             "DDP": ("world_size", self.engine == "ddp", 1),
             "FSDP2": ("strategy", self.engine == "fsdp2", "ddp"),
             "DeepSpeed": ("strategy", self.engine in ("zero2", "zero3"), "ddp"),
+            "reentrant checkpointing": ("checkpointing", self._is_reentrant, True),
             "layer-wise optimizer": ("optim", steps_in_backward(self.optim), "adamw_torch_fused"),
         }
         for one, other in combinations((what for what, (_, is_used, _) in settings.items() if is_used), 2):

@@ -27,11 +27,14 @@ from hf_memopt.memory.recording import session
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.recipes.planning.set_ups import ModelFacts
 from hf_memopt.techniques import platform_problem
+from hf_memopt.techniques.tiling.tiles import tile_layers
 
 MULTIPLE = 8  # tensor cores want it, and collators pad to it
 STEPPING = {"falcon_mamba", "jamba", "mamba", "zamba"}
 """Architectures with ``for index in range(seq_len)`` in their scan; seen in transformers 5.8.1 to 5.23.0."""
 STEPPING_LENGTH = 64  # default of their rows: the time of a plan grows with it, to minutes at 512
+
+LONG_ROW = 4096  # tokens, from which on tiles are considered: four of the smallest
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,15 @@ def facts_of(
         notes=loaded.notes,
     )
     return source, own_task, facts
+
+
+def can_tile(source: Any, task: str | None) -> bool:
+    """Return whether ``tile_layers`` takes a model."""
+    try:
+        tile_layers(session().load(source, task=task).model).remove()
+    except ValueError:
+        return False
+    return True
 
 
 def name_to_load(model: Any) -> str | None:

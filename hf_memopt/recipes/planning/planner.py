@@ -30,7 +30,7 @@ from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.plain_data import Count, check_value, check_word
 from hf_memopt.recipes.planning.measured import Corrections
-from hf_memopt.recipes.planning.model_and_rows import Texts, facts_of, name_to_load
+from hf_memopt.recipes.planning.model_and_rows import LONG_ROW, Texts, can_tile, facts_of, name_to_load
 from hf_memopt.recipes.planning.nearest import NAMES, shortfall_of
 from hf_memopt.recipes.planning.request import (
     GOALS,
@@ -118,7 +118,7 @@ def plan(
         image_size: as for ``estimate``.
         audio_seconds: as for ``estimate``.
         host_memory: of the computer that trains, in bytes or as text such as ``"64GB"``: where nothing else fits, the
-            layers' weights may wait there. None for this machine's, 0 for plans without.
+            layers' inputs or weights may wait there. None for this machine's, 0 for plans without.
         announce: called before each simulation with a text that names it.
 
     Raises:
@@ -151,6 +151,8 @@ def plan(
         source, own_task, facts = facts_of(model, task, planned_os(os, gpu), StepSettings(**media))
         most, default = facts.most_tokens, facts.default_length
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
+        if goal == "longest" or (texts.seq_len or 0) >= LONG_ROW:
+            facts = replace(facts, tiles=can_tile(source, own_task))
         gpus = world_size, share
         simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce, corrections)
         simulation.media = media
@@ -274,7 +276,7 @@ def _of_host(simulation: Simulation, candidates: Sequence[Candidate], chosen: Ca
     has = format_bytes(simulation.host_memory_bytes)
     where = "this machine's; host_memory= plans for another" if simulation.is_this_host else "as given"
     lacking = [one for one in candidates if one.host_lacks_bytes and not one.consents]
-    if chosen is not None and chosen.recipe.streamed:
+    if chosen is not None and (chosen.recipe.streamed or chosen.host_bytes > simulation.host_memory_bytes / 10):
         yield f"{format_bytes(chosen.host_bytes)} of {has} of host memory are used, {where}"
     elif chosen is None and lacking:
         least = min(lacking, key=lambda one: (one.spare_bytes < one.margin_bytes, one.host_bytes))

@@ -69,6 +69,12 @@ SEGMENTS = Technique(
     "memory that is free between blocks can be used; call use_expandable_segments() at the top of the script",
     only_saves=True,
 )
+TILES = Technique(
+    "tiles",
+    {"tiled": True},
+    "MLPs and experts run over tiles of positions, so that no intermediate of a whole row is in memory",
+    only_saves=True,
+)
 FLASH = Technique(
     "FlashAttention-2",
     {"attn_implementation": "flash_attention_2"},
@@ -104,7 +110,18 @@ STREAMED_EMBEDDINGS = Technique(
     only_saves=True,
     replaces=STREAMED,
 )
-LEVERS = FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, PAGED, PAGED_EIGHT_BIT, OFFLOAD, STREAMED, STREAMED_EMBEDDINGS
+LEVERS = (
+    FLASH,
+    CHECKPOINTING,
+    EIGHT_BIT,
+    SEGMENTS,
+    TILES,
+    PAGED,
+    PAGED_EIGHT_BIT,
+    OFFLOAD,
+    STREAMED,
+    STREAMED_EMBEDDINGS,
+)
 """Of set-ups that are as good as each other, the one whose last lever comes first here is the simpler."""
 LINUX_ONLY = SEGMENTS, PAGED, PAGED_EIGHT_BIT
 TF32 = Technique(
@@ -148,6 +165,7 @@ class ModelFacts:
         overflow: why it should not compute in float16, with the source; "" where nothing is known.
         most_tokens: of a row that it takes; None for no limit.
         default_length: tokens of a row where none are given; None for a model without text.
+        tiles: whether its rows are long, and modules of it work on each position alone.
         is_t5: whether its task is a prefix of the text.
         notes: on its published weights.
     """
@@ -167,6 +185,7 @@ class ModelFacts:
     overflow: str = ""
     most_tokens: int | None = None
     default_length: int | None = None
+    tiles: bool = False
     is_t5: bool = False
     notes: tuple[str, ...] = ()
 
@@ -270,7 +289,8 @@ def set_ups(
     With ``streamed`` those whose layers wait in host memory: none pages its state or has another checkpointing.
     """
     base = _base(stage, facts, gpu, effective_batch_size)
-    memories = [(), (CHECKPOINTING,), *([(OFFLOAD,)] if facts.has_offload else [])]
+    recomputing = [CHECKPOINTING, *([OFFLOAD] if facts.has_offload else [])]
+    memories = [(), *((one, *tiles) for one in recomputing for tiles in ((), *([(TILES,)] if facts.tiles else [])))]
     if streamed:
         memories = [(STREAMED,), *([] if facts.is_tied else [(STREAMED_EMBEDDINGS,)])]
         facts = replace(facts, has_paging=False)

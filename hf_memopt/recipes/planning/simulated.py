@@ -57,7 +57,7 @@ class Candidate:
         simplicity: smaller is simpler.
         sharing: how several GPUs share a step; None for one GPU.
         host_bytes: of one process: what is moved to the host, and what its optimizer has there.
-        host_lacks_bytes: of these, what the host's memory has not; 0 unless layers are streamed.
+        host_lacks_bytes: of these, what the host's memory has not; 0 unless layers are streamed or inputs offloaded.
         hiding_tokens: of a pass, from which computing hides the copies of streamed layers; None without them.
         communication_fraction: of the seconds, what waits for other GPUs and the host; None where it is unknown.
         corrected: what of it a measurement corrected: "context", "reserved", "seconds".
@@ -207,7 +207,7 @@ class Simulation:
         media: pictures and audio of an example, as for ``estimate``.
         not_generated: why an evaluation that generates is simulated without that; "" where it is not.
         sharing: how the GPUs share the steps that are simulated next; None for one GPU.
-        host_memory_bytes: of the computer, for streamed layers; 0 for plans without.
+        host_memory_bytes: of the computer, for streamed layers and offloaded inputs; 0 for plans without these.
         is_this_host: whether it is this machine's.
         with_ease: whether what is searched for next has to leave 8 % of the GPU.
     """
@@ -266,7 +266,11 @@ class Simulation:
             found = self.estimate(recipe, seq_len)
         except (ValueError, MissingExtraError):
             return None
-        return self.gpu.usable_bytes - margin_of(self.gpu) - found.total_bytes
+        return min(self.gpu.usable_bytes - margin_of(self.gpu) - found.total_bytes, self._spare_on_host(recipe, found))
+
+    def _spare_on_host(self, recipe: Recipe, found: Estimate) -> int:
+        """Return what streamed layers and offloaded activations leave of the host's memory."""
+        return self.host_memory_bytes - found.host_bytes * (recipe.streamed or recipe.offload)
 
     def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:
         """Return the estimate of a recipe."""
@@ -336,7 +340,7 @@ class Simulation:
             simplicity=set_up.simplicity,
             sharing=set_up.sharing,
             host_bytes=found.host_bytes,
-            host_lacks_bytes=max(0, found.host_bytes - self.host_memory_bytes) if recipe.streamed else 0,
+            host_lacks_bytes=max(0, -self._spare_on_host(recipe, found)),
             hiding_tokens=None if found.step_costs is None else found.step_costs.hiding_tokens(self.priced_on),
             communication_fraction=time.shares.get("communication") if is_timed else None,
             corrected=() if self.measured is None else self.measured.words(found, recipe),

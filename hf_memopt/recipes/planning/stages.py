@@ -218,11 +218,17 @@ def use_longest(simulation: Simulation, set_ups: Mapping[str, Sequence[SetUp]]) 
 
     stages = list(set_ups)
     stage = next((one for one in stages if any(fits(recipe, asked) for recipe in variants[one])), stages[-1])
-    found, limit = 0, min(texts.longest or LONGEST, simulation.facts.most_tokens or LONGEST, LONGEST)
+    found, lengths = 0, _lengths(min(texts.longest or LONGEST, simulation.facts.most_tokens or LONGEST, LONGEST))
     for recipe in variants[stage]:
-        longer = range(found + MULTIPLE, limit + 1, MULTIPLE)
+        longer = [length for length in lengths if length > found]
         if longer and fits(recipe, longer[0]):
-            first = asked, 2 * asked, asked // 2
+            first = asked, 16 * asked  # the line through them leads near the end, where simulations take longest
             found = largest_that_fits(longer, partial(spare_bytes, recipe), first=first) or found
     simulation.texts = texts.shortened(max(found, MULTIPLE), share)
     return stages[: stages.index(stage) + 1]
+
+
+def _lengths(limit: int) -> list[int]:
+    """Return the lengths to choose from, at most 1 % apart: multiples of 8, from 2,048 on of 16, and so on."""
+    apart = ((length, max(MULTIPLE, (1 << length.bit_length()) >> 8)) for length in range(MULTIPLE, limit, MULTIPLE))
+    return [*(length for length, step in apart if length % step == 0), limit // MULTIPLE * MULTIPLE]

@@ -29,6 +29,7 @@ from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.techniques import ModelCallback
 from hf_memopt.techniques.tiling.position_wise import DRAWS, SWAPPED, Call, Place, difference, find_places, join
+from hf_memopt.techniques.tiling.small_model import places_on_meta
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -55,7 +56,7 @@ def tile_layers(model: Any, tile_tokens: int | None = None) -> TileHandle:
     compute each tile once more. The policy ``"selective"`` keeps what linear layers return, so tiles save nothing.
 
     Args:
-        model: of transformers, of text, or wrapped by PEFT.
+        model: of transformers, of text, or wrapped by PEFT. For one on the meta device a small one is asked.
         tile_tokens: tokens of a tile, all rows together; by default as many as the model is wide, at least 1024: below
             that the peak hardly falls, and launches cost more. A module that trains 16-bit weights has 8 tiles at most,
             since the sum of their gradients is rounded for each tile.
@@ -150,7 +151,8 @@ def _checked_places(model: Any) -> list[Place]:
     if (takes := getattr(inner, "main_input_name", "no token ids")) != "input_ids":
         problem = f"it takes {takes}; expected a text model of transformers. Train it without tiles"
     else:
-        places, reasons = find_places(model)
+        is_real = not next(model.parameters()).is_meta
+        places, reasons = find_places(model) if is_real else places_on_meta(model)
         of = {reason: name for name, reason in reversed(reasons.items())}
         if places and DRAWS not in of:
             return places
@@ -180,7 +182,7 @@ def _in_tiles(
     length = _length(place, tile_tokens, call.leaves[0])
     if length >= call.leaves[0].shape[place.axes[0]]:
         return before(*args, **kwargs)
-    if torch.is_grad_enabled() and place.kind not in compared:
+    if torch.is_grad_enabled() and place.kind not in compared and not call.leaves[0].is_meta:
         compared.add(place.kind)
         with torch.no_grad():
             problem = difference(call.cut(place.axes, MOST_TILES * length)[0], place.axes, length)
