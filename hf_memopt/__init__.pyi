@@ -45,6 +45,8 @@ from .techniques.checkpoints.sharded import LeanCheckpointCallback as LeanCheckp
 from .techniques.checkpoints.sharded import ShardedCheckpointCallback as ShardedCheckpointCallback
 from .techniques.evaluation.guard import EvaluationGuardCallback as EvaluationGuardCallback
 from .techniques.expandable_segments import use_expandable_segments as use_expandable_segments
+from .techniques.experts.loading import ExpertsConfig as ExpertsConfig
+from .techniques.experts.quantize import quantize_experts as quantize_experts
 from .techniques.freezing.freezing import FreezeCallback as FreezeCallback
 from .techniques.freezing.freezing import freeze as freeze
 from .techniques.freezing.unfreezing import GradualUnfreezeCallback as GradualUnfreezeCallback

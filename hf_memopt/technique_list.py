@@ -48,7 +48,8 @@ class Technique:
         consent: the word of ``plan(allow=...)`` that it needs; "" for none.
         fields: of ``StepSettings`` and of ``Recipe`` that ask for it, each with the value that does not.
         callback: the callback that a recipe uses where its field asks for it, as "module:class".
-        on_model: what it does to a model before the first step, as "module:function"; "" for nothing.
+        on_load: what it does to a model before adapters are added, as "module:function"; "" for nothing.
+        on_model: what it does to a model before the first step; "" for nothing.
         optimizer: makes the optimizer's class from the arguments, the model and the recipe's rounding; "" for none.
         function: which recordings apply it with, where a step is simulated by the technique itself; "" for none.
         steps: the class by which a released optimizer then steps; "" for none.
@@ -65,6 +66,7 @@ class Technique:
     consent: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
     callback: str = ""
+    on_load: str = ""
     on_model: str = ""
     optimizer: str = ""
     function: str = ""
@@ -187,6 +189,12 @@ VARIANTS = _listed(
     Technique(NO_LIMIT, fields={"micro_batching": False}),  # a recipe sets no limit
     Technique(LATE_LOSS),
     Technique("bitsandbytes optimizer"),
+    Technique(
+        "experts in 4 bits",
+        "rounding",
+        fields={"quantize_experts": False},
+        on_load="hf_memopt.techniques.experts.quantize:quantize_experts_for_qlora",
+    ),
 )
 """Uses of a technique that more is refused for, and a class of stock's optimizers; none is a technique of its own."""
 

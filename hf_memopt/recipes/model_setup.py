@@ -32,7 +32,12 @@ def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
 
         is_sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # as accelerate launch sets it
         options = quantization_options(recipe.load_in, sixteen_bits_here(recipe), task, is_sharded=is_sharded)
-        found["quantization_config"] = BitsAndBytesConfig(**options)  # type: ignore[no-untyped-call]
+        if recipe.quantize_experts:
+            from hf_memopt.techniques.experts.loading import ExpertsConfig
+
+            found["quantization_config"] = ExpertsConfig(**options)
+        else:
+            found["quantization_config"] = BitsAndBytesConfig(**options)  # type: ignore[no-untyped-call]
         if recipe.streamed:
             found["device_map"] = {"": "cpu"}  # else it would be quantised on the GPU
     return found
@@ -91,6 +96,11 @@ def _check_quantisation(recipe: Recipe, model: nn.Module) -> None:
         raise ValueError(
             f"model=<{name}> has no quantised weights, and load_in={recipe.load_in!r}; expected a model loaded so. "
             "Load it with from_pretrained(name, **recipe.model_kwargs()), or pass recipe.replace(load_in=None)"
+        )
+    if recipe.quantize_experts and not any(type(one).__name__ == "ExpertStack" for one in model.modules()):
+        raise ValueError(
+            f"model=<{name}> has its experts in 16 bits, and quantize_experts=True; expected them in 4 bits. Load it "
+            "with from_pretrained(name, **recipe.model_kwargs()), or call: quantize_experts(model)"
         )
     if quantized and recipe.lora is None:
         raise ValueError(

@@ -76,6 +76,7 @@ class Recipe:
             ``"auto"`` for all linear layers but the head.
         load_in: ``"nf4"`` (4 bits with double quantisation, as in QLoRA) or ``"int8"`` for weights that bitsandbytes
             quantises; needs ``lora``. None for weights as they are.
+        quantize_experts: with ``load_in="nf4"``, whether the fused experts of a mixture are in 4 bits too.
         weights_dtype: of the weights as loaded: ``"float32"``, or 16 bits for weights that adapters leave frozen, or
             (``"bfloat16"`` alone) for training without float32 copies. Beside quantised weights ``"float32"`` means
             the 16 bits that the machine computes in, unless ``precision`` is ``"fp32"`` or ``"tf32"``.
@@ -125,6 +126,7 @@ class Recipe:
         "auto", "all linear layers but the head matter more than the rank (arXiv 2305.14314)"
     )
     load_in: Literal["nf4", "int8"] | None = _choice(None, "only frozen weights can be quantised")
+    quantize_experts: bool = _choice(False, "linear layers alone are quantised")
     weights_dtype: Literal["float32", "bfloat16", "float16"] = _choice("float32", "small updates are lost in 16 bits")
     rounding: Literal["nearest", "stochastic", "kahan"] = _choice(
         "nearest", "float32 weights lose no update that matters"
@@ -472,6 +474,11 @@ def _check_adapters(recipe: Recipe) -> None:
                     f"{name}={getattr(recipe, name)!r}, lora=None add no adapters; expected their rank. Pass lora=16"
                 )
     refuse_without_adapters(recipe.load_in, recipe.lora)
+    if recipe.quantize_experts and recipe.load_in != "nf4":
+        raise ValueError(
+            f"quantize_experts=True, load_in={recipe.load_in!r} do not fit each other: experts are put into 4 bits "
+            "where linear layers are; expected both. Pass load_in='nf4', lora=16"
+        )
     if recipe.lora_targets == ():
         raise ValueError(
             "lora_targets=() names no layer; expected 'auto', or names of layers. Pass lora_targets='auto'"

@@ -14,12 +14,15 @@ core_model_loading.py, ``convert_and_load_state_dict_in_model``, ``dot_natural_k
 bitsandbytes 0.50, nn/modules.py, ``Params4bit._quantize``, ``Int8Params._quantize``; functional.py, ``quantize_4bit``.
 peft 0.21, utils/other.py.
 
+Experts in 4 bits come last, one at a time (``ExpertsConfig``).
+
 Limitations: the block is not cut to the GPU's memory less 1.2 GiB; weights that a checkpoint stores in parts, as those
 of experts, are loaded whole. transformers 5.0 loads in threads that run ahead of what quantises; 5.8 one by one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +65,11 @@ def load_events(model: nn.Module, number: Callable[[Tensor], int]) -> tuple[tupl
             events += _quantising(linears[id(one)], number)
         else:
             events.append((("loaded", id(one)), loaded[id(one)]) if id(one) in loaded else (number(one), one.nbytes))
+    stack: Any
+    for stack in (one for one in model.modules() if type(one).__name__ == "ExpertStack"):
+        events += [(number(one), one.nbytes) for one in stack.buffers()]
+        expert_bytes = math.prod(stack.shape[1:]) * stack.dtype.itemsize
+        events += [(("load", "expert"), expert_bytes), (("load", "expert"), -expert_bytes)]
     for one in casts:
         events += [(number(one), one.nbytes), (("loaded", id(one)), -loaded[id(one)])]
     return (tuple(events), ()) if casts else (tuple(events),)

@@ -11,6 +11,7 @@ building the model again would show. Modules are copied each time.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
@@ -48,6 +49,7 @@ _LOADED_BY_DEFAULT = {name: option.default for name, option in signature(load_mo
 _NOTES = {
     "Linear8bitStandIn": "8-bit linears: without outlier columns (2 bytes a row each), which depend on the data",
     "Linear4bitStandIn": "4-bit linears: a dequantised copy of each weight in forward, which some GPUs do without",
+    "ExpertStack": "experts in 4 bits: each is assumed to get as many tokens as the others",
     "Conv1d": "convolutions: without the workspace that cuDNN chooses on the GPU",
     "Conv2d": "convolutions: without the workspace that cuDNN chooses on the GPU",
 }
@@ -91,6 +93,7 @@ class PreparedModel:
             if type(module).__name__ == "Linear4bitStandIn"  # by name: bitsandbytes takes a second to import
         }
         parameters = sum(packed.get(id(parameter), parameter.numel()) for parameter in model.parameters())
+        parameters += sum(math.prod(module.shape) for module in modules if type(module).__name__ == "ExpertStack")
         notes = (*(text for name, text in _NOTES.items() if name in kinds), *_not_quantised(model, settings))
         return cls(base, model, tuple(parameter_facts(model)), parameters, notes)
 
@@ -208,6 +211,9 @@ def _trace_key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: 
 
 def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
     """Apply what the user, the Trainer and the techniques do to a model before the first step, in this order."""
+    for technique in _of_models(settings):
+        if technique.on_load:
+            load(technique.on_load)(model)
     if settings.lora is not None:
         with torch.device("meta"):
             model = rest_to_meta(add_adapters(model, settings.lora, targets=settings.lora_targets))
@@ -218,7 +224,8 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
     if settings.freeze:
         freeze(model, settings.freeze)
     for technique in _of_models(settings):
-        load(technique.on_model)(model, **_arguments(technique, settings))
+        if technique.on_model:
+            load(technique.on_model)(model, **_arguments(technique, settings))
     for function in settings.prepare:
         changed = function(model)
         model = changed if isinstance(changed, nn.Module) else model
@@ -232,7 +239,7 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
 
 def _of_models(settings: StepSettings) -> list[Technique]:
     """Return the techniques that the settings ask for and that change a model."""
-    return [one for one in asked_by(settings).values() if one.on_model]
+    return [one for one in asked_by(settings).values() if one.on_load or one.on_model]
 
 
 def _arguments(technique: Technique, settings: StepSettings) -> dict[str, Any]:
@@ -258,8 +265,10 @@ def _not_quantised(model: nn.Module, settings: StepSettings) -> Iterator[str]:
                 parameter.nbytes
             )
     if left.total() > total / 10:
+        has_experts = any(hasattr(module, "has_gate") for module in model.modules())  # of its experts interface
+        fix = "; quantize_experts=True puts experts into 4 bits" if has_experts else ""
         what = f"{format_bytes(left.total())} of {format_bytes(total)} of weights are not quantised"
-        yield f"{what}: {', '.join(left)}, which bitsandbytes does not know; it knows linear layers"
+        yield f"{what}: {', '.join(left)}, which bitsandbytes does not know; it knows linear layers{fix}"
 
 
 # ---- The recording

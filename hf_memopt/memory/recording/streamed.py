@@ -148,8 +148,10 @@ class RecordedStream:
     def _statistics_as_weights(self) -> Iterator[Any]:
         """Let the stand-ins of quantised linears have plain weights, their statistics among them, which travel too."""
         for module in self._model.modules():
-            if type(module).__name__.endswith("bitStandIn"):  # by name: bitsandbytes takes a second to import
-                tensors = {"weight": module.weight.data, **module._buffers}
+            kind = type(module).__name__  # by name: bitsandbytes takes a second to import
+            if kind.endswith("bitStandIn") or kind == "ExpertStack":
+                buffers = {name: one for name, one in module._buffers.items() if one is not None}
+                tensors = buffers if kind == "ExpertStack" else {"weight": module.weight.data, **buffers}
                 plain = {name: nn.Parameter(one, requires_grad=False) for name, one in tensors.items()}
                 yield set_attribute(module, "_parameters", {**module._parameters, **plain})
                 yield set_attribute(module, "_buffers", {})

@@ -92,6 +92,7 @@ class StepSettings:
             whole), or a ``peft.LoraConfig``; None for none. They are float32, as ``get_peft_model`` makes them.
         lora_targets: with a rank, the last parts of the names of the layers that get adapters, such as
             ``("q_proj", "v_proj")``; ``"auto"`` for all linear layers but the head.
+        quantize_experts: with ``load_in="nf4"``, whether fused experts are in 4 bits too, as with ``ExpertsConfig``.
         freeze: patterns of parameters that are not trained, as ``hf_memopt.freeze`` takes them.
         prepare: functions that change the model, the same as in the real run, after all of the above.
         world_size: processes that train together, one for each GPU; the bytes are those of one of them.
@@ -154,6 +155,7 @@ class StepSettings:
     load_in: str | None = _setting(None, Literal["nf4", "int8"] | None)
     lora: int | LoraConfig | None = _setting(None, hash=False)
     lora_targets: str | tuple[str, ...] = "auto"
+    quantize_experts: bool = _setting(False, bool)
     freeze: tuple[str, ...] = ()
     prepare: tuple[Callable[[Any], Any], ...] = ()
     world_size: int = _setting(1, Count)
@@ -260,6 +262,11 @@ class StepSettings:
             raise ValueError(
                 f"tile_tokens={self.tile_tokens}, tiled=False do not fit each other: nothing runs in tiles; expected "
                 "both. Pass tiled=True"
+            )
+        if self.quantize_experts and self.load_in != "nf4":
+            raise ValueError(
+                f"quantize_experts=True, load_in={self.load_in!r} do not fit each other: experts are put into 4 bits "
+                "where linear layers are; expected both. Pass load_in='nf4', lora=16"
             )
         if self.offload_params and (self.world_size == 1 or self.strategy == "ddp"):
             raise ValueError(

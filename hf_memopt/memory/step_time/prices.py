@@ -390,7 +390,8 @@ def timing_of_step(
         examples=round(batch_size * batches_of_step),
         tokens=batch_size * sum(known) / len(steps) if len(known) == len(rows) else None,
         tf32=settings.precision == "tf32",
-        routes_tokens=any(name.rpartition(".")[2] in _OF_EXPERTS for name in traces[0].tracker.modules),
+        routes_tokens=not settings.quantize_experts
+        and any(name.rpartition(".")[2] in _OF_EXPERTS for name in traces[0].tracker.modules),
     )
     if gpu is None:
         return Timing(None, costs, "")

@@ -75,6 +75,12 @@ TILES = Technique(
     "MLPs and experts run over tiles of positions, so that no intermediate of a whole row is in memory",
     only_saves=True,
 )
+EXPERTS = Technique(
+    "4-bit experts",
+    {"quantize_experts": True},
+    "bitsandbytes quantises linear layers, and would leave the experts in 16 bits",
+    "rounding",
+)
 FLASH = Technique(
     "FlashAttention-2",
     {"attn_implementation": "flash_attention_2"},
@@ -165,6 +171,7 @@ class ModelFacts:
         overflow: why it should not compute in float16, with the source; "" where nothing is known.
         most_tokens: of a row that it takes; None for no limit.
         default_length: tokens of a row where none are given; None for a model without text.
+        has_experts: whether it has fused experts that can be put into 4 bits.
         tiles: whether its rows are long, and modules of it work on each position alone.
         is_t5: whether its task is a prefix of the text.
         notes: on its published weights.
@@ -185,6 +192,7 @@ class ModelFacts:
     overflow: str = ""
     most_tokens: int | None = None
     default_length: int | None = None
+    has_experts: bool = False
     tiles: bool = False
     is_t5: bool = False
     notes: tuple[str, ...] = ()
@@ -371,7 +379,8 @@ def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techn
         fields = {"lora": LORA_RANK, "load_in": "nf4", "precision": name}
         reason = "adapters are trained in float32, and the frozen weights take 4 bits"
         reason += f"; all else is float32: {problem}" if problem else ""
-        yield (Technique("nf4, fp32" if problem else "nf4", fields, reason, "training"),)
+        nf4 = Technique("nf4, fp32" if problem else "nf4", fields, reason, "training")
+        yield (nf4, EXPERTS) if facts.has_experts else (nf4,)
     elif stage == "freeze":
         lower = [f"layers:0-{facts.layers // 2 - 1}"] if facts.layers > 1 else []
         for patterns in dict.fromkeys([("embeddings",), ("embeddings", *lower)]):

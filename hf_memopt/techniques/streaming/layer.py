@@ -52,6 +52,9 @@ class StreamedLayer:
         self.parameters = list(places)
         packed = [(p, own[0][0]) for p, own in places.items() if is_packed(p)]
         self.carriers: list[Carrier] = [carrier for p, inner in packed for carrier in carriers_of(p, inner)]
+        self._stacks = [inner for inner in module.modules() if type(inner).__name__ == "ExpertStack"]
+        held = ((stack, name) for stack in self._stacks for name, one in stack._buffers.items() if one is not None)
+        self.carriers += [Carrier(*one) for one in held]
         self._bits8: list[tuple[nn.Parameter, Any]] = [(p, inner) for p, inner in packed if hasattr(p, "SCB")]
         self._flagged: list[Any] = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
         self._switched: set[Any] = set()
@@ -84,8 +87,15 @@ class StreamedLayer:
                     f"dtype={dtype} cannot be given to streamed weights of {parameter.dtype}; expected a model that "
                     "has its dtype before stream_layers. Load it with dtype=..., or call handle.remove() first"
                 )
-        with self.exchanged([None] * len(self.parameters)):
-            return before(function, *args, **kwargs)
+        waiting = [(stack, dict(stack._buffers)) for stack in self._stacks]
+        try:
+            for stack, _ in waiting:
+                stack._buffers.update(dict.fromkeys(stack._buffers))
+            with self.exchanged([None] * len(self.parameters)):
+                return before(function, *args, **kwargs)
+        finally:
+            for stack, buffers in waiting:
+                stack._buffers.update(buffers)
 
     def host_tensors(self) -> list[torch.Tensor]:
         """Return what waits on the host for a call: plain parameters and what carriers hold."""

@@ -1,0 +1,379 @@
+"""Experts in 4 bits: gradients against stock's over the dequantised weights, bytes, loading, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import warnings
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from slow_cases import slow_except
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+
+import tiny
+from hf_memopt import ExpertsConfig, Recipe, attach, checkpoint_layers, estimate, plan, quantize_experts, stream_layers
+from hf_memopt.binding.model_changes import add_adapters, prepare_quantized
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.tracking import StorageTracker
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*rank_pattern.*:RuntimeWarning"),
+]
+SIZES = {
+    **{"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "head_dim": 16},
+    **{"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2},
+    **{"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "max_position_embeddings": 64},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "router_jitter_noise": 0.0, "attention_dropout": 0.0},
+}
+FAMILIES = (
+    *("mixtral", "qwen2_moe", "gpt_oss", "qwen3_moe", "olmoe", "glm4_moe", "granitemoe", "ernie4_5_moe", "phimoe"),
+    *("minimax", "nemotron_h", "hunyuan_v1_moe", "afmoe", "flex_olmo"),
+)
+EIGHT = {"num_local_experts": 8, "num_experts": 8}
+IDS = torch.randint(5, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def mixture(kind: str = "mixtral", dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SIZES, **changed})
+    model = AutoModelForCausalLM.from_config(config)
+    if kind == "granitemoe" and not any(hasattr(module, "has_gate") for module in model.modules()):
+        pytest.skip("its class does not use transformers' experts interface before 5.17")
+    return model.to(dtype).train()
+
+
+def dequantised(model: Any) -> Any:
+    """Return stock's model with the values that the stacks of a copy have."""
+    made = copy.deepcopy(model)
+    handle = quantize_experts(made)
+    handle.remove()
+    made.set_experts_implementation("grouped_mm")
+    return made
+
+
+def trained(model: Any, **batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(0)  # PhiMoE's router draws
+    loss = model(input_ids=IDS, labels=IDS, **batch).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert torch.equal(one[0], other[0])
+    assert one[1].keys() == other[1].keys() != set()
+    for name in one[1]:
+        assert torch.equal(one[1][name], other[1][name]), name
+
+
+# ---- Exactness -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", slow_except(("mixtral", "qwen2_moe", "gpt_oss"), FAMILIES))
+def test_losses_and_gradients_are_those_of_the_dequantised_weights(kind: str, dtype: torch.dtype) -> None:
+    """To the bit; shared experts, biases, interleaved and transposed weights among them, checkpointed too."""
+    model = mixture(kind, dtype)
+    whole = dequantised(model)
+    names = quantize_experts(model).names
+    assert all("experts" in name for name in names)
+    assert_same(trained(model), trained(whole))
+    if model.supports_gradient_checkpointing:
+        checkpoint_layers(model)
+        checkpoint_layers(whole)
+        assert_same(trained(model), trained(whole))
+
+
+def test_the_loss_of_the_router_is_the_same() -> None:
+    model = mixture(output_router_logits=True)
+    whole = dequantised(model)
+    quantize_experts(model)
+    mask = torch.ones_like(IDS)
+    mask[1, 20:] = 0
+    assert_same(trained(model, attention_mask=mask), trained(whole, attention_mask=mask))
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_expert_is_quantised_as_bitsandbytes_quantises_a_matrix(dtype: torch.dtype, double_quant: bool) -> None:
+    model = mixture(dtype=dtype, num_hidden_layers=1, intermediate_size=1024)
+    weights = {name: one.detach().clone() for name, one in model.model.layers[0].mlp.experts.named_parameters()}
+    quantize_experts(model, double_quant)
+    bits = []
+    for name, weight in weights.items():
+        stack = getattr(model.model.layers[0].mlp.experts, name)
+        for index, expert in enumerate(weight):
+            options = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": double_quant}
+            packed, state = quantize_4bit(expert, **options)
+            assert torch.equal(stack.packed[index], packed)
+            assert torch.equal(stack[index], dequantize_4bit(packed, state))
+        bits.append(8 * sum(one.nbytes for one in stack.buffers()) / weight.numel())
+    assert bits == [4.5] * 2 if not double_quant else max(bits) < 4.14
+
+
+def test_adapters_over_stacks_load_over_stocks_model(tmp_path: Path) -> None:
+    model = mixture()
+    whole = dequantised(model)
+    quantize_experts(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    logits = adapted.eval()(IDS).logits
+    adapted.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(whole, tmp_path).eval()
+    assert torch.equal(loaded(IDS).logits, logits)
+
+
+def test_streamed_layers_fetch_stacks_too() -> None:
+    """The experts wait on the host, and losses and gradients are the same."""
+    model = mixture(num_hidden_layers=4)
+    quantize_experts(model, double_quant=True)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    whole = copy.deepcopy(adapted)
+    checkpoint_layers(whole)
+    stack_bytes = sum(one.nbytes for one in model.model.layers[0].mlp.experts.buffers())
+    with stream_layers(adapted, device="cpu") as handle:
+        for _ in range(2):
+            assert_same(trained(adapted), trained(whole))
+        assert handle.ring.peak_bytes >= 2 * stack_bytes
+        adapted.to("cpu")
+    assert_same(trained(adapted), trained(whole))
+
+
+# ---- Bytes -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_expert_at_a_time_is_dequantised() -> None:
+    """Forward and backward, beside activations; autograd keeps packed bytes alone. By the operations of CUDA."""
+    with torch.device("meta"):
+        model = mixture(hidden_size=256, intermediate_size=512, num_hidden_layers=1, **EIGHT)
+        hidden = torch.randn(16, 256, requires_grad=True)
+        index, weights = torch.zeros(16, 2, dtype=torch.int64), torch.rand(16, 2)
+    quantize_experts(model)
+    experts, expert_bytes, activation_bytes = model.model.layers[0].mlp.experts, 3 * 512 * 256 * 4, 32 * 1024 * 4
+    tracker = StorageTracker(device_type="meta")
+    for stack in experts.buffers():
+        tracker.add(stack)
+    with tracker:
+        out = experts(hidden, index, weights).sum()
+        kept = sum(size for _, size in tracker.events)
+        out.backward()
+    stack_bytes = sum(one.nbytes for one in experts.buffers())
+    assert stack_bytes < kept < stack_bytes + 5 * activation_bytes
+    assert max(accumulate(size for _, size in tracker.events)) < stack_bytes + 2 * expert_bytes
+
+
+def test_mixtral_and_qwen_fit() -> None:
+    settings = {"batch_size": 1, "seq_len": 512, "lora": 16, "load_in": "nf4", "gpu": "RTX 4090", "precision": "bf16"}
+    settings |= {"checkpointing": True, "autocast_cache": False, "lora_targets": ("q_proj", "v_proj")}
+    stocks = estimate("Mixtral-8x7B", **settings)
+    assert any("quantize_experts=True puts experts into 4 bits" in note for note in stocks.notes)
+    found = estimate("Mixtral-8x7B", quantize_experts=True, **settings)
+    assert found.parameters == stocks.parameters
+    assert found.flops == stocks.flops
+    assert found.total_bytes < 34 * 2**30 < 80 * 2**30 < stocks.total_bytes
+    assert found.step_time is not None
+    assert any("each is assumed to get as many tokens" in note for note in found.notes)
+    streamed = estimate("Mixtral-8x7B", quantize_experts=True, streamed=True, **{**settings, "checkpointing": False})
+    assert streamed.total_bytes < 4 * 2**30
+    assert 20 * 2**30 < streamed.host_bytes < found.components["weights"]
+    assert streamed.step_time is not None
+
+
+def test_recorded_bytes_are_those_of_a_real_model() -> None:
+    """The stacks and what is beside them."""
+    model = mixture(num_hidden_layers=2)
+    quantize_experts(model, double_quant=True)
+    weights = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+    model.requires_grad_(False).lm_head.requires_grad_(True)
+    found = estimate(model, batch_size=2, seq_len=24, gpu="RTX 4090")
+    assert found.components["weights"] == pytest.approx(weights, rel=0.15)  # each in blocks of 512 bytes
+
+
+# ---- Loading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek"])
+def test_loading_quantises_experts_as_afterwards(kind: str, tmp_path: Path) -> None:
+    if kind == "deepseek":
+        kind, changed = "ernie4_5_moe", {"moe_layer_start_index": 0}
+    else:
+        changed = {}
+    mixture(kind, torch.bfloat16, **changed).save_pretrained(tmp_path, max_shard_size="100KB")
+    config = ExpertsConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=config, output_loading_info=True
+    )
+    assert not any(report.values())
+    stocks = transformers.BitsAndBytesConfig(**{**config.to_diff_dict(), "quant_method": "bitsandbytes"})
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=stocks)
+    quantize_experts(whole, double_quant=True)
+    assert loaded.state_dict().keys() == whole.state_dict().keys()
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert torch.equal(loaded.train()(IDS).logits, whole.train()(IDS).logits)
+
+
+def test_the_trainer_trains_and_resumes(tmp_path: Path) -> None:
+    """A recipe's QLoRA: adapters on attention, loaded expert by expert, a checkpoint and the rest of the run."""
+    mixture("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path / "model")
+    recipe = Recipe("mixture", "", lora=4, load_in="nf4", quantize_experts=True, effective_batch_size=2, **ROWS)
+
+    def trainer(folder: Path) -> Trainer:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **recipe.model_kwargs())
+        rows = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1).tolist()]
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+        prepare_quantized(model)
+        args = tiny.arguments(folder, max_steps=4, save_steps=2, save_strategy="steps", per_device_train_batch_size=2)
+        return attach(Trainer(model, args, train_dataset=rows))
+
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    again = trainer(tmp_path / "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    losses = [[row["loss"] for row in one.state.log_history if "loss" in row] for one in (whole, again)]
+    assert losses[0] == losses[1]
+    assert tiny.largest_difference(again.model, whole.model) == 0.0
+
+
+ROWS: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+CHILD = """
+import json, sys, threading, time, torch, transformers, bitsandbytes
+from hf_memopt import ExpertsConfig
+def anonymous(): return 1024 * int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])
+peak, before, stop = [0], anonymous(), []
+def watch():
+    while not stop:
+        peak[0] = max(peak[0], anonymous()); time.sleep(0.002)
+thread = threading.Thread(target=watch); thread.start()
+config = ExpertsConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16, quantization_config=config)
+stop.append(1); thread.join()
+print(json.dumps([peak[0] - before, sum(one.nbytes for one in (*model.parameters(), *model.buffers()))]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_takes_the_quantised_model_a_shard_and_an_expert(tmp_path: Path) -> None:
+    """Of a checkpoint of 2 GB; its mapped pages are the page cache's."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 12, **EIGHT}
+    mixture("mixtral", torch.bfloat16, **sizes).save_pretrained(tmp_path, max_shard_size="300MB")
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) > 2e9
+    found = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], capture_output=True, text=True, check=True)
+    peak_bytes, model_bytes = json.loads(found.stdout.splitlines()[-1])
+    print(f"peak {peak_bytes / 2**20:.0f} MiB, model {model_bytes / 2**20:.0f} MiB")
+    assert peak_bytes < model_bytes + 300 * 2**20 + 3 * 1024 * 3584 * 2
+
+
+# ---- What is undone, copied and refused ------------------------------------------------------------------------------
+
+
+def test_what_was_done_is_undone() -> None:
+    model = mixture()
+    names, before = {name for name, _ in model.named_parameters()}, model.config._experts_implementation
+    handle = quantize_experts(model)
+    assert not {*handle.names} & {name for name, _ in model.named_parameters()}
+    copied = copy.deepcopy(model).half()
+    assert copied.model.layers[0].mlp.experts.down_proj.absmax.dtype == torch.float32
+    assert torch.equal(copied.model.layers[0].mlp.experts.down_proj[1], model.model.layers[0].mlp.experts.down_proj[1])
+    handle.remove()
+    assert {name for name, _ in model.named_parameters()} == names
+    assert model.config._experts_implementation == before
+    assert "save_pretrained" not in vars(model)
+
+
+def test_target_parameters_are_refused() -> None:
+    """PEFT makes no adapter for a stack, and does not say so."""
+    model = mixture()
+    quantize_experts(model)
+    both = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    with warnings.catch_warnings(action="ignore"):  # where nothing at all is matched
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**both))
+    with pytest.raises(ValueError, match=r"target_parameters=\['mlp.experts.gate_up_proj'\] makes no adapter"):
+        adapted(IDS)
+
+
+def test_saving_the_whole_model_is_refused(tmp_path: Path) -> None:
+    model = mixture()
+    handle = quantize_experts(model)
+    with pytest.raises(ValueError, match="new random experts"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+    handle.remove()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).train()(IDS).logits, model(IDS).logits)
+
+
+class Quantised(nn.Module):
+    """Experts that another quantiser has packed."""
+
+    is_transposed = has_gate = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(2, 64, 64, dtype=torch.uint8), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: tiny.llama(), "has no fused experts of 16 or 32 bits"),
+        (lambda: mixture("llama4_text", num_hidden_layers=1), "does not use transformers' experts interface"),
+        (lambda: mixture(hidden_size=20, intermediate_size=20, num_attention_heads=2), "expected a multiple of 64"),
+        (lambda: nn.Sequential(Quantised()), "it is quantised already, as torch.uint8"),
+    ],
+)
+def test_bad_models_are_refused_and_left_as_they_are(model: Any, message: str) -> None:
+    found = model()
+    before = {name: one.data_ptr() for name, one in found.named_parameters()}
+    with pytest.raises(ValueError, match=message):
+        quantize_experts(found)
+    assert {name: one.data_ptr() for name, one in found.named_parameters()} == before
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="double_quant='yes'"):
+        quantize_experts(mixture(), "yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="load_in_4bit=False, bnb_4bit_quant_type='nf4' are not for experts"):
+        ExpertsConfig()
+    with pytest.raises(ValueError, match="bnb_4bit_quant_type='fp4'"):
+        ExpertsConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")
+    for call in (lambda: StepSettings(quantize_experts=True), lambda: Recipe("a", "b", quantize_experts=True)):
+        with pytest.raises(ValueError, match="quantize_experts=True, load_in=None do not fit each other"):
+            call()
+
+
+# ---- Plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_plans_put_experts_into_four_bits() -> None:
+    config = AutoConfig.for_model("qwen3_moe", **{**SIZES, "hidden_size": 256, "vocab_size": 2000})
+    found = plan(config, gpu="RTX 4060", method="qlora", effective_batch_size=4, seq_len=64)
+    assert found.chosen is not None
+    assert found.chosen.recipe.quantize_experts
+    assert found.chosen.seconds is not None
+    assert "bitsandbytes quantises linear layers" in found.chosen.recipe.reason_of("quantize_experts")
+    script = found.script()
+    assert script is not None
+    assert "quantization = hf_memopt.ExpertsConfig(" in script
+    model = mixture("qwen3_moe")
+    quantize_experts(model)
+    adapted: Any = add_adapters(model, 4)
+    assert not {"gate_up_proj", "down_proj"} & {*(adapted.peft_config["default"].target_parameters or ())}
+    adapted(IDS)
+    dense = plan(tiny.llama_config(), gpu="RTX 4060", method="qlora", effective_batch_size=4, seq_len=64)
+    assert dense.chosen is not None
+    assert not dense.chosen.recipe.quantize_experts
