@@ -19,6 +19,7 @@ import batching_collation
 import batching_end_to_end
 import checkpointing
 import estimation
+import experts
 import fused_cross_entropy
 import gpu_figures
 import large_models
@@ -80,6 +81,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "step-time": _of(step_time.table, "step_time"),
     "fused-cross-entropy": _of(fused_cross_entropy.table, "fused cross entropy", "fused_cross_entropy"),
     "large-models": _of(large_models.table, "large_models"),
+    "experts": _of(experts.table, "experts"),
     "larger-than-gpu": _of(larger_than_gpu.table, "larger_than_gpu"),
     "sixteen-bit-weights": lambda: sixteen_bit_weights.table(
         {

@@ -68,6 +68,11 @@ def _tokenizer() -> Any:
     return tiny.tokenizer()
 
 
+def _mixture() -> Any:
+    sizes = {**SIZES, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+
+
 def trainer(folder: Path, model: Any = None, **settings: Any) -> Trainer:
     args = tiny.arguments(folder, **{"max_steps": 1, "per_device_train_batch_size": 2, **settings})
     rows = [{"input_ids": [5, 6, 7], "labels": 1}] * 4
@@ -291,6 +296,7 @@ CALLS: dict[str, Call] = {
     "freeze": replace(_model_call(m.freeze, bert, patterns="embeddings"), also={"model": ("no parameter of Linear",)}),
     "fuse_cross_entropy": _model_call(m.fuse_cross_entropy, llama, chunk_bytes=None),
     "tile_layers": _model_call(m.tile_layers, lambda: tiny.bert(**{**SIZES, "intermediate_size": 64}), tile_tokens=4),
+    "quantize_experts": _model_call(m.quantize_experts, _mixture, double_quant=True),
     "prepare_quantized": _model_call(
         m.prepare_quantized, lambda: torch.nn.Sequential(torch.nn.Embedding(4, 64), Linear4bit(64, 64)).bfloat16()
     ),
@@ -338,6 +344,7 @@ CALLS: dict[str, Call] = {
     "EmbeddingBitsCallback": _callback(m.EmbeddingBitsCallback, {"bits": 32}, optim="adamw_bnb_8bit"),
     "EvaluationGuardCallback": _callback(m.EvaluationGuardCallback, {"reduce": None, "card_budget": "64MiB"}),
     "FreezeCallback": _callback(m.FreezeCallback, {"patterns": "embeddings"}),
+    "ExpertsConfig": Call(m.ExpertsConfig, lambda folder: {"load_in_4bit": True}),
     "TiledLayersCallback": Call(m.TiledLayersCallback, lambda folder: {"tile_tokens": 4}),
     "FusedCrossEntropyCallback": Call(m.FusedCrossEntropyCallback, lambda folder: {"chunk_bytes": None}),
     "GradualUnfreezeCallback": _callback(

@@ -899,8 +899,7 @@ def test_notes_of_published_weights() -> None:
     (note,) = load_model("openai/gpt-oss-20b").notes
     assert note == (
         "its published weights are MXFP4, 4 bits each, which transformers runs but does not train "
-        "(Mxfp4HfQuantizer.is_trainable): the figures are those of weights dequantised to bf16; bitsandbytes quantises "
-        "linear layers alone, not its experts"
+        "(Mxfp4HfQuantizer.is_trainable): the figures are those of weights dequantised to bf16"
     )
     assert load_model("gpt2").notes == load_model(torch.nn.Linear(1, 1)).notes == ()
 

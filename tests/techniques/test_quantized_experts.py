@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from datasets import Dataset
 from slow_cases import slow_except
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
@@ -377,3 +378,28 @@ def test_plans_put_experts_into_four_bits() -> None:
     dense = plan(tiny.llama_config(), gpu="RTX 4060", method="qlora", effective_batch_size=4, seq_len=64)
     assert dense.chosen is not None
     assert not dense.chosen.recipe.quantize_experts
+
+
+def test_a_recipe_streams_them(tmp_path: Path) -> None:
+    """As a written script does: loaded on the host, adapters, streamed layers, the Trainer."""
+    mixture("qwen3_moe", torch.bfloat16, num_hidden_layers=4).save_pretrained(tmp_path)
+    of_experts: dict[str, Any] = {"lora": 4, "load_in": "nf4", "quantize_experts": True, "effective_batch_size": 2}
+    recipe = Recipe("a", "b", checkpointing=True, micro_batching=False, bucketing=False, **of_experts, **ROWS)
+    rows = [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
+    arguments = {"output_dir": str(tmp_path / "out"), "max_steps": 3, "logging_steps": 1, "report_to": []}
+    losses = []
+    for one in (recipe, recipe.replace(checkpointing=False, streamed=True)):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **one.model_kwargs())
+        torch.manual_seed(0)
+        trainer = one.trainer(
+            model=model,
+            train_dataset=Dataset.from_list(rows),
+            data_collator=transformers.default_data_collator,
+            training_arguments={**arguments, "use_cpu": True, "seed": 0},
+        )
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[0] == losses[1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **recipe.replace(quantize_experts=False).model_kwargs())
+    with pytest.raises(ValueError, match="has its experts in 16 bits, and quantize_experts=True"):
+        recipe.prepare_model(model)

@@ -20,6 +20,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
+from hf_memopt.plain_data import check_value
 from hf_memopt.techniques.experts.quantize import is_experts, put_stack, use_stacks
 from hf_memopt.techniques.experts.stacks import ExpertStack
 
@@ -38,8 +39,9 @@ class ExpertsConfig(BitsAndBytesConfig):
         'hf_memopt_experts'
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"bnb_4bit_quant_type": "nf4", **options})  # type: ignore[no-untyped-call]
+    def __init__(self, load_in_4bit: bool = False, **options: Any) -> None:
+        check_value("load_in_4bit", load_in_4bit, bool, True)
+        super().__init__(**{"load_in_4bit": load_in_4bit, "bnb_4bit_quant_type": "nf4", **options})  # type: ignore[no-untyped-call]
         if not self.load_in_4bit or self.bnb_4bit_quant_type != "nf4":
             raise ValueError(
                 f"load_in_4bit={self.load_in_4bit}, bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} are not for "

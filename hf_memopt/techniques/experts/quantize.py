@@ -92,11 +92,11 @@ def _weights_of(name: str, module: Any) -> Iterator[str]:
     for key, weight in module._parameters.items():
         if weight is None or weight.dim() != 3 or not (is_known or "expert" in name.rpartition(".")[2]):
             continue
-        problem = _problem(name, module, weight)
-        if problem:
+        if found := _problem(module, weight):
+            problem, wanted = found
             raise ValueError(
-                f"{name}.{key} of {type(module).__name__} cannot be put into 4 bits: {problem}. Load the model without "
-                "quantize_experts"
+                f"{name}.{key} of {type(module).__name__} cannot be put into 4 bits: {problem}; expected {wanted}. "
+                "Load the model without quantize_experts"
             )
         yield key
 
@@ -106,16 +106,17 @@ def is_experts(module: Any) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
-def _problem(name: str, module: Any, weight: Any) -> str:
+def _problem(module: Any, weight: Any) -> tuple[str, str] | None:
+    """Return why a weight cannot be quantised, and what could."""
     if not is_experts(module):
-        return "its class does not use transformers' experts interface; expected one that does"
+        return "its class does not use transformers' experts interface", "one that does"
     if not weight.is_floating_point() or weight.itemsize < 2:
-        return f"it is quantised already, as {weight.dtype}; expected 16 or 32 bits"
+        return f"it is quantised already, as {weight.dtype}", "16 or 32 bits"
     if weight.shape[1] * weight.shape[2] % BLOCK:
-        return f"an expert has {weight.shape[1]} x {weight.shape[2]} weights; expected a multiple of {BLOCK}"
+        return f"an expert has {weight.shape[1]} x {weight.shape[2]} weights", f"a multiple of {BLOCK}"
     if hasattr(weight, "placements") or getattr(module, "_is_expert_parallel", False):
-        return "it is a part of several processes; expected a whole model"
-    return ""
+        return "it is a part of several processes", "a whole model"
+    return None
 
 
 def put_stack(module: nn.Module, key: str, stack: ExpertStack) -> None:

@@ -12,7 +12,7 @@ the dequantised weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -85,8 +85,6 @@ class ExpertStack(nn.Module):
 
     def __getitem__(self, index: int) -> Tensor:
         """Return one expert, dequantised, shape (rows, columns)."""
-        if self.packed.is_meta:
-            return self._simulated(index)
         of: dict[str, Any] = {"blocksize": BLOCK, "quant_type": "nf4", "dtype": self.dtype}
         code, *inner = self._known_codes()
         if self.double_quant:
@@ -98,15 +96,19 @@ class ExpertStack(nn.Module):
         found: Tensor = dequantize_4bit(self.packed[index], QuantState(self.absmax[index], self.shape[1:], code, **of))
         return found
 
-    def _simulated(self, index: int) -> Tensor:
-        """Return one expert without values, with the temporaries of the CUDA operation."""
-        import hf_memopt.memory.quantized.stand_ins  # noqa: F401  # registers the operator
+    def reader(self) -> Callable[[int], Tensor]:
+        """Return what dequantises an expert, for one product.
 
-        absmax = self.absmax[index]
+        On the meta device each gets what the first one has; that with the temporaries of the CUDA operation.
+        """
+        if not self.packed.is_meta:
+            return self.__getitem__
+        if not hasattr(torch.ops.hf_memopt, "dequantized"):  # of the estimate, which counts it
+            return lambda _: self.packed.new_empty(self.shape[1:], dtype=self.dtype)
+        packed, absmax = self.packed[0], self.absmax[0]
         if self.offset is not None:
-            absmax = torch.empty_like(absmax, dtype=torch.float32) + self.offset[index]
-        found: Tensor = torch.ops.hf_memopt.dequantized(self.packed[index], absmax, self.shape[1:], self.dtype)
-        return found
+            _absmax = torch.empty_like(absmax, dtype=torch.float32) + self.offset[0]
+        return lambda _: torch.ops.hf_memopt.dequantized(packed, absmax, self.shape[1:], self.dtype)
 
     def _known_codes(self) -> tuple[Tensor, ...]:
         """Return the tables of values: those of any tensor on the device."""
@@ -141,8 +143,9 @@ class _Product(torch.autograd.Function):
 
 def _multiplied(rows: Tensor, stack: ExpertStack, counts: list[int], is_transposed: bool) -> Tensor:
     found = rows.new_zeros(len(rows), stack.shape[2 if is_transposed else 1])
+    dequantized = stack.reader()
     for index, part, out in _parts(counts, rows, found):
-        weight = stack[index]
+        weight = dequantized(index)
         torch.mm(part, weight if is_transposed else weight.t(), out=out)
     return found
 
