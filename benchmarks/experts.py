@@ -1,8 +1,8 @@
 """What training adapters of a mixture of experts needs with its experts in 4 bits: python benchmarks/experts.py
 
 Planned, without a GPU: QLoRA, 8 rows of 512 tokens a step, a computer with 64 GB of memory. Beside it what stock's
-``load_in_4bit`` needs, which leaves fused experts in 16 bits, for one row with checkpointed layers. gpt-oss by weights
-in 16 bits; published it is in MXFP4, which is 4 bits already.
+``load_in_4bit`` needs, which leaves fused experts in 16 bits, for one row with checkpointed layers and adapters on
+attention. gpt-oss by weights in 16 bits; published it is in MXFP4, which is 4 bits already.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MODELS = {
     "OLMoE-1B-7B": transformers.OlmoeConfig(),
 }
 QLORA: dict[str, Any] = {"lora": 16, "load_in": "nf4", "precision": "bf16", "autocast_cache": False}
+QLORA |= {"lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj")}
 
 
 def figures_of(name: str) -> dict[str, Any]:
     """Estimate stock's set-up, and plan for each GPU."""
-    stocks = estimate(
-        MODELS[name], gpu=GPUS[0], batch_size=1, seq_len=512, checkpointing=True, fused_cross_entropy=True, **QLORA
-    )
+    step = {"batch_size": 1, "seq_len": 512, "checkpointing": True, "fused_cross_entropy": True}
+    stocks = estimate(MODELS[name], gpu=GPUS[0], **step, **QLORA)
     return {"name": name, "stock_bytes": stocks.total_bytes, "plans": [planned(MODELS[name], gpu) for gpu in GPUS]}
 
 

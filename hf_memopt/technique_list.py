@@ -151,7 +151,11 @@ TECHNIQUES = _listed(
         sets={"weights_dtype": "bfloat16", "rounding": "stochastic"},
         why="2 bytes per weight and gradient; stochastic rounding keeps small updates on average",
     ),
-    Technique("checkpointing policy"),
+    Technique(
+        "checkpointing policy",
+        callback="hf_memopt.techniques.checkpointing.policies:CheckpointingCallback",
+        sets={"checkpointing": True},
+    ),
     Technique(
         "tiled layers",
         fields={"tiled": False},
@@ -175,7 +179,7 @@ TECHNIQUES = _listed(
     ),
     Technique("non-finite detection"),
     Technique("precision"),
-    Technique("evaluation guard"),
+    Technique("evaluation guard", callback="hf_memopt.techniques.evaluation.guard:EvaluationGuardCallback"),
     Technique(
         "memory report",
         fields={"memory_report": False},

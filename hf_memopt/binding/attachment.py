@@ -19,6 +19,7 @@ from hf_memopt.changes import CHANGES
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 
+KEEPS_SCALE = "keeps_gradient_scale"  # the attribute of a callback beside which nothing is repaired
 HANDLE = "memopt_handle"  # the attribute of a trainer whose ``remove()`` undoes ``attach``
 # Purposes of what attach puts over a trainer's methods.
 RESTORES_ORDER, KEEPS_COLUMNS = "dataset order", "used columns"
@@ -77,7 +78,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
             if callback not in trainer.callback_handler.callbacks:
                 trainer.add_callback(callback)
                 handles.append(UndoHandle(partial(trainer.pop_callback, callback)))  # no error if it is gone
-        handles.append(repair_gradient_scale(trainer))  # before callbacks: a memory report begins to measure when bound
+        if not any(hasattr(one, KEEPS_SCALE) for one in trainer.callback_handler.callbacks):
+            handles.append(repair_gradient_scale(trainer))  # first: a memory report begins to measure when bound
         for callback in sorted(trainer.callback_handler.callbacks, key=_is_outermost):
             if isinstance(callback, AttachedCallback):
                 is_new = (binding := _binding_of(callback)) is None or binding.trainer is not trainer

@@ -1,4 +1,4 @@
-"""The command line: ``hf-memopt demo | gpus | presets | lengths | estimate | plan | measure | report | doctor``.
+"""The command line: ``hf-memopt demo | gpus | presets | lengths | estimate | plan | measure | run | report | doctor``.
 
 ``python -m hf_memopt ...`` does the same.
 
@@ -145,9 +145,14 @@ for name, group, options, run in (
     ("plan", BEFORE, given.PlanOptions, _of_module("plan")),
     ("report", BEFORE, given.ReportOptions, _of_module("report")),
     ("measure", MACHINE, given.MeasureOptions, _of_module("measure")),
+    ("run", MACHINE, given.RunOptions, _of_module("run")),
     ("doctor", MACHINE, given.DoctorOptions, _doctor),
 ):
-    app.command(name, cls=Command, rich_help_panel=group, epilog=examples_of(options))(function_of(options, run))
+    settings = {"allow_interspersed_args": name != "run"}  # what follows a script is its own
+    command = app.command(
+        name, cls=Command, rich_help_panel=group, epilog=examples_of(options), context_settings=settings
+    )
+    command(function_of(options, run))
 
 
 def main() -> None:

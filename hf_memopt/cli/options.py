@@ -297,6 +297,28 @@ class MeasureOptions:
 
 
 @dataclass(frozen=True)
+class RunOptions:
+    """Run a script unchanged, with what saves memory and does not change its result.
+
+    Each Trainer.train() gets micro-batching, which acts when memory runs out, the guard of evaluations and a memory
+    report; before the first step it is said what the step needs. At the end come the lines to add to the script. What
+    the script prints and its exit code stay its own. With torchrun: torchrun -m hf_memopt run train.py.
+
+    Examples:
+      hf-memopt run train.py --learning_rate 1e-4
+      hf-memopt run --gpu "RTX 4060" --apply exact train.py
+      hf-memopt run -m my_package.train
+    """
+
+    script: str = _argument("A Python script that trains with the stock Trainer, or a module.")
+    arguments: list[str] | None = _argument("Its own arguments.", default=None)
+    module: bool = _option(False, "Run a module by its name, as python -m does.", None, "-m")
+    gpu: str | None = _option(None, "Predict for this GPU; by default that of this machine.", "NAME")
+    apply: str | None = _option(None, "exact: also fused loss and checkpointing, where a step does not fit.", "KIND")
+    repair: str | None = _option(None, "gradient-scale: weigh accumulation steps equally, as attach does.", "WHAT")
+
+
+@dataclass(frozen=True)
 class DoctorOptions:
     """Check this machine for what training needs.
 

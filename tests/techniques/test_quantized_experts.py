@@ -360,6 +360,11 @@ def test_bad_settings_are_refused() -> None:
 # ---- Plans -----------------------------------------------------------------------------------------------------------
 
 
+def test_sharding_is_refused() -> None:
+    with pytest.raises(ValueError, match="strategy='fsdp2' are incompatible: it cuts parameters"):
+        StepSettings(quantize_experts=True, load_in="nf4", lora=4, world_size=2, strategy="fsdp2")
+
+
 def test_plans_put_experts_into_four_bits() -> None:
     config = AutoConfig.for_model("qwen3_moe", **{**SIZES, "hidden_size": 256, "vocab_size": 2000})
     found = plan(config, gpu="RTX 4060", method="qlora", effective_batch_size=4, seq_len=64)

@@ -268,6 +268,11 @@ class StepSettings:
                 f"quantize_experts=True, load_in={self.load_in!r} do not fit each other: experts are put into 4 bits "
                 "where linear layers are; expected both. Pass load_in='nf4', lora=16"
             )
+        if self.quantize_experts and self.is_sharded:
+            raise ValueError(
+                f"quantize_experts=True, strategy={self.strategy!r} are incompatible: it cuts parameters, and would "
+                "leave all experts in each process; expected one process, or DDP. Pass strategy='ddp'"
+            )
         if self.offload_params and (self.world_size == 1 or self.strategy == "ddp"):
             raise ValueError(
                 f"offload_params=True, world_size={self.world_size}, strategy={self.strategy!r} do not fit each other: "

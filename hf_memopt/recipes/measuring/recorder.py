@@ -241,7 +241,8 @@ class LongestRows:
     def reading(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make the training loader, and remember it."""
         self._loader = before(*args, **kwargs)
-        self._order = self._by_length(getattr(self._loader, "dataset", None))
+        lengths = self.lengths(getattr(self._loader, "dataset", None))
+        self._order = None if lengths is None else np.argsort(-lengths, kind="stable")
         return self._loader
 
     def batches(self, batch_size: int, number: int) -> list[Any] | None:
@@ -255,7 +256,8 @@ class LongestRows:
         dataset, collate = self._loader.dataset, self._loader.collate_fn
         return [collate([dataset[int(index)] for index in of_batch]) for of_batch in rows]
 
-    def _by_length(self, dataset: Any) -> np.ndarray | None:
+    def lengths(self, dataset: Any) -> np.ndarray | None:
+        """Return the tokens of the rows, or of those that are looked at; None where they are unknown, and of a view."""
         if isinstance(dataset, TrainingView) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             return None
         table = getattr(getattr(dataset, "data", None), "table", None)
@@ -264,10 +266,9 @@ class LongestRows:
         if len(rows) < len(dataset):
             self.note = f"the longest rows are those of the first {len(rows):,} of {len(dataset):,} examples"
         try:
-            lengths = token_lengths(rows)
+            return token_lengths(rows).astype(np.int64)
         except (ValueError, TypeError):  # images, sound: rows of one size
             return None
-        return np.argsort(-lengths.astype(np.int64), kind="stable")
 
 
 # ---- Meters

@@ -11,7 +11,6 @@ Limitations: what a callback writes in the middle of a step; a process that the 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import json
 import multiprocessing
@@ -19,60 +18,17 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
-_MODULE = "transformers.trainer"  # defines Trainer; seen in transformers 5.8.1 to 5.23.0
+from hf_memopt.recipes.measuring.scripts import run_script
 
 
 def main(result: str, steps: str, script: str, *arguments: str) -> None:
     """Run the script until it trains; without that, end as it ends."""
-    file = os.path.abspath(script)
-    sys.argv[:] = [script, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
-    sys.modules["__main__"] = of_script = ModuleType("__main__")
-    of_script.__file__ = file
-    sys.meta_path.insert(0, _AtImport(_Ending(Path(result), int(steps), script).change))
-    try:
-        exec(compile(Path(file).read_bytes(), file, "exec"), vars(of_script))
-    except Exception as error:
-        own = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this function
-        if sys.excepthook is sys.__excepthook__:
-            from hf_memopt.notices import printable
-
-            print(printable("".join(traceback.format_exception(error.with_traceback(own)))), end="", file=sys.stderr)
-        else:
-            sys.excepthook(type(error), error.with_traceback(own), own)
-        sys.exit(1)
-
-
-class _AtImport:
-    """Finds the module of ``Trainer`` as the import system does, and calls a function with the class."""
-
-    def __init__(self, then: Callable[[Any], None]) -> None:
-        self._then = then
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
-            loader: Any = spec.loader
-            run = loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                run(module)
-                self._then(module.Trainer)
-
-            loader.exec_module = exec_module
-        return spec
+    run_script(script, arguments, _Ending(Path(result), int(steps), script).change)
 
 
 class _Ending:

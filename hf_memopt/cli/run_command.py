@@ -1,0 +1,42 @@
+"""What ``hf-memopt run`` does: a fresh Python runs the script in the place of this process (``recipes/running``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.plain_data import check_word
+
+if TYPE_CHECKING:
+    from hf_memopt.cli.options import RunOptions
+
+
+def run(options: RunOptions, context: Any) -> int:
+    """Return the script's exit code where it is not this process that goes on with it.
+
+    Raises:
+        ValueError: there is no such script; an unknown GPU or word.
+    """
+    if not options.module and not Path(options.script).is_file():
+        raise ValueError(
+            f"script={options.script!r} is not a file; expected a Python script that trains with the stock Trainer, or "
+            "--module and a module's name. Call: hf-memopt run train.py"
+        )
+    if options.apply is not None:
+        check_word("apply", options.apply, ("exact",))
+    if options.repair is not None:
+        check_word("repair", options.repair, ("gradient-scale",))
+    if options.gpu is not None:
+        from hf_memopt.devices import find_gpu
+
+        find_gpu(options.gpu)
+    asked = {"gpu": options.gpu, "apply": options.apply, "repair": options.repair, "is_module": options.module}
+    words = [sys.executable, "-m", "hf_memopt.recipes.running.script", json.dumps(asked)]
+    words += [options.script, *(options.arguments or ())]
+    if os.name == "posix":
+        os.execv(sys.executable, words)  # signals and exit codes are the script's
+    return subprocess.call(words)

@@ -1,0 +1,1 @@
+"""Somebody's script, run unchanged with what does not change its result."""

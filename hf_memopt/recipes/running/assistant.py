@@ -1,0 +1,199 @@
+"""What ``hf-memopt run`` does around one ``train()``: a prediction before, a watch meanwhile, lines to keep after.
+
+Attached are micro-batching, which acts when memory runs out, and the guard of evaluations: the batch, its loss and all
+weights stay what they are without them, and so does what is logged. What a Trainer cannot have is left out, with the
+reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from hf_memopt.binding import attach
+from hf_memopt.binding.compatibility import techniques_in_use
+from hf_memopt.binding.losses import repair_gradient_scale
+from hf_memopt.binding.undo import override_method, remove_all
+from hf_memopt.devices import current_gpu, find_gpu
+from hf_memopt.errors import reason
+from hf_memopt.memory import estimate_of
+from hf_memopt.memory.settings import BatchShape, NotEstimableError
+from hf_memopt.recipes.measuring.recorder import LongestRows
+from hf_memopt.recipes.running.lines_to_add import diff_of, lines_of
+from hf_memopt.technique_list import TECHNIQUES, load
+from hf_memopt.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from hf_memopt.memory import Estimate
+
+ALWAYS = ("micro-batching", "evaluation guard")
+EXACT = (("fused cross-entropy",), ("checkpointing policy",), ("fused cross-entropy", "checkpointing policy"))
+"""What ``--apply exact`` tries in this order: the same batch, and the same loss but for the order of sums."""
+SECONDS_BETWEEN = 30.0  # two lines of a run
+
+
+@contextmanager
+def assisted(trainer: Trainer, script: str, options: dict[str, Any], say: Callable[..., None]) -> Iterator[None]:
+    """Attach to a Trainer for one ``train()``, and say what was predicted, seen and done."""
+    watch = _Watch(trainer, options["gpu"], say)
+    used = [*ALWAYS, *(watch.changes_that_fit() if options["apply"] else ())]
+    handles = [override_method(trainer, "training_step", watch.training_step)]
+    if options["repair"]:
+        handles.append(repair_gradient_scale(trainer))
+    trainer.add_callback(watch)
+    added = []
+    for name in used:
+        if name in techniques_in_use(trainer):
+            continue  # the script's own
+        callback = load(TECHNIQUES[name].callback)()
+        try:
+            attach(trainer, callback)
+        except (ValueError, TypeError, RuntimeError) as error:
+            say(f"without {type(callback).__name__}: {reason(error)}")
+        else:
+            added.append(callback)
+    try:
+        yield
+    finally:
+        watch.say_what_was_done(added)
+        trainer.remove_callback(watch)
+        remove_all(handles)
+        _say_lines(script, options, added, say)
+
+
+class _Watch(TrainerCallback):
+    """Predicts before the first step, warns of longer batches, and says how far a run is."""
+
+    keeps_gradient_scale = True  # see ``binding.attachment``
+
+    def __init__(self, trainer: Trainer, gpu: str | None, say: Callable[[str], None]) -> None:
+        self._trainer, self._say = trainer, say
+        self._gpu = current_gpu() if gpu is None else find_gpu(gpu)
+        self._shape = _longest_batch(trainer)
+        self._predicted: Estimate | None = None
+        self._has_begun, self._began, self._told, self._first_step = False, 0.0, 0.0, 0
+        if self._gpu is None:
+            self._say("no GPU here, so nothing is predicted; --gpu NAME predicts for one")
+        elif self._shape is not None:
+            self._predict(self._shape)
+
+    def _predict(self, shape: BatchShape, **changes: Any) -> None:
+        try:
+            self._predicted = estimate_of(self._trainer, shape, gpu=self._gpu, **changes)
+        except (NotEstimableError, ValueError, TypeError) as error:
+            self._say(f"not predicted: {reason(error)}")
+            return
+        self._say(f"{self._what(shape)} {_needs(self._predicted)}")
+
+    @staticmethod
+    def _what(shape: BatchShape) -> str:
+        return f"{shape.rows} rows" + ("" if shape.seq_len is None else f" of {shape.seq_len} tokens")
+
+    def changes_that_fit(self) -> tuple[str, ...]:
+        """Return the first of ``EXACT`` with which the predicted step fits, or that needs least; nothing if it fits."""
+        before = self._predicted
+        if before is None or self._shape is None or before.verdict == "fits":
+            return ()
+        found = [(before, ())]
+        for names in EXACT:
+            changes = {field: value for name in names for field, value in TECHNIQUES[name].sets.items()}
+            try:
+                found.append((estimate_of(self._trainer, self._shape, gpu=self._gpu, **changes), names))
+            except (NotEstimableError, ValueError):
+                continue
+            if found[-1][0].verdict == "fits":
+                break
+        self._predicted, names = min(found, key=lambda one: one[0].total_bytes)
+        if names:
+            self._say(
+                f"with {' and '.join(names)}, which leave batch and loss as they are, it {_needs(self._predicted)}"
+            )
+        return names
+
+    def training_step(self, before: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Look at a batch before it runs."""
+        shape = BatchShape.of(inputs, count_tokens=False)
+        if not self._has_begun:
+            self._has_begun = True
+            if self._gpu is not None and self._shape is None:
+                self._shape = shape
+                self._predict(shape)
+        elif self._shape is not None and shape.padded_tokens > self._shape.padded_tokens:
+            self._say(f"{self._what(shape)}: a larger batch than any before, and than {self._what(self._shape)}")
+            self._shape = shape
+        return before(model, inputs, *args, **kwargs)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to count."""
+        self._began = self._told = time.monotonic()
+        self._first_step = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say how far the run is, twice a minute at most."""
+        now, done = time.monotonic(), state.global_step - self._first_step
+        if now - self._told < SECONDS_BETWEEN or not done:
+            return
+        self._told = now
+        left = state.max_steps - state.global_step
+        self._say(
+            f"step {state.global_step} of {state.max_steps}, {format_duration(left * (now - self._began) / done)} left"
+            f"{self._peaks()}"
+        )
+
+    def _peaks(self) -> str:
+        measured = self._measured_bytes()
+        parts = [f"{format_bytes(measured)} measured"] if measured else []
+        if self._predicted is not None:
+            parts.append(f"{format_bytes(self._predicted.total_bytes)} predicted")
+        return f"; peak {', '.join(parts)}" if parts else ""
+
+    def _measured_bytes(self) -> int:
+        device = self._trainer.args.device
+        if device.type == "cpu":
+            return 0
+        reserved: int = torch.get_device_module(device).max_memory_reserved(device)  # of the script's own counters
+        return reserved + ((self._gpu.context_bytes or 0) if self._gpu is not None else 0)
+
+    def say_what_was_done(self, added: list[Any]) -> None:
+        """Say what the run came to."""
+        tally: Any = next((one.tally for one in added if hasattr(one, "tally")), None)
+        if tally is not None and tally.failures:
+            self._say(
+                f"memory ran out {tally.failures} times, and {tally.cut_steps} of {tally.steps} steps ran in parts, each "
+                "with the loss and the gradients of its whole batch"
+            )
+        if peaks := self._peaks():
+            self._say(f"the run is over{peaks}")
+
+
+def _longest_batch(trainer: Trainer) -> BatchShape | None:
+    """Return a batch of the longest rows; None where their lengths are unknown."""
+    lengths = LongestRows().lengths(trainer.train_dataset)
+    if lengths is None or not len(lengths):
+        return None
+    rows = min(trainer.args.train_batch_size, len(lengths))
+    return BatchShape(rows, int(lengths.max()), None, None)
+
+
+def _needs(found: Estimate) -> str:
+    assert found.gpu is not None
+    needs = f"need {format_bytes(found.total_bytes)} of {format_bytes(found.gpu.usable_bytes)} on {found.gpu.name}"
+    if found.verdict == "over":
+        return f"{needs}: steps will be cut, each with the loss of its whole batch"
+    return f"{needs}: {found.verdict}"
+
+
+def _say_lines(script: str, options: dict[str, Any], added: list[TrainerCallback], say: Callable[..., None]) -> None:
+    if not added:
+        return
+    names = [type(one).__name__ for one in added]
+    found = None if options["is_module"] else diff_of(script, names)
+    say("to have the same without hf-memopt run:" if found is None else f"the same as a change of {script}:")
+    say(lines_of(names) if found is None else found, "")

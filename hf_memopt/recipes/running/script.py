@@ -1,0 +1,68 @@
+"""The process of a script that ``hf-memopt run`` runs: each ``Trainer.train()`` gets what does not change its result.
+
+``python -m hf_memopt.recipes.running.script OPTIONS SCRIPT [ARGUMENT]...``, with the options as JSON. All that this
+package says goes to standard error, and only from the first process of a run with several.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from typing import Any
+
+from hf_memopt.recipes.measuring.scripts import run_script
+
+
+def main(options: str, script: str, *arguments: str) -> None:
+    """Run the script to its end; say so where it never trained."""
+    asked = json.loads(options)
+    running = _Running(script, asked)
+    try:
+        run_script(script, arguments, running.change, is_module=asked["is_module"])
+    finally:
+        if not running.has_trained and os.getpid() == running.process:
+            say("the script called no Trainer.train(), so nothing was attached to it")
+
+
+def say(text: str, begins: str = "[memopt] ") -> None:
+    """Write lines to standard error, above a progress bar if there is one."""
+    if os.environ.get("RANK", "0") == "0":
+        from hf_memopt.notices import printable
+
+        write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
+        for line in text.splitlines():
+            write(f"{begins}{printable(line)}", file=sys.stderr)
+
+
+class _Running:
+    """Changes ``Trainer.train`` of this process."""
+
+    def __init__(self, script: str, options: dict[str, Any]) -> None:
+        self._script, self._options = script, options
+        self.process, self.has_trained = os.getpid(), False
+        self._is_inside = False
+
+    def change(self, kind: Any) -> None:
+        """Let each training begin with an assistant."""
+        stock = kind.train
+
+        @functools.wraps(stock)
+        def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_inside or os.getpid() != self.process:
+                return stock(trainer, *args, **kwargs)
+            from hf_memopt.recipes.running.assistant import assisted
+
+            self.has_trained = self._is_inside = True
+            try:
+                with assisted(trainer, self._script, self._options, say):
+                    return stock(trainer, *args, **kwargs)
+            finally:
+                self._is_inside = False
+
+        kind.train = train
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

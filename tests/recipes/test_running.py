@@ -1,0 +1,266 @@
+"""``hf-memopt run``: each script prints, trains and ends as under ``python``; what is said; the diff; bad input."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from slow_cases import slow_except
+from typer.testing import CliRunner
+
+from hf_memopt.cli.app import app
+from hf_memopt.recipes.running.lines_to_add import diff_of
+
+HEAD = """
+import os, sys
+import torch, transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+transformers.set_seed(0)
+sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=100)
+rows = [{"input_ids": [5 + (i + j) % 90 for j in range(8 + i % 5)], "labels": i % 2} for i in range(32)]
+for row in rows:
+    row["input_ids"] += [0] * (12 - len(row["input_ids"]))
+settings = dict(use_cpu=True, report_to="none", per_device_train_batch_size=4, max_steps=4, logging_steps=1)
+settings |= dict(save_strategy="no", disable_tqdm=True, seed=0)
+model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
+"""
+ARGS = HEAD + "args = TrainingArguments('out', **settings)\n"
+MAKE = ARGS + "trainer = Trainer(model, args, train_dataset=rows)\n"
+END = "print([row['loss'] for row in trainer.state.log_history if 'loss' in row])\n"
+TRAIN = "trainer.train()\n" + END
+CAUSAL = HEAD + (
+    "config = transformers.LlamaConfig(**sizes, num_key_value_heads=2)\n"
+    "model = transformers.LlamaForCausalLM(config)\n"
+    "rows = [{'input_ids': row['input_ids'], 'labels': row['input_ids']} for row in rows]\n"
+    "args = TrainingArguments('out', **settings)\ntrainer = Trainer(model, args, train_dataset=rows)\n"
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script; a part of what is said, and the words before its name."""
+
+    text: str
+    says: str = "no GPU here, so nothing is predicted"
+    options: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    name: str = "train.py"
+
+
+SCRIPTS = {
+    "in main": Script(MAKE + "if __name__ == '__main__':\n    trainer.train()\n    " + END),
+    "arguments": Script(MAKE + "print(sys.argv, __file__, __name__)\n" + TRAIN, arguments=("--lr", "1e-4", "-m", "x")),
+    "exit code": Script(MAKE + TRAIN + "sys.exit(7)\n"),
+    "exit with text": Script(MAKE + TRAIN + "sys.exit('over')\n"),
+    "an error": Script(MAKE + "def fails():\n    raise KeyError('mine')\nfails()\n", "called no Trainer.train()"),
+    "a syntax error": Script("x = = 1\n", "called no Trainer.train()"),
+    "without a Trainer": Script("print('hello')\n", "called no Trainer.train(), so nothing was attached"),
+    "two Trainers": Script(
+        MAKE + TRAIN + "trainer = Trainer(model, args, train_dataset=rows[:8])\n" + TRAIN,
+    ),
+    "twice": Script(MAKE + TRAIN + TRAIN),
+    "own loss": Script(
+        ARGS
+        + "class Own(Trainer):\n    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):\n"
+        + "        out = model(**inputs)\n        loss = out.logits.square().mean()\n"
+        + "        return (loss, out) if return_outputs else loss\ntrainer = Own(model, args, train_dataset=rows)\n"
+        + TRAIN
+    ),
+    "own train": Script(
+        ARGS
+        + "class Own(Trainer):\n    def train(self, *a, **k):\n        print('mine')\n        return super().train()\n"
+        + "trainer = Own(model, args, train_dataset=rows)\n"
+        + TRAIN
+    ),
+    "causal": Script(CAUSAL + TRAIN),
+    "adapters": Script(
+        CAUSAL.replace("args =", "import peft\nmodel = peft.get_peft_model(model, peft.LoraConfig(r=2))\nargs =")
+        + TRAIN
+    ),
+    "T5": Script(
+        HEAD
+        + "config = transformers.T5Config(vocab_size=100, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)\n"
+        + "config.decoder_start_token_id = config.pad_token_id = 0\n"
+        + "model = transformers.T5ForConditionalGeneration(config)\n"
+        + "rows = [{'input_ids': row['input_ids'], 'labels': row['input_ids'][:4]} for row in rows]\n"
+        + "args = transformers.Seq2SeqTrainingArguments('out', **settings)\n"
+        + "trainer = transformers.Seq2SeqTrainer(model, args, train_dataset=rows)\n"
+        + TRAIN
+    ),
+    "evaluation": Script(
+        HEAD
+        + "args = TrainingArguments('out', **settings, eval_strategy='steps', eval_steps=2)\n"
+        + "metrics = lambda found: {'mean': float(found.predictions.mean())}\n"
+        + "trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8], compute_metrics=metrics)\n"
+        + TRAIN
+        + "print([row['eval_mean'] for row in trainer.state.log_history if 'eval_mean' in row])\n"
+    ),
+    "accumulation": Script(
+        HEAD
+        + "args = TrainingArguments('out', **settings, gradient_accumulation_steps=2)\n"
+        + "trainer = Trainer(model, args, train_dataset=rows)\n"
+        + TRAIN
+    ),
+    "callbacks": Script(
+        ARGS
+        + "class Own(TrainerCallback):\n    def on_step_end(self, args, state, control, **_):\n"
+        + "        print('step', state.global_step)\n"
+        + "trainer = Trainer(model, args, train_dataset=rows, callbacks=[Own()])\n"
+        + TRAIN
+    ),
+    "imported late": Script(
+        "def main():\n"
+        + "".join(f"    {line}\n" for line in (MAKE + TRAIN).splitlines())
+        + "main()\nfrom transformers.trainer import Trainer\n"
+    ),
+    "a module": Script(MAKE + "print(__name__, __package__)\n" + TRAIN, options=("-m",), name="train"),
+    "a package": Script(MAKE + TRAIN, options=("-m",), name="package"),
+    "a module that is not there": Script("", "called no Trainer.train()", options=("-m",), name="nothing.there"),
+    "spawned": Script(
+        "import multiprocessing\ndef work(n):\n    return n + 1\nif __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        print(pool.map(work, [1, 2]))\n",
+        "called no Trainer.train()",
+    ),
+    "workers": Script(
+        MAKE.replace("**settings)", "**settings, dataloader_num_workers=1)")
+        + "if __name__ == '__main__':\n    trainer.train()\n    "
+        + END
+    ),
+    "resumed": Script(
+        MAKE.replace("**settings)", "**{**settings, 'save_strategy': 'steps', 'save_steps': 2})")
+        + "trainer.train()\ntrainer.train(resume_from_checkpoint='out/checkpoint-2')\n"
+        + END
+    ),
+    "a stream": Script(
+        ARGS
+        + "class Rows(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        yield from rows\n"
+        + "trainer = Trainer(model, args, train_dataset=Rows())\n"
+        + TRAIN
+    ),
+    "stock's own recovery": Script(
+        HEAD
+        + "args = TrainingArguments('out', **settings, auto_find_batch_size=True)\n"
+        + "trainer = Trainer(model, args, train_dataset=rows)\n"
+        + TRAIN,
+        "without MicrobatchCallback: ",
+    ),
+    "attached already": Script(
+        MAKE + "from hf_memopt import MicrobatchCallback, attach\nattach(trainer, MicrobatchCallback())\n" + TRAIN
+    ),
+    "its folder": Script(
+        MAKE + "print(sorted(os.listdir()), os.path.dirname(os.path.abspath(__file__)) == os.getcwd())\n" + TRAIN
+    ),
+}
+
+
+def started(folder: Path, script: Script, *, is_run: bool) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    (folder / "package").mkdir()
+    for file in ("train.py", "package/__main__.py"):
+        (folder / file).write_text(script.text, encoding="utf-8")
+    (folder / "package" / "__init__.py").touch()
+    words = ["-m", "hf_memopt", "run"] if is_run else []
+    words += [*script.options, script.name, *script.arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def told(found: subprocess.CompletedProcess[str], folder: Path) -> list[str]:
+    """Return the lines of standard output without times and folders."""
+    lines = found.stdout.replace(str(folder), "").splitlines()
+    return [re.sub(r"'\w+_(runtime|per_second)': '[^']*'", "", line) for line in lines]
+
+
+@pytest.mark.parametrize("name", slow_except(("arguments", "exit code", "an error", "causal", "a module"), SCRIPTS))
+def test_a_script_runs_as_under_python(name: str, tmp_path: Path) -> None:
+    script = SCRIPTS[name]
+    plain = started(tmp_path / "plain", script, is_run=False)
+    ours = started(tmp_path / "ours", script, is_run=True)
+    assert ours.returncode == plain.returncode
+    assert told(ours, tmp_path / "ours") == told(plain, tmp_path / "plain")
+    assert script.says in ours.stderr
+    assert "hf_memopt/recipes" not in ours.stderr
+    if "Traceback" in plain.stderr:
+        first, last = plain.stderr.index("Traceback"), plain.stderr.splitlines()[-1]
+        shown = plain.stderr[first:].replace(str(tmp_path / "plain"), "")
+        assert shown in ours.stderr.replace(str(tmp_path / "ours"), "")
+        assert last in ours.stderr
+
+
+def test_there_are_at_least_25_scripts() -> None:
+    assert len(SCRIPTS) >= 25
+
+
+def test_the_diff_applies_and_the_changed_script_trains_the_same(tmp_path: Path) -> None:
+    script = SCRIPTS["in main"]
+    found = started(tmp_path / "ours", script, is_run=True)
+    patch = found.stderr[found.stderr.index("--- a/train.py") :]
+    (tmp_path / "ours" / "change.patch").write_text(patch)
+    subprocess.run(["patch", "-p1", "-i", "change.patch"], cwd=tmp_path / "ours", check=True, capture_output=True)
+    changed = (tmp_path / "ours" / "train.py").read_text()
+    assert "from hf_memopt import EvaluationGuardCallback, MicrobatchCallback, attach\n" in changed
+    assert "    attach(trainer, MicrobatchCallback(), EvaluationGuardCallback())\n    trainer.train()\n" in changed
+    again = started(tmp_path / "changed", Script(changed), is_run=False)
+    assert told(again, tmp_path / "changed") == told(found, tmp_path / "ours")
+
+
+def test_scripts_without_a_named_trainer_get_lines_and_no_diff(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("import transformers\ntransformers.Trainer(None).train()\n")
+    assert diff_of(str(tmp_path / "one.py"), ["MicrobatchCallback"]) is None
+
+
+def test_a_prediction_for_another_gpu(tmp_path: Path) -> None:
+    """The estimate comes first; ``--apply exact`` adds what makes the step fit."""
+    large = CAUSAL.replace("hidden_size=16", "hidden_size=1024").replace("vocab_size=100", "vocab_size=150_000")
+    large = large.replace("per_device_train_batch_size=4", "per_device_train_batch_size=256").replace("32)]", "512)]")
+    stops = "class Stops(TrainerCallback):\n    def on_step_begin(self, *_, **__):\n        sys.exit(0)\n"
+    text = f"{large}{stops}trainer.add_callback(Stops())\ntrainer.train()\n"
+    script = Script(text, options=("--gpu", "RTX 3050 4GB", "--apply", "exact"))
+    found = started(tmp_path / "ours", script, is_run=True)
+    assert found.returncode == 0
+    assert re.search(
+        r"\[memopt\] 256 rows of 12 tokens need [\d.]+ GiB of 3\.\d+ GiB on RTX 3050 4GB: steps", found.stderr
+    )
+    assert "with fused_cross_entropy" in found.stderr
+    assert "FusedCrossEntropyCallback()" in found.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_an_interrupt_ends_it_as_under_python(tmp_path: Path) -> None:
+    script = Script(MAKE + "import signal\nos.kill(os.getpid(), signal.SIGINT)\nprint('never')\n")
+    plain, ours = (started(tmp_path / name, script, is_run=name == "ours") for name in ("plain", "ours"))
+    assert ours.returncode == plain.returncode == -signal.SIGINT
+    assert ours.stdout == plain.stdout == ""
+
+
+@pytest.mark.slow
+def test_two_processes_of_torchrun(tmp_path: Path) -> None:
+    """Default flags of DDP leave micro-batching out, and one process speaks."""
+    (tmp_path / "train.py").write_text(MAKE.replace("**settings)", "**settings, ddp_backend='gloo')") + TRAIN)
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "hf_memopt", "run", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stderr.count("nothing is predicted") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing.py"], "'nothing.py' is not a file; expected a Python script"),
+        (["--apply", "all", __file__], "--apply all"),
+        (["--repair", "all", __file__], "--repair all"),
+        (["--gpu", "RTX 1", __file__], "RTX 1"),
+    ],
+)
+def test_bad_input_is_refused(words: list[str], message: str) -> None:
+    found = CliRunner().invoke(app, ["run", *words])
+    assert found.exit_code == 2
+    assert message in " ".join(found.output.split())
