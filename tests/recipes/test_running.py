@@ -228,7 +228,7 @@ def test_a_prediction_for_another_gpu(tmp_path: Path) -> None:
     assert re.search(
         r"\[memopt\] 256 rows of 12 tokens need [\d.]+ GiB of 3\.\d+ GiB on RTX 3050 4GB: steps", found.stderr
     )
-    assert "with fused_cross_entropy" in found.stderr
+    assert "with fused cross-entropy and checkpointing policy, by which" in found.stderr
     assert "FusedCrossEntropyCallback()" in found.stderr
 
 

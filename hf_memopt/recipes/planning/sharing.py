@@ -62,9 +62,9 @@ class Sharing:
         is_plain = recipe.optim == PLAIN_OPTIMIZER and not recipe.offload
         if not is_plain or recipe.precision in ("fp32", "tf32"):
             return None
-        if recipe.load_in is not None and (
-            recipe.quantize_experts or (self.strategy, recipe.load_in) != ("fsdp2", "nf4")
-        ):
+        if recipe.load_in is not None and (self.strategy, recipe.load_in) != ("fsdp2", "nf4"):
+            return None
+        if recipe.quantize_experts:  # in buffers, which no strategy cuts
             return None
         fields: dict[str, Any] = {}
         reasons = dict(recipe.reasons)

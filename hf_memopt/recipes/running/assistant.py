@@ -101,7 +101,7 @@ class _Watch(TrainerCallback):
         before = self._predicted
         if before is None or self._shape is None or before.verdict == "fits":
             return ()
-        found = [(before, ())]
+        found: list[tuple[Estimate, tuple[str, ...]]] = [(before, ())]
         for names in EXACT:
             changes = {field: value for name in names for field, value in TECHNIQUES[name].sets.items()}
             try:
@@ -112,9 +112,7 @@ class _Watch(TrainerCallback):
                 break
         self._predicted, names = min(found, key=lambda one: one[0].total_bytes)
         if names:
-            self._say(
-                f"with {' and '.join(names)}, which leave batch and loss as they are, it {_needs(self._predicted)}"
-            )
+            self._say(f"with {' and '.join(names)}, by which batch and loss stay, it {_needs(self._predicted)}")
         return names
 
     def training_step(self, before: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,8 +164,8 @@ class _Watch(TrainerCallback):
         tally: Any = next((one.tally for one in added if hasattr(one, "tally")), None)
         if tally is not None and tally.failures:
             self._say(
-                f"memory ran out {tally.failures} times, and {tally.cut_steps} of {tally.steps} steps ran in parts, each "
-                "with the loss and the gradients of its whole batch"
+                f"memory ran out {tally.failures} times, and {tally.cut_steps} of {tally.steps} steps ran in parts, "
+                "each with the loss and the gradients of its whole batch"
             )
         if peaks := self._peaks():
             self._say(f"the run is over{peaks}")
