@@ -154,6 +154,15 @@ SCRIPTS = {
     "attached already": Script(
         MAKE + "from hf_memopt import MicrobatchCallback, attach\nattach(trainer, MicrobatchCallback())\n" + TRAIN
     ),
+    "rows that draw": Script(
+        ARGS
+        + "class Rows(torch.utils.data.Dataset):\n    def __len__(self):\n        return 32\n"
+        + "    def __getitem__(self, i):\n        return {**rows[i], 'labels': int(torch.randint(2, ()))}\n"
+        + "trainer = Trainer(model, args, train_dataset=Rows())\n"
+        + TRAIN,
+        "need",
+        options=("--gpu", "RTX 4060"),
+    ),
     "its folder": Script(
         MAKE + "print(sorted(os.listdir()), os.path.dirname(os.path.abspath(__file__)) == os.getcwd())\n" + TRAIN
     ),

@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from hf_memopt.memory import Estimate
 
 ALWAYS = ("micro-batching", "evaluation guard")
-EXACT = (("fused cross-entropy",), ("checkpointing policy",), ("fused cross-entropy", "checkpointing policy"))
+EXACT: tuple[tuple[str, ...], ...] = (
+    ("fused cross-entropy",),
+    ("checkpointing policy",),
+    ("fused cross-entropy", "checkpointing policy"),
+)
 """What ``--apply exact`` tries in this order: the same batch, and the same loss but for the order of sums."""
 SECONDS_BETWEEN = 30.0  # two lines of a run
 
@@ -172,8 +176,10 @@ class _Watch(TrainerCallback):
 
 
 def _longest_batch(trainer: Trainer) -> BatchShape | None:
-    """Return a batch of the longest rows; None where their lengths are unknown."""
-    lengths = LongestRows().lengths(trainer.train_dataset)
+    """Return a batch of the longest rows; None where looking at them might draw random numbers."""
+    dataset: Any = trainer.train_dataset
+    is_stored = isinstance(dataset, list) or hasattr(getattr(dataset, "data", None), "table")
+    lengths = LongestRows().lengths(dataset) if is_stored else None
     if lengths is None or not len(lengths):
         return None
     rows = min(trainer.args.train_batch_size, len(lengths))
