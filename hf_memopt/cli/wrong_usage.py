@@ -29,7 +29,8 @@ def _of_option(option: str, context: Any) -> str:
             return f"Pass {row['advice']}"
     commands = context.parent.command.commands if context.parent else {}
     others = [f"hf-memopt {name}" for name, command in commands.items() if option in _names(command)]
-    return did_you_mean(option, own).strip() or (f"It is an option of {' and '.join(others)}" if others else "")
+    listed = " and ".join([*([", ".join(others[:-1])] if others[:-1] else []), *others[-1:]])
+    return did_you_mean(option, own).strip() or (f"It is an option of {listed}" if others else "")
 
 
 def _names(command: Any) -> list[str]:

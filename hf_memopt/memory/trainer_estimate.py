@@ -65,7 +65,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-def _checkpointing(policy: str, offload: bool) -> bool | Mapping[str, Any]:
+def _checkpointing(policy: str, offload: bool | str) -> bool | Mapping[str, Any]:
     kind, _, number = policy.partition("_")
     options: dict[str, Any] = {"every_n_layers": int(number)} if kind == "every" else {}
-    return {**options, **({"offload": True} if offload else {})} or True
+    return {**options, **({"offload": offload} if offload else {})} or True

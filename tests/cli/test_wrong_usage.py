@@ -40,7 +40,7 @@ HINTS = {
     "estimate gpt2 --qlora": "Pass --lora 16 --load-in nf4",
     "estimate gpt2 --bs 8": "Pass --batch-size 8",
     "lengths a.csv --max-seq-length 8": "Pass --max-length 512",
-    "doctor --gpu T4": "It is an option of hf-memopt estimate and hf-memopt plan",
+    "doctor --gpu T4": "It is an option of hf-memopt estimate, hf-memopt plan and hf-memopt run",
     "paln gpt2": "Did you mean 'plan'?",
     "zzz": "See: hf-memopt --help",
     "plan train.py": "Call: hf-memopt measure train.py",

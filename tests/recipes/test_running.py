@@ -175,8 +175,8 @@ def started(folder: Path, script: Script, *, is_run: bool) -> subprocess.Complet
     for file in ("train.py", "package/__main__.py"):
         (folder / file).write_text(script.text, encoding="utf-8")
     (folder / "package" / "__init__.py").touch()
-    words = ["-m", "hf_memopt", "run"] if is_run else []
-    words += [*script.options, script.name, *script.arguments]
+    words = ["-m", "hf_memopt", "run", *script.options] if is_run else ["-m"] * ("-m" in script.options)
+    words += [script.name, *script.arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
 

@@ -68,7 +68,8 @@ class StepSettings:
         gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.
         micro_batch_size: examples of one forward pass, where a batch of a known loss is cut; None for the whole batch.
         checkpointing: whether activations are recomputed; a mapping for the options of
-            ``activation_checkpointing_kwargs`` (``every_n_layers``, ``offload``, ``use_reentrant``, ``context_fn``).
+            ``activation_checkpointing_kwargs`` (``every_n_layers``, ``offload``, ``use_reentrant``, ``context_fn``);
+            its ``offload`` may be ``"overlapped"`` too, as in ``checkpoint_layers``.
         label_smoothing_factor: 0 for the model's own loss, below 1.
         attn_implementation: None for the model's own.
         padding: whether batches contain padding, so that attention needs a mask of all pairs of tokens; None where
@@ -237,6 +238,11 @@ class StepSettings:
     def steps_in_backward(self) -> bool:
         """Whether each parameter steps within the backward pass, and frees its gradient there."""
         return self.gradient_release or steps_in_backward(self.optim)
+
+    @property
+    def overlaps_offload(self) -> bool:
+        """Whether inputs of layers are copied to the host and back while layers compute."""
+        return isinstance(self.checkpointing, Mapping) and self.checkpointing.get("offload") == "overlapped"
 
     @property
     def _is_reentrant(self) -> bool:

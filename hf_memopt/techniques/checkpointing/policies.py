@@ -17,7 +17,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from hf_memopt.changes import Change, add_change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value, shown
 from hf_memopt.techniques import TechniqueCallback
+from hf_memopt.techniques.checkpointing.overlapped import overlap_offload
 from hf_memopt.techniques.checkpointing.selective import activation_memory_budget, selective_contexts
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ _BUDGET = re.compile(r"budget_(0(?:\.\d+)?|1(?:\.0+)?)")
 _STATE = ("gradient_checkpointing", "_gradient_checkpointing_func")  # transformers 5.8.1, 5.17.0 and 5.23.0
 
 
-def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False) -> UndoHandle:
+def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool | str = False) -> UndoHandle:
     """Switch non-reentrant checkpointing on in the layers, and for the operations, that ``policy`` names.
 
     A policy is one of:
@@ -66,7 +67,8 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
     Args:
         model: of transformers, or wrapped by PEFT.
         policy: as above.
-        offload: keep the inputs of the layers in the host's memory, as stock's ``offload``.
+        offload: True to keep the inputs of the layers in the host's memory, as stock's ``offload``; ``"overlapped"``
+            to copy them there and back while layers compute (``overlapped``).
 
     Returns:
         A handle whose ``remove()`` restores the model; it does not keep the model alive.
@@ -94,7 +96,7 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
         options["every_n_layers"] = parsed.count
     elif parsed.kind == "selective":
         options["context_fn"] = selective_contexts
-    if offload:
+    if offload is True:
         options["offload"] = True
     chosen = _chosen_layers(model, parsed)
     restore = undo_all(
@@ -107,6 +109,8 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
     )
     had_hooks = bool(input_gradient_hooks(model))
     enable_checkpointing(model, options)
+    if offload == "overlapped":
+        overlap_offload(model)
     for layer in _checkpointing_layers(model):
         if chosen is not None:  # stock has no first layers, and every n-th one only from 5.17 on
             layer.gradient_checkpointing = layer in chosen
@@ -147,8 +151,8 @@ class CheckpointingCallback(TechniqueCallback):
 
     technique = "checkpointing policy"
 
-    def __init__(self, policy: str = "full", *, offload: bool = False) -> None:
-        check_value("offload", offload, bool, False)
+    def __init__(self, policy: str = "full", *, offload: bool | str = False) -> None:
+        check_value("offload", offload, bool | Literal["overlapped"], False)
         self._parsed = _parsed(policy, budgets=True)
         if offload and self._parsed.kind in ("selective", "budget"):
             raise _offload_error(policy)
@@ -280,18 +284,19 @@ def _check_model(model: Any, policy: _Policy) -> None:
         )
 
 
-def _check_offload(model: nn.Module, policy: _Policy, offload: bool) -> None:
-    check_value("offload", offload, bool, False)
+def _check_offload(model: nn.Module, policy: _Policy, offload: bool | str) -> None:
+    check_value("offload", offload, bool | Literal["overlapped"], False)
     if not offload:
         return
     if policy.kind == "selective":
         raise _offload_error(policy.text)
-    check_offload(on_cpu=any(parameter.device.type == "cpu" for parameter in model.parameters()))
+    is_stocks = offload is True
+    check_offload(on_cpu=any(parameter.device.type == "cpu" for parameter in model.parameters()), is_stocks=is_stocks)
 
 
-def check_offload(*, on_cpu: bool) -> None:
+def check_offload(*, on_cpu: bool, is_stocks: bool = True) -> None:
     """Refuse ``offload`` where transformers or the machine cannot do it; ``on_cpu`` is where the model is now."""
-    if not can_offload_checkpoints():
+    if is_stocks and not can_offload_checkpoints():
         from transformers import __version__
 
         raise ValueError(
