@@ -154,6 +154,7 @@ TECHNIQUES = _listed(
     Technique(
         "checkpointing policy",
         callback="hf_memopt.techniques.checkpointing.policies:CheckpointingCallback",
+        function="hf_memopt.techniques.checkpointing.overlapped:overlap_offload",
         sets={"checkpointing": True},
     ),
     Technique(

@@ -15,7 +15,7 @@ from slow_cases import slow_except
 
 import tiny
 from hf_memopt import CheckpointingCallback, checkpoint_layers, estimate, tile_layers
-from hf_memopt.techniques.checkpointing import overlap_offload
+from hf_memopt.techniques.checkpointing.overlapped import overlap_offload
 from hf_memopt.techniques.streaming import Lanes
 from language_models import gradients
 

@@ -40,8 +40,7 @@ from hf_memopt.memory.recording.step import cut_batch, has_padding, record_step,
 from hf_memopt.memory.recording.streamed import RecordedStream
 from hf_memopt.memory.settings import NotEstimableError, StepSettings, settings_that_change
 from hf_memopt.memory.tracking import Hidden, StorageTracker
-from hf_memopt.technique_list import Technique, asked_by, load
-from hf_memopt.techniques.checkpointing import overlap_offload
+from hf_memopt.technique_list import TECHNIQUES, Technique, asked_by, load
 from hf_memopt.units import format_bytes
 
 _NOT_IN_TRACE = settings_that_change("replay")
@@ -252,7 +251,7 @@ def _checkpoint(model: nn.Module, settings: StepSettings) -> None:
     overlaps = options.get("offload") == "overlapped"
     compat.enable_checkpointing(model, {"use_reentrant": False, **options, **({"offload": False} if overlaps else {})})
     if overlaps:
-        overlap_offload(model)
+        load(TECHNIQUES["checkpointing policy"].function)(model)
     if settings.freeze:
         drop_input_gradients(model)
 
