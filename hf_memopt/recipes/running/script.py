@@ -10,6 +10,8 @@ import functools
 import json
 import os
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from hf_memopt.recipes.measuring.scripts import run_script
@@ -18,7 +20,7 @@ from hf_memopt.recipes.measuring.scripts import run_script
 def main(options: str, script: str, *arguments: str) -> None:
     """Run the script to its end; say so where it never trained."""
     asked = json.loads(options)
-    running = _Running(script, asked)
+    running = Running(script, asked)
     try:
         run_script(script, arguments, running.change, is_module=asked["is_module"])
     finally:
@@ -36,13 +38,14 @@ def say(text: str, begins: str = "[memopt] ") -> None:
             write(f"{begins}{printable(line)}", file=sys.stderr)
 
 
-class _Running:
+class Running:
     """Changes ``Trainer.train`` of this process."""
 
     def __init__(self, script: str, options: dict[str, Any]) -> None:
         self._script, self._options = script, options
         self.process, self.has_trained = os.getpid(), False
-        self._is_inside = False
+        self.is_inside = False
+        self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def change(self, kind: Any) -> None:
         """Let each training begin with an assistant."""
@@ -50,18 +53,33 @@ class _Running:
 
         @functools.wraps(stock)
         def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_inside or os.getpid() != self.process:
+            if self.is_inside or os.getpid() != self.process:
                 return stock(trainer, *args, **kwargs)
             from hf_memopt.recipes.running.assistant import assisted
 
-            self.has_trained = self._is_inside = True
+            self.has_trained = self.is_inside = True
+            inner: Callable[..., Any] = functools.partial(stock, trainer)
+            if trainer not in self._attached:  # what is attached overrides train(), inside of a subclass's own
+                self._attached.add(trainer)
+                trainer.train = _Inner(self, inner, trainer.train)
+                inner = lambda *args, **kwargs: trainer.train(*args, **kwargs)  # noqa: E731
             try:
                 with assisted(trainer, self._script, self._options, say):
-                    return stock(trainer, *args, **kwargs)
+                    return inner(*args, **kwargs)
             finally:
-                self._is_inside = False
+                self.is_inside = False
 
         kind.train = train
+
+
+class _Inner:
+    """Stands for ``train()`` of one Trainer under what overrides it: the class's own, or stock's while that runs."""
+
+    def __init__(self, running: Running, stock: Callable[..., Any], own: Callable[..., Any]) -> None:
+        self._running, self._stock, self._own = running, stock, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._stock if self._running.is_inside else self._own)(*args, **kwargs)
 
 
 if __name__ == "__main__":
