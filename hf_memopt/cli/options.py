@@ -300,9 +300,9 @@ class MeasureOptions:
 class RunOptions:
     """Run a script unchanged, with what saves memory and does not change its result.
 
-    Each Trainer.train() gets micro-batching, which acts when memory runs out, the guard of evaluations and a memory
-    report; before the first step it is said what the step needs. At the end come the lines to add to the script. What
-    the script prints and its exit code stay its own. With torchrun: torchrun -m hf_memopt run train.py.
+    Each Trainer.train() gets micro-batching, which acts when memory runs out, and the guard of evaluations. Before the
+    first step it is said what a step needs, then how far the run is, at the end which lines do the same. What the
+    script prints and its exit code stay its own. With torchrun: torchrun -m hf_memopt run train.py.
 
     Examples:
       hf-memopt run train.py --learning_rate 1e-4
