@@ -264,7 +264,10 @@ class CudaSemantics(TorchFunctionMode):
         return found
 
     def to_host(self, tensor: torch.Tensor, *, is_pinned: bool = False) -> torch.Tensor:
-        """Count a meta tensor that was just created as memory of the host, which torch pins in powers of two."""
+        """Count a meta tensor that was just created as memory of the host.
+
+        torch pins powers of two: https://github.com/pytorch/pytorch/issues/150517.
+        """
         if self._tracker is not None:
             self._tracker.ignore(tensor)
         size_bytes = tensor.untyped_storage().nbytes()
