@@ -118,7 +118,8 @@ def plan(
         image_size: as for ``estimate``.
         audio_seconds: as for ``estimate``.
         host_memory: of the computer that trains, in bytes or as text such as ``"64GB"``: where nothing else fits, the
-            layers' inputs or weights may wait there. None for this machine's, 0 for plans without.
+            layers' weights may wait there, and offloaded inputs of layers have to fit. None for this machine's, 0 for
+            plans without streamed layers.
         announce: called before each simulation with a text that names it.
 
     Raises:
@@ -276,7 +277,8 @@ def _of_host(simulation: Simulation, candidates: Sequence[Candidate], chosen: Ca
     has = format_bytes(simulation.host_memory_bytes)
     where = "this machine's; host_memory= plans for another" if simulation.is_this_host else "as given"
     lacking = [one for one in candidates if one.host_lacks_bytes and not one.consents]
-    if chosen is not None and (chosen.recipe.streamed or chosen.host_bytes > simulation.host_memory_bytes / 10):
+    is_much = chosen is not None and chosen.host_bytes > simulation.host_memory_bytes / 10 > 0
+    if chosen is not None and (chosen.recipe.streamed or is_much):
         yield f"{format_bytes(chosen.host_bytes)} of {has} of host memory are used, {where}"
     elif chosen is None and lacking:
         least = min(lacking, key=lambda one: (one.spare_bytes < one.margin_bytes, one.host_bytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -207,7 +208,7 @@ class Simulation:
         media: pictures and audio of an example, as for ``estimate``.
         not_generated: why an evaluation that generates is simulated without that; "" where it is not.
         sharing: how the GPUs share the steps that are simulated next; None for one GPU.
-        host_memory_bytes: of the computer, for streamed layers and offloaded inputs; 0 for plans without these.
+        host_memory_bytes: of the computer, for streamed layers and offloaded inputs; 0 for plans without streamed ones.
         is_this_host: whether it is this machine's.
         with_ease: whether what is searched for next has to leave 8 % of the GPU.
     """
@@ -269,8 +270,9 @@ class Simulation:
         return min(self.gpu.usable_bytes - margin_of(self.gpu) - found.total_bytes, self._spare_on_host(recipe, found))
 
     def _spare_on_host(self, recipe: Recipe, found: Estimate) -> int:
-        """Return what streamed layers and offloaded activations leave of the host's memory."""
-        return self.host_memory_bytes - found.host_bytes * (recipe.streamed or recipe.offload)
+        """Return what streamed layers and offloaded activations leave of the host's memory; of 0 offloading is free."""
+        is_counted = recipe.streamed or (recipe.offload and self.host_memory_bytes > 0)
+        return self.host_memory_bytes - found.host_bytes if is_counted else sys.maxsize
 
     def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:
         """Return the estimate of a recipe."""

@@ -201,7 +201,8 @@ def use_longest(simulation: Simulation, set_ups: Mapping[str, Sequence[SetUp]]) 
     variants = {
         stage: [
             one.with_rows(rows)
-            for one in reversed(least_set_ups(of_stage))
+            for kept in (of_stage, [one for one in of_stage if not one.recipe.offload])  # the host may be small
+            for one in reversed(least_set_ups(kept))
             for rows in dict.fromkeys((row_counts(one, share)[0], share))
         ]
         for stage, of_stage in set_ups.items()

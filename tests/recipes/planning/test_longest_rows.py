@@ -53,7 +53,7 @@ def test_the_host_holds_the_inputs_of_layers() -> None:
     assert 2 * host_bytes[0] == host_bytes[1] == host_bytes[2] > 0
     less = planned(method="full", host_memory=found.host_bytes // 3)
     assert less.chosen is not None
-    assert less.chosen.host_bytes <= found.host_bytes // 3
+    assert not less.chosen.recipe.offload or less.chosen.host_bytes <= found.host_bytes // 3
     assert (less.chosen.seq_len or 0) < (found.seq_len or 0)
     enough = planned(method="full", host_memory=2 * found.host_bytes)
     assert any("of host memory are used, as given" in note for note in enough.notes)
