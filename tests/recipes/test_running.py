@@ -163,6 +163,7 @@ SCRIPTS = {
         "need",
         options=("--gpu", "RTX 4060"),
     ),
+    "leaves its folder": Script(MAKE + "os.makedirs('in')\nos.chdir('in')\n" + TRAIN, "+attach(trainer, "),
     "its folder": Script(
         MAKE + "print(sorted(os.listdir()), os.path.dirname(os.path.abspath(__file__)) == os.getcwd())\n" + TRAIN
     ),
@@ -187,7 +188,9 @@ def told(found: subprocess.CompletedProcess[str], folder: Path) -> list[str]:
     return [re.sub(r"'\w+_(runtime|per_second)': '[^']*'", "", line) for line in lines]
 
 
-@pytest.mark.parametrize("name", slow_except(("arguments", "exit code", "an error", "causal", "a module"), SCRIPTS))
+@pytest.mark.parametrize(
+    "name", slow_except(("leaves its folder", "arguments", "exit code", "an error", "causal", "a module"), SCRIPTS)
+)
 def test_a_script_runs_as_under_python(name: str, tmp_path: Path) -> None:
     script = SCRIPTS[name]
     plain = started(tmp_path / "plain", script, is_run=False)
@@ -223,6 +226,13 @@ def test_the_diff_applies_and_the_changed_script_trains_the_same(tmp_path: Path)
 def test_scripts_without_a_named_trainer_get_lines_and_no_diff(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("import transformers\ntransformers.Trainer(None).train()\n")
     assert diff_of(str(tmp_path / "one.py"), ["MicrobatchCallback"]) is None
+
+
+def test_what_cannot_be_read_at_the_end_is_no_error(tmp_path: Path) -> None:
+    text = "# -*- coding: latin-1 -*-\nname = 'é'\ntrainer = Trainer(None)\ntrainer.train()\n"
+    (tmp_path / "one.py").write_bytes(text.encode("latin-1"))
+    assert "+attach(trainer, X())" in str(diff_of("one.py", ["X"], str(tmp_path)))
+    assert diff_of("gone.py", ["X"], str(tmp_path)) is None
 
 
 def test_a_prediction_for_another_gpu(tmp_path: Path) -> None:

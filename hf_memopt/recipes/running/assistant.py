@@ -22,7 +22,7 @@ from hf_memopt.binding.undo import override_method, remove_all
 from hf_memopt.devices import current_gpu, find_gpu
 from hf_memopt.errors import reason
 from hf_memopt.memory import estimate_of
-from hf_memopt.memory.settings import BatchShape, NotEstimableError
+from hf_memopt.memory.settings import BatchShape
 from hf_memopt.recipes.measuring.recorder import LongestRows
 from hf_memopt.recipes.running.lines_to_add import diff_of, lines_of
 from hf_memopt.technique_list import TECHNIQUES, load
@@ -91,7 +91,7 @@ class _Watch(TrainerCallback):
     def _predict(self, shape: BatchShape, **changes: Any) -> None:
         try:
             self._predicted = estimate_of(self._trainer, shape, gpu=self._gpu, **changes)
-        except (NotEstimableError, ValueError, TypeError) as error:
+        except Exception as error:  # of foreign code: the script runs without a prediction
             self._say(f"not predicted: {reason(error)}")
             return
         self._say(f"{self._what(shape)} {_needs(self._predicted)}")
@@ -110,7 +110,7 @@ class _Watch(TrainerCallback):
             changes = {field: value for name in names for field, value in TECHNIQUES[name].sets.items()}
             try:
                 found.append((estimate_of(self._trainer, self._shape, gpu=self._gpu, **changes), names))
-            except (NotEstimableError, ValueError):
+            except Exception:  # of foreign code
                 continue
             if found[-1][0].verdict == "fits":
                 break
@@ -198,6 +198,6 @@ def _say_lines(script: str, options: dict[str, Any], added: list[TrainerCallback
     if not added:
         return
     names = [type(one).__name__ for one in added]
-    found = None if options["is_module"] else diff_of(script, names)
+    found = None if options["is_module"] else diff_of(script, names, options["folder"])
     say("to have the same without hf-memopt run:" if found is None else f"the same as a change of {script}:")
     say(lines_of(names) if found is None else found, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,9 +21,13 @@ def lines_of(callbacks: Sequence[str], trainer: str = "trainer") -> str:
     return f"from hf_memopt import {names}\nattach({trainer}, {', '.join(f'{name}()' for name in callbacks)})"
 
 
-def diff_of(script: str, callbacks: Sequence[str]) -> str | None:
+def diff_of(script: str, callbacks: Sequence[str], folder: str = ".") -> str | None:
     """Return a diff that attaches callbacks before the script trains; None where no ``trainer.train()`` is found."""
-    text = Path(script).read_text(encoding="utf-8")
+    try:
+        with tokenize.open(Path(folder, script)) as file:  # in the encoding that the script states
+            text = file.read()
+    except (OSError, ValueError, SyntaxError):  # it is gone, or is none that can be read
+        return None
     lines, tree = text.splitlines(keepends=True), ast.parse(text)
     found = next(_trainings(tree), None)
     if found is None or any(line.endswith("\r\n") for line in lines):

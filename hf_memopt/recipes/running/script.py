@@ -20,7 +20,7 @@ from hf_memopt.recipes.measuring.scripts import run_script
 def main(options: str, script: str, *arguments: str) -> None:
     """Run the script to its end; say so where it never trained."""
     asked = json.loads(options)
-    running = Running(script, asked)
+    running = Running(script, {**asked, "folder": os.getcwd()})
     try:
         run_script(script, arguments, running.change, is_module=asked["is_module"])
     finally:

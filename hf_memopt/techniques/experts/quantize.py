@@ -169,5 +169,6 @@ def _ends(full: str, name: str) -> bool:
 def _refuse_saving(before: Any, *args: Any, **kwargs: Any) -> None:
     raise ValueError(
         "save_pretrained() of a model with experts in 4 bits writes what transformers loads with new random experts; "
-        "expected adapters alone, or dequantised weights. Save the PEFT model, or call handle.remove() before"
+        "expected adapters alone, which load over stock's own model. Save the PEFT model; of a model that "
+        "quantize_experts changed, handle.remove() puts dequantised weights back"
     )
