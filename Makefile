@@ -12,7 +12,7 @@ CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 .PHONY: demo test test-full test-hard test-compat test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table dist clean
 
-demo: $(READY)            ## the main job: four set-ups of the stock Trainer on real text, side by side
+demo: $(READY)            ## the main job: a GPU that is too small, which a CPU pretends to be, trains on real text
 	$(BIN)/python -m hf_memopt demo
 
 test: $(READY)            ## the test suite
@@ -65,6 +65,7 @@ bench: $(READY)           ## the benchmarks behind the figures; appends to bench
 	$(BIN)/python benchmarks/quantized.py
 	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/checkpoint_manifest.py
+	$(BIN)/python benchmarks/four_setups.py
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/command_line.py
 	$(MAKE) bench-batching

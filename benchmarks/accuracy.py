@@ -1,4 +1,4 @@
-"""Does the model lose accuracy? Set-ups (a) and (c) of the demo over several seeds, on the same test texts.
+"""Does the model lose accuracy? Set-ups (a) and (c) of ``four_setups.py`` over several seeds, on the same test texts.
 
 Each pair shares its seed: initial weights, and with it data order as far as the set-up leaves it to the seed. Printed
 are the mean accuracies and the 95 % t-interval of the mean of (c) - (a) over the seeds.
@@ -14,10 +14,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from four_setups import run_setup
+from fresh_process import in_fresh_process
 from results_file import show
 from rich.console import Console
 
-from hf_memopt.demo.run import prepare, run_child
+from hf_memopt.demo.run import prepare
 
 SETUPS = ("baseline", "memopt")
 
@@ -39,7 +41,7 @@ def accuracies(seeds: int, max_train: int | None) -> tuple[list[dict[str, float]
         work = Path(folder)
         task = prepare(work, max_train=max_train, console=Console())
         for seed in range(seeds):
-            row = {setup: run_child(work, setup, seed=seed, epochs=1, sizes={})["accuracy"] for setup in SETUPS}
+            row = {setup: in_fresh_process(run_setup, folder, setup, seed)["accuracy"] for setup in SETUPS}
             print(f"seed {seed}: {row}", flush=True)
             rows.append(row)
     return rows, len(task.test_texts)

@@ -74,10 +74,11 @@ def end_to_end_table(row: dict[str, Any]) -> str:
 def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
     """Train one arm for an epoch and return its figures; called in a fresh process."""
     import torch
+    from four_setups import measure
     from transformers import AutoTokenizer, PrinterCallback
 
     from hf_memopt.demo.docstring_task import DocstringTask
-    from hf_memopt.demo.training import HYPERPARAMETERS, build_model, measure, model_config, predict_labels
+    from hf_memopt.demo.training import HYPERPARAMETERS, build_model, model_config, predict_labels
     from hf_memopt.devices import accelerator_type, choose_precision
 
     task = DocstringTask(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
@@ -98,7 +99,7 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
         "dataloader_pin_memory": torch.accelerator.is_available(),
         "disable_tqdm": True,
     }
-    model = build_model(model_config(len(tokenizer), task.labels, {}), seed)
+    model = build_model(model_config(len(tokenizer), task.labels), seed)
     encoded = tokenizer(list(task.train_texts), truncation=True)
     trainer = _trainer(arm, model, tokenizer, {**encoded, "labels": list(task.train_labels)}, arguments)
     trainer.remove_callback(PrinterCallback)
@@ -117,7 +118,7 @@ def _trainer(arm: str, model: Any, tokenizer: Any, columns: Any, arguments: dict
 
     dataset = Dataset.from_dict(columns)
     if arm in ("random", "group_by_length"):
-        # The rows in a list: see hf_memopt.demo.training.trainer_of for what a Dataset costs here.
+        # The rows in a list: see four_setups.trainer_of for what a Dataset costs here.
         data, collator = dataset.to_list(), DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
         strategy, per_device = arm, BATCH_SIZE
     else:

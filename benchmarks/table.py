@@ -20,6 +20,7 @@ import batching_end_to_end
 import checkpointing
 import estimation
 import experts
+import four_setups
 import fused_cross_entropy
 import gpu_figures
 import large_models
@@ -36,7 +37,7 @@ import step_time
 import streaming
 from results_file import last_row
 from table_of_code import cli_help, compatibility, presets, tested_versions
-from table_of_demo import demo_sentence, demo_table, rescue_log
+from table_of_demo import demo_results, demo_table, rescue_log
 from table_pictures import stale_pictures, write_pictures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,8 +58,9 @@ def _of_batching(table: Callable[[Mapping[str, Any]], str], case: str) -> Callab
 SECTIONS: dict[str, Callable[[], str]] = {
     "status": lambda: published.status(last_row("published")["figures"], last_row("step_time")["figures"]),
     "rescue-log": rescue_log,
-    "demo-sentence": demo_sentence,
+    "demo-results": demo_results,
     "demo-table": demo_table,
+    "four-setups": four_setups.stored_table,
     "accuracy": _of(accuracy.table, "accuracy"),
     "cli-help": cli_help,
     "padding-sentence": _of_batching(batching.padding_sentence, "lengths"),

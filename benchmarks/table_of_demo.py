@@ -4,45 +4,42 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from typing import Any
 
 import results_file
 from results_file import MACHINE
 
 
-def demo_table() -> str:
-    """Return the table that the demo printed, with what it ran on."""
-    from rich.console import Console
-
+def demo_results() -> str:
+    """Return what the demo printed, with what it ran on."""
     from hf_memopt.demo.run import print_results
 
-    figures, versions_of = _demo()
+    return f"{_printed(print_results)}\n\nOn {MACHINE}; {_versions()}."
+
+
+def demo_table() -> str:
+    """Return the table of the demo alone."""
+    from hf_memopt.demo.run import figures_table
+
+    return _printed(lambda figures, console: console.print(figures_table(figures)))
+
+
+def _printed(function: Callable[[Any, Any], Any]) -> str:
+    from rich.console import Console
+
     printed = io.StringIO()
-    print_results(figures, Console(file=printed, width=100, record=False))
-    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
-    versions = ", ".join(f"{name} {version}" for name, version in versions_of.items() if name != "device")
-    return "\n".join(["```text", *lines, "```", "", f"On {MACHINE}; {versions}."])
+    function(_figures(), Console(file=printed, width=100, record=False))
+    return "\n".join(["```text", *(line.rstrip() for line in printed.getvalue().splitlines()), "```"])
 
 
-def demo_sentence() -> str:
-    """Return the one measured sentence."""
-    figures, _ = _demo()
-    naive, stock, ours, saver = (figures[name] for name in ("baseline", "stock_best", "memopt", "memory_saver"))
-    speed, peak = "examples_per_second", "measured_peak_bytes"
-    return (
-        f'**Fine-tuning a small BERT on real text, `recipe("auto")` trains {ours[speed] / stock[speed]:.2f}x as fast '
-        f"as the stock Hugging Face `Trainer` at its best (accuracy {ours['accuracy']:.3f} against "
-        f"{stock['accuracy']:.3f}) and {ours[speed] / naive[speed]:.1f}x as fast as a naive set-up "
-        f"({naive['accuracy']:.3f}); the 4 GB preset needs {saver[peak] / stock[peak]:.2f}x the peak memory of stock "
-        f"at its best, on {MACHINE}** (`make demo`)."
-    )
+def _figures() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((results_file.RESULTS / "demo-cpu-2core.json").read_text(encoding="utf-8"))
+    return found
 
 
-def _demo() -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the figures of the set-ups and the versions they were taken with."""
-    report = json.loads((results_file.RESULTS / "demo-cpu-2core.json").read_text(encoding="utf-8"))
-    versions = report.pop("versions")
-    return report, versions
+def _versions() -> str:
+    return ", ".join(f"{name} {version}" for name, version in _figures()["versions"].items() if name != "device")
 
 
 def rescue_log() -> str:

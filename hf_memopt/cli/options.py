@@ -68,10 +68,10 @@ def _json(group: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Compare training set-ups on real text.
+    """Train on a GPU that is too small, which this CPU pretends to be.
 
-    Trains one small BERT on the standard library's docstrings four ways: naive, stock at its best, hf_memopt, and
-    hf_memopt for a 4 GB GPU.
+    A small BERT learns from the standard library's docstrings: stock runs out of memory, auto_find_batch_size trains
+    something else, hf_memopt trains the same. Then what plan chooses, and a model larger than the GPU.
 
     Examples:
       hf-memopt demo
@@ -82,7 +82,7 @@ class DemoOptions:
     json_file: Path | None = _option(None, "Also write the figures to this file.", "FILE", "--json")
     epochs: int = _option(1, "Passes over the training texts.", "N", "-e", min=1, show_default=True)
     seed: int = _option(0, "Seed of the weights and the data order.", "N", min=0, max=MOST_SEED, show_default=True)
-    max_train: int | None = _option(None, "Train on the first N texts only.", "N", "-n", min=1)
+    max_train: int = _option(2560, "Train on the first N texts.", "N", "-n", min=1, show_default=True)
 
 
 @dataclass(frozen=True)
@@ -315,6 +315,9 @@ class RunOptions:
     module: bool = _option(False, "Run a module by its name, as python -m does.", None, "-m")
     gpu: str | None = _option(None, "Predict for this GPU; by default that of this machine.", "NAME")
     apply: str | None = _option(None, "exact: also fused loss and checkpointing, where a step does not fit.", "KIND")
+    allow: list[str] | None = _option(
+        None, "release_clipping, bf16_weights or freeze, where a step does not fit; may be repeated.", "WORD"
+    )
     repair: str | None = _option(None, "gradient-scale: weigh accumulation steps equally, as attach does.", "WHAT")
 
 

@@ -30,11 +30,14 @@ def run(options: RunOptions, context: Any) -> int:
         check_word("apply", options.apply, ("exact",))
     if options.repair is not None:
         check_word("repair", options.repair, ("gradient-scale",))
+    for word in options.allow or ():
+        check_word("allow", word, ("release_clipping", "bf16_weights", "freeze"))  # "shorter" is for the script's data
     if options.gpu is not None:
         from hf_memopt.devices import find_gpu
 
         find_gpu(options.gpu)
-    asked = {"gpu": options.gpu, "apply": options.apply, "repair": options.repair, "is_module": options.module}
+    asked: dict[str, Any] = {name: getattr(options, name) for name in ("gpu", "apply", "repair")}
+    asked |= {"allow": options.allow or (), "is_module": options.module}
     words = [sys.executable, "-m", "hf_memopt.recipes.running.script", json.dumps(asked)]
     words += [options.script, *(options.arguments or ())]
     if os.name == "posix":

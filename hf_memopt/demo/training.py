@@ -1,66 +1,67 @@
-"""The demo's model, the four set-ups of the stock ``Trainer`` that it compares, and the figures of one of them.
+"""The demo's model, the set-ups that it is trained with on a pretended GPU, and the figures of each.
 
-All four start from the same weights and share examples, examples per optimizer step, learning rate schedule, epochs
-and seed. Timed is ``trainer.train()`` and nothing else: data loading, collation, forward, backward, optimizer and the
-Trainer's own work. Not timed: imports, tokenisation, building model and Trainer, and the evaluation, which is the same
-code for all set-ups.
-
-The predicted peak is the estimate of a step with a full micro-batch of 256 tokens. On an accelerator the measured peak
-is that of the timed run. On a CPU torch's profiler reads it; that slows a step down, so it is measured in two steps
-after the timed run, with micro-batches of exactly the predicted shape.
+All but the streamed model start from the same weights and share the examples of a step, learning rates and seed. Timed
+is ``trainer.train()`` and nothing else. The predicted peak is that of a step of the set-up as it is given, with rows of
+the longest text: what is known before the run.
 """
 
 from __future__ import annotations
 
-import gc
-import itertools
 import json
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch.profiler import ProfilerActivity
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
-    DataCollatorWithPadding,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
+    ProgressCallback,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
+from hf_memopt.binding import attach, checkpointing_arguments, checkpointing_of
 from hf_memopt.demo.docstring_task import MAX_LENGTH_TOKENS, DocstringTask
-from hf_memopt.devices import accelerator_type, choose_precision
-from hf_memopt.memory import estimate_from_arguments
-from hf_memopt.memory.run import MemoryReportCallback
-from hf_memopt.recipes import recipe
-from hf_memopt.techniques.optimizers import optimizer_state_bytes
+from hf_memopt.demo.pretended_gpu import PretendedGpu, PretendedLanes
+from hf_memopt.devices import Gpu, custom_gpu
+from hf_memopt.memory import estimate_of
+from hf_memopt.memory.settings import BatchShape
+from hf_memopt.recipes.planning import plan
+from hf_memopt.techniques.microbatching import MicrobatchCallback
+from hf_memopt.techniques.streaming import StreamedLayersCallback, stream_layers
 
 BATCH_SIZE = 32
 HYPERPARAMETERS = {"learning_rate": 1e-3, "warmup_steps": 0.1, "lr_scheduler_type": "linear"}
-CPU_MODEL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "intermediate_size": 512}
-GPU_MODEL = {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
+MODEL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "intermediate_size": 512}
+LARGE_MODEL = {"num_hidden_layers": 12, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
+LARGE_BATCH, LARGE_TOKENS, LARGE_STEPS = 8, 64, 8
+"""Of the streamed model, which takes seconds a step on a CPU; its texts are cut."""
+NAIVE_STEPS = 6
+WHOLE = "unlimited.safetensors"  # losses and weights of the run without a limit
 
 
-# ---- The model and the four set-ups ---------------------------------------------------------------------------------
+# ---- The model and its trainers -------------------------------------------------------------------------------------
 
 
-def model_config(vocabulary_tokens: int, labels: Sequence[str], sizes: Mapping[str, int]) -> BertConfig:
-    """Return the configuration of the demo's BERT; ``sizes`` replace those chosen for the machine."""
-    suitable = CPU_MODEL if accelerator_type() == "cpu" else GPU_MODEL
-    fields: dict[str, Any] = {**suitable, **sizes}
+def model_config(vocabulary_tokens: int, labels: Sequence[str], sizes: Mapping[str, int] = MODEL) -> BertConfig:
+    """Return the configuration of the demo's BERT."""
+    fields: dict[str, Any] = dict(sizes)
     return BertConfig(
         vocab_size=vocabulary_tokens,
         max_position_embeddings=MAX_LENGTH_TOKENS,
         type_vocab_size=1,
-        initializer_range=0.7 / fields["hidden_size"] ** 0.5,
+        initializer_range=0.7 / sizes["hidden_size"] ** 0.5,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         pad_token_id=0,
@@ -86,92 +87,147 @@ def build_model(config: BertConfig, seed: int) -> BertForSequenceClassification:
     return model
 
 
-def trainer_of(
-    setup: str,
-    model: BertForSequenceClassification,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    labels: Sequence[int],
-    arguments: Mapping[str, Any],
-) -> Trainer:
-    """Return the Trainer of a set-up.
+class _SetUp:
+    """What the set-ups share: the texts, the tokenizer, the pretended GPU, the arguments.
 
-    ``"baseline"`` is what many scripts do: every text padded to the maximum, 32-bit floats, the Trainer's defaults.
-    ``"stock_best"`` is the fastest that stock has: grouped by length, padded to the longest row, native precision,
-    fused AdamW; its rows are plain dicts in a list, since of a ``datasets.Dataset`` the sampler reads the lazy
-    ``length`` column example by example (170 times slower at 100,000 examples). ``"memopt"`` is what
-    ``recipe("auto")`` chooses for this machine, ``"memory_saver"`` the preset for the smallest GPUs.
+    Args:
+        folder: holds ``task.json`` and ``tokenizer`` as ``run.prepare`` wrote them.
+        limit_bytes: of the pretended GPU; None for no limit.
+        seed: of weights and order.
+        epochs: passes over the training texts.
+        sizes: fields of the configuration of the model, and of the large one.
     """
-    encoded = tokenizer(list(texts), truncation=True, padding="max_length" if setup == "baseline" else False)
-    dataset = Dataset.from_dict({**encoded, "labels": labels})
-    given: dict[str, Any] = {"model": model, "processing_class": tokenizer}
-    if setup == "baseline":
-        args = TrainingArguments(**arguments, per_device_train_batch_size=BATCH_SIZE)
-        return Trainer(args=args, train_dataset=dataset, **given)
-    on_cpu = accelerator_type() == "cpu"
-    if setup == "stock_best":
-        precision = choose_precision()
-        args = TrainingArguments(
-            **arguments,
-            per_device_train_batch_size=BATCH_SIZE,
-            train_sampling_strategy="group_by_length",
-            optim="adamw_torch_fused",
-            bf16=precision.bf16,
-            fp16=precision.fp16,
-            use_cpu=precision.bf16 and on_cpu,  # stock requires it for bf16 on a CPU
+
+    def __init__(
+        self, folder: Path, limit_bytes: int | None, seed: int, epochs: int, sizes: Sequence[Mapping[str, int]]
+    ) -> None:
+        self.folder, self.seed = folder, seed
+        self.sizes, self.large_sizes = sizes
+        self.gpu = PretendedGpu(limit_bytes)
+        self.task = DocstringTask(**json.loads((folder / "task.json").read_text(encoding="utf-8")))
+        self.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        self.arguments: dict[str, Any] = {
+            **HYPERPARAMETERS,
+            "output_dir": str(folder / "trainer"),
+            "num_train_epochs": epochs,
+            "seed": seed,
+            "save_strategy": "no",
+            "logging_steps": 1,  # every loss is compared
+            "report_to": "none",
+            "use_cpu": True,
+            "dataloader_pin_memory": False,
+        }
+
+    def model(self, sizes: Mapping[str, int] | None = None) -> BertForSequenceClassification:
+        return build_model(model_config(len(self.tokenizer), self.task.labels, sizes or self.sizes), self.seed)
+
+    def rows(self, **tokenized: Any) -> Dataset:
+        encoded = self.tokenizer(list(self.task.train_texts), truncation=True, **tokenized)
+        return Dataset.from_dict({**encoded, "labels": self.task.train_labels})
+
+    def longest(self, most: int) -> int:
+        """Return the tokens of the longest text, of which ``most`` are kept."""
+        return min(most, max(map(len, self.rows()["input_ids"])))
+
+    def stock(self, rows: Dataset | None = None, **arguments: Any) -> Trainer:
+        """Return the stock Trainer, each batch padded to its longest text."""
+        given = {**self.arguments, "per_device_train_batch_size": BATCH_SIZE, **arguments}
+        trained = self.rows() if rows is None else rows
+        args = TrainingArguments(**given)
+        return Trainer(model=self.model(), args=args, train_dataset=trained, processing_class=self.tokenizer)
+
+    def planned(self, figures: dict[str, Any]) -> Trainer:
+        """Return the Trainer of the set-up that ``plan`` chooses for a GPU of the pretended size."""
+        model, gpu = self.model(), gpu_of(self.gpu.limit_bytes)
+        wanted = {"method": "full", "effective_batch_size": BATCH_SIZE, "task": "sequence-classification"}
+        found = plan(model.config, gpu=gpu, seq_len=MAX_LENGTH_TOKENS, **wanted)  # type: ignore[arg-type]
+        figures["plan"] = f"{found.chosen.stage}, {found.chosen.batch}" if found.chosen else "nothing fits"
+        options = {**self.arguments, "effective_batch_size": BATCH_SIZE}
+        return found.recipe.trainer(
+            model=model, train_dataset=self.rows(), processing_class=self.tokenizer, training_arguments=options
         )
-        collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
-        return Trainer(args=args, train_dataset=dataset.to_list(), data_collator=collator, **given)
-    chosen = recipe("auto" if setup == "memopt" else "4gb-gpu")
-    if setup == "memory_saver" and on_cpu:
-        chosen = chosen.replace(optim="adamw_8bit")  # a paged optimizer moves state from a GPU to the host
-    options = {**arguments, "effective_batch_size": BATCH_SIZE}
-    return chosen.trainer(train_dataset=dataset, training_arguments=options, **given)
+
+    def streamed(self, figures: dict[str, Any]) -> Trainer:
+        """Return the Trainer of a model whose layers are larger than the pretended GPU, and wait on the host."""
+        model = self.model(self.large_sizes)
+        stream_layers(model, lanes=PretendedLanes(self.gpu))
+        layers = [p for layer in model.bert.encoder.layer for p in layer.parameters()]
+        self.gpu.keep_on_host(layers)
+        figures |= {"parameters": model.num_parameters(), "layer_bytes": sum(p.nbytes for p in layers)}
+        return attach(self.large_trainer(model), StreamedLayersCallback())
+
+    def large_trainer(self, model: PreTrainedModel, **arguments: Any) -> Trainer:
+        """Return the stock Trainer of the large model, for a few steps of short texts."""
+        steps = {"per_device_train_batch_size": LARGE_BATCH, "max_steps": LARGE_STEPS, "learning_rate": 1e-4}
+        return Trainer(
+            model=model,
+            args=TrainingArguments(**{**self.arguments, **steps, **arguments}),
+            train_dataset=self.rows(max_length=LARGE_TOKENS),
+            processing_class=self.tokenizer,
+        )
+
+
+def gpu_of(size_bytes: int | None) -> Gpu:
+    """Return the pretended GPU as the planner takes one: all of it is the model's, no CUDA context lies beside it."""
+    assert size_bytes is not None
+    return replace(custom_gpu(size_bytes, "8.0"), context_bytes=0, name=f"a GPU of {size_bytes / 2**20:.0f} MiB")
 
 
 # ---- One set-up -----------------------------------------------------------------------------------------------------
 
 
-def run_setup(folder: Path, setup: str, *, seed: int, epochs: int, sizes: dict[str, int]) -> dict[str, Any]:
-    """Train one set-up and return its figures; ``memopt`` also saves model and tokenizer in ``folder/model``.
+def run_setup(
+    folder: Path,
+    setup: str,
+    *,
+    limit_bytes: int,
+    seed: int,
+    epochs: int,
+    sizes: Sequence[Mapping[str, int]] = (MODEL, LARGE_MODEL),
+) -> dict[str, Any]:
+    """Train one set-up and return its figures; ``"memopt"`` also saves model and tokenizer in ``folder/model``.
+
+    ``"unlimited"`` has no limit and leaves its losses and weights in the folder, with which ``"memopt"`` compares its
+    own. Of the others ``"stock"`` and ``"auto_find_batch_size"`` are the stock Trainer, ``"planned"`` is what ``plan``
+    chooses, and ``"streamed"`` is a larger model for a few steps.
 
     Args:
-        folder: holds ``task.json`` and ``tokenizer`` as ``run.prepare`` wrote them.
-        setup: as for ``trainer_of``.
+        folder: with what ``run.prepare`` wrote.
+        setup: its name.
+        limit_bytes: of the pretended GPU.
         seed: of weights and order.
         epochs: passes over the training texts.
-        sizes: fields of the configuration that replace the size chosen for the machine.
+        sizes: fields of the configuration of the model, and of the large one.
     """
-    task = DocstringTask(**json.loads((folder / "task.json").read_text(encoding="utf-8")))
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    config = model_config(len(tokenizer), task.labels, sizes)
-    arguments = {
-        **HYPERPARAMETERS,
-        "output_dir": str(folder / "trainer"),
-        "num_train_epochs": epochs,
-        "seed": seed,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": "none",
-        "dataloader_num_workers": 0,  # the tokens are counted in this process
-        "dataloader_pin_memory": torch.accelerator.is_available(),
-    }
-    model = build_model(config, seed)
-    trainer = trainer_of(setup, model, tokenizer, task.train_texts, task.train_labels, arguments)
-    figures = {"settings": settings_text(trainer.args), **measure(trainer)}
-    # Without autocast, which accelerate leaves in forward: the accuracy is that of a reloaded model.
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    predicted = predict_labels(model, tokenizer, task.test_texts)
-    hits = sum(one == other for one, other in zip(predicted, task.test_labels, strict=True))
+    one = _SetUp(folder, None if setup == "unlimited" else limit_bytes, seed, epochs, sizes)
+    figures: dict[str, Any] = {}
+    if setup == "planned":
+        trainer = one.planned(figures)
+    elif setup == "streamed":
+        trainer = one.streamed(figures)
+    else:
+        trainer = one.stock(auto_find_batch_size=setup == "auto_find_batch_size")
     if setup == "memopt":
+        attach(trainer, MicrobatchCallback())
+    model: Any = trainer.model
+    figures |= {"limit_bytes": one.gpu.limit_bytes, "settings": settings_text(trainer.args)}
+    longest = one.longest(LARGE_TOKENS if setup == "streamed" else MAX_LENGTH_TOKENS)
+    figures["predicted_peak_bytes"] = predicted_peak(trainer, longest)
+    figures |= measure(trainer, one.gpu)
+    model = trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # without accelerate's autocast
+    if setup == "unlimited":
+        save_file(model.state_dict(), folder / WHOLE, {"losses": json.dumps(figures["losses"])})
+        figures["naive_examples_per_second"] = _naive_speed(one)
+    if setup == "memopt":
+        figures |= _differences(model, figures["losses"], folder / WHOLE)
         model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-    figures |= {"accuracy": hits / len(predicted), "test_texts": len(predicted)}
-    figures |= predicted_peaks(config, trainer)
-    if accelerator_type() == "cpu":
-        del trainer, model
-        figures["measured_peak_bytes"] = _profiled_peak_bytes(setup, config, tokenizer, arguments)
-    return figures
+        one.tokenizer.save_pretrained(folder / "model")
+    if setup == "streamed" and figures["losses"]:
+        figures |= _beside_whole(one, model, figures["losses"])
+    is_trained = setup != "streamed" and figures["steps"] == figures["planned_steps"]
+    predicted = predict_labels(model, one.tokenizer, one.task.test_texts) if is_trained else []
+    hits = sum(each == other for each, other in zip(predicted, one.task.test_labels, strict=False))
+    return {**figures, "accuracy": hits / len(predicted) if predicted else None, "test_texts": len(predicted)}
 
 
 def settings_text(args: TrainingArguments) -> str:
@@ -179,98 +235,111 @@ def settings_text(args: TrainingArguments) -> str:
     parts = ["bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", str(getattr(args.optim, "value", args.optim))]
     if args.gradient_accumulation_steps > 1:
         parts.append(f"{args.gradient_accumulation_steps} accumulation steps of {args.per_device_train_batch_size}")
-    return ", ".join([*parts, *(["checkpointing"] if args.gradient_checkpointing else [])])
+    return ", ".join([*parts, *(["checkpointing"] if checkpointing_of(args)[0] else [])])
 
 
-class TokenCounter:
-    """Count the real and the padded tokens that a collator returns."""
+class _Noted(TrainerCallback):
+    """Keeps the losses of the last attempt, and its steps."""
 
-    def __init__(self, collator: Callable[[list[Any]], Mapping[str, Any]]) -> None:
-        self.collator = collator
-        self.examples = self.real_tokens = self.padded_tokens = 0
+    keeps_gradient_scale = True  # see ``binding.attachment``
 
-    def __call__(self, features: list[Any]) -> Any:
-        batch = self.collator(features)
-        mask = batch["attention_mask"]  # (batch, seq)
-        self.examples += mask.shape[0]
-        self.real_tokens += int(mask.sum())
-        self.padded_tokens += mask.numel()
-        return batch
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.steps = self.planned_steps = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.losses, self.steps, self.planned_steps = [], 0, state.max_steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps = state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in (logs or {}):
+            self.losses.append(float(logs["loss"]))
 
 
-def measure(trainer: Trainer) -> dict[str, Any]:
-    """Train and return the figures of the run; the measured peaks are None where torch counts none (CPU, MPS)."""
-    # the report that the trainer has, or a new one: two would reset each other's peaks
-    memory: Any = trainer.pop_callback(MemoryReportCallback) or MemoryReportCallback()
-    trainer.add_callback(memory)
-    counter = TokenCounter(trainer.data_collator)
-    trainer.data_collator = counter
-    _synchronize()
+class _Bar(ProgressCallback):
+    """Stock's progress bar without a line for each loss."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print nothing."""
+
+
+def measure(trainer: Trainer, gpu: PretendedGpu) -> dict[str, Any]:
+    """Train on a pretended GPU and return what was seen; out of memory ends it."""
+    noted, message = _Noted(), None
+    for kind in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(kind)
+    for callback in (noted, *([] if trainer.args.disable_tqdm else [_Bar()])):
+        trainer.add_callback(callback)
     started = time.perf_counter()
-    trainer.train()
-    _synchronize()
+    model: Any = trainer.model
+    with gpu:
+        gpu.hold(model.parameters())
+        try:
+            trainer.train()
+        except torch.OutOfMemoryError as error:
+            message = str(error)
     seconds = time.perf_counter() - started
-    phases = memory.summary.values()
-    optimizer: Any = trainer.optimizer
-    state_bytes = optimizer_state_bytes(optimizer)
+    examples = noted.steps * trainer.args.gradient_accumulation_steps * trainer._train_batch_size
+    dataset: Any = trainer.train_dataset
+    if noted.steps == noted.planned_steps and trainer.args.max_steps < 0:  # the last batch of an epoch is smaller
+        examples = round(trainer.args.num_train_epochs * len(dataset))
     return {
+        "steps": noted.steps,
+        "planned_steps": noted.planned_steps,
+        "losses": noted.losses,
+        "batch_size": trainer._train_batch_size,
+        "times_out_of_memory": gpu.times_out_of_memory,
+        "peak_bytes": gpu.peak_bytes,
         "seconds": seconds,
-        "examples": counter.examples,
-        "examples_per_second": counter.examples / seconds,
-        "real_tokens_per_second": counter.real_tokens / seconds,
-        "padding_efficiency": counter.real_tokens / counter.padded_tokens,
-        "optimizer_state_bytes": sum(state_bytes.values()),
-        "optimizer_state_bytes_by_dtype": state_bytes,
-        "measured_peak_bytes": max((phase.get("peak_allocated_bytes", 0) for phase in phases), default=0) or None,
-        "measured_reserved_bytes": max((phase.get("peak_reserved_bytes", 0) for phase in phases), default=0) or None,
+        "examples_per_second": examples / seconds,
+        **({"message": message} if message else {}),
     }
 
 
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+def predicted_peak(trainer: Trainer, longest: int) -> int:
+    """Return the allocated bytes that are predicted for a step whose rows have ``longest`` tokens.
 
-
-def predicted_peaks(config: BertConfig, trainer: Trainer) -> dict[str, int | None]:
-    """Return the estimated peaks of a step with micro-batches of ``MAX_LENGTH_TOKENS`` under the trainer's settings.
-
-    On a CPU the workspaces of a GPU's matrix multiplications are subtracted and nothing is reserved. What remains of a
-    GPU are the buffers of its reductions, at most 12 MiB here, which a CPU does not allocate.
+    The workspaces of a GPU's matrix multiplications are subtracted. What remains of a GPU are the buffers of its
+    reductions, at most 12 MiB here, which a CPU does not allocate.
     """
-    with torch.device("meta"):
-        model = BertForSequenceClassification(config)
-    handler = trainer.accelerator.autocast_handler
-    cached = handler is None or handler.cache_enabled
-    found = estimate_from_arguments(model, trainer.args, MAX_LENGTH_TOKENS, autocast_cache=bool(cached))
-    on_cpu = accelerator_type() == "cpu"
+    shape = BatchShape(trainer.args.per_device_train_batch_size, longest, None, None)
+    found = estimate_of(trainer, shape)
+    return found.peak_allocated_bytes - found.components["workspace"]
+
+
+def _naive_speed(one: _SetUp) -> float:
+    """Return the examples per second of the same training with every text padded to the longest."""
+    trainer = one.stock(one.rows(padding="max_length"), max_steps=NAIVE_STEPS, logging_strategy="no", disable_tqdm=True)
+    speed: float = measure(trainer, PretendedGpu(None))["examples_per_second"]
+    return speed
+
+
+def _beside_whole(one: _SetUp, model: PreTrainedModel, losses: list[float]) -> dict[str, Any]:
+    """Return the peak of stock with checkpointing, which has the whole model, and whether it trains the same."""
+    whole = one.large_trainer(one.model(one.large_sizes), **checkpointing_arguments())
+    trained: Any = whole.model
+    figures = measure(whole, PretendedGpu(None))
+    pairs = zip(model.parameters(), trained.parameters(), strict=True)
+    is_equal = losses == figures["losses"] and all(torch.equal(*pair) for pair in pairs)
+    return {"whole_peak_bytes": figures["peak_bytes"], "is_equal_to_whole": is_equal}
+
+
+def _differences(model: PreTrainedModel, losses: list[float], other: Path) -> dict[str, float]:
+    """Return how far losses and weights are from those of another run: the largest of all, relative.
+
+    Without the biases of keys: their gradient is zero but for rounding, and Adam makes whole steps of it.
+    """
+    with safe_open(other, "pt") as file:
+        pairs = zip(losses, json.loads(file.metadata()["losses"]), strict=True)
+        whole = {name: file.get_tensor(name) for name in file.keys() if "key.bias" not in name}  # noqa: SIM118
+    weights = model.state_dict()
+    of_weights = {name: float((weights[name] - one).norm() / one.norm()) for name, one in whole.items()}
     return {
-        "predicted_peak_bytes": found.peak_allocated_bytes - (found.components["workspace"] if on_cpu else 0),
-        "predicted_reserved_bytes": None if on_cpu else found.peak_reserved_bytes,
+        "loss_difference": max(abs(loss - wanted) / abs(wanted) for loss, wanted in pairs),
+        "weight_difference": max(of_weights.values()),
     }
-
-
-def _profiled_peak_bytes(
-    setup: str, config: BertConfig, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]
-) -> int:
-    """Return the peak bytes of torch's allocator on the CPU, from a new model to the end of two optimizer steps.
-
-    Two steps, because the optimizer allocates its state in the first. The texts are 250 tokens long, and every set-up
-    pads them to 256: batches of real texts contain padding too, so that attention needs a mask.
-    """
-    texts = ["." * (MAX_LENGTH_TOKENS - 6 - 2)] * (2 * BATCH_SIZE)  # a token each, with [CLS] and [SEP]
-    arguments = {**arguments, "num_train_epochs": 1, "disable_tqdm": True}
-    gc.collect()  # nothing of the timed run may be freed while the profiler counts
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
-        trainer = trainer_of(setup, build_model(config, seed=0), tokenizer, texts, [0] * len(texts), arguments)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    memory = [event for event in events if event.get("name") == "[memory]"]
-    changes = (event["args"]["Bytes"] for event in sorted(memory, key=lambda event: event["ts"]))
-    return max(itertools.accumulate(changes), default=0)
 
 
 @torch.no_grad()

@@ -12,8 +12,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig
 
 import tiny
+from hf_memopt import estimate_from_arguments
 from hf_memopt.binding.model_changes import drop_input_gradients
-from hf_memopt.memory import Estimate, estimate, estimate_from_arguments, estimation
+from hf_memopt.memory import Estimate, estimate, estimation
 from hf_memopt.memory.recording import sessions as sessions
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.techniques.freezing.freezing import freeze

@@ -22,10 +22,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, BitsAndBytesConfig, T5Config, Trainer
 
 import tiny
+from hf_memopt import estimate_from_arguments
 from hf_memopt.binding import versions as compat
 from hf_memopt.components import parts_of
 from hf_memopt.devices import find_gpu
-from hf_memopt.memory import Estimate, estimate, estimate_from_arguments, estimation
+from hf_memopt.memory import Estimate, estimate, estimation
 from hf_memopt.memory.allocator import ReplayPlan
 from hf_memopt.memory.allocator import replay as allocator_replay
 from hf_memopt.memory.allocator.replay import replay

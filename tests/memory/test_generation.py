@@ -12,9 +12,8 @@ from slow_cases import slow_except
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, Seq2SeqTrainingArguments, T5Config, WhisperConfig
 
-from hf_memopt import Estimate, NotEstimableError, StepSettings, estimate
+from hf_memopt import Estimate, NotEstimableError, StepSettings, estimate, estimate_from_arguments
 from hf_memopt.binding.model_changes import add_adapters
-from hf_memopt.memory import estimate_from_arguments
 from hf_memopt.memory.recording import RecordedPass, StepTrace, generation
 from hf_memopt.memory.recording.sessions import forget_traces
 from hf_memopt.memory.recording.step import record_step

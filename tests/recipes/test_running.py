@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,9 @@ CAUSAL = HEAD + (
     "rows = [{'input_ids': row['input_ids'], 'labels': row['input_ids']} for row in rows]\n"
     "args = TrainingArguments('out', **settings)\ntrainer = Trainer(model, args, train_dataset=rows)\n"
 )
+# a step that an RTX 3050 has no room for
+TOO_LARGE = CAUSAL.replace("hidden_size=16", "hidden_size=1024").replace("vocab_size=100", "vocab_size=150_000")
+TOO_LARGE = TOO_LARGE.replace("train_batch_size=4", "train_batch_size=256").replace("32)]", "512)]")
 
 
 @dataclass(frozen=True)
@@ -237,10 +240,8 @@ def test_what_cannot_be_read_at_the_end_is_no_error(tmp_path: Path) -> None:
 
 def test_a_prediction_for_another_gpu(tmp_path: Path) -> None:
     """The estimate comes first; ``--apply exact`` adds what makes the step fit."""
-    large = CAUSAL.replace("hidden_size=16", "hidden_size=1024").replace("vocab_size=100", "vocab_size=150_000")
-    large = large.replace("per_device_train_batch_size=4", "per_device_train_batch_size=256").replace("32)]", "512)]")
     stops = "class Stops(TrainerCallback):\n    def on_step_begin(self, *_, **__):\n        sys.exit(0)\n"
-    text = f"{large}{stops}trainer.add_callback(Stops())\ntrainer.train()\n"
+    text = f"{TOO_LARGE}{stops}trainer.add_callback(Stops())\ntrainer.train()\n"
     script = Script(text, options=("--gpu", "RTX 3050 4GB", "--apply", "exact"))
     found = started(tmp_path / "ours", script, is_run=True)
     assert found.returncode == 0
@@ -249,6 +250,30 @@ def test_a_prediction_for_another_gpu(tmp_path: Path) -> None:
     )
     assert "with fused cross-entropy and checkpointing policy, by which" in found.stderr
     assert "FusedCrossEntropyCallback()" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "made"),
+    [
+        pytest.param("release_clipping", "ReleasedAdamW torch.float32", marks=pytest.mark.slow),
+        ("bf16_weights", "SixteenBitAdamW torch.bfloat16"),
+        pytest.param("freeze", "AdamW torch.float32", marks=pytest.mark.slow),
+    ],
+)
+def test_a_word_of_consent_changes_the_training_where_a_step_does_not_fit(word: str, made: str, tmp_path: Path) -> None:
+    look = "print(type(trainer.optimizer.optimizer).__mro__[0].__name__, model.lm_head.weight.dtype)\n"
+    look += "print(model.get_input_embeddings().weight.requires_grad)\nsys.exit(0)\n"
+    stops = "class Stops(TrainerCallback):\n    def on_step_begin(self, *_, **__):\n"
+    text = f"{TOO_LARGE}{stops}" + "".join(f"        {line}\n" for line in look.splitlines())
+    script = Script(f"{text}trainer.add_callback(Stops())\ntrainer.train()\n")
+    options = ("--gpu", "RTX 3050 4GB", "--allow", word)
+    found = started(tmp_path / "ours", replace(script, options=options), is_run=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines() == [made, str(word != "freeze")]
+    assert f"--allow {word}, which changes the training:" in found.stderr
+    assert f"and for {word}, where the Trainer is made:" in found.stderr
+    ends = started(tmp_path / "fits", replace(SCRIPTS["causal"], options=options), is_run=True)
+    assert "--allow" not in ends.stderr  # where a step fits nothing is changed
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -276,6 +301,7 @@ def test_two_processes_of_torchrun(tmp_path: Path) -> None:
         (["nothing.py"], "'nothing.py' is not a file; expected a Python script"),
         (["--apply", "all", __file__], "--apply all"),
         (["--repair", "all", __file__], "--repair all"),
+        (["--allow", "shorter", __file__], "--allow shorter"),
         (["--gpu", "RTX 1", __file__], "RTX 1"),
     ],
 )

@@ -8,11 +8,12 @@ reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 
 from hf_memopt.binding import attach
@@ -26,6 +27,7 @@ from hf_memopt.memory.settings import BatchShape
 from hf_memopt.recipes.measuring.recorder import LongestRows
 from hf_memopt.recipes.running.lines_to_add import diff_of, lines_of
 from hf_memopt.technique_list import TECHNIQUES, load
+from hf_memopt.techniques.freezing import FreezeCallback
 from hf_memopt.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -40,6 +42,12 @@ EXACT: tuple[tuple[str, ...], ...] = (
     ("fused cross-entropy", "checkpointing policy"),
 )
 """What ``--apply exact`` tries in this order: the same batch, and the same loss but for the order of sums."""
+ALLOWED = {
+    "release_clipping": "max_grad_norm=0, optimizer_cls_and_kwargs=released_optimizer(args, model)",
+    "bf16_weights": "model.to(torch.bfloat16), optimizer_cls_and_kwargs=rounded_optimizer(args, model)",
+    "freeze": 'callbacks=[FreezeCallback("embeddings")]',
+}
+"""What ``--allow`` takes, as a script would write it."""
 SECONDS_BETWEEN = 30.0  # two lines of a run
 
 
@@ -48,6 +56,7 @@ def assisted(trainer: Trainer, script: str, options: dict[str, Any], say: Callab
     """Attach to a Trainer for one ``train()``, and say what was predicted, seen and done."""
     watch = _Watch(trainer, options["gpu"], say)
     used = [*ALWAYS, *(watch.changes_that_fit() if options["apply"] else ())]
+    allowed = watch.allow(options["allow"])
     handles = [override_method(trainer, "training_step", watch.training_step)]
     if options["repair"]:
         handles.append(repair_gradient_scale(trainer))
@@ -70,6 +79,8 @@ def assisted(trainer: Trainer, script: str, options: dict[str, Any], say: Callab
         trainer.remove_callback(watch)
         remove_all(handles)
         _say_lines(script, options, added, say)
+        for word in allowed:
+            say(f"and for {word}, where the Trainer is made: {ALLOWED[word]}")
 
 
 class _Watch(TrainerCallback):
@@ -82,15 +93,16 @@ class _Watch(TrainerCallback):
         self._gpu = current_gpu() if gpu is None else find_gpu(gpu)
         self._shape = _longest_batch(trainer)
         self._predicted: Estimate | None = None
+        self._changes: dict[str, Any] = {}  # of the estimate, by what is attached
         self._has_begun, self._began, self._told, self._first_step = False, 0.0, 0.0, 0
         if self._gpu is None:
             self._say("no GPU here, so nothing is predicted; --gpu NAME predicts for one")
         elif self._shape is not None:
             self._predict(self._shape)
 
-    def _predict(self, shape: BatchShape, **changes: Any) -> None:
+    def _predict(self, shape: BatchShape) -> None:
         try:
-            self._predicted = estimate_of(self._trainer, shape, gpu=self._gpu, **changes)
+            self._predicted = estimate_of(self._trainer, shape, gpu=self._gpu, **self._changes)
         except Exception as error:  # of foreign code: the script runs without a prediction
             self._say(f"not predicted: {reason(error)}")
             return
@@ -105,19 +117,35 @@ class _Watch(TrainerCallback):
         before = self._predicted
         if before is None or self._shape is None or before.verdict == "fits":
             return ()
-        found: list[tuple[Estimate, tuple[str, ...]]] = [(before, ())]
+        found: list[tuple[Estimate, tuple[str, ...], dict[str, Any]]] = [(before, (), {})]
         for names in EXACT:
             changes = {field: value for name in names for field, value in TECHNIQUES[name].sets.items()}
             try:
-                found.append((estimate_of(self._trainer, self._shape, gpu=self._gpu, **changes), names))
+                found.append((estimate_of(self._trainer, self._shape, gpu=self._gpu, **changes), names, changes))
             except Exception:  # of foreign code
                 continue
             if found[-1][0].verdict == "fits":
                 break
-        self._predicted, names = min(found, key=lambda one: one[0].total_bytes)
+        self._predicted, names, self._changes = min(found, key=lambda one: one[0].total_bytes)
         if names:
             self._say(f"with {' and '.join(names)}, by which batch and loss stay, it {_needs(self._predicted)}")
         return names
+
+    def allow(self, words: Sequence[str]) -> list[str]:
+        """Change the training by these words, one after the other, until a step fits; return those that were used."""
+        used: list[str] = []
+        for word in words:
+            if self._predicted is None or self._shape is None or self._predicted.verdict == "fits":
+                break
+            try:
+                _change_training(self._trainer, word)
+            except (ValueError, TypeError, RuntimeError) as error:
+                self._say(f"without {word}: {reason(error)}")
+            else:
+                used.append(word)
+                self._say(f"--allow {word}, which changes the training:")
+                self._predict(self._shape)
+        return used
 
     def training_step(self, before: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Look at a batch before it runs."""
@@ -173,6 +201,29 @@ class _Watch(TrainerCallback):
             )
         if peaks := self._peaks():
             self._say(f"the run is over{peaks}")
+
+
+def _change_training(trainer: Trainer, word: str) -> None:
+    """Do what a word of ``--allow`` names, before the optimizer is made."""
+    args, model = trainer.args, cast(nn.Module, trainer.model)
+    if word == "freeze":
+        attach(trainer, FreezeCallback("embeddings"))
+        return
+    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+        raise ValueError(
+            f"the script makes an optimizer of its own; expected that of TrainingArguments. Leave --allow {word} out"
+        )
+    technique = next(one for one in TECHNIQUES.values() if one.consent == word)
+    norm = args.max_grad_norm
+    args.max_grad_norm = 0.0 if word == "release_clipping" else norm
+    try:
+        made = load(technique.optimizer)(args, model, rounding=technique.sets.get("rounding", "nearest"))
+    except (ValueError, TypeError, RuntimeError):
+        args.max_grad_norm = norm
+        raise
+    if dtype := technique.sets.get("weights_dtype"):
+        nn.Module.to(model, getattr(torch, dtype))
+    trainer.optimizer_cls_and_kwargs = made
 
 
 def _longest_batch(trainer: Trainer) -> BatchShape | None:
