@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from html import escape
 from importlib.util import find_spec
@@ -62,6 +63,9 @@ class Theme:
 LIGHT = Theme(*("#FFFFFF", "#222222", "#DDDDDD", "#555555", "#B00020", "#00694E", "#7A4F00", "#A9DCC9", "#F6D58B"))
 DARK = Theme(*("#0D1117", "#E6EDF3", "#343B44", "#8B949E", "#FF7B72", "#56D1A4", "#E8B04A", "#0B6B51", "#8A6100"))
 
+THEMES = {"light": LIGHT, "dark": DARK}
+_THEME = ContextVar("theme", default=LIGHT)
+
 
 # ---- Files
 
@@ -83,7 +87,17 @@ def check_picture(path: Path, purpose: str, name: str = "plot") -> None:
         raise MissingExtraError("matplotlib", extra="plot", purpose=purpose)
 
 
-def write_picture(path: Path, draw: Callable[[Theme], Figure], *, purpose: str, theme: Theme = LIGHT) -> None:
+@contextmanager
+def in_theme(name: str) -> Iterator[None]:
+    """Draw the pictures inside in the colours of ``"light"`` or ``"dark"``, where no other theme is asked for."""
+    token = _THEME.set(THEMES[name])
+    try:
+        yield
+    finally:
+        _THEME.reset(token)
+
+
+def write_picture(path: Path, draw: Callable[[Theme], Figure], *, purpose: str, theme: Theme | None = None) -> None:
     """Draw a picture in the colours of a theme and write it.
 
     Raises:
@@ -91,8 +105,9 @@ def write_picture(path: Path, draw: Callable[[Theme], Figure], *, purpose: str, 
         MissingExtraError: matplotlib is not installed.
     """
     check_picture(path, purpose, name="path")
+    theme = theme or _THEME.get()
     with drawing(theme):
-        save_picture(draw(theme), path)
+        save_picture(draw(theme), path, purpose)
 
 
 @contextmanager
@@ -100,7 +115,12 @@ def drawing(theme: Theme = LIGHT, more: Mapping[str, Any] | None = None) -> Iter
     """Draw and save in the colours of a theme inside the block; ``more`` are further settings of matplotlib."""
     from matplotlib import rc_context
 
-    look: dict[Any, Any] = {"svg.hashsalt": "hf-memopt", "font.family": FONT, "text.parse_math": False}
+    look: dict[Any, Any] = {
+        "svg.hashsalt": "hf-memopt",
+        "svg.fonttype": "none",
+        "font.family": FONT,
+        "text.parse_math": False,
+    }
     look |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), theme.ink)
     look |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.paper)
     look |= {"legend.facecolor": theme.paper, "legend.edgecolor": theme.faint, "hatch.color": theme.strong}
@@ -109,15 +129,22 @@ def drawing(theme: Theme = LIGHT, more: Mapping[str, Any] | None = None) -> Iter
         yield
 
 
-def save_picture(figure: Figure, path: Path) -> None:
-    """Write a figure in the format of the path's ending, PNG at 150 dots per inch.
+def save_picture(figure: Figure, path: Path, purpose: str = "") -> None:
+    """Write a figure in the format of the path's ending: PNG at 150 dots per inch, SVG with its text as text.
 
     Raises:
         ValueError: ``path`` cannot be written; a former file at ``path`` is kept.
     """
     kind = path.suffix.lower()[1:]
     with writing("plot", path):
-        write_whole(path, _explained(figure) if kind == "svg" else _saved(figure, kind, dpi=150))
+        write_whole(path, _entitled(figure, purpose) if kind == "svg" else _saved(figure, kind, dpi=150))
+
+
+def _entitled(figure: Figure, purpose: str) -> str:
+    """Return a figure as SVG with a title and a description, which screen readers read."""
+    title = " ".join((figure.get_suptitle() or figure.axes[0].get_title(loc="left")).split())
+    told = f"<title>{escape(title or purpose)}</title><desc>{escape(purpose)}</desc>"
+    return re.sub(r"(<svg [^>]*>)", lambda found: found[1] + told, _explained(figure), count=1)
 
 
 def _saved(figure: Figure, kind: str, **options: Any) -> bytes:
@@ -140,7 +167,7 @@ def page_pictures(pictures: Mapping[str, tuple[str, Callable[[Theme], Figure]]])
     found = {}
     for name, (label, draw) in pictures.items():
         # identifiers are hashes with this salt, so two pictures of a page share none
-        with drawing(LIGHT, {"svg.fonttype": "none", "svg.hashsalt": name}), catch_warnings():
+        with drawing(LIGHT, {"svg.hashsalt": name}), catch_warnings():
             filterwarnings("ignore", "Glyph .* missing from font")  # the reader's browser has its own fonts
             found[name] = _for_page(_explained(draw(LIGHT)), label)
     return found

@@ -87,7 +87,7 @@ def test_the_picture_marks_what_was_published(
     figures: list[Any] = []
     rows = [replace(row, estimate=hand_made()) for row in halves(name)]
     monkeypatch.setattr(ladders, "predicted_rows", lambda *_: rows)
-    monkeypatch.setattr("hf_memopt.plotting.save_picture", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr("hf_memopt.plotting.save_picture", lambda figure, path, *_: figures.append(figure))
     monkeypatch.setattr(sys, "argv", ["ladders.py", name, "--plot", str(tmp_path / "ladder.png")])
     ladders.main()
     assert capsys.readouterr().out.splitlines()[-1] == f"Picture: {tmp_path / 'ladder.png'}"

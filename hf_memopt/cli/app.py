@@ -29,7 +29,8 @@ from hf_memopt.cli.command import BEFORE, MACHINE, TRYING_OUT, Command, examples
 from hf_memopt.cli.wrong_usage import usage_message
 from hf_memopt.errors import MissingExtraError, reason
 from hf_memopt.notices import PrintableRecord, printable
-from hf_memopt.plotting import check_picture
+from hf_memopt.plain_data import check_word
+from hf_memopt.plotting import THEMES, check_picture, in_theme
 
 
 class _Commands(TyperGroup):
@@ -130,7 +131,10 @@ def _of_module(name: str) -> Callable[[Any, typer.Context], int | None]:
     def run(options: Any, context: typer.Context) -> int | None:
         if getattr(options, "plot", None) is not None:
             check_picture(options.plot, purpose=f"the picture of hf-memopt {name}")
-        code: int | None = import_module(f"hf_memopt.cli.{name}_command").run(options, context)
+        theme = getattr(options, "theme", "light")
+        check_word("theme", theme, THEMES)
+        with in_theme(theme):
+            code: int | None = import_module(f"hf_memopt.cli.{name}_command").run(options, context)
         return code
 
     return run

@@ -250,7 +250,7 @@ def check_of_data(options: Any) -> None:
 
 @contextmanager
 def spinner(text: str, errors: Console, *, shown: bool = True) -> Iterator[Callable[[str], object]]:
-    """Show a spinner inside the block, and yield the function that changes its text.
+    """Show a spinner with the time that has passed inside the block, and yield the function that changes its text.
 
     Args:
         text: what the command does.
@@ -260,10 +260,13 @@ def spinner(text: str, errors: Console, *, shown: bool = True) -> Iterator[Calla
     if not (shown and errors.is_terminal):
         yield lambda text: None
         return
-    from rich.text import Text  # a name may hold what rich takes for markup
+    from rich.markup import escape  # a name may hold what rich takes for markup
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with errors.status(Text(text)) as status:
-        yield lambda text: status.update(Text(text))
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task(escape(text), total=None)
+        yield lambda text: progress.update(task, description=escape(text))
 
 
 def wrapped(text: str, console: Console) -> str:

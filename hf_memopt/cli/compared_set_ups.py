@@ -6,6 +6,7 @@ with 5 % to spare, the figures are those of one row; without a GPU they are thos
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from hf_memopt.memory import estimate, largest_that_fits, margin_of, precision_f
 from hf_memopt.memory.output import as_dict, bar_of
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.reports.pictures import Limit, draw_bars
-from hf_memopt.units import format_bytes, to_gib
+from hf_memopt.units import format_bytes, format_duration, to_gib
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,8 +110,11 @@ def compare(
     found = []
     with keeping_models():
         precision, dtype, problem = precision_for(model, gpu, overrides.get("task"))
-        for name, settings in set_ups(precision, dtype).items():
-            announce(name)
+        compared, began = set_ups(precision, dtype), time.monotonic()
+        for number, (name, settings) in enumerate(compared.items()):
+            left = (time.monotonic() - began) / max(number, 1) * (len(compared) - number)
+            soon = f", about {format_duration(left)} left" if number else ""
+            announce(f"{number + 1} of {len(compared)}: {name}{soon}")
             found.append(_with_most_rows(model, name, examples, {**given, **settings}))
     if all(one.estimate is None for one in found):
         raise ValueError(found[0].reason)
@@ -172,6 +176,34 @@ def print_compared(found: Sequence[Compared], console: Console, notes: Sequence[
         number = sum(one.verdict == "fits" for one in known)
         verdict = f"{number} of {len(found)} fit {gpu.name}, {format_bytes(gpu.usable_bytes)} usable"
         plain(verdict, style="bold green" if number else "bold red")
+        if (best := taken(found)) is not None:
+            kind = ", which trains adapters" if "LoRA" in best.name else ""
+            plain(f"Take {_whole_name(best, found)}, {best.batch}{kind}: the fastest of these. More: hf-memopt plan")
+
+
+def taken(found: Sequence[Compared]) -> Compared | None:
+    """Return the fastest set-up that fits, of those within 5 % the first; None where none fits or has seconds.
+
+    What asks for consent is left out, and adapters are taken where training all weights fits in no set-up.
+    """
+    times = {
+        one.name: one.estimate.step_time.seconds
+        for one in found
+        if one.estimate is not None and one.estimate.verdict == "fits" and one.estimate.step_time is not None
+    }
+    full = [name for name in times if "LoRA" not in name and not name.startswith("paged, ")]
+    wanted = full or [name for name in times if "LoRA" in name]
+    fastest = min((times[name] for name in wanted), default=0.0)
+    return next((one for one in found if one.name in wanted and times[one.name] <= 1.05 * fastest), None)
+
+
+def _whole_name(one: Compared, found: Sequence[Compared]) -> str:
+    """Return the name with those that a "+" adds to."""
+    names = [other.name for other in found[: found.index(one) + 1]]
+    if not one.name.startswith("+"):
+        return one.name
+    begins = max(at for at, name in enumerate(names) if not name.startswith("+"))
+    return " ".join(names[begins:])
 
 
 def draw_compared(found: Sequence[Compared], path: Path) -> None:

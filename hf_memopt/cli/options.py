@@ -62,6 +62,10 @@ def _picture() -> Any:
     return _option(None, "Also write a picture: .png, .svg or .pdf.", "FILE", "-p", "--plot", group=OUTPUT)
 
 
+def _theme() -> Any:
+    return _option("light", "Colours of the picture: light or dark.", "NAME", group=OUTPUT)
+
+
 def _json(group: str | None = None) -> Any:
     return _option(False, "Print JSON instead of a table.", None, "--json", group=group)
 
@@ -140,6 +144,7 @@ class LengthsOptions:
     max_tokens: int | None = _count("Padded tokens per batch; suggested by default.", group=BATCHES, max=MOST_COUNT)
     max_length: int | None = _count("Truncate longer examples to it.", group=BATCHES, max=MOST_COUNT)
     plot: Path | None = _picture()
+    theme: str = _theme()
     json_output: bool = _json(OUTPUT)
 
 
@@ -186,6 +191,7 @@ class EstimateOptions:
     """Those of ``StepSettings`` that were given, each an option of its own."""
     compare: bool = _option(False, "Compare set-ups, each with the most rows that fit.", group=OUTPUT)
     plot: Path | None = _picture()
+    theme: str = _theme()
     json_output: bool = _json(OUTPUT)
     list_models: bool = _option(
         False, "Print the well-known names and stop.", group=OUTPUT, callback=_list_models, is_eager=True
@@ -250,6 +256,7 @@ class PlanOptions:
     write: Path | None = _option(None, "Write train.py and recipe.json to this folder.", "DIR", "-w", group=OUTPUT)
     report: Path | None = _option(None, "Also write one HTML file with pictures.", "FILE", group=OUTPUT)
     plot: Path | None = _picture()
+    theme: str = _theme()
     force: bool = _option(False, "Replace files that are there.", group=OUTPUT)
     json_output: bool = _json(OUTPUT)
 

@@ -28,6 +28,7 @@ from hf_memopt.terminal import Console
 if TYPE_CHECKING:
     from hf_memopt.cli.options import PresetsOptions
 
+WIDE_COLUMNS = 130  # of a terminal that has a choice and its reason in one line
 PRESETS_COLUMNS = 76  # of a terminal; on a narrower one the GPUs would be cut within their names
 
 
@@ -53,7 +54,13 @@ def run(options: PresetsOptions, context: Any) -> None:
     is_long = (name == "auto" or model is not None) and not options.json_output
     with spinner(what, Console(stderr=True), shown=is_long):
         chosen = recipe(name, model, seq_len=options.seq_len)
-    console.out(chosen.to_json() if options.json_output else wrapped(str(chosen), console), highlight=False)
+    if options.json_output:
+        console.out(chosen.to_json(), highlight=False)
+    elif console.is_terminal and console.width < WIDE_COLUMNS:
+        pairs = (f"  {name} = {value!r}\n    {reason}" for name, value, reason in chosen.choices())
+        console.out(wrapped("\n".join([f"{chosen.name}: {chosen.purpose}", *pairs]), console), highlight=False)
+    else:
+        console.out(wrapped(str(chosen), console), highlight=False)
 
 
 def _presets_json() -> str:
@@ -99,7 +106,8 @@ def _print_fits(console: Console) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     console.print(
         "\nThe most examples of an optimizer step (8, 32 or any number) with which the preset of that size fits, with "
-        f"5 % to spare; tokens: of the longest rows. Computed for {gpus}, not measured ({versions}).",
+        f"5 % to spare; tokens: of the longest rows. Computed for {gpus}, not measured ({versions}). Language models "
+        "need more than a preset: LoRA, 4-bit weights, a fused loss. Plan for them.",
         highlight=False,
     )
 
@@ -153,9 +161,16 @@ def largest_batch(found: PresetFits, rows: Iterable[Mapping[str, Any]], preset: 
 
 
 def preset_fits_table(found: PresetFits) -> list[list[str]]:
-    """Return headings and lines of text: the largest effective batch of each model, length and preset."""
+    """Return headings and lines of text: the largest effective batch of each model, length and preset.
+
+    A model that fits with none of the smaller presets is left out: those are language models, for ``plan``.
+    """
     lines = [["GPU of ... GB", "tokens", *(name.removesuffix("gb-gpu") for name in found.presets)]]
+    small = [*found.presets][: len(found.presets) // 2]
+    fitting = {row["model"] for row in found.rows if any(found.fits(row, preset) for preset in small)}
     for (model, seq_len), rows in found.by_length().items():
+        if model not in fitting:
+            continue
         largest = [largest_batch(found, rows, preset) for preset in found.presets]
         cells = ["-" if batch is None else "any" if batch >= LARGEST_BATCH else str(batch) for batch in largest]
         lines.append([model, "" if seq_len is None else str(seq_len), *cells])

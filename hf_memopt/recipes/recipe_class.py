@@ -173,12 +173,14 @@ class Recipe:
         kept = {name: why for name, why in self.reasons.items() if name not in changed}
         return replace(self, **{"reasons": kept, **changed})
 
+    def choices(self) -> list[tuple[str, Any, str]]:
+        """Return the name of each choice, its value and its reason."""
+        return [(name, getattr(self, name), self.reason_of(name)) for name in self._shown]
+
     def __str__(self) -> str:
         width = max(map(len, self._shown))
-        lines = [f"{self.name}: {self.purpose}"]
-        for name in self._shown:
-            lines.append(f"  {name:<{width}}  {getattr(self, name)!r:<20}  {self.reason_of(name)}")
-        return "\n".join(lines)
+        lines = [f"  {name:<{width}}  {value!r:<20}  {reason}" for name, value, reason in self.choices()]
+        return "\n".join([f"{self.name}: {self.purpose}", *lines])
 
     def _repr_html_(self) -> str:
         from rich import box

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -463,7 +464,9 @@ def test_what_cannot_be_compared_is_named_with_its_reason(simulation, monkeypatc
     assert [(one.name, one.reason) for one in found if one.estimate is None] == [
         ("paged, frozen body", "not estimable: all is frozen")
     ]
-    assert told == list(set_ups())
+    assert [one.partition(": ")[2].partition(", about ")[0] for one in told] == list(set_ups())
+    assert told[0] == f"1 of {len(told)}: fp32"
+    assert told[-1].startswith(f"{len(told)} of {len(told)}: QLoRA, checkpointing, about ")
     result = run("--compare", "--seq-len", "128")
     assert result.exit_code == 0
     assert lines(result.stdout).endswith("\npaged, frozen body: not estimable: all is frozen")
@@ -533,3 +536,26 @@ def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:
     result = runner.invoke(app, ["estimate", str(tmp_path), "--seq-len", "65"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: --seq-len 65 ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "whole"),
+    [
+        ({"fp32": 3.0, "bf16": 1.04, "+ 8-bit AdamW": 1.0, "paged, bf16 weights": 0.5, "LoRA": 0.4}, "bf16"),
+        (
+            {"fp32": 3.0, "bf16": 2.0, "+ 8-bit AdamW": 1.5, "+ checkpointing": 1.0},
+            "bf16 + 8-bit AdamW + checkpointing",
+        ),
+        ({"paged, bf16 weights": 0.5, "LoRA": 0.4, "QLoRA": 0.3}, "QLoRA"),
+        ({}, ""),
+    ],
+)
+def test_the_set_up_to_take_is_the_fastest_that_needs_no_consent(seconds: dict[str, float], whole: str) -> None:
+    def compared(name: str) -> Any:
+        time = SimpleNamespace(seconds=seconds.get(name, 9.0))
+        fits = "fits" if name in seconds else "over"
+        return compared_set_ups.Compared(name, SimpleNamespace(verdict=fits, step_time=time))  # type: ignore[arg-type]
+
+    found = [compared(name) for name in set_ups()]
+    best = compared_set_ups.taken(found)
+    assert (compared_set_ups._whole_name(best, found) if best else "") == whole

@@ -16,7 +16,10 @@ from hf_memopt.recipes.running.script import Running
 
 @contextmanager
 def as_command() -> Iterator[Running]:
-    stock, running = Trainer.train, Running("train.py", {"gpu": None, "apply": None, "repair": None, "is_module": True})
+    stock, running = (
+        Trainer.train,
+        Running("train.py", {"gpu": None, "apply": None, "allow": (), "repair": None, "is_module": True}),
+    )
     running.change(Trainer)
     try:
         yield running

@@ -102,11 +102,11 @@ def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -
     found = texts(drawn(hand_made(), monkeypatch, tmp_path))
     for text in (
         f"{describe(hand_made())}\n{verdict(hand_made())}",
-        "peak 1.59 GiB, backward\nbert.encoder.layer.23",
+        "decides the total: 1.59 GiB allocated, backward\nbert.encoder.layer.23",
         "usable on GPU 4GB: 3.80 GiB",
-        "reserved and context, peak 1.99 GiB",
-        "1.59 GiB allocated at the peak; of components, at the peak / at their largest:",
-        "at the\npeak",
+        "reserved and context, 1.99 GiB at most",
+        "1.59 GiB allocated where the total is decided; of components, there / at most:",
+        "what\ndecides",
         "CUDA context  0.39",
         "memory in GiB",
         "\xa0step 1",
@@ -180,7 +180,7 @@ def test_a_picture_without_a_gpu_and_of_a_tiny_model(monkeypatch, tmp_path) -> N
         peak_reserved_bytes=1633 * 1024,
     )
     found = texts(drawn(estimate, monkeypatch, tmp_path))
-    assert {"memory in MiB", "peak 1.6 MiB, backward"} <= set(found)
+    assert {"memory in MiB", "decides the total: 1.6 MiB allocated, backward"} <= set(found)
     assert not [text for text in found if text.startswith("usable")]
 
 

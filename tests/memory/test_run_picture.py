@@ -26,7 +26,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     save = run_picture.plotting.save_picture
     monkeypatch.setattr(
-        run_picture.plotting, "save_picture", lambda figure, path: (found.append(figure), save(figure, path))
+        run_picture.plotting, "save_picture", lambda figure, path, *_: (found.append(figure), save(figure, path))
     )
     monkeypatch.setattr(run_report, "name_of", lambda device: "a GPU")
     return found

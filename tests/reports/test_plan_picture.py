@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    monkeypatch.setattr(plan_picture.plotting, "save_picture", lambda figure, path: found.append(figure))
+    monkeypatch.setattr(plan_picture.plotting, "save_picture", lambda figure, path, *_: found.append(figure))
     return found
 
 

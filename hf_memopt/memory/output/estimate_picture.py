@@ -52,6 +52,7 @@ def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
         None if gpu is None else Limit(gpu.name, gpu.usable_bytes),
         label,
         title="\n".join(fill(text, TITLE_COLUMNS) for text in (describe(estimate), fits)),
+        micro_batches=estimate.settings.gradient_accumulation_steps,
     )
     plotting.write_picture(path, picture.draw, purpose=purpose)
 

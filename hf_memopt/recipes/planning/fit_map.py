@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hf_memopt.reports.plan import CellData, FitMapData
 
 MOST_ROWS = 7
+MORE = (1, 2, 3, 4)  # powers of two of the effective batch, where all of it fits at once
 PARTS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # of the planned length
 SHORTEST = 16
 
@@ -40,12 +41,13 @@ def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation) 
     share = simulation.share
     lengths, rows = _lengths(one.seq_len, simulation.facts.most_tokens), _rows(one, share)
     found = {(same.rows, same.seq_len): same.total_bytes for same in known if same.techniques == one.techniques}
+    found[one.rows, one.seq_len] = one.total_bytes
 
     def spare_bytes(count: int, length: int | None) -> int:
         if (count, length) not in found:
             simulation.announce(f"what fits: {count} rows" + ("" if length is None else f" of {length} tokens"))
             recipe = one.recipe.replace(per_device_train_batch_size=count)
-            if not recipe.accumulates:
+            if not recipe.accumulates or count > share:
                 recipe = recipe.replace(effective_batch_size=count)
             found[count, length] = simulation.estimate(recipe, length).total_bytes
         return one.usable_bytes - found[count, length]
@@ -99,8 +101,8 @@ def _lengths(seq_len: int | None, most: int | None) -> list[int | None]:
 
 def _rows(one: Candidate, share: int) -> list[int]:
     """Return the micro-batches of the map, near to powers of two, those of the set-up and all rows among them."""
-    if not one.recipe.accumulates:  # the batch as one: the effective batch itself is what can change
-        return sorted({count for count in (share // 4, share // 2, share, 2 * share, 4 * share) if count})
+    if not one.recipe.accumulates or one.rows == share:  # the batch as one: what can grow is the effective batch
+        return sorted({count for count in (share // 4, share // 2, share, *(2**n * share for n in MORE)) if count})
     counts = [count for count in range(1, share + 1) if share % count == 0]
     wanted = {1, one.rows, share}
     for count in sorted(counts, key=lambda count: (count & (count - 1) != 0, count)):  # powers of two first

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 INCHES_OF_A_ROW = 0.27
 MOST_OF_GPU = 2.5  # how far the axis goes beyond the GPU's line, at most
+ROOM = 1.13  # for the figure behind the longest bar
 TITLE_COLUMNS, NAME_COLUMNS = 100, 50
+VERDICTS = {"fits": "fits", "tight": "tight", "over": "too large", "": ""}
 ALIKE = {
     "resident memory of the process": "optimizer state",
     "gradients, activations and others": "activations",
@@ -133,7 +135,9 @@ def _stacked_bars(axes: Axes, bars: Sequence[Bar], limit: Limit | None, theme: T
     most_bytes = max(most_bytes, *(bar.measured_bytes or 0 for bar in bars))  # whose marks are not cut
     most_gib = to_gib(most_bytes)
     headings, row = _headings(bars), 0
-    axes.set_xlim(0, 1.03 * most_gib)
+    axes.set_xlim(0, ROOM * most_gib)
+    axes.spines["bottom"].set_bounds(0, most_gib)
+    axes.set_xticks([tick for tick in axes.get_xticks() if tick <= most_gib])
     axes.set_ylim(len(bars) + len(headings) - 0.4, -0.7)
     axes.set_yticks([])
     axes.set_xlabel("GiB at the peak")
@@ -191,11 +195,13 @@ def _draw_bar(axes: Axes, row: int, bar: Bar, most_gib: float, theme: Theme) -> 
         where = to_gib(bar.measured_bytes)
         axes.plot(where, row, marker="D", color=theme.ink, markersize=5, markeredgecolor=theme.paper, zorder=4)
     total, cut = to_gib(bar.total_bytes), "» " if to_gib(bar.total_bytes) > most_gib else ""
-    verdict = "" if bar.verdict == "over" else bar.verdict  # the line says it, and so does the colour
-    words = ", ".join(word for word in (verdict, bar.note) if word)
-    text = f"{cut}{total:.{2 if total < 10 else 1}f} {words}".rstrip()
+    look = {"ha": "left", "va": "center", "fontsize": 8.5, "weight": weight, "zorder": 5}
+    box = {"facecolor": theme.paper, "edgecolor": "none", "pad": 0.6}  # above the line of the GPU
+    axes.text(left + 0.01 * most_gib, row, f"{cut}{total:.{2 if total < 10 else 1}f}", bbox=box, **look)
+    measured = "" if bar.measured_bytes is None else f"{to_gib(bar.measured_bytes):.2f} measured"
+    words = ", ".join(word for word in (VERDICTS[bar.verdict], bar.note, measured) if word)
     colour = {"fits": theme.fits, "tight": theme.tight, "over": theme.limit, "": theme.ink}[bar.verdict]
-    _text_beside(axes, row, text, "right", weight=weight, color=colour)
+    _text_beside(axes, row, words, "right", weight=weight, color=colour)
 
 
 def _text_beside(axes: Axes, row: float, text: str, side: Literal["left", "right"], **look: Any) -> None:

@@ -55,6 +55,7 @@ class TimelinePicture:
         limit: the GPU; None for no line.
         limit_label: what the legend says of it.
         title: above the picture.
+        micro_batches: of a step, of which some may not be drawn.
     """
 
     line: TimelineData
@@ -62,6 +63,7 @@ class TimelinePicture:
     limit: Limit | None
     limit_label: str = ""
     title: str = ""
+    micro_batches: int = 1
 
     @property
     def _context_bytes(self) -> int:
@@ -81,10 +83,14 @@ class TimelinePicture:
         scale, unit, digits = plotting.scale_of(self._total_bytes - self._context_bytes)
         axes.set_xlim(0, 1)
         axes.set_xticks([])
-        axes.set_xlabel("allocations and frees in their order (no time scale)")
+        last = self.line["steps"][-1]["from"] if self.line["steps"] else 0.0
+        drawn = sum(span["name"] == "forward" and span["from"] >= last for span in self.line["phases"])
+        fewer = f"; {drawn} of {self.micro_batches} micro-batches of a step are drawn"
+        order = "allocations and frees in their order (no time scale)"
+        axes.set_xlabel(order + (fewer if 0 < drawn < self.micro_batches else ""))
         axes.set_ylabel(f"memory in {unit}")
         panel.set_xticks([])
-        panel.set_xlabel("at the\npeak")
+        panel.set_xlabel("what\ndecides")
         panel.tick_params(left=False, labelleft=False)
         self._draw_stack(axes, scale, theme)
         self._draw_limit(axes, panel, scale, theme)
@@ -92,7 +98,7 @@ class TimelinePicture:
         self._draw_peak(axes, panel, scale, theme)
         allocated = f"{self.line['peak']['allocated_bytes'] * scale:.{digits}f}"
         look: dict[str, Any] = {"ncols": 3, "frameon": False, "alignment": "left", "labelspacing": 0.35}
-        look["title"] = f"{allocated} {unit} allocated at the peak; of components, at the peak / at their largest:"
+        look["title"] = f"{allocated} {unit} allocated where the total is decided; of components, there / at most:"
         figure.legend(handles=self._legend_of(axes, scale, digits, theme), loc="outside lower left", **look)
         if self.title:
             figure.suptitle(self.title, fontsize=9.5, x=0.01, ha="left")
@@ -114,7 +120,7 @@ class TimelinePicture:
         context = self._context_bytes * scale
         axes.stairs([context], [0, 1], fill=True, color=theme.strong, linewidth=0, zorder=1)
         reserved = [self._context_bytes + size for size in self.line["reserved_bytes"]]
-        label = f"reserved{' and context' if context else ''}, peak {format_bytes(self._total_bytes)}"
+        label = f"reserved{' and context' if context else ''}, {format_bytes(self._total_bytes)} at most"
         look: dict[str, Any] = {"baseline": None, "color": theme.ink, "linewidth": 1.1, "label": label}
         axes.stairs(*self._held(reserved, scale), zorder=2, **look)
 
@@ -167,10 +173,11 @@ class TimelinePicture:
             [part] = panel.bar(0, size * scale, bottom=bottom * scale, color=colours[name])
             plotting.explain(part, f"{name}: {format_bytes(size)}")
             bottom += size
-        text = f"peak {format_bytes(peak['allocated_bytes'])}, {peak['phase']}"
+        text = f"decides the total: {format_bytes(peak['allocated_bytes'])} allocated, {peak['phase']}"
         text += f"\n{fill(peak['module'], TITLE_COLUMNS // 2)}" if peak["module"] else ""
         arrow = {"arrowstyle": "->", "color": theme.ink, "linewidth": 1.2}
         height = (self._context_bytes + peak["allocated_bytes"]) * scale
+        axes.plot(peak["position"], height, marker="o", color=theme.ink, markersize=4, zorder=6)
         _note(axes, peak["position"], text, height, 16, theme, theme.ink, arrowprops=arrow)
 
     def _legend_of(self, axes: Axes, scale: float, digits: int, theme: Theme) -> list[Any]:

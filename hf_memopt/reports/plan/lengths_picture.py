@@ -84,7 +84,9 @@ def _draw_strategies(report: PaddingData, axes: Axes, unit: str, theme: Theme) -
     names = [f"{one['name']}\nlargest batch {one['largest_batch_tokens']:,} {unit}" for one in found]
     axes.set_yticks(range(len(found)), names, fontsize=8.5)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.38 * most)
+    axes.set_xlim(0, 1.38 * most)  # room for the figures
+    axes.spines["bottom"].set_bounds(0, most)
+    axes.set_xticks(range(int(most) + 1))
     title = f"What one epoch computes: real {unit}, and padding (hatched), in batches of {report['batch_size']}"
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel(f"{unit} computed for each real one")

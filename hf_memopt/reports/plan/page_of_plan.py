@@ -48,7 +48,8 @@ def _pictures(told: PlanData, one: CandidateData) -> dict[str, tuple[str, Callab
     if chart is not None:
         found["map"] = ("Which batches and lengths fit", partial(map_figure, chart, one))
     if line is not None:
-        timeline = TimelinePicture(line, parts, limit, f"usable on {limit.name}: {usable}")
+        batches = max(one["examples"] // (one["micro_batch_size"] or 1), 1)
+        timeline = TimelinePicture(line, parts, limit, f"usable on {limit.name}: {usable}", micro_batches=batches)
         found["timeline"] = ("Memory by component over a run", timeline.draw)
     if padding is not None and told["texts"]["seq_len"] is not None:
         label = f"{padding['examples']:,} rows by length, and what is computed for them"

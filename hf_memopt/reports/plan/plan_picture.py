@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt import plotting
 from hf_memopt.components import parts_of
-from hf_memopt.plotting import LIGHT, Theme
+from hf_memopt.plotting import Theme
 from hf_memopt.reports.pictures import Bar, Limit, bars_in, height_of
 from hf_memopt.reports.plan.plan_file import CandidateData, FitMapData, PlanData, batch_of, is_same, shown_one
 from hf_memopt.units import format_bytes, format_number, to_gib
@@ -27,7 +27,7 @@ LEAST_INCHES = 2.0  # of a map, for the label of its rows
 WORDS = {"fits": "fits", "tight": "tight", "over": "no"}
 
 
-def draw_plan(told: PlanData, path: Path, *, theme: Theme = LIGHT) -> None:
+def draw_plan(told: PlanData, path: Path, *, theme: Theme | None = None) -> None:
     """Draw a plan to a PNG, SVG or PDF file.
 
     Raises:
