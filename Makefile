@@ -47,6 +47,7 @@ format: $(READY)
 
 docs: $(READY)            ## the documentation, built offline into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Open build/site/index.html"
 
 notebooks: $(READY)       ## run the notebooks and store what they show
 	$(BIN)/python notebooks/execute.py

@@ -24,6 +24,8 @@ from fresh_process import in_fresh_process
 from numpy.typing import NDArray
 from results_file import MACHINE, append, installed_versions, markdown, versions_of
 
+from hf_memopt.units import percent
+
 BUDGETS = {"review": 8192, "glue": 8192, "heavy": 16384, "docstrings": 2048}
 
 
@@ -106,8 +108,10 @@ def padding_sentence(row: dict[str, Any]) -> str:
     arms = row["figures"]["figures"]["review"]["arms"]
     ours, random = (arms[arm] for arm in ("hf_memopt max_tokens", "random, safe"))
     return (
-        f"On lengths as those of reviews, {ours['padding_efficiency']:.0%} of the tokens in a batch are real, where "
-        f"random order has {random['padding_efficiency']:.0%}: {ours['microseconds_per_example']:.2f} µs per example."
+        f"On lengths as those of reviews, {percent(ours['padding_efficiency'])} of the tokens in a batch are "
+        f"real, where "
+        f"random order has {percent(random['padding_efficiency'])}: {ours['microseconds_per_example']:.2f} µs per "
+        f"example."
     )
 
 

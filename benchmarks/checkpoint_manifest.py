@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from hf_memopt import ShardedCheckpointCallback, attach
 from hf_memopt.binding import checkpoint_manifest
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, percent
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "vocab_size": 8192}
 WAYS = ("stock", "flushed", "manifest")
@@ -85,7 +85,7 @@ def table(figures: dict[str, Any]) -> str:
     rows = []
     for title, found in figures["cases"].items():
         seconds = found["seconds"]
-        crc = f"{seconds['manifest'] / seconds['flushed'] - 1:+.1%}"
+        crc = percent(seconds["manifest"] / seconds["flushed"] - 1, 1, signed=True)
         times = [f"{taken:.2f} s" for taken in (*(seconds[way] for way in WAYS), found["check_seconds"])]
         rows.append((title, format_bytes(found["bytes"]), *times[:-1], crc, times[-1]))
     return markdown("| checkpoint | bytes | stock | flushed | manifest | CRC32 | check |", rows)

@@ -14,6 +14,8 @@ import torch
 from results_file import markdown, show
 from torch import nn
 
+from hf_memopt.units import percent
+
 CASES: dict[str, dict[str, Any]] = {
     "BERT-large, 32 x 128": {"model": "bert-large-uncased", "batch_size": 32, "seq_len": 128},
     "Llama-3.2-1B, 2 x 512": {"model": "Llama-3.2-1B", "batch_size": 2, "seq_len": 512},
@@ -94,10 +96,12 @@ def table(figures: dict[str, Any]) -> str:
             again = found["flops"] / plain["flops"] - 1
             sizes = [f"{found[name] / 2**20:,.0f} MiB" for name in ("saved_bytes", "peak_bytes")]
             name = policy if policy == "none" else f'`"{policy}"`'
-            rows.append((name, sizes[0], f"{share:.0%}", f"{again:+.1%}", sizes[1]))
+            rows.append((name, sizes[0], percent(share), percent(again, 1, signed=True), sizes[1]))
     plain_bytes = figures["budgets"]["budget_1"]
     budgets = ", ".join(
-        f'`"{budget}"` {saved / plain_bytes:.0%}' for budget, saved in figures["budgets"].items() if saved < plain_bytes
+        f'`"{budget}"` {percent(saved / plain_bytes)}'
+        for budget, saved in figures["budgets"].items()
+        if saved < plain_bytes
     )
     note = (
         f"Estimated for one step in {figures['precision']} autocast with AdamW on the {figures['gpu']}; saved are "

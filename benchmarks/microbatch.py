@@ -19,6 +19,8 @@ from typing import Any
 from results_file import MACHINE, markdown, show
 from transformers import TrainerCallback
 
+from hf_memopt.units import percent
+
 CALLS, REPEATS = 2000, 7
 TURNS, STEPS = 3, 12
 ROWS, MICROBATCH_ROWS = 32, 8
@@ -203,7 +205,7 @@ def table(figures: dict[str, Any]) -> str:
         "| 32 docstrings a step, BERT-mini | seconds per step | padded tokens | speed |",
         rows,
         f"With nothing to cut the callback costs {1e6 * cost['callback_seconds']:.0f} microseconds per step, "
-        f"{cost['fraction']:.2%} of a {1e3 * cost['step_seconds']:.0f} ms step of BERT-tiny. On {MACHINE} "
+        f"{percent(cost['fraction'], 2)} of a {1e3 * cost['step_seconds']:.0f} ms step of BERT-tiny. On {MACHINE} "
         "(`python benchmarks/microbatch.py`).",
         f"A loss that is not known, 32 rows of BERT-mini: {name} take {parts / whole:.2f} times the CPU time of "
         f"stock's whole batch; with nothing to cut, {attached / whole:.2f} times.",

@@ -29,6 +29,7 @@ from results_file import markdown, show
 from hf_memopt.components import MARGIN_SHARE
 from hf_memopt.memory import Estimate, estimate
 from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.units import percent
 
 TODAY = (4, 40)  # of transformers: stock Trainer runs from here on count as today's software
 LOOPS = {
@@ -112,10 +113,13 @@ def line_of(row: Row) -> str:
     """Return what is printed of a row while the others are still computed."""
     said = []
     if row["measured_bytes"] is not None:
-        said.append(f"as is {error_of(row, 'as_is'):+.2%}, matched {error_of(row, 'matched'):+.2%}")
+        said.append(
+            f"as is {percent(error_of(row, 'as_is'), 2, signed=True)}, matched "
+            f"{percent(error_of(row, 'matched'), 2, signed=True)}"
+        )
     if row["ran"] is not None:
         outcome = "ran" if row["ran"] else "ran out of memory"
-        said.append(f"{outcome}, predicted {row['verdict']} ({row['total_share']:.1%} of the GPU)")
+        said.append(f"{outcome}, predicted {row['verdict']} ({percent(row['total_share'], 1)} of the GPU)")
     return f"{row['case']}: {'; '.join(said)}{'' if row['is_solid'] else ' (settings not fully stated)'}"
 
 
@@ -237,7 +241,8 @@ def table(figures: Mapping[str, Any]) -> str:
     outcomes = markdown(
         "| outcome | runs | fits | tight | over |",
         [(name, *map(str, (sum(found.values()), *found.values()))) for name, found in figures["verdicts"].items()],
-        f"*Tight* leaves less than {1 / MARGIN_SHARE:.0%} of the GPU: of {measured} runs whose reserved bytes torch "
+        f"*Tight* leaves less than {percent(1 / MARGIN_SHARE)} of the GPU: of {measured} runs whose reserved "
+        f"bytes torch "
         f"measured, {beyond} reserved so much more than was predicted.",
     )
     errors_table = markdown("| errors without sign, in percent | runs | median | worst | worst under |", errors, note)
@@ -247,12 +252,12 @@ def table(figures: Mapping[str, Any]) -> str:
 def far_off(rows: Sequence[Row]) -> str:
     """Return the runs whose reserved bytes are off by more than 8 %, with the MiB of the error."""
     found = [
-        f"`{row['case']}` by {error_of(row, 'matched'):+.1%} "
+        f"`{row['case']}` by {percent(error_of(row, 'matched'), 1, signed=True)} "
         f"({(row['matched_bytes'] - row['measured_bytes']) / 2**20:+,.0f} MiB)"
         for row in rows
         if row["what"] == "reserved" and abs(error_of(row, "matched")) > FAR_SHARE
     ]
-    return f"Reserved bytes are off by more than {FAR_SHARE:.0%} in {' and '.join(found) or 'none'}."
+    return f"Reserved bytes are off by more than {percent(FAR_SHARE)} in {' and '.join(found) or 'none'}."
 
 
 def status(memory: Mapping[str, Any], seconds: Mapping[str, Any]) -> str:
@@ -269,12 +274,17 @@ def status(memory: Mapping[str, Any], seconds: Mapping[str, Any]) -> str:
     return (
         "Status: memory and seconds are *computed*; this project has measured none on a GPU yet (`make bench-gpu` "
         "measures yours). Against what other people measured on GPUs, the memory of "
-        f"{today['cases']} runs of today's stock `Trainer` is within {today['worst']:.1%}; with what older versions "
-        f"did otherwise put in place, allocated bytes of {allocated['cases']} runs are within {allocated['worst']:.1%} "
-        f"and reserved bytes of {reserved['cases']} within {reserved['worst']:.0%} (median {reserved['median']:.1%}). "
-        f"Seconds of {a100['rows']} steps on an A100 to which nothing was fitted are off by {a100['median']:.0%} in "
-        f"the median and {a100['worst']:.0%} at most, of {t4['rows']} on a T4 by {t4['median']:.0%} and "
-        f"{t4['worst']:.0%} ([how exact](docs/estimator.md)). What runs on a CPU is measured, and every figure has its "
+        f"{today['cases']} runs of today's stock `Trainer` is within {percent(today['worst'], 1)}; with what "
+        f"older versions "
+        f"did otherwise put in place, allocated bytes of {allocated['cases']} runs are within "
+        f"{percent(allocated['worst'], 1)} "
+        f"and reserved bytes of {reserved['cases']} within {percent(reserved['worst'])} (median "
+        f"{percent(reserved['median'], 1)}). "
+        f"Seconds of {a100['rows']} steps on an A100 to which nothing was fitted are off by "
+        f"{percent(a100['median'])} in "
+        f"the median and {percent(a100['worst'])} at most, of {t4['rows']} on a T4 by {percent(t4['median'])} and "
+        f"{percent(t4['worst'])} ([how exact](docs/estimator.md)). What runs on a CPU is measured, and every "
+        f"figure has its "
         "command ([benchmarks](docs/benchmarks.md))."
     )
 

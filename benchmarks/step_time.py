@@ -30,6 +30,7 @@ from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.step_time import Operation, StepTime
 from hf_memopt.memory.step_time.operations import optimizer_operations
+from hf_memopt.units import percent
 
 FITTED = "fitted"
 A100 = "A100, all that is not fitted"
@@ -167,7 +168,7 @@ def print_rows(rows: list[Row]) -> None:
     for row in rows:
         found = row.predicted
         part = max(found.shares, key=lambda name: found.shares[name])
-        cells = [f"{row.measured:.3f} s", f"{found.seconds:.3f} s", f"{row.error:+.1%}"]
+        cells = [f"{row.measured:.3f} s", f"{found.seconds:.3f} s", percent(row.error, 1, signed=True)]
         lines.append((row.group, row.case, *cells, f"{found.low:.3f} to {found.high:.3f}", part))
     print(markdown("| group | case | measured | predicted | error | range | largest share |", lines))
 
@@ -182,7 +183,11 @@ def table(figures: dict[str, Any]) -> str:
     rows = []
     for name, found in figures["summaries"].items():
         rank = "-" if found["spearman"] is None else f"{found['spearman']:.3f}"
-        errors = f"{found['median']:.1%}", f"{found['worst']:.1%}", f"{found['held']} of {found['rows']}"
+        errors = (
+            percent(found["median"], 1),
+            percent(found["worst"], 1),
+            f"{found['held']} of {found['rows']}",
+        )
         rows.append((name, str(found["rows"]), rank, *errors))
     left_out = "; ".join(f"{number}: {reason}" for reason, number in figures["left_out"].items()) or "none"
     note = (
@@ -204,7 +209,7 @@ def print_errors_after_a_row(rows: list[Row]) -> None:
             for one, other in itertools.permutations(rows, 2)
             if one.kind[:shared] == other.kind[:shared]
         ]
-        print(f"{name:<52}{len(errors):>5}{statistics.median(errors):>30.1%}{max(errors):>10.1%}")
+        print(f"{name:<52}{len(errors):>5}{percent(statistics.median(errors), 1):>30}{percent(max(errors), 1):>10}")
 
 
 # ---- Published rows
@@ -220,7 +225,7 @@ def published() -> tuple[list[Row], Counter[str]]:
             except (NotEstimableError, ValueError) as error:
                 left_out[str(error)] += 1
                 continue
-            print(f"{case.id}: {rows[-1].error:+.1%}", flush=True)
+            print(f"{case.id}: {percent(rows[-1].error, 1, signed=True)}", flush=True)
     return rows, left_out
 
 

@@ -101,3 +101,13 @@ def format_duration(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
+
+
+def percent(share: float, digits: int = 0, *, signed: bool = False) -> str:
+    """Return a share as text.
+
+    Examples:
+        >>> percent(0.05), percent(-0.0123, 1, signed=True)
+        ('5 %', '-1.2 %')
+    """
+    return f"{100 * share:{'+' if signed else ''},.{digits}f} %"

@@ -252,9 +252,9 @@ def test_rows_of_reserved_bytes_that_are_far_off_are_named_and_explained() -> No
     row = {"what": "reserved", "measured_bytes": 100 * 2**20}
     rows = [{**row, "case": str(found), "matched_bytes": found * 2**20} for found in (100, 91, 107, 109)]
     assert published.far_off([*rows, {**rows[1], "what": "allocated"}]) == (
-        "Reserved bytes are off by more than 8% in `91` by -9.0% (-9 MiB) and `109` by +9.0% (+9 MiB)."
+        "Reserved bytes are off by more than 8 % in `91` by -9.0 % (-9 MiB) and `109` by +9.0 % (+9 MiB)."
     )
-    assert published.far_off(rows[:1]) == "Reserved bytes are off by more than 8% in none."
+    assert published.far_off(rows[:1]) == "Reserved bytes are off by more than 8 % in none."
     page = (Path(__file__).parents[1] / "docs/estimator.md").read_text(encoding="utf-8")
     (line,) = [line for line in page.splitlines() if line.startswith("Reserved bytes are off")]
     assert line.split("`")[1::2] == [  # those whose causes follow
@@ -328,7 +328,7 @@ def test_readmes_table() -> None:
     assert "| all | 2 | 1.00 | 2.00 | 0.00 |" in lines
     assert "| ran | 3 | 1 | 2 | 0 |" in lines
     assert (
-        "*Tight* leaves less than 5% of the GPU: of 7 runs whose reserved bytes torch measured, 1 reserved so much "
+        "*Tight* leaves less than 5 % of the GPU: of 7 runs whose reserved bytes torch measured, 1 reserved so much "
         "more than was predicted."
     ) in lines
     assert "an old behaviour (2)" in lines[-3]

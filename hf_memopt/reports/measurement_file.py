@@ -11,7 +11,7 @@ from typing import Literal
 
 from hf_memopt.json_fields import check_format
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, checked_path, from_object, parse_object, shown
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, percent
 from hf_memopt.whole_files import check_target, write_whole, writing
 
 FORMAT = 1
@@ -269,7 +269,7 @@ def _line(name: str, measured: int, predicted: int | None) -> str:
 
 
 def _difference(predicted: float, measured: float) -> str:
-    return f"{predicted / measured - 1:+.1%}" if measured else "0" if not predicted else "-"
+    return percent(predicted / measured - 1, 1, signed=True) if measured else "0" if not predicted else "-"
 
 
 def _seconds(found: Measurement) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_memopt.plotting import DARK, LIGHT, Theme
 from hf_memopt.reports.pictures import colours_of
-from hf_memopt.units import format_bytes, format_duration, format_number, to_gib
+from hf_memopt.units import format_bytes, format_duration, format_number, percent, to_gib
 from hf_memopt.whole_files import check_target, write_whole, writing
 
 
@@ -80,7 +80,7 @@ def rendered(template: str, view: Mapping[str, Any], pictures: Mapping[str, str]
 def sized(parts: Mapping[str, int], whole_bytes: int) -> list[list[str]]:
     """Return a row of a table for each part that has bytes, the largest first, with its share of the whole."""
     found = sorted((part for part in parts.items() if part[1]), key=lambda part: -part[1])
-    return [[name, format_bytes(size), f"{size / max(whole_bytes, 1):.1%}"] for name, size in found]
+    return [[name, format_bytes(size), percent(size / max(whole_bytes, 1), 1)] for name, size in found]
 
 
 def signed(change_bytes: int) -> str:

@@ -233,7 +233,7 @@ def test_lengths_in_a_narrow_terminal_cuts_no_figure(reviews) -> None:
     assert result.exit_code == 0
     assert "…" not in result.stdout
     assert all(
-        f"{row.wasted_fraction:.1%}" in result.stdout
+        f"{100 * row.wasted_fraction:.1f} %" in result.stdout
         for row in padding_report(file_lengths(reviews).lengths, unit="words").strategies
     )
 

@@ -36,18 +36,18 @@ def test_the_whole_table() -> None:
         "attention\n"
         "335.1 M parameters, 1.1 M trainable; 7.6 TFLOP per optimizer step\n"
         "\n"
-        " component              at the peak   share\n"
-        " ────────────────────────────────────────────────────\n"
-        " weights                  600.0 MiB   29.5%   ██████\n"
-        " gradients                 75.0 MiB    3.7%   █\n"
-        " optimizer state          150.0 MiB    7.4%   █\n"
-        " activations              700.0 MiB   34.4%   ███████\n"
-        " logits and loss           50.0 MiB    2.5%\n"
-        " temporaries               33.0 MiB    1.6%\n"
-        " workspace                 16.0 MiB    0.8%\n"
-        " inputs                     1.0 MiB    0.0%\n"
-        " reserved, not in use       8.0 MiB    0.4%\n"
-        " CUDA context             400.0 MiB   19.7%   ████\n"
+        " component              at the peak    share\n"
+        " ─────────────────────────────────────────────────────\n"
+        " weights                  600.0 MiB   29.5 %   ██████\n"
+        " gradients                 75.0 MiB    3.7 %   █\n"
+        " optimizer state          150.0 MiB    7.4 %   █\n"
+        " activations              700.0 MiB   34.4 %   ███████\n"
+        " logits and loss           50.0 MiB    2.5 %\n"
+        " temporaries               33.0 MiB    1.6 %\n"
+        " workspace                 16.0 MiB    0.8 %\n"
+        " inputs                     1.0 MiB    0.0 %\n"
+        " reserved, not in use       8.0 MiB    0.4 %\n"
+        " CUDA context             400.0 MiB   19.7 %   ████\n"
         "\n"
         " total                     1.99 GiB\n"
         "\n"
@@ -105,7 +105,7 @@ def test_the_phase_that_reserves_most_decides_the_total_and_its_parts_add_up() -
     text = estimate_table(found)
     said = "The evaluation phase decides the total: the allocator reserves more in it than"
     assert f"{said}\nfor the 1.59 GiB of the backward phase." in text
-    assert " reserved, not in use     866.0 MiB   40.6%" in text
+    assert " reserved, not in use     866.0 MiB   40.6 %" in text
     parts = parts_of(found.components, found.peak_reserved_bytes, found.context_bytes)
     assert sum(parts.values()) == found.total_bytes
     assert timeline_data(found, 10)["peak"] == {

@@ -399,7 +399,7 @@ def test_convolutional_networks_are_ranked_and_not_predicted() -> None:
     for config in (transformers.ResNetConfig(embedding_size=8, **widths), transformers.ConvNextConfig(**widths)):
         found = estimate(config, **images)
         assert found.step_time is None
-        share = f"{found.step_costs.convolution_share:.0%}"
+        share = f"{100 * found.step_costs.convolution_share:.0f} %"
         assert found.time_unknown == f"convolutions move {share} of its bytes, and how fast cuDNN's are is not known"
         assert found.step_costs.ranking_rule == "convolutions as fast as other products"
         assert found.step_costs.on("A100 80GB").seconds > 0

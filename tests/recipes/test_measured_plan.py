@@ -150,7 +150,7 @@ def test_bytes_are_not_lowered(predicted: Figures) -> None:
     found, after, words, notes = corrected(measurement(predicted, reserved=0.75))
     assert after.peak_reserved_bytes == found.peak_reserved_bytes
     assert words == ("context", "seconds")
-    assert "run.json: reserved bytes stay as predicted: 25.0% less was measured" in notes
+    assert "run.json: reserved bytes stay as predicted: 25.0 % less was measured" in notes
 
 
 def test_memory_that_ran_out_makes_the_set_up_too_large(predicted: Figures) -> None:

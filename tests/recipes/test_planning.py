@@ -527,7 +527,7 @@ def test_the_longest_rows_keep_the_lengths_that_are_given() -> None:
     cut = planned("66MiB", lengths=lengths, **options)
     assert cut.chosen is not None
     assert (cut.texts.seq_len, cut.texts.cut) == (cut.chosen.seq_len, 10)
-    assert f"rows are cut to {cut.texts.seq_len} tokens, which cuts 15.6% of them" in cut.notes
+    assert f"rows are cut to {cut.texts.seq_len} tokens, which cuts 15.6 % of them" in cut.notes
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -40,7 +40,7 @@ def test_it_says_what_the_run_says() -> None:
     assert "Memory at the peak 6.92 of 8.00 GiB" in said  # 6670 MiB reserved and 412 MiB of context
     assert "Predicted 6.98 of 7.71 GiB batch 4 x 512" in said
     assert "Steps 40 1 to 40" in said
-    assert "Padding 26.7% of 245,760 tokens" in said
+    assert "Padding 26.7 % of 245,760 tokens" in said
     assert "In micro-batches 12 of 40 steps memory ran out once" in said
     assert "weights 2.30 GiB 2.30 GiB gradients 2.30 GiB 1.07 GiB" in said
     assert "forward + backward 6.22 GiB 6.30 GiB +1.3 %" in said

@@ -28,6 +28,7 @@ from hf_memopt.batching.padding_costs.strategies import (
 )
 from hf_memopt.batching.plan import LengthBuckets, check_batch_limits, check_settings
 from hf_memopt.plain_data import check_value, checked_path
+from hf_memopt.units import percent
 
 if TYPE_CHECKING:
     from hf_memopt.reports.plan import PaddingData
@@ -277,10 +278,11 @@ def _suggest_length(
     if mild:
         value = mild[0].max_length
         reason = (
-            f"cuts {mild[0].examples_fraction:.1%} of the examples and loses {mild[0].tokens_fraction:.1%} of the "
+            f"cuts {percent(mild[0].examples_fraction, 1)} of the examples and loses "
+            f"{percent(mild[0].tokens_fraction, 1)} of the "
             f"text; the longest row, which sets the memory peak, falls from {longest} to {value}"
         )
     else:
         value = longest
-        reason = f"cuts nothing: p99 is {percentiles['p99']}, so cutting 1% of the examples would save little"
+        reason = f"cuts nothing: p99 is {percentiles['p99']}, so cutting 1 % of the examples would save little"
     return Suggestion("max_length", value, reason, f"tokenizer(text, truncation=True, max_length={value})")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.units import percent
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -59,7 +61,9 @@ def _bars(report: PaddingReport, sign: str, width: int) -> str:
     lines = [""]
     for label, (_, _, count) in zip(labels, rows, strict=True):
         bar = sign * max(round(columns * count / most), count > 0)
-        lines.append(f"{label:>{widest}} |[cyan]{bar:<{columns}}[/] {count:>11,} {count / report.examples:>6.1%}")
+        lines.append(
+            f"{label:>{widest}} |[cyan]{bar:<{columns}}[/] {count:>11,} {percent(count / report.examples, 1):>7}"
+        )
     return "\n".join([*lines, ""])
 
 
@@ -92,7 +96,7 @@ def _strategies(report: PaddingReport, width: int) -> RenderableType:
         table.add_row(
             found.name.replace("bucketed(", "bucketed(\n") if width < NARROW_COLUMNS else found.name,
             f"{found.padding_efficiency:.3f}",
-            f"{found.wasted_fraction:.1%}",
+            percent(found.wasted_fraction, 1),
             f"{found.batches:,}",
             f"{found.largest_batch_tokens:,}",
             f"{found.shapes:,}",
@@ -108,7 +112,7 @@ def _cuts(report: PaddingReport) -> RenderableType:
         table.add_column(heading, justify="right", no_wrap=True)
     for cut in report.cuts:
         asked = " (asked for)" if cut.max_length == report.max_length else ""
-        table.add_row(f"{cut.max_length:,}{asked}", f"{cut.examples_fraction:.2%}", f"{cut.tokens_fraction:.2%}")
+        table.add_row(f"{cut.max_length:,}{asked}", percent(cut.examples_fraction, 2), percent(cut.tokens_fraction, 2))
     return table
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.components import COLOURS, COMPONENTS, CONTEXT, MARGIN_SHARE, parts_of
 from hf_memopt.reports.difference import ESTIMATE_FORMAT
 from hf_memopt.technique_list import asked_by
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -72,7 +72,7 @@ def _components(estimate: Estimate, block: str) -> RenderableType:
         share = size_bytes / max(estimate.total_bytes, 1)
         bar = Text(block * round(share * BAR_COLUMNS), style=COLOURS.get(name, ""))
         style, is_unknown = "bold" if name == largest else None, name == CONTEXT and estimate.context_bytes is None
-        cells = ("unknown", "") if is_unknown else (format_bytes(size_bytes), f"{share:.1%}")
+        cells = ("unknown", "") if is_unknown else (format_bytes(size_bytes), percent(share, 1))
         table.add_row(name, *cells, bar, end_section=name == CONTEXT, style=style)
     table.add_row("total", format_bytes(estimate.total_bytes), style="bold")
     return table
@@ -115,7 +115,9 @@ def _time(estimate: Estimate) -> list[str]:
     if tokens is not None:
         speed = f"{tokens:,.0f} tokens/s"
     bound = (
-        f"; {time.shares['launches']:.0%} of it are launches, which the host decides" if time.is_launch_bound else ""
+        f"; {percent(time.shares['launches'])} of it are launches, which the host decides"
+        if time.is_launch_bound
+        else ""
     )
     return [f"Time of a step, predicted: {time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g} s), {speed}{bound}."]
 

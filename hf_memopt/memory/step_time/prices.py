@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hf_memopt.devices import Gpu, PeakRates, find_gpu
 from hf_memopt.memory.step_time.communication import Communication, Streaming, communication_of_step, streaming_of_step
 from hf_memopt.memory.step_time.operations import UNPRICED_OPTIMIZERS, Operation, optimizer_operations
+from hf_memopt.units import percent
 
 if TYPE_CHECKING:
     from hf_memopt.memory.allocator import ReplayPlan
@@ -403,7 +404,7 @@ def timing_of_step(
     if costs.routes_tokens:
         return Timing(None, costs, "how many tokens each expert gets depends on the data")
     if costs.ranking_rule:
-        share = f"convolutions move {costs.convolution_share:.0%} of its bytes"
+        share = f"convolutions move {percent(costs.convolution_share)} of its bytes"
         return Timing(None, costs, f"{share}, and how fast cuDNN's are is not known")
     if missing := missing_figures(gpu):
         return Timing(None, costs, f"{gpu.name} has no known {missing}")

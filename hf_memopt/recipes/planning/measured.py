@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory.step_time import Prices
 from hf_memopt.reports import PACKAGES
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, percent
 
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
@@ -146,13 +146,18 @@ class Corrections:
             yield f"{self.name}: reserved bytes x {self.bytes_factor:.3f}, as {why} ({set_up})"
         elif predicted is not None and predicted.reserved_bytes and measured.reserved_bytes:
             less = 1 - measured.reserved_bytes / predicted.reserved_bytes
-            why = f"{less:.1%} less was measured, for that set-up alone" if self.bytes_factor == 1 else "another model"
+            why = (
+                f"{percent(less, 1)} less was measured, for that set-up alone"
+                if self.bytes_factor == 1
+                else "another model"
+            )
             yield f"{self.name}: reserved bytes stay as predicted: {why}"
         if "seconds" in corrected:
             yield (
                 f"{self.name}: seconds x {self.seconds_factor:.3f}, as measured with {self.measurement.model} "
-                f"({set_up}); up to {SAME_KIND:.0%} off for such a set-up, {SAME_MODEL:.0%} for others of that model, "
-                f"{SAME_GPU:.0%} for other models"
+                f"({set_up}); up to {percent(SAME_KIND)} off for such a set-up, {percent(SAME_MODEL)} for others "
+                f"of that model, "
+                f"{percent(SAME_GPU)} for other models"
             )
         elif self.seconds_factor is not None:
             yield f"{self.name}: seconds stay as predicted, since one step of another model makes them no surer"

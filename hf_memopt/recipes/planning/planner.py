@@ -47,7 +47,7 @@ from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
 from hf_memopt.reports import named_measurement
-from hf_memopt.units import format_bytes, parse_bytes
+from hf_memopt.units import format_bytes, parse_bytes, percent
 
 if TYPE_CHECKING:
     import os
@@ -224,11 +224,11 @@ def _notes(
     if is_default and texts.seq_len is not None and planned.seq_len == texts.seq_len:
         yield f"seq_len={texts.seq_len} by default; better that of your rows: lengths, or --data FILE"
     if planned.cut and planned.rows:
-        yield f"rows are cut to {planned.seq_len} tokens, which cuts {planned.cut / planned.rows:.1%} of them"
+        yield f"rows are cut to {planned.seq_len} tokens, which cuts {percent(planned.cut / planned.rows, 1)} of them"
     elif shorter := planned.shorter():
         yield (
             f"planned for the longest row, {planned.seq_len} tokens, so that none is cut; seq_len={shorter[0]} needs "
-            f"less memory and cuts {shorter[1]:.1%} of the rows"
+            f"less memory and cuts {percent(shorter[1], 1)} of the rows"
         )
     if chosen is not None and method == "auto":
         tried = list(NAMES)[: list(NAMES).index(chosen.stage)]
@@ -366,7 +366,7 @@ def _considered(candidates: Sequence[Candidate], chosen: Candidate, goal: str) -
 def _unease(one: Candidate, chosen: Candidate) -> str:
     """Return what full training needs that fits, but not with ease."""
     names = " and ".join(technique.name for technique in on_host(one.techniques))
-    leaves = f"leaves {one.spare_bytes / one.usable_bytes:.1%} of the GPU, less than {EASE_SHARE:.0%}"
+    leaves = f"leaves {percent(one.spare_bytes / one.usable_bytes, 1)} of the GPU, less than {percent(EASE_SHARE)}"
     needs = f"needs {names}" if names else leaves
     return f"{needs}, and takes {one.cost / chosen.cost:.2f} x the {_time(one)} of the chosen"
 

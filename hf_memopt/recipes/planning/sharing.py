@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.binding.compatibility import refused_fields
 from hf_memopt.plain_data import check_word
 from hf_memopt.recipes import NAMES, STRATEGIES
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, percent
 
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
@@ -112,7 +112,7 @@ def sharing_text(chosen: Candidate, candidates: Sequence[Candidate], gpu: Gpu, w
         return ""
     waits = ""
     if chosen.communication_fraction is not None:
-        waits = f"; {chosen.communication_fraction:.0%} of a step waits for it"
+        waits = f"; {percent(chosen.communication_fraction)} of a step waits for it"
     host = ""
     if own.offload_params:
         host = f"; the host holds {format_bytes(world_size * chosen.host_bytes)} for all of them"

@@ -10,6 +10,7 @@ from hf_memopt import plotting
 from hf_memopt.components import COLOURS
 from hf_memopt.plotting import Theme
 from hf_memopt.reports.plan.plan_file import PaddingData
+from hf_memopt.units import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +74,7 @@ def _draw_strategies(report: PaddingData, axes: Axes, unit: str, theme: Theme) -
         padding: dict[str, Any] = {"color": theme.faint, "hatch": "////", "edgecolor": theme.strong, "linewidth": 0}
         axes.barh(row, min(computed, most) - 1, left=1, height=0.66, **padding)
         axes.annotate(
-            f"{'» ' if computed > most else ''}{computed:.2f} x, {1 - 1 / computed:.0%} padding",
+            f"{'» ' if computed > most else ''}{computed:.2f} x, {percent(1 - 1 / computed)} padding",
             (min(computed, most), row),
             xytext=(5, 0),
             textcoords="offset points",

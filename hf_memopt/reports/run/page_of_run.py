@@ -24,7 +24,7 @@ from hf_memopt.reports.run.run_file import (
     total_bytes,
 )
 from hf_memopt.reports.run.run_picture import RunPicture
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +84,7 @@ def _view(told: RunData) -> dict[str, Any]:
         "components": list(_components(told)),
         "phases": list(_phases(told)),
         "steps": _steps_text(told),
-        "padding": "" if padding is None else f"{padding:.1%}",
+        "padding": "" if padding is None else percent(padding, 1),
         "kinds": {kind for of_phase in told["peaks"].values() for kind in of_phase},
         "unpredicted": next(
             (note for note in told["notes"] if note.startswith(UNPREDICTED)), "not asked for"

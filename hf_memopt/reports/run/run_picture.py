@@ -14,7 +14,7 @@ from hf_memopt.plotting import Theme
 from hf_memopt.reports import phase_name
 from hf_memopt.reports.pictures import Limit, near
 from hf_memopt.reports.run.run_file import StepsData, phase_pairs
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +76,8 @@ class RunPicture:
             return f"{said}. Not predicted: {self.reason}"
         both = [max(sizes[name] for name in predicted) for sizes in (predicted, measured)]
         ratio = both[0] / max(both[1], 1) - 1
-        return f"{said}; {format_bytes(both[0])} predicted ({ratio:+.1%}) for the largest batch, {self.batch}"
+        predicted_text = f"{format_bytes(both[0])} predicted ({percent(ratio, 1, signed=True)})"
+        return f"{said}; {predicted_text} for the largest batch, {self.batch}"
 
     def _draw_steps(
         self, axes: Axes, scale: float, unit: str, predicted: Mapping[str, int], limit: Limit | None, theme: Theme
@@ -131,7 +132,7 @@ def _draw_phases(
             axes.barh(row + offset, one * scale, height=0.36, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
             text = f"{one * scale:.{digits}f} {kind}"
             if kind == "predicted" and size:
-                text += f" ({one / size - 1:+.1%})"
+                text += f" ({percent(one / size - 1, 1, signed=True)})"
             look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
             axes.annotate(text, (one * scale, row + offset), xytext=(4, 0), **look)
     axes.set_yticks(range(len(measured)), [fill(phase_name(phase), NAME_COLUMNS) for phase in measured])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object
-from hf_memopt.units import format_number
+from hf_memopt.units import format_number, percent
 
 LIMIT_NAMES = ("max_tokens", "max_examples")
 
@@ -168,9 +168,8 @@ class Tally:
         text = f"{self.cut_steps} of {self.steps} steps ran in micro-batches."
         if self.check_seconds:
             share = self.check_seconds / max(self.seconds, self.check_seconds)
-            text += (
-                f" Checks that rows are independent took {format_number(self.check_seconds)} s, {share:.1%} of the run."
-            )
+            seconds = format_number(self.check_seconds)
+            text += f" Checks that rows are independent took {seconds} s, {percent(share, 1)} of the run."
         if self.failures:
             times = "once" if self.failures == 1 else f"{self.failures} times"
             text += f" Memory ran out {times}, which cost {format_number(self.lost_seconds)} s."
