@@ -1,43 +1,65 @@
-"""Check that a model can train on texts in one row, as stock's ``DataCollatorWithFlattening`` joins them.
+"""Keep texts in one row apart, of packed views and of stock's ``DataCollatorWithFlattening``, and check that they are.
 
 Nothing in a model says whether its attention keeps such texts apart: many models read that off ``position_ids``, which
-start again with every text, others ignore them (BLOOM, Falcon) or have layers that run across texts (Mamba, the
-convolutions of LFM2). So the model itself is asked, with three texts of a few tokens: the logits of the second do not
-change at all when its neighbours do, and are those of the text alone. The kernel in use is asked, whichever it is.
+start again with every text, others ignore them (OPT, gpt-oss, encoders), have attention of their own (BLOOM) or layers
+that run across texts (Mamba, the convolutions of LFM2). So the model itself is asked, as stock has it and with
+``packed_attention``, by three texts of a few tokens: the logits of the second do not change when its neighbours do, and
+are those of the text alone. The kernel in use is asked, whichever it is. The first batch of each run is looked at too:
+no gradient reaches a text from another one.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
+from hf_memopt.batching.collation.model_needs import first_position, has_decoder
+from hf_memopt.batching.collation.packed_attention import pack_attention, text_bounds
 from hf_memopt.binding.model import IGNORED_LABEL, is_causal_lm, unwrap_model
 from hf_memopt.binding.model_changes import REPACKS
-from hf_memopt.binding.undo import KeptState, RandomState, set_attribute
+from hf_memopt.binding.undo import (
+    KeptState,
+    RandomState,
+    UndoHandle,
+    is_overridden,
+    override_method,
+    set_attribute,
+    undo_all,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
+APART = "texts kept apart"  # the purpose of the override
 LENGTHS = (6, 8, 7)  # tokens of the texts, of which the second is asked
 LARGEST_DEVIATION = 0.1  # of the logits from those of the text alone: above rounding in 16 bits, below other positions
 
 
-def check_flattened_texts(trainer: Trainer, inner: Callable[[Any], Any]) -> None:
-    """Raise ValueError unless the trainer's model trains on the rows of ``inner`` as on padded texts.
+def keep_texts_apart(trainer: Trainer, inner: Callable[[Any], Any] | None = None) -> UndoHandle:
+    """Let the trainer's model keep the texts of one row apart, by stock's masks or by ``pack_attention``, or refuse it.
 
-    With FSDP and DeepSpeed, which give the model its weights only when training begins, it warns instead.
+    With FSDP and DeepSpeed, which give the model its weights only when training begins, it warns that nothing could be
+    checked.
+
+    Args:
+        trainer: its model is looked at now, and again in the first batch of each run.
+        inner: stock's collator that joins the texts, with which stock's masks come first; None: a packed view.
 
     Raises:
         ValueError: the model takes no such row, its texts see each other there or get other positions, its loss counts
             the label of a first token, or ``inner`` gives that a label.
     """
-    model = trainer.model
+    model = cast(nn.Module, trainer.model)
+    if is_overridden(trainer, "training_step", APART):
+        return undo_all()
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         warnings.warn(
             f"attach could not check whether {_name(model)} keeps the texts of a flattened batch apart, since its "
@@ -45,16 +67,43 @@ def check_flattened_texts(trainer: Trainer, inner: Callable[[Any], Any]) -> None
             "FSDP and DeepSpeed.",
             stacklevel=2,
         )
-        return
-    with undisturbed(trainer, cast(nn.Module, model)):
-        reason = _why_not(trainer, inner)
-    if reason is not None:
-        raise ValueError(f"inner={type(inner).__name__} joins the texts of a batch into one row, {reason}")
+        return (pack_attention(unwrap_model(model)) if inner is None else None) or undo_all()
+    reason = "which is an encoder-decoder; expected one stack of layers. " + _pad_instead(trainer)
+    routes = () if has_decoder(model) else (pack_attention, _stock) if inner is None else (_stock, pack_attention)
+    make_row = partial(_packed_row, first_position(model)) if inner is None else inner
+    for number, route in enumerate(routes):
+        attention = route(unwrap_model(model))
+        if attention is None:
+            continue
+        with undisturbed(trainer, model):
+            found = _why_not(trainer, make_row, is_labelled=inner is not None or is_causal_lm(model))
+        if found is None:
+            return undo_all(attention, override_method(trainer, "training_step", _look_once(trainer), purpose=APART))
+        attention.remove()
+        reason = found if number == 0 or route is _stock else reason  # what stock does wrong
+    what = "packed(...) joins texts" if inner is None else f"inner={type(inner).__name__} joins the texts of a batch"
+    raise ValueError(f"{what} into one row, {reason}")
+
+
+def _stock(model: nn.Module) -> UndoHandle:
+    return undo_all()
+
+
+def _packed_row(first: int, texts: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return texts as one row of a packed view, whose first position is ``first``."""
+    ids = [torch.tensor(text["input_ids"]) for text in texts]
+    row = {
+        "input_ids": torch.cat(ids),
+        "position_ids": torch.cat([first + torch.arange(len(text)) for text in ids]),
+        "labels": torch.cat([text.index_fill(0, torch.tensor([0]), IGNORED_LABEL) for text in ids]),
+    }
+    return {name: values[None] for name, values in row.items()}
 
 
 @contextmanager
-def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode; leave modes, random numbers and what the model's modules keep as they were.
+def undisturbed(trainer: Any, model: nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Run in evaluation mode, or in the mode that each module is in; leave modes, random numbers and what the modules
+    keep as they were.
 
     A buffer above ``LARGEST_COPY_BYTES`` is watched but not copied, and a warning names it if it has changed.
     """
@@ -65,15 +114,15 @@ def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(kept.restore)
         stack.callback(drawn.restore)
-        for module, training in modes.items():
-            stack.callback(setattr, module, "training", training)
-            module.training = False  # not eval(), which a user's module may use to rewrite its weights
+        for module, mode in modes.items():
+            stack.callback(setattr, module, "training", mode)
+            module.training &= training  # not eval(), which a user's module may use to rewrite its weights
             if getattr(module, REPACKS, False):
                 stack.callback(set_attribute(module, REPACKS, False).remove)
         yield
 
 
-def _why_not(trainer: Any, inner: Callable[[Any], Any]) -> str | None:
+def _why_not(trainer: Any, inner: Callable[[Any], Any], *, is_labelled: bool) -> str | None:
     """Return what is wrong with flattened texts, what is expected and what to do, or None."""
     name, start, end = _name(trainer.model), LENGTHS[0], LENGTHS[0] + LENGTHS[1]  # of the second text in the row
     try:
@@ -89,31 +138,42 @@ def _why_not(trainer: Any, inner: Callable[[Any], Any]) -> str | None:
         labels = row["labels"][0, [0, start, end]]
         alone = _logits(trainer, {"input_ids": torch.tensor([text])})
         among, among_others = _logits(trainer, row)[start:end], _logits(trainer, others)[start:end]
-        of_first = _loss_of_label(trainer, row, start), _loss_of_label(trainer, reversed_text, start)
+        is_leaking = not torch.equal(among, among_others) and (
+            # the experts of other tokens may round otherwise, which no gradient shows
+            "position_ids" not in row
+            or _differs(among, among_others)
+            or bool(_reached_texts(trainer, row, training=False))
+        )
+        rows = (row, reversed_text) if is_labelled else ()
+        of_first = {_loss_of_label(trainer, one, start) for one in rows}
     except Exception as error:  # whatever the model raises for inputs that it does not take
         return (
             f"which {name} could not be trained on ({type(error).__name__}: {error}); expected a causal language model "
             f"that takes position_ids. {_pad_instead(trainer)}"
         )
-    if labels.ne(IGNORED_LABEL).any():
+    if is_labelled and labels.ne(IGNORED_LABEL).any():
         return (
             f"with labels {labels.tolist()} for their first tokens; expected {IGNORED_LABEL}, as nothing predicts "
             f"them. Call: DataCollatorWithFlattening(separator_id={IGNORED_LABEL})"
         )
-    if not torch.equal(among, among_others):
+    if is_leaking:
         return _leak(trainer, name)
-    if of_first[0] != of_first[1]:
+    if len(of_first) > 1:
         return (
             f"and leaves out the label of their first tokens, which the loss of {name} counts; expected a causal "
             f"language model. {_pad_instead(trainer)}"
         )
-    if bool((among - alone).norm() > LARGEST_DEVIATION * alone.norm()):
+    if _differs(among, alone):
         return (
             f"where {name} does not compute what it computes for a text alone, as with other positions; expected the "
             "same. Call: DataCollatorWithFlattening(position_ids_start=2) if it counts positions from 2; else "
             f"{_pad_instead(trainer)}"
         )
     return None
+
+
+def _differs(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found - expected).norm() > LARGEST_DEVIATION * expected.norm())
 
 
 def _leak(trainer: Any, name: str) -> str:
@@ -125,13 +185,20 @@ def _leak(trainer: Any, name: str) -> str:
             f"{seen}, as models that return a cache ignore where position_ids start again; expected use_cache=False. "
             "Pass TrainingArguments(..., use_cache=False)"
         )
+    along = [path for path, module in unwrap_model(trainer.model).named_modules() if _runs_along(module)]
+    if along:
+        first = next(path for path in along if not any(other.startswith(path) for other in along if other != path))
+        seen = f"along which {first} of {name} runs, from text to text"
     return f"{seen}; expected a model whose layers keep apart what position_ids count anew. {_pad_instead(trainer)}"
 
 
 def _logits(trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Return the logits of the model's one row around their mean at each token, shape (seq, vocabulary)."""
     inputs = {name: value for name, value in inputs.items() if name != "labels"}
-    found: torch.Tensor = _outputs(trainer, inputs).logits[0].float()
+    with torch.no_grad():
+        found: torch.Tensor = _outputs(trainer, inputs).logits[0].float()
+    if len(found) != inputs["input_ids"].numel():
+        raise ValueError(f"logits of shape {tuple(found.shape)} for {inputs['input_ids'].numel()} tokens")
     return found - found.mean(dim=-1, keepdim=True)
 
 
@@ -140,13 +207,107 @@ def _loss_of_label(trainer: Any, row: Mapping[str, Any], position: int) -> float
     labels = torch.full_like(row["labels"], IGNORED_LABEL)
     labels[0, position] = 0
     config = getattr(unwrap_model(trainer.model), "config", None)
-    with set_attribute(config, "output_router_logits", False):  # the loss of a router is over all tokens of a batch
+    with (
+        torch.no_grad(),
+        set_attribute(config, "output_router_logits", False),
+    ):  # the loss of a router is over all tokens of a batch
         return float(_outputs(trainer, {**row, "labels": labels}).loss)
 
 
 def _outputs(trainer: Any, inputs: Mapping[str, Any]) -> Any:
-    with torch.no_grad(), trainer.compute_loss_context_manager():
+    with trainer.compute_loss_context_manager():
         return trainer.model(**send_to_device(dict(inputs), trainer.args.device))
+
+
+# ---- The first batch of a run ----------------------------------------------------------------------------------------
+
+
+class _HeadReachedError(Exception):
+    """Ends a forward pass before the logits, which may be larger than all the rest; ``args[0]`` would become them."""
+
+
+def _look_once(trainer: Trainer) -> Callable[..., Any]:
+    """Return a ``training_step`` that looks at the first batch of each run.
+
+    Raises:
+        ValueError: texts of one row reach each other.
+    """
+    looked_at: list[Any] = [None]  # the state of the run; a new run has a new one
+
+    def training_step(before: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], *args: Any) -> Any:
+        if trainer.state is not looked_at[0]:
+            looked_at[0] = trainer.state
+            reached = _reached_texts(trainer, inputs, training=True)
+            if reached:
+                raise ValueError(
+                    f"texts {reached[:8]} of a row of the first batch see other texts of it in {_name(model)}: the "
+                    "gradients of their tokens reach those; expected exactly 0. " + _pad_instead(trainer)
+                )
+        return before(model, inputs, *args)
+
+    return training_step
+
+
+def _reached_texts(trainer: Any, batch: Mapping[str, Any], *, training: bool) -> list[int]:
+    """Return the texts of the batch's row with the most of them that a gradient reaches from another one.
+
+    What comes out of every second text is differentiated by what goes into all of them, then of the others. Texts are
+    told apart by ``position_ids``; it costs two backward passes of one row without a head.
+    """
+    if batch.get("position_ids") is None:
+        return []
+    bounds = text_bounds(batch["position_ids"], len(batch["input_ids"]))
+    row = max(range(len(bounds)), key=lambda number: len(bounds[number]))
+    if len(bounds[row]) < 3:
+        return []
+    inputs = {name: value[row : row + 1] if getattr(value, "ndim", 0) > 1 else value for name, value in batch.items()}
+    inputs.pop("labels", None)
+    number_of = torch.repeat_interleave(torch.arange(len(bounds[row]) - 1), torch.diff(torch.tensor(bounds[row])))
+    with undisturbed(trainer, trainer.model, training=training), torch.enable_grad():
+        try:
+            embedded, hidden = _ends_of_layers(trainer, inputs)
+            weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
+            scores = (hidden[0] * weights).sum(-1)  # (seq,); a plain sum is constant after a layer norm
+            reached = []
+            for parity in (0, 1):
+                is_asked = (number_of % 2 == parity).to(scores.device)
+                [gradient] = torch.autograd.grad(scores[is_asked].sum(), embedded, retain_graph=parity == 0)
+                reached += set(number_of[((gradient[0] != 0).any(-1) & ~is_asked).cpu()].tolist())
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error) or not training:  # checkpointing that knows no gradients of inputs
+                raise
+            return _reached_texts(trainer, batch, training=False)
+    return sorted(reached)
+
+
+def _ends_of_layers(trainer: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what goes into a model's layers, as a leaf, and what comes out, or its logits; (1, seq, hidden) each."""
+    model, embedded = unwrap_model(trainer.model), []
+
+    def begin(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    def end(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        raise _HeadReachedError(args[0])
+
+    with ExitStack() as stack:
+        stack.callback(model.get_input_embeddings().register_forward_hook(begin).remove)
+        if (head := model.get_output_embeddings()) is not None:
+            stack.callback(head.register_forward_pre_hook(end).remove)
+        try:
+            hidden = _outputs(trainer, inputs).logits
+        except _HeadReachedError as reached:
+            hidden = reached.args[0]
+    return embedded[0], hidden
+
+
+def _runs_along(module: nn.Module) -> bool:
+    """Return whether a module is known to mix the tokens of a row other than by attention."""
+    return (
+        isinstance(module, nn.Conv1d)
+        or re.search("(Mamba|Rwkv|RgLru|Fourier)(?!.*Norm)", type(module).__name__) is not None
+    )
 
 
 def _texts(model: Any) -> list[list[int]]:

@@ -23,6 +23,7 @@ from hf_memopt.batching.plan import (
     EpochPlan,
     LengthBuckets,
     PackedBatches,
+    PackedRows,
     check_batch_limits,
     check_settings,
     checked_position,
@@ -109,24 +110,17 @@ def bucketed(
     settings |= {"pad_to_multiple_of": pad_to_multiple_of, "too_long": too_long}
     view: BucketedView | BucketedStream
     if is_map_style(dataset):
-        _refuse(
-            {"buffer_examples": buffer_examples, "rank": rank},
-            f"is for streams, and <{type(dataset).__name__}> can be indexed; expected it left out, since all lengths "
-            "are known. Leave it out",
-        )
+        refuse_settings(dataset, buffer_examples=buffer_examples, rank=rank)
         view = BucketedView(
             dataset, LengthBuckets(lengths_of(dataset, lengths, column), n_buckets=n_buckets, **settings)
         )
     else:
         check_source(dataset)
-        _refuse(
-            {
-                "lengths": lengths,
-                "n_buckets": None if isinstance(n_buckets, str) and n_buckets == "auto" else n_buckets,
-                "boundaries": boundaries if isinstance(boundaries, str) else None,
-            },
-            "needs all lengths beforehand, which are unknown in a stream; expected it left out. Leave it out, or pass "
-            "boundaries=[64, 128, 256] to bound the shapes",
+        refuse_settings(
+            None,
+            lengths=lengths,
+            n_buckets=None if isinstance(n_buckets, str) and n_buckets == "auto" else n_buckets,
+            boundaries=boundaries if isinstance(boundaries, str) else None,
         )
         if buffer_examples is None:
             buffer_examples = BUFFER_EXAMPLES * (world_size if rank is None else 1)
@@ -135,8 +129,17 @@ def bucketed(
     return view
 
 
-def _refuse(settings: dict[str, Any], reason: str) -> None:
-    """Raise ValueError for the first of the settings that is given."""
+def refuse_settings(dataset: Any, **settings: Any) -> None:
+    """Raise ValueError for the first setting that is given to a dataset but is for streams; None: the other way."""
+    reason = (
+        "needs all lengths beforehand, which are unknown in a stream; expected it left out. Leave it out, or pass "
+        "boundaries=[64, 128, 256] to bound the shapes"
+    )
+    if dataset is not None:
+        reason = (
+            f"is for streams, and <{type(dataset).__name__}> can be indexed; expected it left out, since all lengths "
+            "are known. Leave it out"
+        )
     for name, value in settings.items():
         if value is not None:
             raise ValueError(f"{name}={shown(value)} {reason}")
@@ -149,23 +152,25 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
     an item is a whole batch: a list of examples whose padded size stays within ``max_tokens``.
     """
 
-    def __init__(self, dataset: Any, buckets: LengthBuckets) -> None:
+    def __init__(self, dataset: Any, buckets: LengthBuckets | PackedRows) -> None:
         super().__init__(dataset)
-        self.buckets: LengthBuckets | PackedBatches = buckets
+        self.buckets: Any = buckets  # a plan of LengthBuckets, PackedBatches or PackedRows
         self.has_whole_batches = buckets.batch_size is None
         self.reader = RowReader(dataset)
         self._as_columns = False  # hand a batch as columns to the collator, past stock's that takes rows apart
-        self._planned: tuple[tuple[int, int, LengthBuckets | PackedBatches], EpochPlan] | None = None
+        self._planned: tuple[tuple[int, int, Any], EpochPlan] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_planned": None}
 
     def __len__(self) -> int:
-        return self.buckets.n_batches if self.has_whole_batches else self.buckets.n_examples
+        return int(self.buckets.n_batches if self.has_whole_batches else self.buckets.n_examples)
+
+    def _checked(self, position: Any) -> int:
+        return checked_position(position, len(self), "a batch" if self.has_whole_batches else "an example")
 
     def __getitem__(self, position: int) -> Any:
-        item = "a batch" if self.has_whole_batches else "an example"
-        rows = self.reader.read(*self._batch([checked_position(position, len(self), item)]))
+        rows = self.reader.read(*self._batch([self._checked(position)]))
         return rows if self.has_whole_batches else rows[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
