@@ -10,16 +10,15 @@ no gradient reaches a text from another one.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
+from transformers import DataCollatorWithFlattening
 
 from hf_memopt.batching.collation.model_needs import first_position, has_decoder
 from hf_memopt.batching.collation.packed_attention import pack_attention, text_bounds
@@ -46,11 +45,11 @@ LARGEST_DEVIATION = 0.1  # of the logits from those of the text alone: above rou
 def keep_texts_apart(trainer: Trainer, inner: Callable[[Any], Any] | None = None) -> UndoHandle:
     """Let the trainer's model keep the texts of one row apart, by stock's masks or by ``pack_attention``, or refuse it.
 
-    With FSDP and DeepSpeed, which give the model its weights only when training begins, it warns that nothing could be
-    checked.
+    It is asked now, and the first batch of each run is looked at. With FSDP and DeepSpeed, which give the model its
+    weights only when training begins, there is a warning instead.
 
     Args:
-        trainer: its model is looked at now, and again in the first batch of each run.
+        trainer: its model, and what says how to train instead.
         inner: stock's collator that joins the texts, with which stock's masks come first; None: a packed view.
 
     Raises:
@@ -68,36 +67,25 @@ def keep_texts_apart(trainer: Trainer, inner: Callable[[Any], Any] | None = None
             stacklevel=2,
         )
         return (pack_attention(unwrap_model(model)) if inner is None else None) or undo_all()
-    reason = "which is an encoder-decoder; expected one stack of layers. " + _pad_instead(trainer)
-    routes = () if has_decoder(model) else (pack_attention, _stock) if inner is None else (_stock, pack_attention)
-    make_row = partial(_packed_row, first_position(model)) if inner is None else inner
-    for number, route in enumerate(routes):
+
+    def of_packed_view(texts: Any) -> dict[str, Any]:
+        row = cast(Any, DataCollatorWithFlattening)()(texts)
+        return {**row, "position_ids": row["position_ids"] + first_position(model)}
+
+    reason = f"and {_name(model)} is an encoder-decoder; expected one stack of layers. {_pad_instead(trainer)}"
+    routes = [] if has_decoder(model) else [pack_attention, lambda model: undo_all()]
+    for route in routes if inner is None else routes[::-1]:
         attention = route(unwrap_model(model))
         if attention is None:
             continue
         with undisturbed(trainer, model):
-            found = _why_not(trainer, make_row, is_labelled=inner is not None or is_causal_lm(model))
+            found = _why_not(trainer, inner or of_packed_view, is_labelled=inner is not None or is_causal_lm(model))
         if found is None:
             return undo_all(attention, override_method(trainer, "training_step", _look_once(trainer), purpose=APART))
         attention.remove()
-        reason = found if number == 0 or route is _stock else reason  # what stock does wrong
+        reason = reason if inner is not None and route is pack_attention else found  # what stock does wrong
     what = "packed(...) joins texts" if inner is None else f"inner={type(inner).__name__} joins the texts of a batch"
     raise ValueError(f"{what} into one row, {reason}")
-
-
-def _stock(model: nn.Module) -> UndoHandle:
-    return undo_all()
-
-
-def _packed_row(first: int, texts: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return texts as one row of a packed view, whose first position is ``first``."""
-    ids = [torch.tensor(text["input_ids"]) for text in texts]
-    row = {
-        "input_ids": torch.cat(ids),
-        "position_ids": torch.cat([first + torch.arange(len(text)) for text in ids]),
-        "labels": torch.cat([text.index_fill(0, torch.tensor([0]), IGNORED_LABEL) for text in ids]),
-    }
-    return {name: values[None] for name, values in row.items()}
 
 
 @contextmanager
@@ -185,10 +173,8 @@ def _leak(trainer: Any, name: str) -> str:
             f"{seen}, as models that return a cache ignore where position_ids start again; expected use_cache=False. "
             "Pass TrainingArguments(..., use_cache=False)"
         )
-    along = [path for path, module in unwrap_model(trainer.model).named_modules() if _runs_along(module)]
-    if along:
-        first = next(path for path in along if not any(other.startswith(path) for other in along if other != path))
-        seen = f"along which {first} of {name} runs, from text to text"
+    if any(isinstance(module, nn.Conv1d) for module in unwrap_model(trainer.model).modules()):
+        seen += ", by convolutions or state-space layers along the row"
     return f"{seen}; expected a model whose layers keep apart what position_ids count anew. {_pad_instead(trainer)}"
 
 
@@ -227,18 +213,13 @@ class _HeadReachedError(Exception):
 
 
 def _look_once(trainer: Trainer) -> Callable[..., Any]:
-    """Return a ``training_step`` that looks at the first batch of each run.
-
-    Raises:
-        ValueError: texts of one row reach each other.
-    """
+    """Return a ``training_step`` that looks at the first batch of each run, and raises where texts reach each other."""
     looked_at: list[Any] = [None]  # the state of the run; a new run has a new one
 
     def training_step(before: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], *args: Any) -> Any:
         if trainer.state is not looked_at[0]:
             looked_at[0] = trainer.state
-            reached = _reached_texts(trainer, inputs, training=True)
-            if reached:
+            if reached := _reached_texts(trainer, inputs, training=True):
                 raise ValueError(
                     f"texts {reached[:8]} of a row of the first batch see other texts of it in {_name(model)}: the "
                     "gradients of their tokens reach those; expected exactly 0. " + _pad_instead(trainer)
@@ -251,36 +232,35 @@ def _look_once(trainer: Trainer) -> Callable[..., Any]:
 def _reached_texts(trainer: Any, batch: Mapping[str, Any], *, training: bool) -> list[int]:
     """Return the texts of the batch's row with the most of them that a gradient reaches from another one.
 
-    What comes out of every second text is differentiated by what goes into all of them, then of the others. Texts are
-    told apart by ``position_ids``; it costs two backward passes of one row without a head.
+    What comes out of every second text is differentiated by what goes into the others, in two backward passes of one
+    row without a head. Texts are told apart by ``position_ids``.
     """
-    if batch.get("position_ids") is None:
-        return []
-    bounds = text_bounds(batch["position_ids"], len(batch["input_ids"]))
-    row = max(range(len(bounds)), key=lambda number: len(bounds[number]))
-    if len(bounds[row]) < 3:
+    positions = batch.get("position_ids")
+    bounds = [] if positions is None else text_bounds(positions, len(batch["input_ids"]))
+    row = max(range(len(bounds)), key=lambda number: len(bounds[number]), default=None)
+    if row is None or len(bounds[row]) < 3:
         return []
     inputs = {name: value[row : row + 1] if getattr(value, "ndim", 0) > 1 else value for name, value in batch.items()}
     inputs.pop("labels", None)
-    number_of = torch.repeat_interleave(torch.arange(len(bounds[row]) - 1), torch.diff(torch.tensor(bounds[row])))
-    with undisturbed(trainer, trainer.model, training=training), torch.enable_grad():
-        try:
+    reached: set[int] = set()
+    try:
+        with undisturbed(trainer, trainer.model, training=training), torch.enable_grad():
             embedded, hidden = _ends_of_layers(trainer, inputs)
-            weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
-            scores = (hidden[0] * weights).sum(-1)  # (seq,); a plain sum is constant after a layer norm
-            reached = []
             for parity in (0, 1):
-                is_asked = (number_of % 2 == parity).to(scores.device)
-                [gradient] = torch.autograd.grad(scores[is_asked].sum(), embedded, retain_graph=parity == 0)
-                reached += set(number_of[((gradient[0] != 0).any(-1) & ~is_asked).cpu()].tolist())
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error) or not training:  # checkpointing that knows no gradients of inputs
-                raise
-            return _reached_texts(trainer, batch, training=False)
+                text = torch.repeat_interleave(torch.diff(torch.tensor(bounds[row]))).to(hidden.device)  # (seq,)
+                # Weights, since a plain sum is constant after a layer norm.
+                weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
+                score = (hidden[0] * weights)[text % 2 == parity].sum()
+                [gradient] = torch.autograd.grad(score, embedded, retain_graph=True)
+                reached |= set(text[(gradient[0] != 0).any(-1) & (text % 2 != parity)].tolist())
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error) or not training:  # checkpointing that knows no gradients of inputs
+            raise
+        return _reached_texts(trainer, batch, training=False)
     return sorted(reached)
 
 
-def _ends_of_layers(trainer: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _ends_of_layers(trainer: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return what goes into a model's layers, as a leaf, and what comes out, or its logits; (1, seq, hidden) each."""
     model, embedded = unwrap_model(trainer.model), []
 
@@ -300,14 +280,6 @@ def _ends_of_layers(trainer: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tens
         except _HeadReachedError as reached:
             hidden = reached.args[0]
     return embedded[0], hidden
-
-
-def _runs_along(module: nn.Module) -> bool:
-    """Return whether a module is known to mix the tokens of a row other than by attention."""
-    return (
-        isinstance(module, nn.Conv1d)
-        or re.search("(Mamba|Rwkv|RgLru|Fourier)(?!.*Norm)", type(module).__name__) is not None
-    )
 
 
 def _texts(model: Any) -> list[list[int]]:

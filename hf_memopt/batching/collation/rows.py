@@ -74,23 +74,6 @@ class RowReader:
         columns = None if arrow is None else arrow.read(np.asarray(indices, dtype=np.int64))
         return self.read(indices, width) if columns is None else ColumnBatch(columns, width)
 
-    def read_texts(self, texts: Sequence[tuple[int, int, int]], column: str, width: int, in_numpy: bool) -> PackedRow:
-        """Return the texts of a packed row, each an example, its first token and the number of them.
-
-        ``in_numpy``: read the cells straight from Arrow, for our collators.
-        """
-        examples = [example for example, _, _ in texts]
-        found: Any = self.read_columns(examples) if in_numpy else self.read(examples)
-        if isinstance(found, ColumnBatch):
-            found = [
-                dict(zip(found.columns, cells, strict=True)) for cells in zip(*found.columns.values(), strict=True)
-            ]
-        row = PackedRow(
-            cut_text(example, column, begin, length) for example, (_, begin, length) in zip(found, texts, strict=True)
-        )
-        row.width = width
-        return row
-
     def _rows(self, indices: list[int]) -> list[Any]:
         (dataset, _), names = self._sources(), self._names
         fetch = getattr(dataset, "__getitems__", None)
@@ -115,12 +98,8 @@ class RowReader:
 def cut_text(example: Mapping[str, Any], column: str, begin: int, length: int) -> Mapping[str, Any]:
     """Return a part of an example: of all columns that are as long as ``column``, so many cells from ``begin``."""
     whole = len(example[column])
-    if whole == length:
-        return example
-    return {
-        name: cell[begin : begin + length] if hasattr(cell, "__len__") and len(cell) == whole else cell
-        for name, cell in example.items()
-    }
+    is_long = {name: hasattr(cell, "__len__") and len(cell) == whole for name, cell in example.items()}
+    return {name: cell[begin : begin + length] if is_long[name] else cell for name, cell in example.items()}
 
 
 def _prepare(dataset: Dataset, names: frozenset[str] | None) -> tuple[Dataset, ArrowColumns | None]:

@@ -7,6 +7,4 @@ from .checks import checked_boundaries as checked_boundaries
 from .checks import checked_position as checked_position
 from .packed_rows import PackedRows as PackedRows
 from .packed_rows import best_fit as best_fit
-from .packed_rows import checked_max_length as checked_max_length
-from .packing import PackedBatches as PackedBatches
 from .samplers import check_state as check_state

@@ -1,18 +1,17 @@
-"""Which texts share a row of fixed length: best fit, the longest text first, for all texts of a length at once.
+"""Which texts share a row without padding: best fit, the longest text first, for all texts of a length at once.
 
 Each text goes to the row with the least room that still holds it, else to a new row (best-fit decreasing, as TRL's
-``bfd``). Texts of one length are placed together, since a row that takes one of them takes as many as fit before
-another row is looked at: the cost is that of the distinct lengths, not of the texts. A million lengths take less than
-0.1 s of CPU and leave 0.02 % of the rows empty (benchmarks/packed_rows.py).
+``bfd``). A row that takes a text of one length takes as many as fit before another row is looked at, so the cost is
+that of the distinct lengths, not of the texts: 0.1 s of CPU for a million, of whose rows 0.02 % stay empty
+(benchmarks/packed_rows.py).
 
 Trade: the rows are alike in every epoch but for texts of equal length, which trade places; the order of rows is new.
-Where the lengths of the batches need not be equal, ``PackedBatches`` mixes texts of similar length as well.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,8 +19,6 @@ from numpy.typing import ArrayLike, NDArray
 from hf_memopt.batching.plan.buckets import EpochPlan, reading_order
 from hf_memopt.batching.plan.checks import check_settings, checked_lengths
 from hf_memopt.plain_data import check_value
-
-TooLong = Literal["error", "drop", "split"]
 
 
 def best_fit(lengths: NDArray[np.int32], row_tokens: int, multiple: int = 1) -> NDArray[np.int32]:
@@ -87,32 +84,26 @@ def _by_number(values: NDArray[np.int32]) -> NDArray[np.int64]:
 def _complete(rows: NDArray[np.int32], multiple: int) -> NDArray[np.int32]:
     """Give as many texts of the last rows, the least full, a row of their own as make the number of rows a multiple."""
     missing = -(int(rows.max()) + 1) % multiple
-    if missing == 0:
-        return rows
     order = _by_number(rows)[::-1]
     shared = order[1:][np.diff(rows[order]) == 0]  # of each row all texts but one, the last rows first
-    if len(shared) < missing:
-        return rows
-    found = rows.copy()
-    found[shared[:missing]] = int(rows.max()) + 1 + np.arange(missing)
-    return found
+    if 0 < missing <= len(shared):
+        rows[shared[:missing]] = int(rows.max()) + 1 + np.arange(missing)
+    return rows
 
 
 class PackedRows:
-    """Plan rows of a fixed number of tokens that hold whole texts, by best fit; a ``packed`` view reads them.
+    """Plan rows of at most ``row_tokens`` tokens that hold whole texts, by best fit.
 
     Args:
         lengths: tokens per example, shape (examples,).
-        row_tokens: tokens of a row. What its texts leave free is padding, which the collator makes a text of its own.
-        max_length: the longest text; None: ``row_tokens``. Less where the model has fewer positions than a row tokens.
-        too_long: what to do with examples above it: raise, leave them out (``dropped`` counts them), or split them
-            into texts of ``max_length`` tokens and what is left.
+        row_tokens: tokens of a row, and of the longest text.
+        too_long: what to do with longer examples: raise, leave them out (``dropped`` counts them), or split them into
+            texts of ``row_tokens`` tokens and what is left.
         seed: together with the epoch it fixes the order.
         world_size: processes that read side by side; the number of rows is a multiple of it.
 
     Raises:
-        ValueError: a size below 1, ``max_length`` above ``row_tokens``, no examples, lengths below 1 or no integers, an
-            example that is too long.
+        ValueError: a setting or a length is out of range, or an example too long.
 
     Examples:
         >>> rows = PackedRows([50, 3, 20, 41, 14, 64], row_tokens=64)
@@ -121,26 +112,27 @@ class PackedRows:
     """
 
     batch_size = None
+    padded: Any = None  # the length buckets that this plan stands for
 
     def __init__(
         self,
         lengths: ArrayLike,
         *,
         row_tokens: int,
-        max_length: int | None = None,
-        too_long: TooLong = "error",
+        too_long: Literal["error", "drop", "split"] = "error",
         seed: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.row_tokens, self.max_length = row_tokens, checked_max_length(row_tokens, max_length, too_long)
-        check_settings(seed=seed, world_size=world_size)
-        self.too_long, self.seed, self.world_size = too_long, seed, world_size
+        check_settings(row_tokens=row_tokens, seed=seed, world_size=world_size)
+        check_value("too_long", too_long, Literal["error", "drop", "split"], "split")
+        self.row_tokens, self.too_long, self.seed, self.world_size = row_tokens, too_long, seed, world_size
         self.lengths = checked_lengths(lengths)
         self.examples, self.begins, self.text_lengths = self._texts()
         self.n_examples = len(self.lengths) if too_long == "split" else len(self.text_lengths)
         rows = best_fit(self.text_lengths, row_tokens, world_size)
         self._places = _by_number(rows)  # of the texts, row by row
         self._starts = np.concatenate([[0], np.cumsum(np.bincount(rows))])
+        self.row_lengths = np.bincount(rows, self.text_lengths).astype(np.int64)
 
     @property
     def dropped(self) -> int:
@@ -150,60 +142,32 @@ class PackedRows:
     @property
     def n_batches(self) -> int:
         """The number of rows of an epoch, over all processes; the same in every epoch."""
-        return len(self._starts) - 1
-
-    @property
-    def fill(self) -> float:
-        """The share of the rows' tokens that is texts."""
-        return int(self.text_lengths.sum(dtype=np.int64)) / (self.n_batches * self.row_tokens)
+        return len(self.row_lengths)
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Return the texts of the rows of one epoch; a function of ``(seed, epoch)``."""
+        """Return the texts of the rows of one epoch, a function of ``(seed, epoch)``; the fullest row comes first."""
         check_settings(epoch=epoch)
         generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         # Texts of equal length trade places: the i-th of them in a random order takes the i-th place of that length.
         shuffled = generator.permutation(len(self.text_lengths)).astype(np.int32)
-        drawn = shuffled[_by_number(self.text_lengths[shuffled])]
-        order = np.empty_like(drawn)
-        order[_by_number(self.text_lengths[self._places])] = drawn
-        whole = self.n_batches // self.world_size
-        sequence = reading_order(generator.permutation(whole), [], self.world_size, self.n_batches)
+        order = np.empty_like(shuffled)
+        order[_by_number(self.text_lengths[self._places])] = shuffled[_by_number(self.text_lengths[shuffled])]
+        groups = generator.permutation(self.n_batches // self.world_size)
+        first = [int(self.row_lengths.argmax()) // self.world_size] if len(groups) else []
+        sequence = reading_order(groups, first, self.world_size, self.n_batches)
         return EpochPlan(order, self._starts, sequence, None)
 
     def _texts(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         """Return the example of every text, its first token in it and its length, shape (texts,) each."""
-        longest, indices = self.max_length, np.arange(len(self.lengths), dtype=np.int32)
-        is_long = self.lengths > longest
-        if self.too_long == "split":
-            pieces = -(-self.lengths // longest)
-            examples = np.repeat(indices, pieces)
-            begins = (np.arange(len(examples)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * longest
-            return examples, begins.astype(np.int32), np.minimum(self.lengths[examples] - begins, longest, dtype="i4")
-        if is_long.any() and (self.too_long == "error" or is_long.all()):
+        longest, is_long = self.row_tokens, self.lengths > self.row_tokens
+        pieces = -(-self.lengths // longest) if self.too_long == "split" else (~is_long).astype(np.int32)
+        if is_long.any() and (self.too_long == "error" or not pieces.any()):
             row = int(self.lengths.argmax())
             raise ValueError(
-                f"lengths[{row}]={int(self.lengths[row])} exceeds max_length={longest}, as do {int(is_long.sum()) - 1} "
+                f"lengths[{row}]={int(self.lengths[row])} exceeds row_tokens={longest}, as do {int(is_long.sum()) - 1} "
                 "other examples; expected every text to fit into a row. Split them (too_long='split'), leave them out "
                 "(too_long='drop') or raise row_tokens"
             )
-        kept = indices[~is_long]
-        return kept, np.zeros(len(kept), dtype=np.int32), self.lengths[kept]
-
-
-def checked_max_length(row_tokens: int, max_length: int | None, too_long: TooLong) -> int:
-    """Return the longest text of packed rows.
-
-    Raises:
-        ValueError: a setting is out of range, or texts may be longer than rows.
-    """
-    check_settings(row_tokens=row_tokens)
-    check_value("too_long", too_long, TooLong, "split")
-    if max_length is None:
-        return row_tokens
-    check_settings(max_length=max_length)
-    if max_length > row_tokens:
-        raise ValueError(
-            f"max_length={max_length} is above row_tokens={row_tokens}; expected every text to fit into a row. "
-            f"Pass row_tokens={max_length} or more"
-        )
-    return max_length
+        examples = np.repeat(np.arange(len(pieces), dtype=np.int32), pieces)
+        begins = (np.arange(len(examples)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * longest
+        return examples, begins.astype(np.int32), np.minimum(self.lengths[examples] - begins, longest).astype(np.int32)

@@ -22,7 +22,6 @@ from hf_memopt.batching.collation import RowReader
 from hf_memopt.batching.plan import (
     EpochPlan,
     LengthBuckets,
-    PackedBatches,
     PackedRows,
     check_batch_limits,
     check_settings,
@@ -154,7 +153,7 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
 
     def __init__(self, dataset: Any, buckets: LengthBuckets | PackedRows) -> None:
         super().__init__(dataset)
-        self.buckets: Any = buckets  # a plan of LengthBuckets, PackedBatches or PackedRows
+        self.buckets: Any = buckets  # a plan of LengthBuckets or PackedRows
         self.has_whole_batches = buckets.batch_size is None
         self.reader = RowReader(dataset)
         self._as_columns = False  # hand a batch as columns to the collator, past stock's that takes rows apart
@@ -199,7 +198,9 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
             )
         plan, found = self.plan, np.asarray(positions) % len(self)
         if self.has_whole_batches:
-            return plan.batch(found[0]), plan.width(found[0])
+            batch = plan.batch(found[0])
+            is_packed = isinstance(self.buckets, PackedRows)
+            return self.buckets.examples[batch] if is_packed else batch, plan.width(found[0])
         numbers, within = np.divmod(found, self.buckets.batch_size or 1)
         batches = plan.sequence[numbers]
         width = None if plan.widths is None else int(plan.widths[batches].max())
@@ -271,7 +272,21 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
         buckets = self.buckets
         if not is_padding_free(trainer):  # but another Trainer of this view may pad nothing
             return share_attribute(self, "buckets", getattr(buckets, "padded", buckets))
-        packed = buckets if isinstance(buckets, PackedBatches) else PackedBatches(buckets)
+        packed = buckets if isinstance(buckets, PackedRows) else _packed_rows(buckets)
         reason = "a batch without padding costs its tokens, so texts of all lengths share one"
         record_changes(trainer, [Change("what max_tokens limits", "rows x longest row", "sum of lengths", reason)])
         return share_attribute(self, "buckets", packed)
+
+
+def _packed_rows(buckets: LengthBuckets) -> PackedRows:
+    """Return the plan by the sum of lengths that has the settings of length buckets, and knows them as ``padded``."""
+    if buckets.pads_to_boundaries:
+        raise ValueError(
+            f"boundaries={buckets.boundaries.tolist()} are what batches are padded to, and these batches have "
+            "no padding; expected none. Leave boundaries out of bucketed(...)"
+        )
+    names = ("too_long", "seed", "world_size")
+    settings = {name: getattr(buckets, name) for name in names}
+    packed = PackedRows(buckets.lengths, row_tokens=buckets.max_tokens or 0, **settings)
+    packed.padded = buckets
+    return packed

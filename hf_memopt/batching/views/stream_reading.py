@@ -129,7 +129,7 @@ class StreamReader:
     def _parts(self, row: Any) -> list[Any]:
         """Return a row, or the parts of one that the stream splits."""
         stream = self._stream
-        most = stream.max_tokens if stream.splits else None
+        most = stream.max_tokens if stream.too_long == "split" else None
         length = 0 if most is None else token_count(row, stream.column, f"row {self._row} of the stream")
         if most is None or length <= most:
             return [row]
