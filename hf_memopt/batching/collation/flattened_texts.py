@@ -69,11 +69,13 @@ def keep_texts_apart(trainer: Trainer, inner: Callable[[Any], Any] | None = None
         return (pack_attention(unwrap_model(model)) if inner is None else None) or undo_all()
 
     def of_packed_view(texts: Any) -> dict[str, Any]:
-        row = cast(Any, DataCollatorWithFlattening)()(texts)
+        collate: Any = DataCollatorWithFlattening
+        row = collate()(texts)
         return {**row, "position_ids": row["position_ids"] + first_position(model)}
 
     reason = f"and {_name(model)} is an encoder-decoder; expected one stack of layers. {_pad_instead(trainer)}"
-    routes = [] if has_decoder(model) else [pack_attention, lambda model: undo_all()]
+    routes: list[Callable[[Any], UndoHandle | None]] = [pack_attention, lambda model: undo_all()]
+    routes = [] if has_decoder(model) else routes
     for route in routes if inner is None else routes[::-1]:
         attention = route(unwrap_model(model))
         if attention is None:
