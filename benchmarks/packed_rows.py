@@ -1,4 +1,4 @@
-"""Rows of several texts: how full they are, what attention within texts costs, and what it costs if texts see each other.
+"""Rows of several texts: how full they are, what attention within texts costs, what is lost if texts see each other.
 
 - Best fit of a million lengths into rows, beside the same rule text by text, as TRL's ``bfd`` has it.
 - Forward and backward pass of a Llama of 2 layers over one row of texts of 256 tokens: CPU seconds and peak of

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -250,6 +252,9 @@ REFUSED: dict[str, dict[str, Any]] = {  # by what their message names
 }
 
 
+LEAKS_IN_STOCK = {"opt", "biogpt", "gpt_oss", *ENCODERS}
+
+
 def tiny_model(name: str) -> Any:
     """Return a tiny language model of a type, without dropout."""
     own = {**DECODERS, **ENCODERS, **REFUSED}[name]
@@ -290,6 +295,7 @@ def test_packed_texts_have_the_losses_and_gradients_of_each_alone(name, tmp_path
     view = packed(texts, ROW)
     trainer = attach(make_trainer(tmp_path, model, view, collator))
     model.eval()
+    row = {key: value for key, value in collator([view[0]]).items() if key != "labels"}
 
     def total(batches: list[dict[str, Any]]) -> tuple[float, torch.Tensor]:
         model.zero_grad()
@@ -306,13 +312,26 @@ def test_packed_texts_have_the_losses_and_gradients_of_each_alone(name, tmp_path
         return sum_of_losses, torch.cat(gradients).clone()
 
     whole = total([collator([view[i] for i in range(len(view))])])
-    trainer.memopt_handle.remove()
+    with torch.no_grad():
+        packed_logits = model(**row).logits
+        trainer.memopt_handle.remove()
+        leak = (model(**row).logits - packed_logits).norm() / packed_logits.norm()
+    assert (leak > 1e-3) == (name in LEAKS_IN_STOCK)
     alone = total(
         [{name: torch.tensor([values]) for name, values in text.items()} for text in texts],
     )
     limit = 1e-12 if name in {"llama", "gpt2", "bert", "roberta", "opt"} else 1e-6
     assert whole[0] == pytest.approx(alone[0], rel=limit)
     assert (whole[1] - alone[1]).norm() <= limit * alone[1].norm()
+
+
+def test_the_docs_say_which_models_are_which():
+    text = (Path(__file__).parents[2] / "docs" / "lengths-and-padding.md").read_text(encoding="utf-8")
+    rows = [
+        set(re.findall(r"`([\w-]+)`", row.split("|")[2]))
+        for row in re.findall(r"^\| .*`(?:llama|opt|mamba)`.*$", text, re.M)
+    ]
+    assert rows == [{*FAMILIES} - LEAKS_IN_STOCK, LEAKS_IN_STOCK, {*REFUSED}]
 
 
 @pytest.mark.parametrize("name", REFUSED)

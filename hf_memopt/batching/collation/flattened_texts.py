@@ -186,7 +186,7 @@ def _logits(trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = _outputs(trainer, inputs).logits[0].float()
     if len(found) != inputs["input_ids"].numel():
-        raise ValueError(f"logits of shape {tuple(found.shape)} for {inputs['input_ids'].numel()} tokens")
+        raise ValueError(f"it has logits of shape {tuple(found.shape)} for {inputs['input_ids'].numel()} tokens")
     return found - found.mean(dim=-1, keepdim=True)
 
 

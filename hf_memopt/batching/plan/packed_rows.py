@@ -107,8 +107,8 @@ class PackedRows:
 
     Examples:
         >>> rows = PackedRows([50, 3, 20, 41, 14, 64], row_tokens=64)
-        >>> [sorted(rows.lengths[rows.plan(epoch=0).batch(i)].tolist()) for i in range(rows.n_batches)]
-        [[14, 50], [64], [3, 20, 41]]
+        >>> sorted(sorted(rows.lengths[rows.plan(epoch=0).batch(i)].tolist()) for i in range(rows.n_batches))
+        [[3, 20, 41], [14, 50], [64]]
     """
 
     batch_size = None

@@ -1,8 +1,6 @@
 from .bucketed_stream import BucketedStream as BucketedStream
 from .bucketed_view import BucketedView as BucketedView
 from .bucketed_view import bucketed as bucketed
-from .packed_view import PackedStream as PackedStream
-from .packed_view import PackedView as PackedView
 from .sorted_view import SortedExamples as SortedExamples
 from .sorted_view import loses_order as loses_order
 from .sorted_view import sorted_by_length as sorted_by_length
