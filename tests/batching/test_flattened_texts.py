@@ -94,10 +94,11 @@ def make_trainer(
     seen: list[torch.Tensor] = []
     args = tiny.arguments(folder, **{"per_device_train_batch_size": 1, **settings})
 
-    model.register_forward_hook(  # not called in the look at the first batch, which ends before the head
-        lambda module, _, kwargs, output: seen.append(kwargs["input_ids"]) if module.training else None,
-        with_kwargs=True,
-    )
+    def see(module: Any, _: Any, kwargs: Any, output: Any) -> None:
+        if module.training and output.logits.shape[-1] == 100:  # not in the look at the first batch, without a head
+            seen.append(kwargs["input_ids"])
+
+    model.register_forward_hook(see, with_kwargs=True)
     trainer = Trainer(
         model,
         args,

@@ -1,11 +1,9 @@
 """Keep texts in one row apart, of packed views and of stock's ``DataCollatorWithFlattening``, and check that they are.
 
-Nothing in a model says whether its attention keeps such texts apart: many models read that off ``position_ids``, which
-start again with every text, others ignore them (OPT, gpt-oss, encoders), have attention of their own (BLOOM) or layers
-that run across texts (Mamba, the convolutions of LFM2). So the model itself is asked, as stock has it and with
-``packed_attention``, by three texts of a few tokens: the logits of the second do not change when its neighbours do, and
-are those of the text alone. The kernel in use is asked, whichever it is. The first batch of each run is looked at too:
-no gradient reaches a text from another one.
+Nothing in a model says whether it keeps such texts apart: many read that off ``position_ids``, others ignore them (OPT,
+encoders), have attention of their own (BLOOM) or layers that run across texts (Mamba). So the model itself is asked, as
+stock has it and with ``packed_attention``, by three texts of a few tokens: the logits of the second do not change when
+its neighbours do, and are those of the text alone. In the first batch of each run no gradient may reach another text.
 """
 
 from __future__ import annotations
@@ -46,11 +44,8 @@ def keep_texts_apart(trainer: Trainer, inner: Callable[[Any], Any] | None = None
     """Let the trainer's model keep the texts of one row apart, by stock's masks or by ``pack_attention``, or refuse it.
 
     It is asked now, and the first batch of each run is looked at. With FSDP and DeepSpeed, which give the model its
-    weights only when training begins, there is a warning instead.
-
-    Args:
-        trainer: its model, and what says how to train instead.
-        inner: stock's collator that joins the texts, with which stock's masks come first; None: a packed view.
+    weights only when training begins, there is a warning instead. ``inner`` is stock's collator that joins the texts,
+    with which stock's masks come first; None: a packed view.
 
     Raises:
         ValueError: the model takes no such row, its texts see each other there or get other positions, its loss counts
@@ -210,10 +205,6 @@ def _outputs(trainer: Any, inputs: Mapping[str, Any]) -> Any:
 # ---- The first batch of a run ----------------------------------------------------------------------------------------
 
 
-class _HeadReachedError(Exception):
-    """Ends a forward pass before the logits, which may be larger than all the rest; ``args[0]`` would become them."""
-
-
 def _look_once(trainer: Trainer) -> Callable[..., Any]:
     """Return a ``training_step`` that looks at the first batch of each run, and raises where texts reach each other."""
     looked_at: list[Any] = [None]  # the state of the run; a new run has a new one
@@ -262,25 +253,20 @@ def _reached_texts(trainer: Any, batch: Mapping[str, Any], *, training: bool) ->
     return sorted(reached)
 
 
-def _ends_of_layers(trainer: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return what goes into a model's layers, as a leaf, and what comes out, or its logits; (1, seq, hidden) each."""
+def _ends_of_layers(trainer: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what goes into a model's layers, as a leaf, and what goes into its head; (1, seq, hidden) each."""
     model, embedded = unwrap_model(trainer.model), []
 
     def begin(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1]
 
-    def end(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        raise _HeadReachedError(args[0])
-
+    head = model.get_output_embeddings()  # its logits may be larger than all the rest
     with ExitStack() as stack:
         stack.callback(model.get_input_embeddings().register_forward_hook(begin).remove)
-        if (head := model.get_output_embeddings()) is not None:
-            stack.callback(head.register_forward_pre_hook(end).remove)
-        try:
-            hidden = _outputs(trainer, inputs).logits
-        except _HeadReachedError as reached:
-            hidden = reached.args[0]
+        if head is not None:
+            stack.callback(set_attribute(head, "forward", lambda hidden: hidden).remove)
+        hidden = _outputs(trainer, inputs).logits
     return embedded[0], hidden
 
 

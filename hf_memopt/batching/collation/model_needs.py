@@ -26,11 +26,9 @@ def needs_position_ids(model: nn.Module) -> bool:
 
 
 def first_position(model: nn.Module) -> int:
-    """Return the position of a text's first token: behind the padding's, where the model counts the real tokens itself
-    from ``input_ids`` (RoBERTa and its descendants), else 0.
-    """
-    embeddings = (module for module in unwrap_model(model).modules() if _counts_tokens(type(module)))
-    starts = (getattr(module, "padding_idx", None) for module in embeddings)
+    """Return the position of a text's first token: behind the padding's where the model counts tokens, else 0."""
+    counting = (module for module in unwrap_model(model).modules() if _counts_tokens(type(module)))
+    starts = (getattr(module, "padding_idx", None) for module in counting)
     return max((start + 1 for start in starts if isinstance(start, int)), default=0)
 
 

@@ -1,9 +1,8 @@
 """Which texts share a row without padding: best fit, the longest text first, for all texts of a length at once.
 
-Each text goes to the row with the least room that still holds it, else to a new row (best-fit decreasing, as TRL's
-``bfd``). A row that takes a text of one length takes as many as fit before another row is looked at, so the cost is
-that of the distinct lengths, not of the texts: 0.1 s of CPU for a million, of whose rows 0.02 % stay empty
-(benchmarks/packed_rows.py).
+Each text goes to the row with the least room that still holds it, else to a new row, as TRL's ``bfd`` does. A row that
+takes a text takes as many of its length as fit before another row is looked at, so the cost is that of the distinct
+lengths: 0.1 s of CPU for a million texts (benchmarks/packed_rows.py).
 
 Trade: the rows are alike in every epoch but for texts of equal length, which trade places; the order of rows is new.
 """
@@ -22,14 +21,7 @@ from hf_memopt.plain_data import check_value
 
 
 def best_fit(lengths: NDArray[np.int32], row_tokens: int, multiple: int = 1) -> NDArray[np.int32]:
-    """Return the row of every text, shape (texts,), by best-fit decreasing; no length is above ``row_tokens``.
-
-    The number of rows is a ``multiple``, unless there are fewer texts: some texts get a row of their own for it.
-
-    Examples:
-        >>> best_fit(np.array([5, 3, 4, 2, 1], dtype=np.int32), 8)
-        array([0, 0, 1, 1, 1], dtype=int32)
-    """
+    """Return the row of every text, shape (texts,); their number is a ``multiple`` unless there are too few texts."""
     counts = np.bincount(lengths)
     sizes = np.flatnonzero(counts)[::-1]
     free: dict[int, list[tuple[int, int]]] = {}  # by room: ranges of rows (first, number)

@@ -205,10 +205,8 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
             if rest:
                 rest += reading.take(self.group_examples - len(rest))
                 if len(rest) >= self.group_examples or reading.is_empty:
-                    for group in self._cut_rest(sorted(rest, key=_BY_LENGTH, reverse=True)):
-                        yield group, self._random(epoch, drawn), None
-                        drawn += 1
-                    rest = []
+                    yield sorted(rest, key=_BY_LENGTH, reverse=True), self._random(epoch, drawn), None
+                    rest, drawn = [], drawn + 1
             ahead_from = reading.place(drawn)
             ahead = [] if rest else reading.take(capacity)
             while ahead:
@@ -247,10 +245,6 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
             groups.append(held[end - size : end][::-1])
             end -= size
         return groups, held[:end]
-
-    def _cut_rest(self, held: list[Entry]) -> list[list[Entry]]:
-        """Return the group of what filled none at the end of a pass."""
-        return [held]
 
     def _random(self, epoch: int, drawn: int) -> np.random.Generator:
         """Return the random numbers of a group; those of all ranks agree, so that they draw about the same length."""

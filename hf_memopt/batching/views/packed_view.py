@@ -42,9 +42,8 @@ def packed(
     """Return a view of a dataset, or a stream, as rows of ``row_tokens`` tokens, each of several whole texts.
 
     For an attached Trainer with ``BucketedCollator(tokenizer)`` and ``per_device_train_batch_size=1``: a micro-batch is
-    one row, whose texts do not see each other, so a row of 16,384 tokens trains as eight rows of 2,048 do. ``attach``
-    gives the model attention within texts, and the first batch of every run is looked at: no gradient flows from one
-    text to another, or the run stops. One label per text needs padded rows.
+    one row, whose texts do not see each other. ``attach`` gives the model attention within texts, and the first batch
+    of every run is looked at: no gradient flows from one text to another. One label per text needs padded rows.
 
     Args:
         dataset: as of ``bucketed``.
@@ -58,7 +57,7 @@ def packed(
         buffer_examples: of a stream: examples held at most, which are packed together.
 
     Raises:
-        ValueError: an example that is too long; else, and TypeError, see ``bucketed``.
+        ValueError: an example is too long; see also ``bucketed``.
 
     Examples:
         >>> rows = [{"input_ids": [7] * length} for length in (5, 3, 4, 2, 1, 9)]
@@ -106,7 +105,7 @@ class PackedView(BucketedView):
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Fit the view to a Trainer, and its model to the rows, or refuse them; ``attach`` calls it."""
-        return undo_all(keep_texts_apart(trainer), super().bind_trainer(trainer))
+        return _bound(super().bind_trainer, trainer)
 
     def _pack(self, trainer: Trainer) -> UndoHandle:
         return undo_all()  # planned by their tokens already
@@ -120,27 +119,35 @@ class PackedStream(BucketedStream):
     """
 
     def _cut(self, held: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
-        """Return rows in groups of one for each process, the number of the row in place of its texts' lengths."""
+        """Return groups of a row for each process; in place of its length a text has -1 less the number of its row."""
         readers = self._readers
         if len(held) < readers:
             return [], held
         rows = best_fit(np.array([entry[0] for entry in held], dtype=np.int32), self.max_tokens or 0, readers)
         groups: list[list[Entry]] = [[] for _ in range(-(-(int(rows.max()) + 1) // readers))]
         for row, entry in zip(rows.tolist(), held, strict=True):
-            groups[row // readers].append((row % readers, *entry[1:]))
+            groups[row // readers].append((-1 - row % readers, *entry[1:]))
         return groups, []
 
-    def _cut_rest(self, held: list[Entry]) -> list[list[Entry]]:
-        return self._cut(held)[0] or [[(row, *entry[1:]) for row, entry in enumerate(held)]]
-
     def _deal(self, group: list[Entry], generator: np.random.Generator) -> Iterator[list[Any]]:
-        rows = [PackedRow() for _ in range(1 + max(entry[0] for entry in group))]
-        for entry in group:
-            rows[entry[0]].append(entry[-1])
-        for row in rows:
-            row.width = self.max_tokens
-        yield rows
+        whole = [group] if group[0][0] < 0 else self._cut(group)[0]  # else what was left at the end of a pass
+        for texts in whole or [[(-1 - row, *entry[1:]) for row, entry in enumerate(group)]]:
+            rows = [PackedRow() for _ in range(-min(entry[0] for entry in texts))]
+            for entry in texts:
+                rows[-1 - entry[0]].append(entry[-1])
+            for row in rows:
+                row.width = self.max_tokens
+            yield rows
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Let every process read the stream, and the model keep texts apart; ``attach`` calls it."""
-        return undo_all(keep_texts_apart(trainer), super().bind_trainer(trainer))
+        return _bound(super().bind_trainer, trainer)
+
+
+def _bound(bind: Any, trainer: Trainer) -> UndoHandle:
+    apart = keep_texts_apart(trainer)
+    try:
+        return undo_all(apart, bind(trainer))
+    except BaseException:
+        apart.remove()
+        raise

@@ -128,12 +128,9 @@ class StreamReader:
 
     def _parts(self, row: Any) -> list[Any]:
         """Return a row, or the parts of one that the stream splits."""
-        stream = self._stream
-        most = stream.max_tokens if stream.too_long == "split" else None
-        length = 0 if most is None else token_count(row, stream.column, f"row {self._row} of the stream")
-        if most is None or length <= most:
-            return [row]
-        return [cut_text(row, stream.column, i, min(most, length - i)) for i in range(0, length, most)]
+        column, most = self._stream.column, self._stream.max_tokens or 0
+        length = token_count(row, column, f"row {self._row} of the stream") if self._stream.too_long == "split" else 0
+        return [cut_text(row, column, i, most) for i in range(0, length, most)] if length > most else [row]
 
     def _entry(self, row: Any) -> Entry | None:
         """Return a row as it is held; None where it is too long and dropped."""
