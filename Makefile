@@ -62,6 +62,7 @@ bench: $(READY)           ## the benchmarks behind the figures; appends to bench
 	$(BIN)/python benchmarks/long_rows.py
 	$(BIN)/python benchmarks/longest_rows.py
 	$(BIN)/python benchmarks/experts.py
+	$(BIN)/python benchmarks/packed_rows.py
 	$(BIN)/python benchmarks/sixteen_bit_weights.py
 	$(BIN)/python benchmarks/quantized.py
 	$(BIN)/python benchmarks/resume.py

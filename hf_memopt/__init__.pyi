@@ -9,6 +9,7 @@ from .batching.plan.buckets import LengthBuckets as LengthBuckets
 from .batching.plan.samplers import LengthBucketedBatchSampler as LengthBucketedBatchSampler
 from .batching.plan.samplers import LengthBucketedSampler as LengthBucketedSampler
 from .batching.views.bucketed_view import bucketed as bucketed
+from .batching.views.packed_view import packed as packed
 from .batching.views.sorted_view import sorted_by_length as sorted_by_length
 from .binding.attachment import attach as attach
 from .binding.fused_loss.fuse import fuse_cross_entropy as fuse_cross_entropy

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlatt
 import tiny
 from hf_memopt.batching.collation import BucketedCollator
 from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.batching.plan import LengthBuckets, PackedBatches
+from hf_memopt.batching.plan import LengthBuckets, PackedRows
 from hf_memopt.batching.views import bucketed, sorted_by_length
 from hf_memopt.binding import attach
 from hf_memopt.changes import Change
@@ -48,19 +48,22 @@ APART = {  # that read position_ids in their masks, with absolute and with rotar
     "phi": {},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
 }
-LEAKING = {  # relative positions without position_ids, recurrence, convolution, positions counted from the mask
-    "falcon": {},
-    "lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+PACKED = {  # leak in stock, and are kept apart by the registered attention
     "bert": {"is_decoder": True},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+}
+LEAKING = {  # relative positions without position_ids, recurrence, convolution
+    "falcon": {},
+    "lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
     "bloom": {"n_layer": 2, "n_head": 2},
     "mamba": {"state_size": 4},
     "jamba": {"num_key_value_heads": 2, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
 }
+ALONG = {"lfm2", "mamba", "jamba"}
 DEFAULT = {"llama", "gpt2", "falcon", "lfm2", "bert"}
 FAMILIES = [
     pytest.param(name, own, id=name, marks=[] if name in DEFAULT else pytest.mark.slow)
-    for name, own in {**APART, **LEAKING}.items()
+    for name, own in {**APART, **PACKED, **LEAKING}.items()
 ]
 
 
@@ -89,10 +92,13 @@ def make_trainer(
 ) -> tuple[Trainer, list[torch.Tensor]]:
     """Return a Trainer and the list that its training steps fill with their ids."""
     seen: list[torch.Tensor] = []
-    model.register_forward_pre_hook(
-        lambda module, _, kwargs: seen.append(kwargs["input_ids"]) if module.training else None, with_kwargs=True
-    )
     args = tiny.arguments(folder, **{"per_device_train_batch_size": 1, **settings})
+
+    def see(module: Any, _: Any, kwargs: Any, output: Any) -> None:
+        if module.training and output.logits.shape[-1] == 100:  # not in the look at the first batch, without a head
+            seen.append(kwargs["input_ids"])
+
+    model.register_forward_hook(see, with_kwargs=True)
     trainer = Trainer(
         model,
         args,
@@ -174,27 +180,28 @@ def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, own,
             losses.append(float(model.eval()(**row).loss))
     model.config.output_router_logits = own.get("output_router_logits", False)
     is_leaking = losses[0] != losses[1]
-    assert is_leaking == (name in LEAKING)
-    if not is_leaking:
+    assert is_leaking == (name in {**PACKED, **LEAKING})
+    attention = model.config._attn_implementation
+    if name not in LEAKING:
         assert attach(trainer) is trainer
+        assert model.config._attn_implementation == (f"packed_{attention}" if is_leaking else attention)
+        trainer.memopt_handle.remove()
+        assert model.config._attn_implementation == attention
         return
+    seen = f"where those of {type(model).__name__} see each other (attention: {attention!r})"
+    if name in ALONG:
+        seen += ", by convolutions or state-space layers along the row"
     assert refusal(tmp_path, model) == (
-        f"where those of {type(model).__name__} see each other (attention: {model.config._attn_implementation!r}); "
-        "expected a model whose layers keep apart what position_ids count anew. "
+        f"{seen}; expected a model whose layers keep apart what position_ids count anew. "
         "Pad instead: BucketedCollator(tokenizer, causal_lm=True)"
     )
 
 
-def test_a_model_that_returns_a_cache_is_refused(tmp_path):
+def test_a_model_that_returns_a_cache_gets_attention_within_texts(tmp_path):
     model = tiny.llama()
     trainer, _ = make_trainer(tmp_path, model, examples(), use_cache=True)
-    with pytest.raises(ValueError) as error:
-        attach(trainer)
-    assert str(error.value) == (
-        "inner=DataCollatorWithFlattening joins the texts of a batch into one row, where those of LlamaForCausalLM see "
-        "each other (attention: 'sdpa'), as models that return a cache ignore where position_ids start again; "
-        "expected use_cache=False. Pass TrainingArguments(..., use_cache=False)"
-    )
+    attach(trainer)
+    assert model.config._attn_implementation == "packed_sdpa"
 
 
 def test_a_row_without_position_ids_is_refused(tmp_path):
@@ -298,7 +305,7 @@ def test_an_attached_view_packs_rows_up_to_the_budget(source, tmp_path):
     trainer, seen = make_trainer(tmp_path, tiny.llama(), view, num_train_epochs=2)
     padded = len(view)
     attach(attach(trainer)).train()
-    assert isinstance(view.buckets, PackedBatches)
+    assert isinstance(view.buckets, PackedRows)
     assert len(view) < padded
     assert len(seen) == 2 * len(view)
     assert {len(ids) for ids in seen} == {1}

@@ -3,10 +3,11 @@
 Stock collators turn every padded row into Python lists and hand the nested lists to ``torch.tensor``, which costs far
 more than the padding. Here the rows of a column are copied into one array of numpy, which ``torch.from_numpy`` wraps.
 
-``BucketedCollator``, also called ``DynamicPaddingCollator``, takes a list of examples or the whole-batch items of a
-token-budget view. It serves classification, regression, token labels, causal LM, MLM and encoder-decoders: what the
-labels are is read from their shape, and from the model once ``adapt`` has seen it. Limitations: no truncation, packing,
-multiple choice, whole-word masking or anything but text (``inner=`` wraps the collator that knows it).
+``BucketedCollator``, also called ``DynamicPaddingCollator``, takes a list of examples, the whole-batch items of a
+token-budget view, or the rows of a packed view, whose texts it joins. It serves classification, regression, token
+labels, causal LM, MLM and encoder-decoders: what the labels are is read from their shape, and from the model once
+``adapt`` has seen it. Limitations: no truncation, multiple choice, whole-word masking or anything but text (``inner=``
+wraps the collator that knows it).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening
 
 from hf_memopt.batching.collation.columns import (
+    LABELS,
     Array,
     Column,
     column_kind,
@@ -33,9 +35,9 @@ from hf_memopt.batching.collation.columns import (
     take_labels,
     where_padding,
 )
-from hf_memopt.batching.collation.flattened_texts import check_flattened_texts
-from hf_memopt.batching.collation.model_needs import has_decoder, label_shifter, needs_position_ids
-from hf_memopt.batching.collation.rows import ColumnBatch, RowBatch
+from hf_memopt.batching.collation.flattened_texts import keep_texts_apart
+from hf_memopt.batching.collation.model_needs import first_position, has_decoder, label_shifter, needs_position_ids
+from hf_memopt.batching.collation.rows import ColumnBatch, PackedRow, RowBatch
 from hf_memopt.batching.plan import check_settings
 from hf_memopt.binding.model import is_causal_lm
 from hf_memopt.binding.undo import UndoHandle, set_attribute, undo_all
@@ -51,7 +53,10 @@ LabelId = Annotated[int, range(-(2**31), 2**31)]
 class BucketedCollator:
     """Pad examples to the longest of them and return a plain dict of tensors.
 
-    An item that is a list of examples, as in the views of ``bucketed(max_tokens=)``, is replaced by these examples.
+    An item that is a list of examples, as in the views of ``bucketed(max_tokens=)``, is replaced by these examples. An
+    item of a ``packed`` view becomes one row: its texts one after the other, what they leave free as a text of its own,
+    ``position_ids`` that begin anew with each text at the model's first position, no ``attention_mask``, and for a
+    causal LM no label at a text's first token. Every column then has one value per token.
 
     ``input_ids`` are padded with the tokenizer's pad token on its padding side, ``attention_mask`` (made where it is
     missing) with 0, ``token_type_ids`` with the tokenizer's pad type, ``special_tokens_mask`` with 1, any other column
@@ -134,6 +139,7 @@ class BucketedCollator:
         self._has_decoder: bool | None = None  # None: unknown, so the shape of the labels decides alone
         self._shift_labels: Callable[..., torch.Tensor] | None = None
         self._adds_position_ids = bool(position_ids)
+        self._first_position = 0
         self._predicts_next_token = causal_lm
         self._has_model = False
         if model is not None:
@@ -147,12 +153,11 @@ class BucketedCollator:
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Adapt to the trainer's model, or refuse one that cannot train on flattened texts; ``attach`` calls it."""
-        if self.is_padding_free:
-            check_flattened_texts(trainer, cast(DataCollatorWithFlattening, self.inner))
-        names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids")
+        apart = keep_texts_apart(trainer, self.inner) if self.is_padding_free else undo_all()
+        names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids", "_first_position")
         handles = [set_attribute(self, name, getattr(self, name)) for name in names]
         record_changes(trainer, self.adapt(cast(nn.Module, trainer.model)))
-        return undo_all(*handles)
+        return undo_all(apart, *handles)
 
     def adapt(self, model: nn.Module) -> tuple[Change, ...]:
         """Set what depends on the model and return each choice; nothing changes if a model was given at construction.
@@ -170,6 +175,7 @@ class BucketedCollator:
                 "expected the decoder's labels in the data. Leave causal_lm out."
             )
         changes = []
+        self._first_position = first_position(model)
         self._has_decoder = is_seq2seq
         self._shift_labels = label_shifter(model) if is_seq2seq else None
         if is_seq2seq:
@@ -195,6 +201,8 @@ class BucketedCollator:
             )
         if len(features) == 1 and isinstance(features[0], ColumnBatch):
             return self._collate(dict(features[0].columns), features[0].width)
+        if self.inner is None and len(features) and all(isinstance(item, PackedRow) for item in features):
+            return self._collate_packed(features)
         items = (item if isinstance(item, (list, tuple)) else [item] for item in features)  # of whole batches, too
         examples = [example for item in items for example in item]
         if self.inner is not None:
@@ -220,6 +228,37 @@ class BucketedCollator:
                 tensors["input_ids"], special_tokens_mask=torch.from_numpy(unmaskable)
             )
         return tensors
+
+    def _collate_packed(self, rows: Sequence[PackedRow]) -> dict[str, Any]:
+        """Return rows of several texts each, which no mask tells apart but where the positions begin anew."""
+        joined = [self._joined(row) for row in rows]
+        width = max(len(row["position_ids"]) for row in joined)
+        batch = self._collate({name: [row[name] for row in joined] for name in joined[0]}, width)
+        del batch["attention_mask"]
+        if self._predicts_next_token and "labels" in batch:  # nothing predicts a text's first token
+            batch["labels"][batch["position_ids"] == self._first_position] = self.label_pad_token_id
+        return batch
+
+    def _joined(self, row: PackedRow) -> dict[str, Array]:
+        """Return the columns of a row's texts one after the other; the tail is padding, no longer than they are."""
+        columns = read_columns(row)
+        columns.pop("position_ids", None)
+        lengths = count_ids(columns)
+        free = (row.width or sum(lengths)) - sum(lengths)
+        positions = [np.arange(length) for length in lengths] + [np.arange(free) % max(lengths)]
+        found = {"position_ids": np.concatenate(positions) + self._first_position}
+        columns.setdefault("attention_mask", [np.ones(length, np.int64) for length in lengths])
+        for name, cells in columns.items():
+            for text, (cell, length) in enumerate(zip(cells, lengths, strict=True)):
+                if np.ndim(cell) == 0 or len(cell) != length or (name == "attention_mask" and not cell.all()):
+                    raise ValueError(
+                        f"features[{text}][{name!r}]={reprlib.repr(np.asarray(cell).tolist())} cannot share a row with "
+                        f"other texts; expected one value for each of {length} tokens, none of them padding. Train on "
+                        "padded rows: bucketed(dataset, ...), or leave the column out."
+                    )
+            value = self.label_pad_token_id if name in LABELS else self._pad_value(name)
+            found[name] = np.concatenate([*cells, np.full((free, *cells[0].shape[1:]), value, cells[0].dtype)])
+        return found
 
     def _width(self, lengths: list[int], width: int | None) -> int:
         """Return the width that the batch is padded to: the one that is asked for, or its longest row, rounded up."""

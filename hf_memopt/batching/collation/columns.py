@@ -23,7 +23,7 @@ Array = NDArray[Any]
 Column = Sequence[Array]
 """The cells of a column, ``(rows,)``: arrays of any shapes, or scalars of numpy where a row is one number."""
 
-_LABELS = ("labels", "label", "label_ids")
+LABELS = ("labels", "label", "label_ids")
 _ONE_PER_TOKEN = ("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "position_ids")
 _OF_DECODER = ("decoder_input_ids", "decoder_attention_mask")
 
@@ -123,7 +123,7 @@ def _remedy(name: str) -> str:
 
 def take_labels(columns: dict[str, Column]) -> tuple[str, Column | None]:
     """Take the labels out of ``columns`` and return their name and column."""
-    names = [*filter(columns.__contains__, _LABELS)]
+    names = [*filter(columns.__contains__, LABELS)]
     if len(names) > 1:
         raise ValueError(
             f"features hold labels under {names}; expected one of these columns. Remove the others: "

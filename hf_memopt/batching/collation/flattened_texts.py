@@ -1,9 +1,9 @@
-"""Check that a model can train on texts in one row, as stock's ``DataCollatorWithFlattening`` joins them.
+"""Keep texts in one row apart, of packed views and of stock's ``DataCollatorWithFlattening``, and check that they are.
 
-Nothing in a model says whether its attention keeps such texts apart: many models read that off ``position_ids``, which
-start again with every text, others ignore them (BLOOM, Falcon) or have layers that run across texts (Mamba, the
-convolutions of LFM2). So the model itself is asked, with three texts of a few tokens: the logits of the second do not
-change at all when its neighbours do, and are those of the text alone. The kernel in use is asked, whichever it is.
+Nothing in a model says whether it keeps such texts apart: many read that off ``position_ids``, others ignore them (OPT,
+encoders), have attention of their own (BLOOM) or layers that run across texts (Mamba). So the model itself is asked, as
+stock has it and with ``packed_attention``, by three texts of a few tokens: the logits of the second do not change when
+its neighbours do, and are those of the text alone. In the first batch of each run no gradient may reach another text.
 """
 
 from __future__ import annotations
@@ -16,28 +16,44 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
+from transformers import DataCollatorWithFlattening
 
+from hf_memopt.batching.collation.model_needs import first_position, has_decoder
+from hf_memopt.batching.collation.packed_attention import pack_attention, text_bounds
 from hf_memopt.binding.model import IGNORED_LABEL, is_causal_lm, unwrap_model
 from hf_memopt.binding.model_changes import REPACKS
-from hf_memopt.binding.undo import KeptState, RandomState, set_attribute
+from hf_memopt.binding.undo import (
+    KeptState,
+    RandomState,
+    UndoHandle,
+    is_overridden,
+    override_method,
+    set_attribute,
+    undo_all,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
+APART = "texts kept apart"  # the purpose of the override
 LENGTHS = (6, 8, 7)  # tokens of the texts, of which the second is asked
 LARGEST_DEVIATION = 0.1  # of the logits from those of the text alone: above rounding in 16 bits, below other positions
 
 
-def check_flattened_texts(trainer: Trainer, inner: Callable[[Any], Any]) -> None:
-    """Raise ValueError unless the trainer's model trains on the rows of ``inner`` as on padded texts.
+def keep_texts_apart(trainer: Trainer, inner: Callable[[Any], Any] | None = None) -> UndoHandle:
+    """Let the trainer's model keep the texts of one row apart, by stock's masks or by ``pack_attention``, or refuse it.
 
-    With FSDP and DeepSpeed, which give the model its weights only when training begins, it warns instead.
+    It is asked now, and the first batch of each run is looked at. With FSDP and DeepSpeed, which give the model its
+    weights only when training begins, there is a warning instead. ``inner`` is stock's collator that joins the texts,
+    with which stock's masks come first; None: a packed view.
 
     Raises:
         ValueError: the model takes no such row, its texts see each other there or get other positions, its loss counts
             the label of a first token, or ``inner`` gives that a label.
     """
-    model = trainer.model
+    model = cast(nn.Module, trainer.model)
+    if is_overridden(trainer, "training_step", APART):
+        return undo_all()
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         warnings.warn(
             f"attach could not check whether {_name(model)} keeps the texts of a flattened batch apart, since its "
@@ -45,16 +61,34 @@ def check_flattened_texts(trainer: Trainer, inner: Callable[[Any], Any]) -> None
             "FSDP and DeepSpeed.",
             stacklevel=2,
         )
-        return
-    with undisturbed(trainer, cast(nn.Module, model)):
-        reason = _why_not(trainer, inner)
-    if reason is not None:
-        raise ValueError(f"inner={type(inner).__name__} joins the texts of a batch into one row, {reason}")
+        return (pack_attention(unwrap_model(model)) if inner is None else None) or undo_all()
+
+    def of_packed_view(texts: Any) -> dict[str, Any]:
+        collate: Any = DataCollatorWithFlattening
+        row = collate()(texts)
+        return {**row, "position_ids": row["position_ids"] + first_position(model)}
+
+    reason = f"and {_name(model)} is an encoder-decoder; expected one stack of layers. {_pad_instead(trainer)}"
+    routes: list[Callable[[Any], UndoHandle | None]] = [pack_attention, lambda model: undo_all()]
+    routes = [] if has_decoder(model) else routes
+    for route in routes if inner is None else routes[::-1]:
+        attention = route(unwrap_model(model))
+        if attention is None:
+            continue
+        with undisturbed(trainer, model):
+            found = _why_not(trainer, inner or of_packed_view, is_labelled=inner is not None or is_causal_lm(model))
+        if found is None:
+            return undo_all(attention, override_method(trainer, "training_step", _look_once(trainer), purpose=APART))
+        attention.remove()
+        reason = reason if inner is not None and route is pack_attention else found  # what stock does wrong
+    what = "packed(...) joins texts" if inner is None else f"inner={type(inner).__name__} joins the texts of a batch"
+    raise ValueError(f"{what} into one row, {reason}")
 
 
 @contextmanager
-def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode; leave modes, random numbers and what the model's modules keep as they were.
+def undisturbed(trainer: Any, model: nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Run in evaluation mode, or in the mode that each module is in; leave modes, random numbers and what the modules
+    keep as they were.
 
     A buffer above ``LARGEST_COPY_BYTES`` is watched but not copied, and a warning names it if it has changed.
     """
@@ -65,15 +99,15 @@ def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(kept.restore)
         stack.callback(drawn.restore)
-        for module, training in modes.items():
-            stack.callback(setattr, module, "training", training)
-            module.training = False  # not eval(), which a user's module may use to rewrite its weights
+        for module, mode in modes.items():
+            stack.callback(setattr, module, "training", mode)
+            module.training &= training  # not eval(), which a user's module may use to rewrite its weights
             if getattr(module, REPACKS, False):
                 stack.callback(set_attribute(module, REPACKS, False).remove)
         yield
 
 
-def _why_not(trainer: Any, inner: Callable[[Any], Any]) -> str | None:
+def _why_not(trainer: Any, inner: Callable[[Any], Any], *, is_labelled: bool) -> str | None:
     """Return what is wrong with flattened texts, what is expected and what to do, or None."""
     name, start, end = _name(trainer.model), LENGTHS[0], LENGTHS[0] + LENGTHS[1]  # of the second text in the row
     try:
@@ -89,31 +123,42 @@ def _why_not(trainer: Any, inner: Callable[[Any], Any]) -> str | None:
         labels = row["labels"][0, [0, start, end]]
         alone = _logits(trainer, {"input_ids": torch.tensor([text])})
         among, among_others = _logits(trainer, row)[start:end], _logits(trainer, others)[start:end]
-        of_first = _loss_of_label(trainer, row, start), _loss_of_label(trainer, reversed_text, start)
+        is_leaking = not torch.equal(among, among_others) and (
+            # the experts of other tokens may round otherwise, which no gradient shows
+            "position_ids" not in row
+            or _differs(among, among_others)
+            or bool(_reached_texts(trainer, row, training=False))
+        )
+        rows = (row, reversed_text) if is_labelled else ()
+        of_first = {_loss_of_label(trainer, one, start) for one in rows}
     except Exception as error:  # whatever the model raises for inputs that it does not take
         return (
             f"which {name} could not be trained on ({type(error).__name__}: {error}); expected a causal language model "
             f"that takes position_ids. {_pad_instead(trainer)}"
         )
-    if labels.ne(IGNORED_LABEL).any():
+    if is_labelled and labels.ne(IGNORED_LABEL).any():
         return (
             f"with labels {labels.tolist()} for their first tokens; expected {IGNORED_LABEL}, as nothing predicts "
             f"them. Call: DataCollatorWithFlattening(separator_id={IGNORED_LABEL})"
         )
-    if not torch.equal(among, among_others):
+    if is_leaking:
         return _leak(trainer, name)
-    if of_first[0] != of_first[1]:
+    if len(of_first) > 1:
         return (
             f"and leaves out the label of their first tokens, which the loss of {name} counts; expected a causal "
             f"language model. {_pad_instead(trainer)}"
         )
-    if bool((among - alone).norm() > LARGEST_DEVIATION * alone.norm()):
+    if _differs(among, alone):
         return (
             f"where {name} does not compute what it computes for a text alone, as with other positions; expected the "
             "same. Call: DataCollatorWithFlattening(position_ids_start=2) if it counts positions from 2; else "
             f"{_pad_instead(trainer)}"
         )
     return None
+
+
+def _differs(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found - expected).norm() > LARGEST_DEVIATION * expected.norm())
 
 
 def _leak(trainer: Any, name: str) -> str:
@@ -125,13 +170,18 @@ def _leak(trainer: Any, name: str) -> str:
             f"{seen}, as models that return a cache ignore where position_ids start again; expected use_cache=False. "
             "Pass TrainingArguments(..., use_cache=False)"
         )
+    if any(isinstance(module, nn.Conv1d) for module in unwrap_model(trainer.model).modules()):
+        seen += ", by convolutions or state-space layers along the row"
     return f"{seen}; expected a model whose layers keep apart what position_ids count anew. {_pad_instead(trainer)}"
 
 
 def _logits(trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Return the logits of the model's one row around their mean at each token, shape (seq, vocabulary)."""
     inputs = {name: value for name, value in inputs.items() if name != "labels"}
-    found: torch.Tensor = _outputs(trainer, inputs).logits[0].float()
+    with torch.no_grad():
+        found: torch.Tensor = _outputs(trainer, inputs).logits[0].float()
+    if len(found) != inputs["input_ids"].numel():
+        raise ValueError(f"it has logits of shape {tuple(found.shape)} for {inputs['input_ids'].numel()} tokens")
     return found - found.mean(dim=-1, keepdim=True)
 
 
@@ -140,13 +190,84 @@ def _loss_of_label(trainer: Any, row: Mapping[str, Any], position: int) -> float
     labels = torch.full_like(row["labels"], IGNORED_LABEL)
     labels[0, position] = 0
     config = getattr(unwrap_model(trainer.model), "config", None)
-    with set_attribute(config, "output_router_logits", False):  # the loss of a router is over all tokens of a batch
+    with (
+        torch.no_grad(),
+        set_attribute(config, "output_router_logits", False),
+    ):  # the loss of a router is over all tokens of a batch
         return float(_outputs(trainer, {**row, "labels": labels}).loss)
 
 
 def _outputs(trainer: Any, inputs: Mapping[str, Any]) -> Any:
-    with torch.no_grad(), trainer.compute_loss_context_manager():
+    with trainer.compute_loss_context_manager():
         return trainer.model(**send_to_device(dict(inputs), trainer.args.device))
+
+
+# ---- The first batch of a run ----------------------------------------------------------------------------------------
+
+
+def _look_once(trainer: Trainer) -> Callable[..., Any]:
+    """Return a ``training_step`` that looks at the first batch of each run, and raises where texts reach each other."""
+    looked_at: list[Any] = [None]  # the state of the run; a new run has a new one
+
+    def training_step(before: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], *args: Any) -> Any:
+        if trainer.state is not looked_at[0]:
+            looked_at[0] = trainer.state
+            if reached := _reached_texts(trainer, inputs, training=True):
+                raise ValueError(
+                    f"texts {reached[:8]} of a row of the first batch see other texts of it in {_name(model)}: the "
+                    "gradients of their tokens reach those; expected exactly 0. " + _pad_instead(trainer)
+                )
+        return before(model, inputs, *args)
+
+    return training_step
+
+
+def _reached_texts(trainer: Any, batch: Mapping[str, Any], *, training: bool) -> list[int]:
+    """Return the texts of the batch's row with the most of them that a gradient reaches from another one.
+
+    What comes out of every second text is differentiated by what goes into the others, in two backward passes of one
+    row without a head. Texts are told apart by ``position_ids``.
+    """
+    positions = batch.get("position_ids")
+    bounds = [] if positions is None else text_bounds(positions, len(batch["input_ids"]))
+    row = max(range(len(bounds)), key=lambda number: len(bounds[number]), default=None)
+    if row is None or len(bounds[row]) < 3:
+        return []
+    inputs = {name: value[row : row + 1] if getattr(value, "ndim", 0) > 1 else value for name, value in batch.items()}
+    inputs.pop("labels", None)
+    reached: set[int] = set()
+    try:
+        with undisturbed(trainer, trainer.model, training=training), torch.enable_grad():
+            embedded, hidden = _ends_of_layers(trainer, inputs)
+            for parity in (0, 1):
+                text = torch.repeat_interleave(torch.diff(torch.tensor(bounds[row]))).to(hidden.device)  # (seq,)
+                # Weights, since a plain sum is constant after a layer norm.
+                weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
+                score = (hidden[0] * weights)[text % 2 == parity].sum()
+                [gradient] = torch.autograd.grad(score, embedded, retain_graph=True)
+                reached |= set(text[(gradient[0] != 0).any(-1) & (text % 2 != parity)].tolist())
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error) or not training:  # checkpointing that knows no gradients of inputs
+            raise
+        return _reached_texts(trainer, batch, training=False)
+    return sorted(reached)
+
+
+def _ends_of_layers(trainer: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what goes into a model's layers, as a leaf, and what goes into its head; (1, seq, hidden) each."""
+    model, embedded = unwrap_model(trainer.model), []
+
+    def begin(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    head = model.get_output_embeddings()  # its logits may be larger than all the rest
+    with ExitStack() as stack:
+        stack.callback(model.get_input_embeddings().register_forward_hook(begin).remove)
+        if head is not None:
+            stack.callback(set_attribute(head, "forward", lambda hidden: hidden).remove)
+        hidden = _outputs(trainer, inputs).logits
+    return embedded[0], hidden
 
 
 def _texts(model: Any) -> list[list[int]]:

@@ -25,12 +25,23 @@ def needs_position_ids(model: nn.Module) -> bool:
     return not any(_is_free_of_columns(type(module)) for module in inside.modules())
 
 
+def first_position(model: nn.Module) -> int:
+    """Return the position of a text's first token: behind the padding's where the model counts tokens, else 0."""
+    counting = (module for module in unwrap_model(model).modules() if _counts_tokens(type(module)))
+    starts = (getattr(module, "padding_idx", None) for module in counting)
+    return max((start + 1 for start in starts if isinstance(start, int)), default=0)
+
+
+def _counts_tokens(kind: type[nn.Module]) -> bool:
+    name = "create_position_ids_from_input_ids"  # a method or a function of the module file, seen in 5.8.1 to 5.23.0
+    return hasattr(kind, name) or hasattr(sys.modules[kind.__module__], name)
+
+
 def _is_free_of_columns(kind: type[nn.Module]) -> bool:
     """Return whether a module class has positions that are relative, or counted from the tokens themselves."""
     if "Rotary" in kind.__name__ or kind.__name__ == "OPTLearnedPositionalEmbedding":
         return True
-    name = "create_position_ids_from_input_ids"  # a method or a function of the module file, seen in 5.8.1 to 5.23.0
-    return hasattr(kind, name) or hasattr(sys.modules[kind.__module__], name)
+    return _counts_tokens(kind)
 
 
 def has_decoder(model: nn.Module) -> bool | None:

@@ -29,6 +29,10 @@ class RowBatch(list[Any]):
     width: int | None = None
 
 
+class PackedRow(RowBatch):
+    """The texts of one row, which our collator joins; ``width`` is the row's."""
+
+
 @dataclass
 class ColumnBatch:
     """The columns of a batch, for our collators; not a dict, since stock's ``RemoveColumnsCollator`` rebuilds those.
@@ -89,6 +93,13 @@ class RowReader:
         if self._prepared is None or self._prepared[0] != form:
             self._prepared = form, *_prepare(self.dataset, self._names)
         return self._prepared[1:]
+
+
+def cut_text(example: Mapping[str, Any], column: str, begin: int, length: int) -> Mapping[str, Any]:
+    """Return a part of an example: of all columns that are as long as ``column``, so many cells from ``begin``."""
+    whole = len(example[column])
+    is_long = {name: hasattr(cell, "__len__") and len(cell) == whole for name, cell in example.items()}
+    return {name: cell[begin : begin + length] if is_long[name] else cell for name, cell in example.items()}
 
 
 def _prepare(dataset: Dataset, names: frozenset[str] | None) -> tuple[Dataset, ArrowColumns | None]:

@@ -83,7 +83,8 @@ def _strategies(report: PaddingReport, width: int) -> RenderableType:
 
     caption = (
         f"One epoch in batches of {report.batch_size}, padded to multiples of {report.pad_to_multiple_of}. Largest "
-        f"batch: its padded {report.unit}. Shapes: distinct (rows, width)."
+        f"batch: its padded {report.unit}. Shapes: distinct (rows, width). packed: rows of several texts, which "
+        "need a label for each token or none."
     )
     if report.simulated < report.examples:
         caption += f" All but the fixed widths are replayed on {report.simulated:,} examples, drawn at random."
@@ -94,7 +95,7 @@ def _strategies(report: PaddingReport, width: int) -> RenderableType:
         table.add_column(heading, justify="right", no_wrap=True)
     for found in report.strategies:
         table.add_row(
-            found.name.replace("bucketed(", "bucketed(\n") if width < NARROW_COLUMNS else found.name,
+            found.name.replace("(", "(\n") if width < NARROW_COLUMNS else found.name,
             f"{found.padding_efficiency:.3f}",
             percent(found.wasted_fraction, 1),
             f"{found.batches:,}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_memopt.batching.plan import LengthBuckets
+from hf_memopt.batching.plan import LengthBuckets, PackedRows
 
 STOCK_MEGA_BATCH = 50  # batches that transformers' get_length_grouped_indices sorts together
 
@@ -17,7 +17,8 @@ class PaddingStrategy:
     """One way to batch and pad.
 
     ``padding_efficiency``: real tokens over padded tokens. ``largest_batch_tokens``: padded tokens of the largest
-    batch, which sets the memory peak. ``shapes``: distinct (rows, width) of the batches.
+    batch, which sets the memory peak. ``shapes``: distinct (rows, width) of the batches. ``epoch_tokens``: padded
+    tokens of an epoch.
     """
 
     name: str
@@ -25,6 +26,7 @@ class PaddingStrategy:
     batches: int
     largest_batch_tokens: int
     shapes: int
+    epoch_tokens: int
 
     @property
     def wasted_fraction(self) -> float:
@@ -56,6 +58,7 @@ def fixed_strategies(
             batches=whole + (rest > 0),
             largest_batch_tokens=min(batch_size, len(lengths)) * width,
             shapes=(whole > 0) + (rest > 0),
+            epoch_tokens=len(lengths) * width,
         )
         for name, width in widths.items()
     ]
@@ -77,10 +80,13 @@ def ordered_strategies(
     }
     batches = -(-examples // batch_size)
     of_tokens = round(by_tokens.n_batches * examples / len(sample))
-    return [
-        _measured(name, *order, multiple, of_tokens if "max_tokens" in name else batches)
+    found = [
+        _measured(name, *order, multiple, of_tokens if "max_tokens" in name else batches, examples)
         for name, order in orders.items()
     ]
+    rows = PackedRows(sample, row_tokens=budget)
+    fill, of_rows = float(rows.row_lengths.mean()) / budget, round(rows.n_batches * examples / len(sample))
+    return [*found, PaddingStrategy(f"packed(row_tokens={budget})", fill, of_rows, budget, 1, of_rows * budget)]
 
 
 def _first_epoch(buckets: LengthBuckets) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -91,7 +97,7 @@ def _first_epoch(buckets: LengthBuckets) -> tuple[NDArray[np.int32], NDArray[np.
 
 
 def _measured(
-    name: str, ordered: NDArray[np.int32], starts: NDArray[np.int64], multiple: int, batches: int
+    name: str, ordered: NDArray[np.int32], starts: NDArray[np.int64], multiple: int, batches: int, examples: int
 ) -> PaddingStrategy:
     widths = pad_lengths(np.maximum.reduceat(ordered, starts), multiple)
     rows = np.diff(starts, append=len(ordered))
@@ -102,6 +108,7 @@ def _measured(
         batches=batches,
         largest_batch_tokens=int(tokens.max()),
         shapes=len(np.unique(widths * (int(rows.max()) + 1) + rows)),
+        epoch_tokens=round(int(tokens.sum()) * examples / len(ordered)),
     )
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import numpy as np
@@ -60,6 +61,7 @@ ORDER = (
     *("pad_to_multiple_of", "too_long", "rows_per_turn"),
 )
 BUFFER_EXAMPLES = 8192
+_BY_LENGTH = itemgetter(0, 1, 2)  # of an Entry, all but the example
 
 
 class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
@@ -119,7 +121,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         super().__init__(dataset)
         self.batch_size, self.max_tokens = batch_size, max_tokens
         self.buffer_examples, self.seed, self.world_size, self.rank = buffer_examples, seed, world_size, rank
-        self.column, self.pad_to_multiple_of, self.too_long = column, pad_to_multiple_of, too_long
+        self.column, self.pad_to_multiple_of, self.too_long = column, pad_to_multiple_of, str(too_long)
         self._check_settings()
         self.boundaries: list[int] | None = None
         if boundaries is not None:
@@ -202,21 +204,23 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
             reading.begin(place)
             if rest:
                 rest += reading.take(self.group_examples - len(rest))
-                if len(rest) == self.group_examples or reading.is_empty:
-                    yield sorted(rest, reverse=True), self._random(epoch, drawn), None
+                if len(rest) >= self.group_examples or reading.is_empty:
+                    yield sorted(rest, key=_BY_LENGTH, reverse=True), self._random(epoch, drawn), None
                     rest, drawn = [], drawn + 1
             ahead_from = reading.place(drawn)
             ahead = [] if rest else reading.take(capacity)
             while ahead:
-                groups, rest = self._cut(sorted(ahead))
+                groups, rest = self._cut(sorted(ahead, key=_BY_LENGTH))
                 begins: Place | None = ahead_from
-                ahead, ahead_from = [], reading.place(drawn + len(groups))
+                ahead, ahead_from, reading.taken = [], reading.place(drawn + len(groups)), 0
                 while groups:
                     generator = self._random(epoch, drawn)
                     group = groups.pop(int(generator.random() * len(groups)))
                     yield group, generator, begins
                     drawn, begins = drawn + 1, None
-                    ahead += reading.take(len(group))  # so that never more is held than the buffer has room for
+                    ahead += reading.take(
+                        min(len(group), capacity - reading.taken)
+                    )  # so that never more is held than the buffer has room for
             if reading.is_empty:
                 break
             place = {**self._first_place(), "epoch": epoch + 1, "dropped": reading.dropped}

@@ -22,7 +22,7 @@ from hf_memopt.batching.collation import RowReader
 from hf_memopt.batching.plan import (
     EpochPlan,
     LengthBuckets,
-    PackedBatches,
+    PackedRows,
     check_batch_limits,
     check_settings,
     checked_position,
@@ -109,24 +109,17 @@ def bucketed(
     settings |= {"pad_to_multiple_of": pad_to_multiple_of, "too_long": too_long}
     view: BucketedView | BucketedStream
     if is_map_style(dataset):
-        _refuse(
-            {"buffer_examples": buffer_examples, "rank": rank},
-            f"is for streams, and <{type(dataset).__name__}> can be indexed; expected it left out, since all lengths "
-            "are known. Leave it out",
-        )
+        refuse_settings(dataset, buffer_examples=buffer_examples, rank=rank)
         view = BucketedView(
             dataset, LengthBuckets(lengths_of(dataset, lengths, column), n_buckets=n_buckets, **settings)
         )
     else:
         check_source(dataset)
-        _refuse(
-            {
-                "lengths": lengths,
-                "n_buckets": None if isinstance(n_buckets, str) and n_buckets == "auto" else n_buckets,
-                "boundaries": boundaries if isinstance(boundaries, str) else None,
-            },
-            "needs all lengths beforehand, which are unknown in a stream; expected it left out. Leave it out, or pass "
-            "boundaries=[64, 128, 256] to bound the shapes",
+        refuse_settings(
+            None,
+            lengths=lengths,
+            n_buckets=None if isinstance(n_buckets, str) and n_buckets == "auto" else n_buckets,
+            boundaries=boundaries if isinstance(boundaries, str) else None,
         )
         if buffer_examples is None:
             buffer_examples = BUFFER_EXAMPLES * (world_size if rank is None else 1)
@@ -135,8 +128,17 @@ def bucketed(
     return view
 
 
-def _refuse(settings: dict[str, Any], reason: str) -> None:
-    """Raise ValueError for the first of the settings that is given."""
+def refuse_settings(dataset: Any, **settings: Any) -> None:
+    """Raise ValueError for the first setting that is given to a dataset but is for streams; None: the other way."""
+    reason = (
+        "needs all lengths beforehand, which are unknown in a stream; expected it left out. Leave it out, or pass "
+        "boundaries=[64, 128, 256] to bound the shapes"
+    )
+    if dataset is not None:
+        reason = (
+            f"is for streams, and <{type(dataset).__name__}> can be indexed; expected it left out, since all lengths "
+            "are known. Leave it out"
+        )
     for name, value in settings.items():
         if value is not None:
             raise ValueError(f"{name}={shown(value)} {reason}")
@@ -149,23 +151,25 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
     an item is a whole batch: a list of examples whose padded size stays within ``max_tokens``.
     """
 
-    def __init__(self, dataset: Any, buckets: LengthBuckets) -> None:
+    def __init__(self, dataset: Any, buckets: LengthBuckets | PackedRows) -> None:
         super().__init__(dataset)
-        self.buckets: LengthBuckets | PackedBatches = buckets
+        self.buckets: Any = buckets  # a plan of LengthBuckets or PackedRows
         self.has_whole_batches = buckets.batch_size is None
         self.reader = RowReader(dataset)
         self._as_columns = False  # hand a batch as columns to the collator, past stock's that takes rows apart
-        self._planned: tuple[tuple[int, int, LengthBuckets | PackedBatches], EpochPlan] | None = None
+        self._planned: tuple[tuple[int, int, Any], EpochPlan] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_planned": None}
 
     def __len__(self) -> int:
-        return self.buckets.n_batches if self.has_whole_batches else self.buckets.n_examples
+        return int(self.buckets.n_batches if self.has_whole_batches else self.buckets.n_examples)
+
+    def _checked(self, position: Any) -> int:
+        return checked_position(position, len(self), "a batch" if self.has_whole_batches else "an example")
 
     def __getitem__(self, position: int) -> Any:
-        item = "a batch" if self.has_whole_batches else "an example"
-        rows = self.reader.read(*self._batch([checked_position(position, len(self), item)]))
+        rows = self.reader.read(*self._batch([self._checked(position)]))
         return rows if self.has_whole_batches else rows[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
@@ -194,7 +198,9 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
             )
         plan, found = self.plan, np.asarray(positions) % len(self)
         if self.has_whole_batches:
-            return plan.batch(found[0]), plan.width(found[0])
+            batch = plan.batch(found[0])
+            is_packed = isinstance(self.buckets, PackedRows)
+            return self.buckets.examples[batch] if is_packed else batch, plan.width(found[0])
         numbers, within = np.divmod(found, self.buckets.batch_size or 1)
         batches = plan.sequence[numbers]
         width = None if plan.widths is None else int(plan.widths[batches].max())
@@ -266,7 +272,21 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
         buckets = self.buckets
         if not is_padding_free(trainer):  # but another Trainer of this view may pad nothing
             return share_attribute(self, "buckets", getattr(buckets, "padded", buckets))
-        packed = buckets if isinstance(buckets, PackedBatches) else PackedBatches(buckets)
+        packed = buckets if isinstance(buckets, PackedRows) else _packed_rows(buckets)
         reason = "a batch without padding costs its tokens, so texts of all lengths share one"
         record_changes(trainer, [Change("what max_tokens limits", "rows x longest row", "sum of lengths", reason)])
         return share_attribute(self, "buckets", packed)
+
+
+def _packed_rows(buckets: LengthBuckets) -> PackedRows:
+    """Return the plan by the sum of lengths that has the settings of length buckets, and knows them as ``padded``."""
+    if buckets.pads_to_boundaries:
+        raise ValueError(
+            f"boundaries={buckets.boundaries.tolist()} are what batches are padded to, and these batches have "
+            "no padding; expected none. Leave boundaries out of bucketed(...)"
+        )
+    names = ("too_long", "seed", "world_size")
+    settings = {name: getattr(buckets, name) for name in names}
+    packed = PackedRows(buckets.lengths, row_tokens=buckets.max_tokens or 0, **settings)
+    packed.padded = buckets
+    return packed

@@ -17,7 +17,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import datasets
 import numpy as np
@@ -26,7 +26,7 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import get_worker_info
 
 from hf_memopt.batching import token_count
-from hf_memopt.batching.collation import round_up
+from hf_memopt.batching.collation import cut_text, round_up
 from hf_memopt.batching.views.view import SharedArray
 from hf_memopt.plain_data import shown
 
@@ -71,7 +71,7 @@ class StreamReader:
             fsspec.asyn.reset_lock()  # a forked worker cannot use its parent's thread; datasets does so in its own
         if is_resumed or (in_worker and is_of_datasets):  # all workers would share its epoch
             self._dataset = copy.deepcopy(self._dataset)
-        self._step, self._offset = 1, 0
+        self._step, self._offset, self.taken = 1, 0, 0
         if stream.rank is not None and is_of_datasets:
             self._dataset = split_dataset_by_node(self._dataset, rank=stream.rank, world_size=stream.world_size)
         elif stream.rank is not None:
@@ -100,16 +100,21 @@ class StreamReader:
         self._rows = islice(_read_whole(self._dataset), first, None, self._step)
 
     def take(self, count: int) -> list[Entry]:
-        """Return the next examples that fit into a batch, fewer at the end of the pass."""
+        """Return the next examples that fit into a batch, fewer at the end of the pass; of one that is split all parts.
+
+        ``self.taken`` counts the examples, however many parts they have.
+        """
         taken: list[Entry] = []
-        while len(taken) < count and (row := next(self._rows, _END)) is not _END:
-            entry = self._entry(row)
-            if entry is None:
+        most = self.taken + count
+        while self.taken < most and (row := next(self._rows, _END)) is not _END:
+            entries = [self._entry(part) for part in self._parts(row)]
+            if None in entries:
                 self.dropped += 1
                 if self._notes:
                     self._stream.dropped = self.dropped
             else:
-                taken.append(entry)
+                taken += cast(list[Entry], entries)
+                self.taken += 1
             self._row += 1
         self.is_empty &= not taken
         return taken
@@ -120,6 +125,12 @@ class StreamReader:
             return {**self._begin, "group": group}
         state = self._dataset.state_dict() if self._is_resumable else None
         return {**self._begin, "row": self._row, "dataset": state, "group": group, "dropped": self.dropped}
+
+    def _parts(self, row: Any) -> list[Any]:
+        """Return a row, or the parts of one that the stream splits."""
+        column, most = self._stream.column, self._stream.max_tokens or 0
+        length = token_count(row, column, f"row {self._row} of the stream") if self._stream.too_long == "split" else 0
+        return [cut_text(row, column, i, most) for i in range(0, length, most)] if length > most else [row]
 
     def _entry(self, row: Any) -> Entry | None:
         """Return a row as it is held; None where it is too long and dropped."""

@@ -40,6 +40,11 @@ def _padding(found: Plan, one: Candidate | None) -> dict[str, Any] | None:
     from hf_memopt.batching.padding_costs import padding_report
 
     report = padding_report(found.texts.lengths, batch_size=one.rows, max_length=found.texts.seq_len).as_dict()
+    # A step is predicted at the mean padded length of buckets; other ways take as much longer as they compute tokens.
+    of_buckets = next(way["epoch_tokens"] for way in report["strategies"] if way["name"].startswith("bucketed(batch"))
+    for way in report["strategies"]:
+        epoch = None if one.seconds is None else one.seconds * report["examples"] / one.examples
+        way["epoch_seconds"] = None if epoch is None else epoch * way["epoch_tokens"] / of_buckets
     kept = ("examples", "total", "mean", "shortest", "longest", "percentiles", "histogram", "strategies", "batch_size")
     return {name: report[name] for name in kept}
 

@@ -69,7 +69,7 @@ def _draw_strategies(report: PaddingData, axes: Axes, unit: str, theme: Theme) -
     factors = [1 / max(min(float(one["padding_efficiency"]), 1.0), 1e-9) for one in found]
     most = min(max(factors, default=1.0), MOST_OF_REAL)
     for row, (one, computed) in enumerate(zip(found, factors, strict=True)):
-        is_ours = one["name"].startswith("bucketed")
+        is_ours = one["name"].startswith(("bucketed", "packed"))
         axes.barh(row, 1, color=OURS if is_ours else REAL, height=0.66)
         padding: dict[str, Any] = {"color": theme.faint, "hatch": "////", "edgecolor": theme.strong, "linewidth": 0}
         axes.barh(row, min(computed, most) - 1, left=1, height=0.66, **padding)
@@ -83,6 +83,9 @@ def _draw_strategies(report: PaddingData, axes: Axes, unit: str, theme: Theme) -
             weight="bold" if is_ours else "normal",
         )
     names = [f"{one['name']}\nlargest batch {one['largest_batch_tokens']:,} {unit}" for one in found]
+    for number, one in enumerate(found):
+        if (seconds := one.get("epoch_seconds")) is not None:
+            names[number] += f", about {seconds:,.0f} s an epoch"
     axes.set_yticks(range(len(found)), names, fontsize=8.5)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.38 * most)  # room for the figures

@@ -143,6 +143,8 @@ class StrategyData(TypedDict):
     name: str
     padding_efficiency: Number
     largest_batch_tokens: CountOrZero
+    epoch_tokens: NotRequired[CountOrZero]
+    epoch_seconds: NotRequired[Number | None]
 
 
 class HistogramData(TypedDict):

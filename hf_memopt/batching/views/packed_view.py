@@ -1,0 +1,153 @@
+"""Read a dataset or a stream as rows of fixed length that hold whole texts, packed by best fit.
+
+An item is one row: a list of texts, which ``BucketedCollator`` joins. ``attach`` sees to it that the model keeps them
+apart, or refuses it. A resumed run sees the very rows of the straight run; a stream packs what its buffer holds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hf_memopt.batching import lengths_of
+from hf_memopt.batching.collation import PackedRow, cut_text, keep_texts_apart
+from hf_memopt.batching.plan import PackedRows, best_fit, check_settings
+from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
+from hf_memopt.batching.views.bucketed_view import BucketedView, refuse_settings
+from hf_memopt.batching.views.stream_reading import Entry
+from hf_memopt.batching.views.view import is_map_style
+from hf_memopt.binding.undo import UndoHandle, undo_all
+from hf_memopt.plain_data import check_value
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def packed(
+    dataset: Any,
+    row_tokens: int,
+    *,
+    too_long: Literal["error", "drop", "split"] = "error",
+    seed: int | None = None,
+    lengths: ArrayLike | None = None,
+    column: str = "input_ids",
+    world_size: int | None = None,
+    rank: int | None = None,
+    buffer_examples: int = BUFFER_EXAMPLES,
+) -> PackedView | PackedStream:
+    """Return a view of a dataset, or a stream, as rows of ``row_tokens`` tokens, each of several whole texts.
+
+    For an attached Trainer with ``BucketedCollator(tokenizer)`` and ``per_device_train_batch_size=1``: a micro-batch is
+    one row, whose texts do not see each other. ``attach`` gives the model attention within texts, and the first batch
+    of every run is looked at: no gradient flows from one text to another. One label per text needs padded rows.
+
+    Args:
+        dataset: as of ``bucketed``.
+        row_tokens: tokens of a row; what its texts leave free is padding without labels, 0.02 % of many texts.
+        too_long: what to do with longer examples: raise, leave them out, or ``"split"`` them into several texts.
+        seed: of the order, see ``bucketed``.
+        lengths: tokens per example, see ``bucketed``.
+        column: the column whose length counts.
+        world_size: processes that share the view, see ``bucketed``.
+        rank: of a stream, see ``bucketed``.
+        buffer_examples: of a stream: examples held at most, which are packed together.
+
+    Raises:
+        ValueError: an example is too long; see also ``bucketed``.
+
+    Examples:
+        >>> rows = [{"input_ids": [7] * length} for length in (5, 3, 4, 2, 1, 9)]
+        >>> view = packed(rows, 8, too_long="split")
+        >>> sorted(sorted(len(text["input_ids"]) for text in view[i]) for i in range(len(view)))
+        [[1, 1, 2, 4], [3, 5], [8]]
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    settings: dict[str, Any] = {"too_long": too_long, "seed": 0 if seed is None else seed, "world_size": world_size}
+    view: PackedView | PackedStream
+    if is_map_style(dataset):
+        refuse_settings(dataset, rank=rank)
+        view = PackedView(dataset, PackedRows(lengths_of(dataset, lengths, column), row_tokens=row_tokens, **settings))
+        view.column = column
+    else:
+        refuse_settings(None, lengths=lengths)
+        check_settings(row_tokens=row_tokens)
+        settings |= {"rank": rank, "column": column, "buffer_examples": buffer_examples, "pad_to_multiple_of": 1}
+        check_value("too_long", too_long, Literal["error", "drop", "split"], "split")
+        view = PackedStream(dataset, max_tokens=row_tokens, **{**settings, "too_long": "drop"})
+        vars(view)["too_long"] = too_long  # which buckets do not know to split
+    view.takes_seed = seed is None
+    return view
+
+
+class PackedView(BucketedView):
+    """A dataset as packed rows; ``buckets`` planned them. An item is a row: a list of texts."""
+
+    column = "input_ids"
+
+    def __getitem__(self, position: int) -> PackedRow:
+        rows, texts = self.buckets, self.plan.batch(self._checked(position))
+        examples, begins, lengths = (of[texts] for of in (rows.examples, rows.begins, rows.text_lengths))
+        row = PackedRow(
+            cut_text(example, self.column, int(begin), int(length))
+            for example, begin, length in zip(self.reader.read(examples), begins, lengths, strict=True)
+        )
+        row.width = rows.row_tokens
+        return row
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """Return the rows at consecutive positions."""
+        self._check_in_order(positions, most=len(self))
+        return [self[position] for position in positions]
+
+    def bind_trainer(self, trainer: Trainer) -> UndoHandle:
+        """Fit the view to a Trainer, and its model to the rows, or refuse them; ``attach`` calls it."""
+        return _bound(super().bind_trainer, trainer)
+
+    def _pack(self, trainer: Trainer) -> UndoHandle:
+        return undo_all()  # planned by their tokens already
+
+
+class PackedStream(BucketedStream):
+    """An endless stream of packed rows, of what the buffer holds at a time; see ``packed`` and ``BucketedStream``.
+
+    ``world_size`` neighbours are the rows that the processes take side by side. Every text of a pass is handed out
+    exactly once.
+    """
+
+    def _cut(self, held: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
+        """Return groups of a row for each process; in place of its length a text has -1 less the number of its row."""
+        readers = self._readers
+        if len(held) < readers:
+            return [], held
+        rows = best_fit(np.array([entry[0] for entry in held], dtype=np.int32), self.max_tokens or 0, readers)
+        groups: list[list[Entry]] = [[] for _ in range(-(-(int(rows.max()) + 1) // readers))]
+        for row, entry in zip(rows.tolist(), held, strict=True):
+            groups[row // readers].append((-1 - row % readers, *entry[1:]))
+        return groups, []
+
+    def _deal(self, group: list[Entry], generator: np.random.Generator) -> Iterator[list[Any]]:
+        whole = [group] if group[0][0] < 0 else self._cut(group)[0]  # else what was left at the end of a pass
+        for texts in whole or [[(-1 - row, *entry[1:]) for row, entry in enumerate(group)]]:
+            rows = [PackedRow() for _ in range(-min(entry[0] for entry in texts))]
+            for entry in texts:
+                rows[-1 - entry[0]].append(entry[-1])
+            for row in rows:
+                row.width = self.max_tokens
+            yield rows
+
+    def bind_trainer(self, trainer: Trainer) -> UndoHandle:
+        """Let every process read the stream, and the model keep texts apart; ``attach`` calls it."""
+        return _bound(super().bind_trainer, trainer)
+
+
+def _bound(bind: Any, trainer: Trainer) -> UndoHandle:
+    apart = keep_texts_apart(trainer)
+    try:
+        return undo_all(apart, bind(trainer))
+    except BaseException:
+        apart.remove()
+        raise

@@ -1,0 +1,411 @@
+"""Rows of fixed length that hold whole texts: packed by the slow rule, every token once, kept apart in any model."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Trainer
+
+import tiny
+from hf_memopt import BucketedCollator, attach, bucketed, packed
+from hf_memopt.batching.plan import PackedRows, best_fit
+from hf_memopt.binding import enable_checkpointing
+
+ROW = 48
+LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=80)
+
+
+def examples(count: int = 30, longest: int = 20) -> list[dict[str, Any]]:
+    """Return texts whose tokens nobody else has the same of at the same place, with labels for a causal LM."""
+    numbers = random.Random(0)
+    return [
+        {"input_ids": [numbers.randint(5, 99) for _ in range(numbers.randint(2, longest))], "position": i}
+        for i in range(count)
+    ]
+
+
+def tokens_of(rows: Any) -> list[int]:
+    return sorted(token for row in rows for text in row for token in text["input_ids"])
+
+
+# ---- The plan -------------------------------------------------------------------------------------------------------
+
+
+def slow_best_fit(lengths: list[int], row_tokens: int) -> list[int]:
+    """The obvious rule: each text, the longest first, into the row with the least room that holds it."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row, room in enumerate(rooms) if room >= length]
+        if not fitting:
+            rooms.append(row_tokens)
+        rooms[min(fitting, key=rooms.__getitem__) if fitting else -1] -= length
+    return sorted(row_tokens - room for room in rooms)
+
+
+@given(lengths=LENGTHS, row_tokens=st.integers(64, 300))
+def test_rows_are_those_of_the_slow_rule(lengths, row_tokens):
+    rows = best_fit(np.array(lengths, dtype=np.int32), row_tokens)
+    assert sorted(np.bincount(rows, lengths).astype(int)) == slow_best_fit(lengths, row_tokens)
+
+
+@given(
+    lengths=LENGTHS,
+    row_tokens=st.integers(40, 90),
+    world_size=st.integers(1, 4),
+    too_long=st.sampled_from(["drop", "split"]),
+    seed=st.integers(0, 3),
+)
+def test_every_token_is_in_exactly_one_row(lengths, row_tokens, world_size, too_long, seed):
+    if too_long == "drop" and min(lengths) > row_tokens:
+        return
+    rows = PackedRows(lengths, row_tokens=row_tokens, too_long=too_long, world_size=world_size, seed=seed)
+    expected = {(i, k) for i, n in enumerate(lengths) if too_long == "split" or n <= row_tokens for k in range(n)}
+    assert rows.dropped == (0 if too_long == "split" else sum(n > row_tokens for n in lengths))
+    for epoch in range(2):
+        plan, found = rows.plan(epoch), []
+        for number in range(len(plan)):
+            texts = plan.batch(number)
+            assert 1 <= rows.text_lengths[texts].sum() <= row_tokens
+            for text in texts:
+                begin, length = int(rows.begins[text]), int(rows.text_lengths[text])
+                found += [(int(rows.examples[text]), k) for k in range(begin, begin + length)]
+        assert len(found) == len(expected)
+        assert set(found) == expected
+    assert rows.n_batches % world_size == 0 or len(rows.text_lengths) < rows.n_batches + world_size  # too few texts
+
+
+def test_texts_of_equal_length_trade_places_and_the_order_depends_on_seed_and_epoch_alone():
+    lengths = np.random.default_rng(0).integers(1, 40, 500)
+
+    def rows(epoch: int, seed: int = 0) -> list[list[int]]:
+        found = PackedRows(lengths, row_tokens=100, seed=seed)
+        plan = found.plan(epoch)
+        return [sorted(plan.batch(i).tolist()) for i in range(len(plan))]
+
+    assert rows(1) == rows(1)
+    assert not set(map(tuple, rows(0))) & set(map(tuple, rows(1)))
+    assert not set(map(tuple, rows(0))) & set(map(tuple, rows(0, seed=1)))
+
+
+@pytest.mark.parametrize("spread", [0.6, 1.1])
+def test_real_looking_lengths_fill_the_rows(spread):
+    draws = np.random.default_rng(0).normal(np.log(300), spread, 50_000)
+    rows = PackedRows(np.clip(np.exp(draws), 1, 4096).astype(np.int32), row_tokens=4096)
+    assert rows.row_lengths.mean() >= 0.999 * 4096
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"row_tokens": 8},
+            "lengths[1]=9 exceeds row_tokens=8, as do 0 other examples; expected every text to fit into a row. Split "
+            "them (too_long='split'), leave them out (too_long='drop') or raise row_tokens",
+        ),
+        ({"row_tokens": 0}, "row_tokens=0 is invalid; expected an integer of 1 or more. Pass row_tokens=32"),
+    ],
+)
+def test_settings_that_no_row_holds_are_refused(settings, message):
+    with pytest.raises(ValueError) as error:
+        PackedRows([3, 9], **settings)
+    assert str(error.value) == message
+
+
+# ---- Views and streams ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [list, Dataset.from_list], ids=["rows", "datasets"])
+def test_a_view_reads_every_token_once(source):
+    rows = examples()
+    view = packed(source(rows), 16, too_long="split")
+    assert tokens_of(view.__getitems__(range(len(view)))) == sorted(t for row in rows for t in row["input_ids"])
+    assert sorted(set(view.indices_of(range(len(view))))) == list(range(len(rows)))
+
+
+@pytest.mark.parametrize(("world_size", "too_long"), [(1, "error"), (2, "split"), (3, "drop")])
+def test_a_stream_hands_out_every_token_once_a_pass_and_goes_on_from_its_state(world_size, too_long):
+    rows, row_tokens = examples(40), 24 if too_long == "error" else 12
+    stream = packed(
+        Dataset.from_list(rows).to_iterable_dataset(),
+        row_tokens,
+        too_long=too_long,
+        world_size=world_size,
+        buffer_examples=12,
+    )
+    wanted = sorted(t for row in rows for t in row["input_ids"] if too_long != "drop" or len(row["input_ids"]) <= 12)
+    found: list[Any] = []
+    for row in stream:
+        found.append(row)
+        assert sum(len(text["input_ids"]) for text in row) <= row.width == row_tokens
+        if sum(len(t["input_ids"]) for r in found for t in r) >= len(wanted):
+            break
+    if world_size == 1:
+        assert tokens_of(found) == wanted
+    straight = list(itertools.islice(stream, 24))
+    turns = 6
+    list(itertools.islice(stream, turns * world_size))
+    state = stream.state_dict(position=turns)
+    stream.load_state_dict(state)
+    resumed = list(itertools.islice(stream, 24 - turns * world_size))
+    assert resumed == straight[turns * world_size :]
+
+
+def test_a_collated_row_begins_positions_anew_and_has_no_label_at_a_texts_first_token():
+    view = packed([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], 9)
+    batch = BucketedCollator(tiny.tokenizer(), causal_lm=True)([view[0]])
+    pad = tiny.tokenizer().pad_token_id
+    assert {name: value.tolist()[0] for name, value in batch.items()} in (
+        {
+            "input_ids": [5, 6, 7, 8, 9, *[pad] * 4],
+            "position_ids": [0, 1, 2, 0, 1, 0, 1, 2, 0],
+            "labels": [-100, 6, 7, -100, 9, *[-100] * 4],
+        },
+        {
+            "input_ids": [8, 9, 5, 6, 7, *[pad] * 4],
+            "position_ids": [0, 1, 0, 1, 2, 0, 1, 2, 0],
+            "labels": [-100, 9, -100, 6, 7, *[-100] * 4],
+        },
+    )
+
+
+def test_one_label_per_text_is_refused():
+    row = packed([{"input_ids": [5, 6], "labels": 1}, {"input_ids": [8], "labels": 0}], 9)[0]
+    with pytest.raises(ValueError) as error:
+        BucketedCollator(tiny.tokenizer())([row])
+    first = row[0]
+    assert str(error.value) == (
+        f"features[0]['labels']={first['labels']} cannot share a row with other texts; expected one value for each of "
+        f"{len(first['input_ids'])} tokens, none of them padding. Train on padded rows: bucketed(dataset, ...), or "
+        "leave the column out."
+    )
+
+
+# ---- Models ---------------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+OF_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attention_dropout": 0.0, "dropout": 0.0}
+WINDOWS = {"sliding_window": 4}
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": WINDOWS,
+    "qwen3": {},
+    "gemma2": {**WINDOWS, "query_pre_attn_scalar": 8},
+    "gemma3_text": WINDOWS,
+    "gpt2": {**OF_GPT2, "resid_pdrop": 0.0},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "biogpt": {"activation_dropout": 0.0},
+    "phi3": {},
+    "olmo2": {},
+    "cohere": {},
+    "granite": {},
+    "stablelm": {},
+    "starcoder2": {},
+    "mixtral": EXPERTS,
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {**EXPERTS, **WINDOWS},
+    "llama4_text": {**EXPERTS, "attention_chunk_size": 8, "intermediate_size_mlp": 64},
+}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "roberta": {},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "sinusoidal_pos_embds": False},
+    "electra": {"embedding_size": 32},
+    "modernbert": {"local_attention": 4, "cls_token_id": 2, "sep_token_id": 3},
+    "albert": {"embedding_size": 16},
+    "esm": {"mask_token_id": 4},
+}
+REFUSED: dict[str, dict[str, Any]] = {  # by what their message names
+    "mamba": {"state_size": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "falcon": {"alibi": True},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
+    "fnet": {},
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+}
+
+
+LEAKS_IN_STOCK = {"opt", "biogpt", "gpt_oss", *ENCODERS}
+
+
+def tiny_model(name: str) -> Any:
+    """Return a tiny language model of a type, without dropout."""
+    own = {**DECODERS, **ENCODERS, **REFUSED}[name]
+    known = transformers.AutoConfig.for_model(name)
+    settable = {key for key in dir(known) if not isinstance(getattr(type(known), key, None), property)}
+    taken = {key: value for key, value in {**SIZES, **NO_DROPOUT}.items() if key in settable}
+    config = transformers.AutoConfig.for_model(name, **{**taken, **own})
+    kind = transformers.AutoModelForMaskedLM if name in {**ENCODERS, "deberta-v2": 0, "fnet": 0} else None
+    kind = kind or (transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # kernels that are not installed
+        return kind.from_config(config, attn_implementation=own.get("attn"))
+
+
+def make_trainer(folder: Any, model: Any, dataset: Any, collator: Any = None, **settings: Any) -> Trainer:
+    args = tiny.arguments(folder, **{"per_device_train_batch_size": 1, **settings})
+    collator = collator or BucketedCollator(tiny.tokenizer(), causal_lm=True)
+    return Trainer(model, args, train_dataset=dataset, data_collator=collator)
+
+
+FAMILIES = [*DECODERS, *ENCODERS]
+DEFAULT = {"llama", "gemma3_text", "gpt2", "opt", "gpt_oss", "llama4_text", "bert", "roberta", "modernbert"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_packed_texts_have_the_losses_and_gradients_of_each_alone(name, tmp_path):
+    """The slow reference: every text in a row of its own; in float64 sums in another order differ by 1e-12 at most, and
+    norms, routers and eager attention that stock computes in float32 by 1e-6.
+    """
+    texts = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in examples(9)]
+    model = tiny_model(name).double()
+    if DECODERS.get(name, {}).get("num_experts"):
+        model.set_experts_implementation("eager")  # the grouped kernels know no float64
+    collator = BucketedCollator(tiny.tokenizer())
+    view = packed(texts, ROW)
+    trainer = attach(make_trainer(tmp_path, model, view, collator))
+    model.eval()
+    row = {key: value for key, value in collator([view[0]]).items() if key != "labels"}
+
+    def total(batches: list[dict[str, Any]]) -> tuple[float, torch.Tensor]:
+        model.zero_grad()
+        sum_of_losses = 0.0
+        for batch in batches:
+            labels = batch.pop("labels")
+            logits = model(**batch).logits
+            if name in DECODERS:
+                logits, labels = logits[:, :-1], labels[:, 1:]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            loss.backward()
+            sum_of_losses += float(loss.detach())
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        return sum_of_losses, torch.cat(gradients).clone()
+
+    whole = total([collator([view[i] for i in range(len(view))])])
+    with torch.no_grad():
+        packed_logits = model(**row).logits
+        trainer.memopt_handle.remove()
+        leak = (model(**row).logits - packed_logits).norm() / packed_logits.norm()
+    assert (leak > 1e-3) == (name in LEAKS_IN_STOCK)
+    alone = total(
+        [{name: torch.tensor([values]) for name, values in text.items()} for text in texts],
+    )
+    limit = 1e-12 if name in {"llama", "gpt2", "bert", "roberta", "opt"} else 1e-6
+    assert whole[0] == pytest.approx(alone[0], rel=limit)
+    assert (whole[1] - alone[1]).norm() <= limit * alone[1].norm()
+
+
+def test_the_docs_say_which_models_are_which():
+    text = (Path(__file__).parents[2] / "docs" / "lengths-and-padding.md").read_text(encoding="utf-8")
+    rows = [
+        set(re.findall(r"`([\w-]+)`", row.split("|")[2]))
+        for row in re.findall(r"^\| .*`(?:llama|opt|mamba)`.*$", text, re.M)
+    ]
+    assert rows == [{*FAMILIES} - LEAKS_IN_STOCK, LEAKS_IN_STOCK, {*REFUSED}]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_whose_texts_cannot_be_kept_apart_are_refused_by_name(name, tmp_path):
+    texts = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in examples(9)]
+    model = tiny_model(name)
+    with pytest.raises(ValueError) as error:
+        attach(make_trainer(tmp_path, model, packed(texts, ROW), BucketedCollator(tiny.tokenizer())))
+    assert str(error.value).startswith("packed(...) joins texts into one row, ")
+    assert type(model).__name__ in str(error.value) or name == "t5"
+    assert "Pad instead: BucketedCollator(tokenizer" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_training_packed_rows_is_training_the_texts(name, tmp_path):
+    """An epoch of one optimizer step, packed and each text in a row of its own: 1e-12 is rounding in another order."""
+    texts = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in (row["input_ids"] for row in examples())]
+    found = []
+    for way in ("packed", "padded"):
+        model = tiny_model(name).double()
+        before = torch.cat([p.detach().clone().flatten() for p in model.parameters()])
+        view = packed(texts, ROW) if way == "packed" else bucketed(texts, batch_size=1)
+        trainer = make_trainer(tmp_path, model, view, gradient_accumulation_steps=64)
+        attach(trainer).train()
+        assert trainer.state.global_step == 1
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        found.append((after - before, trainer.state.log_history[-1]["train_loss"]))
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)  # losses are logged in float32
+    assert (found[0][0] - found[1][0]).norm() <= 1e-12 * found[0][0].norm()
+    assert found[0][0].norm() > 1e-4
+
+
+def test_a_leak_that_appears_later_stops_the_run_at_its_first_batch(tmp_path):
+    texts = [{"input_ids": row["input_ids"]} for row in examples()]
+    model = tiny.llama()
+    trainer = attach(make_trainer(tmp_path, model, packed(texts, ROW)))
+    model.set_attn_implementation("eager")  # stock's masks: apart, too
+    trainer.train()
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
+    with pytest.raises(ValueError, match=r"of a row of the first batch see other texts of it in LlamaForCausalLM"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_are_looked_at_too(reentrant, tmp_path):
+    texts = [{"input_ids": row["input_ids"]} for row in examples()]
+    model = tiny.llama()
+    enable_checkpointing(model, {"use_reentrant": reentrant})
+    attach(make_trainer(tmp_path, model, packed(texts, ROW))).train()
+
+
+def test_a_resumed_run_is_the_straight_one(tmp_path):
+    def run(folder: Any, checkpoint: str | None = None) -> Any:
+        view = packed(Dataset.from_list([{"input_ids": row["input_ids"]} for row in examples()]), ROW)
+        settings = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2}
+        trainer = attach(make_trainer(folder, tiny.llama(), view, **settings))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    straight = run(tmp_path / "straight")
+    step = straight.state.max_steps // 2 // 2 * 2
+    resumed = run(tmp_path / "resumed", str(tmp_path / "straight" / f"checkpoint-{step}"))
+    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
+
+
+def test_other_batches_go_the_stock_way_and_the_saved_config_is_stocks(tmp_path):
+    model = tiny.llama().eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    padded = {"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1]])}
+    with torch.no_grad():
+        before = [model(**padded).logits, model(ids).logits, model.generate(ids, max_new_tokens=3, do_sample=False)]
+        attach(make_trainer(tmp_path, model, packed([{"input_ids": [5] * 9}] * 9, ROW)))
+        assert model.config._attn_implementation == "packed_sdpa"
+        after = [model(**padded).logits, model(ids).logits, model.generate(ids, max_new_tokens=3, do_sample=False)]
+    assert all(map(torch.equal, before, after))
+    model.save_pretrained(tmp_path / "saved")
+    assert "packed" not in (tmp_path / "saved" / "config.json").read_text(encoding="utf-8")
