@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import Trainer
 
 import tiny
-from hf_memopt import BucketedCollator, attach, bucketed, packed
+from hf_memopt import BucketedCollator, attach, bucketed, packed, recipe
 from hf_memopt.batching.plan import PackedRows, best_fit
 from hf_memopt.binding import enable_checkpointing
 
@@ -409,3 +409,13 @@ def test_other_batches_go_the_stock_way_and_the_saved_config_is_stocks(tmp_path)
     assert all(map(torch.equal, before, after))
     model.save_pretrained(tmp_path / "saved")
     assert "packed" not in (tmp_path / "saved" / "config.json").read_text(encoding="utf-8")
+
+
+def test_a_recipes_trainer_takes_packed_rows(tmp_path):
+    view = packed([{"input_ids": row["input_ids"]} for row in examples()], ROW)
+    settings = {"output_dir": str(tmp_path), "max_steps": 2, "use_cpu": True, "report_to": "none"}
+    trainer = recipe("auto").trainer(
+        model=tiny.llama(), train_dataset=view, processing_class=tiny.tokenizer(), training_arguments=settings
+    )
+    trainer.train()
+    assert trainer.args.per_device_train_batch_size == 1
