@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import random
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 from transformers import Trainer
 
 import tiny
-from hf_memopt import BucketedCollator, attach, bucketed, packed
+from hf_memopt import BucketedCollator, attach, bucketed, packed, recipe
 from hf_memopt.batching.plan import PackedRows, best_fit
 from hf_memopt.binding import enable_checkpointing
 
@@ -409,3 +412,62 @@ def test_other_batches_go_the_stock_way_and_the_saved_config_is_stocks(tmp_path)
     assert all(map(torch.equal, before, after))
     model.save_pretrained(tmp_path / "saved")
     assert "packed" not in (tmp_path / "saved" / "config.json").read_text(encoding="utf-8")
+
+
+def test_a_recipes_trainer_takes_packed_rows(tmp_path):
+    view = packed(Dataset.from_list([{"input_ids": row["input_ids"]} for row in examples()]), ROW)
+    settings = {"output_dir": str(tmp_path), "max_steps": 2, "use_cpu": True, "report_to": "none"}
+    trainer = recipe("auto").trainer(
+        model=tiny.llama(), train_dataset=view, processing_class=tiny.tokenizer(), training_arguments=settings
+    )
+    trainer.train()
+    assert trainer.args.per_device_train_batch_size == 1
+
+
+# ---- Several processes ----------------------------------------------------------------------------------------------
+
+
+def train_and_note(folder: Path, rows: Any) -> list[list[int]]:
+    """Train for an epoch, or 6 steps of a stream; return the ids of every row that this process was given."""
+    is_stream = not isinstance(rows, list)
+    view = packed(rows, ROW, buffer_examples=20) if is_stream else packed(rows, ROW)
+    model, seen = tiny.llama(), []
+    settings = {
+        "ddp_find_unused_parameters": False,
+        "ddp_broadcast_buffers": False,
+        "max_steps": 6 if is_stream else -1,
+    }
+    trainer = make_trainer(folder, model, view, **settings)
+    model.register_forward_hook(
+        lambda module, _, kwargs, output: (
+            seen.append(kwargs["input_ids"][0].tolist()) if module.training and "loss" in output else None
+        ),
+        with_kwargs=True,
+    )
+    attach(trainer).train()
+    return seen
+
+
+def rows_of_processes() -> list[dict[str, Any]]:
+    return [{"input_ids": row["input_ids"]} for row in examples(60)]
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_rows(tmp_path):
+    from two_ranks import run_pair
+
+    first, second = run_pair(tmp_path, __file__, str(tmp_path))
+    assert len(first["view"]) == len(second["view"])
+    assert len(first["stream"]) == len(second["stream"]) == 6
+    pad = tiny.tokenizer().pad_token_id
+    real = sorted(token for row in (*first["view"], *second["view"]) for token in row if token != pad)
+    assert real == sorted(token for row in rows_of_processes() for token in row["input_ids"])
+    assert all(len(row) == ROW for rank in (first, second) for rows in rank.values() for row in rows)
+    assert not {*map(tuple, first["stream"])} & {*map(tuple, second["stream"])}
+
+
+if __name__ == "__main__":
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    stream = Dataset.from_list(rows_of_processes()).to_iterable_dataset()
+    found = {"view": train_and_note(folder, rows_of_processes()), "stream": train_and_note(folder, stream)}
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))

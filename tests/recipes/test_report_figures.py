@@ -119,6 +119,13 @@ def test_padding_is_that_of_the_micro_batches_of_the_plan() -> None:
     padding = found.figures["padding"]
     assert padding["examples"] == 100
     assert padding["batch_size"] == found.recipe.per_device_train_batch_size
+    packed, buckets = (
+        next(way for way in padding["strategies"] if way["name"].startswith(start))
+        for start in ("packed", "bucketed(b")
+    )
+    epoch = found.chosen.seconds * 100 / found.chosen.examples
+    assert buckets["epoch_seconds"] == pytest.approx(epoch)
+    assert packed["epoch_seconds"] == pytest.approx(epoch * packed["epoch_tokens"] / buckets["epoch_tokens"])
     assert missing_plan().figures["padding"] is None
 
 

@@ -54,9 +54,8 @@ class BucketedCollator:
     """Pad examples to the longest of them and return a plain dict of tensors.
 
     An item that is a list of examples, as in the views of ``bucketed(max_tokens=)``, is replaced by these examples. An
-    item of a ``packed`` view becomes one row: its texts one after the other, what they leave free as a text of its own,
-    ``position_ids`` that begin anew with each text at the model's first position, no ``attention_mask``, and for a
-    causal LM no label at a text's first token. Every column then has one value per token.
+    item of a ``packed`` view becomes one row of its texts, with ``position_ids`` that begin anew with each, what they
+    leave free as a text of its own, no ``attention_mask``, and for a causal LM no label at a text's first token.
 
     ``input_ids`` are padded with the tokenizer's pad token on its padding side, ``attention_mask`` (made where it is
     missing) with 0, ``token_type_ids`` with the tokenizer's pad type, ``special_tokens_mask`` with 1, any other column

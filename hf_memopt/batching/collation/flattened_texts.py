@@ -225,8 +225,7 @@ def _look_once(trainer: Trainer) -> Callable[..., Any]:
 def _reached_texts(trainer: Any, batch: Mapping[str, Any], *, training: bool) -> list[int]:
     """Return the texts of the batch's row with the most of them that a gradient reaches from another one.
 
-    What comes out of every second text is differentiated by what goes into the others, in two backward passes of one
-    row without a head. Texts are told apart by ``position_ids``.
+    What comes out of every second text is differentiated by what goes into the others: two backward passes of one row.
     """
     positions = batch.get("position_ids")
     bounds = [] if positions is None else text_bounds(positions, len(batch["input_ids"]))
@@ -241,8 +240,9 @@ def _reached_texts(trainer: Any, batch: Mapping[str, Any], *, training: bool) ->
             embedded, hidden = _ends_of_layers(trainer, inputs)
             for parity in (0, 1):
                 text = torch.repeat_interleave(torch.diff(torch.tensor(bounds[row]))).to(hidden.device)  # (seq,)
-                # Weights, since a plain sum is constant after a layer norm.
-                weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
+                weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(
+                    hidden
+                )  # a sum is constant after a norm
                 score = (hidden[0] * weights)[text % 2 == parity].sum()
                 [gradient] = torch.autograd.grad(score, embedded, retain_graph=True)
                 reached |= set(text[(gradient[0] != 0).any(-1) & (text % 2 != parity)].tolist())

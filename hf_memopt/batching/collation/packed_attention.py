@@ -1,10 +1,8 @@
 """Attention within the texts of a row, for any model on transformers' attention interface, without a mask of all pairs.
 
-Stock tells texts apart by ``position_ids`` that begin anew, but only in models that pass them to the mask, without an
-``attention_mask`` and without a cache; in others texts see each other silently. Here ``"packed_sdpa"`` and
-``"packed_eager"`` are registered: the mask is what makes stock's own mask for one text, and attention runs text by text
-on slices of queries, keys and values. Windows, chunks, sinks and soft caps stay the model's own, and work and memory
-are those of the texts (benchmarks/packed_rows.py). Batches that are not packed go the stock way.
+``"packed_sdpa"`` and ``"packed_eager"`` are registered beside stock's: the mask is what makes stock's own mask for one
+text, and attention runs text by text on slices of queries, keys and values. Windows, chunks, sinks and soft caps stay
+the model's own, and work and memory are those of the texts (benchmarks/packed_rows.py). Other batches go the stock way.
 
 Trade: one attention call per text and layer, so on a GPU many short texts are many small kernels. Flash attention reads
 ``position_ids`` in stock, and is left as it is.
@@ -29,10 +27,7 @@ _NOW = local()  # .bounds: of the packed batch in the forward pass that runs in 
 
 
 class TextMasks:
-    """The masks of the texts of a batch, by row where each begins and where the row ends.
-
-    Each is made by the base implementation, from the ``recipe`` with which stock asks for the mask of whole rows.
-    """
+    """The masks of the texts of a batch, each made from the ``recipe`` with which stock asks for that of whole rows."""
 
     ndim, shape, dtype, device = 4, (1, 1, 0, 0), torch.bool, torch.device("cpu")  # what models ask of a mask
 
@@ -71,9 +66,7 @@ def text_bounds(position_ids: torch.Tensor, rows: int) -> list[list[int]]:
 def pack_attention(model: Any) -> UndoHandle | None:
     """Switch a model to attention within texts wherever a batch has ``position_ids`` that begin anew within a row.
 
-    Returns:
-        The handle that undoes it; None where the model's attention is not on transformers' interface, or is neither
-        sdpa nor eager.
+    None where its attention is not on transformers' interface, or neither sdpa nor eager.
     """
     base = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if base not in ("sdpa", "eager") or not hasattr(model, "set_attn_implementation"):

@@ -83,8 +83,8 @@ def _strategies(report: PaddingReport, width: int) -> RenderableType:
 
     caption = (
         f"One epoch in batches of {report.batch_size}, padded to multiples of {report.pad_to_multiple_of}. Largest "
-        f"batch: its padded {report.unit}. Shapes: distinct (rows, width). packed: rows of several texts, which "
-        "need a label for each token or none."
+        f"batch: its padded {report.unit}. Shapes: distinct (rows, width). "
+        "Rows that are packed hold several texts, with a label for each token or none."
     )
     if report.simulated < report.examples:
         caption += f" All but the fixed widths are replayed on {report.simulated:,} examples, drawn at random."

@@ -17,8 +17,7 @@ class PaddingStrategy:
     """One way to batch and pad.
 
     ``padding_efficiency``: real tokens over padded tokens. ``largest_batch_tokens``: padded tokens of the largest
-    batch, which sets the memory peak. ``shapes``: distinct (rows, width) of the batches. ``epoch_tokens``: padded
-    tokens of an epoch.
+    batch, which sets the memory peak. ``shapes``: distinct (rows, width) of the batches. ``epoch_tokens``: padded ones.
     """
 
     name: str

@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.plan.buckets import EpochPlan, reading_order
 from hf_memopt.batching.plan.checks import check_settings, checked_lengths
-from hf_memopt.plain_data import check_value
 
 
 def best_fit(lengths: NDArray[np.int32], row_tokens: int, multiple: int = 1) -> NDArray[np.int32]:
@@ -30,8 +29,7 @@ def best_fit(lengths: NDArray[np.int32], row_tokens: int, multiple: int = 1) -> 
     rows = 0
 
     def leave(room: int, first: int, number: int) -> None:
-        if room not in free:
-            free[room] = []
+        if not free.setdefault(room, []):
             insort(rooms, room)
         free[room].append((first, number))
 
@@ -42,7 +40,7 @@ def best_fit(lengths: NDArray[np.int32], row_tokens: int, multiple: int = 1) -> 
                 room = rooms[place]
                 first, number = free[room].pop()
                 if not free[room]:
-                    del free[room], rooms[place]
+                    del rooms[place]
             else:
                 room, first, number = row_tokens, rows, -(-left // (row_tokens // size))
                 rows += number
@@ -84,13 +82,12 @@ def _complete(rows: NDArray[np.int32], multiple: int) -> NDArray[np.int32]:
 
 
 class PackedRows:
-    """Plan rows of at most ``row_tokens`` tokens that hold whole texts, by best fit.
+    """Plan rows of at most ``row_tokens`` tokens that hold whole texts, by best fit; the same number in every epoch.
 
     Args:
         lengths: tokens per example, shape (examples,).
         row_tokens: tokens of a row, and of the longest text.
-        too_long: what to do with longer examples: raise, leave them out (``dropped`` counts them), or split them into
-            texts of ``row_tokens`` tokens and what is left.
+        too_long: what to do with longer examples: raise, leave them out, or split them into texts of ``row_tokens``.
         seed: together with the epoch it fixes the order.
         world_size: processes that read side by side; the number of rows is a multiple of it.
 
@@ -116,7 +113,6 @@ class PackedRows:
         world_size: int = 1,
     ) -> None:
         check_settings(row_tokens=row_tokens, seed=seed, world_size=world_size)
-        check_value("too_long", too_long, Literal["error", "drop", "split"], "split")
         self.row_tokens, self.too_long, self.seed, self.world_size = row_tokens, too_long, seed, world_size
         self.lengths = checked_lengths(lengths)
         self.examples, self.begins, self.text_lengths = self._texts()
@@ -125,16 +121,7 @@ class PackedRows:
         self._places = _by_number(rows)  # of the texts, row by row
         self._starts = np.concatenate([[0], np.cumsum(np.bincount(rows))])
         self.row_lengths = np.bincount(rows, self.text_lengths).astype(np.int64)
-
-    @property
-    def dropped(self) -> int:
-        """The number of examples left out because they are too long."""
-        return len(self.lengths) - self.n_examples
-
-    @property
-    def n_batches(self) -> int:
-        """The number of rows of an epoch, over all processes; the same in every epoch."""
-        return len(self.row_lengths)
+        self.n_batches, self.dropped = len(self.row_lengths), len(self.lengths) - self.n_examples
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the texts of the rows of one epoch, a function of ``(seed, epoch)``; the fullest row comes first."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import numpy as np
@@ -61,7 +60,6 @@ ORDER = (
     *("pad_to_multiple_of", "too_long", "rows_per_turn"),
 )
 BUFFER_EXAMPLES = 8192
-_BY_LENGTH = itemgetter(0, 1, 2)  # of an Entry, all but the example
 
 
 class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
@@ -205,12 +203,12 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
             if rest:
                 rest += reading.take(self.group_examples - len(rest))
                 if len(rest) >= self.group_examples or reading.is_empty:
-                    yield sorted(rest, key=_BY_LENGTH, reverse=True), self._random(epoch, drawn), None
+                    yield sorted(rest, key=lambda entry: entry[:3], reverse=True), self._random(epoch, drawn), None
                     rest, drawn = [], drawn + 1
             ahead_from = reading.place(drawn)
             ahead = [] if rest else reading.take(capacity)
             while ahead:
-                groups, rest = self._cut(sorted(ahead, key=_BY_LENGTH))
+                groups, rest = self._cut(sorted(ahead, key=lambda entry: entry[:3]))
                 begins: Place | None = ahead_from
                 ahead, ahead_from, reading.taken = [], reading.place(drawn + len(groups)), 0
                 while groups:

@@ -130,15 +130,13 @@ def bucketed(
 
 def refuse_settings(dataset: Any, **settings: Any) -> None:
     """Raise ValueError for the first setting that is given to a dataset but is for streams; None: the other way."""
-    reason = (
-        "needs all lengths beforehand, which are unknown in a stream; expected it left out. Leave it out, or pass "
-        "boundaries=[64, 128, 256] to bound the shapes"
-    )
+    reason = "needs all lengths beforehand, which are unknown in a stream; expected it left out. Leave it out, or pass "
+    reason += "boundaries=[64, 128, 256] to bound the shapes"
     if dataset is not None:
         reason = (
             f"is for streams, and <{type(dataset).__name__}> can be indexed; expected it left out, since all lengths "
-            "are known. Leave it out"
         )
+        reason += "are known. Leave it out"
     for name, value in settings.items():
         if value is not None:
             raise ValueError(f"{name}={shown(value)} {reason}")
@@ -279,14 +277,13 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
 
 
 def _packed_rows(buckets: LengthBuckets) -> PackedRows:
-    """Return the plan by the sum of lengths that has the settings of length buckets, and knows them as ``padded``."""
+    """Return the plan by the sum of lengths with the settings of length buckets, which it knows as ``padded``."""
     if buckets.pads_to_boundaries:
         raise ValueError(
             f"boundaries={buckets.boundaries.tolist()} are what batches are padded to, and these batches have "
             "no padding; expected none. Leave boundaries out of bucketed(...)"
         )
-    names = ("too_long", "seed", "world_size")
-    settings = {name: getattr(buckets, name) for name in names}
+    settings: Any = {name: getattr(buckets, name) for name in ("too_long", "seed", "world_size")}
     packed = PackedRows(buckets.lengths, row_tokens=buckets.max_tokens or 0, **settings)
     packed.padded = buckets
     return packed

@@ -1,7 +1,6 @@
 """Read a dataset or a stream as rows of fixed length that hold whole texts, packed by best fit.
 
-An item is one row: a list of texts, which ``BucketedCollator`` joins. ``attach`` sees to it that the model keeps them
-apart, or refuses it. A resumed run sees the very rows of the straight run; a stream packs what its buffer holds.
+An item is one row: a list of texts, which ``BucketedCollator`` joins. A stream packs what its buffer holds at a time.
 """
 
 from __future__ import annotations
@@ -65,6 +64,8 @@ def packed(
         >>> sorted(sorted(len(text["input_ids"]) for text in view[i]) for i in range(len(view)))
         [[1, 1, 2, 4], [3, 5], [8]]
     """
+    check_settings(row_tokens=row_tokens)
+    check_value("too_long", too_long, Literal["error", "drop", "split"], "split")
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     settings: dict[str, Any] = {"too_long": too_long, "seed": 0 if seed is None else seed, "world_size": world_size}
     view: PackedView | PackedStream
@@ -74,9 +75,7 @@ def packed(
         view.column = column
     else:
         refuse_settings(None, lengths=lengths)
-        check_settings(row_tokens=row_tokens)
         settings |= {"rank": rank, "column": column, "buffer_examples": buffer_examples, "pad_to_multiple_of": 1}
-        check_value("too_long", too_long, Literal["error", "drop", "split"], "split")
         view = PackedStream(dataset, max_tokens=row_tokens, **{**settings, "too_long": "drop"})
         vars(view)["too_long"] = too_long  # which buckets do not know to split
     view.takes_seed = seed is None
@@ -99,7 +98,6 @@ class PackedView(BucketedView):
         return row
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Return the rows at consecutive positions."""
         self._check_in_order(positions, most=len(self))
         return [self[position] for position in positions]
 
@@ -112,16 +110,11 @@ class PackedView(BucketedView):
 
 
 class PackedStream(BucketedStream):
-    """An endless stream of packed rows, of what the buffer holds at a time; see ``packed`` and ``BucketedStream``.
-
-    ``world_size`` neighbours are the rows that the processes take side by side. Every text of a pass is handed out
-    exactly once.
-    """
+    """An endless stream of packed rows, of which ``world_size`` neighbours are read side by side."""
 
     def _cut(self, held: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
         """Return groups of a row for each process; in place of its length a text has -1 less the number of its row."""
-        readers = self._readers
-        if len(held) < readers:
+        if len(held) < (readers := self._readers):
             return [], held
         rows = best_fit(np.array([entry[0] for entry in held], dtype=np.int32), self.max_tokens or 0, readers)
         groups: list[list[Entry]] = [[] for _ in range(-(-(int(rows.max()) + 1) // readers))]

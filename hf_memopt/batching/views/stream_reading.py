@@ -100,10 +100,7 @@ class StreamReader:
         self._rows = islice(_read_whole(self._dataset), first, None, self._step)
 
     def take(self, count: int) -> list[Entry]:
-        """Return the next examples that fit into a batch, fewer at the end of the pass; of one that is split all parts.
-
-        ``self.taken`` counts the examples, however many parts they have.
-        """
+        """Return the next examples that fit into a batch with all their parts, fewer at the end of the pass."""
         taken: list[Entry] = []
         most = self.taken + count
         while self.taken < most and (row := next(self._rows, _END)) is not _END:

@@ -83,9 +83,8 @@ def _draw_strategies(report: PaddingData, axes: Axes, unit: str, theme: Theme) -
             weight="bold" if is_ours else "normal",
         )
     names = [f"{one['name']}\nlargest batch {one['largest_batch_tokens']:,} {unit}" for one in found]
-    for number, one in enumerate(found):
-        if (seconds := one.get("epoch_seconds")) is not None:
-            names[number] += f", about {seconds:,.0f} s an epoch"
+    times = [f", about {seconds:,.0f} s an epoch" if (seconds := one.get("epoch_seconds")) else "" for one in found]
+    names = [f"{name}{time}" for name, time in zip(names, times, strict=True)]
     axes.set_yticks(range(len(found)), names, fontsize=8.5)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.38 * most)  # room for the figures
