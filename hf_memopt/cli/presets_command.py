@@ -166,7 +166,7 @@ def preset_fits_table(found: PresetFits) -> list[list[str]]:
     A model that fits with none of the smaller presets is left out: those are language models, for ``plan``.
     """
     lines = [["GPU of ... GB", "tokens", *(name.removesuffix("gb-gpu") for name in found.presets)]]
-    small = [*found.presets][: len(found.presets) // 2]
+    small = [*found.presets][: max(len(found.presets) - 3, 2)]  # up to 16 GB
     fitting = {row["model"] for row in found.rows if any(found.fits(row, preset) for preset in small)}
     for (model, seq_len), rows in found.by_length().items():
         if model not in fitting:
