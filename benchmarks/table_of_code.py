@@ -5,7 +5,7 @@ together, and the versions that the suite was run with.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -83,38 +83,40 @@ def tested_versions() -> str:
 
 
 def compatibility() -> str:
-    """Return which techniques and settings are compatible, from the table that ``attach`` enforces: technique by
-    technique, technique by setting, what is no technique by the engines of several processes, and the reasons.
+    """Return the exceptions, from the table that ``attach`` enforces: what cannot be used with what, why, and what to
+    do instead; then what nothing speaks against and the tests do not run.
     """
-    numbered = {name: str(number) for number, name in enumerate(TECHNIQUES, 1)}
-    techniques = {f"{number} {name}": name for name, number in numbered.items()}
-    reasons = [f"{number}. {found.reason}" for number, found in enumerate(_distinct_refusals(), 1)]
+    refused: dict[tuple[str, str, str], list[str]] = {}
+    seen: set[frozenset[str]] = set()
+    for row, column in compatibility_pairs():
+        found = refusal_of(row, column)
+        if found is not None and frozenset((row, column)) not in seen:
+            seen.add(frozenset((row, column)))
+            refused.setdefault((row, found.reason, found.fix), []).append(column)
+    lines = [(row, "; ".join(columns), reason, fix) for (row, reason, fix), columns in refused.items()]
+    untried: dict[tuple[str, ...], list[str]] = {}
+    for column in SETTINGS:
+        if column not in RUN:
+            rows = tuple(one for one in TECHNIQUES if refusal_of(one, column) is None)
+            untried.setdefault(rows, []).append(column)
+    not_run = [("; ".join(columns), _most_of(rows)) for rows, columns in untried.items() if rows]
     return "\n\n".join(
         [
-            _compatibility_table(techniques, numbered),
-            _compatibility_table(techniques, {name: name for name in SETTINGS}),
-            _compatibility_table({name: name for name in PARTS}, {name: name for name in ENGINES}),
-            "\n".join(reasons),
+            markdown("| | not with | because | instead |", lines),
+            markdown("| not run by the tests | with |", not_run),
         ]
     )
 
 
-def _compatibility_table(rows: Mapping[str, str], columns: Mapping[str, str]) -> str:
-    """Return one table: rows by the text that heads them, columns each with its head."""
-    numbers = {found.reason: number for number, found in enumerate(_distinct_refusals(), 1)}
-    lines = [(head, *(_compatibility_cell(row, column, numbers) for column in columns)) for head, row in rows.items()]
-    return markdown(f"| | {' | '.join(columns.values())} |", lines)
+def compatibility_pairs() -> list[tuple[str, str]]:
+    """Return what is asked: technique and technique, technique and setting, what is no technique and engine."""
+    pairs = [(row, column) for row in TECHNIQUES for column in (*TECHNIQUES, *SETTINGS) if row != column]
+    return pairs + [(row, column) for row in PARTS for column in ENGINES]
 
 
-def _distinct_refusals() -> list[Refusal]:
-    """Return one refusal for each reason."""
-    return list({found.reason: found for found in reversed(every_refusal())}.values())[::-1]
-
-
-def _compatibility_cell(row: str, column: str, numbers: Mapping[str, int]) -> str:
-    if row == column:
-        return ""
-    found = refusal_of(row, column)
-    if found is not None:
-        return f"no ({numbers[found.reason]})"
-    return "yes" if column in TECHNIQUES or column in RUN else "?"
+def _most_of(rows: Sequence[str]) -> str:
+    """Return names of techniques, those that are missing where these are fewer."""
+    missing = [one for one in TECHNIQUES if one not in rows]
+    if len(missing) >= len(rows):
+        return ", ".join(rows)
+    return f"all but {', '.join(missing)}" if missing else "all"

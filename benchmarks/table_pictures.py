@@ -9,12 +9,13 @@ from batching import synthetic_lengths
 from plans import EXAMPLE_PLAN
 
 from hf_memopt.batching.padding_costs import padding_report
-from hf_memopt.plotting import DARK, LIGHT, Theme
+from hf_memopt.plotting import DARK, LIGHT, Theme, in_theme
 from hf_memopt.reports.plan import draw_plan, read_plan_text
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 PLANS: dict[str, Theme] = {"plan.svg": LIGHT, "plan-dark.svg": DARK}
-PADDING, PADDED_EXAMPLES = "padding.svg", 5_000
+PADDINGS = {"padding.svg": "light", "padding-dark.svg": "dark"}
+PADDED_EXAMPLES = 5_000
 
 
 def drawn() -> dict[Path, bytes]:
@@ -23,8 +24,11 @@ def drawn() -> dict[Path, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         for name, theme in PLANS.items():
             draw_plan(told, Path(folder, name), theme=theme)
-        padding_report(synthetic_lengths("review", PADDED_EXAMPLES)).plot(Path(folder, PADDING))
-        return {IMAGES / name: Path(folder, name).read_bytes() for name in (*PLANS, PADDING)}
+        report = padding_report(synthetic_lengths("review", PADDED_EXAMPLES))
+        for name, colours in PADDINGS.items():
+            with in_theme(colours):
+                report.plot(Path(folder, name))
+        return {IMAGES / name: Path(folder, name).read_bytes() for name in (*PLANS, *PADDINGS)}
 
 
 def write_pictures() -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import table
-from table_of_code import PARTS, RUN
+from table_of_code import RUN, compatibility_pairs
 
 import hf_memopt
 from hf_memopt.binding.compatibility import refusal_of
 from hf_memopt.binding.compatibility.refusals import SETTINGS
-from hf_memopt.technique_list import ENGINES, TECHNIQUES
+from hf_memopt.technique_list import TECHNIQUES
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_memopt"
@@ -117,24 +117,15 @@ def test_the_documentation_builds(tmp_path) -> None:
     assert (tmp_path / "api.html").exists()
 
 
-def test_the_matrix_tells_what_is_refused() -> None:
-    *tables, notes = table.compatibility().split("\n\n")
-    reasons = dict(note.split(". ", 1) for note in notes.splitlines())
-    shown = {}
-    for part in tables:
-        head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines())
-        columns = [[*TECHNIQUES][int(name) - 1] if name.isdigit() else name for name in head[1:]]
-        for name, *cells in lines:
-            row = name if name in PARTS else name.partition(" ")[2]
-            assert name == (row if row in PARTS else f"{[*TECHNIQUES].index(row) + 1} {row}")
-            shown |= {(row, column): cell for column, cell in zip(columns, cells, strict=True)}
-    expected = {(row, column) for row in TECHNIQUES for column in (*TECHNIQUES, *SETTINGS)}
-    assert set(shown) == expected | {(row, column) for row in PARTS for column in ENGINES}
-    for (row, column), cell in shown.items():
-        refusal = refusal_of(row, column)
-        if row == column:
-            assert cell == ""
-        elif refusal is not None:
-            assert reasons[cell.removeprefix("no (").removesuffix(")")] == refusal.reason
-        else:
-            assert cell == ("yes" if column in TECHNIQUES or column in RUN else "?")
+def test_the_table_of_exceptions_tells_what_is_refused() -> None:
+    refused, untried = (
+        [[cell.strip() for cell in line.strip("|").split(" | ")] for line in part.splitlines()[2:]]
+        for part in table.compatibility().split("\n\n")
+    )
+    shown = {frozenset((row, column)): why for row, columns, *why in refused for column in columns.split("; ")}
+    pairs = compatibility_pairs()
+    assert {(row, column) for row in TECHNIQUES for column in SETTINGS} < {*pairs}
+    expected = {frozenset(pair): refusal_of(*pair) for pair in pairs}
+    assert shown == {pair: [found.reason, found.fix] for pair, found in expected.items() if found is not None}
+    named = {column for columns, _ in untried for column in columns.split("; ")}
+    assert named == {*SETTINGS} - {*RUN}

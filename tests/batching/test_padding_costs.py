@@ -199,8 +199,8 @@ def test_max_length_is_suggested_where_cutting_one_percent_saves_a_tenth():
     assert padding_report(lengths).suggestions[1] == padding.Suggestion(
         "max_length",
         24,
-        "cuts 1.0 % of the examples and loses 3.7 % of the text; the longest row, which sets the memory peak, falls from "
-        "104 to 24",
+        "cuts 1.0 % of the examples and loses 3.7 % of the text; the longest row, which sets the memory peak, falls "
+        "from 104 to 24",
         "tokenizer(text, truncation=True, max_length=24)",
     )
     assert padding_report([97] * 90 + [100] * 10).suggestions[1] == padding.Suggestion(

@@ -96,7 +96,7 @@ def test_a_plan_considers_it_and_asks_for_its_word(toy: Any) -> None:
 def test_the_table_of_docs_has_it(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(hf_memopt.__file__).parent.parent / "benchmarks"))
     table = importlib.import_module("table_of_code").compatibility()
-    assert f"\n| {len(TECHNIQUES)} still embeddings | " in table
+    assert "\n| still embeddings | " in table
     assert "its noise is for embeddings that are trained" in table
 
 
