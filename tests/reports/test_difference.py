@@ -105,6 +105,14 @@ def test_real_estimates_and_the_sum_of_their_parts(tmp_path: Path) -> None:
     assert grew["weights"] == 0
 
 
+def test_it_says_that_the_models_differ(tmp_path: Path) -> None:
+    for name, model in (("a", "bert-base-uncased"), ("b", "bert-large-uncased")):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**estimate_data(), "model": model}))
+    found = json.loads(report(tmp_path / "a.json", tmp_path / "b.json", "--json").stdout)
+    assert found["settings"] == {"model": ["bert-base-uncased", "bert-large-uncased"]}
+    assert found["verdict"].startswith("The models differ: bert-base-uncased and bert-large-uncased. Both need ")
+
+
 def test_every_text_of_the_page_is_escaped(files: tuple[Path, Path]) -> None:
     told = newer()
     told["model"] = told["gpu"]["name"] = EVIL

@@ -89,6 +89,8 @@ class Difference:
                 f"B {'needs' if is_computed else 'held'} {more} than A: {format_bytes(before)} to "
                 f"{format_bytes(self.after.total_bytes)}{f' ({share})' if share else ''}."
             ]
+        if "model" in self.settings:
+            sentences.insert(0, f"The models differ: {' and '.join(map(str, self.settings['model']))}.")
         moved = sorted((row for row in self.components if row.change_bytes), key=lambda row: -abs(row.change_bytes))
         named = [row for row in moved[:NAMED] if LEAST_SHARE * abs(row.change_bytes) >= abs(moved[0].change_bytes)]
         if named:

@@ -142,7 +142,12 @@ def _of_plan(told: PlanData, name: str) -> Side:
         limit_bytes=told["usable_bytes"],
         total_bytes=one["total_bytes"],
         components=parts_of(one["components"], one["reserved_bytes"], one["context_bytes"]),
-        settings={"set-up": one["name"], "batch": batch_of(one), **_texts(one["recipe"], without=("reasons", "name"))},
+        settings={
+            "model": told["model"],
+            "set-up": one["name"],
+            "batch": batch_of(one),
+            **_texts(one["recipe"], without=("reasons", "name", "purpose")),
+        },
         versions=told["versions"],
     )
 
@@ -163,7 +168,12 @@ def _of_run(told: RunData, name: str) -> Side:
         components=measured_parts(told),
         phases=phases,
         failed="" if lost is None else f"ran out of memory in step {lost['step']}, {lost['phase']}",
-        settings={"largest batch": f"{batches['largest_rows']}{length}", **told["arguments"], **limits},
+        settings={
+            "model": told["model"],
+            "largest batch": f"{batches['largest_rows']}{length}",
+            **told["arguments"],
+            **limits,
+        },
         versions={**told["versions"], "python": told["environment"].get("python", "")},
     )
 
@@ -180,7 +190,7 @@ def _of_estimate(told: EstimateData, name: str) -> Side:
         total_bytes=told["total_bytes"],
         components=parts_of(told["components"], told["peak_reserved_bytes"], told["context_bytes"]),
         phases={phase: peaks.get("allocated_bytes", 0) for phase, peaks in told["phase_peaks"].items()},
-        settings={"batch": size, **_texts(told["settings"])},
+        settings={"model": told["model"], "batch": size, **_texts(told["settings"])},
         versions=told["versions"],
     )
 
@@ -197,7 +207,7 @@ def _of_measurement(found: Measurement, name: str) -> Side:
         components=found.measured.components,
         phases=found.measured.phases,
         failed="" if found.fits else f"ran out of memory in the {found.out_of_memory} phase",
-        settings={"largest batch": size, **{key: str(getattr(found, key)) for key in settings}},
+        settings={"model": found.model, "largest batch": size, **{key: str(getattr(found, key)) for key in settings}},
         versions=found.versions,
     )
 
