@@ -39,7 +39,7 @@ from hf_memopt.batching.collation.flattened_texts import keep_texts_apart
 from hf_memopt.batching.collation.model_needs import first_position, has_decoder, label_shifter, needs_position_ids
 from hf_memopt.batching.collation.rows import ColumnBatch, PackedRow, RowBatch
 from hf_memopt.batching.plan import check_settings
-from hf_memopt.binding.model import is_causal_lm
+from hf_memopt.binding.model import check_model, is_causal_lm
 from hf_memopt.binding.undo import UndoHandle, set_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.plain_data import check_value, shown
@@ -142,6 +142,7 @@ class BucketedCollator:
         self._predicts_next_token = causal_lm
         self._has_model = False
         if model is not None:
+            check_model(model)
             self.adapt(model)
             self._has_model = True
 

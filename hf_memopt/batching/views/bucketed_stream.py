@@ -119,7 +119,8 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         super().__init__(dataset)
         self.batch_size, self.max_tokens = batch_size, max_tokens
         self.buffer_examples, self.seed, self.world_size, self.rank = buffer_examples, seed, world_size, rank
-        self.column, self.pad_to_multiple_of, self.too_long = column, pad_to_multiple_of, str(too_long)
+        self.column, self.pad_to_multiple_of = column, pad_to_multiple_of
+        self.too_long: str = too_long
         self._check_settings()
         self.boundaries: list[int] | None = None
         if boundaries is not None:
