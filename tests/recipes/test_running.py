@@ -298,10 +298,24 @@ def test_two_processes_of_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing.py"], "'nothing.py' is not a file; expected a Python script"),
-        (["--apply", "all", __file__], "--apply all"),
-        (["--repair", "all", __file__], "--repair all"),
-        (["--allow", "shorter", __file__], "--allow shorter"),
+        (
+            ["nothing.py"],
+            "error: 'nothing.py' is not a file; expected a Python script that trains with the stock Trainer, or "
+            "--module and a module's name hint: Call: hf-memopt run train.py",
+        ),
+        (
+            ["--apply", "all", __file__],
+            "error: --apply all is unknown; expected one of 'exact' hint: Pass --apply exact",
+        ),
+        (
+            ["--repair", "all", __file__],
+            "error: --repair all is unknown; expected one of 'gradient-scale' hint: Pass --repair gradient-scale",
+        ),
+        (
+            ["--allow", "shorter", __file__],
+            "error: --allow shorter is unknown; expected one of 'release_clipping', 'bf16_weights', 'freeze' hint: "
+            "Pass --allow release_clipping",
+        ),
         (["--gpu", "RTX 1", __file__], "RTX 1"),
     ],
 )

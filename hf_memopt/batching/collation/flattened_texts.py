@@ -240,7 +240,8 @@ def _reached_texts(trainer: Any, batch: Mapping[str, Any], *, training: bool) ->
             embedded, hidden = _ends_of_layers(trainer, inputs)
             for parity in (0, 1):
                 text = torch.repeat_interleave(torch.diff(torch.tensor(bounds[row]))).to(hidden.device)  # (seq,)
-                weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(
+                generator = torch.Generator().manual_seed(0)
+                weights = torch.randn(hidden.shape[-1], generator=generator).to(
                     hidden
                 )  # a sum is constant after a norm
                 score = (hidden[0] * weights)[text % 2 == parity].sum()
