@@ -10,12 +10,12 @@ COLOURS = {
     "gradients": "#D55E00",
     "optimizer state": "#E69F00",
     "activations": "#009E73",
-    "logits and loss": "#CC79A7",
+    "logits and loss": "#E377C2",
     "temporaries": "#F0E442",
-    "workspace": "#999999",
-    "inputs": "#56B4E9",
+    "workspace": "#A8A8A8",
+    "inputs": "#88CCEE",
 }
-"""Okabe and Ito's palette for colour-blind readers, with grey instead of black."""
+"""After Okabe and Ito's palette for colour-blind readers; a test holds how far apart these are to a deuteranope."""
 COMPONENTS = tuple(COLOURS)
 CONTEXT, UNUSED = "CUDA context", "reserved, not in use"
 

@@ -8,7 +8,7 @@ is text, and its colours are the page's CSS variables, so that it follows the re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ENDINGS = (".png", ".svg", ".pdf")
 WIDTH_INCHES = 8.0
+NARROW_INCHES = 4.3  # in a page on a telephone
 FONT = "DejaVu Sans"
 
 
@@ -60,11 +61,12 @@ class Theme:
     tight_area: str
 
 
-LIGHT = Theme(*("#FFFFFF", "#222222", "#DDDDDD", "#555555", "#B00020", "#00694E", "#7A4F00", "#A9DCC9", "#F6D58B"))
-DARK = Theme(*("#0D1117", "#E6EDF3", "#343B44", "#8B949E", "#FF7B72", "#56D1A4", "#E8B04A", "#0B6B51", "#8A6100"))
+LIGHT = Theme(*("#FFFFFF", "#222222", "#D8D8D8", "#444444", "#B00020", "#00694E", "#7A4F00", "#A9DCC9", "#F6D58B"))
+DARK = Theme(*("#0D1117", "#E6EDF3", "#343B44", "#C9D1D9", "#FF7B72", "#56D1A4", "#E8B04A", "#0B6B51", "#8A6100"))
 
 THEMES = {"light": LIGHT, "dark": DARK}
 _THEME = ContextVar("theme", default=LIGHT)
+_WIDTH = ContextVar("width", default=WIDTH_INCHES)
 
 
 # ---- Files
@@ -157,7 +159,7 @@ def _saved(figure: Figure, kind: str, **options: Any) -> bytes:
 
 
 def page_pictures(pictures: Mapping[str, tuple[str, Callable[[Theme], Figure]]]) -> dict[str, str]:
-    """Return the SVG of each picture for a page; none where matplotlib is not installed.
+    """Return the SVG of each picture for a page, a wide and a narrow one; none where matplotlib is not installed.
 
     Args:
         pictures: by a name that is unique in the page, what a screen reader says, and what draws it.
@@ -166,15 +168,20 @@ def page_pictures(pictures: Mapping[str, tuple[str, Callable[[Theme], Figure]]])
         return {}
     found = {}
     for name, (label, draw) in pictures.items():
-        # identifiers are hashes with this salt, so two pictures of a page share none
-        with drawing(LIGHT, {"svg.hashsalt": name}), catch_warnings():
-            filterwarnings("ignore", "Glyph .* missing from font")  # the reader's browser has its own fonts
-            found[name] = _for_page(_explained(draw(LIGHT)), label)
+        found[name] = "".join(_for_page(draw, label, name, width) for width in ("wide", "narrow"))
     return found
 
 
-def _for_page(svg: str, label: str) -> str:
-    """Return an SVG without what only a file needs, with the page's fonts and colours, in fewer digits."""
+def _for_page(draw: Callable[[Theme], Figure], label: str, name: str, width: str) -> str:
+    """Draw a picture; return its SVG without what only a file needs, with the page's fonts and colours."""
+    token = _WIDTH.set(NARROW_INCHES if width == "narrow" else WIDTH_INCHES)
+    try:
+        # identifiers are hashes with this salt, so two pictures of a page share none
+        with drawing(LIGHT, {"svg.hashsalt": f"{name} {width}"}), catch_warnings():
+            filterwarnings("ignore", "Glyph .* missing from font")  # the reader's browser has its own fonts
+            svg = _explained(draw(LIGHT))
+    finally:
+        _WIDTH.reset(token)
     box, body = re.findall(r'<svg [^>]*viewBox="([^"]*)"[^>]*>(.*)</svg>', svg, re.DOTALL)[0]
     body = re.sub(r"<style.*?</style>", "", body, count=1)
     body = body.replace(f"font-family: '{FONT}'; ", "")
@@ -182,22 +189,29 @@ def _for_page(svg: str, label: str) -> str:
     body = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+|\n", r"\1", path[0]), body)
     variables = {getattr(LIGHT, one.name).lower(): f"var(--{one.name})" for one in fields(Theme)}
     body = re.sub(r"(?<=(?:fill|roke): )#\w{6}", lambda colour: variables.get(colour[0], colour[0]), body)
-    return f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">{body}</svg>'
+    return f'<svg class="{width}" viewBox="{box}" role="img" aria-label="{escape(label)}">{body}</svg>'
 
 
 EXPLAINED = "title: "
 
 
-def explain(artist: Artist, text: str) -> None:
-    """Let an SVG show a text where the pointer rests on what is drawn."""
-    artist.set_gid(EXPLAINED + text)
+def explain(artist: Artist, text: str, part: str = "") -> None:
+    """Let an SVG show a text where the pointer rests on what is drawn, which a page can show apart from other parts."""
+    artist.set_gid(f"{EXPLAINED}{part} | {text}")
+
+
+def explain_stretches(axes: Axes, edges: Sequence[float], texts: Sequence[str]) -> None:
+    """Let an SVG show a text over each stretch of a curve, between two edges each."""
+    for left, right, text in zip(edges, edges[1:], texts, strict=False):
+        # nearly transparent: what is quite so is not drawn, and takes no pointer
+        explain(axes.axvspan(left, right, facecolor=(0, 0, 0, 0.004), linewidth=0, zorder=7), text)
 
 
 def _explained(figure: Figure) -> str:
     """Return a figure as SVG, with titles that browsers show."""
     kept = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # else there is a block of metadata
     svg = _saved(figure, "svg", metadata=kept).decode()
-    return re.sub(rf'<g id="{EXPLAINED}([^"]*)">', r"<g><title>\1</title>", svg)
+    return re.sub(rf'<g id="{EXPLAINED}([^"|]*) \| ([^"]*)">', r'<g data-part="\1"><title>\2</title>', svg)
 
 
 # ---- What pictures share
@@ -207,7 +221,17 @@ def new_figure(height_inches: float) -> Figure:
     """Return an empty figure."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+    return Figure(figsize=(_WIDTH.get(), height_inches), layout="constrained")
+
+
+def is_narrow() -> bool:
+    """Return whether the narrow one of a page's pictures is drawn."""
+    return _WIDTH.get() == NARROW_INCHES
+
+
+def columns(wide: int) -> int:
+    """Return how many columns of text have room where a wide picture has ``wide``."""
+    return max(round(wide * _WIDTH.get() / WIDTH_INCHES), 1)
 
 
 def bare(axes: Axes, *sides: str) -> Axes:

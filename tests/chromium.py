@@ -57,12 +57,12 @@ class Chromium:
         os.close(self._write)
         os.close(self._read)
 
-    def open(self, path: Path, width: int, *, dark: bool = False) -> None:
-        """Load a page in a window of so many pixels and wait for its load event."""
+    def open(self, path: Path, width: int, *, dark: bool = False, media: str = "screen") -> None:
+        """Load a page in a window of so many pixels, or as it is printed, and wait for its load event."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setScrollbarsHidden", hidden=True)  # else a screenshot is laid out wider than the window
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Emulation.setEmulatedMedia", features=[scheme], media=media)
         self.events.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):

@@ -63,7 +63,7 @@ def run(options: PlanOptions, context: Any) -> int:
         if options.plot is not None:
             found.plot(options.plot)
     if options.json_output:
-        console.out(found.to_json(figures=bool(options.report or options.plot)), highlight=False)
+        console.out(found.to_json(figures=True), highlight=False)
     else:
         flags = flags_of(context.command.params)
         print_plan(found, console, lambda text: in_flags(text, flags))

@@ -1,4 +1,4 @@
-"""What ``hf-memopt report`` does: one page of a run or a plan, or what grew between two.
+"""What ``hf-memopt report`` does: one page of a run, a plan, an estimate or a measurement, or what grew between two.
 
 It imports neither torch nor transformers: a report is made of JSON alone.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.reports import check_page, write_page
-from hf_memopt.reports.difference import compare, difference_page, print_difference, read_side, read_told
+from hf_memopt.reports.difference import compare, difference_page, print_difference, read_side, read_told, single_page
 from hf_memopt.reports.plan import plan_page
 from hf_memopt.reports.run import run_page
 from hf_memopt.terminal import Console
@@ -44,20 +44,8 @@ def run(options: ReportOptions, context: Any) -> None:
     kind, told, found = read_told(paths[0])
     page = found.with_suffix(".html") if output is None else output
     check_page(page, force=force)
-    write_page(_page(kind, told, str(found)), page)
+    write_page(PAGES[kind](told) if kind in PAGES else single_page(read_side(found)), page)
     Console().out(f"Report: {page}", highlight=False)
-
-
-def _page(kind: str, told: Any, name: str) -> str:
-    if kind in PAGES:
-        return PAGES[kind](told)
-    what, command = "an estimate", "hf-memopt estimate MODEL --plot FILE.png"
-    if kind == "measurement":
-        what, command = "a measurement", "hf-memopt plan MODEL --measured FILE"
-    raise ValueError(
-        f"path={name!r} is {what}, and a single one has no report; expected a run, a plan, or two to compare. "
-        f"Pass two, or call: {command}"
-    )
 
 
 def _difference(paths: Sequence[Path], options: ReportOptions) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.plotting import DARK, LIGHT, Theme
-from hf_memopt.reports.pictures import colours_of
+from hf_memopt.reports.pictures import PHASE_SHADES, colours_of
 from hf_memopt.units import format_bytes, format_duration, format_number, percent, to_gib
 from hf_memopt.whole_files import check_target, write_whole, writing
 
@@ -59,12 +59,17 @@ def rendered(template: str, view: Mapping[str, Any], pictures: Mapping[str, str]
         extensions=["jinja2.ext.do"],
     )
     variables = {one.name: f"var(--{one.name})" for one in fields(Theme)}
-    environment.globals |= {"light": asdict(LIGHT), "dark": asdict(DARK), "colours": colours_of(Theme(**variables))}
+    environment.globals |= {
+        "light": asdict(LIGHT),
+        "dark": asdict(DARK),
+        "colours": {**PHASE_SHADES, **colours_of(Theme(**variables))},
+    }
     environment.filters |= {
         "bytes": format_bytes,
         "duration": format_duration,
         "gib": lambda size: f"{to_gib(size):.2f}",
         "number": format_number,
+        "percent": percent,
         "sha256": lambda text: b64encode(sha256(text.encode()).digest()).decode(),
         "of": lambda rows, *names: [[row[name] for name in names] for row in rows],
         "signed": signed,
@@ -78,8 +83,8 @@ def rendered(template: str, view: Mapping[str, Any], pictures: Mapping[str, str]
 
 
 def sized(parts: Mapping[str, int], whole_bytes: int) -> list[list[str]]:
-    """Return a row of a table for each part that has bytes, the largest first, with its share of the whole."""
-    found = sorted((part for part in parts.items() if part[1]), key=lambda part: -part[1])
+    """Return a row of a table for each part that has bytes, in the order of pictures, with its share of the whole."""
+    found = [(name, size) for name, size in parts.items() if size]
     return [[name, format_bytes(size), percent(size / max(whole_bytes, 1), 1)] for name, size in found]
 
 

@@ -205,6 +205,7 @@ class MemoryReportCallback(TrainerCallback):
             raise
 
     def _get_batch_samples(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._record.begin_step()
         batches, *rest = before(*args, **kwargs)
         if self.plot is not None or self._reported() is not None:
             self._record.look_at(batches)
@@ -258,6 +259,7 @@ class MemoryReportCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         self._begin(args).meter.skip()  # an evaluation may begin here, and the gradients are gone now
+        self._record.end_step()
         self._record.phase = "between steps"
 
     def on_save(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
@@ -283,6 +285,8 @@ class MemoryReportCallback(TrainerCallback):
             figures = _run_figures(peaks)
         else:
             figures = _step_figures(peaks)
+            if "loss" in logs and self._reported() is not None:
+                self._record.log(state.global_step, float(logs["loss"]))
         history = state.log_history[-1] if state.log_history else {}
         if history.get("step") == state.global_step and logs.keys() <= history.keys():
             history.update(figures)  # the Trainer's own copy of these logs

@@ -11,8 +11,10 @@ report is written.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.readings import is_out_of_memory, measured_device, read_memory
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import Trainer
 
-    from hf_memopt.reports.run import StepsData
+    from hf_memopt.reports.run import CurveData, StepsData
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class RunRecord:
         examples: in them.
         padded_tokens: in them, padding included.
         first_step: that is trained here; those before it were trained in a run that is resumed.
+        curve: the loss of each log, and the seconds of a step and tokens a second since the one before.
         phase: that runs now: "load", "forward", "backward", "optimizer", "evaluation", or "between steps".
         shape: of the last pass.
         components: bytes of weights and gradients after the first passes, of optimizer state after its first step.
@@ -87,6 +90,7 @@ class RunRecord:
         self.unwritten: set[str] = set()
         self._tokens: torch.Tensor | None = None  # a count on the device of the batches
         self._counts_tokens = True
+        self._began: float | None = None  # the step that runs, with the loading of its batches
         self.begin(0)
 
     def begin(self, first_step: int) -> None:
@@ -96,6 +100,32 @@ class RunRecord:
         self.shape: BatchShape | None = None
         self.components: dict[str, int] = {}
         self.failure: dict[str, Any] | None = None
+        self.curve: CurveData = {"step": [], "loss": [], "seconds_per_step": [], "tokens_per_second": []}
+        self._seconds, self._logged_step, self._logged_tokens = 0.0, first_step, self.tokens or self.padded_tokens
+
+    def begin_step(self) -> None:
+        """Note that the batches of a step are about to be loaded."""
+        self._began = perf_counter()
+
+    def end_step(self) -> None:
+        """Note that a step has ended; what comes between steps (evaluation, checkpoints) is not counted."""
+        if self._began is not None:
+            self._seconds, self._began = self._seconds + perf_counter() - self._began, None
+
+    def log(self, step: int, loss: float) -> None:
+        """Note a log of training. The Trainer has just waited for the device, for the loss."""
+        tokens, steps = self.tokens or self.padded_tokens, step - self._logged_step
+        if steps < 1 or not self._seconds:
+            return
+        points: list[list[Any]] = list(self.curve.values())  # type: ignore[arg-type]
+        if len(points[0]) >= MOST_POINTS:
+            for one in points:
+                del one[::2]  # every second log is left
+        rate = (tokens - self._logged_tokens) / self._seconds
+        found = (step, loss if math.isfinite(loss) else None, self._seconds / steps, rate)
+        for one, value in zip(points, found, strict=True):
+            one.append(value)
+        self._seconds, self._logged_step, self._logged_tokens = 0.0, step, tokens
 
     @property
     def tokens(self) -> int | None:

@@ -144,6 +144,7 @@ def _as_dict(
         "peaks": peaks,
         "components": record.components,
         "steps": record.by_step(),
+        "curve": record.curve,
         "batches": {
             "batches": record.batches,
             "examples": record.examples,

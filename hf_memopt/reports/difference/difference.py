@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,15 @@ from hf_memopt.plotting import page_pictures
 from hf_memopt.reports import rendered, share_text, signed
 from hf_memopt.reports.difference.sides import Side
 from hf_memopt.reports.pictures import Bar, Limit, bars_figure, near
+from hf_memopt.reports.run import curves_figure
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
+
+    from hf_memopt.plotting import Theme
 
 NAMED = 3  # of what grew or shrank, in the sentence
 LEAST_SHARE = 50  # what is below a fiftieth of the whole change is not named
@@ -234,13 +238,16 @@ def difference_page(found: Difference) -> str:
         "versions": found.after.versions,
         "found": found,
         "headline": "Grew" if grew > 0 else "Shrank" if grew < 0 else "As before",
+        "same_title": found.before.title == found.after.title,
         "verdict": "over" if grew > 0 else "fits",
         "sides": sides,
         "components": _cells((*found.components, found.total)),
         "phases": _cells(found.phases),
     }
-    pictures = page_pictures({"total": (said, partial(bars_figure, bars, limit))})
-    return rendered("difference.html.jinja", view, pictures)
+    drawn: dict[str, tuple[str, Callable[[Theme], Figure]]] = {"total": (said, partial(bars_figure, bars, limit))}
+    if curves := {letter: side.curves for letter, side in sides.items() if side.curves}:
+        drawn["curves"] = ("The two runs by optimizer step", partial(curves_figure, curves))
+    return rendered("difference.html.jinja", view, page_pictures(drawn))
 
 
 def _cells(rows: tuple[Row, ...]) -> list[list[str]]:

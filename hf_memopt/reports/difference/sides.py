@@ -6,19 +6,30 @@ leaves in its output folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from hf_memopt.components import parts_of
-from hf_memopt.json_fields import read_json
+from hf_memopt.components import Verdict, parts_of
+from hf_memopt.json_fields import Number, read_json
 from hf_memopt.plain_data import Count, CountOrZero, checked_path, parse_object
 from hf_memopt.reports import Measurement, phase_name
 from hf_memopt.reports.plan import PlanData, batch_of, read_plan_text, shown_one
-from hf_memopt.reports.run import RunData, measured_parts, phase_pairs, read_run, run_file_of, total_bytes
+from hf_memopt.reports.run import (
+    Points,
+    RunData,
+    curves_of,
+    measured_parts,
+    phase_pairs,
+    read_run,
+    run_file_of,
+    total_bytes,
+)
+from hf_memopt.units import format_bytes
 
 Kind = Literal["plan", "run", "estimate", "measurement"]
+VERDICTS = {"fits": "fits", "tight": "fits, with little to spare", "over": "does not fit"}
 ESTIMATE_FORMAT = 1
 """Raised when a field changes its meaning or goes."""
 
@@ -30,6 +41,22 @@ class GpuData(TypedDict):
     usable_bytes: Count
 
 
+class HintData(TypedDict):
+    """A change that was simulated; see ``Hint``."""
+
+    changes: dict[str, Any]
+    total_bytes: CountOrZero
+    verdict: Verdict
+
+
+class SecondsData(TypedDict):
+    """The predicted seconds of an optimizer step; see ``StepTime``."""
+
+    seconds: Number
+    low: Number
+    high: Number
+
+
 class EstimateData(TypedDict):
     """An estimate; see ``Estimate``."""
 
@@ -37,6 +64,11 @@ class EstimateData(TypedDict):
     batch_size: Count
     seq_len: Count | None
     settings: dict[str, Any]
+    parameters: NotRequired[CountOrZero]
+    trainable_parameters: NotRequired[CountOrZero]
+    hints: NotRequired[list[HintData] | None]
+    notes: NotRequired[list[str]]
+    step_time: NotRequired[SecondsData | None]
     gpu: GpuData | None
     peak_reserved_bytes: CountOrZero
     context_bytes: CountOrZero | None
@@ -62,6 +94,11 @@ class Side:
         limit_bytes: what is usable of the device; None where that is unknown.
         phases: the allocated peak of each phase.
         failed: how the run ended early; "" where it did not.
+        speed: seconds of a step and what else is known of it, as text; "" where nothing is.
+        size: the parameters, as text.
+        fixes: what was simulated to make it fit.
+        notes: of it.
+        curves: of a run, by name.
     """
 
     name: str
@@ -75,6 +112,11 @@ class Side:
     limit_bytes: int | None = None
     phases: Mapping[str, int] = field(default_factory=dict)
     failed: str = ""
+    speed: str = ""
+    size: str = ""
+    fixes: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    curves: Mapping[str, Points] = field(default_factory=dict)
 
 
 def read_told(path: Path) -> tuple[Kind, Any, Path]:
@@ -167,6 +209,7 @@ def _of_run(told: RunData, name: str) -> Side:
         total_bytes=total_bytes(told),
         components=measured_parts(told),
         phases=phases,
+        curves=curves_of(told),
         failed="" if lost is None else f"ran out of memory in step {lost['step']}, {lost['phase']}",
         settings={
             "model": told["model"],
@@ -179,7 +222,7 @@ def _of_run(told: RunData, name: str) -> Side:
 
 
 def _of_estimate(told: EstimateData, name: str) -> Side:
-    gpu = told["gpu"]
+    gpu, time = told["gpu"], told.get("step_time")
     size = f"batch {told['batch_size']}" + ("" if told["seq_len"] is None else f" x {told['seq_len']}")
     return Side(
         name=name,
@@ -190,9 +233,25 @@ def _of_estimate(told: EstimateData, name: str) -> Side:
         total_bytes=told["total_bytes"],
         components=parts_of(told["components"], told["peak_reserved_bytes"], told["context_bytes"]),
         phases={phase: peaks.get("allocated_bytes", 0) for phase, peaks in told["phase_peaks"].items()},
+        speed="" if time is None else f"{time['seconds']:.3g} s, {time['low']:.3g} to {time['high']:.3g}",
+        size=_parameters(told),
+        fixes=[_fix(hint) for hint in told.get("hints") or ()],
+        notes=told.get("notes", ()),
         settings={"model": told["model"], "batch": size, **_texts(told["settings"])},
         versions=told["versions"],
     )
+
+
+def _parameters(told: EstimateData) -> str:
+    count, trained = told.get("parameters"), told.get("trainable_parameters")
+    if count is None:
+        return ""
+    return f"{count / 1e6:,.1f} M" + (f", {trained / 1e6:,.1f} M trained" if trained not in (None, count) else "")
+
+
+def _fix(hint: HintData) -> str:
+    changes = ", ".join(f"{name}={value!r}" for name, value in hint["changes"].items())
+    return f"{changes}: {format_bytes(hint['total_bytes'])}, {VERDICTS[hint['verdict']]}"
 
 
 def _of_measurement(found: Measurement, name: str) -> Side:
@@ -206,6 +265,7 @@ def _of_measurement(found: Measurement, name: str) -> Side:
         total_bytes=found.total_bytes,
         components=found.measured.components,
         phases=found.measured.phases,
+        speed=f"{found.step_seconds:.3g} s" if found.step_seconds else "",
         failed="" if found.fits else f"ran out of memory in the {found.out_of_memory} phase",
         settings={"model": found.model, "largest batch": size, **{key: str(getattr(found, key)) for key in settings}},
         versions=found.versions,

@@ -6,6 +6,7 @@ from .bar_picture import colours_of as colours_of
 from .bar_picture import draw_bars as draw_bars
 from .bar_picture import height_of as height_of
 from .bar_picture import near as near
+from .timeline_picture import PHASE_SHADES as PHASE_SHADES
 from .timeline_picture import TITLE_COLUMNS as TITLE_COLUMNS
 from .timeline_picture import TimelinePicture as TimelinePicture
 from .timeline_picture import out_of_memory as out_of_memory

@@ -100,20 +100,24 @@ def bars_figure(bars: Sequence[Bar], limit: Limit | None, theme: Theme, title: s
     figure = plotting.new_figure(height_of(bars) + (0.3 if title else 0))
     bars_in(figure, bars, limit, theme)
     if title:
-        figure.suptitle(fill(title, TITLE_COLUMNS), fontsize=10, x=0.01, ha="left")
+        figure.suptitle(fill(title, plotting.columns(TITLE_COLUMNS)), fontsize=10, x=0.01, ha="left")
     return figure
 
 
 def bars_in(figure: FigureBase, bars: Sequence[Bar], limit: Limit | None, theme: Theme) -> None:
     """Draw the bars and their legend in a figure or a part of one."""
     handles = _stacked_bars(figure.subplots(), bars, limit, theme)
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=2 if plotting.is_narrow() else 3, frameon=False, fontsize=9
+    )
 
 
 def height_of(bars: Sequence[Bar]) -> float:
     """Return the inches of the bars with headings and legend; a label of several lines makes all rows higher."""
     lines = max(bar.label.count("\n") + 1 for bar in bars)
-    return 1.7 + (INCHES_OF_A_ROW + 0.15 * (lines - 1)) * (len(bars) + len(_headings(bars)))
+    return (2.0 if plotting.is_narrow() else 1.7) + (INCHES_OF_A_ROW + 0.15 * (lines - 1)) * (
+        len(bars) + len(_headings(bars))
+    )
 
 
 def colours_of(theme: Theme) -> dict[str, str]:
@@ -135,8 +139,9 @@ def _stacked_bars(axes: Axes, bars: Sequence[Bar], limit: Limit | None, theme: T
     most_bytes = max(most_bytes, *(bar.measured_bytes or 0 for bar in bars))  # whose marks are not cut
     most_gib = to_gib(most_bytes)
     headings, row = _headings(bars), 0
-    axes.set_xlim(0, ROOM * most_gib)
+    axes.set_xlim(0, (1.45 if plotting.is_narrow() else ROOM) * most_gib)
     axes.spines["bottom"].set_bounds(0, most_gib)
+    axes.locator_params(axis="x", nbins=4 if plotting.is_narrow() else 8)
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= most_gib])
     axes.set_ylim(len(bars) + len(headings) - 0.4, -0.7)
     axes.set_yticks([])
@@ -160,14 +165,14 @@ def _legend_of(axes: Axes, bars: Sequence[Bar], limit: Limit | None, theme: Them
     colours, found = colours_of(theme), dict.fromkeys(name for bar in bars for name, size in bar.parts.items() if size)
     order = [name for name in colours if name in found]
     handles: list[Any] = [
-        Patch(color=colours.get(name, theme.strong), label=fill(name, NAME_COLUMNS))
+        Patch(color=colours.get(name, theme.strong), label=fill(name, plotting.columns(NAME_COLUMNS)))
         for name in dict.fromkeys([*order, *found])
     ]
     if any(bar.measured_bytes is not None for bar in bars):
         look: dict[str, Any] = {"marker": "D", "linestyle": "", "markersize": 5}
         handles.append(Line2D([], [], color=theme.ink, label="published, measured", **look))
     if limit is not None:
-        label = fill(f"{limit.name}: {format_bytes(limit.usable_bytes)} usable", NAME_COLUMNS)
+        label = fill(f"{limit.name}: {format_bytes(limit.usable_bytes)} usable", plotting.columns(NAME_COLUMNS))
         end = to_gib(limit.usable_bytes)
         if limit.margin_bytes:
             free = axes.axvspan(end - to_gib(limit.margin_bytes), end, fill=False, hatch="////", linewidth=0)
@@ -189,7 +194,8 @@ def _draw_bar(axes: Axes, row: int, bar: Bar, most_gib: float, theme: Theme) -> 
         if width > 0:
             look: dict[str, Any] = {"color": colours.get(name, theme.strong), "linewidth": 0}
             [part] = axes.barh(row, width, left=left, height=0.78, **look)
-            plotting.explain(part, f"{name}: {format_bytes(size)}")
+            said = f"{' '.join(bar.label.split())}, " if bar.label else ""
+            plotting.explain(part, f"{said}{name}: {format_bytes(size)}", name)
         left += width
     if bar.measured_bytes is not None:
         where = to_gib(bar.measured_bytes)
@@ -200,6 +206,7 @@ def _draw_bar(axes: Axes, row: int, bar: Bar, most_gib: float, theme: Theme) -> 
     axes.text(left + 0.01 * most_gib, row, f"{cut}{total:.{2 if total < 10 else 1}f}", bbox=box, **look)
     measured = "" if bar.measured_bytes is None else f"{to_gib(bar.measured_bytes):.2f} measured"
     words = ", ".join(word for word in (VERDICTS[bar.verdict], bar.note, measured) if word)
+    words = VERDICTS[bar.verdict] if plotting.is_narrow() else words
     colour = {"fits": theme.fits, "tight": theme.tight, "over": theme.limit, "": theme.ink}[bar.verdict]
     _text_beside(axes, row, words, "right", weight=weight, color=colour)
 

@@ -6,8 +6,10 @@ the limit: what is usable of the GPU.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 TITLE_COLUMNS = 100
 HEADROOM = 1.25  # above the highest line, for the notes
+MOMENTS = 48  # of a page, whose components can be read
 PHASE_SHADES = {
     "load": "#F2F2F2",
     "forward": "#D9D9D9",
@@ -76,7 +79,9 @@ class TimelinePicture:
     def draw(self, theme: Theme) -> Figure:
         """Return the picture."""
         figure = plotting.new_figure(5.6 + 0.15 * self.title.count("\n"))
-        grid = figure.add_gridspec(2, 2, height_ratios=[0.22, 3.6], width_ratios=[20, 1.3])
+        grid = figure.add_gridspec(
+            2, 2, height_ratios=[0.22, 3.6], width_ratios=[7 if plotting.is_narrow() else 20, 1.3]
+        )
         strip = figure.add_subplot(grid[0, 0])
         axes = plotting.bare(figure.add_subplot(grid[1, 0], sharex=strip))
         panel = plotting.bare(figure.add_subplot(grid[1, 1], sharey=axes))
@@ -87,18 +92,27 @@ class TimelinePicture:
         drawn = sum(span["name"] == "forward" and span["from"] >= last for span in self.line["phases"])
         fewer = f"; {drawn} of {self.micro_batches} micro-batches of a step are drawn"
         order = "allocations and frees in their order (no time scale)"
-        axes.set_xlabel(order + (fewer if 0 < drawn < self.micro_batches else ""))
+        axes.set_xlabel(
+            fill(order + (fewer if 0 < drawn < self.micro_batches else ""), plotting.columns(TITLE_COLUMNS))
+        )
         axes.set_ylabel(f"memory in {unit}")
         panel.set_xticks([])
-        panel.set_xlabel("what\ndecides")
+        panel.set_xlabel("what\ndecides", ha="right", x=1.0)
         panel.tick_params(left=False, labelleft=False)
         self._draw_stack(axes, scale, theme)
         self._draw_limit(axes, panel, scale, theme)
         self._draw_phases(strip, axes, theme)
+        self._explain_moments(axes)
         self._draw_peak(axes, panel, scale, theme)
         allocated = f"{self.line['peak']['allocated_bytes'] * scale:.{digits}f}"
-        look: dict[str, Any] = {"ncols": 3, "frameon": False, "alignment": "left", "labelspacing": 0.35}
-        look["title"] = f"{allocated} {unit} allocated where the total is decided; of components, there / at most:"
+        look: dict[str, Any] = {
+            "ncols": 2 if plotting.is_narrow() else 3,
+            "frameon": False,
+            "alignment": "left",
+            "labelspacing": 0.35,
+        }
+        title = f"{allocated} {unit} allocated where the total is decided; of components, there / at most:"
+        look["title"] = fill(title, plotting.columns(TITLE_COLUMNS))
         figure.legend(handles=self._legend_of(axes, scale, digits, theme), loc="outside lower left", **look)
         if self.title:
             figure.suptitle(self.title, fontsize=9.5, x=0.01, ha="left")
@@ -115,7 +129,7 @@ class TimelinePicture:
         for name in self._used():
             held = self._held(sums, scale)
             area = axes.stairs(*held, fill=True, color=colours.get(name, theme.strong), linewidth=0, zorder=1)
-            plotting.explain(area, name)
+            plotting.explain(area, f"{name}: at most {format_bytes(max(self.line['components'][name]))}", name)
             sums = [total - size for total, size in zip(sums, self.line["components"][name], strict=True)]
         context = self._context_bytes * scale
         axes.stairs([context], [0, 1], fill=True, color=theme.strong, linewidth=0, zorder=1)
@@ -123,6 +137,21 @@ class TimelinePicture:
         label = f"reserved{' and context' if context else ''}, {format_bytes(self._total_bytes)} at most"
         look: dict[str, Any] = {"baseline": None, "color": theme.ink, "linewidth": 1.1, "label": label}
         axes.stairs(*self._held(reserved, scale), zorder=2, **look)
+
+    def _explain_moments(self, axes: Axes) -> None:
+        """Let a page tell what each component holds, at the largest moment of each stretch."""
+        positions, components, texts = self.line["positions"], self.line["components"], []
+        sums = [sum(sizes) for sizes in zip(*components.values(), strict=True)]
+        edges = [place / MOMENTS for place in range(MOMENTS + 1)]
+        for left, right in pairwise(edges):
+            first = max(bisect_right(positions, left) - 1, 0)
+            at = max(range(first, max(bisect_left(positions, right), first + 1)), key=lambda event: sums[event])
+            where = max(positions[at], left)
+            phase = next((span["name"] for span in self.line["phases"] if span["from"] <= where < span["to"]), "")
+            held = [f"{name} {format_bytes(sizes[at])}" for name, sizes in components.items() if sizes[at]]
+            total = f"{phase}, {format_bytes(sums[at])} allocated" if phase else f"{format_bytes(sums[at])} allocated"
+            texts.append(f"{total}: {', '.join(held)}; {format_bytes(self.line['reserved_bytes'][at])} reserved")
+        plotting.explain_stretches(axes, edges, texts)
 
     def _held(self, sizes: Sequence[int], scale: float) -> tuple[list[float], list[float]]:
         """Return the values of a line that holds each up to the next position, and the edges: one more than values."""
@@ -138,6 +167,7 @@ class TimelinePicture:
             return
         is_drawn, usable = near(limit, most_bytes) is not None, limit.usable_bytes * scale
         label = self.limit_label if is_drawn else f"{self.limit_label} (above the picture)"
+        label = fill(label, plotting.columns(TITLE_COLUMNS // 2))
         most_bytes = max(most_bytes, limit.usable_bytes) if is_drawn else most_bytes
         axes.set_ylim(0, HEADROOM * most_bytes * scale)
         axes.axhline(usable, color=theme.limit, linestyle="--", linewidth=1.6, label=label)
@@ -159,7 +189,7 @@ class TimelinePicture:
             plotting.explain(strip.axvspan(left, right, color=shade, linewidth=0), name)
             axes.axvspan(left, right, color=shade, alpha=0.3, linewidth=0, zorder=0)
             ink = "white" if name == "optimizer" else "black"
-            if right - left >= 0.0108 * len(name):  # the legend names the others
+            if right - left >= 0.0108 * len(name) * (2 if plotting.is_narrow() else 1):  # the legend names the others
                 strip.text((left + right) / 2, 0.45, name, ha="center", va="center", fontsize=8, color=ink)
         for step in self.line["steps"]:
             axes.axvline(step["from"], color=theme.ink, linewidth=0.9, linestyle=":")
@@ -174,7 +204,8 @@ class TimelinePicture:
             plotting.explain(part, f"{name}: {format_bytes(size)}")
             bottom += size
         text = f"decides the total: {format_bytes(peak['allocated_bytes'])} allocated, {peak['phase']}"
-        text += f"\n{fill(peak['module'], TITLE_COLUMNS // 2)}" if peak["module"] else ""
+        text = fill(text, plotting.columns(TITLE_COLUMNS // 2))
+        text += f"\n{fill(peak['module'], plotting.columns(TITLE_COLUMNS // 2))}" if peak["module"] else ""
         arrow = {"arrowstyle": "->", "color": theme.ink, "linewidth": 1.2}
         height = (self._context_bytes + peak["allocated_bytes"]) * scale
         axes.plot(peak["position"], height, marker="o", color=theme.ink, markersize=4, zorder=6)

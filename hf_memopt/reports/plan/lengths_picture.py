@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt import plotting
@@ -30,7 +31,7 @@ def draw_lengths(report: PaddingData, path: Path, unit: str) -> None:
 
 def lengths_figure(report: PaddingData, unit: str, theme: Theme) -> Figure:
     """Return the picture, of lengths in a unit such as "tokens"."""
-    rows = 0.42 * len(report["strategies"])
+    rows = (0.75 if plotting.is_narrow() else 0.42) * len(report["strategies"])
     figure = plotting.new_figure(4.3 + rows)
     above, below = figure.subplots(2, 1, height_ratios=[3.0, 0.9 + rows])
     _draw_histogram(report, plotting.bare(above), unit, theme)
@@ -56,7 +57,7 @@ def _draw_histogram(report: PaddingData, axes: Axes, unit: str, theme: Theme) ->
     axes.axvline(report["mean"], color=MEAN, linewidth=1.6, label=f"mean = {report['mean']:,.1f}")
     beyond = f"; {counts[-1]:,} longer ones, up to {report['longest']:,}, not drawn" if has_tail else ""
     axes.set_title(f"Lengths of {report['examples']:,} examples", fontsize=10, loc="left")
-    axes.set_xlabel(f"{unit} per example{beyond}")
+    axes.set_xlabel(fill(f"{unit} per example{beyond}", plotting.columns(90)))
     axes.set_ylabel("examples")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -70,7 +71,11 @@ def _draw_strategies(report: PaddingData, axes: Axes, unit: str, theme: Theme) -
     most = min(max(factors, default=1.0), MOST_OF_REAL)
     for row, (one, computed) in enumerate(zip(found, factors, strict=True)):
         is_ours = one["name"].startswith(("bucketed", "packed"))
-        axes.barh(row, 1, color=OURS if is_ours else REAL, height=0.66)
+        [real] = axes.barh(row, 1, color=OURS if is_ours else REAL, height=0.66)
+        said = (
+            f"{one['name']}: {computed:.2f} tokens are computed for one of a text, {percent(1 - 1 / computed)} padding"
+        )
+        plotting.explain(real, said)
         padding: dict[str, Any] = {"color": theme.faint, "hatch": "////", "edgecolor": theme.strong, "linewidth": 0}
         axes.barh(row, min(computed, most) - 1, left=1, height=0.66, **padding)
         axes.annotate(
@@ -85,11 +90,13 @@ def _draw_strategies(report: PaddingData, axes: Axes, unit: str, theme: Theme) -
     names = [f"{one['name']}\nlargest batch {one['largest_batch_tokens']:,} {unit}" for one in found]
     times = [f", about {seconds:,.0f} s an epoch" if (seconds := one.get("epoch_seconds")) else "" for one in found]
     names = [f"{name}{time}" for name, time in zip(names, times, strict=True)]
+    if plotting.is_narrow():
+        names = ["\n".join(fill(line, 24) for line in name.splitlines()) for name in names]
     axes.set_yticks(range(len(found)), names, fontsize=8.5)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.38 * most)  # room for the figures
+    axes.set_xlim(0, (2.4 if plotting.is_narrow() else 1.38) * most)  # room for the figures
     axes.spines["bottom"].set_bounds(0, most)
     axes.set_xticks(range(int(most) + 1))
     title = f"What one epoch computes: real {unit}, and padding (hatched), in batches of {report['batch_size']}"
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(fill(title, plotting.columns(85)), fontsize=10, loc="left")
     axes.set_xlabel(f"{unit} computed for each real one")

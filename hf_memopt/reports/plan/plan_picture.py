@@ -79,7 +79,7 @@ def bars_of(told: PlanData) -> list[Bar]:
     for one in (told["candidates"][place] for place in told["shown"]):
         length = "" if one["seq_len"] == told["texts"]["seq_len"] else f", {one['seq_len']} tokens"
         batch = batch_of(one).replace(" ", "\N{NO-BREAK SPACE}")
-        label = fill(f"{one['name']}{length}, {batch}", LABEL_COLUMNS)
+        label = fill(f"{one['name']}{length}, {batch}", plotting.columns(LABEL_COLUMNS))
         speed = ""
         if one["seconds"] and one["verdict"] != "over":
             amount, unit = (one["tokens"], "tokens/s") if one["tokens"] else (one["examples"], "examples/s")
@@ -100,13 +100,14 @@ def map_figure(chart: FitMapData, one: CandidateData, theme: Theme) -> Figure:
 
 
 def _height_of_map(chart: FitMapData) -> float:
-    return max(INCHES_OF_A_CELL * len(chart["rows"]) + 0.9, LEAST_INCHES)
+    return max(INCHES_OF_A_CELL * (1.5 if plotting.is_narrow() else 1) * len(chart["rows"]) + 0.9, LEAST_INCHES)
 
 
 def _draw_map(axes: Axes, chart: FitMapData, one: CandidateData, theme: Theme) -> None:
     """Draw a cell for each batch and length, the largest batch on top."""
     from matplotlib.patches import Rectangle
 
+    between = "\n" if plotting.is_narrow() else ", "
     areas = {"fits": theme.fits_area, "tight": theme.tight_area, "over": theme.faint}
     columns, rows = len(chart["lengths"]), list(zip(chart["rows"], chart["cells"], strict=True))[::-1]
     for place, (count, cells) in enumerate(rows):
@@ -116,9 +117,9 @@ def _draw_map(axes: Axes, chart: FitMapData, one: CandidateData, theme: Theme) -
             look: dict[str, Any] = {"facecolor": areas[cell["verdict"]], "edgecolor": theme.paper, "linewidth": 1.5}
             area = axes.add_patch(Rectangle((column, place), 1, 1, **look))
             text = f"{count} rows{'' if length is None else f' of {length} tokens'}"
-            text += f", {max(one['examples'] // count, 1)} times: {word}"
-            plotting.explain(area, text + (", as smaller or larger batches show" if size is None else ""))
-            said = word if size is None else f"{word}, {to_gib(size):.2f}"
+            text += f", {max(one['examples'] // count, 1)} times: {word}, "
+            plotting.explain(area, text + ("as smaller or larger batches show" if size is None else format_bytes(size)))
+            said = word if size is None else f"{word}{between}{to_gib(size):.2f}"
             look = {"ha": "center", "va": "center", "fontsize": 8.5, "weight": "bold" if is_chosen else "normal"}
             axes.text(column + 0.5, place + 0.5, said, **look)
             if is_chosen:

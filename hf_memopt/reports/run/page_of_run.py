@@ -18,12 +18,13 @@ from hf_memopt.reports.run.run_file import (
     RESERVED,
     RunData,
     StepsData,
+    curves_of,
     largest_peak,
     measured_parts,
     phase_pairs,
     total_bytes,
 )
-from hf_memopt.reports.run.run_picture import RunPicture
+from hf_memopt.reports.run.run_picture import RunPicture, curves_figure
 from hf_memopt.units import format_bytes, percent
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ def _pictures(told: RunData) -> dict[str, tuple[str, Callable[[Theme], Figure]]]
     if lost is not None:
         alive = Bar("", dict(sorted(lost["components"].items(), key=lambda part: -part[1])))
         found["alive"] = (f"{format_bytes(alive.total_bytes)} by component", partial(bars_figure, [alive], None))
+    curves = {name: points for name, points in curves_of(told).items() if name != "peak in GiB"}
+    if curves:
+        found["curves"] = ("Loss, seconds per step and tokens per second", partial(curves_figure, {"": curves}))
     if steps := _steps(told):
         phases = {} if predicted is None else predicted["phases"]
         picture = RunPicture(steps, told["peaks"], phases, device)
@@ -84,6 +88,7 @@ def _view(told: RunData) -> dict[str, Any]:
         "components": list(_components(told)),
         "phases": list(_phases(told)),
         "steps": _steps_text(told),
+        "curve": told.get("curve"),
         "padding": "" if padding is None else percent(padding, 1),
         "kinds": {kind for of_phase in told["peaks"].values() for kind in of_phase},
         "unpredicted": next(

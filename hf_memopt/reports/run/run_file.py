@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypedDict, cast
+from typing import Literal, NotRequired, TypedDict, cast
 
 from hf_memopt.components import CONTEXT, UNUSED
 from hf_memopt.json_fields import Number, read_json
 from hf_memopt.plain_data import Count, CountOrZero
+from hf_memopt.units import to_gib
 
 FORMAT = 1
 """Raised when a field changes its meaning or goes."""
@@ -27,6 +28,15 @@ class StepsData(TypedDict):
 
     first: list[CountOrZero]
     bytes: list[CountOrZero]
+
+
+class CurveData(TypedDict):
+    """At each log its step and loss (None where it is not finite), and the means since the log before."""
+
+    step: list[CountOrZero]
+    loss: list[Number | None]
+    seconds_per_step: list[Number]
+    tokens_per_second: list[Number]
 
 
 class BatchesData(TypedDict):
@@ -121,6 +131,7 @@ class RunData(TypedDict):
     peaks: dict[str, dict[str, CountOrZero]]
     components: dict[str, CountOrZero]
     steps: dict[str, StepsData]
+    curve: NotRequired[CurveData]
     batches: BatchesData
     changes: list[ChangeData]
     micro_batching: MicrobatchingData | None
@@ -169,9 +180,37 @@ def _check_steps(told: RunData) -> None:
         raise ValueError("it is out of memory and does not say how, or the other way round")
     if any(len(one["first"]) != len(one["bytes"]) for one in told["steps"].values()):
         raise ValueError("it has steps without one peak for each")
+    curve = cast(dict[str, list[float]], told.get("curve", {}))
+    if len({len(values) for values in curve.values()}) > 1:
+        raise ValueError("it has a curve with lists of different lengths")
 
 
 # ---- What the fields say together
+
+
+Points = tuple[list[float], list[float | None]]
+"""Of a curve: optimizer steps, and a value at each, None where there is none."""
+
+
+def curves_of(told: RunData) -> dict[str, Points]:
+    """Return what a run logged and held, each over its optimizer steps; those without a point are left out."""
+    found: dict[str, Points] = {}
+    if curve := told.get("curve"):
+        at: list[float] = list(curve["step"])
+        if any(loss is not None for loss in curve["loss"]):
+            found["loss"] = at, curve["loss"]
+        if at:
+            found["seconds per step"] = at, list(curve["seconds_per_step"])
+        if any(curve["tokens_per_second"]):
+            found["tokens per second"] = at, list(curve["tokens_per_second"])
+    peaks: dict[int, int] = {}
+    for name, one in told["steps"].items():
+        for step, size in zip(one["first"], one["bytes"], strict=True):
+            if name != "evaluation":
+                peaks[step] = max(size, peaks.get(step, 0))
+    if peaks:
+        found["peak in GiB"] = [float(step) for step in sorted(peaks)], [to_gib(peaks[step]) for step in sorted(peaks)]
+    return found
 
 
 def largest_peak(told: RunData, kinds: tuple[str, ...]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +14,24 @@ from hf_memopt.components import COLOURS
 from hf_memopt.plotting import Theme
 from hf_memopt.reports import phase_name
 from hf_memopt.reports.pictures import Limit, near
-from hf_memopt.reports.run.run_file import StepsData, phase_pairs
-from hf_memopt.units import format_bytes, percent
+from hf_memopt.reports.run.run_file import Points, StepsData, phase_pairs
+from hf_memopt.units import format_bytes, format_number, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 TITLE_COLUMNS, NAME_COLUMNS = 100, 40
+STRETCHES = 48  # of a page, whose peaks can be read
 LOOKS: dict[str, dict[str, Any]] = {  # a marker for each besides its colour
     "forward_backward": {"color": COLOURS["weights"], "marker": "o"},
     "optimizer": {"color": COLOURS["optimizer state"], "marker": "s"},
     "evaluation": {"color": COLOURS["logits and loss"], "marker": "^"},
 }
+CURVE_LOOKS: tuple[dict[str, Any], ...] = (
+    {"color": COLOURS["weights"], "linewidth": 1.3, "marker": "o", "markersize": 2.5},
+    {"color": COLOURS["gradients"], "linewidth": 1.3, "marker": "s", "markersize": 2.5, "linestyle": "--"},
+)
 MEASURED_COLOUR, PREDICTED_COLOUR = COLOURS["weights"], "#9FC7E3"
 MOST_MARKERS = 60  # points of a curve that has markers
 KINDS = {"allocated_bytes": "allocated by tensors", "rss_bytes": "resident memory of the process"}
@@ -67,7 +73,9 @@ class RunPicture:
         self._draw_steps(plotting.bare(above), scale, unit, predicted, limit, theme)
         _draw_phases(plotting.bare(bars), measured, predicted, scale, unit, digits)
         if self.name:
-            figure.suptitle(fill(self._title(measured, predicted), TITLE_COLUMNS), fontsize=9.5, x=0.01, ha="left")
+            figure.suptitle(
+                fill(self._title(measured, predicted), plotting.columns(TITLE_COLUMNS)), fontsize=9.5, x=0.01, ha="left"
+            )
         return figure
 
     def _title(self, measured: Mapping[str, int], predicted: Mapping[str, int]) -> str:
@@ -96,17 +104,35 @@ class RunPicture:
                 style = {"linestyle": "--", "linewidth": 1.1, "label": f"{name}, predicted"}
                 axes.axhline(predicted[phase] * scale, color=look["color"], **style)
         if limit is not None:
-            label = fill(f"{limit.name}: {format_bytes(limit.usable_bytes)}", NAME_COLUMNS)
+            label = fill(f"{limit.name}: {format_bytes(limit.usable_bytes)}", plotting.columns(NAME_COLUMNS))
             axes.axhline(limit.usable_bytes * scale, color=theme.limit, linestyle=":", linewidth=1.6, label=label)
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.set_xlim(left=0)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(f"peak in {unit}")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(loc="lower right", ncols=2, framealpha=0.9)
+        axes.legend(loc="lower right", ncols=1 if plotting.is_narrow() else 2, framealpha=0.9)
+        self._explain_steps(axes)
         kinds = next(iter(self.peaks.values()), {})
         kind = next((text for name, text in KINDS.items() if any(one.endswith(name) for one in kinds)), "")
         axes.set_title(f"Peak of each step, {kind}", loc="left")
+
+    def _explain_steps(self, axes: Axes) -> None:
+        """Let a page tell the largest peak of each phase in a stretch of steps."""
+        steps = sorted({step for points in self.steps.values() for step in points["first"]})
+        if not steps:
+            return
+        firsts, texts = steps[:: -(-len(steps) // STRETCHES)], []
+        ends = [*firsts[1:], steps[-1] + 1]
+        for first, end in zip(firsts, ends, strict=True):
+            held = []
+            for phase, points in self.steps.items():
+                pairs = zip(points["first"], points["bytes"], strict=True)
+                if sizes := [size for step, size in pairs if first <= step < end]:
+                    held.append(f"{phase_name(phase)} {format_bytes(max(sizes))}")
+            steps_text = f"step {first}" if end == first + 1 else f"steps {first} to {end - 1}"
+            texts.append(f"{steps_text}: {', '.join(held)}")
+        plotting.explain_stretches(axes, [first - 0.5 for first in [*firsts, ends[-1]]], texts)
 
 
 def draw_run(picture: RunPicture, path: Path) -> None:
@@ -119,6 +145,39 @@ def draw_run(picture: RunPicture, path: Path) -> None:
     plotting.write_picture(path, picture.draw, purpose="the picture of a memory report")
 
 
+def curves_figure(runs: Mapping[str, Mapping[str, Points]], theme: Theme) -> Figure:
+    """Return the curves of one run or of several, a panel for each quantity.
+
+    Args:
+        runs: by their names in the legend, what ``curves_of`` returns.
+        theme: the colours.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    names = list(dict.fromkeys(name for curves in runs.values() for name in curves))
+    figure = plotting.new_figure(1.35 * len(names) + 0.6)
+    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, name in zip(panels, names, strict=True):
+        plotting.bare(axes).set_title(name, loc="left")
+        told: dict[float, list[str]] = {}
+        for (run, curves), look in zip(runs.items(), CURVE_LOOKS, strict=False):
+            steps, values = curves.get(name, ([], []))
+            axes.plot(steps, [math.nan if value is None else value for value in values], label=run, **look)
+            for step, value in zip(steps, values, strict=True):
+                figure_text = "not finite" if value is None else format_number(value)
+                told.setdefault(step, []).append(f"{run}: {figure_text}" if run else figure_text)
+        shown = sorted(told)[:: max(-(-len(told) // STRETCHES), 1)]
+        edges = [*shown, 2 * shown[-1] - shown[-2] if len(shown) > 1 else shown[-1] + 1]
+        plotting.explain_stretches(axes, edges, [f"{name}, step {step:g}: {', '.join(told[step])}" for step in shown])
+        if name != "loss":
+            axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].set_xlabel("optimizer step")
+    if len(runs) > 1:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
 def _draw_phases(
     axes: Axes, measured: Mapping[str, int], predicted: Mapping[str, int], scale: float, unit: str, digits: int
 ) -> None:
@@ -129,13 +188,23 @@ def _draw_phases(
             pairs.append(("predicted", predicted[phase], 0.19, PREDICTED_COLOUR))
         for kind, one, offset, colour in pairs:
             hatch = "////" if kind == "predicted" else None
-            axes.barh(row + offset, one * scale, height=0.36, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+            look: dict[str, Any] = {
+                "height": 0.36,
+                "color": colour,
+                "hatch": hatch,
+                "edgecolor": "white",
+                "linewidth": 0,
+            }
+            [bar] = axes.barh(row + offset, one * scale, **look)
+            plotting.explain(bar, f"{phase_name(phase)}, {kind}: {format_bytes(one)}")
             text = f"{one * scale:.{digits}f} {kind}"
             if kind == "predicted" and size:
                 text += f" ({percent(one / size - 1, 1, signed=True)})"
-            look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
+            look = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
             axes.annotate(text, (one * scale, row + offset), xytext=(4, 0), **look)
-    axes.set_yticks(range(len(measured)), [fill(phase_name(phase), NAME_COLUMNS) for phase in measured])
+    axes.set_yticks(
+        range(len(measured)), [fill(phase_name(phase), plotting.columns(NAME_COLUMNS)) for phase in measured]
+    )
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.35 * axes.get_xlim()[1])
+    axes.set_xlim(0, (2.0 if plotting.is_narrow() else 1.35) * axes.get_xlim()[1])
     axes.set_xlabel(f"largest peak of the run, in {unit}")

@@ -1,0 +1,230 @@
+"""Every kind of page in headless Chromium: wide and on a telephone, light, dark and printed.
+
+What is asserted is what a reader would trip over: texts over each other, text that is cut or pale, scrolling sideways,
+a request, a value that the keyboard does not reach.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chromium import Chromium
+from hand_made_runs import estimate_data, finished_run, lost_run
+from typer.testing import CliRunner
+
+from hf_memopt import Plan
+from hf_memopt.cli.app import app
+from hf_memopt.components import COLOURS
+from hf_memopt.plotting import DARK, LIGHT
+
+LOOKED_AT = """(() => {
+    const shown = (one) => one.getClientRects().length > 0;
+    const number = (colour) => (colour.match(/[\\d.]+/g) || []).map(Number);
+    const light = (colour) => {
+        const [red, green, blue] = number(colour).map((part) => part / 255)
+            .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+    };
+    const contrast = (one, other) => {
+        const [low, high] = [light(one), light(other)].sort((a, b) => a - b);
+        return (high + 0.05) / (low + 0.05);
+    };
+    const opaque = (colour) => colour.startsWith("rgb") && !(number(colour)[3] < 0.5);
+    const behind = (text) => {  // what is painted under the middle of a text
+        text.scrollIntoView({block: "center"});
+        const box = text.getBoundingClientRect();
+        const found = document.elementsFromPoint(box.left + box.width / 2, box.top + box.height / 2);
+        for (const one of found) {
+            const style = getComputedStyle(one);
+            const isPath = one.tagName === "path" || one.tagName === "use";
+            if (isPath && opaque(style.fill) && style.fillOpacity > 0.5 && style.opacity > 0.5) return style.fill;
+            if (!isPath && opaque(style.backgroundColor)) return style.backgroundColor;
+        }
+        return getComputedStyle(document.body).backgroundColor;
+    };
+    const pale = [];
+    const drawn = [...document.querySelectorAll(".picture svg text")].filter(shown);
+    const written = [...document.querySelectorAll("main *")].filter((one) => shown(one) && !one.closest("svg")
+        && [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim()));
+    for (const one of [...drawn, ...written]) {
+        const style = getComputedStyle(one);
+        const ratio = contrast(drawn.includes(one) ? style.fill : style.color, behind(one));
+        if (ratio < 4.5) pale.push(`${one.textContent.slice(0, 40)}: ${ratio.toFixed(2)}`);
+    }
+    const over = [];
+    for (const svg of document.querySelectorAll(".picture svg")) {
+        const texts = [...svg.querySelectorAll("text")].filter((one) => shown(one) && one.textContent.trim());
+        const boxes = texts.map((one) => one.getBoundingClientRect());
+        const whole = svg.getBoundingClientRect();
+        texts.forEach((one, place) => {
+            const mine = boxes[place];
+            if (mine.left < whole.left - 2 || mine.right > whole.right + 2) over.push(`${one.textContent} is cut`);
+            for (let other = place + 1; other < texts.length; other++) {
+                const its = boxes[other];
+                const wide = Math.min(mine.right, its.right) - Math.max(mine.left, its.left);
+                const high = Math.min(mine.bottom, its.bottom) - Math.max(mine.top, its.top);
+                const least = Math.min(mine.width * mine.height, its.width * its.height);
+                if (wide > 0 && high > 0 && wide * high > 0.2 * least)
+                    over.push(`${svg.closest("section").id}: ${one.textContent} | ${texts[other].textContent}`);
+            }
+        });
+    }
+    const boxes = [...document.querySelectorAll("main *")].filter((one) => shown(one) && !one.closest("svg"));
+    return {
+        over, pale,
+        sideways: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+        wide: boxes.filter((one) => one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(".scroll, pre"))
+            .map((one) => one.tagName + "." + one.className),
+        clipped: [...document.querySelectorAll("pre, .scroll")].filter(shown)
+            .filter((one) => one.scrollHeight > one.clientHeight + 1 || one.scrollWidth > one.clientWidth + 1)
+            .map((one) => one.textContent.trim().slice(0, 60)),
+    };
+})()"""
+
+READ_BY_KEYS = """(() => [...document.querySelectorAll(".picture")].map((box) => {
+    const press = (key) => box.dispatchEvent(new KeyboardEvent("keydown", {key}));
+    const svg = [...box.children].find((one) => one.getClientRects().length);
+    const titles = [...svg.querySelectorAll("title")].map((one) => one.textContent), read = [];
+    box.focus();
+    press("Home");
+    for (const _ of titles) {
+        read.push(box.nextElementSibling.textContent);
+        press("ArrowRight");
+    }
+    return {name: box.closest("section").id, isFocused: document.activeElement === box, titles, read};
+}))()"""
+
+
+def curve() -> dict[str, Any]:
+    steps = list(range(2, 41, 2))
+    losses = [None if step == 20 else 3.0 - step / 20 for step in steps]
+    return {
+        "step": steps,
+        "loss": losses,
+        "seconds_per_step": [0.4 + 0.01 * (step % 3) for step in steps],
+        "tokens_per_second": [9000.0 + step for step in steps],
+    }
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory: pytest.TempPathFactory, text: str, short: Plan) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    told = json.loads(text)
+    long = {**told, "model": "Organisation/" + "Model-of-many-words-" * 8, "candidates": 60 * told["candidates"][:1]}
+    long["chosen"] = {**told["chosen"], "name": ", ".join(["LoRA r16"] * 19), "seconds": 9e9, "low": 8e9, "high": 1e10}
+    long["shown"] = list(range(12))
+    hints = [{"changes": {"lora": 16}, "total_bytes": 2**32, "spare_bytes": 2**30, "fits": True, "verdict": "fits"}]
+    files = {
+        "plan": told,
+        "missing": json.loads(short.to_json(figures=True)),
+        "long": long,
+        "run": finished_run(curve=curve()),
+        "other": finished_run(curve=curve(), model="Another"),
+        "lost": lost_run(),
+        "estimate": estimate_data(hints=hints, notes=["evaluation is not included"], parameters=1_235_814_400),
+    }
+    for name, data in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(data))
+    both = [str(folder / "run.json"), str(folder / "other.json"), "-o", str(folder / "difference.html")]
+    calls = [[str(folder / f"{name}.json")] for name in files] + [both]
+    for call in calls:
+        done = CliRunner().invoke(app, ["report", *call])
+        assert done.exit_code == 0, done.output
+    return {name: folder / f"{name}.html" for name in [*files, "difference"]}
+
+
+NAMES = ("plan", "missing", "long", "run", "lost", "estimate", "difference")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
+def test_a_page_can_be_read(browser: Chromium, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
+    browser.open(pages[name], width, dark=dark)
+    found = browser.value(LOOKED_AT)
+    assert {what: found[what] for what in ("over", "pale", "wide")} == {"over": [], "pale": [], "wide": []}
+    assert found["sideways"] <= 0
+    assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_keyboard_reaches_every_value(browser: Chromium, pages: dict[str, Path], name: str) -> None:
+    for width in (1280, 390):
+        browser.open(pages[name], width)
+        pictures = browser.value(READ_BY_KEYS)
+        assert pictures
+        for picture in pictures:
+            assert picture["isFocused"]
+            assert picture["titles"], picture["name"]
+            assert picture["read"] == picture["titles"]
+
+
+def test_values_are_those_of_the_file(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.open(pages["run"], 1280)
+    read = {picture["name"]: picture["read"] for picture in browser.value(READ_BY_KEYS)}
+    assert "measured, weights: 2.30 GiB" in read["peak"]
+    assert "loss, step 2: 2.9" in read["curves"]
+    assert "loss, step 20: not finite" in read["curves"]
+    assert any(one.startswith("step 7: forward + backward 6.04 GiB, optimizer 4.39 GiB") for one in read["timeline"])
+
+
+def test_some_parts_can_be_shown_alone(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.open(pages["estimate"], 1280)
+    faded = "[...document.querySelectorAll('#peak svg.wide g.other')].map((one) => one.dataset.part)"
+    press = "[...document.querySelectorAll('#peak .alone button')].find((one) => one.textContent === 'weights').click()"
+    assert browser.value(faded) == []
+    browser.value(press)
+    assert set(browser.value(faded)) == {
+        *("CUDA context", "gradients", "optimizer state", "activations", "logits and loss", "workspace"),
+        "reserved, not in use",
+    } & set(browser.value("[...document.querySelectorAll('#peak svg.wide g[data-part]')].map((m) => m.dataset.part)"))
+    browser.value(press)
+    assert browser.value(faded) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_print_is_whole(browser: Chromium, pages: dict[str, Path], name: str) -> None:
+    browser.open(pages[name], 794, dark=True, media="print")  # A4 at 96 dots per inch
+    browser.value("dispatchEvent(new Event('beforeprint'))")
+    found = browser.value(LOOKED_AT)
+    assert found["clipped"] == []
+    assert found["sideways"] <= 0
+    assert found["over"] == []
+    assert browser.value("[...document.querySelectorAll('details')].every((one) => one.open)")
+    assert browser.value("getComputedStyle(document.querySelector('.picture path')).printColorAdjust") == "exact"
+    assert browser.value("getComputedStyle(document.querySelector('section')).backgroundColor") == "rgb(255, 255, 255)"
+    assert browser.complaints() == []
+
+
+# ---- Colours, without a browser
+
+DEUTERANOPE = ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881))
+PROTANOPE = ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998))
+"""What linear sRGB looks like without one kind of cones; Machado, Oliveira and Fernandes 2009, table 1."""
+
+
+def lab(colour: str, seen: Any) -> Any:
+    """Return CIELAB of a colour of sRGB as somebody sees it."""
+    values = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    linear = np.clip(seen @ np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4), 0, 1)
+    white = np.array([0.95047, 1.0, 1.08883])
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ linear / white
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_parts_differ_to_everybody(theme: Any) -> None:
+    as_seen: list[Callable[[str], Any]] = [
+        lambda colour, seen=np.array(seen): lab(colour, seen)  # type: ignore[misc]
+        for seen in (np.eye(3), DEUTERANOPE, PROTANOPE)
+    ]
+    colours = {**COLOURS, "context": theme.strong, "unused": theme.faint, "paper": theme.paper}
+    for see in as_seen:
+        for (one, first), (other, second) in combinations(colours.items(), 2):
+            assert np.linalg.norm(see(first) - see(second)) > 12, (one, other)
