@@ -23,7 +23,7 @@ from hf_memopt.memory.allocator.planned_replay import ReplayPlan
 from hf_memopt.memory.optimizers import OptimizerMemory
 from hf_memopt.memory.recording import RecordedPass, StepTrace
 from hf_memopt.memory.settings import Fragmentation, LengthPlan, StepSettings
-from hf_memopt.memory.tracking import COMPONENTS, SimulatedTimeline, Timeline
+from hf_memopt.memory.tracking import COMPONENTS, Timeline
 
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
@@ -425,11 +425,13 @@ class _Run:
             self.use(self._peak_key // _KEYS)
             module = self._tracker.module_of(self._peak_key % _KEYS)
         reserved = np.array(self._reserved, np.int64)
-        timeline = SimulatedTimeline(changed, deltas, reserved, tuple(self._phases), tuple(self._steps))
+        table = np.zeros((len(deltas), len(COMPONENTS)), np.int64)
+        table[np.arange(len(deltas)), changed] = deltas
+        timeline = Timeline(table.cumsum(axis=0), reserved, tuple(self._phases), tuple(self._steps))
         return Replayed(
             peak_allocated=self.allocator.peak_allocated,
             peak_reserved=self.allocator.peak_reserved,
-            components=timeline.parts_at(self._peak_event),
+            components=timeline.parts_at(self._peak_event) if deltas.size else dict.fromkeys(COMPONENTS, 0),
             phase=phase,
             module=module,
             timeline=timeline,
