@@ -19,10 +19,11 @@ import torch
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.devices import Chip, Gpu, against_float16, current_gpu, find_gpu
-from hf_memopt.memory.allocator import Replayed, fragmentation_of, replay_on_gpu, replay_plan
-from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts, step_optimizer
+from hf_memopt.memory.allocator import Replayed, ReplayPlan, fragmentation_of, replay_on_gpu
+from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models import DEFAULT_LENGTH, check_task, default_length, load_model
+from hf_memopt.memory.optimizers import optimizer_memory
 from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, keeping_models, session
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import (
@@ -202,22 +203,21 @@ def estimate_of_step(
     trained = shard_facts(trace.trainable, settings)
     on_host = trace.on_host
     stepping = trained if on_host is None else tuple(fact for fact in trained if fact not in on_host.stepped)
-    optimizer = as_the_engine_steps(step_optimizer(stepping, settings), stepping, settings)
-    plan = replay_plan(stepping, settings, optimizer, shape.batch_size, chip)
+    optimizer = as_the_engine_steps(optimizer_memory(stepping, settings), stepping, settings)
+    plan = ReplayPlan.of(stepping, settings, optimizer, shape.batch_size, chip)
     if on_host is not None and settings.steps_in_backward:
-        plan = replace(plan, optimizer=step_optimizer(trained, settings).alone)  # by the parameters of the recording
+        plan = replace(plan, optimizer=optimizer_memory(trained, settings).alone)  # by the parameters of the recording
     fragmentation = None
     if lengths is not None:
         plan = replace(plan, order=lengths.steps)
-    replayed = replay_on_gpu(trace, plan, settings, gpu, others)
+    replayed = replay_on_gpu(trace, plan, gpu, others)
     if lengths is not None:
-        fragmentation = fragmentation_of(trace, others, plan, settings, lengths, replayed)
+        fragmentation = fragmentation_of(trace, others, plan, lengths, replayed)
     timing = timing_of_step(
         [trace, *others],
         plan,
         stepping,
         optimizer,
-        settings,
         gpu,
         batch_size=shape.batch_size,
         lengths=(shape.seq_len,) if lengths is None else lengths.recorded,
@@ -241,7 +241,7 @@ def estimate_of_step(
         + (0 if on_host is None else on_host.bytes_on_host(settings)),
         parameters=trace.parameters,
         trainable_parameters=sum(fact.elements for fact in trace.trainable),
-        flops=trace.flops[0] * plan.batches * plan.micro_batches,
+        flops=trace.flops[0] * settings.gradient_accumulation_steps * plan.micro_batches,
         timeline=replayed.timeline,
         notes=(
             *notes,

@@ -520,13 +520,8 @@ def simulated_on_the_host(model: Any, *, batch_size: int, seq_len: int, optim: s
     batch = example_batch(loaded, batch_size=batch_size, seq_len=seq_len)
     batch.pop("token_type_ids", None)
     trace = record_step(loaded, batch, step, semantics=HostSemantics())
-    plan = ReplayPlan(
-        optimizer=optimizer_memory(parameter_facts(loaded), optim, cuda=False),
-        clipping=(),
-        batches=step.gradient_accumulation_steps,
-        micro_batches=1,
-        workspaces=(),
-    )
+    optimizer = optimizer_memory(parameter_facts(loaded), step, cuda=False)
+    plan = ReplayPlan(step, optimizer, clipping=(), micro_batches=1, workspaces=())
     return replay(trace, plan, PlainAllocator()).peak_allocated  # type: ignore[arg-type]
 
 

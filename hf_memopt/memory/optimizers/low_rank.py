@@ -56,8 +56,8 @@ def projection(parameter: ParameterFacts, request: OptimizerRequest, element_siz
         return _singular_vectors(rows, columns, min(rank, rows, columns), sides, element_size, request.cuda)
     if sides == ("left", "right"):
         raise NotEstimableError(
-            f"not estimable: optim={request.optim!r}, optim_args='proj_type=full': apollo-torch does not implement it; "
-            "expected std, reverse_std, left or right. Pass optim_args='proj_type=std'"
+            f"not estimable: optim={request.settings.optim!r}, optim_args='proj_type=full': apollo-torch does not "
+            "implement it; expected std, reverse_std, left or right. Pass optim_args='proj_type=std'"
         )
     elements = rank * (columns if sides == ("right",) else rows)
     cast = (rows * columns * FLOAT_BYTES,) if element_size < FLOAT_BYTES else ()
@@ -80,7 +80,7 @@ def _sides(rows: int, columns: int, proj_type: str) -> tuple[str, ...]:
 
 
 def _by_singular_vectors(request: OptimizerRequest) -> bool:
-    return request.optim.startswith("galore") or request.arguments.get("proj", "random") == "svd"
+    return request.settings.optim.startswith("galore") or request.arguments.get("proj", "random") == "svd"
 
 
 def _low_shape(rows: int, columns: int, rank: int, sides: tuple[str, ...]) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def _singular_vectors(
 
 def low_rank_adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """AdamW of galore_torch and of apollo_torch: a loop over the parameters."""
-    apollo = request.optim.startswith("apollo")
+    apollo = request.settings.optim.startswith("apollo")
     by_channel = apollo and request.arguments.get("scale_type", "channel") == "channel"
     state: list[int] = []
     step: list[tuple[int, ...]] = []
@@ -144,6 +144,6 @@ def low_rank_adamw(parameters: Sequence[ParameterFacts], request: OptimizerReque
     return memory_of(
         state,
         step,
-        releases_gradients=request.optim.endswith("layerwise"),
+        releases_gradients=request.settings.optim.endswith("layerwise"),
         notes=(SVD_NOTE,) if _by_singular_vectors(request) else (),
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_memopt.errors import did_you_mean, nearest
 from hf_memopt.memory.optimizers.formulas import ELEMENTWISE, FAMILIES
@@ -32,6 +32,8 @@ from hf_memopt.memory.settings import NotEstimableError
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from hf_memopt.memory.settings import StepSettings
 
 SLICE_ELEMENTS = 2**21
 """Elements of a slice that is rounded; a test compares it with that of ``sixteen_bit_weights``."""
@@ -115,29 +117,11 @@ def check_optimizer(optim: str) -> None:
 
 
 def optimizer_memory(
-    parameters: Sequence[ParameterFacts],
-    optim: str,
-    *,
-    optim_args: str | None = None,
-    target_modules: Any = None,
-    embedding_bits: int = 32,
-    one_by_one: bool = False,
-    weight_decay: float = 0.0,
-    rounding: str = "nearest",
-    cuda: bool = True,
+    parameters: Sequence[ParameterFacts], settings: StepSettings, *, cuda: bool = True
 ) -> OptimizerMemory:
-    """Return the memory of the optimizer that stock ``Trainer`` builds for these parameters.
+    """Return the memory of the optimizer that stock ``Trainer`` builds for these parameters, or of the user's own.
 
-    Args:
-        parameters: as ``parameter_facts`` gives them.
-        optim: as ``TrainingArguments`` takes it.
-        optim_args: as ``TrainingArguments`` takes it.
-        target_modules: ``optim_target_modules`` of a low-rank optimizer.
-        embedding_bits: bits of the embeddings' state in an 8-bit optimizer of bitsandbytes.
-        one_by_one: each parameter steps separately, as the optimizers do that step within the backward pass.
-        weight_decay: as ``TrainingArguments`` takes it; torch's optimizers other than AdamW copy gradients for it.
-        rounding: of 16-bit weights: ``"nearest"`` as the plain class, or as ``sixteen_bit_optimizer``.
-        cuda: False for a CPU: nothing is paged, counters are state, torch loops over the parameters.
+    On a CPU nothing is paged, counters are state, and torch loops over the parameters.
 
     Raises:
         ValueError: ``optim`` is unknown, or does not work element by element, which ``rounding`` needs; ``optim_args``
@@ -145,19 +129,18 @@ def optimizer_memory(
         NotEstimableError: the memory of this optimizer cannot be predicted; the message says why.
 
     Examples:
+        >>> from hf_memopt import StepSettings
         >>> weight = ParameterFacts("weight", (1000, 1000), 4, is_embedding=False)
-        >>> optimizer_memory([weight], "adamw_torch_fused").state
+        >>> optimizer_memory([weight], StepSettings(optim="adamw_torch_fused")).state
         (4, 4000000, 4000000)
-        >>> optimizer_memory([weight], "adamw_torch").step
-        ((4000000,),)
-        >>> optimizer_memory([weight], "adamw_bnb_8bit").state  # two tables, then two averages and their scales
+        >>> optimizer_memory([weight], StepSettings(optim="adamw_8bit")).state  # tables, averages, their scales
         (1024, 1024, 1000000, 1000000, 15628, 15628)
     """
-    family = _family(optim, rounding)
-    request = OptimizerRequest(optim, _read_arguments(optim_args), target_modules, embedding_bits, weight_decay, cuda)
-    parameters = _with_targets(parameters, request)
+    family = _family(settings)
+    request = OptimizerRequest(settings, _read_arguments(settings.optim_args), cuda)
+    parameters = _with_targets(parameters, settings)
     whole = family(parameters, request)
-    if not (one_by_one or whole.releases_gradients):
+    if not (settings.steps_in_backward or whole.releases_gradients):
         return whole
     alone = []
     for parameter in parameters:
@@ -199,8 +182,11 @@ def clipping_temporaries(parameters: Sequence[ParameterFacts]) -> tuple[int, ...
 # ---- names and arguments
 
 
-def _family(optim: str, rounding: str) -> Family:
+def _family(settings: StepSettings) -> Family:
     """Return the formula of this optimizer."""
+    own, optim, rounding = settings.optimizer_memory, settings.optim, settings.rounding
+    if own is not None:
+        return lambda parameters, request: own(parameters)
     check_optimizer(optim)
     if rounding == "nearest":
         return FAMILIES[optim]
@@ -227,16 +213,16 @@ def _read_arguments(optim_args: str | None) -> dict[str, str]:
     return arguments
 
 
-def _with_targets(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> Sequence[ParameterFacts]:
+def _with_targets(parameters: Sequence[ParameterFacts], settings: StepSettings) -> Sequence[ParameterFacts]:
     """Return the parameters; with a low-rank optimizer only its targets keep ``is_linear``."""
-    if not request.optim.startswith(("galore", "apollo")):
+    if settings.optimizer_memory is not None or not settings.optim.startswith(("galore", "apollo")):
         return parameters
     from transformers.trainer_utils import check_target_module_exists
 
-    targets = request.target_modules
+    targets = settings.optim_target_modules
     if not isinstance(targets, (str, list)) or not targets:
         raise ValueError(
-            f"optim_target_modules={targets!r} names no module, which optim={request.optim!r} needs; expected "
+            f"optim_target_modules={targets!r} names no module, which optim={settings.optim!r} needs; expected "
             "names, a regular expression or 'all-linear'. Pass optim_target_modules='all-linear'"
         )
     every = isinstance(targets, str) and targets.replace("_", "-") == "all-linear"

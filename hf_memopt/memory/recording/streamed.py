@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from hf_memopt.binding.model_changes import tied_embeddings
 from hf_memopt.binding.undo import override_method, set_attribute, undo_all
-from hf_memopt.memory.distributed import step_optimizer
-from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
+from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, optimizer_memory
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.tracking import StorageTracker
 from hf_memopt.technique_list import TECHNIQUES, load
@@ -53,7 +52,7 @@ class HostWeights:
 
     def bytes_on_host(self, settings: StepSettings) -> int:
         """Return what weights, parked gradients and the optimizer's state take of the host's memory."""
-        state = step_optimizer(self.trained, settings)
+        state = optimizer_memory(self.trained, settings)
         return self.weights_bytes + self.gradient_bytes + state.state_bytes + state.host_state_bytes
 
 
@@ -97,7 +96,7 @@ class RecordedStream:
                 self._tracker.ignore(tensor, is_copied=False)
             handle.ring.gradients.take, handle.ring.gradients.settle = self._take, self._settle
             if self._settings.steps_in_backward:
-                memory = step_optimizer(tuple(self._facts.values()), self._settings)
+                memory = optimizer_memory(tuple(self._facts.values()), self._settings)
                 alone = dict(zip(self._facts, memory.alone, strict=True))
                 released = {one: alone[one] for one in self._layers if one in alone}
                 handle.ring.steps = load(TECHNIQUE.steps)(self, _RecordedOptimizer(self._tracker, released))

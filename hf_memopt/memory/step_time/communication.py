@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.distributed import ZERO_STAGES, step_optimizer
+from hf_memopt.memory.distributed import ZERO_STAGES
+from hf_memopt.memory.optimizers import optimizer_memory
 
 if TYPE_CHECKING:
     from hf_memopt.memory.optimizers import ParameterFacts
@@ -94,7 +95,7 @@ class Streaming:
 
 def streaming_of_step(on_host: HostWeights, settings: StepSettings, passes: float) -> Streaming:
     """Return what an optimizer step of so many forward and backward passes moves."""
-    gradients, state = on_host.gradient_bytes, step_optimizer(on_host.stepped, settings).state_bytes
+    gradients, state = on_host.gradient_bytes, optimizer_memory(on_host.stepped, settings).state_bytes
     stepping = 3 * gradients + 2 * state  # weights, as large as their gradients, and state are read and written
     return Streaming(
         in_bytes=round(passes * on_host.in_bytes),

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.allocator import ReplayPlan
     from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
     from hf_memopt.memory.recording import StepTrace
-    from hf_memopt.memory.settings import StepSettings
 
 PARTS = ("products", "attention", "memory", "optimizer", "launches", "PCIe", "communication")
 """What the time of a step is divided into; see ``StepTime.shares``."""
@@ -345,7 +344,6 @@ def timing_of_step(
     plan: ReplayPlan,
     parameters: Sequence[ParameterFacts],
     optimizer: OptimizerMemory,
-    settings: StepSettings,
     gpu: Gpu | None,
     *,
     batch_size: int,
@@ -356,31 +354,23 @@ def timing_of_step(
 
     Args:
         traces: the recorded steps.
-        plan: how often their passes run; ``plan.order`` where batches differ in length.
+        plan: how often their passes run.
         parameters: the trainable ones, as the optimizer of one process sees them.
         optimizer: its memory.
-        settings: of the step.
         gpu: the GPU; None for none, whose time there is nothing to say about.
         batch_size: examples of a batch.
         lengths: tokens of a row of each of ``traces``; None for a model without text.
         trainable: the parameters as they are without sharding.
     """
+    settings = plan.settings
     if settings.optimizer_memory is None and settings.optim.startswith(UNPRICED_OPTIMIZERS):
         return Timing(None, None, f"the step of optim={settings.optim!r} is not counted" if gpu is not None else "")
-    steps = plan.order or ((0,) * plan.batches,)
+    steps = plan.order or ((0,) * settings.gradient_accumulation_steps,)
     batches_of_step = sum(map(len, steps)) / len(steps)
     rows = [lengths[trace] for batches in steps for trace in batches]
     known = [length for length in rows if length is not None]
     micro_batches = batches_of_step * plan.micro_batches
-    operations = optimizer_operations(
-        parameters,
-        optimizer,
-        settings.optim if settings.optimizer_memory is None else None,
-        weight_decay=settings.weight_decay,
-        clips=settings.max_grad_norm > 0 and not optimizer.releases_gradients,
-        unscales=settings.precision == "fp16",
-        zeroes=plan.keeps_gradients,
-    )
+    operations = optimizer_operations(parameters, optimizer, settings)
     communication: Communication | Streaming | None = None
     if settings.engine:
         gathered_bytes = traces[0].gathered_bytes
@@ -417,7 +407,7 @@ def _passes(
     """Return (times per optimizer step, operations) of each different pass of ``steps``."""
     times: Counter[tuple[int, int]] = Counter()  # by trace, and the place of the pass in it
     for batches in steps:
-        for part in plan.passes(batches, plan.micro_batches, adds=plan.keeps_gradients):
+        for part in plan.passes(batches, plan.micro_batches, adds=not plan.settings.zero_grad_to_none):
             times.update(part)
     return tuple(
         (number / len(steps), Counter(traces[trace].tracker.operations[which]))
