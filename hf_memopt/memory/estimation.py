@@ -26,13 +26,7 @@ from hf_memopt.memory.models import DEFAULT_LENGTH, check_task, default_length, 
 from hf_memopt.memory.optimizers import optimizer_memory
 from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, keeping_models, session
 from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings import (
-    LengthPlan,
-    StepSettings,
-    checked_lengths,
-    in_own_names,
-    plan_lengths,
-)
+from hf_memopt.memory.settings import LengthPlan, StepSettings, checked_lengths, in_own_names, plan_lengths
 from hf_memopt.memory.step_time import timing_of_step
 from hf_memopt.plain_data import Count, check_value, shown
 from hf_memopt.units import format_bytes
@@ -245,7 +239,7 @@ def estimate_of_step(
         timeline=replayed.timeline,
         notes=(
             *notes,
-            *_length_notes(shape.seq_len if asked_length is None else None),
+            *(() if shape.seq_len is None or asked_length is not None else (_length_note(shape.seq_len),)),
             *_notes(gpu, settings, replayed),
             *of_weights,
             *quantised,
@@ -289,12 +283,10 @@ def _recorded(
         return session().record(loaded, settings, shape, chip), loaded.name, loaded.notes, settings, shape
 
 
-def _length_notes(assumed_length: int | None) -> tuple[str, ...]:
-    if assumed_length is None:
-        return ()
-    what = "" if assumed_length == DEFAULT_LENGTH else ", all that the model takes"
-    what = what if assumed_length <= DEFAULT_LENGTH else ", pictures included"
-    return (f"seq_len={assumed_length} by default{what}; pass the length of your longest rows",)
+def _length_note(assumed: int) -> str:
+    fewer = "" if assumed == DEFAULT_LENGTH else ", all that the model takes"
+    what = fewer if assumed <= DEFAULT_LENGTH else ", pictures included"
+    return f"seq_len={assumed} by default{what}; pass the length of your longest rows"
 
 
 def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple[str, ...]:
@@ -349,7 +341,7 @@ def settings_of_recipe(recipe: Any, overrides: Mapping[str, Any]) -> StepSetting
 def with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:
     if settings.precision != "auto":
         return settings
-    scaled = "fp16" if settings.takes_gradient_scaler else "fp32"
+    scaled = "fp32" if settings.gradient_release else "fp16"  # released gradients cannot wait for the scaler
     native = "fp32" if gpu is None else "bf16" if gpu.bf16 else scaled
     is_plain = gpu is not None and (gpu.compute_capability < (7, 0) or against_float16(gpu.name))  # choose_precision
     return settings.replace(precision="fp32" if is_plain and settings.weights_dtype != "float16" else native)

@@ -85,20 +85,11 @@ def find_hints(
     *,
     announce: Callable[[str], object] = lambda text: None,
 ) -> tuple[Hint, ...]:
-    """Return changes that make a set-up fit, simulated.
+    """Return single changes that make the estimated set-up fit with the margin, at most ``ENOUGH``.
 
-    Args:
-        found: the estimate of a set-up that does not fit its GPU, or only just.
-        simulate: returns the estimate of the set-up with changes, or raises ValueError where they do not apply to it,
-            MissingExtraError where they need a package.
-        precision: that suits GPU and model; see ``precision_for``.
-        dtype: of weights in it.
-        announce: called before each trial with a text that names it.
-
-    Returns:
-        Single changes that leave the margin, at most ``ENOUGH``. Where none does: the most effective one, and after it
-        the combination of the first that do together, or else of all that help. After ``MOST_SECONDS`` nothing more is
-        tried.
+    Where none does: the most effective one, and after it the combination of the first that do together, or else of all
+    that help. After ``MOST_SECONDS`` nothing more is tried. ``simulate`` raises ValueError where changes do not apply,
+    MissingExtraError where they need a package; ``precision`` and ``dtype`` are those of ``precision_for``.
     """
     started = time.monotonic()
 

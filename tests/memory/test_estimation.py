@@ -55,7 +55,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the list that grows with every recorded step; nothing was recorded before."""
-    sessions.forget_traces()
+    sessions.Session.traces.clear()
     seen: list[str] = []
 
     def counting(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -1317,7 +1317,7 @@ def test_table_text_json_and_picture(tmp_path: Any) -> None:
 
 def test_an_estimate_under_inference_mode_is_the_same() -> None:
     outside = of_bert()
-    sessions.forget_traces()
+    sessions.Session.traces.clear()
     with torch.inference_mode():
         inside = of_bert()
     assert inside.peak_allocated_bytes == outside.peak_allocated_bytes

@@ -326,15 +326,10 @@ def cross_entropy(
 
     The log-softmax gets the dtype of the logits as an argument; ``nll_loss`` is cast to float32, which it saves.
 
-    Source: torch 2.13, ``aten/src/ATen/native/LossNLL.cpp``.
+    Logits are (batch, classes, ...) or (classes,), targets (batch, ...) classes or probabilities in the shape of the
+    logits; reduction 0 is none, 1 mean, 2 sum.
 
-    Args:
-        logits: (batch, classes, ...) or (classes,).
-        target: (batch, ...) classes, or probabilities in the shape of ``logits``.
-        weight: (classes,).
-        reduction: 0 none, 1 mean, 2 sum.
-        ignore_index: the class of targets that are ignored.
-        label_smoothing: the share of the loss that is spread over all classes.
+    Source: torch 2.13, ``aten/src/ATen/native/LossNLL.cpp``.
     """
     dim = 1 if logits.dim() > 1 else 0
     classes = logits.shape[dim]

@@ -78,8 +78,22 @@ def default_length(model: nn.Module, settings: StepSettings | None = None) -> in
 
 
 def most_tokens(model: nn.Module) -> int | None:
-    """Return the tokens that a model has positions for, as ``check_sequence`` counts them; None for no limit."""
-    return _positions(unwrap_model(model))
+    """Return the tokens that a model has positions for; None for no limit.
+
+    RoBERTa and its variants number tokens from above the padding index: of 514 positions 512 are left. Whisper's limit
+    is its decoder's. Relative positions (T5, DeBERTa-v3) have no limit. Rotary positions have no table either, but
+    ``max_position_embeddings`` is the length they were trained for.
+    """
+    inside: Any = unwrap_model(model)
+    config = inside.config
+    limit = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
+    limit = limit or getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1 or getattr(config, "position_biased_input", True) is False:
+        return None
+    for name, module in inside.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return limit - int(module.padding_idx) - 1
+    return limit
 
 
 def example_batch(
@@ -92,13 +106,8 @@ def example_batch(
 ) -> dict[str, Any]:
     """Return a training batch for ``model`` on the meta device, labels included.
 
-    Args:
-        model: with one of transformers' heads, as ``load_model`` returns it.
-        batch_size: examples.
-        seq_len: tokens of a row, padding and placeholders of pictures included; of Whisper the transcription's, whose
-            audio has one length only. None for images, and for audio without text.
-        labels_length: tokens of the targets of an encoder-decoder; ``seq_len`` by default.
-        settings: ``images``, ``image_size`` and ``audio_seconds``.
+    ``seq_len`` are the tokens of a row, padding and placeholders of pictures included; of Whisper the transcription's,
+    whose audio has one length only. None for images, and for audio without text.
 
     Raises:
         ValueError: the head is unknown; a size is not an integer of 1 or more, missing, without meaning for this model,
@@ -144,35 +153,14 @@ def example_batch(
 
 
 def check_sequence(model: nn.Module, seq_len: int, *, name: str = "seq_len") -> None:
-    """Refuse a number of tokens that ``model`` has no positions for.
-
-    RoBERTa and its variants number tokens from above the padding index: of 514 positions 512 are left. Whisper's limit
-    is its decoder's. Relative positions (T5, DeBERTa-v3) have no limit. Rotary positions have no table either, but
-    ``max_position_embeddings`` is the length they were trained for.
-
-    Raises:
-        ValueError: ``seq_len`` is not an integer of 1 or more, or beyond the positions; the message calls it ``name``.
-    """
+    """Raise ValueError for a number of tokens, called ``name``, that ``model`` has no positions for."""
     check_value(name, seq_len, Count, 1)
-    inside = unwrap_model(model)
-    positions = _positions(inside)
+    positions = most_tokens(model)
     if positions is not None and seq_len > positions:
+        kind = type(unwrap_model(model)).__name__
         raise ValueError(
-            f"{name}={seq_len!r} is beyond the positions of {type(inside).__name__}; expected 1 to {positions}. "
-            f"Pass {name}={positions}"
+            f"{name}={seq_len!r} is beyond the positions of {kind}; expected 1 to {positions}. Pass {name}={positions}"
         )
-
-
-def _positions(model: Any) -> int | None:
-    config = model.config
-    limit = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
-    limit = limit or getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1 or getattr(config, "position_biased_input", True) is False:
-        return None
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            return limit - int(module.padding_idx) - 1
-    return limit
 
 
 def _check_lengths(model: Any, task: str, seq_len: int | None, labels_length: int | None) -> None:

@@ -37,19 +37,12 @@ _TRIED: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
 
 class Media(NamedTuple):
-    """The pictures or the sounds of a batch.
+    """The pictures or the sounds of a batch."""
 
-    Attributes:
-        inputs: by the names of the parameters of ``forward``.
-        per_example: pictures of an example, or one sound.
-        tokens: placeholder tokens of each; 0 for a model that reads them by cross attention.
-        note: what was assumed.
-    """
-
-    inputs: dict[str, torch.Tensor]
-    per_example: int = 0
-    tokens: int = 0
-    note: str = ""
+    inputs: dict[str, torch.Tensor]  # by the names of the parameters of ``forward``
+    per_example: int = 0  # pictures of an example, or one sound
+    tokens: int = 0  # placeholder tokens of each; 0 for a model that reads them by cross attention
+    note: str = ""  # what was assumed
 
 
 def known(values: torch.Tensor) -> torch.Tensor:
@@ -61,11 +54,7 @@ def known(values: torch.Tensor) -> torch.Tensor:
 
 
 def filled(value: int, *shape: int) -> torch.Tensor:
-    """Return a meta tensor of integers of which each is known to be ``value``.
-
-    Raises:
-        RuntimeError: a size is negative, or there are too many bytes.
-    """
+    """Return a meta tensor of integers of which each is known to be ``value``."""
     return known(torch.tensor(value).expand(shape))
 
 

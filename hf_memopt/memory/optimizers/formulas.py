@@ -108,13 +108,8 @@ def _torch_step(
     foreach: Callable[[bool], int],
     loop: Callable[[bool], int],
 ) -> Groups:
-    """Return the temporaries of a torch optimizer: foreach on a GPU, otherwise a loop over the parameters.
-
-    Args:
-        parameters: all of them.
-        request: whether it is a GPU, and how much weight decay there is.
-        foreach: the number of copies of a parameter group, by whether it has weight decay.
-        loop: the number of copies of a parameter, by the same.
+    """Return the temporaries of a torch optimizer: on a GPU ``foreach`` gives the copies of a parameter group, by
+    whether it has weight decay; otherwise ``loop`` those of a parameter.
     """
     if request.cuda:
         return _foreach(parameters, request, foreach)
@@ -130,9 +125,7 @@ def _foreach(parameters: Sequence[ParameterFacts], request: OptimizerRequest, co
         count = copies(_decays(group[0], request))
         sizes: tuple[int, ...] = ()
         for element_size in dict.fromkeys(parameter.element_size for parameter in group):
-            left = (
-                sizes[: len(sizes) // count] if count else ()
-            )  # the last dtype's, until their variable is assigned again
+            left = sizes[: len(sizes) // count] if count else ()  # the last dtype's, until assigned again
             sizes = tuple(p.size_bytes for p in group if p.element_size == element_size) * count
             yield (*left, *sizes)
 

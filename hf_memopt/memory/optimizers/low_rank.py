@@ -24,17 +24,11 @@ SVD_NOTE = "GaLore: the workspace of cuSOLVER's singular value decomposition is 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """The projection of one weight matrix onto low rank.
+    """The projection of one weight matrix onto low rank."""
 
-    Attributes:
-        low_shape: of the projected gradient.
-        matrix_bytes: of each projecting matrix.
-        making_bytes: temporaries while they are computed.
-    """
-
-    low_shape: tuple[int, int]
-    matrix_bytes: tuple[int, ...]
-    making_bytes: tuple[int, ...]
+    low_shape: tuple[int, int]  # of the projected gradient
+    matrix_bytes: tuple[int, ...]  # of each projecting matrix
+    making_bytes: tuple[int, ...]  # temporaries while they are computed
 
 
 def low_rank_order(parameters: Sequence[ParameterFacts]) -> list[ParameterFacts]:

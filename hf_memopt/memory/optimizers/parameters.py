@@ -76,19 +76,12 @@ class OptimizerMemory:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRequest:
-    """The optimizer that was asked for.
-
-    Attributes:
-        settings: its name and options.
-        arguments: the pairs of ``optim_args``.
-        cuda: whether it runs on a GPU.
-        has_tables: whether an earlier parameter brought the tables that all parameters of an 8-bit optimizer share.
-    """
+    """The optimizer that was asked for."""
 
     settings: StepSettings
-    arguments: dict[str, str]
-    cuda: bool
-    has_tables: bool = False
+    arguments: dict[str, str]  # the pairs of ``optim_args``
+    cuda: bool  # whether it runs on a GPU
+    has_tables: bool = False  # whether an earlier parameter brought what all parameters of an 8-bit optimizer share
 
     def number(self, name: str, default: float) -> float:
         """Return a number of ``optim_args``."""

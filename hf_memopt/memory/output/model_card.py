@@ -23,13 +23,7 @@ SECTION = re.compile(rf"^{HEADING}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 def training_memory(summary: Mapping[str, Mapping[str, int]], device: torch.device, trainer: Any) -> str:
-    """Return the section.
-
-    Args:
-        summary: peaks by phase and kind, as ``MemoryReportCallback.summary``.
-        device: whose memory they are.
-        trainer: whose arguments are added; None for none.
-    """
+    """Return the section about a ``MemoryReportCallback.summary``, with the arguments of a trainer, if there is one."""
     kinds = list(next(iter(summary.values()), {}))
     heads = [kind.removesuffix("_bytes").replace("_", " ") for kind in kinds]
     lines = [HEADING, "", f"Measured on {name_of(device)} by `hf_memopt.MemoryReportCallback`:", ""]

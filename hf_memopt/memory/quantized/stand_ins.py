@@ -71,13 +71,6 @@ def quantize(model: PreTrainedModel, config: BitsAndBytesConfig | Mapping[str, A
     transformers' own quantizer selects them, so the output head, tied weights and ``llm_int8_skip_modules`` are
     treated as there. Everything else keeps its dtype and its ``requires_grad``; peft freezes what it does not train.
 
-    Args:
-        model: on the meta device, in the dtype in which the real one is loaded.
-        config: the argument of ``from_pretrained``, or the same as a mapping.
-
-    Returns:
-        The model itself.
-
     Raises:
         NotEstimableError: ``config`` asks for something without a stand-in (``llm_int8_has_fp16_weight``).
     """
@@ -116,12 +109,7 @@ def _with_weight(model: nn.Module) -> dict[str, Any]:
 
 
 class Linear4bitStandIn(Linear4bit):
-    """A quantised ``Linear4bit`` without values.
-
-    Args:
-        module: the linear to replace, quantised or not.
-        device: of its tensors.
-    """
+    """A ``Linear4bit``, quantised already or not, without values."""
 
     weight: Any  # Params4bit
     absmax: torch.Tensor
@@ -252,12 +240,7 @@ class _MatMul4bit(torch.autograd.Function):
 
 
 class Linear8bitStandIn(Linear8bitLt):
-    """A quantised ``Linear8bitLt`` (``has_fp16_weights=False``) without values.
-
-    Args:
-        module: the linear to replace, quantised or not.
-        device: of its tensors.
-    """
+    """A ``Linear8bitLt`` (``has_fp16_weights=False``), quantised already or not, without values."""
 
     weight: Any  # Int8Params
     scales: torch.Tensor

@@ -32,31 +32,18 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class RecordedPass:
-    """The events of one forward pass, and its backward pass where it has one.
+    """The events of one forward pass, and its backward pass where it has one."""
 
-    Attributes:
-        start: first event.
-        forward_end: first event after the loss is computed.
-        end: first event after the graph is freed.
-        logits: numbers of the storages that the model returned as logits.
-        logits_event: the event at which the first of them was allocated; ``forward_end`` if there are none.
-        logits_sequences: autograd's sequence numbers from that event to the loss.
-        outputs: numbers of the storages that evaluation gathers.
-        generation_end: first event after what evaluation generates; 0 where it generates nothing.
-        computed: the events of the decoding steps that were computed, not run; its step is the events of each.
-        releases: (event, index of the trainable parameter, number of its gradient) for each gradient that was released.
-    """
-
-    start: int
-    forward_end: int
-    end: int
-    logits: frozenset[int] = frozenset()
-    logits_event: int = 0
-    logits_sequences: range = range(0)
-    outputs: tuple[int, ...] = ()
-    releases: tuple[tuple[int, int, int], ...] = ()
-    generation_end: int = 0
-    computed: range = range(0)
+    start: int  # first event
+    forward_end: int  # first event after the loss is computed
+    end: int  # first event after the graph is freed
+    logits: frozenset[int] = frozenset()  # numbers of the storages that the model returned as logits
+    logits_event: int = 0  # at which the first of them was allocated; ``forward_end`` if there are none
+    logits_sequences: range = range(0)  # autograd's sequence numbers from that event to the loss
+    outputs: tuple[int, ...] = ()  # numbers of the storages that evaluation gathers
+    releases: tuple[tuple[int, int, int], ...] = ()  # event, index of the parameter, number of its gradient
+    generation_end: int = 0  # first event after what evaluation generates; 0 where it generates nothing
+    computed: range = range(0)  # events of the decoding steps that were computed, not run, in steps of one of them
 
 
 @dataclass(slots=True)
@@ -113,7 +100,11 @@ class PassRecorder:
         self._settings = settings
         self._tracker = tracker
         self._semantics = semantics
-        self._smoother = _label_smoother(settings.label_smoothing_factor)
+        self._smoother: Any = None
+        if settings.label_smoothing_factor:
+            from transformers.trainer_pt_utils import LabelSmoother
+
+            self._smoother = LabelSmoother(epsilon=settings.label_smoothing_factor)
         self._releases: list[tuple[int, int, int]] = []
         self._outputs: Any = None  # the variable of a hand-written loop
 
@@ -167,7 +158,12 @@ class PassRecorder:
     def _evaluate(self, batch: Mapping[str, torch.Tensor], steps: DecodingSteps | None = None) -> RecordedPass:
         start = len(self._tracker.events)
         self._model.eval()
-        generated = () if steps is None else self._generated(batch, steps)
+        generated: tuple[torch.Tensor, ...] = ()
+        if steps is not None:
+            from hf_memopt.memory.recording.generation import generate
+
+            around = self._tracker, self._semantics, self._as_returned
+            generated = generate(self._model, batch, self._settings, *around, steps)
         generation_end = 0 if steps is None else len(self._tracker.events)
         with torch.no_grad(), loss_alone() if self._settings.prediction_loss_only else nullcontext():
             loss, outputs, logits = self._forward(batch)
@@ -181,13 +177,6 @@ class PassRecorder:
         of_logits = self._logits(logits)
         end = len(self._tracker.events)
         return RecordedPass(start, forward_end, end, *of_logits, gathered, generation_end=generation_end)
-
-    def _generated(self, batch: Mapping[str, torch.Tensor], steps: DecodingSteps) -> tuple[torch.Tensor, ...]:
-        """Return the tokens and labels that evaluation gathers instead of logits."""
-        from hf_memopt.memory.recording.generation import generate
-
-        around = (self._tracker, self._semantics, self._as_returned)
-        return generate(self._model, batch, self._settings, *around, steps)
 
     def _as_returned(self, outputs: Any) -> Any:
         """Return the outputs as accelerate does: in float32 under autocast."""
@@ -243,14 +232,6 @@ def storage_numbers(tensors: Any, tracker: StorageTracker) -> tuple[int, ...]:
     leaves = (leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
     numbers = [tracker.add(leaf) for leaf in leaves if not isinstance(leaf, DeferredLogits)]  # which have no storage
     return tuple(number for number in dict.fromkeys(numbers) if number >= 0)
-
-
-def _label_smoother(factor: float) -> Any:
-    if not factor:
-        return None
-    from transformers.trainer_pt_utils import LabelSmoother
-
-    return LabelSmoother(epsilon=factor)
 
 
 def _is_causal(model: Any) -> bool:

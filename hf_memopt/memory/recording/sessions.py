@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -66,20 +66,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model as it is before its first step, but for checkpointing, and what estimates ask of it.
+    """A model as it is before its first step, but for checkpointing, and what estimates ask of it."""
 
-    Attributes:
-        base: as it was loaded; inside ``model`` where adapters wrap it.
-        model: prepared.
-        trainable: the facts of its trainable parameters.
-        parameters: the number of its weights; of a 4-bit weight, whose parameter packs two of them, its elements.
-        notes: what the simulation assumes about its modules.
-    """
-
-    base: nn.Module
+    base: nn.Module  # as it was loaded; inside ``model`` where adapters wrap it
     model: nn.Module
     trainable: tuple[ParameterFacts, ...]
-    parameters: int
+    parameters: int  # the number of weights, also where one element packs two of them
     notes: tuple[str, ...]
 
     @classmethod
@@ -176,11 +168,6 @@ def keeping_models() -> Iterator[None]:
         _session.reset(token)
 
 
-def forget_traces() -> None:
-    """Drop the recordings kept for later calls."""
-    Session.traces.clear()
-
-
 # ---- What a recording depends on
 
 
@@ -195,8 +182,8 @@ def _preparation(settings: StepSettings) -> str | None:
 
 def _trace_key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
     """Return what a trace depends on; None for a step that is not kept."""
-    options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
-    if loaded.key is None or _preparation(settings) is None or any(map(callable, options.values())):
+    functions = map(callable, settings.checkpointing_options.values())
+    if loaded.key is None or _preparation(settings) is None or any(functions):
         return None
     accumulates = min(settings.gradient_accumulation_steps, 3 if settings.is_sharded else 2)
     if settings.precision == "tf32":
@@ -247,10 +234,9 @@ def _arguments(technique: Technique, settings: StepSettings) -> dict[str, Any]:
 
 
 def _checkpoint(model: nn.Module, settings: StepSettings) -> None:
-    options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
-    overlaps = options.get("offload") == "overlapped"
-    compat.enable_checkpointing(model, {"use_reentrant": False, **options, **({"offload": False} if overlaps else {})})
-    if overlaps:
+    own = {"offload": False} if settings.overlaps_offload else {}
+    compat.enable_checkpointing(model, {"use_reentrant": False, **settings.checkpointing_options, **own})
+    if settings.overlaps_offload:
         load(TECHNIQUES["checkpointing policy"].function)(model)
     if settings.freeze:
         drop_input_gradients(model)
@@ -331,7 +317,6 @@ def _record_with(
             batch,
             recorded,
             micro_batch=cut_batch(batch, shape.batch_size, rows) if rows and rows < shape.batch_size else None,
-            releases_gradients=settings.steps_in_backward,
             evaluation_batch=evaluation_batch,
             tracker=tracker,
             semantics=semantics,

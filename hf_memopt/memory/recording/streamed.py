@@ -27,23 +27,14 @@ TECHNIQUE = TECHNIQUES["streamed layers"]
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """The weights of a recorded step that wait in host memory.
-
-    Attributes:
-        trained: the facts of those that are trained.
-        stepped: of these, those that the optimizer steps on the host, where their gradients are parked.
-        weights_bytes: of all of them.
-        in_bytes: copied to the GPU in a forward and backward pass.
-        out_bytes: copied to the host in it.
-        first_bytes: of the first layer, for which compute waits.
-    """
+    """The weights of a recorded step that wait in host memory."""
 
     trained: tuple[ParameterFacts, ...]
-    stepped: tuple[ParameterFacts, ...]
-    weights_bytes: int
-    in_bytes: int
-    out_bytes: int
-    first_bytes: int
+    stepped: tuple[ParameterFacts, ...]  # of these, those that the optimizer steps on the host, with their gradients
+    weights_bytes: int  # of all of them
+    in_bytes: int  # copied to the GPU in a forward and backward pass
+    out_bytes: int  # copied to the host in it
+    first_bytes: int  # of the first layer, for which compute waits
 
     @property
     def gradient_bytes(self) -> int:
@@ -57,14 +48,7 @@ class HostWeights:
 
 
 class RecordedStream:
-    """The layers of a model on meta, streamed while a step of it is recorded; as ``Lanes`` it counts the copies.
-
-    Args:
-        model: prepared.
-        settings: of the step.
-        tracker: of the recording.
-        facts: of the trainable parameters.
-    """
+    """The layers of a prepared model on meta, streamed while a step is recorded; as ``Lanes`` it counts the copies."""
 
     device, is_async = torch.device("meta"), False
 

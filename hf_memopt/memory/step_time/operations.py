@@ -50,26 +50,15 @@ _CREATE = ("new_", "zeros_like", "ones_like", "full_like")  # use an input for i
 
 
 class Operation(NamedTuple):
-    """The cost of one operation.
+    """The cost of one operation."""
 
-    Attributes:
-        kind: ``"product"``, ``"convolution"``, ``"attention"`` (fused), ``"memory"``, ``"view"`` or ``"pcie"`` (a copy
-            from or to the host).
-        dtype: of its first tensor: ``"fp16"``, ``"bf16"``, ``"int8"``, and ``"fp32"`` for all others.
-        in_backward: whether C++ code of the backward pass launches it, and not Python.
-        flops: floating-point operations of products; 0 for other operations.
-        moved_bytes: read and written in the GPU's memory, or over PCIe.
-        kernels: that it starts on the GPU.
-        launches: what it costs the host, in launches of one kernel.
-    """
-
-    kind: str
-    dtype: str = "fp32"
-    in_backward: bool = False
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    kernels: int = 1
-    launches: float = 1.0
+    kind: str  # "product", "convolution", "attention" (fused), "memory", "view", "pcie" (a copy from or to the host)
+    dtype: str = "fp32"  # of its first tensor: "fp16", "bf16", "int8", and "fp32" for all others
+    in_backward: bool = False  # whether C++ code of the backward pass launches it, and not Python
+    flops: float = 0.0  # floating-point operations of products; 0 for other operations
+    moved_bytes: float = 0.0  # read and written in the GPU's memory, or over PCIe
+    kernels: int = 1  # that it starts on the GPU
+    launches: float = 1.0  # what it costs the host, in launches of one kernel
 
 
 VIEW = (Operation("view", kernels=0), Operation("view", kernels=0, in_backward=True))
@@ -122,16 +111,10 @@ def operation_of(
     in_backward: bool = False,
     on_host: frozenset[int] | set[int] = frozenset(),
 ) -> Operation:
-    """Return the cost of an operation that has just run on meta tensors.
+    """Return the cost of an ATen operation that has just run on meta tensors, of so many floating-point operations.
 
-    Args:
-        func: the ATen operator.
-        args: its arguments.
-        kwargs: those given by name.
-        out: what it returned.
-        flops: floating-point operations, by torch's formulas.
-        in_backward: whether autograd's C++ code called it.
-        on_host: the addresses (``_cdata``) of storages that represent memory of the host.
+    ``in_backward`` says whether autograd's C++ code called it; ``on_host`` are the addresses (``_cdata``) of storages
+    that represent memory of the host.
     """
     traits = _traits(func)
     if traits.is_view and not (on_host and traits.name in _NO_KERNEL):
@@ -245,8 +228,7 @@ def _recorded(
 ) -> Counter[Operation]:
     """Return the operations of torch's own code, or of Adafactor; ``parameters`` are different ones and their number.
 
-    ``momentum`` says whether SGD has one, which is then its only state; ``releases`` is the number of tensors that step
-    alone, 0 where all step together.
+    ``momentum``: whether SGD has one. ``releases``: how many tensors step alone, 0 where all step together.
     """
     found: Counter[Operation] = Counter()
     if optim == "adafactor":

@@ -72,25 +72,15 @@ _FASTEST_LAUNCH_SECONDS = 6.5e-6  # a recent desktop's, half of that of the clou
 
 @dataclass(frozen=True)
 class Prices:
-    """What a device reaches.
+    """What a device reaches."""
 
-    Attributes:
-        rates: floating-point operations per second, by kind and dtype of an ``Operation``.
-        bandwidth: bytes per second of its memory.
-        pcie: bytes per second between host and GPU, with 16 lanes.
-        bus: the same with the GPU's own lanes, for streamed layers.
-        link: bytes per second between GPUs, in one direction.
-        launch_seconds: of a kernel from Python, on the host.
-        error: by how much, as a share, predicted seconds may be off on either side.
-    """
-
-    rates: Mapping[tuple[str, str], float]
-    bandwidth: float
-    pcie: float
-    link: float
-    launch_seconds: float = LAUNCH_SECONDS
-    error: float = _OTHERS
-    bus: float = 0.0
+    rates: Mapping[tuple[str, str], float]  # floating-point operations per second, by kind and dtype
+    bandwidth: float  # bytes per second of its memory
+    pcie: float  # bytes per second between host and GPU, with 16 lanes
+    link: float  # bytes per second between GPUs, in one direction
+    launch_seconds: float = LAUNCH_SECONDS  # of a kernel from Python, on the host
+    error: float = _OTHERS  # by how much, as a share, predicted seconds may be off on either side
+    bus: float = 0.0  # as ``pcie`` with the GPU's own lanes, for streamed layers
 
     @classmethod
     def of(cls, gpu: Gpu, *, tf32: bool = False) -> Prices:
@@ -103,14 +93,14 @@ class Prices:
             raise ValueError(
                 f"gpu={gpu.name!r} has no known {missing}; expected a GPU of the table. Pass gpu='RTX 3060 12GB'"
             )
+        is_unknown = "Laptop" in gpu.name or gpu.name in _AT_MOST_75_WATTS
+        reached = _reached(gpu.peak_flops_per_second, tf32)
         return cls(
-            rates={
-                kind: gpu.sustained_fraction * rate for kind, rate in _reached(gpu.peak_flops_per_second, tf32).items()
-            },
+            rates={kind: gpu.sustained_fraction * rate for kind, rate in reached.items()},
             bandwidth=(gpu.bandwidth_bytes_per_second or 0) * MEMORY_FRACTION,
             pcie=gpu.pcie_bytes_per_second * MEMORY_FRACTION,
             link=gpu.link_bytes_per_second * MEMORY_FRACTION,
-            error=_error_of(gpu),
+            error=_OF_UNKNOWN_CLOCK if is_unknown else _RANGES.get(gpu.name, _OTHERS),
             bus=gpu.bus_bytes_per_second * MEMORY_FRACTION,
         )
 
@@ -130,11 +120,6 @@ class Prices:
                 own, part = computing, "attention" if cost.kind == "attention" else "products"
         own += KERNEL_SECONDS * cost.kernels
         return (host, "launches") if host > own else (own, part)
-
-
-def _error_of(gpu: Gpu) -> float:
-    is_unknown = "Laptop" in gpu.name or gpu.name in _AT_MOST_75_WATTS
-    return _OF_UNKNOWN_CLOCK if is_unknown else _RANGES.get(gpu.name, _OTHERS)
 
 
 def _reached(peak: PeakRates, tf32: bool) -> dict[tuple[str, str], float]:
@@ -352,15 +337,8 @@ def timing_of_step(
 ) -> Timing:
     """Return the predicted time of a step, or why there is none.
 
-    Args:
-        traces: the recorded steps.
-        plan: how often their passes run.
-        parameters: the trainable ones, as the optimizer of one process sees them.
-        optimizer: its memory.
-        gpu: the GPU; None for none, whose time there is nothing to say about.
-        batch_size: examples of a batch.
-        lengths: tokens of a row of each of ``traces``; None for a model without text.
-        trainable: the parameters as they are without sharding.
+    ``parameters`` are the trainable ones as the optimizer of one process sees them, ``trainable`` those without
+    sharding; ``lengths`` the tokens of a row of each of the recorded steps.
     """
     settings = plan.settings
     if settings.optimizer_memory is None and settings.optim.startswith(UNPRICED_OPTIMIZERS):

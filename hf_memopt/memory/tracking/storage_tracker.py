@@ -121,17 +121,17 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if known is None:
             self.values.forget_written(func, args)
             args = self.values.with_positions(func, args)
-        out, flops, beside = self._outputs(func, args, kwargs, known)
+        if known is not None and torch.Tag.dynamic_output_shape in func.tags:
+            out, flops, beside = shapes_of(known, func), 0, None
+        else:
+            out, flops, beside = run_on_meta(func, args, kwargs, self._count_flops)
         if known is not None:
             self.values.keep(func, known, out)
         elif self._balanced and func in CHOICES:
             self.values.balance(func, args, out)
-        if isinstance(out, torch.Tensor):
-            self.add(out)
-        elif isinstance(out, (tuple, list)):
-            for item in out:
-                if isinstance(item, torch.Tensor):
-                    self.add(item)
+        for item in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(item, torch.Tensor):
+                self.add(item)
         self.flops += flops
         if beside is None or self.ignored:
             beside = {}
@@ -149,11 +149,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if sizes:
                 self.add_hidden(sizes)
         return out
-
-    def _outputs(self, func: Any, args: Any, kwargs: Any, known: Any) -> tuple[Any, int, dict[Any, Any] | None]:
-        if known is not None and torch.Tag.dynamic_output_shape in func.tags:
-            return shapes_of(known, func), 0, None
-        return run_on_meta(func, args, kwargs, self._count_flops)
 
     def _answer(self, func: Any, dtype: torch.dtype, known: Any) -> Any:
         """Answer transformers' code whether a mask is all ones; refuse every other read of values that are unknown."""
