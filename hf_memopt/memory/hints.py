@@ -31,19 +31,12 @@ Simulate = Callable[[Mapping[str, Any]], "Estimate"]
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A change of a set-up, and what it needs as simulated.
+    """A change of a set-up, and what it needs as simulated."""
 
-    Attributes:
-        changes: arguments of ``estimate`` that differ from the set-up.
-        total_bytes: as in ``Estimate``.
-        spare_bytes: what is left of the GPU, negative for what is missing.
-        margin_bytes: what has to be left, since an estimate may be wrong by so much.
-    """
-
-    changes: Mapping[str, Any] = field(hash=False)
-    total_bytes: int
-    spare_bytes: int
-    margin_bytes: int = 0
+    changes: Mapping[str, Any] = field(hash=False)  # arguments of ``estimate`` that differ from the set-up
+    total_bytes: int  # as in ``Estimate``
+    spare_bytes: int  # what is left of the GPU, negative for what is missing
+    margin_bytes: int = 0  # what has to be left, since an estimate may be wrong by so much
 
     @property
     def fits(self) -> bool:

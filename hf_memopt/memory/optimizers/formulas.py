@@ -293,9 +293,7 @@ FAMILIES: dict[str, Family] = {
     "lomo": _lomo,
     "adalomo": _adalomo,
     "grokadamw": _grokadamw,
-    "schedule_free_adamw": _schedule_free,
-    "schedule_free_radam": _schedule_free,
-    "schedule_free_sgd": _schedule_free,
+    **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), _schedule_free),
     "stable_adamw": _stable_adamw,
     **dict.fromkeys(_BITSANDBYTES, _bitsandbytes),
 }

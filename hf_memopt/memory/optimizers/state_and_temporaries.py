@@ -55,14 +55,13 @@ _NOT_ESTIMABLE = {
         "torchao compiles its step, and its temporaries are decided by the compiler; expected an optimizer whose step "
         "is known. Pass optim='adamw_bnb_8bit'",
     ),
-    "galore_adamw_8bit": (
-        "galore-torch 1.0 passes bitsandbytes 0.50 arguments of an older version (percentile_clipping=100 arrives "
-        "as max_unorm); expected an optimizer that runs as intended. Pass optim='galore_adamw'"
-    ),
-    "galore_adamw_8bit_layerwise": (
-        "galore-torch 1.0 passes bitsandbytes 0.50 arguments of an older version (percentile_clipping=100 arrives "
-        "as max_unorm); expected an optimizer that runs as intended. Pass optim='galore_adamw_layerwise'"
-    ),
+    **{
+        f"galore_adamw_8bit{layerwise}": (
+            "galore-torch 1.0 passes bitsandbytes 0.50 arguments of an older version (percentile_clipping=100 arrives "
+            "as max_unorm); expected an optimizer that runs as intended. Pass optim='galore_adamw" + layerwise + "'"
+        )
+        for layerwise in ("", "_layerwise")
+    },
     "galore_adafactor_layerwise": (
         "stock Trainer cannot build it (it passes a learning rate and leaves relative_step=True); expected an "
         "optimizer that it can build. Pass optim='galore_adamw_layerwise'"
@@ -267,35 +266,29 @@ def _rounded(family: Family, rounding: str, *, makes_slices: bool) -> Family:
             state += [*lost, *own.state] if makes_slices else [*own.state, *lost]
             host_state_bytes += own.host_state_bytes
             step += _slices(family, full, request)
-            first_step += _first_slices(family, full, request) if makes_slices else _slices(family, full, request)
+            first_step += _slices(family, full, request, makes_state=makes_slices)
         return memory_of(state, step, host_state_bytes=host_state_bytes, first_step=first_step, notes=found.notes)
 
     return memory
 
 
-def _slices(family: Family, parameter: ParameterFacts, request: OptimizerRequest) -> list[tuple[int, ...]]:
-    """Return the temporaries of a parameter's largest slice: weights, gradient, and those of its update."""
+def _slices(
+    family: Family, parameter: ParameterFacts, request: OptimizerRequest, *, makes_state: bool = False
+) -> Groups:
+    """Yield the temporaries of a parameter's largest slice: weights, gradient, and those of its update.
+
+    In the first step each slice may have a state of its own, until it is copied into the whole one.
+    """
+
+    def of_slice(elements: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        found = family([replace(parameter, shape=(elements,))], request)
+        weights_bytes = elements * FLOAT_BYTES
+        return (weights_bytes, weights_bytes, *max(found.step, key=sum, default=())), found.state
+
     elements = min(parameter.elements, SLICE_ELEMENTS)
-    return [_update(family, parameter, request, elements)]
-
-
-def _first_slices(family: Family, parameter: ParameterFacts, request: OptimizerRequest) -> Groups:
-    """Return the same of the first step: each slice has a state of its own, until it is copied into the whole one."""
-    elements = min(parameter.elements, SLICE_ELEMENTS)
-    if elements == parameter.elements:  # which is the whole one
-        return _slices(family, parameter, request)
-    later = min(elements, parameter.elements - elements)
-    return [
-        *_slices(family, parameter, request),
-        (elements * FLOAT_BYTES, *_state(family, parameter, request, elements)),  # the whole one is made now
-        (*_update(family, parameter, request, later), *_state(family, parameter, request, later)),
-    ]
-
-
-def _update(family: Family, parameter: ParameterFacts, request: OptimizerRequest, elements: int) -> tuple[int, ...]:
-    heaviest: tuple[int, ...] = max(family([replace(parameter, shape=(elements,))], request).step, key=sum, default=())
-    return (elements * FLOAT_BYTES, elements * FLOAT_BYTES, *heaviest)
-
-
-def _state(family: Family, parameter: ParameterFacts, request: OptimizerRequest, elements: int) -> tuple[int, ...]:
-    return family([replace(parameter, shape=(elements,))], request).state
+    update, state = of_slice(elements)
+    yield update
+    if makes_state and elements < parameter.elements:
+        yield elements * FLOAT_BYTES, *state  # the whole one is made now
+        update, state = of_slice(min(elements, parameter.elements - elements))
+        yield *update, *state

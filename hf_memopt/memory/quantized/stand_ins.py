@@ -143,15 +143,11 @@ class Linear4bitStandIn(Linear4bit):
 
     def _add_statistics(self, blocks: int, device: str | torch.device) -> None:
         """Register what ``QuantState`` holds; every module has its own tables."""
-        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"code": ((16,), torch.float32)}
+        sizes: dict[str, tuple[int, ...]] = {"code": (16,), "absmax": (blocks,)}
         if self.compress_statistics:
-            sizes["absmax"] = ((blocks,), torch.uint8)
-            sizes["offset"] = ((), torch.float32)
-            sizes["nested_absmax"] = ((-(-blocks // _NESTED_BLOCK),), torch.float32)
-            sizes["nested_code"] = ((256,), torch.float32)
-        else:
-            sizes["absmax"] = ((blocks,), torch.float32)
-        for name, (size, dtype) in sizes.items():
+            sizes |= {"offset": (), "nested_absmax": (-(-blocks // _NESTED_BLOCK),), "nested_code": (256,)}
+        for name, size in sizes.items():
+            dtype = torch.uint8 if name == "absmax" and self.compress_statistics else torch.float32
             self.register_buffer(name, torch.empty(size, dtype=dtype, device=device), persistent=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Linear4bitStandIn:

@@ -143,7 +143,11 @@ def _as_dict(
         "micro_batching": _micro_batching(trainer),
         "predicted": predicted,
         "out_of_memory": record.failure if state == "out of memory" else None,
-        "arguments": {name: _text(getattr(args, name)) for name in ARGUMENTS if hasattr(args, name)},
+        "arguments": {
+            name: str(getattr(getattr(args, name), "value", getattr(args, name)))
+            for name in ARGUMENTS
+            if hasattr(args, name)
+        },
         "notes": notes,
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
         "environment": {
@@ -211,10 +215,6 @@ def _micro_batching(trainer: Any) -> dict[str, Any] | None:
                 "limits": {name: limit.limit for name, limit in callback.limits.items()},
             }
     return None
-
-
-def _text(value: Any) -> str:
-    return str(getattr(value, "value", value))
 
 
 def name_of(device: torch.device) -> str:

@@ -44,20 +44,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         hidden: bytes that an operation's kernel allocates and frees inside itself, by ``(func, args, kwargs, out)``.
         flops: whether to sum floating-point operations.
         balanced: whether a choice among experts (``topk``, ``argmax``) is known, each expert as often as the others.
-
-    Attributes:
-        events: (storage number, +bytes) for an allocation, (storage number, -bytes) for a free.
-        sizes: bytes by storage number.
-        allocated_at: the event of its allocation, by storage number.
-        sequences: autograd's sequence number at the allocation of a storage: of the operation in a forward pass, of the
-            node whose backward runs in a backward pass; -1 where it belongs to none.
-        places: index in ``modules`` at the allocation of a storage in a forward pass; -1 in a backward pass.
-        recomputed: (first event, last event) of every stretch of recomputation inside a backward pass.
-        after_recomputation: called at the end of each such stretch.
-        modules: names of the watched modules; ``module_of`` returns that of a storage.
-        flops: floating-point operations so far.
-        functions: the ATen operators that ran.
-        operations: for each pass inside ``counting``, how often each operation runs, by its cost.
     """
 
     def __init__(
@@ -70,19 +56,22 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         balanced: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[tuple[int, int]] = []
+        self.events: list[tuple[int, int]] = []  # storage number, +bytes for an allocation or -bytes for a free
+        # by storage number: its bytes, the event of its allocation, autograd's sequence number then (of the operation
+        # in a forward pass, of the node whose backward runs in a backward pass; -1 where it belongs to none), and the
+        # index in ``modules`` of where it was allocated in a forward pass (-1 in a backward pass)
         self.sizes: list[int] = []
         self.allocated_at: list[int] = []
         self.sequences: list[int] = []
         self.places: list[int] = []
-        self.recomputed: list[tuple[int, int]] = []
-        self.modules: list[str] = [""]
-        self.flops = 0
-        self.functions: set[Any] = set()
-        self.operations: list[Counter[Operation]] = []
+        self.recomputed: list[tuple[int, int]] = []  # first and last event of what is recomputed in a backward pass
+        self.after_recomputation: list[Callable[[], None]] = []  # called at the end of each such stretch
+        self.modules: list[str] = [""]  # names of the watched ones
+        self.flops = 0  # so far
+        self.functions: set[Any] = set()  # the ATen operators that ran
+        self.operations: list[Counter[Operation]] = []  # of each pass inside ``counting``
         self.ignored: set[int] = set()
         self._left_out: set[int] = set()
-        self.after_recomputation: list[Callable[[], None]] = []
         self.values = KnownValues()
         self._live: dict[int, tuple[int, Any]] = {}
         self.device_type = device_type
