@@ -207,7 +207,7 @@ def estimate_of_step(
     replayed = replay_on_gpu(trace, plan, gpu, others)
     if lengths is not None:
         fragmentation = fragmentation_of(trace, others, plan, lengths, replayed)
-    timing = timing_of_step(
+    step_time, step_costs, time_unknown = timing_of_step(
         [trace, *others],
         plan,
         stepping,
@@ -249,7 +249,9 @@ def estimate_of_step(
             *notes_of_sharing(settings),
         ),
         fragmentation=fragmentation,
-        **timing._asdict(),
+        step_time=step_time,
+        step_costs=step_costs,
+        time_unknown=time_unknown,
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,9 +68,9 @@ class FullyShardedStep:
             swap_parameters(self._model, shards, around)
             for unit in self._units:
                 for module in unit.modules:
-                    before = module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True)
-                    around.callback(before.remove)
-                    around.callback(module.register_forward_hook(self._after(unit)).remove)
+                    hook = partial(self._before, unit)
+                    around.callback(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+                    around.callback(module.register_forward_hook(partial(self._after, unit)).remove)
             yield self
 
     @property
@@ -100,31 +101,25 @@ class FullyShardedStep:
 
     # ---- Hooks ------------------------------------------------------------------------------------------------------
 
-    def _before(self, unit: _Unit) -> Callable[..., Any]:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            unit.gather()
-            self._wait(unit)
-            args, kwargs = self._cast((args, kwargs))
-            if unit.state == "backward":  # recomputed: what follows is done
-                return args, kwargs
-            if not unit.waiting_for:
-                unit.waiting_for = set(unit.modules)
-                args, kwargs = self._watch_inputs(unit, args, kwargs)
-            unit.state = "forward"
+    def _before(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        unit.gather()
+        self._wait(unit)
+        args, kwargs = self._cast((args, kwargs))
+        if unit.state == "backward":  # recomputed: what follows is done
             return args, kwargs
+        if not unit.waiting_for:
+            unit.waiting_for = set(unit.modules)
+            args, kwargs = self._watch_inputs(unit, args, kwargs)
+        unit.state = "forward"
+        return args, kwargs
 
-        return before
-
-    def _after(self, unit: _Unit) -> Callable[..., Any]:
-        def after(module: nn.Module, args: Any, outputs: Any) -> Any:
-            unit.waiting_for.discard(module)
-            if unit.state != "backward" and not unit.waiting_for:
-                self._end_forward(unit)
-                for output in filter(_needs_gradient, tree_leaves(outputs) if torch.is_grad_enabled() else ()):
-                    output.register_hook(lambda gradient: self._begin_backward(unit))
-            return self._cast(outputs)
-
-        return after
+    def _after(self, unit: _Unit, module: nn.Module, args: Any, outputs: Any) -> Any:
+        unit.waiting_for.discard(module)
+        if unit.state != "backward" and not unit.waiting_for:
+            self._end_forward(unit)
+            for output in filter(_needs_gradient, tree_leaves(outputs) if torch.is_grad_enabled() else ()):
+                output.register_hook(lambda gradient: self._begin_backward(unit))
+        return self._cast(outputs)
 
     def _end_forward(self, unit: _Unit) -> None:
         if not self._is_in_backward:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -213,18 +214,16 @@ class PassRecorder:
         """Return a context in which each gradient of ``parameters`` is dropped as soon as it is complete."""
         hooks = ExitStack()
         for index, parameter in enumerate(parameters):
-            handle = parameter.register_post_accumulate_grad_hook(self._release(index))  # type: ignore[no-untyped-call]
+            release = partial(self._release, index)
+            handle = parameter.register_post_accumulate_grad_hook(release)  # type: ignore[no-untyped-call]
             hooks.callback(handle.remove)
         return hooks
 
-    def _release(self, index: int) -> Any:
-        def release(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                event = len(self._tracker.events)
-                self._releases.append((event, index, self._tracker.number(parameter.grad)))
-                parameter.grad = None
-
-        return release
+    def _release(self, index: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            event = len(self._tracker.events)
+            self._releases.append((event, index, self._tracker.number(parameter.grad)))
+            parameter.grad = None
 
 
 def storage_numbers(tensors: Any, tracker: StorageTracker) -> tuple[int, ...]:

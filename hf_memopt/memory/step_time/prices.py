@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hf_memopt.devices import Gpu, PeakRates, find_gpu
 from hf_memopt.memory.step_time.communication import Communication, Streaming, communication_of_step, streaming_of_step
@@ -316,14 +316,6 @@ _OF_EXPERTS = {"experts", "block_sparse_moe", "router"}
 """Names of modules that route tokens to experts; seen in transformers 5.8.1 to 5.23.0."""
 
 
-class Timing(NamedTuple):
-    """What an ``Estimate`` says of a step's time, by the names of its attributes."""
-
-    step_time: StepTime | None
-    step_costs: StepCosts | None
-    time_unknown: str
-
-
 def timing_of_step(
     traces: Sequence[StepTrace],
     plan: ReplayPlan,
@@ -334,15 +326,15 @@ def timing_of_step(
     batch_size: int,
     lengths: Sequence[int | None],
     trainable: Sequence[ParameterFacts],
-) -> Timing:
-    """Return the predicted time of a step, or why there is none.
+) -> tuple[StepTime | None, StepCosts | None, str]:
+    """Return the predicted time of a step, what it computes and moves, and why there is no time, "" where there is.
 
     ``parameters`` are the trainable ones as the optimizer of one process sees them, ``trainable`` those without
     sharding; ``lengths`` the tokens of a row of each of the recorded steps.
     """
     settings = plan.settings
     if settings.optimizer_memory is None and settings.optim.startswith(UNPRICED_OPTIMIZERS):
-        return Timing(None, None, f"the step of optim={settings.optim!r} is not counted" if gpu is not None else "")
+        return None, None, (f"the step of optim={settings.optim!r} is not counted" if gpu is not None else "")
     steps = plan.order or ((0,) * settings.gradient_accumulation_steps,)
     batches_of_step = sum(map(len, steps)) / len(steps)
     rows = [lengths[trace] for batches in steps for trace in batches]
@@ -368,15 +360,15 @@ def timing_of_step(
         and any(name.rpartition(".")[2] in _OF_EXPERTS for name in traces[0].tracker.modules),
     )
     if gpu is None:
-        return Timing(None, costs, "")
+        return None, costs, ""
     if costs.routes_tokens:
-        return Timing(None, costs, "how many tokens each expert gets depends on the data")
+        return None, costs, "how many tokens each expert gets depends on the data"
     if costs.ranking_rule:
         share = f"convolutions move {percent(costs.convolution_share)} of its bytes"
-        return Timing(None, costs, f"{share}, and how fast cuDNN's are is not known")
+        return None, costs, f"{share}, and how fast cuDNN's are is not known"
     if missing := missing_figures(gpu):
-        return Timing(None, costs, f"{gpu.name} has no known {missing}")
-    return Timing(costs.on(gpu), costs, "")
+        return None, costs, f"{gpu.name} has no known {missing}"
+    return costs.on(gpu), costs, ""
 
 
 def _passes(

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -296,16 +297,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             for name, module in model.named_modules():
                 number = len(self.modules)
                 self.modules.append(name)
-                hooks.callback(module.register_forward_pre_hook(self._enter(number)).remove)
+                hooks.callback(module.register_forward_pre_hook(partial(self._enter, number)).remove)
                 hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
 
-    def _enter(self, number: int) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._stack.append(number)
-            self._note_module()
-
-        return enter
+    def _enter(self, number: int, *_: Any) -> None:
+        self._stack.append(number)
+        self._note_module()
 
     def _leave(self, *_: Any) -> None:
         if len(self._stack) > 1:
