@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.settings import BatchShape
 
 
-def refuse_arguments(args: TrainingArguments) -> None:
-    """Raise ``NotEstimableError`` for the first argument that asks for something that is not simulated."""
-    if not hasattr(args, "per_device_train_batch_size"):
-        raise TypeError(
-            f"args={shown(args)} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"
-        )
-    for name, reason in REFUSED.items():
-        value = getattr(args, name, None)
-        if value:
-            raise NotEstimableError(f"not estimable: {name}={value!r}: {reason}")
-
-
 def settings_of_arguments(args: TrainingArguments, world_size: int | None = None) -> StepSettings:
     """Return the settings that affect the memory of a step; ``world_size`` is the caller's, which no argument has."""
     checkpointing, options = compat.checkpointing_of(args)
@@ -148,7 +136,13 @@ def estimate_from_arguments(
             FSDP but FSDP2 that shards all, NEFTune, a key-value cache in training, metrics that get the inputs.
         ValueError, TypeError: as ``estimate`` does; ``lengths`` is empty.
     """
-    refuse_arguments(args)
+    if not hasattr(args, "per_device_train_batch_size"):
+        raise TypeError(
+            f"args={shown(args)} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"
+        )
+    for name, reason in REFUSED.items():
+        if value := getattr(args, name, None):
+            raise NotEstimableError(f"not estimable: {name}={value!r}: {reason}")
     longest = None
     if lengths is not None:
         values = np.atleast_1d(checked_array("lengths", lengths))

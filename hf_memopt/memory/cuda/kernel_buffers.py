@@ -44,26 +44,14 @@ _HALF = (torch.float16, torch.bfloat16)
 _LT_WORKSPACE_BYTES = 2**20
 
 
-def hidden_bytes(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    out: Any,
-    capability: tuple[int, int],
-    *,
-    multiprocessors: int | None = None,
-) -> tuple[int, ...]:
+def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, chip: Chip) -> tuple[int, ...]:
     """Return the blocks that the CUDA kernel of one operator allocates and frees before it returns.
 
     Where the kernel works in phases, these are the blocks of the phase that holds most. Of tensors only shape, strides
-    and dtype are read. Reductions and flash attention split their work by the multiprocessors, None for the largest
-    GPU of the capability, an upper bound.
+    and dtype are read. Reductions and flash attention split their work by the multiprocessors of the chip.
     """
     rule = _RULES.get(func)
-    if rule is None:
-        return ()
-    blocks = rule(Chip.of(capability, multiprocessors), out, *args, **kwargs)
-    return tuple(size for size in blocks if size)
+    return () if rule is None else tuple(size for size in rule(chip, out, *args, **kwargs) if size)
 
 
 # ---- softmax

@@ -204,7 +204,7 @@ def _text(model: Any, rows: tuple[int, ...], seq_len: int, media: Media) -> dict
 
     The placeholders of each picture follow a token of text, and a row ends with the end of text.
     """
-    config, taken = model.config, _parameters(model)
+    config, taken = model.config, inspect.signature(model.forward).parameters  # ``Trainer`` drops all else
     placeholders = (1 + media.tokens) * media.per_example if media.tokens else 0
     if placeholders >= seq_len:
         raise ValueError(
@@ -265,11 +265,6 @@ def _tokenizer_inputs(model: Any) -> list[str]:
         return list(getattr(kind, "model_input_names", ["input_ids", "attention_mask"]))
     except ImportError:  # of a library that is not installed
         return ["input_ids", "attention_mask"]
-
-
-def _parameters(model: Any) -> list[str]:
-    """Return what ``forward`` takes: ``Trainer`` drops all else."""
-    return list(inspect.signature(model.forward).parameters)
 
 
 def _audio_batch(model: Any, task: str, settings: StepSettings, batch_size: int, length: int | None) -> dict[str, Any]:

@@ -282,9 +282,8 @@ def _untie_head(model: Any) -> None:
 
 
 def _as_in_training(model: Any, keep_cache: bool) -> nn.Module:
-    config = getattr(model, "config", None)
-    if config is not None and not keep_cache:
-        config.use_cache = False
+    if not keep_cache and getattr(model, "config", None) is not None:
+        model.config.use_cache = False
     trained: nn.Module = model.train()
     return trained
 

@@ -330,7 +330,7 @@ def _record_with(
 @cache
 def _hidden_of(chip: Chip) -> Hidden:
     """Return the tracker's ``hidden``: one function for each chip, beside which its answers are kept."""
-    return partial(hidden_bytes, capability=chip.capability, multiprocessors=chip.multiprocessors)
+    return partial(hidden_bytes, chip=chip)
 
 
 def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:

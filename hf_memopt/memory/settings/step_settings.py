@@ -25,14 +25,9 @@ class NotEstimableError(ValueError):
 
 
 def _setting(default: Any, kind: Any = None, *, changes: str = "model", hash: bool | None = None) -> Any:
-    """Declare a setting.
+    """Declare a setting, whose values are checked against the annotation ``kind``, unless ``__post_init__`` does more.
 
-    Args:
-        default: its usual value.
-        kind: the annotation that a value is checked against; None where ``__post_init__`` does more.
-        changes: what has to be done anew for another value: "model" to prepare the model, "trace" to record the step,
-            "replay" to replay the recording.
-        hash: as for ``dataclasses.field``.
+    Another value ``changes`` the "model", which has to be prepared anew, the "trace" of a step, or only the "replay".
     """
     return field(default=default, hash=hash, metadata={"kind": kind, "changes": changes})
 
