@@ -10,6 +10,7 @@ What cannot be simulated raises ``NotEstimableError``; ``estimate`` lists it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -370,16 +371,11 @@ def with_16_bits(settings: StepSettings, gpu: Gpu | None, asked: str | None) -> 
 
 
 def own_dtype(model: nn.Module, asked: str | None) -> str:
-    """Return the dtype of a module's weights, of mixed ones the dtype that most bytes have.
-
-    Raises:
-        ValueError: the caller asked for another one.
-    """
-    sizes: dict[str, int] = {}
+    """Return the dtype of a module's weights, of mixed ones the dtype that most bytes have; refuse another one."""
+    sizes: Counter[str] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            name = str(parameter.dtype).removeprefix("torch.")
-            sizes[name] = sizes.get(name, 0) + parameter.nbytes
+            sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
     own = max(sizes, key=lambda name: sizes[name], default="float32")
     if asked is not None and asked != own:
         raise ValueError(

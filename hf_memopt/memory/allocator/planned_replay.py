@@ -17,25 +17,18 @@ from hf_memopt.memory.settings import StepSettings
 class ReplayPlan:
     """How the recorded parts follow each other.
 
-    Attributes:
-        settings: of the step. The Trainer holds the batches of all accumulation steps from the start of an optimizer
-            step; a hand-written loop holds one batch, and its outputs until the next forward pass is over.
-        optimizer: the optimizer's bytes; of each trainable parameter by itself with gradient release.
-        clipping: temporaries of gradient clipping.
-        micro_batches: micro-batches that each accumulation step is cut into.
-        workspaces: blocks that cuBLAS keeps for the forward thread, then for the backward thread.
-        order: for every step of a run over differing batches the index of each accumulation step's recording; empty
-            for three steps of one recording.
-        buckets: that DDP copies gradients into; it holds them from the start.
+    The Trainer holds the batches of all accumulation steps from the start of an optimizer step; a hand-written loop
+    holds one batch, and its outputs until the next forward pass is over. ``order`` has for every step of a run over
+    differing batches the index of each accumulation step's recording; it is empty for three steps of one recording.
     """
 
     settings: StepSettings
-    optimizer: OptimizerMemory | Sequence[OptimizerMemory]
-    clipping: tuple[int, ...]
-    micro_batches: int
-    workspaces: tuple[int, ...]
+    optimizer: OptimizerMemory | Sequence[OptimizerMemory]  # the latter of each trainable parameter, if released
+    clipping: tuple[int, ...]  # temporaries of gradient clipping
+    micro_batches: int  # that each accumulation step is cut into
+    workspaces: tuple[int, ...]  # blocks that cuBLAS keeps for the forward thread, then for the backward thread
     order: tuple[tuple[int, ...], ...] = ()
-    buckets: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()  # that DDP copies gradients into; it holds them from the start
 
     @classmethod
     def of(

@@ -109,11 +109,6 @@ def example_batch(
     ``seq_len`` are the tokens of a row, padding and placeholders of pictures included; of Whisper the transcription's,
     whose audio has one length only. None for images, and for audio without text.
 
-    Raises:
-        ValueError: the head is unknown; a size is not an integer of 1 or more, missing, without meaning for this model,
-            or beyond its positions; a row is too short for its pictures.
-        NotEstimableError: the shape of the model's pictures or audio is unknown.
-
     Examples:
         >>> from hf_memopt.memory.models.loading import load_model
         >>> batch = example_batch(load_model("bert-base-uncased").model, batch_size=32, seq_len=128)

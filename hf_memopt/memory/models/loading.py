@@ -75,13 +75,6 @@ def load_model(
         is_sharded: whether 4-bit weights are stored so that FSDP can cut them.
         keep_cache: whether the model keeps its own ``use_cache``; ``Trainer`` switches it off.
 
-    Raises:
-        ValueError: the name is unknown (the message says whether the hub was reached); a folder without
-            ``config.json``; a head without a loss or with an unknown batch; an unknown task or attention; ``load_in``
-            for a module, or for a configuration that is quantised already.
-        NotEstimableError: weights or kernels that have no form on the meta device; a compiled module.
-        TypeError: ``model`` is none of the above.
-
     Examples:
         >>> loaded = load_model("Llama-3.2-1B")
         >>> type(loaded.model).__name__, sum(weight.numel() for weight in loaded.model.parameters())

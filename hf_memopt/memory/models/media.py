@@ -75,9 +75,6 @@ def media_of(model: Any, settings: StepSettings, batch_size: int) -> Media:
 
     Pictures are those of ``settings.images``, by default one, or none where the class is a causal LM too, and have the
     first shape that the model's own code takes.
-
-    Raises:
-        NotEstimableError: it takes none of the shapes that are known.
     """
     taken, images = inspect.signature(model.forward).parameters, settings.images
     if "pixel" not in " ".join(taken) and task_of(model) in ("seq2seq", "speech-seq2seq"):
@@ -115,11 +112,7 @@ def _first_that_runs(model: Any, reader: str, shapes: Iterable[tuple[Any, str]],
 
 
 def audio_of(model: Any, settings: StepSettings, batch_size: int) -> tuple[dict[str, torch.Tensor], str]:
-    """Return sounds of ``settings.audio_seconds`` as samples or as frames of a spectrogram, and what was assumed.
-
-    Raises:
-        NotEstimableError: the configuration does not say how many values a frame has.
-    """
+    """Return sounds of ``settings.audio_seconds`` as samples or as frames of a spectrogram, and what was assumed."""
     taken, config = inspect.signature(model.forward).parameters, model.config
     seconds = settings.audio_seconds or DEFAULT_SECONDS
     note = f"{seconds:g} seconds of audio at 16 kHz in each example (audio_seconds)"

@@ -37,12 +37,7 @@ def low_rank_order(parameters: Sequence[ParameterFacts]) -> list[ParameterFacts]
 
 
 def projection(parameter: ParameterFacts, request: OptimizerRequest, element_size: int) -> Projection:
-    """Return the projection of one weight matrix: by singular vectors (GaLore), or a random one (APOLLO's own).
-
-    Raises:
-        ValueError: an unknown ``proj_type``.
-        NotEstimableError: APOLLO does not implement it.
-    """
+    """Return the projection of one weight matrix: by singular vectors (GaLore), or a random one (APOLLO's own)."""
     rows, columns = parameter.shape
     rank = int(request.number("rank", 128))
     sides = _sides(rows, columns, request.arguments.get("proj_type", "std"))

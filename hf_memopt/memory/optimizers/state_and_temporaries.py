@@ -99,12 +99,7 @@ def parameter_facts(model: nn.Module) -> list[ParameterFacts]:
 
 
 def check_optimizer(optim: str) -> None:
-    """Refuse an optimizer whose memory is not known, without importing torch or transformers.
-
-    Raises:
-        ValueError: ``optim`` is unknown.
-        NotEstimableError: this optimizer's memory cannot be known beforehand; the message says why.
-    """
+    """Refuse an optimizer that is unknown or whose memory is not, without importing torch or transformers."""
     if optim in _NOT_ESTIMABLE:
         raise NotEstimableError(f"not estimable: optim={optim!r}: {_NOT_ESTIMABLE[optim]}")
     if optim not in FAMILIES:

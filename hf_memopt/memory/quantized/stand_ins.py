@@ -42,9 +42,6 @@ _NESTED_BLOCK = 256  # values of absmax that share a statistic; quantize_4bit ha
 def stand_in(module: nn.Module) -> nn.Module | None:
     """Return the stand-in of a quantised module for the meta device, None for a module that runs there itself.
 
-    Raises:
-        NotEstimableError: a linear that quantises its trainable weight in every step.
-
     Examples:
         >>> stand_in(torch.nn.Linear(8, 8)) is None
         True
@@ -70,9 +67,6 @@ def quantize(model: PreTrainedModel, config: BitsAndBytesConfig | Mapping[str, A
 
     transformers' own quantizer selects them, so the output head, tied weights and ``llm_int8_skip_modules`` are
     treated as there. Everything else keeps its dtype and its ``requires_grad``; peft freezes what it does not train.
-
-    Raises:
-        NotEstimableError: ``config`` asks for something without a stand-in (``llm_int8_has_fp16_weight``).
     """
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer

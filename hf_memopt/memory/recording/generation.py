@@ -101,14 +101,14 @@ def _run(model: Any, batch: Mapping[str, torch.Tensor]) -> Callable[..., torch.T
     return partial(one_window, **{**batch, "input_features": batch["input_features"].clone()})
 
 
+@dataclass
 class _Longest(StoppingCriteria):
     """No row is finished before it has ``most`` tokens; answers what ``generate`` asks about values accordingly."""
 
-    def __init__(self, most: int, steps: DecodingSteps, tracker: StorageTracker) -> None:
-        self._most = most
-        self._steps = steps
-        self._tracker = tracker
-        self._done = False
+    _most: int
+    _steps: DecodingSteps
+    _tracker: StorageTracker
+    _done: bool = False
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any) -> torch.BoolTensor:
         missing = self._most - input_ids.shape[1]

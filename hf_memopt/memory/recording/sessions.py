@@ -118,12 +118,7 @@ class Session:
             return self._loaded[key][1]
 
     def record(self, loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> StepTrace:
-        """Return the recorded step of a model that ``load`` returned for these settings; it is prepared in place.
-
-        Raises:
-            ValueError: a batch or length that the model cannot take; a function of ``settings.prepare`` refuses it.
-            NotEstimableError: as ``record_step`` does.
-        """
+        """Return the recorded step of a model that ``load`` returned for these settings; it is prepared in place."""
         key = _trace_key(loaded, settings, shape, chip)
         if key is not None and key in self.traces:
             self.traces.move_to_end(key)

@@ -55,8 +55,7 @@ def record_step(
 
     Raises:
         ValueError: the model has no trainable parameter.
-        NotEstimableError: the model's code asks for values that only real data has, or fails; a recurrent layer of
-            cuDNN.
+        NotEstimableError: the model's code asks for values of real data, or fails; a recurrent layer of cuDNN.
     """
     weights = list(model.parameters())
     parameters = [parameter for parameter in weights if parameter.requires_grad]

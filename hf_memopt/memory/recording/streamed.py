@@ -63,11 +63,7 @@ class RecordedStream:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Stream the layers inside; what is on the host is left out of the recording.
-
-        Raises:
-            ValueError: the technique refuses the model, or would refuse the run.
-        """
+        """Stream the layers inside, unless the technique refuses; what is on the host is left out of the recording."""
         with (
             undo_all(*self._statistics_as_weights()),
             load(TECHNIQUE.function)(self._model, device="meta", lanes=self) as handle,

@@ -157,9 +157,8 @@ class MemoryReportCallback(TrainerCallback):
 
     def model_card(self) -> str:
         """Return the section "Training memory" of a model card as Markdown; "" where nothing was measured."""
-        return (
-            "" if self._peaks is None else training_memory(self.summary, self._peaks.meter.device, self.binding.trainer)
-        )
+        peaks = self._peaks
+        return "" if peaks is None else training_memory(self.summary, peaks.meter.device, self.binding.trainer)
 
     @property
     def handle(self) -> UndoHandle:

@@ -48,9 +48,6 @@ _INSTEAD = {
 def in_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``given`` with the names and values of ``StepSettings`` in place of those of ``TrainingArguments``.
 
-    Raises:
-        ValueError: two precisions; one setting under two names; checkpointing's options without checkpointing.
-
     Examples:
         >>> in_own_names({"bf16": True, "gradient_checkpointing": True, "optim": "sgd"})
         {'optim': 'sgd', 'precision': 'bf16', 'checkpointing': True}

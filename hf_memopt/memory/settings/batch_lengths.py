@@ -77,11 +77,7 @@ class Fragmentation:
 
 
 def checked_lengths(lengths: ArrayLike, seq_len: int | None) -> NDArray[np.int64]:
-    """Return the tokens of each batch's rows, shape (batches,).
-
-    Raises:
-        ValueError: no batch; not whole numbers of at least 1 in one dimension; ``seq_len`` is given too.
-    """
+    """Return the tokens of each batch's rows, shape (batches,), if they are whole numbers of at least 1."""
     if seq_len is not None:
         raise ValueError(
             f"seq_len={seq_len!r} and lengths both give the tokens of a row; expected only one of them. "

@@ -84,11 +84,7 @@ class Prices:
 
     @classmethod
     def of(cls, gpu: Gpu, *, tf32: bool = False) -> Prices:
-        """Return the prices of a GPU.
-
-        Raises:
-            ValueError: its bandwidth or rates are unknown.
-        """
+        """Return the prices of a GPU whose bandwidth and rates are known."""
         if missing := missing_figures(gpu):
             raise ValueError(
                 f"gpu={gpu.name!r} has no known {missing}; expected a GPU of the table. Pass gpu='RTX 3060 12GB'"
