@@ -38,12 +38,12 @@ from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import cut_batch, has_padding, record_step, state_kept
 from hf_memopt.memory.recording.streamed import RecordedStream
-from hf_memopt.memory.settings import NotEstimableError, StepSettings, settings_that_change
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.tracking import Hidden, StorageTracker
 from hf_memopt.technique_list import TECHNIQUES, Technique, asked_by, load
 from hf_memopt.units import format_bytes
 
-_NOT_IN_TRACE = settings_that_change("replay")
+_NOT_IN_TRACE = {item.name for item in fields(StepSettings) if item.metadata.get("changes") == "replay"}
 _KEPT_TRACES = 16
 _LOADED_BY_DEFAULT = {name: option.default for name, option in signature(load_model).parameters.items()}
 _NOTES = {

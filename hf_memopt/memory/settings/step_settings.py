@@ -353,10 +353,5 @@ class StepSettings:
         return replace(self, **changed)
 
 
-def settings_that_change(*stages: str) -> frozenset[str]:
-    """Return the names of the settings that change one of these stages of an estimate."""
-    return frozenset(item.name for item in fields(StepSettings) if item.metadata.get("changes", "model") in stages)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
