@@ -36,7 +36,7 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
     from hf_memopt.devices.readings import read_process
     from hf_memopt.memory import estimate
     from hf_memopt.memory.models import load_model
-    from hf_memopt.memory.recording.sessions import forget_traces
+    from hf_memopt.memory.recording.sessions import Session
 
     load_model("bert-base-uncased")  # transformers imports a model's code when it is first built
     type_of = load_model(model).model
@@ -46,7 +46,7 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
     settings = {"gpu": "RTX 3060 12GB", "precision": "bf16", **settings}
     seconds = []
     for _ in range(REPEATS):
-        forget_traces()
+        Session.traces.clear()
         started = time.perf_counter()
         estimate(given, **settings)
         seconds.append(time.perf_counter() - started)

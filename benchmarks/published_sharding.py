@@ -32,13 +32,15 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, optimizer_memory
+from hf_memopt.memory.settings import StepSettings
 
 
 def sharded_optimizer(optim: str, world_size: int) -> Callable[[Sequence[ParameterFacts]], OptimizerMemory]:
     """Return the memory of an optimizer whose parameters are parts of flat tensors."""
 
     def memory(facts: Sequence[ParameterFacts]) -> OptimizerMemory:
-        return optimizer_memory([replace(fact, shape=(-(-fact.elements // world_size),)) for fact in facts], optim)
+        parts = [replace(fact, shape=(-(-fact.elements // world_size),)) for fact in facts]
+        return optimizer_memory(parts, StepSettings(optim=optim))
 
     return memory
 

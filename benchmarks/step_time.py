@@ -129,7 +129,8 @@ def optimizer_in_loops(facts: list[ParameterFacts], settings: StepSettings) -> C
     if settings.optim == "adamw_torch":
         kernels += ADAMW_KERNELS
     else:
-        found += optimizer_operations(facts, optimizer_memory(facts, settings.optim), settings.optim, clips=False)
+        own = StepSettings(optim=settings.optim, max_grad_norm=0)
+        found += optimizer_operations(facts, optimizer_memory(facts, own), own)
     for fact in facts:
         for accesses in kernels:
             found[Operation("memory", moved_bytes=accesses * fact.size_bytes)] += 1

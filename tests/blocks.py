@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.memory.cuda import hidden_bytes
+from hf_memopt.devices import Chip
+from hf_memopt.memory import cuda
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 T4, A100, RTX_3090, L4, V100, P100, H100 = (7, 5), (8, 0), (8, 6), (8, 9), (7, 0), (6, 0), (9, 0)
@@ -18,6 +19,12 @@ HEADERS = os.path.join(os.path.dirname(torch.__file__), "include")
 
 def empty(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def hidden_bytes(
+    func: Any, args: Any, kwargs: Any, out: Any, capability: tuple[int, int], *, multiprocessors: int | None = None
+) -> tuple[int, ...]:
+    return cuda.hidden_bytes(func, args, kwargs, out, chip=Chip.of(capability, multiprocessors))
 
 
 class Blocks(TorchDispatchMode):

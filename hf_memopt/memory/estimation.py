@@ -10,6 +10,7 @@ What cannot be simulated raises ``NotEstimableError``; ``estimate`` lists it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,19 +20,14 @@ import torch
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.devices import Chip, Gpu, against_float16, current_gpu, find_gpu
-from hf_memopt.memory.allocator import Replayed, fragmentation_of, replay_on_gpu, replay_plan
-from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts, step_optimizer
+from hf_memopt.memory.allocator import Replayed, ReplayPlan, fragmentation_of, replay_on_gpu
+from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models import DEFAULT_LENGTH, check_task, default_length, load_model
+from hf_memopt.memory.optimizers import optimizer_memory
 from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, keeping_models, session
 from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings import (
-    LengthPlan,
-    StepSettings,
-    checked_lengths,
-    in_own_names,
-    plan_lengths,
-)
+from hf_memopt.memory.settings import LengthPlan, StepSettings, checked_lengths, in_own_names, plan_lengths
 from hf_memopt.memory.step_time import timing_of_step
 from hf_memopt.plain_data import Count, check_value, shown
 from hf_memopt.units import format_bytes
@@ -202,22 +198,21 @@ def estimate_of_step(
     trained = shard_facts(trace.trainable, settings)
     on_host = trace.on_host
     stepping = trained if on_host is None else tuple(fact for fact in trained if fact not in on_host.stepped)
-    optimizer = as_the_engine_steps(step_optimizer(stepping, settings), stepping, settings)
-    plan = replay_plan(stepping, settings, optimizer, shape.batch_size, chip)
+    optimizer = as_the_engine_steps(optimizer_memory(stepping, settings), stepping, settings)
+    plan = ReplayPlan.of(stepping, settings, optimizer, shape.batch_size, chip)
     if on_host is not None and settings.steps_in_backward:
-        plan = replace(plan, optimizer=step_optimizer(trained, settings).alone)  # by the parameters of the recording
+        plan = replace(plan, optimizer=optimizer_memory(trained, settings).alone)  # by the parameters of the recording
     fragmentation = None
     if lengths is not None:
         plan = replace(plan, order=lengths.steps)
-    replayed = replay_on_gpu(trace, plan, settings, gpu, others)
+    replayed = replay_on_gpu(trace, plan, gpu, others)
     if lengths is not None:
-        fragmentation = fragmentation_of(trace, others, plan, settings, lengths, replayed)
-    timing = timing_of_step(
+        fragmentation = fragmentation_of(trace, others, plan, lengths, replayed)
+    step_time, step_costs, time_unknown = timing_of_step(
         [trace, *others],
         plan,
         stepping,
         optimizer,
-        settings,
         gpu,
         batch_size=shape.batch_size,
         lengths=(shape.seq_len,) if lengths is None else lengths.recorded,
@@ -241,11 +236,11 @@ def estimate_of_step(
         + (0 if on_host is None else on_host.bytes_on_host(settings)),
         parameters=trace.parameters,
         trainable_parameters=sum(fact.elements for fact in trace.trainable),
-        flops=trace.flops[0] * plan.batches * plan.micro_batches,
+        flops=trace.flops[0] * settings.gradient_accumulation_steps * plan.micro_batches,
         timeline=replayed.timeline,
         notes=(
             *notes,
-            *_length_notes(shape.seq_len if asked_length is None else None),
+            *(() if shape.seq_len is None or asked_length is not None else (_length_note(shape.seq_len),)),
             *_notes(gpu, settings, replayed),
             *of_weights,
             *quantised,
@@ -255,7 +250,9 @@ def estimate_of_step(
             *notes_of_sharing(settings),
         ),
         fragmentation=fragmentation,
-        **timing._asdict(),
+        step_time=step_time,
+        step_costs=step_costs,
+        time_unknown=time_unknown,
     )
 
 
@@ -289,12 +286,10 @@ def _recorded(
         return session().record(loaded, settings, shape, chip), loaded.name, loaded.notes, settings, shape
 
 
-def _length_notes(assumed_length: int | None) -> tuple[str, ...]:
-    if assumed_length is None:
-        return ()
-    what = "" if assumed_length == DEFAULT_LENGTH else ", all that the model takes"
-    what = what if assumed_length <= DEFAULT_LENGTH else ", pictures included"
-    return (f"seq_len={assumed_length} by default{what}; pass the length of your longest rows",)
+def _length_note(assumed: int) -> str:
+    fewer = "" if assumed == DEFAULT_LENGTH else ", all that the model takes"
+    what = fewer if assumed <= DEFAULT_LENGTH else ", pictures included"
+    return f"seq_len={assumed} by default{what}; pass the length of your longest rows"
 
 
 def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple[str, ...]:
@@ -349,7 +344,7 @@ def settings_of_recipe(recipe: Any, overrides: Mapping[str, Any]) -> StepSetting
 def with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:
     if settings.precision != "auto":
         return settings
-    scaled = "fp16" if settings.takes_gradient_scaler else "fp32"
+    scaled = "fp32" if settings.gradient_release else "fp16"  # released gradients cannot wait for the scaler
     native = "fp32" if gpu is None else "bf16" if gpu.bf16 else scaled
     is_plain = gpu is not None and (gpu.compute_capability < (7, 0) or against_float16(gpu.name))  # choose_precision
     return settings.replace(precision="fp32" if is_plain and settings.weights_dtype != "float16" else native)
@@ -376,16 +371,11 @@ def with_16_bits(settings: StepSettings, gpu: Gpu | None, asked: str | None) -> 
 
 
 def own_dtype(model: nn.Module, asked: str | None) -> str:
-    """Return the dtype of a module's weights, of mixed ones the dtype that most bytes have.
-
-    Raises:
-        ValueError: the caller asked for another one.
-    """
-    sizes: dict[str, int] = {}
+    """Return the dtype of a module's weights, of mixed ones the dtype that most bytes have; refuse another one."""
+    sizes: Counter[str] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            name = str(parameter.dtype).removeprefix("torch.")
-            sizes[name] = sizes.get(name, 0) + parameter.nbytes
+            sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
     own = max(sizes, key=lambda name: sizes[name], default="float32")
     if asked is not None and asked != own:
         raise ValueError(

@@ -31,19 +31,12 @@ Simulate = Callable[[Mapping[str, Any]], "Estimate"]
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A change of a set-up, and what it needs as simulated.
+    """A change of a set-up, and what it needs as simulated."""
 
-    Attributes:
-        changes: arguments of ``estimate`` that differ from the set-up.
-        total_bytes: as in ``Estimate``.
-        spare_bytes: what is left of the GPU, negative for what is missing.
-        margin_bytes: what has to be left, since an estimate may be wrong by so much.
-    """
-
-    changes: Mapping[str, Any] = field(hash=False)
-    total_bytes: int
-    spare_bytes: int
-    margin_bytes: int = 0
+    changes: Mapping[str, Any] = field(hash=False)  # arguments of ``estimate`` that differ from the set-up
+    total_bytes: int  # as in ``Estimate``
+    spare_bytes: int  # what is left of the GPU, negative for what is missing
+    margin_bytes: int = 0  # what has to be left, since an estimate may be wrong by so much
 
     @property
     def fits(self) -> bool:
@@ -85,20 +78,11 @@ def find_hints(
     *,
     announce: Callable[[str], object] = lambda text: None,
 ) -> tuple[Hint, ...]:
-    """Return changes that make a set-up fit, simulated.
+    """Return single changes that make the estimated set-up fit with the margin, at most ``ENOUGH``.
 
-    Args:
-        found: the estimate of a set-up that does not fit its GPU, or only just.
-        simulate: returns the estimate of the set-up with changes, or raises ValueError where they do not apply to it,
-            MissingExtraError where they need a package.
-        precision: that suits GPU and model; see ``precision_for``.
-        dtype: of weights in it.
-        announce: called before each trial with a text that names it.
-
-    Returns:
-        Single changes that leave the margin, at most ``ENOUGH``. Where none does: the most effective one, and after it
-        the combination of the first that do together, or else of all that help. After ``MOST_SECONDS`` nothing more is
-        tried.
+    Where none does: the most effective one, and after it the combination of the first that do together, or else of all
+    that help. After ``MOST_SECONDS`` nothing more is tried. ``simulate`` raises ValueError where changes do not apply,
+    MissingExtraError where they need a package; ``precision`` and ``dtype`` are those of ``precision_for``.
     """
     started = time.monotonic()
 

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from hf_memopt.components import verdict_of
-from hf_memopt.memory.output import as_dict, draw, estimate_table, print_estimate
+from hf_memopt.memory.output import as_dict, draw, print_estimate
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.what_fits import margin_of
 
@@ -106,8 +106,10 @@ class Estimate:
         return None if gpu is None else verdict_of(gpu.usable_bytes - self.total_bytes, margin_of(gpu))
 
     def table(self) -> str:
-        """Return the estimate as text, with the verdict at the end."""
-        return estimate_table(self)
+        """Return the estimate as plain text of at most 80 columns, with the verdict at the end."""
+        from hf_memopt.terminal import printed_text
+
+        return printed_text(partial(print_estimate, self))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the timeline, stacked by component, to a PNG, SVG or PDF file.

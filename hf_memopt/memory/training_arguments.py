@@ -1,37 +1,30 @@
-"""The estimate of a step that ``TrainingArguments`` describe; arguments that are not simulated are refused."""
+"""The estimate of a step that ``TrainingArguments`` describe, or of a ``Trainer`` as it is, with its techniques."""
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hf_memopt.binding import versions as compat
+from hf_memopt.binding.compatibility import optimizers_of, techniques_in_use
 from hf_memopt.devices import Gpu, current_gpu, find_gpu
 from hf_memopt.memory.estimation import estimate_of_step
 from hf_memopt.memory.recording import Shape
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import REFUSED, NotEstimableError, StepSettings
 from hf_memopt.plain_data import checked_array, shown
+from hf_memopt.technique_list import TECHNIQUES, load
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig, TrainingArguments
+    from transformers import PretrainedConfig, Trainer, TrainingArguments
 
-
-def refuse_arguments(args: TrainingArguments) -> None:
-    """Raise ``NotEstimableError`` for the first argument that asks for something that is not simulated."""
-    if not hasattr(args, "per_device_train_batch_size"):
-        raise TypeError(
-            f"args={shown(args)} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"
-        )
-    for name, reason in REFUSED.items():
-        value = getattr(args, name, None)
-        if value:
-            raise NotEstimableError(f"not estimable: {name}={value!r}: {reason}")
+    from hf_memopt.memory.settings import BatchShape
 
 
 def settings_of_arguments(args: TrainingArguments, world_size: int | None = None) -> StepSettings:
@@ -143,7 +136,13 @@ def estimate_from_arguments(
             FSDP but FSDP2 that shards all, NEFTune, a key-value cache in training, metrics that get the inputs.
         ValueError, TypeError: as ``estimate`` does; ``lengths`` is empty.
     """
-    refuse_arguments(args)
+    if not hasattr(args, "per_device_train_batch_size"):
+        raise TypeError(
+            f"args={shown(args)} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"
+        )
+    for name, reason in REFUSED.items():
+        if value := getattr(args, name, None):
+            raise NotEstimableError(f"not estimable: {name}={value!r}: {reason}")
     longest = None
     if lengths is not None:
         values = np.atleast_1d(checked_array("lengths", lengths))
@@ -171,3 +170,53 @@ def estimate_from_arguments(
         model, shape, settings, found_gpu, **of_model, weights_dtype=overrides.get("weights_dtype")
     )
     return replace(found, notes=(*found.notes, *notes_of_arguments(args)))
+
+
+# ---- A Trainer as it is
+
+
+def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estimate:
+    """Return the estimate of the trainer's steps with batches of this shape; ``overrides`` replace its settings.
+
+    Raises:
+        NotEstimableError, ValueError: it cannot be simulated; the message says why.
+    """
+    model: Any = trainer.model
+    args = copy.copy(trainer.args)
+    args.per_device_train_batch_size = shape.rows
+    is_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    settings = {**settings_of(trainer), **overrides}
+    if is_decoder and shape.labels_length is not None:
+        settings["labels_length"] = shape.labels_length
+    return estimate_from_arguments(model, args, shape.seq_len, **settings)
+
+
+def settings_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the fields of ``StepSettings`` that the trainer's callbacks and optimizer decide."""
+    used = techniques_in_use(trainer)
+    handler, has_metric = trainer.accelerator.autocast_handler, trainer.compute_metrics is not None
+    own = {item.name: item.default for item in fields(StepSettings)}
+    techniques = [TECHNIQUES[name] for name in used]
+    found: dict[str, Any] = {field: True for one in techniques for field in one.fields if own.get(field) is False}
+    if functions := [load(one.on_model) for one in techniques if one.on_model and not own.keys() & one.fields.keys()]:
+        found["prepare"] = tuple(functions)
+    found["prediction_loss_only"] = trainer.args.prediction_loss_only or not has_metric  # as stock's evaluate
+    found["autocast_cache"] = handler is None or bool(handler.cache_enabled)
+    if "16-bit weights" in used:
+        found["rounding"] = next(one.rounding for one in optimizers_of(trainer) if hasattr(one, "rounding"))
+    callback: Any
+    for callback in trainer.callback_handler.callbacks:
+        technique = getattr(callback, "technique", None)
+        if technique in used:
+            found |= {name: getattr(callback, name) for name in TECHNIQUES[technique].arguments}
+        if technique == "checkpointing policy":
+            found["checkpointing"] = _checkpointing(callback.policy, callback.offload)
+        if technique == "micro-batching" and callback.max_examples is not None:
+            found["micro_batch_size"] = min(callback.max_examples, trainer.args.train_batch_size)
+    return found
+
+
+def _checkpointing(policy: str, offload: bool | str) -> bool | Mapping[str, Any]:
+    kind, _, number = policy.partition("_")
+    options: dict[str, Any] = {"every_n_layers": int(number)} if kind == "every" else {}
+    return {**options, **({"offload": offload} if offload else {})} or True

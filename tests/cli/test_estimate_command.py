@@ -24,7 +24,7 @@ from hf_memopt.devices import custom_gpu, find_gpu
 from hf_memopt.memory import Estimate
 from hf_memopt.memory.hints import Hint
 from hf_memopt.memory.models import known_models
-from hf_memopt.memory.output import as_dict, estimate_table
+from hf_memopt.memory.output import as_dict
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 
 runner = CliRunner()
@@ -101,7 +101,7 @@ def test_what_fits_ends_with_0_and_prints_the_table(simulation) -> None:
         }
     ]
     expected = hand_made(gpu=gpu, context_bytes=gpu.context_bytes, settings={"checkpointing": True})
-    assert lines(result.stdout) == estimate_table(expected)
+    assert lines(result.stdout) == expected.table()
 
 
 def test_what_does_not_fit_ends_with_1_and_says_what_to_try() -> None:

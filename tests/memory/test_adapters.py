@@ -184,7 +184,7 @@ def test_adapters_quantised_weights_and_frozen_parameters_are_recorded_once(monk
         recordings.append(type(model).__name__)
         return record_step(model, *args, **kwargs)
 
-    sessions.forget_traces()
+    sessions.Session.traces.clear()
     monkeypatch.setattr(sessions, "record_step", counting)
 
     def set_ups() -> list[dict[str, Any]]:

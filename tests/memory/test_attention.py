@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import A100, BF16, FP16, FP32, H100, L4, P100, RTX_3090, T4, V100, Blocks, empty, header
+from blocks import A100, BF16, FP16, FP32, H100, L4, P100, RTX_3090, T4, V100, Blocks, empty, header, hidden_bytes
 
 from hf_memopt.devices import Chip
-from hf_memopt.memory.cuda import attention, hidden_bytes
+from hf_memopt.memory.cuda import attention
 from hf_memopt.memory.cuda.attention import attention_kernel
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt import __version__
 from hf_memopt.components import parts_of
 from hf_memopt.memory.hints import Hint
-from hf_memopt.memory.output import as_dict, estimate_table, timeline_data
+from hf_memopt.memory.output import as_dict, timeline_data
 from hf_memopt.memory.output.estimate_text import describe, verdict
 from hf_memopt.memory.tracking import COMPONENTS
 from hf_memopt.techniques.freezing.freezing import freeze
@@ -31,7 +31,7 @@ def test_the_whole_table() -> None:
         trainable_parameters=1_050_626,
         notes=("batches hold padding", "the context is the table's"),
     )
-    assert estimate_table(found) == (
+    assert found.table() == (
         "bert-large: batch 32 x 128, 4 accumulation steps, fp32, adamw_torch_fused, sdpa\n"
         "attention\n"
         "335.1 M parameters, 1.1 M trainable; 7.6 TFLOP per optimizer step\n"
@@ -73,7 +73,7 @@ def test_a_table_without_gpu_module_and_text() -> None:
     found = hand_made(
         gpu=None, context_bytes=None, module="", seq_len=None, parameters=20_000, trainable_parameters=20_000
     )
-    lines = estimate_table(found).splitlines()
+    lines = found.table().splitlines()
     assert lines[:2] == [
         "bert-large: batch 32, fp32, adamw_torch_fused",
         "20,000 parameters, all trainable; 7.6 TFLOP per optimizer step",
@@ -102,7 +102,7 @@ def test_the_phase_that_reserves_most_decides_the_total_and_its_parts_add_up() -
         phase="evaluation",
         module="",
     )
-    text = estimate_table(found)
+    text = found.table()
     said = "The evaluation phase decides the total: the allocator reserves more in it than"
     assert f"{said}\nfor the 1.59 GiB of the backward phase." in text
     assert " reserved, not in use     866.0 MiB   40.6 %" in text
@@ -116,7 +116,7 @@ def test_the_phase_that_reserves_most_decides_the_total_and_its_parts_add_up() -
 
 @pytest.mark.parametrize("name", ["bert.encoder." * 20, "[bold]m[/bold] :smile:"])
 def test_a_name_is_printed_as_it_is(name) -> None:
-    text = estimate_table(hand_made(module=name, model=name))
+    text = hand_made(module=name, model=name).table()
     assert max(map(len, text.splitlines())) <= 80
     assert text.replace("\n", "").count(name.replace(" ", "")) + text.count(name) >= 2
 
@@ -162,7 +162,7 @@ def test_the_set_up_in_one_line(settings, text) -> None:
 
 def test_adapters_are_counted_apart() -> None:
     found = hand_made(settings={"lora": 16}, parameters=8_072_204_288, trainable_parameters=41_943_040)
-    assert estimate_table(found).splitlines()[1] == (
+    assert found.table().splitlines()[1] == (
         "8.0 B parameters, 41.9 M trainable in adapters; 7.6 TFLOP per optimizer step"
     )
 
@@ -214,7 +214,7 @@ def test_what_does_not_fit_names_the_largest_component_and_the_search() -> None:
 
 def test_hints_are_printed_under_the_verdict() -> None:
     hints = (Hint({"checkpointing": True}, 900 * MIB, 100 * MIB), Hint({"seq_len": 64}, 1100 * MIB, -100 * MIB))
-    assert estimate_table(hand_made(gpu=TOO_SMALL, hints=hints)).splitlines()[-4:] == [
+    assert hand_made(gpu=TOO_SMALL, hints=hints).table().splitlines()[-4:] == [
         "does not fit GPU 4GB: 1.99 GiB of 1000.0 MiB, 1.01 GiB over. Changes that were",
         "simulated:",
         "checkpointing=True needs 900.0 MiB: fits, 100.0 MiB to spare",

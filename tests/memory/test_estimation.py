@@ -55,7 +55,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the list that grows with every recorded step; nothing was recorded before."""
-    sessions.forget_traces()
+    sessions.Session.traces.clear()
     seen: list[str] = []
 
     def counting(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -520,13 +520,8 @@ def simulated_on_the_host(model: Any, *, batch_size: int, seq_len: int, optim: s
     batch = example_batch(loaded, batch_size=batch_size, seq_len=seq_len)
     batch.pop("token_type_ids", None)
     trace = record_step(loaded, batch, step, semantics=HostSemantics())
-    plan = ReplayPlan(
-        optimizer=optimizer_memory(parameter_facts(loaded), optim, cuda=False),
-        clipping=(),
-        batches=step.gradient_accumulation_steps,
-        micro_batches=1,
-        workspaces=(),
-    )
+    optimizer = optimizer_memory(parameter_facts(loaded), step, cuda=False)
+    plan = ReplayPlan(step, optimizer, clipping=(), micro_batches=1, workspaces=())
     return replay(trace, plan, PlainAllocator()).peak_allocated  # type: ignore[arg-type]
 
 
@@ -1322,7 +1317,7 @@ def test_table_text_json_and_picture(tmp_path: Any) -> None:
 
 def test_an_estimate_under_inference_mode_is_the_same() -> None:
     outside = of_bert()
-    sessions.forget_traces()
+    sessions.Session.traces.clear()
     with torch.inference_mode():
         inside = of_bert()
     assert inside.peak_allocated_bytes == outside.peak_allocated_bytes

@@ -15,7 +15,7 @@ from transformers import BertConfig, Seq2SeqTrainingArguments, T5Config, Whisper
 from hf_memopt import Estimate, NotEstimableError, StepSettings, estimate, estimate_from_arguments
 from hf_memopt.binding.model_changes import add_adapters
 from hf_memopt.memory.recording import RecordedPass, StepTrace, generation
-from hf_memopt.memory.recording.sessions import forget_traces
+from hf_memopt.memory.recording.sessions import Session
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.tracking import StorageTracker
 
@@ -155,7 +155,7 @@ def test_replay_of_computed_steps_reserves_what_that_of_all_does(
     sizes = {"batch_size": 1, "seq_len": 16, "eval_batch_size": 32, "generation_max_length": 64}
 
     def found() -> Estimate:
-        forget_traces()
+        Session.traces.clear()
         return estimate(shape, **sizes, predict_with_generate=True, expandable_segments=segments)
 
     computed = found()

@@ -14,7 +14,7 @@ from hf_memopt.memory import estimate
 from hf_memopt.memory.models import loading
 from hf_memopt.memory.recording import keeping_models, session
 from hf_memopt.memory.recording import sessions as sessions
-from hf_memopt.memory.recording.sessions import forget_traces
+from hf_memopt.memory.recording.sessions import Session
 from hf_memopt.memory.recording.step import state_kept
 from tests.memory.small_configs import CONFIGS
 
@@ -28,7 +28,7 @@ GPU = find_gpu("RTX 3060 12GB")
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the list of models that were built since; nothing was recorded before."""
-    forget_traces()
+    Session.traces.clear()
     seen: list[Any] = []
 
     def counting(model: Any, **options: Any) -> Any:
@@ -56,7 +56,7 @@ def test_compared_set_ups_have_the_figures_of_each_estimate_alone(model: Any, ev
         if one.estimate is None:
             assert "frozen" in one.name  # T5 is not frozen by layers
             continue
-        forget_traces()
+        Session.traces.clear()
         batch = {
             "batch_size": one.estimate.batch_size,
             "gradient_accumulation_steps": one.estimate.settings.gradient_accumulation_steps,
@@ -79,7 +79,7 @@ def test_a_recording_leaves_nothing_in_a_kept_model(settings: dict[str, Any], lo
     config, found = CONFIGS["bert"](), []
     with keeping_models():
         for _ in range(3):
-            forget_traces()
+            Session.traces.clear()
             found.append(estimate(config, batch_size=2, seq_len=16, gpu=GPU, precision="bf16", **settings).to_json())
     assert len(set(found)) == 1
     assert len(loads) <= 2  # one that stays as it is, one that is prepared
@@ -106,7 +106,7 @@ def test_set_ups_with_and_without_checkpointing_share_a_model(
     config = CONFIGS[name]()
 
     def found(checkpointing: Any) -> str:
-        forget_traces()
+        Session.traces.clear()
         sizes = {"batch_size": 2, "seq_len": 16, "gradient_accumulation_steps": 2}
         return estimate(config, **sizes, gpu=GPU, precision="bf16", checkpointing=checkpointing, **settings).to_json()
 

@@ -13,7 +13,7 @@ import host_semantics
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import A100, BF16, FP32, H100, RTX_3090, T4, Blocks, empty, header
+from blocks import A100, BF16, FP32, H100, RTX_3090, T4, Blocks, empty, header, hidden_bytes
 from host_semantics import CPU_LISTS
 from huggingface_hub.errors import StrictDataclassError
 from slow_cases import slow_except
@@ -21,8 +21,8 @@ from transformers import AutoConfig
 
 from hf_memopt import estimate
 from hf_memopt.binding.model import HEADS
-from hf_memopt.memory.cuda import hidden_bytes, workspace_bytes
 from hf_memopt.memory.cuda import kernel_buffers as kernels
+from hf_memopt.memory.cuda import workspace_bytes
 from hf_memopt.memory.cuda.attention import TORCH_RELEASE
 from hf_memopt.memory.cuda.autocast import OPERATORS, Policy
 from tests.memory.small_configs import CONFIGS

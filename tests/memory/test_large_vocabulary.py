@@ -93,7 +93,6 @@ def record(name: str, device: str, settings: StepSettings) -> StepTrace:
         settings,
         tracker=tracker,
         semantics=semantics,
-        releases_gradients=settings.gradient_release,
     )
 
 

@@ -113,16 +113,7 @@ def replayed_peak(family: str, settings: StepSettings) -> int:
     model.config.use_cache = settings.loop != "trainer"
     tracker = StorageTracker()
     trace = record_step(model, batch("meta"), settings, tracker=tracker, semantics=HostSemantics(tracker=tracker))
-    plan = ReplayPlan(
-        optimizer=OptimizerMemory((), 0, (), ()),
-        clipping=(),
-        batches=settings.gradient_accumulation_steps,
-        micro_batches=1,
-        workspaces=(),
-        is_manual=settings.loop != "trainer",
-        in_function=settings.loop == "function",
-        keeps_gradients=not settings.zero_grad_to_none,
-    )
+    plan = ReplayPlan(settings, OptimizerMemory((), 0, (), ()), clipping=(), micro_batches=1, workspaces=())
     return replay(trace, plan, ExactAllocator()).peak_allocated  # type: ignore[arg-type]
 
 

@@ -156,7 +156,6 @@ def record(
         settings,
         tracker=tracker,
         semantics=semantics,
-        releases_gradients=settings.gradient_release,
         evaluation_batch=inputs if evaluate else None,
     )
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from hf_memopt.devices import Chip
 from hf_memopt.memory.models import load_model
 from hf_memopt.memory.recording import RecordedPass, Shape, StepTrace, session
-from hf_memopt.memory.recording.sessions import forget_traces
+from hf_memopt.memory.recording.sessions import Session
 from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.tracking import StorageTracker, meta_outputs, storage_tracker
@@ -70,7 +70,7 @@ def facts_of(trace: StepTrace) -> dict[str, Any]:
 
 def recorded(name: str, settings: StepSettings) -> dict[str, Any]:
     """Return the facts of a new recording of a model."""
-    forget_traces()
+    Session.traces.clear()
     trace = session().record(
         load_model(CONFIGS[name]()), settings, Shape(2, None if name == "vit" else 24), Chip.of((8, 0))
     )

@@ -28,7 +28,7 @@ from hf_memopt.memory.optimizers import (
 )
 from hf_memopt.memory.optimizers import state_and_temporaries as optimizer_module
 from hf_memopt.memory.optimizers.formulas import ELEMENTWISE, FAMILIES
-from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.techniques.optimizers import sixteen_bit_weights
 from hf_memopt.techniques.optimizers.embedding_bits import override_embedding_bits
 
@@ -226,16 +226,12 @@ def peak(groups: tuple[tuple[int, ...], ...]) -> int:
     return max(map(sum, groups), default=0)
 
 
+def memory_of(facts: list[ParameterFacts], optim: str, *, cuda: bool = True, **settings: Any) -> OptimizerMemory:
+    return optimizer_memory(facts, StepSettings(optim=optim, max_grad_norm=0, **settings), cuda=cuda)
+
+
 def estimated(model: nn.Module, case: str, **settings: Any) -> OptimizerMemory:
-    arguments = dict(CASES[case])
-    return optimizer_memory(
-        parameter_facts(model),
-        case.split(",")[0],
-        optim_args=arguments.get("optim_args"),
-        target_modules=arguments.get("optim_target_modules"),
-        weight_decay=arguments.get("weight_decay", 0.0),
-        **settings,
-    )
+    return memory_of(parameter_facts(model), case.split(",")[0], **CASES[case], **settings)
 
 
 def stepped(model: nn.Module, case: str, tmp_path: Any, monkeypatch: Any) -> Any:
@@ -320,7 +316,7 @@ def test_a_gpu_holds_what_a_cpu_holds_but_for_what_is_on_the_host(case: str) -> 
 )
 def test_what_is_on_the_gpu(optim: str, state: tuple[int, ...], host_state_bytes: int) -> None:
     parameters = [ParameterFacts("a", (100_000,), 4, False), ParameterFacts("b", (99_999,), 4, False)]
-    memory = optimizer_memory(parameters, optim)
+    memory = memory_of(parameters, optim)
     assert (memory.state, memory.host_state_bytes) == (state, host_state_bytes)
 
 
@@ -382,7 +378,7 @@ def test_one_parameter_by_itself(optim: str, shape: tuple[int, ...], tmp_path: A
         group["foreach"] = True
     gradients(model)
     optimizer.step()
-    (alone,) = optimizer_memory(parameter_facts(model), optim, one_by_one=True).alone
+    (alone,) = memory_of(parameter_facts(model), optim, gradient_release=True).alone
     group = max(alone.step, key=sum)
     assert abs(measured_step(model, optimizer) - sum(group)) <= 24  # single numbers
 
@@ -394,26 +390,26 @@ def test_groups_of_a_foreach_step() -> None:
         ParameterFacts("half", (10, 10), 2, False),
     ]
     # one parameter group after the other, in it one dtype after the other; the last dtype's until the next are there
-    assert optimizer_memory(parameters, "adamw_torch").step == ((400,), (400, 200), (40,))
-    assert optimizer_memory(parameters, "adamw_torch_fused").step == ()
-    assert optimizer_memory(parameters, "sgd", weight_decay=0.1).step == ((400,), (400, 200))
+    assert memory_of(parameters, "adamw_torch").step == ((400,), (400, 200), (40,))
+    assert memory_of(parameters, "adamw_torch_fused").step == ()
+    assert memory_of(parameters, "sgd", weight_decay=0.1).step == ((400,), (400, 200))
 
 
 def test_gradient_release_has_the_memory_of_each_parameter() -> None:
     facts = parameter_facts(models(torch.float32)["bert"])
     for optim in ("adamw_torch", "adamw_torch_fused", "adafactor", "adamw_bnb_8bit"):
-        released = optimizer_memory(facts, optim, one_by_one=True)
-        whole = optimizer_memory(facts, optim)
+        released = memory_of(facts, optim, gradient_release=True)
+        whole = memory_of(facts, optim)
         assert (released.state, released.host_state_bytes) == (whole.state, whole.host_state_bytes)
         assert (released.releases_gradients, whole.releases_gradients) == (True, False)
-        assert [one.step for one in released.alone] == [optimizer_memory([fact], optim).step for fact in facts]
+        assert [one.step for one in released.alone] == [memory_of([fact], optim).step for fact in facts]
         assert whole.alone == ()
 
 
 @pytest.mark.parametrize("optim", ["lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
 def test_what_steps_within_backward_releases_gradients(optim: str) -> None:
     facts = parameter_facts(models(torch.bfloat16)["bert"])
-    memory = optimizer_memory(facts, optim, target_modules="all-linear")
+    memory = memory_of(facts, optim, optim_target_modules="all-linear")
     assert memory.releases_gradients
     assert len(memory.alone) == len(facts)
 
@@ -421,7 +417,8 @@ def test_what_steps_within_backward_releases_gradients(optim: str) -> None:
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "paged_ademamix_8bit", "lion_8bit", "galore_adamw_layerwise"])
 def test_the_memory_of_each_parameter_adds_up(optim: str) -> None:
     facts = parameter_facts(models(torch.float32)["bert"])
-    whole = optimizer_memory(facts, optim, target_modules="all-linear", one_by_one=True)
+    released = not optim.endswith("layerwise")
+    whole = memory_of(facts, optim, optim_target_modules="all-linear", gradient_release=released)
     assert len(whole.alone) == len(facts)
     assert sorted(size for memory in whole.alone for size in memory.state) == sorted(whole.state)
     assert sum(memory.host_state_bytes for memory in whole.alone) == whole.host_state_bytes
@@ -429,20 +426,20 @@ def test_the_memory_of_each_parameter_adds_up(optim: str) -> None:
 
 def test_lomo_casts_what_is_in_16_bits() -> None:
     half, full = ParameterFacts("a", (10, 20), 2, False), ParameterFacts("b", (10, 20), 4, False)
-    assert [one.step for one in optimizer_memory([half, full], "lomo").alone] == [((800, 800),), ()]
-    assert optimizer_memory([half, full], "adalomo").step == ((800, 800, 800, 40, 80), (800, 800, 40, 80))
+    assert [one.step for one in memory_of([half, full], "lomo").alone] == [((800, 800),), ()]
+    assert memory_of([half, full], "adalomo").step == ((800, 800, 800, 40, 80), (800, 800, 40, 80))
 
 
 def test_first_step_of_radam_divides_by_nothing() -> None:
-    memory = optimizer_memory([ParameterFacts("a", (10,), 4, False)], "schedule_free_radam")
+    memory = memory_of([ParameterFacts("a", (10,), 4, False)], "schedule_free_radam")
     assert (memory.first_step, memory.step) == ((), ((40,),))
 
 
 def test_galore_says_what_is_not_counted() -> None:
     fact = ParameterFacts("a.weight", (8, 4), 4, False, is_linear=True)
     note = "GaLore: the workspace of cuSOLVER's singular value decomposition is not counted"
-    assert optimizer_memory([fact], "galore_adamw", target_modules=["a"]).notes == (note,)
-    assert optimizer_memory([fact], "apollo_adamw", target_modules=["a"]).notes == ()
+    assert memory_of([fact], "galore_adamw", optim_target_modules=["a"]).notes == (note,)
+    assert memory_of([fact], "apollo_adamw", optim_target_modules=["a"]).notes == ()
 
 
 # ---- clipping and scaling
@@ -514,7 +511,7 @@ def test_every_name_is_estimable_or_says_why_not() -> None:
 @pytest.mark.parametrize("optim", NOT_ESTIMABLE)
 def test_not_estimable(optim: str) -> None:
     with pytest.raises(NotEstimableError) as error:
-        optimizer_memory([], optim)
+        memory_of([], optim)
     assert str(error.value) == f"not estimable: optim={optim!r}: {NOT_ESTIMABLE[optim]}"
 
 
@@ -527,7 +524,7 @@ def test_stock_cannot_build_layerwise_galore_adafactor(tmp_path: Any) -> None:
 
 def test_unknown_name() -> None:
     with pytest.raises(ValueError) as error:
-        optimizer_memory([], "adamw_8bits")
+        memory_of([], "adamw_8bits")
     assert str(error.value) == (
         "optim='adamw_8bits' is not an optimizer whose memory is known; expected one of "
         f"{', '.join([*FAMILIES, *NOT_ESTIMABLE])}. Did you mean 'adamw_8bit'? Pass optim='adamw_8bit'"
@@ -548,19 +545,19 @@ TARGET = ParameterFacts("layer.weight", (8, 4), 4, False, is_linear=True)
         ),
         (
             "apollo_adamw",
-            {"target_modules": ["attention"]},
+            {"optim_target_modules": ["attention"]},
             "optim_target_modules=['attention'] matches no trainable nn.Linear; expected the name of at least one. "
             "Pass optim_target_modules='all-linear'",
         ),
         (
             "galore_adamw",
-            {"target_modules": "all-linear", "optim_args": "proj_type=up"},
+            {"optim_target_modules": "all-linear", "optim_args": "proj_type=up"},
             "optim_args='proj_type=up' is not a projection; expected std, reverse_std, left, right or full. "
             "Pass optim_args='proj_type=std'",
         ),
         (
             "apollo_adamw",
-            {"target_modules": "all-linear", "optim_args": "proj_type=full"},
+            {"optim_target_modules": "all-linear", "optim_args": "proj_type=full"},
             "not estimable: optim='apollo_adamw', optim_args='proj_type=full': apollo-torch does not implement it; "
             "expected std, reverse_std, left or right. Pass optim_args='proj_type=std'",
         ),
@@ -579,7 +576,7 @@ TARGET = ParameterFacts("layer.weight", (8, 4), 4, False, is_linear=True)
 )
 def test_bad_input(optim: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        optimizer_memory([TARGET], optim, **settings)
+        memory_of([TARGET], optim, **settings)
     assert str(error.value) == message
 
 
@@ -590,7 +587,7 @@ def test_targets_are_those_of_the_stock_trainer(targets: Any, tmp_path: Any) -> 
     optimizer = built(model, "galore_adamw", tmp_path, optim_args="rank=4", optim_target_modules=targets)
     gradients(model)
     optimizer.step()
-    memory = optimizer_memory(parameter_facts(model), "galore_adamw", optim_args="rank=4", target_modules=targets)
+    memory = memory_of(parameter_facts(model), "galore_adamw", optim_args="rank=4", optim_target_modules=targets)
     assert state_sizes(optimizer) == list(memory.state)
 
 
@@ -673,24 +670,24 @@ def test_temporaries_of_rounding_are_at_most_64_mib(case: str, tmp_path: Any) ->
 
 def test_released_rounding_has_the_memory_of_each_parameter() -> None:
     facts = parameter_facts(models(torch.bfloat16)["bert"])
-    released = optimizer_memory(facts, "paged_adamw_8bit", one_by_one=True, rounding="stochastic")
+    released = memory_of(facts, "paged_adamw_8bit", gradient_release=True, rounding="stochastic")
     assert [one.step for one in released.alone] == [((4 * fact.elements, 4 * fact.elements),) for fact in facts]
-    assert released.state == optimizer_memory(facts, "paged_adamw_8bit").state  # no byte more
-    kahan = optimizer_memory(facts, "paged_adamw_8bit", rounding="kahan")
+    assert released.state == memory_of(facts, "paged_adamw_8bit").state  # no byte more
+    kahan = memory_of(facts, "paged_adamw_8bit", rounding="kahan")
     assert kahan.state_bytes - released.state_bytes == sum(2 * fact.elements for fact in facts)
-    alone = optimizer_memory(facts, "paged_adamw_8bit", rounding="kahan", one_by_one=True).alone
+    alone = memory_of(facts, "paged_adamw_8bit", rounding="kahan", gradient_release=True).alone
     assert sum(memory.state_bytes for memory in alone) == kahan.state_bytes
 
 
 def test_rounding_leaves_float32_weights_alone() -> None:
     facts = parameter_facts(models(torch.float32)["bert"])
     for optim in ("adamw_torch", "adamw_8bit"):
-        assert optimizer_memory(facts, optim, rounding="kahan") == optimizer_memory(facts, optim)
+        assert memory_of(facts, optim, rounding="kahan") == memory_of(facts, optim)
 
 
 def test_rounding_needs_an_optimizer_that_goes_element_by_element() -> None:
     with pytest.raises(ValueError) as error:
-        optimizer_memory([TARGET], "adafactor", rounding="kahan")
+        memory_of([TARGET], "adafactor", rounding="kahan")
     assert str(error.value) == (
         "optim='adafactor', rounding='kahan' are incompatible: its update does not go element by element; expected one "
         f"of {', '.join(ELEMENTWISE)}. Pass optim='adamw_8bit', or rounding='nearest'"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blocks import A100, BF16, FP32, RTX_3090, T4, Blocks, empty, header
-
-from hf_memopt.memory.cuda import hidden_bytes
+from blocks import A100, BF16, FP32, RTX_3090, T4, Blocks, empty, header, hidden_bytes
 
 aten = torch.ops.aten
 

@@ -6,6 +6,7 @@ Sizes are in blocks of 512 bytes, the allocator's smallest, so that nothing is r
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hf_memopt.memory.allocator.caching_allocator import AllocationError, Cachin
 from hf_memopt.memory.allocator.replay import replay
 from hf_memopt.memory.optimizers import OptimizerMemory
 from hf_memopt.memory.recording import RecordedPass, StepTrace
+from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.tracking import COMPONENTS, StorageTracker
 
 BLOCK = 512
@@ -95,11 +97,12 @@ def plan(**changed: Any) -> ReplayPlan:
     usual = {
         "optimizer": OPTIMIZER,
         "clipping": (BLOCK, 2 * BLOCK),
-        "batches": 1,
         "micro_batches": 1,
         "workspaces": (8 * BLOCK, 9 * BLOCK),
     }
-    return ReplayPlan(**{**usual, **changed})
+    names = {item.name for item in fields(ReplayPlan)}
+    settings = StepSettings(**{name: value for name, value in changed.items() if name not in names})
+    return ReplayPlan(settings, **{**usual, **{name: value for name, value in changed.items() if name in names}})
 
 
 def played(trace: StepTrace, plan: ReplayPlan, allocator: CachingAllocator | None = None) -> tuple[Replayed, list[str]]:
@@ -163,7 +166,7 @@ def test_phases_and_steps_of_the_timeline() -> None:
 
 
 def test_a_hand_written_loop_holds_logits_and_loss_until_the_next_forward_pass_is_over() -> None:
-    _, timeline = played(accumulating_trace(micro_batches=1), plan(**NOTHING, is_manual=True))
+    _, timeline = played(accumulating_trace(micro_batches=1), plan(**NOTHING, loop="manual"))
     held = ["-L4", "-L1"]
     first = ["+I2", *FORWARD, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-G10"]
     later = ["+I2", "-I2", *FORWARD, *held, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-G10"]
@@ -171,13 +174,13 @@ def test_a_hand_written_loop_holds_logits_and_loss_until_the_next_forward_pass_i
 
 
 def test_a_step_function_frees_logits_and_loss_when_it_returns() -> None:
-    _, timeline = played(accumulating_trace(micro_batches=1), plan(**NOTHING, is_manual=True, in_function=True))
+    _, timeline = played(accumulating_trace(micro_batches=1), plan(**NOTHING, loop="function"))
     step = [*FORWARD, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-G10", "-L4", "-L1"]
     assert timeline == [*LOAD, "+I2", *step, *(2 * ["+I2", "-I2", *step])]
 
 
 def test_a_step_function_of_each_accumulation_step_frees_them_before_the_next() -> None:
-    _, timeline = played(accumulating_trace(), plan(**NOTHING, batches=2, is_manual=True, in_function=True))
+    _, timeline = played(accumulating_trace(), plan(**NOTHING, gradient_accumulation_steps=2, loop="function"))
     first = ["+I2", *FORWARD, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-L4", "-L1"]
     second = [*FORWARD, "+L4", "+T10", "-L4", "-T10", "+T6", "-A5", "-T6", "-G10", "-L4", "-L1"]
     assert timeline[: len([*LOAD, *first, *second])] == [*LOAD, *first, *second]
@@ -190,7 +193,7 @@ def test_the_trainer_and_each_stretch_of_loading_empty_the_cache(is_manual: bool
     trace = accumulating_trace(micro_batches=1)
     block = ("block", 40 * 2**20), ("block", -40 * 2**20)
     trace.loading = ((*block, (trace.weights[0], 10 * BLOCK)), ())[:stretches]
-    found, timeline = played(trace, plan(**NOTHING, is_manual=is_manual))
+    found, timeline = played(trace, plan(**NOTHING, loop="manual" if is_manual else "trainer"))
     assert timeline[:3] == [f"+T{40 * 2048}", f"-T{40 * 2048}", "+W10"]
     kept = 40 * 2**20 if is_manual and stretches == 1 else 0
     assert found.timeline.reserved[3] == kept + 2 * 2**20
@@ -198,14 +201,14 @@ def test_the_trainer_and_each_stretch_of_loading_empty_the_cache(is_manual: bool
 
 
 def test_kept_gradients_are_added_to_from_the_second_step_on() -> None:
-    _, timeline = played(accumulating_trace(micro_batches=2), plan(**NOTHING, keeps_gradients=True))
+    _, timeline = played(accumulating_trace(micro_batches=2), plan(**NOTHING, zero_grad_to_none=False))
     later = ["+I2", "-I2", *FORWARD, *BACKWARD_ADDING]
     assert timeline == [*LOAD, "+I2", *FORWARD, *BACKWARD, *later, *later]
 
 
-@pytest.mark.parametrize("cut", [{"batches": 2}, {"micro_batches": 2}], ids=["accumulated", "cut"])
+@pytest.mark.parametrize("cut", [{"gradient_accumulation_steps": 2}, {"micro_batches": 2}], ids=["accumulated", "cut"])
 def test_two_micro_batches_add_gradients(cut: dict[str, int]) -> None:
-    inputs = ["+I2"] * cut.get("batches", 1)
+    inputs = ["+I2"] * cut.get("gradient_accumulation_steps", 1)
     found, timeline = played(accumulating_trace(), plan(**cut))
     second = [*FORWARD, *BACKWARD_ADDING]
     first_step = [*inputs, "+C8", *FORWARD, "+C9", *BACKWARD, *second, *FIRST_STEP]
@@ -214,10 +217,13 @@ def test_two_micro_batches_add_gradients(cut: dict[str, int]) -> None:
     assert found.peak_allocated == max(sums(timeline)) * BLOCK
 
 
-@pytest.mark.parametrize("cut", [{"batches": 5}, {"micro_batches": 5}, {"batches": 3, "micro_batches": 4}])
+@pytest.mark.parametrize(
+    "cut",
+    [{"gradient_accumulation_steps": 5}, {"micro_batches": 5}, {"gradient_accumulation_steps": 3, "micro_batches": 4}],
+)
 def test_further_micro_batches_repeat_the_second_and_hold_their_inputs(cut: dict[str, int]) -> None:
     _, timeline = played(accumulating_trace(), plan(**cut))
-    inputs = ["+I2"] * cut.get("batches", 1)
+    inputs = ["+I2"] * cut.get("gradient_accumulation_steps", 1)
     first = [*inputs, "+C8", *FORWARD, "+C9", *BACKWARD, *[*FORWARD, *BACKWARD_ADDING] * 2, *FIRST_STEP]
     assert timeline[: 1 + len(first)] == [*LOAD, *first]
     assert sum(event == "+G10" for event in timeline) == 3
@@ -239,7 +245,9 @@ def test_a_run_over_two_recordings() -> None:
     """The longer batch first and the shorter one second, then the other way round, then the shorter one alone."""
     allocator = CachingAllocator()
     order = ((0, 1), (1, 0), (1,))
-    found = replay(accumulating_trace(), plan(**NOTHING, batches=2, order=order), allocator, [shorter_trace()])
+    found = replay(
+        accumulating_trace(), plan(**NOTHING, gradient_accumulation_steps=2, order=order), allocator, [shorter_trace()]
+    )
     changes = np.diff(found.timeline.components.sum(axis=1), prepend=0) // BLOCK
     long, short = [5, 3, -3, 4, 1], [4, 2, -2, 3]  # the loss of one block is none in the shorter recording
     backward, backward_short = [4, 10, -4, 6, -5, -6, -4, -1], [3, 10, -3, 5, -4, -5, -3]
@@ -255,7 +263,9 @@ def test_a_run_over_two_recordings() -> None:
 
 def test_accumulation_costs_the_inputs_and_the_gradient_that_is_added() -> None:
     one, _ = played(accumulating_trace(micro_batches=1), plan(optimizer=OptimizerMemory((), 0, (), ()), clipping=()))
-    five, _ = played(accumulating_trace(), plan(optimizer=OptimizerMemory((), 0, (), ()), clipping=(), batches=5))
+    five, _ = played(
+        accumulating_trace(), plan(optimizer=OptimizerMemory((), 0, (), ()), clipping=(), gradient_accumulation_steps=5)
+    )
     assert one.peak_allocated == (10 + 17 + 2 + 5 + 4 + 1 + 10 + 6) * BLOCK
     assert five.peak_allocated == (10 + 17 + 5 * 2 + 5 + 4 + 1 + 10 + 4 + 10) * BLOCK  # beside the logits' gradient
 
@@ -350,7 +360,7 @@ def test_a_cache_of_the_model_is_allocated_once_and_stays() -> None:
         forward_end = script.now
         script.freed(activation)
         trace.micro_batches.append(RecordedPass(start, forward_end, script.now, logits_event=forward_end))
-    nothing = plan(**NOTHING, batches=2)
+    nothing = plan(**NOTHING, gradient_accumulation_steps=2)
     _, timeline = played(trace, nothing)
     assert timeline == ["+A50", *["+A5", "-A5"] * 6]
 
@@ -401,7 +411,9 @@ def test_released_gradients_step_within_the_backward_pass() -> None:
 
 
 def test_state_is_allocated_once_where_every_micro_batch_steps() -> None:
-    _, timeline = played(releasing_trace(micro_batches=2), plan(optimizer=ALONE, clipping=(), batches=2))
+    _, timeline = played(
+        releasing_trace(micro_batches=2), plan(optimizer=ALONE, clipping=(), gradient_accumulation_steps=2)
+    )
     assert [event for event in timeline if event[1] == "S"] == ["+S80", "+S40"]
     assert timeline.count("+G20") == timeline.count("-G20") == 6
 
@@ -431,7 +443,7 @@ def evaluated_trace(*, gathers: bool = True) -> StepTrace:
 
 
 def evaluated(eval_batches: int, *, gathers: bool = True) -> tuple[Replayed, list[str]]:
-    nothing = plan(**NOTHING, eval_batches=eval_batches)
+    nothing = plan(**NOTHING, eval_batch_size=1 if eval_batches else None, eval_batches=max(eval_batches, 1))
     found, timeline = played(evaluated_trace(gathers=gathers), nothing)
     training = ["+W10", "+I2", "+I2", "-I2", "+I2", "-I2"]
     assert timeline[: len(training)] == training
@@ -467,7 +479,9 @@ def test_at_the_end_the_gathered_logits_lie_twice(eval_batches: int) -> None:
 
 
 def test_logits_that_stay_a_list_lie_there_once() -> None:
-    found, timeline = played(evaluated_trace(), plan(**NOTHING, eval_batches=4, eval_concat=False))
+    found, timeline = played(
+        evaluated_trace(), plan(**NOTHING, eval_batch_size=1, eval_batches=4, eval_do_concat_batches=False)
+    )
     assert timeline[6:] == [
         *["+I3", *PASS, "+L4", "-I3"] * 2,
         *["+I3", "+L4", "-I3"],  # a pass that repeats the second is not played
@@ -504,7 +518,7 @@ class CountingAllocator(CachingAllocator):
 @pytest.mark.parametrize(("steps", "expected"), [(None, 0), (1, 6), (2, 4), (3, 2)])
 def test_the_cache_is_emptied_before_backward_passes_of_every_such_step(steps: int | None, expected: int) -> None:
     allocator = CountingAllocator()
-    played(accumulating_trace(), plan(batches=2, empty_cache_steps=steps), allocator)
+    played(accumulating_trace(), plan(gradient_accumulation_steps=2, torch_empty_cache_steps=steps), allocator)
     assert allocator.emptied == expected
 
 
@@ -521,7 +535,7 @@ def large_trace() -> StepTrace:
 
 def test_emptying_the_cache_lowers_reserved_bytes() -> None:
     kept, _ = played(large_trace(), plan(**NOTHING))
-    emptied, _ = played(large_trace(), plan(**NOTHING, empty_cache_steps=1))
+    emptied, _ = played(large_trace(), plan(**NOTHING, torch_empty_cache_steps=1))
     assert kept.peak_allocated == emptied.peak_allocated == 50 * 2**20
     assert (kept.peak_reserved, emptied.peak_reserved) == (90 * 2**20, 50 * 2**20)
 
@@ -543,13 +557,13 @@ def test_retries_of_the_evaluation_are_counted_apart() -> None:
     start = script.now
     script.freed(script.allocated(60 * mib))
     trace.evaluation = RecordedPass(start, script.now, script.now, logits_event=script.now)
-    found, _ = played(trace, plan(**NOTHING, eval_batches=1), CachingAllocator(limit_bytes=64 * 2**20))
+    found, _ = played(trace, plan(**NOTHING, eval_batch_size=1), CachingAllocator(limit_bytes=64 * 2**20))
     assert found.retries == (0, 1)
 
 
 def test_only_the_last_accumulation_step_reduces_under_fsdp2() -> None:
     """Of each kind two passes are recorded: the first, and one that adds to its gradients."""
-    shared = plan(reduces_last=True)
+    shared = plan(world_size=2, strategy="fsdp2")
     assert shared.passes((0,), 1, adds=False) == ([], [(0, 0)])
     assert shared.passes((0, 1), 1, adds=False) == ([(0, 0)], [(1, 1)])
     assert shared.passes((0, 1, 0), 2, adds=False) == ([(0, 0), (0, 1), (1, 1), (1, 1)], [(0, 2), (0, 3)])

@@ -161,7 +161,7 @@ def predicted(case: dict[str, Any]) -> int:
         trace = record_step(model, inputs, settings, **options)
     state = tuple(fact.size_bytes for fact in facts for _ in range(2))  # AdamW's averages; it steps after the peak
     optimizer = OptimizerMemory(state, 0, (), ())
-    plan = ReplayPlan(optimizer, (), settings.gradient_accumulation_steps, -(-count // rows), (), reduces_last=True)
+    plan = ReplayPlan(settings, optimizer, (), -(-count // rows), ())
     allocator: Any = ExactAllocator()
     replay(trace, plan, allocator)
     return int(allocator.peak_allocated)

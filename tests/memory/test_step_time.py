@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from hf_memopt.memory import Estimate, estimate
 from hf_memopt.memory.optimizers import ParameterFacts, optimizer_memory
 from hf_memopt.memory.quantized import stand_ins
 from hf_memopt.memory.recording.step import recording
+from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.step_time import Operation, Prices, StepCosts, equally_fast, operation_of
 from hf_memopt.memory.step_time import prices as module
-from hf_memopt.memory.step_time.operations import _adafactor_step, _Counting, optimizer_operations
+from hf_memopt.memory.step_time.operations import _Counting, optimizer_operations
 from hf_memopt.memory.step_time.prices import PARTS, step_time
 from hf_memopt.memory.tracking import StorageTracker
 
@@ -223,17 +224,17 @@ FACTS = [
 ELEMENTS = sum(fact.elements for fact in FACTS)
 
 
-def step_of(optim: str, **settings: Any) -> Counter[Operation]:
-    memory = optimizer_memory(FACTS, optim, one_by_one=settings.pop("releases", False))
-    return optimizer_operations(FACTS, memory, optim, **{"clips": False, **settings})
+def step_of(optim: str, facts: Sequence[ParameterFacts] = FACTS, **changed: Any) -> Counter[Operation]:
+    settings = StepSettings(**{"optim": optim, "precision": "fp32", "max_grad_norm": 0, **changed})
+    return optimizer_operations(facts, optimizer_memory(facts, settings), settings)
 
 
 @pytest.mark.parametrize(
     ("optim", "settings", "accesses"),
     [
         ("adamw_torch_fused", {}, 7),
-        ("adamw_torch_fused", {"clips": True}, 7 + 3),
-        ("adamw_torch_fused", {"unscales": True}, 7 + 2),
+        ("adamw_torch_fused", {"max_grad_norm": 1.0}, 7 + 3),
+        ("adamw_torch_fused", {"precision": "fp16"}, 7 + 2),
         ("adamw_torch", {}, 18),
         ("sgd", {}, 3),
         ("adamw_bnb_8bit", {}, 3 + 1),
@@ -258,27 +259,15 @@ def test_the_run_of_different_shapes_is_that_of_all_tensors(optim: str) -> None:
     optimizer.step()
     with _Counting() as counting:
         optimizer.step()
-    found = optimizer_operations(facts, optimizer_memory(facts, optim), optim, clips=False)
+    found = step_of(optim, facts)
     assert moved(found) == moved(counting.found)
     if optim == "adafactor":
         assert found == counting.found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(30, 40), (7,), (3, 4, 5), ()])
-def test_a_step_of_adafactor_is_that_of_its_class(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
-    optimizer = transformers.Adafactor([parameter], scale_parameter=False, relative_step=False, lr=1e-3)
-    optimizer.step()
-    with _Counting() as counting:
-        optimizer.step()
-    assert _adafactor_step(shape, parameter.element_size()) == counting.found
-
-
 def test_released_gradients_step_one_by_one() -> None:
     for optim in ("adamw_torch_fused", "adamw_torch"):
-        together, alone = step_of(optim), step_of(optim, releases=True)
+        together, alone = step_of(optim), step_of(optim, gradient_release=True)
         assert moved(together) == pytest.approx(moved(alone), rel=1e-3)
         assert sum(cost.kernels for cost in alone) >= len(FACTS) > max(cost.kernels for cost in together)
     released = small(gradient_release=True, max_grad_norm=0.0).step_costs

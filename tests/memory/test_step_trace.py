@@ -130,7 +130,7 @@ def test_frozen_parameters_have_no_gradient() -> None:
 def test_released_gradients_die_at_once_in_the_order_of_the_backward_pass() -> None:
     model = on_meta(tiny.bert)
     settings = FP32.replace(gradient_release=True, max_grad_norm=0)
-    trace = record_step(model, bert_batch(), settings, releases_gradients=True)
+    trace = record_step(model, bert_batch(), settings)
     part = trace.micro_batches[0]
     parameters = list(model.parameters())
     assert sorted(index for _, index, _ in part.releases) == list(range(len(parameters)))
@@ -290,7 +290,9 @@ def test_model_that_needs_values_is_not_estimable_and_left_as_it_was(kind: type[
     model = on_meta(kind)
     with pytest.raises(NotEstimableError) as error:
         record_step(
-            model, {"x": torch.empty(4, 4, device="meta")}, StepSettings(precision="bf16"), releases_gradients=True
+            model,
+            {"x": torch.empty(4, 4, device="meta")},
+            StepSettings(precision="bf16", gradient_release=True, max_grad_norm=0),
         )
     if kind is ReadsANumber:
         expected = (

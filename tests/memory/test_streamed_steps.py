@@ -101,9 +101,8 @@ def recorded(step: dict[str, Any]) -> Any:
     stream = RecordedStream(model, settings, tracker, parameter_facts(model))
     semantics = HostSemantics(autocast=None, cache=True, tracker=tracker)
     with stream.streaming():
-        released = {"releases_gradients": settings.gradient_release}
         batch = {"input_ids": ids, "labels": torch.empty_like(ids)}
-        trace = record_step(model, batch, settings, tracker=tracker, semantics=semantics, **released)
+        trace = record_step(model, batch, settings, tracker=tracker, semantics=semantics)
     return trace, stream.weights(1), model
 
 

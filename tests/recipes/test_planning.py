@@ -20,7 +20,7 @@ from hf_memopt import GPUS, Plan, custom_gpu, estimate, plan
 from hf_memopt.binding.model_changes import add_adapters
 from hf_memopt.devices import against_float16
 from hf_memopt.memory.recording import keeping_models
-from hf_memopt.memory.recording.sessions import forget_traces
+from hf_memopt.memory.recording.sessions import Session
 from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.recipes.planning import facts_of, print_plan
 from hf_memopt.recipes.planning.model_and_rows import Texts
@@ -73,7 +73,7 @@ def found() -> Plan:
 def test_random_verdicts_are_those_of_a_direct_estimate(found: Plan) -> None:
     assert len(found.candidates) > 30  # fewer with transformers 5.8, which keeps no checkpoints in host memory
     gpu = gpu_of("80MiB")
-    forget_traces()
+    Session.traces.clear()
     for one in random.Random(0).sample(found.candidates, 20):
         itself = estimated(one, gpu)
         assert one.total_bytes == itself.total_bytes

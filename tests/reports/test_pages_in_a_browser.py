@@ -24,7 +24,7 @@ from hf_memopt.components import COLOURS
 from hf_memopt.plotting import DARK, LIGHT
 
 LOOKED_AT = """(() => {
-    const shown = (one) => one.getClientRects().length > 0;
+    const shown = (one) => one.checkVisibility();
     const number = (colour) => (colour.match(/[\\d.]+/g) || []).map(Number);
     const light = (colour) => {
         const [red, green, blue] = number(colour).map((part) => part / 255)

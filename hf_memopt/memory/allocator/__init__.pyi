@@ -1,5 +1,4 @@
 from .planned_replay import ReplayPlan as ReplayPlan
-from .planned_replay import replay_plan as replay_plan
 from .replay import Replayed as Replayed
 from .replay import fragmentation_of as fragmentation_of
 from .replay import replay_on_gpu as replay_on_gpu

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 # The constants of c10: kMinBlockSize, kSmallSize, kMinLargeAlloc, kSmallBuffer, kRoundLarge; large_segment_size().
 _ROUNDING_BYTES = 512
@@ -48,27 +49,17 @@ class AllocationError(RuntimeError):
     """The simulated GPU is full; a real run would raise ``torch.OutOfMemoryError``."""
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """A part of a segment, linked with its neighbours in the segment."""
 
-    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "size")
-
-    def __init__(
-        self,
-        pool: _Pool,
-        address: int,
-        size: int,
-        mapped: bool = True,
-        prev: _Block | None = None,
-        behind: _Block | None = None,
-    ) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        self.mapped = mapped
-        self.allocated = False
-        self.prev = prev
-        self.next = behind
+    pool: _Pool
+    address: int
+    size: int
+    mapped: bool = True
+    prev: _Block | None = None
+    next: _Block | None = None
+    allocated: bool = False
 
     def cut(self, size: int) -> _Block:
         """Keep the first ``size`` bytes; return the rest, linked behind."""
@@ -178,7 +169,14 @@ class CachingAllocator:
             return 0
         size = -(-size_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
         pool = self._small if size <= LARGEST_SMALL_BYTES else self._large
-        block = self._take_free(pool, size) or self._take_new(pool, size)
+        block = self._take_free(pool, size)
+        if block is None:
+            grow = self._expand if self._expandable else self._add_segment
+            block = grow(pool, size)
+            if block is None:  # at the limit: once more with the cache emptied
+                self.empty_cache()
+                self.retries += 1
+                block = grow(pool, size)
         if block is None:
             raise AllocationError(f"{size_bytes} bytes do not fit: {self.reserved} of {self.limit_bytes} are reserved")
         rest_bytes = block.size - size
@@ -228,16 +226,6 @@ class CachingAllocator:
             while index + 1 < len(free) and _room_to_grow(free[index + 1][2]) < _room_to_grow(free[index][2]):
                 index += 1
         return free.pop(index)[2]
-
-    def _take_new(self, pool: _Pool, size: int) -> _Block | None:
-        """Take memory from the driver; at the limit, once more with the cache emptied; None if there is no room."""
-        grow = self._expand if self._expandable else self._add_segment
-        block = grow(pool, size)
-        if block is None:
-            self.empty_cache()
-            self.retries += 1
-            block = grow(pool, size)
-        return block
 
     def _reserve(self, size: int) -> bool:
         """Count memory from the driver; False if the GPU has no more."""

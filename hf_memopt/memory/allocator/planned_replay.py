@@ -17,94 +17,64 @@ from hf_memopt.memory.settings import StepSettings
 class ReplayPlan:
     """How the recorded parts follow each other.
 
-    Attributes:
-        optimizer: the optimizer's bytes; of each trainable parameter by itself with gradient release.
-        clipping: temporaries of gradient clipping.
-        batches: accumulation steps; the Trainer holds the batches of all of them from the start of an optimizer step.
-        micro_batches: micro-batches that each of them is cut into.
-        workspaces: blocks that cuBLAS keeps for the forward thread, then for the backward thread.
-        eval_batches: evaluation batches whose outputs are gathered on the GPU; 0 for no evaluation.
-        eval_concat: whether they are concatenated at every batch, or stay a list.
-        empty_cache_steps: steps between two calls of ``empty_cache``, each before a backward pass; None for none.
-        order: for every step of a run over differing batches the index of each accumulation step's recording; empty
-            for three steps of one recording.
-        is_manual: whether a hand-written loop holds its outputs until the next forward pass is over, and one batch.
-        in_function: whether its steps run in a function, which frees the outputs when it returns.
-        keeps_gradients: whether gradients are zeroed, not freed, between steps.
-        buckets: that DDP copies gradients into; it holds them from the start.
-        reduces_last: whether only the last accumulation step reduces gradients, as under FSDP2; its passes are recorded
-            after those of the others.
+    The Trainer holds the batches of all accumulation steps from the start of an optimizer step; a hand-written loop
+    holds one batch, and its outputs until the next forward pass is over. ``order`` has for every step of a run over
+    differing batches the index of each accumulation step's recording; it is empty for three steps of one recording.
     """
 
-    optimizer: OptimizerMemory | Sequence[OptimizerMemory]
-    clipping: tuple[int, ...]
-    batches: int
-    micro_batches: int
-    workspaces: tuple[int, ...]
-    eval_batches: int = 0
-    eval_concat: bool = True
-    empty_cache_steps: int | None = None
+    settings: StepSettings
+    optimizer: OptimizerMemory | Sequence[OptimizerMemory]  # the latter of each trainable parameter, if released
+    clipping: tuple[int, ...]  # temporaries of gradient clipping
+    micro_batches: int  # that each accumulation step is cut into
+    workspaces: tuple[int, ...]  # blocks that cuBLAS keeps for the forward thread, then for the backward thread
     order: tuple[tuple[int, ...], ...] = ()
-    is_manual: bool = False
-    in_function: bool = False
-    keeps_gradients: bool = False
-    buckets: tuple[int, ...] = ()
-    reduces_last: bool = False
+    buckets: tuple[int, ...] = ()  # that DDP copies gradients into; it holds them from the start
+
+    @classmethod
+    def of(
+        cls,
+        facts: tuple[ParameterFacts, ...],
+        settings: StepSettings,
+        optimizer: OptimizerMemory,
+        batch_size: int,
+        chip: Chip,
+    ) -> ReplayPlan:
+        """Return the plan of steps with the trainable parameters that one process holds."""
+        clips = settings.max_grad_norm > 0 and not optimizer.releases_gradients and not settings.offload_params
+        clips = clips and not settings.engine.startswith("zero")  # DeepSpeed's norm is counted with its step
+        return cls(
+            settings,
+            optimizer=optimizer.alone if optimizer.releases_gradients else optimizer,
+            clipping=clipping_temporaries(facts) if clips else (),
+            micro_batches=math.ceil(batch_size / (settings.micro_batch_size or batch_size)),
+            workspaces=workspace_bytes(chip.capability, settings.cublas_workspace_bytes),
+            buckets=bucket_bytes(facts, settings),
+        )
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether a hand-written loop trains."""
+        return self.settings.loop != "trainer"
+
+    @property
+    def eval_batches(self) -> int:
+        """Evaluation batches whose outputs are gathered on the GPU; 0 for no evaluation."""
+        settings = self.settings
+        if settings.eval_batch_size is None or settings.batch_eval_metrics:
+            return int(settings.eval_batch_size is not None)
+        return min(settings.eval_batches, settings.eval_accumulation_steps or settings.eval_batches)
 
     def passes(
         self, batches: Sequence[int], micro_batches: int, *, adds: bool
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return the passes of a step that leave their gradients to later ones, and those that reduce them.
 
-        Each is (recording, which of its passes): of those that do the same the first two are recorded.
-
-        Args:
-            batches: the recording of each accumulation step.
-            micro_batches: of each accumulation step.
-            adds: whether gradients of the step before are there.
+        Each is (recording, which of its passes): of those that do the same the first two are recorded. ``batches`` are
+        the recordings of the accumulation steps, of which only the last reduces gradients under FSDP2; ``adds`` says
+        whether gradients of the step before are there.
         """
         every = [index for index in batches for _ in range(micro_batches)]
-        count = len(every) - micro_batches if self.reduces_last else 0
+        count = len(every) - micro_batches if self.settings.engine == "fsdp2" else 0
         waiting = [(index, min(place, 1)) for place, index in enumerate(every[:count])]
         first = min(count, 2)
         return waiting, [(index, first + min(place + adds, 1)) for place, index in enumerate(every[count:])]
-
-
-def replay_plan(
-    facts: tuple[ParameterFacts, ...],
-    settings: StepSettings,
-    optimizer: OptimizerMemory,
-    batch_size: int,
-    chip: Chip,
-) -> ReplayPlan:
-    """Return the plan of a step.
-
-    Args:
-        facts: of the trainable parameters, as one process holds them.
-        settings: with nothing "auto".
-        optimizer: of these parameters.
-        batch_size: examples of one accumulation step.
-        chip: that of the GPU.
-    """
-    clips = settings.max_grad_norm > 0 and not optimizer.releases_gradients and not settings.offload_params
-    clips = clips and not settings.engine.startswith("zero")  # DeepSpeed's norm is counted with its step
-    gathered = settings.eval_batches if settings.eval_batch_size is not None else 0
-    if settings.batch_eval_metrics:
-        gathered = min(gathered, 1)
-    elif settings.eval_accumulation_steps is not None:
-        gathered = min(gathered, settings.eval_accumulation_steps)
-    return ReplayPlan(
-        optimizer=optimizer.alone if optimizer.releases_gradients else optimizer,
-        clipping=clipping_temporaries(facts) if clips else (),
-        batches=settings.gradient_accumulation_steps,
-        micro_batches=math.ceil(batch_size / (settings.micro_batch_size or batch_size)),
-        workspaces=workspace_bytes(chip.capability, settings.cublas_workspace_bytes),
-        eval_batches=gathered,
-        eval_concat=settings.eval_do_concat_batches,
-        empty_cache_steps=settings.torch_empty_cache_steps,
-        is_manual=settings.loop != "trainer",
-        in_function=settings.loop == "function",
-        keeps_gradients=not settings.zero_grad_to_none,
-        buckets=bucket_bytes(facts, settings),
-        reduces_last=settings.engine == "fsdp2",
-    )

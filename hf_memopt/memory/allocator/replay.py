@@ -22,8 +22,8 @@ from hf_memopt.memory.allocator.caching_allocator import LARGEST_SMALL_BYTES, Al
 from hf_memopt.memory.allocator.planned_replay import ReplayPlan
 from hf_memopt.memory.optimizers import OptimizerMemory
 from hf_memopt.memory.recording import RecordedPass, StepTrace
-from hf_memopt.memory.settings import Fragmentation, LengthPlan, StepSettings
-from hf_memopt.memory.tracking import COMPONENTS, SimulatedTimeline, Timeline
+from hf_memopt.memory.settings import Fragmentation, LengthPlan
+from hf_memopt.memory.tracking import COMPONENTS, Timeline
 
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
@@ -61,7 +61,7 @@ def replay(
     run = _Run((trace, *others), plan, allocator)
     run.load()
     run.play((("bucket", index), size_bytes, _GRADIENTS) for index, size_bytes in enumerate(plan.buckets))
-    for step, batches in enumerate(plan.order or ((0,) * plan.batches,) * _STEPS):
+    for step, batches in enumerate(plan.order or ((0,) * plan.settings.gradient_accumulation_steps,) * _STEPS):
         run.step(step, batches)
     run.use(0)
     run.retries_in_steps = allocator.retries
@@ -73,16 +73,15 @@ def replay(
 # ---- On a GPU of a given size
 
 
-def replay_on_gpu(
-    trace: StepTrace, plan: ReplayPlan, settings: StepSettings, gpu: Gpu | None, others: Sequence[StepTrace]
-) -> Replayed:
+def replay_on_gpu(trace: StepTrace, plan: ReplayPlan, gpu: Gpu | None, others: Sequence[StepTrace]) -> Replayed:
     """Return the replay on a GPU of this size: at its limit the allocator empties its cache.
 
     Where even that does not help, the run would end in an out-of-memory error. Then the limit grows until the replay
     ends, from what the tensors hold at their peak in steps of 5 %. Without a limit the allocator would keep every block
     that it ever had, and the estimate would be a multiple of what the run needs.
     """
-    unlimited = replay(trace, plan, CachingAllocator(settings.expandable_segments), others)
+    expandable = plan.settings.expandable_segments
+    unlimited = replay(trace, plan, CachingAllocator(expandable), others)
     limit_bytes = None if gpu is None else max(gpu.usable_bytes - (gpu.context_bytes or 0), 0)
     if limit_bytes is None or unlimited.peak_reserved <= limit_bytes:
         return unlimited
@@ -91,7 +90,7 @@ def replay_on_gpu(
         tried_bytes = unlimited.peak_allocated + unlimited.peak_allocated // 20 + 1
     while tried_bytes < unlimited.peak_reserved:
         with suppress(AllocationError):
-            return replay(trace, plan, CachingAllocator(settings.expandable_segments, tried_bytes), others)
+            return replay(trace, plan, CachingAllocator(expandable, tried_bytes), others)
         tried_bytes += tried_bytes // 20 + 1
     return unlimited
 
@@ -100,7 +99,6 @@ def fragmentation_of(
     trace: StepTrace,
     others: Sequence[StepTrace],
     plan: ReplayPlan,
-    settings: StepSettings,
     lengths: LengthPlan,
     replayed: Replayed,
 ) -> Fragmentation:
@@ -109,7 +107,7 @@ def fragmentation_of(
     def reserved_bytes(expandable_segments: bool, plan: ReplayPlan = plan) -> int:
         return replay(trace, plan, CachingAllocator(expandable_segments), others).peak_reserved
 
-    expandable = settings.expandable_segments
+    expandable = plan.settings.expandable_segments
     own = reserved_bytes(expandable) if any(replayed.retries) else replayed.peak_reserved
     other = reserved_bytes(not expandable)
     return Fragmentation(
@@ -286,7 +284,9 @@ class _Run:
         for key in [key for key in self._alive if isinstance(key, tuple) and key[:2] == ("input", step - 1)]:
             self.free(key)
         self.use(batches[0])
-        parts = plan.passes(batches, min(plan.micro_batches, _PASSES), adds=plan.keeps_gradients and step > 0)
+        parts = plan.passes(
+            batches, min(plan.micro_batches, _PASSES), adds=not plan.settings.zero_grad_to_none and step > 0
+        )
         for index, which in (one for part in parts for one in (part if plan.order else part[:_PASSES])):
             self._go_on_with(index)
             recorded = min(which, len(self.trace.micro_batches) - 1)
@@ -296,8 +296,10 @@ class _Run:
             self._together("clip", plan.clipping)
             self._optimizer(plan.optimizer, "state", first=step == 0)
         first_key = self._recorded.first_key
-        self.play((number + first_key, -1, 0) for number in (() if plan.keeps_gradients else self.trace.gradients))
-        if plan.in_function:
+        self.play(
+            (number + first_key, -1, 0) for number in (self.trace.gradients if plan.settings.zero_grad_to_none else ())
+        )
+        if plan.settings.loop == "function":
             self._drop_held()
 
     def _go_on_with(self, index: int) -> None:
@@ -310,14 +312,15 @@ class _Run:
                     self._rename(first_key + number, self._recorded.first_key + own)
 
     def _pass(self, part: RecordedPass, events: list[tuple[int, int, int]], step: int) -> None:
-        if self.plan.in_function:
+        if self.plan.settings.loop == "function":
             self._drop_held()  # of the accumulation step before
         self.phase("forward")
         self._workspace(0)
         border = part.forward_end - part.start
         self.play(events[:border])
         self._drop_held()
-        if self.plan.empty_cache_steps is not None and step % self.plan.empty_cache_steps == 0:
+        empty_cache_steps = self.plan.settings.torch_empty_cache_steps
+        if empty_cache_steps is not None and step % empty_cache_steps == 0:
             self.allocator.empty_cache()
         self.phase("backward")
         self._workspace(1)
@@ -401,7 +404,7 @@ class _Run:
                 self.free(("evaluated", batch, number))
 
     def _gather(self, batch: int, sizes: list[int]) -> None:
-        if not self.plan.eval_concat:
+        if not self.plan.settings.eval_do_concat_batches:
             for index, size_bytes in enumerate(sizes):
                 self.malloc(("output", batch, index), size_bytes, _LOGITS)
             return
@@ -425,11 +428,13 @@ class _Run:
             self.use(self._peak_key // _KEYS)
             module = self._tracker.module_of(self._peak_key % _KEYS)
         reserved = np.array(self._reserved, np.int64)
-        timeline = SimulatedTimeline(changed, deltas, reserved, tuple(self._phases), tuple(self._steps))
+        table = np.zeros((len(deltas), len(COMPONENTS)), np.int64)
+        table[np.arange(len(deltas)), changed] = deltas
+        timeline = Timeline(table.cumsum(axis=0), reserved, tuple(self._phases), tuple(self._steps))
         return Replayed(
             peak_allocated=self.allocator.peak_allocated,
             peak_reserved=self.allocator.peak_reserved,
-            components=timeline.parts_at(self._peak_event),
+            components=timeline.parts_at(self._peak_event) if deltas.size else dict.fromkeys(COMPONENTS, 0),
             phase=phase,
             module=module,
             timeline=timeline,

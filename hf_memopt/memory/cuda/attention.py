@@ -200,26 +200,14 @@ def efficient_forward(
 
 
 def efficient_backward(
-    chip: Chip,
-    out: Any,
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    output: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout_p: float,
-    *_: Any,
-    **__: Any,
+    chip: Chip, out: Any, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any
 ) -> tuple[int, ...]:
     """Return delta (row sums of grad * output) and the workspace in which dq, dk and dv are summed in float32.
 
     Source: attention_backward.cu, ``_efficient_attention_backward``; kernel_backward.h, ``Params::workspace_size``,
     ``GradQTempStorage`` (a tile and 16 bytes of locks), ``kKernelComputesDelta``.
     """
+    _bias, _output, _logsumexp, _seed, _offset, dropout_p = rest[:6]
     batch, heads, query_len, head_dim = query.shape  # (batch, heads, seq, head)
     key_len, value_dim = value.shape[2:]
     half = query.dtype in _HALF

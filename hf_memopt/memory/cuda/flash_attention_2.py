@@ -24,9 +24,6 @@ def use_stand_in(model: Any) -> None:
     """Give a transformers model on the meta device the allocations of ``attn_implementation="flash_attention_2"``.
 
     The stand-in is registered with transformers under its own name; nothing else in transformers changes.
-
-    Raises:
-        NotEstimableError: the architecture does not support FlashAttention-2.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
@@ -52,11 +49,7 @@ def attend(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return (batch, seq, heads, head) from query, key and value of (batch, heads, seq, head), and no weights.
-
-    Raises:
-        NotEstimableError: query, key and value are float32, which the kernel refuses on a GPU too.
-    """
+    """Return (batch, seq, heads, head) from query, key and value of (batch, heads, seq, head), and no weights."""
     batch, heads, seq = query.shape[:3]
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     if query.dtype == torch.float32 and torch.is_autocast_enabled("cuda"):  # after rotary angles

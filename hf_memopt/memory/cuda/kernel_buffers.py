@@ -44,33 +44,14 @@ _HALF = (torch.float16, torch.bfloat16)
 _LT_WORKSPACE_BYTES = 2**20
 
 
-def hidden_bytes(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    out: Any,
-    capability: tuple[int, int],
-    *,
-    multiprocessors: int | None = None,
-) -> tuple[int, ...]:
+def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, chip: Chip) -> tuple[int, ...]:
     """Return the blocks that the CUDA kernel of one operator allocates and frees before it returns.
 
-    Where the kernel works in phases, these are the blocks of the phase that holds most.
-
-    Args:
-        func: the overload, as a ``TorchDispatchMode`` sees it.
-        args: its arguments; only shape, strides and dtype of tensors are read, so meta tensors suffice.
-        kwargs: its arguments by keyword.
-        out: what it returned.
-        capability: of the GPU.
-        multiprocessors: of the GPU; reductions and flash attention split their work by it. None for the largest GPU
-            of that capability, which is an upper bound: the buffer of a large sum grows in proportion.
+    Where the kernel works in phases, these are the blocks of the phase that holds most. Of tensors only shape, strides
+    and dtype are read. Reductions and flash attention split their work by the multiprocessors of the chip.
     """
     rule = _RULES.get(func)
-    if rule is None:
-        return ()
-    blocks = rule(Chip.of(capability, multiprocessors), out, *args, **kwargs)
-    return tuple(size for size in blocks if size)
+    return () if rule is None else tuple(size for size in rule(chip, out, *args, **kwargs) if size)
 
 
 # ---- softmax
@@ -266,14 +247,10 @@ def _reduction_bytes(chip: Chip, layout: Layout, *, size: int, vector: int) -> t
     The buffer is generous: torch sizes it for every output times the threads of a block. The gradient of a bias of
     4,096 elements over 4,096 tokens takes 108 MiB on an A100.
 
+    An accumulator has ``size`` bytes, a vector load along reduced elements ``vector`` elements.
+
     Source: native/cuda/Reduce.cuh, ``setReduceConfig``, ``ReduceConfig::global_memory_size``, ``semaphore_size``
     (2.13 and 2.14; reductions of more than 2**31 bytes, which torch cuts first, are not cut here).
-
-    Args:
-        chip: what it runs on.
-        layout: the reduction's dimensions.
-        size: bytes of an accumulator.
-        vector: elements of a vector load along reduced elements.
     """
     inputs, outputs = math.prod(layout.sizes[: layout.reduced]), math.prod(layout.sizes[layout.reduced :])
     if inputs < 256 or outputs == 0:  # a thread that has fewer never shares an output with another block
@@ -380,19 +357,13 @@ _KERNELS: dict[str, _Rule] = {
     "native_layer_norm_backward": _norm_backward,
     "_fused_rms_norm_backward": _norm_backward,  # 2.9 and later
     "embedding_dense_backward": _embedding_backward,
-    "index_put": _index_put,
-    "index_put_": _index_put,
-    "_index_put_impl_": _index_put,
-    "_unsafe_index_put": _index_put,
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
     **dict.fromkeys(("masked_scatter", "masked_scatter_"), _masked_scatter),
     **dict.fromkeys(("masked_select", "masked_scatter_backward"), _masked_select),
     "scatter_reduce.two": _scatter_mean,
     **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_loss_backward),
     "_foreach_norm.Scalar": _foreach_norm,
-    "sum": _reduce_sum,
-    "sum.dim_IntList": _reduce_sum,
-    "mean": _reduce_sum,
-    "mean.dim": _reduce_sum,
+    **dict.fromkeys(("sum", "sum.dim_IntList", "mean", "mean.dim"), _reduce_sum),
     "linalg_vector_norm": _reduce_norm,
     **dict.fromkeys(("all", "all.dim", "amax", "amin", "any", "any.dim", "max", "min"), _reduce_extreme),
 }

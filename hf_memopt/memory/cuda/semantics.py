@@ -56,15 +56,8 @@ def _run_engine(tensors: tuple[torch.Tensor, ...], gradients: tuple[Any, ...], r
 class CudaSemantics(TorchFunctionMode):
     """Run torch code on meta tensors with the allocations of CUDA.
 
-    Args:
-        autocast: the 16-bit dtype of autocast regions; None for no autocast.
-        capability: compute capability of the GPU, which decides the attention kernel.
-        cache: whether a region keeps the 16-bit copy of each trainable weight until it ends.
-        tracker: does not count what moves to the host; this class does, in ``peak_host_bytes``.
-
-    Attributes:
-        deferred_at: event and sequence number of the tracker when logits that are not made were first used; None until
-            then.
+    ``autocast`` is the 16-bit dtype of autocast regions, and with ``cache`` a region keeps the 16-bit copy of each
+    trainable weight until it ends. What moves to the host is in ``peak_host_bytes``, and not in the tracker.
     """
 
     def __init__(
@@ -77,7 +70,7 @@ class CudaSemantics(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.host_bytes = self.peak_host_bytes = 0
-        self.deferred_at: tuple[int, int] | None = None
+        self.deferred_at: tuple[int, int] | None = None  # event and sequence at the first use of logits not made
         self._dtype = autocast
         self._capability = capability
         self._cache_enabled = cache
@@ -326,15 +319,10 @@ def cross_entropy(
 
     The log-softmax gets the dtype of the logits as an argument; ``nll_loss`` is cast to float32, which it saves.
 
-    Source: torch 2.13, ``aten/src/ATen/native/LossNLL.cpp``.
+    Logits are (batch, classes, ...) or (classes,), targets (batch, ...) classes or probabilities in the shape of the
+    logits; reduction 0 is none, 1 mean, 2 sum.
 
-    Args:
-        logits: (batch, classes, ...) or (classes,).
-        target: (batch, ...) classes, or probabilities in the shape of ``logits``.
-        weight: (classes,).
-        reduction: 0 none, 1 mean, 2 sum.
-        ignore_index: the class of targets that are ignored.
-        label_smoothing: the share of the loss that is spread over all classes.
+    Source: torch 2.13, ``aten/src/ATen/native/LossNLL.cpp``.
     """
     dim = 1 if logits.dim() > 1 else 0
     classes = logits.shape[dim]

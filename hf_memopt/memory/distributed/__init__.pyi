@@ -4,7 +4,6 @@ from .shares import bucket_bytes as bucket_bytes
 from .shares import notes_of_sharing as notes_of_sharing
 from .shares import shard_facts as shard_facts
 from .shares import sharded_step as sharded_step
-from .shares import step_optimizer as step_optimizer
 from .shares import without_autocast as without_autocast
 from .zero import ZeroStep as ZeroStep
 from .zero_config import ZERO_STAGES as ZERO_STAGES

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_memopt.memory.settings import NotEstimableError
 
@@ -29,19 +30,12 @@ _Found = tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...], bool]
 
 
 class FullyShardedStep:
-    """A model that is sharded while it is recorded.
+    """A model on the meta device that is sharded while it is recorded; as before after ``sharding``.
 
-    Args:
-        model: on the meta device; as before after ``sharding``.
-        world_size: processes that share the parameters.
-        compute_dtype: that parameters are gathered in and gradients reduced in, as accelerate's mixed precision has it;
-            what is trained is then float32. None for each parameter's own.
-        offload: whether shards and their gradients are in host memory between uses.
-
-    Attributes:
-        gathered_bytes: of weights that a forward and backward pass gathers, as often as it does.
-        notes: what a run needs besides.
-        reduces: whether the next passes reduce their gradients; the others add up whole ones.
+    Parameters are gathered and gradients reduced in ``compute_dtype``, as accelerate's mixed precision has it, and what
+    is trained is then float32; None for each parameter's own. ``gathered_bytes`` are those of weights that a forward
+    and backward pass gathers, as often as it does. ``reduces`` says whether the next passes reduce their gradients; the
+    others add up whole ones.
     """
 
     def __init__(
@@ -74,9 +68,9 @@ class FullyShardedStep:
             swap_parameters(self._model, shards, around)
             for unit in self._units:
                 for module in unit.modules:
-                    before = module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True)
-                    around.callback(before.remove)
-                    around.callback(module.register_forward_hook(self._after(unit)).remove)
+                    hook = partial(self._before, unit)
+                    around.callback(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+                    around.callback(module.register_forward_hook(partial(self._after, unit)).remove)
             yield self
 
     @property
@@ -107,31 +101,25 @@ class FullyShardedStep:
 
     # ---- Hooks ------------------------------------------------------------------------------------------------------
 
-    def _before(self, unit: _Unit) -> Callable[..., Any]:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            unit.gather()
-            self._wait(unit)
-            args, kwargs = self._cast((args, kwargs))
-            if unit.state == "backward":  # recomputed: what follows is done
-                return args, kwargs
-            if not unit.waiting_for:
-                unit.waiting_for = set(unit.modules)
-                args, kwargs = self._watch_inputs(unit, args, kwargs)
-            unit.state = "forward"
+    def _before(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        unit.gather()
+        self._wait(unit)
+        args, kwargs = self._cast((args, kwargs))
+        if unit.state == "backward":  # recomputed: what follows is done
             return args, kwargs
+        if not unit.waiting_for:
+            unit.waiting_for = set(unit.modules)
+            args, kwargs = self._watch_inputs(unit, args, kwargs)
+        unit.state = "forward"
+        return args, kwargs
 
-        return before
-
-    def _after(self, unit: _Unit) -> Callable[..., Any]:
-        def after(module: nn.Module, args: Any, outputs: Any) -> Any:
-            unit.waiting_for.discard(module)
-            if unit.state != "backward" and not unit.waiting_for:
-                self._end_forward(unit)
-                if torch.is_grad_enabled():
-                    tree_map(lambda output: self._watch_output(unit, output), outputs)
-            return self._cast(outputs)
-
-        return after
+    def _after(self, unit: _Unit, module: nn.Module, args: Any, outputs: Any) -> Any:
+        unit.waiting_for.discard(module)
+        if unit.state != "backward" and not unit.waiting_for:
+            self._end_forward(unit)
+            for output in filter(_needs_gradient, tree_leaves(outputs) if torch.is_grad_enabled() else ()):
+                output.register_hook(lambda gradient: self._begin_backward(unit))
+        return self._cast(outputs)
 
     def _end_forward(self, unit: _Unit) -> None:
         if not self._is_in_backward:
@@ -157,8 +145,7 @@ class FullyShardedStep:
 
     def _watch_inputs(self, unit: _Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Have the backward pass of a unit end when the gradients of its inputs are known."""
-        found: list[torch.Tensor] = []
-        tree_map(lambda value: found.append(value) if _needs_gradient(value) else None, (args, kwargs))
+        found = [*filter(_needs_gradient, tree_leaves((args, kwargs)))]
         if not found or not torch.is_grad_enabled():
             return args, kwargs
         watched = iter(_AtBackward.apply(lambda: self._end_backward(unit), *found))  # type: ignore[no-untyped-call]
@@ -166,10 +153,6 @@ class FullyShardedStep:
             lambda value: next(watched) if _needs_gradient(value) else value, (args, kwargs)
         )
         return changed
-
-    def _watch_output(self, unit: _Unit, output: Any) -> None:
-        if _needs_gradient(output):
-            output.register_hook(lambda gradient: self._begin_backward(unit))
 
     def _begin_backward(self, unit: _Unit) -> None:
         self._is_in_backward = True
@@ -330,26 +313,24 @@ def _units_of(model: Any) -> list[_Found]:
     is_tied = head is not None and getattr(head, "weight", None) is getattr(embeddings, "weight", None)
     if not is_tied:
         wrap((embeddings,), reshards=True)
-    wrap((_last_norm(model), *((embeddings,) if is_tied else ()), head), reshards=False)
+    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else model
+    children = [*base.children()] if isinstance(base, nn.Module) else []  # as accelerate looks for the last norm
+    norm = next((child for child in reversed(children) if "Norm" in type(child).__name__), None)
+    wrap((norm, *((embeddings,) if is_tied else ()), head), reshards=False)
     wrap((model,), reshards=False)
     order = {module: index for index, module in enumerate(model.modules())}
     taken: set[nn.Parameter] = set()
     units = []
     for modules, reshards in groups:
         own = dict.fromkeys(parameter for module in modules for parameter in _parameters(module, wrapped))
-        _refuse_shared(model, taken.intersection(own))
+        if shared := [name for name, one in model.named_parameters() if one in own and one in taken]:
+            raise NotEstimableError(
+                f"not estimable: strategy='fsdp2' with {shared[0]}, which is tied to a parameter of another unit; "
+                "expected tied embeddings at most, since FSDP2 stops at the first step with it. Pass strategy='ddp'"
+            )
         taken.update(own)
         units.append((modules, tuple(own), reshards))
     return sorted(units, key=lambda unit: min(order[module] for module in unit[0]))
-
-
-def _refuse_shared(model: nn.Module, shared: set[nn.Parameter]) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter in shared:
-            raise NotEstimableError(
-                f"not estimable: strategy='fsdp2' with {name}, which is tied to a parameter of another unit; expected "
-                "tied embeddings at most, since FSDP2 stops at the first step with it. Pass strategy='ddp'"
-            )
 
 
 def _layer_classes(model: Any) -> tuple[list[str], list[str]]:
@@ -370,13 +351,6 @@ def _parameters(module: nn.Module, wrapped: set[nn.Module]) -> Iterator[nn.Param
     for child in module.children():
         if child not in wrapped:
             yield from _parameters(child, wrapped)
-
-
-def _last_norm(model: Any) -> nn.Module | None:
-    """Return the last norm among the children of the model's body, as accelerate looks for it."""
-    base = getattr(model, getattr(model, "base_model_prefix", ""), None) if model.base_model_prefix else model
-    children = base.children() if isinstance(base, nn.Module) else ()
-    return next((child for child in reversed(list(children)) if "Norm" in type(child).__name__), None)
 
 
 def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:

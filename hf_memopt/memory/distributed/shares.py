@@ -11,7 +11,6 @@ import torch
 from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep, shard_shape
 from hf_memopt.memory.distributed.zero import ZeroStep, partition_facts, with_flat_gradients
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
-from hf_memopt.memory.optimizers import optimizer_memory
 from hf_memopt.memory.settings import NotEstimableError
 
 if TYPE_CHECKING:
@@ -74,26 +73,6 @@ def shard_facts(facts: Sequence[ParameterFacts], settings: StepSettings) -> tupl
         )
         for fact in facts
     )
-
-
-def step_optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:
-    """Return the bytes of the optimizer that the settings ask for."""
-    if settings.optimizer_memory is None:
-        return optimizer_memory(
-            facts,
-            settings.optim,
-            optim_args=settings.optim_args,
-            target_modules=settings.optim_target_modules,
-            embedding_bits=settings.embedding_bits,
-            one_by_one=settings.steps_in_backward,
-            weight_decay=settings.weight_decay,
-            rounding=settings.rounding,
-        )
-    found = settings.optimizer_memory(facts)
-    if not (found.releases_gradients or settings.steps_in_backward):
-        return found
-    alone = tuple(settings.optimizer_memory((fact,)) for fact in facts)
-    return replace(found, releases_gradients=True, alone=alone)
 
 
 def as_the_engine_steps(

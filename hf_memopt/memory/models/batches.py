@@ -78,8 +78,22 @@ def default_length(model: nn.Module, settings: StepSettings | None = None) -> in
 
 
 def most_tokens(model: nn.Module) -> int | None:
-    """Return the tokens that a model has positions for, as ``check_sequence`` counts them; None for no limit."""
-    return _positions(unwrap_model(model))
+    """Return the tokens that a model has positions for; None for no limit.
+
+    RoBERTa and its variants number tokens from above the padding index: of 514 positions 512 are left. Whisper's limit
+    is its decoder's. Relative positions (T5, DeBERTa-v3) have no limit. Rotary positions have no table either, but
+    ``max_position_embeddings`` is the length they were trained for.
+    """
+    inside: Any = unwrap_model(model)
+    config = inside.config
+    limit = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
+    limit = limit or getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1 or getattr(config, "position_biased_input", True) is False:
+        return None
+    for name, module in inside.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return limit - int(module.padding_idx) - 1
+    return limit
 
 
 def example_batch(
@@ -92,18 +106,8 @@ def example_batch(
 ) -> dict[str, Any]:
     """Return a training batch for ``model`` on the meta device, labels included.
 
-    Args:
-        model: with one of transformers' heads, as ``load_model`` returns it.
-        batch_size: examples.
-        seq_len: tokens of a row, padding and placeholders of pictures included; of Whisper the transcription's, whose
-            audio has one length only. None for images, and for audio without text.
-        labels_length: tokens of the targets of an encoder-decoder; ``seq_len`` by default.
-        settings: ``images``, ``image_size`` and ``audio_seconds``.
-
-    Raises:
-        ValueError: the head is unknown; a size is not an integer of 1 or more, missing, without meaning for this model,
-            or beyond its positions; a row is too short for its pictures.
-        NotEstimableError: the shape of the model's pictures or audio is unknown.
+    ``seq_len`` are the tokens of a row, padding and placeholders of pictures included; of Whisper the transcription's,
+    whose audio has one length only. None for images, and for audio without text.
 
     Examples:
         >>> from hf_memopt.memory.models.loading import load_model
@@ -144,35 +148,14 @@ def example_batch(
 
 
 def check_sequence(model: nn.Module, seq_len: int, *, name: str = "seq_len") -> None:
-    """Refuse a number of tokens that ``model`` has no positions for.
-
-    RoBERTa and its variants number tokens from above the padding index: of 514 positions 512 are left. Whisper's limit
-    is its decoder's. Relative positions (T5, DeBERTa-v3) have no limit. Rotary positions have no table either, but
-    ``max_position_embeddings`` is the length they were trained for.
-
-    Raises:
-        ValueError: ``seq_len`` is not an integer of 1 or more, or beyond the positions; the message calls it ``name``.
-    """
+    """Raise ValueError for a number of tokens, called ``name``, that ``model`` has no positions for."""
     check_value(name, seq_len, Count, 1)
-    inside = unwrap_model(model)
-    positions = _positions(inside)
+    positions = most_tokens(model)
     if positions is not None and seq_len > positions:
+        kind = type(unwrap_model(model)).__name__
         raise ValueError(
-            f"{name}={seq_len!r} is beyond the positions of {type(inside).__name__}; expected 1 to {positions}. "
-            f"Pass {name}={positions}"
+            f"{name}={seq_len!r} is beyond the positions of {kind}; expected 1 to {positions}. Pass {name}={positions}"
         )
-
-
-def _positions(model: Any) -> int | None:
-    config = model.config
-    limit = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
-    limit = limit or getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1 or getattr(config, "position_biased_input", True) is False:
-        return None
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            return limit - int(module.padding_idx) - 1
-    return limit
 
 
 def _check_lengths(model: Any, task: str, seq_len: int | None, labels_length: int | None) -> None:
@@ -216,7 +199,7 @@ def _text(model: Any, rows: tuple[int, ...], seq_len: int, media: Media) -> dict
 
     The placeholders of each picture follow a token of text, and a row ends with the end of text.
     """
-    config, taken = model.config, _parameters(model)
+    config, taken = model.config, inspect.signature(model.forward).parameters  # ``Trainer`` drops all else
     placeholders = (1 + media.tokens) * media.per_example if media.tokens else 0
     if placeholders >= seq_len:
         raise ValueError(
@@ -277,11 +260,6 @@ def _tokenizer_inputs(model: Any) -> list[str]:
         return list(getattr(kind, "model_input_names", ["input_ids", "attention_mask"]))
     except ImportError:  # of a library that is not installed
         return ["input_ids", "attention_mask"]
-
-
-def _parameters(model: Any) -> list[str]:
-    """Return what ``forward`` takes: ``Trainer`` drops all else."""
-    return list(inspect.signature(model.forward).parameters)
 
 
 def _audio_batch(model: Any, task: str, settings: StepSettings, batch_size: int, length: int | None) -> dict[str, Any]:

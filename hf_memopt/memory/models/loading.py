@@ -43,20 +43,12 @@ _MOST = {"layer": 500, "depth": 500, "expert": 10_000, "num_labels": 1_000_000}
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model on the meta device that nothing else refers to.
+    """A model on the meta device, in training mode, that nothing else refers to."""
 
-    Attributes:
-        name: to display: the well-known name, the folder's, or the class's.
-        model: in training mode, and without key-value cache, as ``Trainer`` has it, unless ``keep_cache`` is set; every
-            parameter and buffer on meta.
-        key: equal keys mean equal models; None for a module, which may change between two calls.
-        notes: on the published weights of a well-known name, and on kernels that may replace what is simulated.
-    """
-
-    name: str
+    name: str  # to display: the well-known name, the folder's, or the class's
     model: nn.Module
-    key: Hashable | None
-    notes: tuple[str, ...] = ()
+    key: Hashable | None  # equal keys mean equal models; None for a module, which may change between two calls
+    notes: tuple[str, ...] = ()  # on the published weights, and on kernels that may replace what is simulated
 
 
 def load_model(
@@ -73,26 +65,15 @@ def load_model(
     """Return a copy of ``model`` on the meta device; the given model is not changed, and no weight is read.
 
     Args:
-        model: a module (real or meta; PEFT's wrappers too), a configuration, a folder with ``config.json``, a
-            well-known name with or without its organisation, in any case, or an id on the hub.
+        model: as for ``estimate``; PEFT's wrappers too. A module's hooks are copied, its gradients are not.
         attn_implementation: None for the model's own. ``"sdpa"`` becomes ``"eager"`` where a class has no sdpa.
         weights_dtype: of what is built from a configuration; a module keeps its own.
-        task: the head to build, one of ``TASKS``. By default the first of the configuration's ``architectures``, else
-            the usual one: causal LM for decoders, sequence classification for encoders. Ignored for a module.
-        load_in: ``"nf4"`` or ``"int8"`` for linears of bitsandbytes, those that ``from_pretrained`` would quantise, a
-            classifier's new head excepted.
+        task: the head to build, one of ``TASKS``; by default the first of the configuration's ``architectures``, else
+            causal LM for decoders, sequence classification for encoders. Ignored for a module.
+        load_in: ``"nf4"`` or ``"int8"`` for the linears that ``from_pretrained`` would quantise.
         compute_dtype: of the products with 4-bit weights.
         is_sharded: whether 4-bit weights are stored so that FSDP can cut them.
         keep_cache: whether the model keeps its own ``use_cache``; ``Trainer`` switches it off.
-
-    A module's hooks are copied, its gradients are not.
-
-    Raises:
-        ValueError: the name is unknown (the message says whether the hub was reached); a folder without
-            ``config.json``; a head without a loss or with an unknown batch; an unknown task or attention; ``load_in``
-            for a module, or for a configuration that is quantised already.
-        NotEstimableError: weights or kernels that have no form on the meta device; a compiled module.
-        TypeError: ``model`` is none of the above.
 
     Examples:
         >>> loaded = load_model("Llama-3.2-1B")
@@ -128,7 +109,11 @@ def load_model(
     task = task or _own_task(config)
     if attn_implementation is None:  # private, as above
         attn_implementation = getattr(config, "_attn_implementation", None)
-    _check_head(config, task)
+    if config.model_type not in HEADS[task].types:
+        raise ValueError(
+            f"task={task!r} has no head for a model of type {config.model_type!r}; expected one of "
+            f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Leave it out for the usual one"
+        )
     if load_in is not None and getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"load_in={load_in!r} is given for a model whose configuration has a quantization_config; expected only "
@@ -146,18 +131,13 @@ def load_model(
             _untie_head(built)
     options = weights_dtype, attn_implementation, load_in, compute_dtype, is_sharded, keep_cache
     key = _code_of(built), text, name is None, *options
-    note = known_models().get(name or "", {}).get("note")
-    notes = (*(() if note is None else (str(note),)), *_kernel_notes(built))
-    return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key, notes)
-
-
-def _kernel_notes(model: nn.Module) -> Iterator[str]:
-    """Yield that fused kernels replace the code of state-space layers (``use_kernel_func_from_hub_with_fallback``)."""
-    if any(name.endswith(".A_log") for name, _ in model.named_parameters()):
-        yield (
+    notes = [str(note)] if (note := known_models().get(name or "", {}).get("note")) is not None else []
+    if any(name.endswith(".A_log") for name, _ in built.named_parameters()):  # use_kernel_func_from_hub_with_fallback
+        notes.append(
             "layers with a recurrent state are simulated by transformers' own code; with the kernels of mamba_ssm or "
             "fla (flash-linear-attention) a step keeps other tensors and takes other times"
         )
+    return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key, tuple(notes))
 
 
 def rest_to_meta(model: nn.Module) -> nn.Module:
@@ -235,14 +215,6 @@ def _named_class(config: PretrainedConfig) -> Any:
     return named[0] if isinstance(named, list | tuple) else named
 
 
-def _check_head(config: PretrainedConfig, task: str) -> None:
-    if config.model_type not in HEADS[task].types:
-        raise ValueError(
-            f"task={task!r} has no head for a model of type {config.model_type!r}; expected one of "
-            f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Leave it out for the usual one"
-        )
-
-
 def _build(
     config: PretrainedConfig,
     task: str,
@@ -303,9 +275,8 @@ def _untie_head(model: Any) -> None:
 
 
 def _as_in_training(model: Any, keep_cache: bool) -> nn.Module:
-    config = getattr(model, "config", None)
-    if config is not None and not keep_cache:
-        config.use_cache = False
+    if not keep_cache and getattr(model, "config", None) is not None:
+        model.config.use_cache = False
     trained: nn.Module = model.train()
     return trained
 
@@ -350,20 +321,15 @@ def _no_kernels(attn_implementation: str | None) -> NotEstimableError:
 def _read_config(text: str, task: str | None) -> tuple[str, PretrainedConfig, str | None]:
     """Return a display name, the configuration, and the task where the caller or the known models give it."""
     folder = find_config(text)
-    if folder is not None:
-        name = folder.resolve().name if Path(text).is_dir() else text
-        return name, _parse_config(folder, text), task
-    known = str(known_name(text))
-    facts = known_models()[known]
-    return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), task or facts["task"]
-
-
-def _parse_config(folder: Path, text: str) -> PretrainedConfig:
+    if folder is None:
+        known = str(known_name(text))
+        facts = known_models()[known]
+        return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), task or facts["task"]
     what = f"model={text!r} has a config.json that transformers {transformers.__version__} does not understand"
     with _one_error(what):
         json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_check_counts)
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return config
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return folder.resolve().name if Path(text).is_dir() else text, config, task
 
 
 def _check_counts(entries: dict[str, Any]) -> None:

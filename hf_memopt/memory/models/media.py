@@ -37,19 +37,12 @@ _TRIED: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
 
 class Media(NamedTuple):
-    """The pictures or the sounds of a batch.
+    """The pictures or the sounds of a batch."""
 
-    Attributes:
-        inputs: by the names of the parameters of ``forward``.
-        per_example: pictures of an example, or one sound.
-        tokens: placeholder tokens of each; 0 for a model that reads them by cross attention.
-        note: what was assumed.
-    """
-
-    inputs: dict[str, torch.Tensor]
-    per_example: int = 0
-    tokens: int = 0
-    note: str = ""
+    inputs: dict[str, torch.Tensor]  # by the names of the parameters of ``forward``
+    per_example: int = 0  # pictures of an example, or one sound
+    tokens: int = 0  # placeholder tokens of each; 0 for a model that reads them by cross attention
+    note: str = ""  # what was assumed
 
 
 def known(values: torch.Tensor) -> torch.Tensor:
@@ -61,11 +54,7 @@ def known(values: torch.Tensor) -> torch.Tensor:
 
 
 def filled(value: int, *shape: int) -> torch.Tensor:
-    """Return a meta tensor of integers of which each is known to be ``value``.
-
-    Raises:
-        RuntimeError: a size is negative, or there are too many bytes.
-    """
+    """Return a meta tensor of integers of which each is known to be ``value``."""
     return known(torch.tensor(value).expand(shape))
 
 
@@ -86,9 +75,6 @@ def media_of(model: Any, settings: StepSettings, batch_size: int) -> Media:
 
     Pictures are those of ``settings.images``, by default one, or none where the class is a causal LM too, and have the
     first shape that the model's own code takes.
-
-    Raises:
-        NotEstimableError: it takes none of the shapes that are known.
     """
     taken, images = inspect.signature(model.forward).parameters, settings.images
     if "pixel" not in " ".join(taken) and task_of(model) in ("seq2seq", "speech-seq2seq"):
@@ -126,11 +112,7 @@ def _first_that_runs(model: Any, reader: str, shapes: Iterable[tuple[Any, str]],
 
 
 def audio_of(model: Any, settings: StepSettings, batch_size: int) -> tuple[dict[str, torch.Tensor], str]:
-    """Return sounds of ``settings.audio_seconds`` as samples or as frames of a spectrogram, and what was assumed.
-
-    Raises:
-        NotEstimableError: the configuration does not say how many values a frame has.
-    """
+    """Return sounds of ``settings.audio_seconds`` as samples or as frames of a spectrogram, and what was assumed."""
     taken, config = inspect.signature(model.forward).parameters, model.config
     seconds = settings.audio_seconds or DEFAULT_SECONDS
     note = f"{seconds:g} seconds of audio at 16 kHz in each example (audio_seconds)"

@@ -22,10 +22,6 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
 
     What several modules share stays shared; views of one storage do not, as in ``model.to(device)``. Hooks of modules
     are copied; gradients and hooks on parameters, which would step a real optimizer, are not.
-
-    Raises:
-        NotEstimableError: a parameter has no form on meta; the module, or one inside it, is compiled, or holds an
-            object that cannot be copied.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module

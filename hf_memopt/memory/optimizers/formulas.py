@@ -98,7 +98,7 @@ def _with_counters(
 
 
 def _decays(parameter: ParameterFacts, request: OptimizerRequest) -> bool:
-    return parameter.decays and request.weight_decay != 0
+    return parameter.decays and request.settings.weight_decay != 0
 
 
 def _torch_step(
@@ -108,13 +108,8 @@ def _torch_step(
     foreach: Callable[[bool], int],
     loop: Callable[[bool], int],
 ) -> Groups:
-    """Return the temporaries of a torch optimizer: foreach on a GPU, otherwise a loop over the parameters.
-
-    Args:
-        parameters: all of them.
-        request: whether it is a GPU, and how much weight decay there is.
-        foreach: the number of copies of a parameter group, by whether it has weight decay.
-        loop: the number of copies of a parameter, by the same.
+    """Return the temporaries of a torch optimizer: on a GPU ``foreach`` gives the copies of a parameter group, by
+    whether it has weight decay; otherwise ``loop`` those of a parameter.
     """
     if request.cuda:
         return _foreach(parameters, request, foreach)
@@ -130,9 +125,7 @@ def _foreach(parameters: Sequence[ParameterFacts], request: OptimizerRequest, co
         count = copies(_decays(group[0], request))
         sizes: tuple[int, ...] = ()
         for element_size in dict.fromkeys(parameter.element_size for parameter in group):
-            left = (
-                sizes[: len(sizes) // count] if count else ()
-            )  # the last dtype's, until their variable is assigned again
+            left = sizes[: len(sizes) // count] if count else ()  # the last dtype's, until assigned again
             sizes = tuple(p.size_bytes for p in group if p.element_size == element_size) * count
             yield (*left, *sizes)
 
@@ -142,13 +135,17 @@ def _foreach(parameters: Sequence[ParameterFacts], request: OptimizerRequest, co
 
 def _bitsandbytes(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """Optimizer1State, Optimizer2State and AdEMAMix: bitsandbytes/optim. The kernels update in place."""
-    first, second, bits, paged = _BITSANDBYTES[request.optim]
+    first, second, bits, paged = _BITSANDBYTES[request.settings.optim]
     state: list[int] = []
     host_state_bytes = 0
     has_tables = request.has_tables
     for parameter in in_order(parameters):
         elements = parameter.elements
-        is_8bit = bits == 8 and elements >= _MIN_8BIT and not (parameter.is_embedding and request.embedding_bits == 32)
+        is_8bit = (
+            bits == 8
+            and elements >= _MIN_8BIT
+            and not (parameter.is_embedding and request.settings.embedding_bits == 32)
+        )
         element_size = 1 if is_8bit else FLOAT_BYTES
         averages = [count * elements * element_size for count in (first, second) if count]
         scales = [count * math.ceil(elements / _BLOCK) * FLOAT_BYTES for count in (first, second) if count and is_8bit]
@@ -183,7 +180,7 @@ def _adafactor(parameters: Sequence[ParameterFacts], request: OptimizerRequest) 
 
     Two tensors of the gradient's size are held at once, and the last parameter's update while they are first computed.
     """
-    projects = request.optim == "galore_adafactor"
+    projects = request.settings.optim == "galore_adafactor"
     state: list[int] = []
     step: list[tuple[int, ...]] = []
     update_bytes = cast_bytes = 0  # what the last parameter left
@@ -249,7 +246,7 @@ def _schedule_free(parameters: Sequence[ParameterFacts], request: OptimizerReque
 
     RAdam divides by the second moment only from its fifth step on (with beta2=0.999).
     """
-    averages = 1 if request.optim == "schedule_free_sgd" else 2
+    averages = 1 if request.settings.optim == "schedule_free_sgd" else 2
     state = [size for p in in_order(parameters) for size in (p.size_bytes,) * averages]
     step: list[tuple[int, ...]] = []
     left: tuple[int, ...] = ()
@@ -257,7 +254,7 @@ def _schedule_free(parameters: Sequence[ParameterFacts], request: OptimizerReque
         sizes = tuple(parameter.size_bytes for parameter in group)
         step.append((*left, *sizes))
         left = sizes  # until their variable is assigned again
-    return memory_of(state, step, first_step=() if request.optim == "schedule_free_radam" else None)
+    return memory_of(state, step, first_step=() if request.settings.optim == "schedule_free_radam" else None)
 
 
 def _stable_adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
@@ -296,9 +293,7 @@ FAMILIES: dict[str, Family] = {
     "lomo": _lomo,
     "adalomo": _adalomo,
     "grokadamw": _grokadamw,
-    "schedule_free_adamw": _schedule_free,
-    "schedule_free_radam": _schedule_free,
-    "schedule_free_sgd": _schedule_free,
+    **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"), _schedule_free),
     "stable_adamw": _stable_adamw,
     **dict.fromkeys(_BITSANDBYTES, _bitsandbytes),
 }

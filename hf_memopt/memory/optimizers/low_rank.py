@@ -24,17 +24,11 @@ SVD_NOTE = "GaLore: the workspace of cuSOLVER's singular value decomposition is 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """The projection of one weight matrix onto low rank.
+    """The projection of one weight matrix onto low rank."""
 
-    Attributes:
-        low_shape: of the projected gradient.
-        matrix_bytes: of each projecting matrix.
-        making_bytes: temporaries while they are computed.
-    """
-
-    low_shape: tuple[int, int]
-    matrix_bytes: tuple[int, ...]
-    making_bytes: tuple[int, ...]
+    low_shape: tuple[int, int]  # of the projected gradient
+    matrix_bytes: tuple[int, ...]  # of each projecting matrix
+    making_bytes: tuple[int, ...]  # temporaries while they are computed
 
 
 def low_rank_order(parameters: Sequence[ParameterFacts]) -> list[ParameterFacts]:
@@ -43,12 +37,7 @@ def low_rank_order(parameters: Sequence[ParameterFacts]) -> list[ParameterFacts]
 
 
 def projection(parameter: ParameterFacts, request: OptimizerRequest, element_size: int) -> Projection:
-    """Return the projection of one weight matrix: by singular vectors (GaLore), or a random one (APOLLO's own).
-
-    Raises:
-        ValueError: an unknown ``proj_type``.
-        NotEstimableError: APOLLO does not implement it.
-    """
+    """Return the projection of one weight matrix: by singular vectors (GaLore), or a random one (APOLLO's own)."""
     rows, columns = parameter.shape
     rank = int(request.number("rank", 128))
     sides = _sides(rows, columns, request.arguments.get("proj_type", "std"))
@@ -56,8 +45,8 @@ def projection(parameter: ParameterFacts, request: OptimizerRequest, element_siz
         return _singular_vectors(rows, columns, min(rank, rows, columns), sides, element_size, request.cuda)
     if sides == ("left", "right"):
         raise NotEstimableError(
-            f"not estimable: optim={request.optim!r}, optim_args='proj_type=full': apollo-torch does not implement it; "
-            "expected std, reverse_std, left or right. Pass optim_args='proj_type=std'"
+            f"not estimable: optim={request.settings.optim!r}, optim_args='proj_type=full': apollo-torch does not "
+            "implement it; expected std, reverse_std, left or right. Pass optim_args='proj_type=std'"
         )
     elements = rank * (columns if sides == ("right",) else rows)
     cast = (rows * columns * FLOAT_BYTES,) if element_size < FLOAT_BYTES else ()
@@ -80,7 +69,7 @@ def _sides(rows: int, columns: int, proj_type: str) -> tuple[str, ...]:
 
 
 def _by_singular_vectors(request: OptimizerRequest) -> bool:
-    return request.optim.startswith("galore") or request.arguments.get("proj", "random") == "svd"
+    return request.settings.optim.startswith("galore") or request.arguments.get("proj", "random") == "svd"
 
 
 def _low_shape(rows: int, columns: int, rank: int, sides: tuple[str, ...]) -> tuple[int, int]:
@@ -113,7 +102,7 @@ def _singular_vectors(
 
 def low_rank_adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """AdamW of galore_torch and of apollo_torch: a loop over the parameters."""
-    apollo = request.optim.startswith("apollo")
+    apollo = request.settings.optim.startswith("apollo")
     by_channel = apollo and request.arguments.get("scale_type", "channel") == "channel"
     state: list[int] = []
     step: list[tuple[int, ...]] = []
@@ -144,6 +133,6 @@ def low_rank_adamw(parameters: Sequence[ParameterFacts], request: OptimizerReque
     return memory_of(
         state,
         step,
-        releases_gradients=request.optim.endswith("layerwise"),
+        releases_gradients=request.settings.optim.endswith("layerwise"),
         notes=(SVD_NOTE,) if _by_singular_vectors(request) else (),
     )

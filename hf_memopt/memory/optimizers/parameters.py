@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_memopt.memory.settings import StepSettings
 
 FLOAT_BYTES = 4  # of a float32
 
@@ -73,25 +76,12 @@ class OptimizerMemory:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRequest:
-    """The optimizer that was asked for, and its options.
+    """The optimizer that was asked for."""
 
-    Attributes:
-        optim: as ``TrainingArguments`` takes it.
-        arguments: the pairs of ``optim_args``.
-        target_modules: ``optim_target_modules``.
-        embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
-        weight_decay: as ``TrainingArguments`` takes it.
-        cuda: whether it runs on a GPU.
-        has_tables: whether an earlier parameter brought the tables that all parameters of an 8-bit optimizer share.
-    """
-
-    optim: str
-    arguments: dict[str, str]
-    target_modules: Any
-    embedding_bits: int
-    weight_decay: float
-    cuda: bool
-    has_tables: bool = False
+    settings: StepSettings
+    arguments: dict[str, str]  # the pairs of ``optim_args``
+    cuda: bool  # whether it runs on a GPU
+    has_tables: bool = False  # whether an earlier parameter brought what all parameters of an 8-bit optimizer share
 
     def number(self, name: str, default: float) -> float:
         """Return a number of ``optim_args``."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_memopt.errors import did_you_mean, nearest
 from hf_memopt.memory.optimizers.formulas import ELEMENTWISE, FAMILIES
@@ -32,6 +32,8 @@ from hf_memopt.memory.settings import NotEstimableError
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from hf_memopt.memory.settings import StepSettings
 
 SLICE_ELEMENTS = 2**21
 """Elements of a slice that is rounded; a test compares it with that of ``sixteen_bit_weights``."""
@@ -53,14 +55,13 @@ _NOT_ESTIMABLE = {
         "torchao compiles its step, and its temporaries are decided by the compiler; expected an optimizer whose step "
         "is known. Pass optim='adamw_bnb_8bit'",
     ),
-    "galore_adamw_8bit": (
-        "galore-torch 1.0 passes bitsandbytes 0.50 arguments of an older version (percentile_clipping=100 arrives "
-        "as max_unorm); expected an optimizer that runs as intended. Pass optim='galore_adamw'"
-    ),
-    "galore_adamw_8bit_layerwise": (
-        "galore-torch 1.0 passes bitsandbytes 0.50 arguments of an older version (percentile_clipping=100 arrives "
-        "as max_unorm); expected an optimizer that runs as intended. Pass optim='galore_adamw_layerwise'"
-    ),
+    **{
+        f"galore_adamw_8bit{layerwise}": (
+            "galore-torch 1.0 passes bitsandbytes 0.50 arguments of an older version (percentile_clipping=100 arrives "
+            "as max_unorm); expected an optimizer that runs as intended. Pass optim='galore_adamw" + layerwise + "'"
+        )
+        for layerwise in ("", "_layerwise")
+    },
     "galore_adafactor_layerwise": (
         "stock Trainer cannot build it (it passes a learning rate and leaves relative_step=True); expected an "
         "optimizer that it can build. Pass optim='galore_adamw_layerwise'"
@@ -98,12 +99,7 @@ def parameter_facts(model: nn.Module) -> list[ParameterFacts]:
 
 
 def check_optimizer(optim: str) -> None:
-    """Refuse an optimizer whose memory is not known, without importing torch or transformers.
-
-    Raises:
-        ValueError: ``optim`` is unknown.
-        NotEstimableError: this optimizer's memory cannot be known beforehand; the message says why.
-    """
+    """Refuse an optimizer that is unknown or whose memory is not, without importing torch or transformers."""
     if optim in _NOT_ESTIMABLE:
         raise NotEstimableError(f"not estimable: optim={optim!r}: {_NOT_ESTIMABLE[optim]}")
     if optim not in FAMILIES:
@@ -115,29 +111,11 @@ def check_optimizer(optim: str) -> None:
 
 
 def optimizer_memory(
-    parameters: Sequence[ParameterFacts],
-    optim: str,
-    *,
-    optim_args: str | None = None,
-    target_modules: Any = None,
-    embedding_bits: int = 32,
-    one_by_one: bool = False,
-    weight_decay: float = 0.0,
-    rounding: str = "nearest",
-    cuda: bool = True,
+    parameters: Sequence[ParameterFacts], settings: StepSettings, *, cuda: bool = True
 ) -> OptimizerMemory:
-    """Return the memory of the optimizer that stock ``Trainer`` builds for these parameters.
+    """Return the memory of the optimizer that stock ``Trainer`` builds for these parameters, or of the user's own.
 
-    Args:
-        parameters: as ``parameter_facts`` gives them.
-        optim: as ``TrainingArguments`` takes it.
-        optim_args: as ``TrainingArguments`` takes it.
-        target_modules: ``optim_target_modules`` of a low-rank optimizer.
-        embedding_bits: bits of the embeddings' state in an 8-bit optimizer of bitsandbytes.
-        one_by_one: each parameter steps separately, as the optimizers do that step within the backward pass.
-        weight_decay: as ``TrainingArguments`` takes it; torch's optimizers other than AdamW copy gradients for it.
-        rounding: of 16-bit weights: ``"nearest"`` as the plain class, or as ``sixteen_bit_optimizer``.
-        cuda: False for a CPU: nothing is paged, counters are state, torch loops over the parameters.
+    On a CPU nothing is paged, counters are state, and torch loops over the parameters.
 
     Raises:
         ValueError: ``optim`` is unknown, or does not work element by element, which ``rounding`` needs; ``optim_args``
@@ -145,19 +123,18 @@ def optimizer_memory(
         NotEstimableError: the memory of this optimizer cannot be predicted; the message says why.
 
     Examples:
+        >>> from hf_memopt import StepSettings
         >>> weight = ParameterFacts("weight", (1000, 1000), 4, is_embedding=False)
-        >>> optimizer_memory([weight], "adamw_torch_fused").state
+        >>> optimizer_memory([weight], StepSettings(optim="adamw_torch_fused")).state
         (4, 4000000, 4000000)
-        >>> optimizer_memory([weight], "adamw_torch").step
-        ((4000000,),)
-        >>> optimizer_memory([weight], "adamw_bnb_8bit").state  # two tables, then two averages and their scales
+        >>> optimizer_memory([weight], StepSettings(optim="adamw_8bit")).state  # tables, averages, their scales
         (1024, 1024, 1000000, 1000000, 15628, 15628)
     """
-    family = _family(optim, rounding)
-    request = OptimizerRequest(optim, _read_arguments(optim_args), target_modules, embedding_bits, weight_decay, cuda)
-    parameters = _with_targets(parameters, request)
+    family = _family(settings)
+    request = OptimizerRequest(settings, _read_arguments(settings.optim_args), cuda)
+    parameters = _with_targets(parameters, settings)
     whole = family(parameters, request)
-    if not (one_by_one or whole.releases_gradients):
+    if not (settings.steps_in_backward or whole.releases_gradients):
         return whole
     alone = []
     for parameter in parameters:
@@ -199,8 +176,11 @@ def clipping_temporaries(parameters: Sequence[ParameterFacts]) -> tuple[int, ...
 # ---- names and arguments
 
 
-def _family(optim: str, rounding: str) -> Family:
+def _family(settings: StepSettings) -> Family:
     """Return the formula of this optimizer."""
+    own, optim, rounding = settings.optimizer_memory, settings.optim, settings.rounding
+    if own is not None:
+        return lambda parameters, request: own(parameters)
     check_optimizer(optim)
     if rounding == "nearest":
         return FAMILIES[optim]
@@ -227,16 +207,16 @@ def _read_arguments(optim_args: str | None) -> dict[str, str]:
     return arguments
 
 
-def _with_targets(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> Sequence[ParameterFacts]:
+def _with_targets(parameters: Sequence[ParameterFacts], settings: StepSettings) -> Sequence[ParameterFacts]:
     """Return the parameters; with a low-rank optimizer only its targets keep ``is_linear``."""
-    if not request.optim.startswith(("galore", "apollo")):
+    if settings.optimizer_memory is not None or not settings.optim.startswith(("galore", "apollo")):
         return parameters
     from transformers.trainer_utils import check_target_module_exists
 
-    targets = request.target_modules
+    targets = settings.optim_target_modules
     if not isinstance(targets, (str, list)) or not targets:
         raise ValueError(
-            f"optim_target_modules={targets!r} names no module, which optim={request.optim!r} needs; expected "
+            f"optim_target_modules={targets!r} names no module, which optim={settings.optim!r} needs; expected "
             "names, a regular expression or 'all-linear'. Pass optim_target_modules='all-linear'"
         )
     every = isinstance(targets, str) and targets.replace("_", "-") == "all-linear"
@@ -281,35 +261,29 @@ def _rounded(family: Family, rounding: str, *, makes_slices: bool) -> Family:
             state += [*lost, *own.state] if makes_slices else [*own.state, *lost]
             host_state_bytes += own.host_state_bytes
             step += _slices(family, full, request)
-            first_step += _first_slices(family, full, request) if makes_slices else _slices(family, full, request)
+            first_step += _slices(family, full, request, makes_state=makes_slices)
         return memory_of(state, step, host_state_bytes=host_state_bytes, first_step=first_step, notes=found.notes)
 
     return memory
 
 
-def _slices(family: Family, parameter: ParameterFacts, request: OptimizerRequest) -> list[tuple[int, ...]]:
-    """Return the temporaries of a parameter's largest slice: weights, gradient, and those of its update."""
+def _slices(
+    family: Family, parameter: ParameterFacts, request: OptimizerRequest, *, makes_state: bool = False
+) -> Groups:
+    """Yield the temporaries of a parameter's largest slice: weights, gradient, and those of its update.
+
+    In the first step each slice may have a state of its own, until it is copied into the whole one.
+    """
+
+    def of_slice(elements: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        found = family([replace(parameter, shape=(elements,))], request)
+        weights_bytes = elements * FLOAT_BYTES
+        return (weights_bytes, weights_bytes, *max(found.step, key=sum, default=())), found.state
+
     elements = min(parameter.elements, SLICE_ELEMENTS)
-    return [_update(family, parameter, request, elements)]
-
-
-def _first_slices(family: Family, parameter: ParameterFacts, request: OptimizerRequest) -> Groups:
-    """Return the same of the first step: each slice has a state of its own, until it is copied into the whole one."""
-    elements = min(parameter.elements, SLICE_ELEMENTS)
-    if elements == parameter.elements:  # which is the whole one
-        return _slices(family, parameter, request)
-    later = min(elements, parameter.elements - elements)
-    return [
-        *_slices(family, parameter, request),
-        (elements * FLOAT_BYTES, *_state(family, parameter, request, elements)),  # the whole one is made now
-        (*_update(family, parameter, request, later), *_state(family, parameter, request, later)),
-    ]
-
-
-def _update(family: Family, parameter: ParameterFacts, request: OptimizerRequest, elements: int) -> tuple[int, ...]:
-    heaviest: tuple[int, ...] = max(family([replace(parameter, shape=(elements,))], request).step, key=sum, default=())
-    return (elements * FLOAT_BYTES, elements * FLOAT_BYTES, *heaviest)
-
-
-def _state(family: Family, parameter: ParameterFacts, request: OptimizerRequest, elements: int) -> tuple[int, ...]:
-    return family([replace(parameter, shape=(elements,))], request).state
+    update, state = of_slice(elements)
+    yield update
+    if makes_state and elements < parameter.elements:
+        yield elements * FLOAT_BYTES, *state  # the whole one is made now
+        update, state = of_slice(min(elements, parameter.elements - elements))
+        yield *update, *state

@@ -32,12 +32,7 @@ DIGITS = 5  # of a position
 
 
 def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
-    """Draw the timeline to a PNG, SVG or PDF file: components stacked, phases shaded, the peak labelled.
-
-    Raises:
-        ValueError: ``path`` is not such a file, or cannot be written.
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw the timeline to a PNG, SVG or PDF file: components stacked, phases shaded, the peak labelled."""
     path, gpu = checked_path("path", path), estimate.gpu
     purpose = "the picture of an estimate"
     plotting.check_picture(path, purpose, name="path")
@@ -62,13 +57,7 @@ def bar_of(group: str, label: str, found: Estimate | None, *, measured_bytes: in
     if found is None:
         return Bar(label, {}, group)
     parts = parts_of(found.components, found.peak_reserved_bytes, found.context_bytes)
-    return Bar(
-        label,
-        parts,
-        group,
-        found.verdict or "",
-        measured_bytes=measured_bytes,
-    )
+    return Bar(label, parts, group, found.verdict or "", measured_bytes=measured_bytes)
 
 
 def timeline_data(estimate: Estimate, stretches: int) -> TimelineData:

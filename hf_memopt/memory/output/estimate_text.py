@@ -26,13 +26,6 @@ COLOUR = {"fits": "green", "tight": "yellow", "over": "red"}
 # ---- Table
 
 
-def estimate_table(estimate: Estimate) -> str:
-    """Return the estimate as plain text of at most 80 columns, the verdict at its end."""
-    from hf_memopt.terminal import printed_text
-
-    return printed_text(lambda console: print_estimate(estimate, console))
-
-
 def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:
     """Print the table to a terminal, the verdict in colour; ``wording`` changes notes, verdict and hints."""
     heading = f"{describe(estimate)}\n{_parameters(estimate)}; {estimate.flops / 1e12:,.3g} TFLOP per optimizer step"

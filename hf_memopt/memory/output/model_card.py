@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +16,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import TrainingArguments
 
-    from hf_memopt.binding import Binding
-
 HEADING = "## Training memory"
 SECTION = re.compile(rf"^{HEADING}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 def training_memory(summary: Mapping[str, Mapping[str, int]], device: torch.device, trainer: Any) -> str:
-    """Return the section.
-
-    Args:
-        summary: peaks by phase and kind, as ``MemoryReportCallback.summary``.
-        device: whose memory they are.
-        trainer: whose arguments are added; None for none.
-    """
+    """Return the section about a ``MemoryReportCallback.summary``, with the arguments of a trainer, if there is one."""
     kinds = list(next(iter(summary.values()), {}))
     heads = [kind.removesuffix("_bytes").replace("_", " ") for kind in kinds]
     lines = [HEADING, "", f"Measured on {name_of(device)} by `hf_memopt.MemoryReportCallback`:", ""]
@@ -46,16 +38,6 @@ def _settings(args: TrainingArguments) -> str:
     batch = f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} examples per step and device"
     checkpointing = ", gradient checkpointing" if checkpointing_of(args)[0] else ""
     return f"Batch: {batch}; {precision}, optimizer `{getattr(args.optim, 'value', args.optim)}`{checkpointing}."
-
-
-def with_section(
-    section: Callable[[], str], binding: Binding, before: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Put a section into the model card that ``before`` writes, unless the section is empty."""
-    found, trainer = before(*args, **kwargs), binding.trainer
-    if trainer is not None and trainer.is_world_process_zero() and (text := section()):
-        add_section(Path(trainer.args.output_dir) / "README.md", text)
-    return found
 
 
 def add_section(card: Path, section: str) -> None:

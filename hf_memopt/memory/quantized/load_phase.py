@@ -40,13 +40,9 @@ _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 def load_events(model: nn.Module, number: Callable[[Tensor], int]) -> tuple[tuple[Event, ...], ...]:
     """Return (key, +bytes) for what loading allocates and (key, -bytes) for what it frees.
 
-    Args:
-        model: with stand-ins of quantised linears, as it is before its first step.
-        number: of a tensor's storage, the key of what stays; temporaries have keys of their own.
-
-    Returns:
-        Two stretches, between which the cache is emptied; one where nothing empties it. Adapters are not in them, nor
-        buffers that no checkpoint has. None of weights that are cut, as a function of ``prepare`` may do.
+    ``number`` is that of a tensor's storage, the key of what stays; temporaries have keys of their own. Where the cache
+    is emptied in between there are two stretches. Adapters are not in them, nor buffers that no checkpoint has. None
+    of weights that are cut, as a function of ``prepare`` may do.
     """
     linears = {id(one.weight): one for one in model.modules() if isinstance(one, Linear4bitStandIn | Linear8bitStandIn)}
     base = {id(parameter) for parameter in parameters_outside_adapters(model)}

@@ -42,9 +42,6 @@ _NESTED_BLOCK = 256  # values of absmax that share a statistic; quantize_4bit ha
 def stand_in(module: nn.Module) -> nn.Module | None:
     """Return the stand-in of a quantised module for the meta device, None for a module that runs there itself.
 
-    Raises:
-        NotEstimableError: a linear that quantises its trainable weight in every step.
-
     Examples:
         >>> stand_in(torch.nn.Linear(8, 8)) is None
         True
@@ -70,16 +67,6 @@ def quantize(model: PreTrainedModel, config: BitsAndBytesConfig | Mapping[str, A
 
     transformers' own quantizer selects them, so the output head, tied weights and ``llm_int8_skip_modules`` are
     treated as there. Everything else keeps its dtype and its ``requires_grad``; peft freezes what it does not train.
-
-    Args:
-        model: on the meta device, in the dtype in which the real one is loaded.
-        config: the argument of ``from_pretrained``, or the same as a mapping.
-
-    Returns:
-        The model itself.
-
-    Raises:
-        NotEstimableError: ``config`` asks for something without a stand-in (``llm_int8_has_fp16_weight``).
     """
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -116,12 +103,7 @@ def _with_weight(model: nn.Module) -> dict[str, Any]:
 
 
 class Linear4bitStandIn(Linear4bit):
-    """A quantised ``Linear4bit`` without values.
-
-    Args:
-        module: the linear to replace, quantised or not.
-        device: of its tensors.
-    """
+    """A ``Linear4bit``, quantised already or not, without values."""
 
     weight: Any  # Params4bit
     absmax: torch.Tensor
@@ -155,15 +137,11 @@ class Linear4bitStandIn(Linear4bit):
 
     def _add_statistics(self, blocks: int, device: str | torch.device) -> None:
         """Register what ``QuantState`` holds; every module has its own tables."""
-        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"code": ((16,), torch.float32)}
+        sizes: dict[str, tuple[int, ...]] = {"code": (16,), "absmax": (blocks,)}
         if self.compress_statistics:
-            sizes["absmax"] = ((blocks,), torch.uint8)
-            sizes["offset"] = ((), torch.float32)
-            sizes["nested_absmax"] = ((-(-blocks // _NESTED_BLOCK),), torch.float32)
-            sizes["nested_code"] = ((256,), torch.float32)
-        else:
-            sizes["absmax"] = ((blocks,), torch.float32)
-        for name, (size, dtype) in sizes.items():
+            sizes |= {"offset": (), "nested_absmax": (-(-blocks // _NESTED_BLOCK),), "nested_code": (256,)}
+        for name, size in sizes.items():
+            dtype = torch.uint8 if name == "absmax" and self.compress_statistics else torch.float32
             self.register_buffer(name, torch.empty(size, dtype=dtype, device=device), persistent=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Linear4bitStandIn:
@@ -252,12 +230,7 @@ class _MatMul4bit(torch.autograd.Function):
 
 
 class Linear8bitStandIn(Linear8bitLt):
-    """A quantised ``Linear8bitLt`` (``has_fp16_weights=False``) without values.
-
-    Args:
-        module: the linear to replace, quantised or not.
-        device: of its tensors.
-    """
+    """A ``Linear8bitLt`` (``has_fp16_weights=False``), quantised already or not, without values."""
 
     weight: Any  # Int8Params
     scales: torch.Tensor

@@ -32,27 +32,16 @@ _DEFAULT_LENGTH = 20  # of GenerationConfig, transformers 5.8.1 to 5.23.0
 
 @dataclass(slots=True)
 class DecodingSteps:
-    """The decoding steps of a recorded generation.
+    """The decoding steps of a recorded generation."""
 
-    Attributes:
-        limit: steps to run at most; None for all.
-        starts: the event at which the forward pass of each begins.
-        missing: how many were not run.
-        loop_end: the event at which the last of them ended.
-    """
-
-    limit: int | None
-    starts: list[int] = field(default_factory=list)
-    missing: int = 0
-    loop_end: int = 0
+    limit: int | None  # steps to run at most; None for all
+    starts: list[int] = field(default_factory=list)  # the event at which the forward pass of each begins
+    missing: int = 0  # how many were not run
+    loop_end: int = 0  # the event at which the last of them ended
 
 
 def check_generation(model: nn.Module) -> None:
-    """Refuse a model that cannot generate.
-
-    Raises:
-        ValueError: the model's class has no ``generate``.
-    """
+    """Raise ValueError for a model whose class has no ``generate``."""
     if not isinstance(unwrap_model(model), GenerationMixin):
         raise ValueError(
             f"predict_with_generate=True needs a model that generates, which {type(unwrap_model(model)).__name__} does "
@@ -71,15 +60,8 @@ def generate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generate as ``Seq2SeqTrainer.prediction_step`` does and return the tokens and the padded labels.
 
-    Args:
-        model: in evaluation mode.
-        batch: with ``labels``, ``(batch, labels_length)``.
-        settings: ``generation_max_length`` and ``generation_num_beams``; None for those of the model.
-        tracker: told how to answer ``generate``'s questions about values.
-        semantics: gives the autocast region that accelerate puts around ``model.forward``; the encoder, which
-            ``generate`` calls by itself, runs outside of it.
-        as_returned: what accelerate does to the outputs of ``model.forward``.
-        steps: how many to run; the rest is noted in it.
+    accelerate puts an autocast region around ``model.forward``, and ``as_returned`` is what it does to the outputs; the
+    encoder, which ``generate`` calls by itself, runs outside of it.
     """
     options = {"max_length": settings.generation_max_length, "num_beams": settings.generation_num_beams}
     given = {name: value for name, value in options.items() if value is not None}
@@ -119,14 +101,14 @@ def _run(model: Any, batch: Mapping[str, torch.Tensor]) -> Callable[..., torch.T
     return partial(one_window, **{**batch, "input_features": batch["input_features"].clone()})
 
 
+@dataclass
 class _Longest(StoppingCriteria):
     """No row is finished before it has ``most`` tokens; answers what ``generate`` asks about values accordingly."""
 
-    def __init__(self, most: int, steps: DecodingSteps, tracker: StorageTracker) -> None:
-        self._most = most
-        self._steps = steps
-        self._tracker = tracker
-        self._done = False
+    _most: int
+    _steps: DecodingSteps
+    _tracker: StorageTracker
+    _done: bool = False
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any) -> torch.BoolTensor:
         missing = self._most - input_ids.shape[1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,31 +33,18 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class RecordedPass:
-    """The events of one forward pass, and its backward pass where it has one.
+    """The events of one forward pass, and its backward pass where it has one."""
 
-    Attributes:
-        start: first event.
-        forward_end: first event after the loss is computed.
-        end: first event after the graph is freed.
-        logits: numbers of the storages that the model returned as logits.
-        logits_event: the event at which the first of them was allocated; ``forward_end`` if there are none.
-        logits_sequences: autograd's sequence numbers from that event to the loss.
-        outputs: numbers of the storages that evaluation gathers.
-        generation_end: first event after what evaluation generates; 0 where it generates nothing.
-        computed: the events of the decoding steps that were computed, not run; its step is the events of each.
-        releases: (event, index of the trainable parameter, number of its gradient) for each gradient that was released.
-    """
-
-    start: int
-    forward_end: int
-    end: int
-    logits: frozenset[int] = frozenset()
-    logits_event: int = 0
-    logits_sequences: range = range(0)
-    outputs: tuple[int, ...] = ()
-    releases: tuple[tuple[int, int, int], ...] = ()
-    generation_end: int = 0
-    computed: range = range(0)
+    start: int  # first event
+    forward_end: int  # first event after the loss is computed
+    end: int  # first event after the graph is freed
+    logits: frozenset[int] = frozenset()  # numbers of the storages that the model returned as logits
+    logits_event: int = 0  # at which the first of them was allocated; ``forward_end`` if there are none
+    logits_sequences: range = range(0)  # autograd's sequence numbers from that event to the loss
+    outputs: tuple[int, ...] = ()  # numbers of the storages that evaluation gathers
+    releases: tuple[tuple[int, int, int], ...] = ()  # event, index of the parameter, number of its gradient
+    generation_end: int = 0  # first event after what evaluation generates; 0 where it generates nothing
+    computed: range = range(0)  # events of the decoding steps that were computed, not run, in steps of one of them
 
 
 @dataclass(slots=True)
@@ -64,32 +52,26 @@ class StepTrace:
     """A recorded step: the tracker's events, the passes among them, and which storages are what.
 
     ``micro_batches`` has the first pass of a step, whose gradients are new, and, where a step has several, the second,
-    which adds to them; under FSDP2 two such pairs (``_passes``). ``gradient_of`` has the gradients that are held after
-    them, by the index of the trainable parameter. ``tracker.operations`` are those of each of ``micro_batches``.
-    ``gathered_bytes`` are those of sharded weights that a pass gathers, as often as it does. ``notes`` say what was
-    changed in the model for the recording, and assumed of it. ``trainable`` are the facts of its trainable parameters,
-    and ``parameters`` the number of all weights. ``loading`` has the events of loading quantised weights, in stretches
-    between which the cache is emptied; none for weights that are moved as they are. ``on_host`` says which
-    weights wait in host memory; None for none. ``replayed`` keeps what replays derive from it.
+    which adds to them; under FSDP2 two such pairs (``_passes``). ``tracker.operations`` are those of each of them.
     """
 
     tracker: StorageTracker
     weights: tuple[int, ...]
     inputs: tuple[int, ...]
     gradients: tuple[int, ...] = ()
-    gradient_of: dict[int, int] = field(default_factory=dict)
+    gradient_of: dict[int, int] = field(default_factory=dict)  # held after the passes, by the trainable parameter
     micro_batches: list[RecordedPass] = field(default_factory=list)
     evaluation: RecordedPass | None = None
     evaluation_inputs: tuple[int, ...] = ()
     flops: list[int] = field(default_factory=list)
     host_bytes: int = 0
-    gathered_bytes: int = 0
-    notes: tuple[str, ...] = ()
+    gathered_bytes: int = 0  # of sharded weights that a pass gathers, as often as it does
+    notes: tuple[str, ...] = ()  # what was changed in the model for the recording, and assumed of it
     trainable: tuple[ParameterFacts, ...] = ()
-    parameters: int = 0
-    loading: tuple[tuple[tuple[Any, int], ...], ...] = ()
+    parameters: int = 0  # the number of all weights
+    loading: tuple[tuple[tuple[Any, int], ...], ...] = ()  # of quantised weights: events between two emptied caches
     on_host: HostWeights | None = None
-    replayed: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    replayed: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)  # what replays derive from it
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
@@ -97,44 +79,36 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
     return _AUTOCAST.get(precision)
 
 
+@dataclass(slots=True, eq=False)
 class PassRecorder:
     """Runs passes of a model and notes the events at which their parts begin."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: StepSettings,
-        tracker: StorageTracker,
-        semantics: CudaSemantics,
-        sharded: FullyShardedStep | ZeroStep | None,
-    ) -> None:
-        self._model = model
-        self._sharded = sharded
-        self._settings = settings
-        self._tracker = tracker
-        self._semantics = semantics
-        self._smoother = _label_smoother(settings.label_smoothing_factor)
-        self._releases: list[tuple[int, int, int]] = []
-        self._outputs: Any = None  # the variable of a hand-written loop
+    model: nn.Module
+    settings: StepSettings
+    tracker: StorageTracker
+    semantics: CudaSemantics
+    sharded: FullyShardedStep | ZeroStep | None
+    _releases: list[tuple[int, int, int]] = field(default_factory=list)
+    _outputs: Any = None  # the variable of a hand-written loop
 
     def train(self, batch: Mapping[str, torch.Tensor]) -> RecordedPass:
-        start = len(self._tracker.events)
+        start = len(self.tracker.events)
         loss, outputs, logits = self._forward(batch)
-        if self._settings.loop != "trainer":
+        if self.settings.loop != "trainer":
             self._outputs = outputs  # frees those of the pass before
         del outputs
-        if self._settings.gradient_accumulation_steps > 1:
-            loss = loss / self._settings.gradient_accumulation_steps
-        forward_end, logits_of = len(self._tracker.events), self._logits(logits)
+        if self.settings.gradient_accumulation_steps > 1:
+            loss = loss / self.settings.gradient_accumulation_steps
+        forward_end, logits_of = len(self.tracker.events), self._logits(logits)
         gradient = torch.ones_like(loss)
-        with self._tracker.backward():
+        with self.tracker.backward():
             run_backward(loss, gradient)
-            if self._sharded is not None:
-                self._sharded.end()
+            if self.sharded is not None:
+                self.sharded.end()
         del loss, gradient
         releases, self._releases = tuple(self._releases), []
-        found = RecordedPass(start, forward_end, len(self._tracker.events), *logits_of, (), releases)
-        if self._settings.loop == "function":
+        found = RecordedPass(start, forward_end, len(self.tracker.events), *logits_of, (), releases)
+        if self.settings.loop == "function":
             self.drop_outputs()  # after the events of the pass: the optimizer steps before the function returns
         return found
 
@@ -143,13 +117,13 @@ class PassRecorder:
         self._outputs = None
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> RecordedPass:
-        if not self._settings.predict_with_generate or self._settings.prediction_loss_only:
+        if not self.settings.predict_with_generate or self.settings.prediction_loss_only:
             return self._evaluate(batch)
         from hf_memopt.memory.recording.generation import RUN_STEPS, DecodingSteps, add_missing_steps
 
         steps = DecodingSteps(RUN_STEPS if batch["labels"].is_meta else None)  # a real device runs them all
         found = self._evaluate(batch, steps)
-        inserted = add_missing_steps(self._tracker, steps)
+        inserted = add_missing_steps(self.tracker, steps)
         if inserted is None:
             return self._evaluate(batch, DecodingSteps(limit=None))
         events, storages, first = inserted
@@ -165,54 +139,55 @@ class PassRecorder:
         )
 
     def _evaluate(self, batch: Mapping[str, torch.Tensor], steps: DecodingSteps | None = None) -> RecordedPass:
-        start = len(self._tracker.events)
-        self._model.eval()
-        generated = () if steps is None else self._generated(batch, steps)
-        generation_end = 0 if steps is None else len(self._tracker.events)
-        with torch.no_grad(), loss_alone() if self._settings.prediction_loss_only else nullcontext():
+        start = len(self.tracker.events)
+        self.model.eval()
+        generated: tuple[torch.Tensor, ...] = ()
+        if steps is not None:
+            from hf_memopt.memory.recording.generation import generate
+
+            around = self.tracker, self.semantics, self._as_returned
+            generated = generate(self.model, batch, self.settings, *around, steps)
+        generation_end = 0 if steps is None else len(self.tracker.events)
+        with torch.no_grad(), loss_alone() if self.settings.prediction_loss_only else nullcontext():
             loss, outputs, logits = self._forward(batch)
             loss = loss.mean()
-        ignored = {"loss", *getattr(self._model.config, "keys_to_ignore_at_inference", ("past_key_values",))}
+        ignored = {"loss", *getattr(self.model.config, "keys_to_ignore_at_inference", ("past_key_values",))}
         kept = {name: value for name, value in outputs.items() if name not in ignored}
         kept |= {name: batch[name] for name in ("labels", "start_positions", "end_positions") if name in batch}
-        gathered = () if self._settings.prediction_loss_only else storage_numbers(generated or kept, self._tracker)
-        forward_end = len(self._tracker.events)
+        gathered = () if self.settings.prediction_loss_only else storage_numbers(generated or kept, self.tracker)
+        forward_end = len(self.tracker.events)
         del outputs, kept, loss, generated
         of_logits = self._logits(logits)
-        end = len(self._tracker.events)
+        end = len(self.tracker.events)
         return RecordedPass(start, forward_end, end, *of_logits, gathered, generation_end=generation_end)
-
-    def _generated(self, batch: Mapping[str, torch.Tensor], steps: DecodingSteps) -> tuple[torch.Tensor, ...]:
-        """Return the tokens and labels that evaluation gathers instead of logits."""
-        from hf_memopt.memory.recording.generation import generate
-
-        around = (self._tracker, self._semantics, self._as_returned)
-        return generate(self._model, batch, self._settings, *around, steps)
 
     def _as_returned(self, outputs: Any) -> Any:
         """Return the outputs as accelerate does: in float32 under autocast."""
         from accelerate.utils import convert_to_fp32
 
-        return outputs if autocast_dtype(self._settings.precision) is None else convert_to_fp32(outputs)
+        return outputs if autocast_dtype(self.settings.precision) is None else convert_to_fp32(outputs)
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any, frozenset[int]]:
         """Return the loss, the outputs that accelerate returns, and the storages of the logits that the model made."""
-        self._semantics.deferred_at = None
+        self.semantics.deferred_at = None
         inputs = dict(batch)
-        labels = inputs.pop("labels") if self._smoother is not None and "labels" in inputs else None
-        with self._semantics.autocast_region():
-            outputs = self._model(**inputs)
+        factor = self.settings.label_smoothing_factor
+        labels = inputs.pop("labels", None) if factor else None
+        with self.semantics.autocast_region():
+            outputs = self.model(**inputs)
         made = frozenset(
-            storage_numbers({name: value for name, value in outputs.items() if "logits" in name}, self._tracker)
+            storage_numbers({name: value for name, value in outputs.items() if "logits" in name}, self.tracker)
         )
         outputs = self._as_returned(outputs)
-        if labels is None or self._smoother is None:
+        if labels is None:
             return outputs["loss"], outputs, made
-        return self._smoother(outputs, labels, shift_labels=_is_causal(self._model)), outputs, made
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        return LabelSmoother(epsilon=factor)(outputs, labels, shift_labels=_is_causal(self.model)), outputs, made
 
     def _logits(self, logits: frozenset[int]) -> tuple[frozenset[int], int, range]:
         """Return the storages of the logits, the event of the first allocation, and the sequence numbers since then."""
-        tracker, deferred = self._tracker, self._semantics.deferred_at
+        tracker, deferred = self.tracker, self.semantics.deferred_at
         if deferred is not None and not logits:
             return logits, deferred[0], range(deferred[1], tracker.sequence())
         if not logits:
@@ -224,18 +199,16 @@ class PassRecorder:
         """Return a context in which each gradient of ``parameters`` is dropped as soon as it is complete."""
         hooks = ExitStack()
         for index, parameter in enumerate(parameters):
-            handle = parameter.register_post_accumulate_grad_hook(self._release(index))  # type: ignore[no-untyped-call]
+            release = partial(self._release, index)
+            handle = parameter.register_post_accumulate_grad_hook(release)  # type: ignore[no-untyped-call]
             hooks.callback(handle.remove)
         return hooks
 
-    def _release(self, index: int) -> Any:
-        def release(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                event = len(self._tracker.events)
-                self._releases.append((event, index, self._tracker.number(parameter.grad)))
-                parameter.grad = None
-
-        return release
+    def _release(self, index: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            event = len(self.tracker.events)
+            self._releases.append((event, index, self.tracker.number(parameter.grad)))
+            parameter.grad = None
 
 
 def storage_numbers(tensors: Any, tracker: StorageTracker) -> tuple[int, ...]:
@@ -243,14 +216,6 @@ def storage_numbers(tensors: Any, tracker: StorageTracker) -> tuple[int, ...]:
     leaves = (leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
     numbers = [tracker.add(leaf) for leaf in leaves if not isinstance(leaf, DeferredLogits)]  # which have no storage
     return tuple(number for number in dict.fromkeys(numbers) if number >= 0)
-
-
-def _label_smoother(factor: float) -> Any:
-    if not factor:
-        return None
-    from transformers.trainer_pt_utils import LabelSmoother
-
-    return LabelSmoother(epsilon=factor)
 
 
 def _is_causal(model: Any) -> bool:

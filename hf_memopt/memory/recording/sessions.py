@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -38,12 +38,12 @@ from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import cut_batch, has_padding, record_step, state_kept
 from hf_memopt.memory.recording.streamed import RecordedStream
-from hf_memopt.memory.settings import NotEstimableError, StepSettings, settings_that_change
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.tracking import Hidden, StorageTracker
 from hf_memopt.technique_list import TECHNIQUES, Technique, asked_by, load
 from hf_memopt.units import format_bytes
 
-_NOT_IN_TRACE = settings_that_change("replay")
+_NOT_IN_TRACE = {item.name for item in fields(StepSettings) if item.metadata.get("changes") == "replay"}
 _KEPT_TRACES = 16
 _LOADED_BY_DEFAULT = {name: option.default for name, option in signature(load_model).parameters.items()}
 _NOTES = {
@@ -66,20 +66,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model as it is before its first step, but for checkpointing, and what estimates ask of it.
+    """A model as it is before its first step, but for checkpointing, and what estimates ask of it."""
 
-    Attributes:
-        base: as it was loaded; inside ``model`` where adapters wrap it.
-        model: prepared.
-        trainable: the facts of its trainable parameters.
-        parameters: the number of its weights; of a 4-bit weight, whose parameter packs two of them, its elements.
-        notes: what the simulation assumes about its modules.
-    """
-
-    base: nn.Module
+    base: nn.Module  # as it was loaded; inside ``model`` where adapters wrap it
     model: nn.Module
     trainable: tuple[ParameterFacts, ...]
-    parameters: int
+    parameters: int  # the number of weights, also where one element packs two of them
     notes: tuple[str, ...]
 
     @classmethod
@@ -126,12 +118,7 @@ class Session:
             return self._loaded[key][1]
 
     def record(self, loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> StepTrace:
-        """Return the recorded step of a model that ``load`` returned for these settings; it is prepared in place.
-
-        Raises:
-            ValueError: a batch or length that the model cannot take; a function of ``settings.prepare`` refuses it.
-            NotEstimableError: as ``record_step`` does.
-        """
+        """Return the recorded step of a model that ``load`` returned for these settings; it is prepared in place."""
         key = _trace_key(loaded, settings, shape, chip)
         if key is not None and key in self.traces:
             self.traces.move_to_end(key)
@@ -176,11 +163,6 @@ def keeping_models() -> Iterator[None]:
         _session.reset(token)
 
 
-def forget_traces() -> None:
-    """Drop the recordings kept for later calls."""
-    Session.traces.clear()
-
-
 # ---- What a recording depends on
 
 
@@ -195,8 +177,8 @@ def _preparation(settings: StepSettings) -> str | None:
 
 def _trace_key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
     """Return what a trace depends on; None for a step that is not kept."""
-    options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
-    if loaded.key is None or _preparation(settings) is None or any(map(callable, options.values())):
+    functions = map(callable, settings.checkpointing_options.values())
+    if loaded.key is None or _preparation(settings) is None or any(functions):
         return None
     accumulates = min(settings.gradient_accumulation_steps, 3 if settings.is_sharded else 2)
     if settings.precision == "tf32":
@@ -247,10 +229,9 @@ def _arguments(technique: Technique, settings: StepSettings) -> dict[str, Any]:
 
 
 def _checkpoint(model: nn.Module, settings: StepSettings) -> None:
-    options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
-    overlaps = options.get("offload") == "overlapped"
-    compat.enable_checkpointing(model, {"use_reentrant": False, **options, **({"offload": False} if overlaps else {})})
-    if overlaps:
+    own = {"offload": False} if settings.overlaps_offload else {}
+    compat.enable_checkpointing(model, {"use_reentrant": False, **settings.checkpointing_options, **own})
+    if settings.overlaps_offload:
         load(TECHNIQUES["checkpointing policy"].function)(model)
     if settings.freeze:
         drop_input_gradients(model)
@@ -331,7 +312,6 @@ def _record_with(
             batch,
             recorded,
             micro_batch=cut_batch(batch, shape.batch_size, rows) if rows and rows < shape.batch_size else None,
-            releases_gradients=settings.steps_in_backward,
             evaluation_batch=evaluation_batch,
             tracker=tracker,
             semantics=semantics,
@@ -345,7 +325,7 @@ def _record_with(
 @cache
 def _hidden_of(chip: Chip) -> Hidden:
     """Return the tracker's ``hidden``: one function for each chip, beside which its answers are kept."""
-    return partial(hidden_bytes, capability=chip.capability, multiprocessors=chip.multiprocessors)
+    return partial(hidden_bytes, chip=chip)
 
 
 def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:

@@ -12,7 +12,7 @@ import gc
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from logging import ERROR
@@ -43,7 +43,6 @@ def record_step(
     settings: StepSettings,
     *,
     micro_batch: Mapping[str, torch.Tensor] | None = None,
-    releases_gradients: bool = False,
     evaluation_batch: Mapping[str, torch.Tensor] | None = None,
     tracker: StorageTracker | None = None,
     semantics: CudaSemantics | None = None,
@@ -51,23 +50,12 @@ def record_step(
 ) -> StepTrace:
     """Record a step of ``model`` on ``batch``; both stay on their device, meta or a real CPU.
 
-    Layers that are dropped at random (``layerdrop``) all run, the most that a step can take.
-
-    Args:
-        model: in training mode afterwards, without gradients.
-        batch: of one forward and backward pass of the Trainer.
-        settings: with nothing "auto".
-        micro_batch: the first rows of ``batch``, where it is cut into micro-batches; None for the whole.
-        releases_gradients: whether each parameter steps, and frees its gradient, within the backward pass.
-        evaluation_batch: of one evaluation pass; None for no evaluation.
-        tracker: counts; a new one for the meta device unless given.
-        semantics: of the device to simulate; CUDA's, unless given.
-        sharded: simulates the sharding of ``model`` over processes; None for a whole model.
+    Layers that are dropped at random (``layerdrop``) all run, the most that a step can take. The model is in training
+    mode afterwards, without gradients. ``micro_batch`` are the first rows of a batch that is cut.
 
     Raises:
         ValueError: the model has no trainable parameter.
-        NotEstimableError: the model's code asks for values that only real data has, or fails; a recurrent layer of
-            cuDNN.
+        NotEstimableError: the model's code asks for values of real data, or fails; a recurrent layer of cuDNN.
     """
     weights = list(model.parameters())
     parameters = [parameter for parameter in weights if parameter.requires_grad]
@@ -76,7 +64,12 @@ def record_step(
             f"model=<{type(model).__name__}> has no trainable parameter; expected one or more with requires_grad=True. "
             "Call model.requires_grad_(True)"
         )
-    _refuse_recurrent_layers(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise NotEstimableError(
+                f"not estimable: {name or 'the model'} is an nn.{type(module).__name__}, for which cuDNN reserves "
+                "memory by undocumented rules; expected a model without recurrent layers. Measure the step on the GPU"
+            )
     tracker = StorageTracker(padding=has_padding(batch, settings)) if tracker is None else tracker
     if semantics is None:
         autocast = autocast_dtype(settings.precision)
@@ -88,7 +81,7 @@ def record_step(
 
         trace.loading = load_events(model, tracker.number)
     tracker.know((batch, evaluation_batch))
-    releasing = parameters if releases_gradients else []
+    releasing = parameters if settings.steps_in_backward else []
     recorder = PassRecorder(model, settings, tracker, semantics, sharded)
     held: list[int] = []
     model.train()
@@ -170,15 +163,6 @@ def _drop_gradients(weights: Iterable[nn.Parameter]) -> None:
         weight.grad = None
 
 
-def _refuse_recurrent_layers(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase):
-            raise NotEstimableError(
-                f"not estimable: {name or 'the model'} is an nn.{type(module).__name__}, for which cuDNN reserves "
-                "memory by undocumented rules; expected a model without recurrent layers. Measure the step on the GPU"
-            )
-
-
 def _not_estimable(model: nn.Module, error: Exception) -> NotEstimableError:
     """Return the error that quotes what the model's code failed with."""
     name, cause = type(model).__name__, reason(error).splitlines()[0]
@@ -231,6 +215,7 @@ def recording(*modes: Any) -> Iterator[None]:
     records at a time.
     """
     import torch.fx.experimental._config as fx_config
+    from transformers.utils import logging
 
     with collector_paused(), ExitStack() as stack:
         stack.enter_context(_own_generators())
@@ -238,8 +223,15 @@ def recording(*modes: Any) -> Iterator[None]:
         handle = set_attribute(torch, "get_autocast_dtype", lambda kind: dtype_of("cuda" if kind == "meta" else kind))
         stack.callback(handle.remove)
         autocast: Any = torch.autocast
-        stack.callback(set_attribute(autocast, "__init__", _autocast_of_cuda(autocast.__init__)).remove)
-        stack.enter_context(_only_errors())
+        init = autocast.__init__
+
+        @wraps(init)
+        def of_cuda(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            init(self, "cuda" if device_type == "meta" else device_type, *args, **kwargs)  # PEFT opens it for meta
+
+        stack.callback(set_attribute(autocast, "__init__", of_cuda).remove)
+        stack.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity(max(logging.get_verbosity(), ERROR))
         stack.enter_context(warnings.catch_warnings())
         # torch's checkpoint enters CUDA's autocast where it recomputes; a build without CUDA warns each time
         warnings.filterwarnings("ignore", "User provided device_type of 'cuda', but CUDA is not available")
@@ -248,16 +240,6 @@ def recording(*modes: Any) -> Iterator[None]:
         for mode in modes:
             stack.enter_context(mode)
         yield
-
-
-def _autocast_of_cuda(init: Callable[..., None]) -> Callable[..., None]:
-    """Return autocast's constructor with CUDA in place of the meta device, which it refuses (PEFT opens it)."""
-
-    @wraps(init)
-    def of_cuda(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        init(self, "cuda" if device_type == "meta" else device_type, *args, **kwargs)
-
-    return of_cuda
 
 
 @contextmanager
@@ -306,19 +288,6 @@ def _own_generators() -> Iterator[None]:
         one = _OfThread(HOST_GENERATOR.manual_seed(0), torch.default_generator)
         stack.callback(set_attribute(torch.random, "default_generator", one).remove)
         yield
-
-
-@contextmanager
-def _only_errors() -> Iterator[None]:
-    """Suppress transformers' advice, which belongs to the real run."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(max(verbosity, ERROR))
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from hf_memopt.binding.model_changes import tied_embeddings
 from hf_memopt.binding.undo import override_method, set_attribute, undo_all
-from hf_memopt.memory.distributed import step_optimizer
-from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
+from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, optimizer_memory
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.tracking import StorageTracker
 from hf_memopt.technique_list import TECHNIQUES, load
@@ -28,23 +27,14 @@ TECHNIQUE = TECHNIQUES["streamed layers"]
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """The weights of a recorded step that wait in host memory.
-
-    Attributes:
-        trained: the facts of those that are trained.
-        stepped: of these, those that the optimizer steps on the host, where their gradients are parked.
-        weights_bytes: of all of them.
-        in_bytes: copied to the GPU in a forward and backward pass.
-        out_bytes: copied to the host in it.
-        first_bytes: of the first layer, for which compute waits.
-    """
+    """The weights of a recorded step that wait in host memory."""
 
     trained: tuple[ParameterFacts, ...]
-    stepped: tuple[ParameterFacts, ...]
-    weights_bytes: int
-    in_bytes: int
-    out_bytes: int
-    first_bytes: int
+    stepped: tuple[ParameterFacts, ...]  # of these, those that the optimizer steps on the host, with their gradients
+    weights_bytes: int  # of all of them
+    in_bytes: int  # copied to the GPU in a forward and backward pass
+    out_bytes: int  # copied to the host in it
+    first_bytes: int  # of the first layer, for which compute waits
 
     @property
     def gradient_bytes(self) -> int:
@@ -53,19 +43,12 @@ class HostWeights:
 
     def bytes_on_host(self, settings: StepSettings) -> int:
         """Return what weights, parked gradients and the optimizer's state take of the host's memory."""
-        state = step_optimizer(self.trained, settings)
+        state = optimizer_memory(self.trained, settings)
         return self.weights_bytes + self.gradient_bytes + state.state_bytes + state.host_state_bytes
 
 
 class RecordedStream:
-    """The layers of a model on meta, streamed while a step of it is recorded; as ``Lanes`` it counts the copies.
-
-    Args:
-        model: prepared.
-        settings: of the step.
-        tracker: of the recording.
-        facts: of the trainable parameters.
-    """
+    """The layers of a prepared model on meta, streamed while a step is recorded; as ``Lanes`` it counts the copies."""
 
     device, is_async = torch.device("meta"), False
 
@@ -80,11 +63,7 @@ class RecordedStream:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Stream the layers inside; what is on the host is left out of the recording.
-
-        Raises:
-            ValueError: the technique refuses the model, or would refuse the run.
-        """
+        """Stream the layers inside, unless the technique refuses; what is on the host is left out of the recording."""
         with (
             undo_all(*self._statistics_as_weights()),
             load(TECHNIQUE.function)(self._model, device="meta", lanes=self) as handle,
@@ -97,7 +76,7 @@ class RecordedStream:
                 self._tracker.ignore(tensor, is_copied=False)
             handle.ring.gradients.take, handle.ring.gradients.settle = self._take, self._settle
             if self._settings.steps_in_backward:
-                memory = step_optimizer(tuple(self._facts.values()), self._settings)
+                memory = optimizer_memory(tuple(self._facts.values()), self._settings)
                 alone = dict(zip(self._facts, memory.alone, strict=True))
                 released = {one: alone[one] for one in self._layers if one in alone}
                 handle.ring.steps = load(TECHNIQUE.steps)(self, _RecordedOptimizer(self._tracker, released))

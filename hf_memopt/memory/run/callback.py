@@ -18,7 +18,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from hf_memopt.binding import Binding
 from hf_memopt.binding.undo import UndoHandle, override_method
 from hf_memopt.devices.readings import PeakMeter, is_out_of_memory, measured_device, read_device_used, read_process
-from hf_memopt.memory.output import training_memory, with_section
+from hf_memopt.memory.output import add_section, training_memory
 from hf_memopt.memory.run.run_record import RunRecord
 from hf_memopt.memory.run.run_report import draw_report, write_failure, write_report
 from hf_memopt.plain_data import checked_path
@@ -157,9 +157,8 @@ class MemoryReportCallback(TrainerCallback):
 
     def model_card(self) -> str:
         """Return the section "Training memory" of a model card as Markdown; "" where nothing was measured."""
-        return (
-            "" if self._peaks is None else training_memory(self.summary, self._peaks.meter.device, self.binding.trainer)
-        )
+        peaks = self._peaks
+        return "" if peaks is None else training_memory(self.summary, peaks.meter.device, self.binding.trainer)
 
     @property
     def handle(self) -> UndoHandle:
@@ -174,7 +173,7 @@ class MemoryReportCallback(TrainerCallback):
         consoles = [one for one in handler.callbacks if isinstance(one, (ProgressCallback, PrinterCallback))]
         overrides = [override_method(one, "on_log", _with_one_figure) for one in consoles]
         overrides += [
-            override_method(trainer, "create_model_card", partial(with_section, self.model_card, self.binding)),
+            override_method(trainer, "create_model_card", self._create_model_card),
             override_method(trainer, "get_batch_samples", self._get_batch_samples),
             override_method(trainer, "compute_loss", partial(self._watched, "run_forward")),
             override_method(trainer.accelerator, "backward", partial(self._watched, "run_backward")),
@@ -203,6 +202,12 @@ class MemoryReportCallback(TrainerCallback):
             if is_out_of_memory(error) and (trainer := self._reported()) is not None:
                 write_failure(trainer, error, self.summary, self._record)
             raise
+
+    def _create_model_card(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found, trainer = before(*args, **kwargs), self.binding.trainer
+        if trainer is not None and trainer.is_world_process_zero() and (section := self.model_card()):
+            add_section(Path(trainer.args.output_dir) / "README.md", section)
+        return found
 
     def _get_batch_samples(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._record.begin_step()

@@ -44,15 +44,7 @@ Peaks = Mapping[str, Mapping[str, int]]
 
 
 def draw_report(path: Path, peaks: Peaks, record: RunRecord, device: torch.device, trainer: Any) -> None:
-    """Draw a run beside its prediction; what fails is reported and not raised, since training is over.
-
-    Args:
-        path: the picture.
-        peaks: of the whole run, by phase and kind.
-        record: of the run.
-        device: whose memory they are.
-        trainer: the Trainer; None where none is bound, and so nothing is predicted.
-    """
+    """Draw a run beside its prediction, which needs a trainer; what fails is reported, since training is over."""
     try:
         from hf_memopt.reports.run import RunPicture, draw_run
 
@@ -71,15 +63,7 @@ def draw_report(path: Path, peaks: Peaks, record: RunRecord, device: torch.devic
 
 
 def write_report(trainer: Any, peaks: Peaks, record: RunRecord, state: str, *, predict: bool = False) -> None:
-    """Write the report of a run that goes on or has finished.
-
-    Args:
-        trainer: of the run.
-        peaks: of the run so far, by phase and kind.
-        record: of the run.
-        state: "training" or "finished".
-        predict: whether to simulate the largest batch.
-    """
+    """Write the report of a run whose state is "training" or "finished"; ``predict`` simulates the largest batch."""
     try:
         predicted, notes = _prediction(trainer, record.largest) if predict else (None, [])
         _write(trainer, _as_dict(trainer, peaks, record, state, predicted, notes), record.unwritten)
@@ -160,7 +144,11 @@ def _as_dict(
         "micro_batching": _micro_batching(trainer),
         "predicted": predicted,
         "out_of_memory": record.failure if state == "out of memory" else None,
-        "arguments": {name: _text(getattr(args, name)) for name in ARGUMENTS if hasattr(args, name)},
+        "arguments": {
+            name: str(getattr(getattr(args, name), "value", getattr(args, name)))
+            for name in ARGUMENTS
+            if hasattr(args, name)
+        },
         "notes": notes,
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
         "environment": {
@@ -228,10 +216,6 @@ def _micro_batching(trainer: Any) -> dict[str, Any] | None:
                 "limits": {name: limit.limit for name, limit in callback.limits.items()},
             }
     return None
-
-
-def _text(value: Any) -> str:
-    return str(getattr(value, "value", value))
 
 
 def name_of(device: torch.device) -> str:

@@ -7,4 +7,3 @@ from .batch_lengths import checked_lengths as checked_lengths
 from .batch_lengths import plan_lengths as plan_lengths
 from .step_settings import NotEstimableError as NotEstimableError
 from .step_settings import StepSettings as StepSettings
-from .step_settings import settings_that_change as settings_that_change

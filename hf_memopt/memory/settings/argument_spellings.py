@@ -48,9 +48,6 @@ _INSTEAD = {
 def in_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``given`` with the names and values of ``StepSettings`` in place of those of ``TrainingArguments``.
 
-    Raises:
-        ValueError: two precisions; one setting under two names; checkpointing's options without checkpointing.
-
     Examples:
         >>> in_own_names({"bf16": True, "gradient_checkpointing": True, "optim": "sgd"})
         {'optim': 'sgd', 'precision': 'bf16', 'checkpointing': True}
@@ -70,8 +67,14 @@ def in_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
             )
         spelled = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         found["precision"] = (spelled, chosen[0] if chosen else "fp32")
-    for names in _checkpointing_names(given):
-        found["checkpointing"] = _checkpointing(given, *names)
+    for name, options in zip(CHECKPOINTING, OPTIONS, strict=True):
+        if given.get(options) and not given.get(name):
+            raise ValueError(
+                f"{options}={given[options]!r} has no effect without {name}=True; expected both. Pass {name}=True"
+            )
+        if given.get(name) is not None or given.get(options) is not None:
+            wanted = given.get(name)
+            found["checkpointing"] = f"{name}={wanted!r}", bool(wanted) and (given.get(options) or True)
     for name, (spelled, value) in found.items():
         if own.get(name, value) != value:
             raise ValueError(
@@ -82,32 +85,18 @@ def in_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _checkpointing_names(given: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the pairs of names, the switch and its options, of which one is given."""
-    pairs = zip(CHECKPOINTING, OPTIONS, strict=True)
-    return [pair for pair in pairs if any(given.get(name) is not None for name in pair)]
-
-
-def _checkpointing(given: Mapping[str, Any], name: str, name_of_options: str) -> tuple[str, Any]:
-    """Return the arguments as text, and the value of ``checkpointing`` that they mean."""
-    wanted, options = given.get(name), given.get(name_of_options)
-    if options and not wanted:
-        raise ValueError(
-            f"{name_of_options}={options!r} has no effect without {name}=True; expected both. Pass {name}=True"
-        )
-    return f"{name}={wanted!r}", bool(wanted) and (options or True)
-
-
 def unknown_setting(name: str, value: Any, known: Iterable[str]) -> TypeError:
     """Return the error for a name that is not a setting of a step."""
     known = list(known)
-    shown = repr(value) if len(repr(value)) <= 80 else f"<{type(value).__name__}>"
-    what = f"{name}={shown} is not a setting of a step"
+    text = repr(value) if len(repr(value)) <= 80 else f"<{type(value).__name__}>"
+    what = f"{name}={text} is not a setting of a step"
     if name in _INSTEAD:
         return TypeError(f"{what}; expected another name for it. {_INSTEAD[name]}")
     if name in REFUSED:
         return TypeError(f"{what}: {REFUSED[name]}; expected a set-up without it. Remove {name}")
-    if name in _fields_of_training_arguments():
+    from hf_memopt.binding import versions as compat  # imports transformers
+
+    if name in compat.training_argument_names():
         return TypeError(
             f"{what}: this argument of TrainingArguments does not change the memory of a step; expected only those "
             f"that do. Remove {name}"
@@ -115,11 +104,3 @@ def unknown_setting(name: str, value: Any, known: Iterable[str]) -> TypeError:
     return TypeError(
         f"{what}; expected one of {', '.join(known)}.{did_you_mean(name, known)} See help(hf_memopt.StepSettings)"
     )
-
-
-def _fields_of_training_arguments() -> set[str]:
-    from dataclasses import fields
-
-    from transformers import TrainingArguments
-
-    return {field.name for field in fields(TrainingArguments)}

@@ -31,19 +31,12 @@ _LEAST_STEPS = 3  # the first has no optimizer state before its end, the third s
 
 @dataclass(frozen=True, slots=True)
 class LengthPlan:
-    """What stands for a run over batches of differing lengths.
+    """What stands for a run over batches of differing lengths."""
 
-    Attributes:
-        recorded: the lengths to record, longest first.
-        steps: for every optimizer step the index in ``recorded`` of each of its batches.
-        batches: of the whole run, before it was cut.
-        lengths: the differing ones of the whole run.
-    """
-
-    recorded: tuple[int, ...]
-    steps: tuple[tuple[int, ...], ...]
-    batches: int
-    lengths: int
+    recorded: tuple[int, ...]  # the lengths to record, longest first
+    steps: tuple[tuple[int, ...], ...]  # for every optimizer step the index in ``recorded`` of each of its batches
+    batches: int  # of the whole run, before it was cut
+    lengths: int  # the differing ones of the whole run
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +77,7 @@ class Fragmentation:
 
 
 def checked_lengths(lengths: ArrayLike, seq_len: int | None) -> NDArray[np.int64]:
-    """Return the tokens of each batch's rows, shape (batches,).
-
-    Raises:
-        ValueError: no batch; not whole numbers of at least 1 in one dimension; ``seq_len`` is given too.
-    """
+    """Return the tokens of each batch's rows, shape (batches,), if they are whole numbers of at least 1."""
     if seq_len is not None:
         raise ValueError(
             f"seq_len={seq_len!r} and lengths both give the tokens of a row; expected only one of them. "
@@ -133,19 +122,12 @@ def plan_lengths(lengths: NDArray[np.int64], batches_of_step: int) -> LengthPlan
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What a batch holds.
+    """What a batch holds."""
 
-    Attributes:
-        rows: examples.
-        seq_len: tokens of a row, padding included; None without ``input_ids``.
-        labels_length: tokens of a row of labels; None where labels are not a row of tokens.
-        real: tokens that are not padding, a count on the batch's device; None where it is unknown.
-    """
-
-    rows: int
-    seq_len: int | None
-    labels_length: int | None
-    real: torch.Tensor | None
+    rows: int  # examples
+    seq_len: int | None  # tokens of a row, padding included; None without ``input_ids``
+    labels_length: int | None  # tokens of a row of labels; None where labels are not a row of tokens
+    real: torch.Tensor | None  # tokens that are not padding, a count on the batch's device; None where unknown
 
     @property
     def padded_tokens(self) -> int:

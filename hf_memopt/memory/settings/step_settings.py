@@ -25,14 +25,9 @@ class NotEstimableError(ValueError):
 
 
 def _setting(default: Any, kind: Any = None, *, changes: str = "model", hash: bool | None = None) -> Any:
-    """Declare a setting.
+    """Declare a setting, whose values are checked against the annotation ``kind``, unless ``__post_init__`` does more.
 
-    Args:
-        default: its usual value.
-        kind: the annotation that a value is checked against; None where ``__post_init__`` does more.
-        changes: what has to be done anew for another value: "model" to prepare the model, "trace" to record the step,
-            "replay" to replay the recording.
-        hash: as for ``dataclasses.field``.
+    Another value ``changes`` the "model", which has to be prepared anew, the "trace" of a step, or only the "replay".
     """
     return field(default=default, hash=hash, metadata={"kind": kind, "changes": changes})
 
@@ -242,16 +237,12 @@ class StepSettings:
     @property
     def overlaps_offload(self) -> bool:
         """Whether inputs of layers are copied to the host and back while layers compute."""
-        return isinstance(self.checkpointing, Mapping) and self.checkpointing.get("offload") == "overlapped"
+        return self.checkpointing_options.get("offload") == "overlapped"
 
     @property
-    def _is_reentrant(self) -> bool:
-        return isinstance(self.checkpointing, Mapping) and bool(self.checkpointing.get("use_reentrant"))
-
-    @property
-    def takes_gradient_scaler(self) -> bool:
-        """Whether fp16 is possible: released gradients cannot wait for the gradient scaler."""
-        return not self.gradient_release
+    def checkpointing_options(self) -> Mapping[str, Any]:
+        """The options of ``checkpointing``; none where it is a bool."""
+        return self.checkpointing if isinstance(self.checkpointing, Mapping) else {}
 
     @property
     def is_sharded(self) -> bool:
@@ -259,21 +250,23 @@ class StepSettings:
         return self.engine not in ("", "ddp")
 
     def _check_sharing(self) -> None:
-        if self.embeddings_on_host and not self.streamed:
-            raise ValueError(
-                "embeddings_on_host=True, streamed=False do not fit each other: embeddings wait on the host beside "
-                "streamed layers; expected both. Pass streamed=True"
-            )
-        if self.tile_tokens is not None and not self.tiled:
-            raise ValueError(
-                f"tile_tokens={self.tile_tokens}, tiled=False do not fit each other: nothing runs in tiles; expected "
-                "both. Pass tiled=True"
-            )
-        if self.quantize_experts and self.load_in != "nf4":
-            raise ValueError(
-                f"quantize_experts=True, load_in={self.load_in!r} do not fit each other: experts are put into 4 bits "
-                "where linear layers are; expected both. Pass load_in='nf4', lora=16"
-            )
+        needed = (  # the setting, what it needs, whether that is missing, why
+            ("embeddings_on_host", "streamed", not self.streamed, "embeddings wait on the host beside streamed layers"),
+            ("tile_tokens", "tiled", not self.tiled, "nothing runs in tiles"),
+            (
+                "quantize_experts",
+                "load_in",
+                self.load_in != "nf4",
+                "experts are put into 4 bits where linear layers are",
+            ),
+        )
+        for name, other, is_missing, why in needed:
+            if getattr(self, name) and is_missing:
+                fix = "load_in='nf4', lora=16" if other == "load_in" else f"{other}=True"
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}, {other}={getattr(self, other)!r} do not fit each other: {why}; "
+                    f"expected both. Pass {fix}"
+                )
         if self.quantize_experts and self.is_sharded:
             raise ValueError(
                 f"quantize_experts=True, strategy={self.strategy!r} are incompatible: it cuts parameters, and would "
@@ -308,7 +301,7 @@ class StepSettings:
             "DDP": ("world_size", self.engine == "ddp", 1),
             "FSDP2": ("strategy", self.engine == "fsdp2", "ddp"),
             "DeepSpeed": ("strategy", self.engine in ("zero2", "zero3"), "ddp"),
-            "reentrant checkpointing": ("checkpointing", self._is_reentrant, True),
+            "reentrant checkpointing": ("checkpointing", bool(self.checkpointing_options.get("use_reentrant")), True),
             "layer-wise optimizer": ("optim", steps_in_backward(self.optim), "adamw_torch_fused"),
         }
         for one, other in combinations((what for what, (_, is_used, _) in settings.items() if is_used), 2):
@@ -358,11 +351,6 @@ class StepSettings:
             if name not in known:
                 raise unknown_setting(name, changed[name], known)
         return replace(self, **changed)
-
-
-def settings_that_change(*stages: str) -> frozenset[str]:
-    """Return the names of the settings that change one of these stages of an estimate."""
-    return frozenset(item.name for item in fields(StepSettings) if item.metadata.get("changes", "model") in stages)
 
 
 def _is_number(value: Any) -> bool:

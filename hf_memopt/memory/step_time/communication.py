@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.distributed import ZERO_STAGES, step_optimizer
+from hf_memopt.memory.distributed import ZERO_STAGES
+from hf_memopt.memory.optimizers import optimizer_memory
 
 if TYPE_CHECKING:
     from hf_memopt.memory.optimizers import ParameterFacts
@@ -33,29 +34,18 @@ _FLOAT_BYTES, _SHORT_BYTES = 4, 2
 
 @dataclass(frozen=True)
 class Communication:
-    """The bytes that one process moves in an optimizer step.
+    """The bytes that one process moves in an optimizer step."""
 
-    Attributes:
-        link_bytes: that it sends to the other processes.
-        hiding_fraction: the share of the computing that runs beside it.
-        pcie_bytes: between its GPU and the host.
-        host_bytes: that its optimizer reads and writes in the host's memory.
-        processes: that share this memory.
-    """
-
-    link_bytes: int
-    hiding_fraction: float
-    pcie_bytes: int = 0
-    host_bytes: int = 0
-    processes: int = 1
+    link_bytes: int  # that it sends to the other processes
+    hiding_fraction: float  # the share of the computing that runs beside it
+    pcie_bytes: int = 0  # between its GPU and the host
+    host_bytes: int = 0  # that its optimizer reads and writes in the host's memory
+    processes: int = 1  # that share this memory
 
     def seconds(self, computing: float, link: float, pcie: float) -> tuple[float, float, float]:
         """Return the seconds that are waited for, without any of the link's hidden, and with all of it hidden.
 
-        Args:
-            computing: seconds of the step without communication.
-            link: bytes per second of the link in one direction that are reached.
-            pcie: the same between GPU and host.
+        ``computing`` are the seconds of the step without, ``link`` and ``pcie`` bytes per second in one direction.
         """
         host = self.pcie_bytes / pcie + self.host_bytes * self.processes / HOST_BYTES_PER_SECOND
         sent = self.link_bytes / link
@@ -68,18 +58,12 @@ class Streaming:
 
     Compute, copies in and copies out run beside each other, so that the longest of the three decides; it waits for the
     first layer of each pass, and for the optimizer's step on the host.
-
-    Attributes:
-        in_bytes: to the GPU.
-        out_bytes: to the host.
-        first_bytes: of the layers that compute waits for.
-        host_bytes: that accumulating and stepping on the host read and write there.
     """
 
-    in_bytes: int
-    out_bytes: int
-    first_bytes: int
-    host_bytes: int = 0
+    in_bytes: int  # to the GPU
+    out_bytes: int  # to the host
+    first_bytes: int  # of the layers that compute waits for
+    host_bytes: int = 0  # that accumulating and stepping on the host read and write there
 
     def copying(self, pcie: float) -> float:
         """Return the seconds of the longer lane of copies."""
@@ -94,7 +78,7 @@ class Streaming:
 
 def streaming_of_step(on_host: HostWeights, settings: StepSettings, passes: float) -> Streaming:
     """Return what an optimizer step of so many forward and backward passes moves."""
-    gradients, state = on_host.gradient_bytes, step_optimizer(on_host.stepped, settings).state_bytes
+    gradients, state = on_host.gradient_bytes, optimizer_memory(on_host.stepped, settings).state_bytes
     stepping = 3 * gradients + 2 * state  # weights, as large as their gradients, and state are read and written
     return Streaming(
         in_bytes=round(passes * on_host.in_bytes),
@@ -107,14 +91,9 @@ def streaming_of_step(on_host: HostWeights, settings: StepSettings, passes: floa
 def communication_of_step(
     facts: Sequence[ParameterFacts], settings: StepSettings, gathered_bytes: int, passes: float, reductions: int = 1
 ) -> Communication:
-    """Return what a step of several processes moves.
+    """Return what a step of several processes moves whose forward and backward passes each gather so many bytes.
 
-    Args:
-        facts: of the trainable parameters, whole.
-        settings: of the step.
-        gathered_bytes: weights that a forward and backward pass gathers, as often as it does.
-        passes: forward and backward passes of an optimizer step.
-        reductions: those of them in which FSDP2 reduces gradients: the micro-batches of the last accumulation step.
+    FSDP2 reduces gradients in the micro-batches of the last accumulation step, so many ``reductions``.
     """
     engine, processes = settings.engine, settings.world_size
     sent = (processes - 1) / processes

@@ -10,7 +10,7 @@ return and not the table. The backward of a layer norm reads its inputs twice, f
 those of weight and bias. Causal fused attention skips half of the products.
 
 After the backward pass follow unscaling, clipping, and the optimizer's step. torch's optimizers run their own code on
-the meta device, on one parameter of all elements, and what transformers' Adafactor does is run there for each shape. Of
+the meta device, on one parameter of all elements, and transformers' Adafactor on one of each shape. Of
 kernels that torch cannot run there (fused AdamW, bitsandbytes) the bytes follow from ``OptimizerMemory``: weights and
 state are read and written, gradients are read. A paged state crosses PCIe both ways at every step, the most that it can
 cost. Not counted are optimizers whose step is neither of these: ``UNPRICED_OPTIMIZERS``.
@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
+    from hf_memopt.memory.settings import StepSettings
 
 _FOREACH_CHUNK = 65_536  # elements, aten/src/ATen/native/cuda/MultiTensorApply.cuh
 _FOREACH_CHUNKS_PER_KERNEL = 320
@@ -49,26 +50,15 @@ _CREATE = ("new_", "zeros_like", "ones_like", "full_like")  # use an input for i
 
 
 class Operation(NamedTuple):
-    """The cost of one operation.
+    """The cost of one operation."""
 
-    Attributes:
-        kind: ``"product"``, ``"convolution"``, ``"attention"`` (fused), ``"memory"``, ``"view"`` or ``"pcie"`` (a copy
-            from or to the host).
-        dtype: of its first tensor: ``"fp16"``, ``"bf16"``, ``"int8"``, and ``"fp32"`` for all others.
-        in_backward: whether C++ code of the backward pass launches it, and not Python.
-        flops: floating-point operations of products; 0 for other operations.
-        moved_bytes: read and written in the GPU's memory, or over PCIe.
-        kernels: that it starts on the GPU.
-        launches: what it costs the host, in launches of one kernel.
-    """
-
-    kind: str
-    dtype: str = "fp32"
-    in_backward: bool = False
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    kernels: int = 1
-    launches: float = 1.0
+    kind: str  # "product", "convolution", "attention" (fused), "memory", "view", "pcie" (a copy from or to the host)
+    dtype: str = "fp32"  # of its first tensor: "fp16", "bf16", "int8", and "fp32" for all others
+    in_backward: bool = False  # whether C++ code of the backward pass launches it, and not Python
+    flops: float = 0.0  # floating-point operations of products; 0 for other operations
+    moved_bytes: float = 0.0  # read and written in the GPU's memory, or over PCIe
+    kernels: int = 1  # that it starts on the GPU
+    launches: float = 1.0  # what it costs the host, in launches of one kernel
 
 
 VIEW = (Operation("view", kernels=0), Operation("view", kernels=0, in_backward=True))
@@ -121,16 +111,10 @@ def operation_of(
     in_backward: bool = False,
     on_host: frozenset[int] | set[int] = frozenset(),
 ) -> Operation:
-    """Return the cost of an operation that has just run on meta tensors.
+    """Return the cost of an ATen operation that has just run on meta tensors, of so many floating-point operations.
 
-    Args:
-        func: the ATen operator.
-        args: its arguments.
-        kwargs: those given by name.
-        out: what it returned.
-        flops: floating-point operations, by torch's formulas.
-        in_backward: whether autograd's C++ code called it.
-        on_host: the addresses (``_cdata``) of storages that represent memory of the host.
+    ``in_backward`` says whether autograd's C++ code called it; ``on_host`` are the addresses (``_cdata``) of storages
+    that represent memory of the host.
     """
     traits = _traits(func)
     if traits.is_view and not (on_host and traits.name in _NO_KERNEL):
@@ -203,44 +187,31 @@ _LAUNCHES_OF_BITSANDBYTES = 5  # a call from Python for each parameter
 
 
 def optimizer_operations(
-    parameters: Sequence[ParameterFacts],
-    memory: OptimizerMemory,
-    optim: str | None,
-    *,
-    weight_decay: float = 0.0,
-    clips: bool = True,
-    unscales: bool = False,
-    zeroes: bool = False,
+    parameters: Sequence[ParameterFacts], memory: OptimizerMemory, settings: StepSettings
 ) -> Counter[Operation]:
-    """Return the costs of a step of the optimizer.
+    """Return the costs of a step of the optimizer on the trainable parameters, none of ``UNPRICED_OPTIMIZERS``.
 
-    Args:
-        parameters: the trainable ones.
-        memory: of the optimizer.
-        optim: as ``TrainingArguments`` takes it, none of ``UNPRICED_OPTIMIZERS``; None for an optimizer that is only
-            known by its memory, which counts as one kernel for each parameter.
-        weight_decay: as ``TrainingArguments`` takes it.
-        clips: whether the norm of the gradients is clipped.
-        unscales: whether fp16's gradient scaler divides them.
-        zeroes: whether they are kept between steps, and set to zero.
+    One that is known by its memory alone counts as one kernel for each parameter.
     """
+    optim = settings.optim if settings.optimizer_memory is None else None
     gradients = sum(fact.size_bytes for fact in parameters)
     found: Counter[Operation] = Counter()
     if not parameters:
         return found
     together = -(-sum(fact.elements for fact in parameters) // (_FOREACH_CHUNK * _FOREACH_CHUNKS_PER_KERNEL))
     of_lists = _LAUNCHES_PER_TENSOR * len(parameters)
-    if unscales:  # reads and writes them
+    if settings.precision == "fp16":  # unscaling reads and writes them
         found[Operation("memory", moved_bytes=2 * gradients, kernels=together, launches=together + of_lists)] += 1
-    if clips:  # the norm reads, the scaling reads and writes
+    if settings.max_grad_norm > 0 and not memory.releases_gradients:  # the norm reads, the scaling reads and writes
         launches = 2 * together + 2 * of_lists
         found[Operation("memory", moved_bytes=3 * gradients, kernels=2 * together, launches=launches)] += 1
-    if zeroes:
+    if not settings.zero_grad_to_none:
         found[Operation("memory", moved_bytes=gradients, kernels=together, launches=together + of_lists)] += 1
     if optim in _OF_TORCH or optim == "adafactor":
         tensors = len(parameters) if memory.releases_gradients else 0
-        alone = tuple(replace(fact, name="") for fact in parameters)  # layers share shapes, and so the cached run
-        return found + _recorded(optim, tuple(Counter(alone).items()), weight_decay, memory.state_bytes > 0, tensors)
+        alone = Counter(replace(fact, name="") for fact in parameters)  # layers share shapes, and so the cached run
+        has_state = memory.state_bytes > 0
+        return found + _recorded(optim, tuple(alone.items()), settings.weight_decay, has_state, tensors)
     moved = 2 * gradients + gradients + 2 * memory.state_bytes  # the weights are as large as their gradients
     kernels, launches = together, together + 2 * of_lists
     if optim != "adamw_torch_fused" or memory.releases_gradients:
@@ -257,13 +228,15 @@ def _recorded(
 ) -> Counter[Operation]:
     """Return the operations of torch's own code, or of Adafactor; ``parameters`` are different ones and their number.
 
-    ``momentum`` says whether SGD has one, which is then its only state; ``releases`` is the number of tensors that step
-    alone, 0 where all step together.
+    ``momentum``: whether SGD has one. ``releases``: how many tensors step alone, 0 where all step together.
     """
     found: Counter[Operation] = Counter()
     if optim == "adafactor":
+        from transformers.optimization import Adafactor  # two seconds, as it imports PEFT
+
+        as_the_trainer = partial(Adafactor, lr=1e-3, scale_parameter=False, relative_step=False)
         for fact, times in parameters:
-            ran = _adafactor_step(fact.shape, fact.element_size)
+            ran = _run(as_the_trainer, fact)
             found.update({cost: times * number for cost, number in ran.items()})
         return found
     options: dict[str, Any] = {"momentum": 0.9} if optim == "sgd" and momentum else {}
@@ -273,7 +246,7 @@ def _recorded(
         whole = replace(group[0][0], shape=(elements,))
         decay = weight_decay if decays else 0.0
         build = partial(_OF_TORCH[optim], lr=1e-3, weight_decay=decay, foreach=True, **options)
-        ran = _run(build, [whole])
+        ran = _run(build, whole)
         for cost, number in ran.items():
             kernels = max(cost.kernels, tensors) if releases and cost.kernels else cost.kernels
             launches = float(tensors) if releases else cost.kernels + _LAUNCHES_PER_TENSOR * tensors
@@ -281,59 +254,17 @@ def _recorded(
     return found
 
 
-@cache
-def _adafactor_step(shape: tuple[int, ...], element_size: int) -> Counter[Operation]:
-    """Return the operations of transformers' Adafactor for one parameter that has its state, as the Trainer builds it.
-
-    They are written out because the module of the class imports PEFT, which takes longer than a whole estimate; a test
-    compares both. Seen in transformers 5.8.1, 5.17.0 and 5.23.0.
-    """
-    new = partial(torch.empty, device="meta")
-    weight, gradient = new(shape, dtype=_dtype(element_size)), new(shape, dtype=_dtype(element_size))
-    is_factored = len(shape) >= 2
-    averages = [new(shape[:-1]), new(shape[:-2] + shape[-1:])] if is_factored else [new(shape)]
-    counter = _Counting()
-    with torch.no_grad(), counter:
-        gradient, exact = gradient.float(), weight.float()  # themselves where they are float32
-        _root_mean_square(exact)
-        update = gradient**2 + 1e-30
-        if is_factored:
-            rows, columns = averages
-            rows.mul_(0.9).add_(update.mean(dim=-1), alpha=0.1)
-            columns.mul_(0.9).add_(update.mean(dim=-2), alpha=0.1)
-            of_rows = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
-            update = torch.mul(of_rows, columns.unsqueeze(-2).rsqrt()).mul_(gradient)
-        else:
-            update = averages[0].mul_(0.9).add_(update, alpha=0.1).rsqrt().mul_(gradient)
-        update.div_((_root_mean_square(update) / 1.0).clamp_(min=1.0)).mul_(1e-3)
-        exact.add_(-update)
-        if exact is not weight:
-            weight.copy_(exact)
-    return counter.found
-
-
-def _root_mean_square(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.norm(2) / tensor.numel() ** 0.5
-    return found
-
-
-def _run(build: Callable[[Any], torch.optim.Optimizer], facts: Iterable[ParameterFacts]) -> Counter[Operation]:
+def _run(build: Callable[[Any], torch.optim.Optimizer], fact: ParameterFacts) -> Counter[Operation]:
     """Return the operations of a step of an optimizer that has its state already, on the meta device."""
-    parameters = [
-        nn.Parameter(torch.empty(fact.shape, dtype=_dtype(fact.element_size), device="meta")) for fact in facts
-    ]
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer = build(parameters)
+    dtype = torch.float32 if fact.element_size == 4 else torch.bfloat16
+    parameter = nn.Parameter(torch.empty(fact.shape, dtype=dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    optimizer = build([parameter])
     optimizer.step()  # makes the state
     counter = _Counting()
     with counter:
         optimizer.step()
     return counter.found
-
-
-def _dtype(element_size: int) -> torch.dtype:
-    return torch.float32 if element_size == 4 else torch.bfloat16
 
 
 class _Counting(TorchDispatchMode):

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hf_memopt.devices import Gpu, PeakRates, find_gpu
 from hf_memopt.memory.step_time.communication import Communication, Streaming, communication_of_step, streaming_of_step
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hf_memopt.memory.allocator import ReplayPlan
     from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
     from hf_memopt.memory.recording import StepTrace
-    from hf_memopt.memory.settings import StepSettings
 
 PARTS = ("products", "attention", "memory", "optimizer", "launches", "PCIe", "communication")
 """What the time of a step is divided into; see ``StepTime.shares``."""
@@ -73,45 +72,31 @@ _FASTEST_LAUNCH_SECONDS = 6.5e-6  # a recent desktop's, half of that of the clou
 
 @dataclass(frozen=True)
 class Prices:
-    """What a device reaches.
+    """What a device reaches."""
 
-    Attributes:
-        rates: floating-point operations per second, by kind and dtype of an ``Operation``.
-        bandwidth: bytes per second of its memory.
-        pcie: bytes per second between host and GPU, with 16 lanes.
-        bus: the same with the GPU's own lanes, for streamed layers.
-        link: bytes per second between GPUs, in one direction.
-        launch_seconds: of a kernel from Python, on the host.
-        error: by how much, as a share, predicted seconds may be off on either side.
-    """
-
-    rates: Mapping[tuple[str, str], float]
-    bandwidth: float
-    pcie: float
-    link: float
-    launch_seconds: float = LAUNCH_SECONDS
-    error: float = _OTHERS
-    bus: float = 0.0
+    rates: Mapping[tuple[str, str], float]  # floating-point operations per second, by kind and dtype
+    bandwidth: float  # bytes per second of its memory
+    pcie: float  # bytes per second between host and GPU, with 16 lanes
+    link: float  # bytes per second between GPUs, in one direction
+    launch_seconds: float = LAUNCH_SECONDS  # of a kernel from Python, on the host
+    error: float = _OTHERS  # by how much, as a share, predicted seconds may be off on either side
+    bus: float = 0.0  # as ``pcie`` with the GPU's own lanes, for streamed layers
 
     @classmethod
     def of(cls, gpu: Gpu, *, tf32: bool = False) -> Prices:
-        """Return the prices of a GPU.
-
-        Raises:
-            ValueError: its bandwidth or rates are unknown.
-        """
+        """Return the prices of a GPU whose bandwidth and rates are known."""
         if missing := missing_figures(gpu):
             raise ValueError(
                 f"gpu={gpu.name!r} has no known {missing}; expected a GPU of the table. Pass gpu='RTX 3060 12GB'"
             )
+        is_unknown = "Laptop" in gpu.name or gpu.name in _AT_MOST_75_WATTS
+        reached = _reached(gpu.peak_flops_per_second, tf32)
         return cls(
-            rates={
-                kind: gpu.sustained_fraction * rate for kind, rate in _reached(gpu.peak_flops_per_second, tf32).items()
-            },
+            rates={kind: gpu.sustained_fraction * rate for kind, rate in reached.items()},
             bandwidth=(gpu.bandwidth_bytes_per_second or 0) * MEMORY_FRACTION,
             pcie=gpu.pcie_bytes_per_second * MEMORY_FRACTION,
             link=gpu.link_bytes_per_second * MEMORY_FRACTION,
-            error=_error_of(gpu),
+            error=_OF_UNKNOWN_CLOCK if is_unknown else _RANGES.get(gpu.name, _OTHERS),
             bus=gpu.bus_bytes_per_second * MEMORY_FRACTION,
         )
 
@@ -131,11 +116,6 @@ class Prices:
                 own, part = computing, "attention" if cost.kind == "attention" else "products"
         own += KERNEL_SECONDS * cost.kernels
         return (host, "launches") if host > own else (own, part)
-
-
-def _error_of(gpu: Gpu) -> float:
-    is_unknown = "Laptop" in gpu.name or gpu.name in _AT_MOST_75_WATTS
-    return _OF_UNKNOWN_CLOCK if is_unknown else _RANGES.get(gpu.name, _OTHERS)
 
 
 def _reached(peak: PeakRates, tf32: bool) -> dict[tuple[str, str], float]:
@@ -332,55 +312,31 @@ _OF_EXPERTS = {"experts", "block_sparse_moe", "router"}
 """Names of modules that route tokens to experts; seen in transformers 5.8.1 to 5.23.0."""
 
 
-class Timing(NamedTuple):
-    """What an ``Estimate`` says of a step's time, by the names of its attributes."""
-
-    step_time: StepTime | None
-    step_costs: StepCosts | None
-    time_unknown: str
-
-
 def timing_of_step(
     traces: Sequence[StepTrace],
     plan: ReplayPlan,
     parameters: Sequence[ParameterFacts],
     optimizer: OptimizerMemory,
-    settings: StepSettings,
     gpu: Gpu | None,
     *,
     batch_size: int,
     lengths: Sequence[int | None],
     trainable: Sequence[ParameterFacts],
-) -> Timing:
-    """Return the predicted time of a step, or why there is none.
+) -> tuple[StepTime | None, StepCosts | None, str]:
+    """Return the predicted time of a step, what it computes and moves, and why there is no time, "" where there is.
 
-    Args:
-        traces: the recorded steps.
-        plan: how often their passes run; ``plan.order`` where batches differ in length.
-        parameters: the trainable ones, as the optimizer of one process sees them.
-        optimizer: its memory.
-        settings: of the step.
-        gpu: the GPU; None for none, whose time there is nothing to say about.
-        batch_size: examples of a batch.
-        lengths: tokens of a row of each of ``traces``; None for a model without text.
-        trainable: the parameters as they are without sharding.
+    ``parameters`` are the trainable ones as the optimizer of one process sees them, ``trainable`` those without
+    sharding; ``lengths`` the tokens of a row of each of the recorded steps.
     """
+    settings = plan.settings
     if settings.optimizer_memory is None and settings.optim.startswith(UNPRICED_OPTIMIZERS):
-        return Timing(None, None, f"the step of optim={settings.optim!r} is not counted" if gpu is not None else "")
-    steps = plan.order or ((0,) * plan.batches,)
+        return None, None, (f"the step of optim={settings.optim!r} is not counted" if gpu is not None else "")
+    steps = plan.order or ((0,) * settings.gradient_accumulation_steps,)
     batches_of_step = sum(map(len, steps)) / len(steps)
     rows = [lengths[trace] for batches in steps for trace in batches]
     known = [length for length in rows if length is not None]
     micro_batches = batches_of_step * plan.micro_batches
-    operations = optimizer_operations(
-        parameters,
-        optimizer,
-        settings.optim if settings.optimizer_memory is None else None,
-        weight_decay=settings.weight_decay,
-        clips=settings.max_grad_norm > 0 and not optimizer.releases_gradients,
-        unscales=settings.precision == "fp16",
-        zeroes=plan.keeps_gradients,
-    )
+    operations = optimizer_operations(parameters, optimizer, settings)
     communication: Communication | Streaming | None = None
     if settings.engine:
         gathered_bytes = traces[0].gathered_bytes
@@ -400,15 +356,15 @@ def timing_of_step(
         and any(name.rpartition(".")[2] in _OF_EXPERTS for name in traces[0].tracker.modules),
     )
     if gpu is None:
-        return Timing(None, costs, "")
+        return None, costs, ""
     if costs.routes_tokens:
-        return Timing(None, costs, "how many tokens each expert gets depends on the data")
+        return None, costs, "how many tokens each expert gets depends on the data"
     if costs.ranking_rule:
         share = f"convolutions move {percent(costs.convolution_share)} of its bytes"
-        return Timing(None, costs, f"{share}, and how fast cuDNN's are is not known")
+        return None, costs, f"{share}, and how fast cuDNN's are is not known"
     if missing := missing_figures(gpu):
-        return Timing(None, costs, f"{gpu.name} has no known {missing}")
-    return Timing(costs.on(gpu), costs, "")
+        return None, costs, f"{gpu.name} has no known {missing}"
+    return costs.on(gpu), costs, ""
 
 
 def _passes(
@@ -417,7 +373,7 @@ def _passes(
     """Return (times per optimizer step, operations) of each different pass of ``steps``."""
     times: Counter[tuple[int, int]] = Counter()  # by trace, and the place of the pass in it
     for batches in steps:
-        for part in plan.passes(batches, plan.micro_batches, adds=plan.keeps_gradients):
+        for part in plan.passes(batches, plan.micro_batches, adds=not plan.settings.zero_grad_to_none):
             times.update(part)
     return tuple(
         (number / len(steps), Counter(traces[trace].tracker.operations[which]))

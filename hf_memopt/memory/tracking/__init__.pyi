@@ -7,6 +7,5 @@ from .tensors_alive import largest_blocks as largest_blocks
 from .tensors_alive import live_tensors as live_tensors
 from .timeline import COMPONENTS as COMPONENTS
 from .timeline import PhasePeak as PhasePeak
-from .timeline import SimulatedTimeline as SimulatedTimeline
 from .timeline import Timeline as Timeline
 from .timeline import phase_spans as phase_spans

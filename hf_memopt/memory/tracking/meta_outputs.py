@@ -35,7 +35,7 @@ _KEEP_THEIR_SHAPE = {"copy_", "addmm_", "scatter_add_"}  # beside what works ele
 _Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-def _flops_of_groups(one: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> int:
+def _flops_of_groups(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
     """Return the operations of a grouped product, in which rows or columns of a 2-d operand are divided into groups."""
     groups = len(one) if one.dim() == other.dim() == 3 else 1
     return 2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1]
@@ -76,19 +76,9 @@ _remembered: dict[Hashable, tuple[Any, int, Beside]] = {}
 def run_on_meta(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flops: bool = True
 ) -> tuple[Any, int, Beside | None]:
-    """Return what ``func(*args, **kwargs)`` returns, its floating-point operations, and what is kept beside them.
+    """Return what an ATen operator returns, its floating-point operations, and what the caller keeps beside them.
 
-    Of meta tensors they come from memory where that is possible.
-
-    Args:
-        func: the ATen operator.
-        args: its arguments.
-        kwargs: those given by name.
-        flops: whether to count floating-point operations; 0 otherwise.
-
-    Returns:
-        At last a dict, the same for every call with equal arguments, in which the caller may keep what depends on
-        nothing else; None for a result that is not remembered.
+    That is a dict, the same for every call with equal arguments; None for a result that is not remembered.
     """
     way = _way_of(func)
     key: list[Any] = [func, flops]

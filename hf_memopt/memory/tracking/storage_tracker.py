@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,20 +45,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         hidden: bytes that an operation's kernel allocates and frees inside itself, by ``(func, args, kwargs, out)``.
         flops: whether to sum floating-point operations.
         balanced: whether a choice among experts (``topk``, ``argmax``) is known, each expert as often as the others.
-
-    Attributes:
-        events: (storage number, +bytes) for an allocation, (storage number, -bytes) for a free.
-        sizes: bytes by storage number.
-        allocated_at: the event of its allocation, by storage number.
-        sequences: autograd's sequence number at the allocation of a storage: of the operation in a forward pass, of the
-            node whose backward runs in a backward pass; -1 where it belongs to none.
-        places: index in ``modules`` at the allocation of a storage in a forward pass; -1 in a backward pass.
-        recomputed: (first event, last event) of every stretch of recomputation inside a backward pass.
-        after_recomputation: called at the end of each such stretch.
-        modules: names of the watched modules; ``module_of`` returns that of a storage.
-        flops: floating-point operations so far.
-        functions: the ATen operators that ran.
-        operations: for each pass inside ``counting``, how often each operation runs, by its cost.
     """
 
     def __init__(
@@ -70,19 +57,22 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         balanced: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[tuple[int, int]] = []
+        self.events: list[tuple[int, int]] = []  # storage number, +bytes for an allocation or -bytes for a free
+        # by storage number: its bytes, the event of its allocation, autograd's sequence number then (of the operation
+        # in a forward pass, of the node whose backward runs in a backward pass; -1 where it belongs to none), and the
+        # index in ``modules`` of where it was allocated in a forward pass (-1 in a backward pass)
         self.sizes: list[int] = []
         self.allocated_at: list[int] = []
         self.sequences: list[int] = []
         self.places: list[int] = []
-        self.recomputed: list[tuple[int, int]] = []
-        self.modules: list[str] = [""]
-        self.flops = 0
-        self.functions: set[Any] = set()
-        self.operations: list[Counter[Operation]] = []
+        self.recomputed: list[tuple[int, int]] = []  # first and last event of what is recomputed in a backward pass
+        self.after_recomputation: list[Callable[[], None]] = []  # called at the end of each such stretch
+        self.modules: list[str] = [""]  # names of the watched ones
+        self.flops = 0  # so far
+        self.functions: set[Any] = set()  # the ATen operators that ran
+        self.operations: list[Counter[Operation]] = []  # of each pass inside ``counting``
         self.ignored: set[int] = set()
         self._left_out: set[int] = set()
-        self.after_recomputation: list[Callable[[], None]] = []
         self.values = KnownValues()
         self._live: dict[int, tuple[int, Any]] = {}
         self.device_type = device_type
@@ -121,17 +111,17 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if known is None:
             self.values.forget_written(func, args)
             args = self.values.with_positions(func, args)
-        out, flops, beside = self._outputs(func, args, kwargs, known)
+        if known is not None and torch.Tag.dynamic_output_shape in func.tags:
+            out, flops, beside = shapes_of(known, func), 0, None
+        else:
+            out, flops, beside = run_on_meta(func, args, kwargs, self._count_flops)
         if known is not None:
             self.values.keep(func, known, out)
         elif self._balanced and func in CHOICES:
             self.values.balance(func, args, out)
-        if isinstance(out, torch.Tensor):
-            self.add(out)
-        elif isinstance(out, (tuple, list)):
-            for item in out:
-                if isinstance(item, torch.Tensor):
-                    self.add(item)
+        for item in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(item, torch.Tensor):
+                self.add(item)
         self.flops += flops
         if beside is None or self.ignored:
             beside = {}
@@ -149,11 +139,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if sizes:
                 self.add_hidden(sizes)
         return out
-
-    def _outputs(self, func: Any, args: Any, kwargs: Any, known: Any) -> tuple[Any, int, dict[Any, Any] | None]:
-        if known is not None and torch.Tag.dynamic_output_shape in func.tags:
-            return shapes_of(known, func), 0, None
-        return run_on_meta(func, args, kwargs, self._count_flops)
 
     def _answer(self, func: Any, dtype: torch.dtype, known: Any) -> Any:
         """Answer transformers' code whether a mask is all ones; refuse every other read of values that are unknown."""
@@ -312,16 +297,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             for name, module in model.named_modules():
                 number = len(self.modules)
                 self.modules.append(name)
-                hooks.callback(module.register_forward_pre_hook(self._enter(number)).remove)
+                hooks.callback(module.register_forward_pre_hook(partial(self._enter, number)).remove)
                 hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
 
-    def _enter(self, number: int) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._stack.append(number)
-            self._note_module()
-
-        return enter
+    def _enter(self, number: int, *_: Any) -> None:
+        self._stack.append(number)
+        self._note_module()
 
     def _leave(self, *_: Any) -> None:
         if len(self._stack) > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +12,7 @@ from hf_memopt.components import COMPONENTS
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["COMPONENTS", "PhasePeak", "SimulatedTimeline", "Timeline", "phase_spans"]
+__all__ = ["COMPONENTS", "PhasePeak", "Timeline", "phase_spans"]
 
 
 class PhasePeak(NamedTuple):
@@ -61,49 +60,6 @@ class Timeline:
             reserved[name] = max(reserved.get(name, 0), int(self.reserved[first:end].max()))
         found = ((name, event, self.parts_at(event)) for name, event in fullest.items())
         return {name: PhasePeak(int(allocated[event]), reserved[name], parts) for name, event, parts in found}
-
-
-class SimulatedTimeline(Timeline):
-    """A timeline by changes: each event changes one component, and the bytes of all are added up when asked for.
-
-    A comparison looks at few of the timelines that it simulates.
-
-    Args:
-        changed: (events,) index in ``COMPONENTS`` of what each event changes.
-        deltas: (events,) int64, by how many bytes.
-        reserved: as in ``Timeline``, and so on.
-    """
-
-    def __init__(
-        self,
-        changed: np.ndarray,
-        deltas: np.ndarray,
-        reserved: np.ndarray,
-        phases: tuple[tuple[int, str], ...],
-        steps: tuple[tuple[int, int], ...],
-    ) -> None:
-        vars(self).update(changed=changed, deltas=deltas, reserved=reserved, phases=phases, steps=steps)
-
-    @cached_property
-    def components(self) -> np.ndarray:  # a field there, which no one sets
-        """As in ``Timeline``."""
-        import numpy as np
-
-        changed, deltas = vars(self)["changed"], vars(self)["deltas"]
-        table = np.zeros((len(deltas), len(COMPONENTS)), np.int64)
-        table[np.arange(len(deltas)), changed] = deltas
-        return np.cumsum(table, axis=0)
-
-    @cached_property
-    def allocated(self) -> np.ndarray:  # a property there
-        """As in ``Timeline``."""
-        found: np.ndarray = vars(self)["deltas"].cumsum()
-        return found
-
-    def parts_at(self, event: int) -> dict[str, int]:
-        """As in ``Timeline``, without the bytes of all other events."""
-        changed, deltas = (vars(self)[name][: event + 1] for name in ("changed", "deltas"))
-        return {name: int(deltas[changed == number].sum()) for number, name in enumerate(COMPONENTS)}
 
 
 def phase_spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:

@@ -135,6 +135,7 @@ class TimelinePicture:
         axes.stairs([context], [0, 1], fill=True, color=theme.strong, linewidth=0, zorder=1)
         reserved = [self._context_bytes + size for size in self.line["reserved_bytes"]]
         label = f"reserved{' and context' if context else ''}, {format_bytes(self._total_bytes)} at most"
+        label = fill(label, plotting.columns(TITLE_COLUMNS // 2))
         look: dict[str, Any] = {"baseline": None, "color": theme.ink, "linewidth": 1.1, "label": label}
         axes.stairs(*self._held(reserved, scale), zorder=2, **look)
 
@@ -161,20 +162,20 @@ class TimelinePicture:
 
     def _draw_limit(self, axes: Axes, panel: Axes, scale: float, theme: Theme) -> None:
         """Draw what is usable of the GPU, all above it in red, and where memory runs out."""
-        most_bytes, limit = self._total_bytes, self.limit
+        most_bytes, limit, headroom = self._total_bytes, self.limit, 1.6 if plotting.is_narrow() else HEADROOM
         if limit is None:
-            axes.set_ylim(0, HEADROOM * most_bytes * scale)
+            axes.set_ylim(0, headroom * most_bytes * scale)
             return
         is_drawn, usable = near(limit, most_bytes) is not None, limit.usable_bytes * scale
         label = self.limit_label if is_drawn else f"{self.limit_label} (above the picture)"
         label = fill(label, plotting.columns(TITLE_COLUMNS // 2))
         most_bytes = max(most_bytes, limit.usable_bytes) if is_drawn else most_bytes
-        axes.set_ylim(0, HEADROOM * most_bytes * scale)
+        axes.set_ylim(0, headroom * most_bytes * scale)
         axes.axhline(usable, color=theme.limit, linestyle="--", linewidth=1.6, label=label)
         if is_drawn:
             panel.axhline(usable, color=theme.limit, linestyle="--", linewidth=1.6)
             for one in (axes, panel):
-                one.axhspan(usable, HEADROOM * most_bytes * scale, color=theme.limit, alpha=0.08, linewidth=0, zorder=0)
+                one.axhspan(usable, headroom * most_bytes * scale, color=theme.limit, alpha=0.08, linewidth=0, zorder=0)
         over = out_of_memory(self.line, self._context_bytes, limit.usable_bytes)
         if over is not None:
             axes.plot(over[0], usable, marker="X", color=theme.limit, markersize=10, zorder=6)

@@ -98,5 +98,5 @@ def _draw_strategies(report: PaddingData, axes: Axes, unit: str, theme: Theme) -
     axes.spines["bottom"].set_bounds(0, most)
     axes.set_xticks(range(int(most) + 1))
     title = f"What one epoch computes: real {unit}, and padding (hatched), in batches of {report['batch_size']}"
-    axes.set_title(fill(title, plotting.columns(85)), fontsize=10, loc="left")
+    axes.set_title(fill(title, 24 if plotting.is_narrow() else 64), fontsize=10, loc="left")
     axes.set_xlabel(f"{unit} computed for each real one")
