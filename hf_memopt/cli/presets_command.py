@@ -121,17 +121,13 @@ LARGEST_BATCH = 64
 
 @dataclass(frozen=True)
 class PresetFits:
-    """The file.
+    """The file."""
 
-    Attributes:
-        presets: of each its GPU's name and usable bytes, from the smallest to the largest.
-        rows: model, seq_len (None for images), effective_batch_size, and the total bytes by preset.
-        versions: of the packages that computed them.
-    """
-
+    # of each its GPU's name and usable bytes, from the smallest to the largest
     presets: Mapping[str, Mapping[str, Any]]
+    # model, seq_len (None for images), effective_batch_size, and the total bytes by preset
     rows: tuple[Mapping[str, Any], ...]
-    versions: Mapping[str, str]
+    versions: Mapping[str, str]  # of the packages that computed them
 
     def fits(self, row: Mapping[str, Any], preset: str) -> bool:
         """Return whether a row fits with a preset, with a twentieth of the GPU to spare as ``plan`` wants it."""

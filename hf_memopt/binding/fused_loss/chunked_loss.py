@@ -49,24 +49,16 @@ Tensors = Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Which cross entropy of which logits, and how many of them exist at a time.
+    """Which cross entropy of which logits, and how many of them exist at a time."""
 
-    Attributes:
-        steps: what is done to each logit, the output of the linear layer, in order.
-        output_dtype: the dtype of that output; under autocast another one than that of the weight.
-        chunk_bytes: the most bytes of the logits that exist at a time, in the dtype of the loss; None: the bytes of the
-            hidden states, at least ``CHUNK_BYTES``.
-        ignore_index: the label of rows that are left out.
-        mean: divide by the number of labelled rows.
-        smoothing: the share of the label spread evenly over the vocabulary.
-    """
-
-    steps: tuple[Step, ...]
-    output_dtype: torch.dtype
+    steps: tuple[Step, ...]  # what is done to each logit, the output of the linear layer, in order
+    output_dtype: torch.dtype  # the dtype of that output; under autocast another one than that of the weight
+    # the most bytes of the logits that exist at a time, in the dtype of the loss; None: the bytes of the hidden states,
+    # at least `CHUNK_BYTES`
     chunk_bytes: int | None
-    ignore_index: int
-    mean: bool
-    smoothing: float
+    ignore_index: int  # the label of rows that are left out
+    mean: bool  # divide by the number of labelled rows
+    smoothing: float  # the share of the label spread evenly over the vocabulary
 
     @property
     def dtype(self) -> torch.dtype:

@@ -79,24 +79,15 @@ BLOCKS = {"ce037cb76bcf": CLASSES}  # DebertaForSequenceClassification, DebertaV
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the statements of a ``forward`` say about its loss.
+    """What the statements of a ``forward`` say about its loss."""
 
-    Attributes:
-        over: what the mean is over: "labels", "shifted labels", ``CLASSES``, ``POSITIONS``, "ctc" (by the
-            reduction of the config).
-        counts: whether ``num_items_in_batch`` reaches a loss that divides by it.
-        source: where this stands.
-        calls: whether ``self.loss_function`` decides, which is read from the model.
-        off: settings that have to be off.
-        module: the attribute of the model that is its cross entropy, "" if there is none.
-    """
-
+    # what the mean is over: "labels", "shifted labels", `CLASSES`, `POSITIONS`, "ctc" (by the reduction of the config)
     over: str
-    counts: bool
-    source: str
-    calls: bool = False
-    off: tuple[str, ...] = ()
-    module: str = ""
+    counts: bool  # whether `num_items_in_batch` reaches a loss that divides by it
+    source: str  # where this stands
+    calls: bool = False  # whether `self.loss_function` decides, which is read from the model
+    off: tuple[str, ...] = ()  # settings that have to be off
+    module: str = ""  # the attribute of the model that is its cross entropy, "" if there is none
 
 
 def head_loss(model: Any, forward: Callable[..., Any]) -> Head | str:

@@ -32,11 +32,6 @@ def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation) 
     """Return the map of a set-up: a cell for each of its rows of a micro-batch and, within these, each of its lengths.
 
     A cell has bytes where it was simulated, and none where others prove its verdict.
-
-    Args:
-        one: the set-up whose techniques are kept.
-        known: candidates that were simulated; those of the same set-up are not simulated again.
-        simulation: of the model on the GPU.
     """
     share = simulation.share
     lengths, rows = _lengths(one.seq_len, simulation.facts.most_tokens), _rows(one, share)
@@ -68,14 +63,7 @@ def settle(
     spare_bytes: Callable[[int, int | None], int],
     margin_bytes: int,
 ) -> list[list[Verdict]]:
-    """Return a verdict for each of ``rows`` and ``lengths``, both ascending, which gets worse along both.
-
-    Args:
-        rows: of a micro-batch.
-        lengths: tokens of its longest row.
-        spare_bytes: what rows of a length leave of the GPU, simulated where it is not known.
-        margin_bytes: what has to be left.
-    """
+    """Return a verdict for each of ``rows`` and ``lengths``, both ascending, which gets worse along both."""
     columns: list[list[Verdict]] = []
     held = len(rows)  # how many of them fit, with the margin or without, with the length before
     for length in lengths:

@@ -37,17 +37,11 @@ SAME_SIZE = 1e-3  # of parameters, by which models are the same; heads differ in
 
 @dataclass(frozen=True)
 class Corrections:
-    """What a measurement corrects.
+    """What a measurement corrects."""
 
-    Attributes:
-        measurement: of steps on the GPU that is planned for.
-        name: of its file, for notes.
-        gpu: that GPU, with the context that was measured.
-    """
-
-    measurement: Measurement
-    name: str
-    gpu: Gpu
+    measurement: Measurement  # of steps on the GPU that is planned for
+    name: str  # of its file, for notes
+    gpu: Gpu  # that GPU, with the context that was measured
 
     @classmethod
     def of(cls, measurement: Measurement, name: str, gpu: Gpu) -> Corrections:

@@ -27,14 +27,10 @@ PLAIN_OPTIMIZER = "adamw_torch_fused"
 
 @dataclass(frozen=True)
 class Sharing:
-    """A strategy of ``Recipe.distributed`` for one plan.
+    """A strategy of ``Recipe.distributed`` for one plan."""
 
-    Attributes:
-        strategy: never ``"auto"``.
-        offload_params: whether sharded states wait in host memory, with ``"fsdp2"`` and ``"zero3"`` the weights too.
-    """
-
-    strategy: str
+    strategy: str  # never `"auto"`
+    # whether sharded states wait in host memory, with `"fsdp2"` and `"zero3"` the weights too
     offload_params: bool = False
 
     @property

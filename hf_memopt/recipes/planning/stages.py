@@ -185,13 +185,7 @@ LONGEST = 131_072  # tokens; no longer rows are looked for
 
 
 def use_longest(simulation: Simulation, set_ups: Mapping[str, Sequence[SetUp]]) -> list[str]:
-    """Let the simulation plan for the longest rows, and return the methods to search.
-
-    Args:
-        simulation: of the model; its length is where an adapter has to be taken if full training does not fit there.
-            Where it knows the lengths of the rows, it keeps them, and no longer rows than these are looked for.
-        set_ups: those that are allowed, by method.
-    """
+    """Let the simulation plan for the longest rows, and return the methods to search."""
     texts, asked, share = simulation.texts, simulation.texts.seq_len, simulation.share
     if asked is None:
         raise ValueError(

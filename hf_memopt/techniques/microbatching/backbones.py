@@ -34,22 +34,15 @@ CHECKED_STEPS = 1 / 200  # of those after the second, drawn at random
 
 @dataclass
 class CutStep:
-    """What the modules saw while one step ran.
+    """What the modules saw while one step ran."""
 
-    Attributes:
-        cut: calls that ran in parts.
-        names: the modules that these were of, as keys.
-        fits: calls whose rows were few enough.
-        reasons: why the other calls ran whole, as keys.
-        largest: rows and columns of the largest call, columns None for images and sounds.
-        error: the first line of an out-of-memory error that went through a module or through the backward pass.
-    """
-
-    cut: int = 0
-    names: dict[str, None] = field(default_factory=dict)
-    fits: int = 0
-    reasons: dict[str, None] = field(default_factory=dict)
+    cut: int = 0  # calls that ran in parts
+    names: dict[str, None] = field(default_factory=dict)  # the modules that these were of, as keys
+    fits: int = 0  # calls whose rows were few enough
+    reasons: dict[str, None] = field(default_factory=dict)  # why the other calls ran whole, as keys
+    # rows and columns of the largest call, columns None for images and sounds
     largest: tuple[int, int | None] | None = None
+    # the first line of an out-of-memory error that went through a module or through the backward pass
     error: str | None = None
 
     def noting_out_of_memory(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -264,19 +264,12 @@ class OverflowCallback(TechniqueCallback):
 
 @dataclass(frozen=True, slots=True)
 class StepReading:
-    """The flags of an optimizer step; the same in all processes except for ``is_loss_bad``.
+    """The flags of an optimizer step; the same in all processes except for ``is_loss_bad``."""
 
-    Args:
-        is_loss_bad: for each accumulation step of this process, whether its loss was not finite.
-        is_any_loss_bad: whether any loss of any process was not finite.
-        is_norm_bad: whether the gradient norm was not finite.
-        loss_scale: of fp16, with which the step was computed; None without a gradient scaler.
-    """
-
-    is_loss_bad: tuple[bool, ...]
-    is_any_loss_bad: bool
-    is_norm_bad: bool
-    loss_scale: float | None
+    is_loss_bad: tuple[bool, ...]  # for each accumulation step of this process, whether its loss was not finite
+    is_any_loss_bad: bool  # whether any loss of any process was not finite
+    is_norm_bad: bool  # whether the gradient norm was not finite
+    loss_scale: float | None  # of fp16, with which the step was computed; None without a gradient scaler
 
     @property
     def is_skipped(self) -> bool:
