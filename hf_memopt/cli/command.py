@@ -62,12 +62,7 @@ def flags_of(parameters: Iterable[Any]) -> dict[str, Flag]:
 
 
 def typed_command(context: Any, without: Collection[str] = ()) -> str:
-    """Return the command with what was given of its parameters, as it is typed in a shell.
-
-    Args:
-        context: of the command.
-        without: names of parameters to leave out.
-    """
+    """Return the command with what was given of its parameters, as it is typed in a shell."""
     words = ["hf-memopt", context.info_name]
     for name, flag in flags_of(context.command.params).items():
         value = context.params.get(name)
@@ -252,10 +247,7 @@ def check_of_data(options: Any) -> None:
 def spinner(text: str, errors: Console, *, shown: bool = True) -> Iterator[Callable[[str], object]]:
     """Show a spinner with the time that has passed inside the block, and yield the function that changes its text.
 
-    Args:
-        text: what the command does.
-        errors: the console of standard error; nothing is written to it unless it is a terminal.
-        shown: False for no spinner on a terminal either, as with ``--json``.
+    Nothing is written to ``errors``, the console of standard error, unless it is a terminal.
     """
     if not (shown and errors.is_terminal):
         yield lambda text: None

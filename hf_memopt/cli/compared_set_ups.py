@@ -93,15 +93,6 @@ def compare(
 ) -> list[Compared]:
     """Estimate every set-up with the most rows that fit.
 
-    Args:
-        model: as for ``estimate``.
-        examples: of an optimizer step, the same in every set-up.
-        seq_len: as for ``estimate``.
-        gpu: as for ``estimate``; the 16-bit set-ups are bf16 where none is given or found, and float32 where the GPU
-            or the model is known to leave float16's range.
-        announce: called before each set-up with a text that names it.
-        overrides: settings of every set-up, as for ``estimate``.
-
     Raises:
         ValueError: no set-up is estimable; the message is the first one's reason.
     """

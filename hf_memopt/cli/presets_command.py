@@ -33,11 +33,7 @@ PRESETS_COLUMNS = 76  # of a terminal; on a narrower one the GPUs would be cut w
 
 
 def run(options: PresetsOptions, context: Any) -> None:
-    """Print the presets, or one of them with its reasons.
-
-    Raises:
-        ValueError: a model without a preset; as ``recipe`` does.
-    """
+    """Print the presets, or one of them with its reasons."""
     name, model, console = options.name, options.model, Console()
     if name is None and model is not None:
         raise ValueError(

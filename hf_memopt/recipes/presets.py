@@ -38,17 +38,7 @@ NO_ROOM = "weights, gradients and state leave too little room for activations"
 def _preset(
     gib: int, gpus: str, optim: str, rows: int, eval_rows: int, checkpointing: str = "", **other: int
 ) -> Recipe:
-    """Return the preset for a size of GPU.
-
-    Args:
-        gib: of the GPU's memory.
-        gpus: of that size, for the reader.
-        optim: the optimizer.
-        rows: of a micro-batch, of the 32 of a step.
-        eval_rows: of an evaluation batch.
-        checkpointing: why activations are recomputed; "" where they are not.
-        other: ``eval_accumulation_steps`` and ``dataloader_num_workers``.
-    """
+    """Return the preset for a size of GPU; ``checkpointing``: why activations are recomputed, "" where they are not."""
     times = {8: "4 times", 16: "twice"}.get(rows, "")
     of_rows = f"activations of {rows} examples of 512 tokens fit without recomputing, {times} per step"
     if checkpointing:
@@ -241,12 +231,6 @@ def preset(
 
 def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu) -> Recipe:
     """Return the preset if a training step of the model fits the GPU, else the recipe of ``plan``, with its reasons.
-
-    Args:
-        preset: its examples of an optimizer step stay.
-        model: as for ``estimate``.
-        seq_len: tokens of the longest row; None for 512, or what the model takes.
-        gpu: that must hold it.
 
     Raises:
         ValueError: nothing fits; as ``estimate`` and ``plan`` do.

@@ -16,19 +16,6 @@ from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count
 if TYPE_CHECKING:
     from hf_memopt.recipes.recipe_class import Recipe
 
-SHORT_NAMES = {
-    "batch_size": "per_device_train_batch_size",
-    "train_batch_size": "per_device_train_batch_size",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "accumulation_steps": "gradient_accumulation_steps",
-    "lr": "learning_rate",
-    "epochs": "num_train_epochs",
-    "num_epochs": "num_train_epochs",
-    "optimizer": "optim",
-    "scheduler": "lr_scheduler_type",
-}
-"""What other libraries call fields of TrainingArguments."""
-
 
 def resolve_arguments(
     recipe: Recipe, effective_batch_size: int | None, overrides: Mapping[str, Any]
@@ -89,7 +76,11 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
                 f"{name}={overrides[name]!r} is a name of transformers 4.x; expected a field of TrainingArguments 5.x. "
                 f"Instead: {versions.RENAMED_ARGUMENTS[name]}"
             )
-        meant = f" Did you mean {SHORT_NAMES[name]!r}?" if name in SHORT_NAMES else did_you_mean(name, known)
+        meant = (
+            f" Did you mean {versions.SHORT_NAMES[name]!r}?"
+            if name in versions.SHORT_NAMES
+            else did_you_mean(name, known)
+        )
         raise TypeError(
             f"{name}={overrides[name]!r} is not a field of TrainingArguments; expected one of its fields."
             f"{meant} List them: help(transformers.TrainingArguments)"

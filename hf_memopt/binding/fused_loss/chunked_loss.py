@@ -89,10 +89,8 @@ class Loss:
     def read(self, held: list[torch.Tensor], kept: dict[int, torch.Tensor], columns: slice = ALL) -> torch.Tensor:
         """Return the logits that the loss reads, (rows, columns), in its dtype; they may be overwritten.
 
-        Args:
-            held: the output of the layer; taken out, so that its memory is free as soon as nothing needs it.
-            kept: gets the results of tanh, by the number of the step.
-            columns: which part of the vocabulary they are.
+        ``held``, the output of the layer, is taken out, so that its memory is free as soon as nothing needs it;
+        ``kept`` gets the results of tanh, by the number of the step.
         """
         logits = held.pop()
         for number, step in enumerate(self.steps):
@@ -285,13 +283,8 @@ def _add_labels(
 ) -> None:
     """Subtract the labels' distribution from a scaled softmax (rows, columns), in place.
 
-    Args:
-        gradient: softmax times ``scale``, of the columns from ``first`` on.
-        labels: (rows, 1).
-        scale: of the loss of each row.
-        spread: the probability that label smoothing gives to each column.
-        own: the probability that it leaves to the label, besides.
-        first: number of the first column.
+    ``labels``: (rows, 1). Label smoothing gives ``spread`` to each column, and leaves ``own`` to the label besides.
+    ``first``: number of the first column.
     """
     if spread:
         gradient.sub_(scale * spread)

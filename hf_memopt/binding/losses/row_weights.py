@@ -35,9 +35,6 @@ class KnownLoss:
 
         Rows weigh the same where none has a label that counts: stock's loss is 0 / 0 then. Waits for the device.
 
-        Args:
-            inputs: a batch for which ``reason_against`` is None.
-
         Returns:
             None if the losses of parts add up.
         """

@@ -37,12 +37,6 @@ def add_adapters(
 ) -> nn.Module:
     """Return the model with adapters, all else frozen; the given model is changed, a ``LoraConfig`` is not.
 
-    Args:
-        model: with real weights, or on the meta device.
-        lora: the rank, or the configuration, which then says the rest.
-        alpha: the adapters' output is scaled by alpha / rank; None for twice the rank.
-        targets: the last parts of the names of layers, such as ``("q_proj", "v_proj")``.
-
     Raises:
         ValueError: the model has adapters already; a target names no layer, or one that PEFT cannot adapt.
         MissingExtraError: peft is not installed.

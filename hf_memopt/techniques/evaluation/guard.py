@@ -28,14 +28,14 @@ from transformers.trainer_utils import has_length
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.plain_data import shown
-from hf_memopt.techniques import TechniqueCallback
+from hf_memopt.techniques import BoundCallback
 from hf_memopt.techniques.evaluation.metric_check import Reduce
 from hf_memopt.techniques.evaluation.outputs import KeptOutputs
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.units import parse_bytes
 
 
-class EvaluationGuardCallback(TechniqueCallback):
+class EvaluationGuardCallback(BoundCallback):
     """Bound the memory of ``trainer.evaluate`` and ``trainer.predict``; needs ``attach``. It logs no keys.
 
     Args:
@@ -65,11 +65,9 @@ class EvaluationGuardCallback(TechniqueCallback):
         _checked(**self._arguments)
         super().__init__(**self._arguments)
 
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Guard this trainer's evaluations; called by ``attach``."""
-        if self.binding.trainer is not trainer:
-            self.handle = self.binding.to(trainer, guard_evaluation(trainer, **self._arguments))
-        return self.binding.handle
+    def change_trainer(self, trainer: Trainer) -> list[UndoHandle]:
+        """Guard this trainer's evaluations."""
+        return [guard_evaluation(trainer, **self._arguments)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse incompatible settings before the first evaluation."""
@@ -89,14 +87,7 @@ class EvaluationGuardCallback(TechniqueCallback):
 def guard_evaluation(
     trainer: Trainer, reduce: Literal["argmax"] | Reduce | None = None, *, card_budget: int | str = "64MiB"
 ) -> UndoHandle:
-    """Bound the memory of one trainer's evaluations; for the arguments see ``EvaluationGuardCallback``.
-
-    Returns:
-        A handle that takes it off again. The trainer's arguments are changed only during an evaluation.
-
-    Raises:
-        ValueError: as ``EvaluationGuardCallback`` does.
-    """
+    """Bound the memory of one trainer's evaluations; for the arguments see ``EvaluationGuardCallback``."""
     function, budget_bytes = _checked(reduce, card_budget)
     _refuse_two_reductions(trainer, function)
     loop = partial(_evaluation_loop, trainer, function, budget_bytes, {})

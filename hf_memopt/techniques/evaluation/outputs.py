@@ -26,11 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeptOutputs:
-    """The outputs that stock keeps during one evaluation, and how many bytes of them are allowed.
-
-    Attributes:
-        why_whole: why ``compute_metrics`` needs them whole, and a remedy; () where it does not, None: not checked yet.
-    """
+    """The outputs that stock keeps during one evaluation, and how many bytes of them are allowed."""
 
     def __init__(
         self,
@@ -42,6 +38,7 @@ class KeptOutputs:
         description: str,
     ) -> None:
         self._trainer, self._name, self._budget_bytes, self._dataloader = trainer, name, budget_bytes, dataloader
+        # why compute_metrics needs them whole, and a remedy; () where it does not, None: not checked yet
         self.why_whole: tuple[str, ...] | None = ()
         self._batch: tuple[Mapping[str, Any], Any] | None = None
         self._reduce = reduce or trainer.preprocess_logits_for_metrics

@@ -83,14 +83,6 @@ def microbatch_limits(
 ) -> dict[str, Limit]:
     """Return new limits for ``run_in_microbatches``.
 
-    Args:
-        max_tokens: the most padded tokens of a micro-batch, i.e. its rows times its longest row. None (or ``"auto"``):
-            no limit until memory runs out.
-        max_examples: the most rows of a micro-batch. None: no limit until memory runs out.
-
-    Raises:
-        ValueError: a limit is not an integer of 1 or more.
-
     Examples:
         >>> microbatch_limits(max_tokens=4096)["max_tokens"].limit
         4096
@@ -121,11 +113,7 @@ def part_rows(limits: Mapping[str, Limit], columns: int | None) -> int:
 
 
 def saved_limits(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Limit]:
-    """Return the limits that a checkpoint has, as plain data.
-
-    Raises:
-        ValueError: they are none; the message starts with the name of what is wrong.
-    """
+    """Return the limits that a checkpoint has, as plain data."""
     return {name: from_object(Limit, values.get(name, {})) for name in LIMIT_NAMES}
 
 
@@ -142,8 +130,7 @@ class Tally:
 
     def restart(self) -> None:
         """Count from 0."""
-        self.steps = self.cut_steps = self.failures = 0
-        self.lost_seconds = self.seconds = self.check_seconds = 0.0
+        vars(self).update(vars(Tally()))
 
     def summary(self, limits: Mapping[str, Limit]) -> str:
         """Return what it cost, and how to spare it next time."""

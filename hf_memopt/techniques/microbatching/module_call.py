@@ -12,18 +12,9 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
 from transformers import Cache
 
-ROWS_FIRST = (
-    "input_ids",
-    "inputs_embeds",
-    "pixel_values",
-    "input_values",
-    "input_features",
-    "decoder_input_ids",
-    "hidden_states",
-    "attention_mask",
-)
-"""The number of rows is the first dimension of the first of these that a call has, else of its first tensor."""
 _WITHOUT_TOKENS = ("pixel_values", "input_values", "input_features")
+ROWS_FIRST = "input_ids", "inputs_embeds", *_WITHOUT_TOKENS, "decoder_input_ids", "hidden_states", "attention_mask"
+"""The number of rows is the first dimension of the first of these that a call has, else of its first tensor."""
 
 MOST_LAYOUTS = 8  # tried, where several dimensions have as many entries as there are rows
 PLAIN = (int, float, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
@@ -45,13 +36,7 @@ class Layout(NamedTuple):
 
 
 class ModuleCall:
-    """A call of a module, to be run on some of its rows.
-
-    Attributes:
-        rows: how many it has; 0 if no tensor shows it.
-        columns: tokens of each row; None for images and sounds.
-        has_graph: whether it was called with gradients.
-    """
+    """A call of a module, to be run on some of its rows."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -61,8 +46,8 @@ class ModuleCall:
         self.leaves, self._spec = tree_flatten((args, kwargs))
         self._main = self._find_main(args, kwargs)
         main = None if self._main is None else self.leaves[self._main]
-        self.rows: int = 0 if main is None else main.shape[0]
-        self.columns: int | None = None
+        self.rows: int = 0 if main is None else main.shape[0]  # 0 if no tensor shows it
+        self.columns: int | None = None  # tokens of each row; None for images and sounds
         if main is not None and main.dim() > 1 and not any(kwargs.get(name) is main for name in _WITHOUT_TOKENS):
             self.columns = int(main.shape[1])
 

@@ -63,11 +63,6 @@ class Size(NamedTuple):
 def run_rows_in_parts(call: ModuleCall, layout: Layout, size: Size) -> Any:
     """Return what the call would return, with its rows run in parts.
 
-    Args:
-        call: the call, with more rows than a part.
-        layout: where its rows are, as ``check_rows`` returns it.
-        size: how large parts may be.
-
     Raises:
         DependentRowsError: parts cannot be joined; in the backward pass, what was run again gave other values, or a
             gradient arrives where parts cannot pass it on.

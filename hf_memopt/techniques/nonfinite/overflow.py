@@ -288,13 +288,7 @@ class StepReading:
 
 
 def read_step(is_loss_bad: Sequence[torch.Tensor], norm: torch.Tensor | float | None, accelerator: Any) -> StepReading:
-    """Read the flags of a step, the gradient norm and the loss scale in one transfer from the device.
-
-    Args:
-        is_loss_bad: one 0-dimensional bool tensor for each accumulation step, on the device.
-        norm: what ``accelerator.clip_grad_norm_`` returned; None if it was not called.
-        accelerator: shares the flags with the other processes, on the device, and has the gradient scaler.
-    """
+    """Read the flags of a step, the gradient norm and the loss scale in one transfer from the device."""
     here = torch.stack(list(is_loss_bad)).float()  # (accumulation steps,)
     if norm is not None and hasattr(norm, "full_tensor"):  # under FSDP2 each process has a part of it
         norm = norm.full_tensor()

@@ -58,9 +58,6 @@ def write_reports(reports: Sequence[OverflowReport], folder: Path, process_index
     """Write reports to ``overflow_report.json`` and, for people, ``.txt``; return the path of the first.
 
     Processes other than the first put their index into the name.
-
-    Raises:
-        OSError: one of them cannot be written; it is then what it was before.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"overflow_report{_rank(process_index)}"
@@ -72,11 +69,7 @@ def write_reports(reports: Sequence[OverflowReport], folder: Path, process_index
 
 
 def save_batch(inputs: Mapping[str, Any], step: int, folder: Path, process_index: int = 0) -> str:
-    """Save the tensors of a batch, to be passed to the model again, and return the name of the file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Save the tensors of a batch, to be passed to the model again, and return the name of the file."""
     folder.mkdir(parents=True, exist_ok=True)
     name, content = f"overflow_batch_step{step}{_rank(process_index)}.pt", io.BytesIO()
     tensors = {column: value for column, value in inputs.items() if tensors_in(value)}

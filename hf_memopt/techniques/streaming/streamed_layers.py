@@ -16,7 +16,6 @@ Source: the idea of MegaTrain (https://arxiv.org/abs/2604.05091) and of FSDP2's 
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from hf_memopt.binding.compatibility import check_settings, refusal_of
 from hf_memopt.binding.model import check_model, unwrap_model, unwrap_optimizer
 from hf_memopt.binding.parameters import layer_stacks, parameters_outside_adapters
 from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
-from hf_memopt.changes import Change, add_change, record_changes
+from hf_memopt.changes import Change
 from hf_memopt.devices.readings import read_memory
 from hf_memopt.plain_data import Count, CountOrZero, check_value
 from hf_memopt.techniques import ModelCallback
@@ -41,8 +40,6 @@ from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
-
-logger = logging.getLogger(__name__)
 
 TECHNIQUE = "streamed layers"
 FEWEST_LAYERS = 3
@@ -192,11 +189,9 @@ class StreamedLayersCallback(ModelCallback):
         super().on_init_end(args, state, control, model=model, **kwargs)
 
     def bind(self, trainer: Trainer) -> UndoHandle:
-        """Stream the layers, and note that in ``trainer.memopt_changes``."""
+        """Stream the layers."""
         self._device = trainer.args.device
-        handle = super().bind(trainer)
-        record_changes(trainer, self.changes)
-        return handle
+        return super().bind(trainer)
 
     def change_model(self, model: Any) -> None:
         """Call ``stream_layers``, unless the model's layers are streamed."""
@@ -211,8 +206,7 @@ class StreamedLayersCallback(ModelCallback):
         self.handle = handle
         streamed = sum(parameter.nbytes for layer in handle.ring.layers for parameter in layer.parameters)
         reason = f"{format_bytes(streamed)} of {len(handle.ring.layers)} layers wait in host memory"
-        if add_change(self.changes, change := Change("weights of the layers", "on the device", "fetched", reason)):
-            logger.info(f"StreamedLayersCallback changed {change}")
+        self.note(Change("weights of the layers", "on the device", "fetched", reason))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
