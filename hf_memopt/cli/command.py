@@ -134,17 +134,13 @@ class Command(TyperCommand):
             if record is not None:
                 name, text = record
                 kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                shown = name if not isinstance(parameter, TyperOption) else _in_short(name)
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append((shown, text))
+                if isinstance(parameter, TyperOption):  # --[no-]flag for a pair of flags
+                    name = re.sub(r"(--)([\w-]+) / --no-\2", r"\1[no-]\2", name)
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append((name, text))
         width = max(len(name) for rows in groups.values() for name, _ in rows if len(name) <= WIDEST_COLUMNS)
         for heading, rows in groups.items():
             with formatter.section(heading):
                 formatter.write_dl([(name.ljust(width), text) for name, text in rows], col_max=width)
-
-
-def _in_short(name: str) -> str:
-    """Return an option's declaration with ``--[no-]flag`` for a pair of flags."""
-    return re.sub(r"(--)([\w-]+) / --no-\2", r"\1[no-]\2", name)
 
 
 # ---- From a dataclass to a command ----------------------------------------------------------------------------------

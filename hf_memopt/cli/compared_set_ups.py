@@ -18,6 +18,7 @@ from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory import estimate, largest_that_fits, margin_of, precision_for
 from hf_memopt.memory.output import as_dict, bar_of
 from hf_memopt.memory.recording import keeping_models
+from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.reports.pictures import Limit, draw_bars
 from hf_memopt.units import format_bytes, format_duration, to_gib
 
@@ -185,7 +186,7 @@ def taken(found: Sequence[Compared]) -> Compared | None:
     full = [name for name in times if "LoRA" not in name and not name.startswith("paged, ")]
     wanted = full or [name for name in times if "LoRA" in name]
     fastest = min((times[name] for name in wanted), default=0.0)
-    return next((one for one in found if one.name in wanted and times[one.name] <= 1.05 * fastest), None)
+    return next((one for one in found if one.name in wanted and equally_fast(times[one.name], fastest)), None)
 
 
 def _whole_name(one: Compared, found: Sequence[Compared]) -> str:

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 def resolve_arguments(
     recipe: Recipe, effective_batch_size: int | None, overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    """Return fields of ``TrainingArguments``, and each decision that was made for them.
-
-    Raises:
-        TypeError, ValueError: see ``Recipe.training_arguments``.
-    """
+    """Return fields of ``TrainingArguments``, and each decision that was made for them."""
     from hf_memopt.devices import accelerator_type
 
     _check_names(overrides)
@@ -157,6 +153,8 @@ def _refuse(recipe: Recipe, setting: str) -> None:
 
 def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
     """Return ``bf16`` and ``fp16``, or ``tf32``, and the ``Change`` where the recipe leaves them to the machine."""
+    from transformers.utils.import_utils import is_torch_tf32_available
+
     from hf_memopt.devices import check_precision
 
     weights = weights_dtype_here(recipe, use_cpu=use_cpu)  # what it refuses is refused before a model is loaded
@@ -169,7 +167,11 @@ def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> t
             why = _chosen_precision(recipe, weights, use_cpu)
             name = why.new
         elif name == "tf32":
-            return _tf32(use_cpu)
+            asked = {"bf16": False, "fp16": False}
+            if not use_cpu and is_torch_tf32_available():
+                return {"tf32": True, **asked}, None
+            reason = "this machine has no TF32: compute capability 8.0 and newer have"  # products are exact there
+            return asked, Change("precision", "tf32", "fp32", reason)
         asked = {"bf16": name == "bf16", "fp16": name == "fp16"}
     if why is None:
         check_precision(**asked, use_cpu=use_cpu)
@@ -180,16 +182,6 @@ def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> t
             f"16-bit formats; expected one of them. Call: recipe.replace(weights_dtype={autocast!r}), and load it anew"
         )
     return asked, why
-
-
-def _tf32(use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
-    """Return ``tf32``, or nothing where the machine has none: float32 products are exact there, and slower."""
-    from transformers.utils.import_utils import is_torch_tf32_available
-
-    asked = {"bf16": False, "fp16": False}
-    if not use_cpu and is_torch_tf32_available():
-        return {"tf32": True, **asked}, None
-    return asked, Change("precision", "tf32", "fp32", "this machine has no TF32: compute capability 8.0 and newer have")
 
 
 def _chosen_precision(recipe: Recipe, weights: str, use_cpu: bool) -> Change:

@@ -212,11 +212,7 @@ def fitting_format(
 
 
 def _row_format(names: Sequence[str], task: str, given: Mapping[str, str]) -> tuple[Format, dict[str, str]]:
-    """Return the format of rows with these columns, and the column of each of its parts, of which some are given.
-
-    Raises:
-        ValueError: a given column that is not there, or columns that no format of the task has.
-    """
+    """Return the format of rows with these columns, and the column of each of its parts, of which some are given."""
     absent = next((name for name in given.values() if name not in names), None)
     if absent is not None:
         raise ValueError(

@@ -67,21 +67,13 @@ def steps_in_backward(optim: str) -> bool:
 
 
 def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
-    """Refuse techniques and settings that are incompatible: those of a Trainer, and callbacks it is to get.
-
-    Raises:
-        ValueError: naming the first such pair, the reason and the fix.
-    """
+    """Refuse techniques and settings that are incompatible: those of a Trainer, and callbacks it is to get."""
     for found in refusals_of(trainer, *callbacks):
         raise ValueError(str(found))
 
 
 def check_settings(technique: str, args: TrainingArguments) -> None:
-    """Refuse settings that a technique cannot work with, where there are arguments but no Trainer to ask.
-
-    Raises:
-        ValueError: naming the first such setting, the reason and the fix.
-    """
+    """Refuse settings that a technique cannot work with, where there are arguments but no Trainer to ask."""
     if not hasattr(args, "world_size"):
         raise TypeError(
             f"args={shown(args)} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"

@@ -97,7 +97,8 @@ def _read(forward: Callable[..., Any]) -> Head | str:
         return f"its source cannot be read ({type(error).__name__})"
     place = f"{forward.__module__.replace('.', '/')}.py, {forward.__qualname__}"
     statements = list(_walk(tree.body, ()))
-    names = {found for statement, _ in statements if (found := _returned_loss(statement)) is not None}
+    returned = [one.value for one, _ in statements if isinstance(one, ast.Return) and isinstance(one.value, ast.Call)]
+    names = {_text(keyword.value) for call in returned for keyword in call.keywords if keyword.arg == "loss"}
     if len(names) != 1:
         return f"it returns {' or '.join(sorted(names)) or 'no loss'}"
     (loss,) = names
@@ -166,11 +167,9 @@ class _Reading:
         if callee == "self.loss_function":
             return self._kind_of_call(given, named)
         if callee == "functional.ctc_loss":
-            is_known = named.get("reduction") == "self.config.ctc_loss_reduction"
-            is_known = (
-                is_known and CTC.items() <= self._values.items() and given[:2] == ["log_probs", "flattened_targets"]
-            )
-            return ("ctc", False, False) if is_known else None
+            is_reduced = named.get("reduction") == "self.config.ctc_loss_reduction"
+            is_given = CTC.items() <= self._values.items() and given[:2] == ["log_probs", "flattened_targets"]
+            return ("ctc", False, False) if is_reduced and is_given else None
         if len(given) != 2 or named:
             return None
         if callee.startswith("self."):
@@ -260,13 +259,6 @@ def _root(target: ast.expr) -> str:
     while isinstance(target, ast.Attribute | ast.Subscript | ast.Starred | ast.Call):
         target = target.func if isinstance(target, ast.Call) else target.value
     return target.id if isinstance(target, ast.Name) else ""
-
-
-def _returned_loss(statement: ast.stmt) -> str | None:
-    """Return what a statement returns as ``loss=``."""
-    if not isinstance(statement, ast.Return) or not isinstance(statement.value, ast.Call):
-        return None
-    return next((_text(keyword.value) for keyword in statement.value.keywords if keyword.arg == "loss"), None)
 
 
 class _Plain(ast.NodeTransformer):

@@ -70,7 +70,12 @@ def add_adapters(
                 f"that name linear layers of the model. Pass {fix}"
             ) from error
     if isinstance(lora, int):
-        _leave_out_stacks(model, config)
+        # experts in 4 bits are among the names that PEFT makes of "all-linear", and it has put no adapter on them
+        stacks = [name for name, one in model.named_modules() if type(one).__name__ == "ExpertStack"]
+        named = getattr(config, "target_parameters", None) or ()  # since peft 0.17
+        kept = [name for name in named if not any(stack.endswith(f".{name}") for stack in stacks)]
+        if stacks and len(kept) < len(named):
+            config.target_parameters = kept or None
         for parameter in adapted.parameters():  # PEFT leaves a copied head in the dtype of the model
             if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
@@ -108,15 +113,6 @@ def adapter_options(
         "task_type": head.adapters,
         "modules_to_save": list(head.new) or None,
     }
-
-
-def _leave_out_stacks(model: nn.Module, config: Any) -> None:
-    """Take experts in 4 bits out of the names that PEFT made of "all-linear": it has put no adapter on them."""
-    stacks = [name for name, one in model.named_modules() if type(one).__name__ == "ExpertStack"]
-    named = getattr(config, "target_parameters", None) or ()  # since peft 0.17
-    kept = [name for name in named if not any(stack.endswith(f".{name}") for stack in stacks)]
-    if stacks and len(kept) < len(named):
-        config.target_parameters = kept or None
 
 
 def _not_adaptable(model: nn.Module, config: LoraConfig) -> list[str] | None:

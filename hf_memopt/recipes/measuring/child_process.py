@@ -24,7 +24,7 @@ from hf_memopt.devices import GPUS, current_gpu
 from hf_memopt.devices.readings import read_memory, read_process
 from hf_memopt.memory import estimate_of
 from hf_memopt.memory.settings import BatchShape, NotEstimableError
-from hf_memopt.memory.tracking import COMPONENTS, Timeline
+from hf_memopt.memory.tracking import COMPONENTS
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
 from hf_memopt.reports import DEFAULT_STEPS, PACKAGES, Figures, Measurement
@@ -260,20 +260,16 @@ def predicted_figures(found: Estimate, timed: Estimate | None) -> Figures:
     # a CPU has no workspace of matrix products, nothing reserved and no context
     without = 0 if on_gpu else int(timeline.components[:, workspace].max())
     peaks = {name: peak.allocated_bytes - (0 if name == "load" else without) for name, peak in found.phases.items()}
+    starts = [first for first, name in timeline.phases if name == "backward" and first]
+    kept = max((int(timeline.components[first - 1, _KEPT].sum()) for first in starts), default=0)  # by a forward pass
     time = None if timed is None else timed.step_time
     return Figures(
         allocated_bytes=found.peak_allocated_bytes - without,
         reserved_bytes=found.peak_reserved_bytes if on_gpu else None,
         context_bytes=None if found.gpu is None else GPUS.get(found.gpu.name, found.gpu).context_bytes,
         phases=peaks,
-        components={**held, "activations and logits": _kept_by_forward(timeline)},
+        components={**held, "activations and logits": kept},
         seconds=None if time is None else time.seconds,
         low=None if time is None else time.low,
         high=None if time is None else time.high,
     )
-
-
-def _kept_by_forward(timeline: Timeline) -> int:
-    """Return the most that a forward pass leaves for its backward pass."""
-    starts = [first for first, name in timeline.phases if name == "backward" and first]
-    return max((int(timeline.components[first - 1, _KEPT].sum()) for first in starts), default=0)

@@ -87,7 +87,8 @@ class StepRecorder(TrainerCallback):
     def _watch(self) -> UndoHandle:
         """Override the Trainer's methods, and be its last callback."""
         trainer, handler = self._trainer, self._trainer.callback_handler
-        handler.callbacks[:] = [one for one in handler.callbacks if not _reports(one)]
+        own = [one for one in handler.callbacks if not isinstance(one, _REPORTING)]
+        handler.callbacks[:] = [one for one in own if not type(one).__module__.startswith(_SINKS)]
         trainer.add_callback(self)
         return undo_all(
             override_method(trainer, "get_train_dataloader", self.longest.reading),
@@ -192,20 +193,12 @@ class StepRecorder(TrainerCallback):
         self.meter.skip()  # the gradients are gone now
         self._ended = time.perf_counter()
         self.phase = "forward"
-        self._quiet(control)
+        self.on_epoch_end(args, state, control)
         if self.steps >= WARM_UP_STEPS + self._timed_steps:
             control.should_training_stop = True
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        self._quiet(control)
-
-    @staticmethod
-    def _quiet(control: TrainerControl) -> None:
         control.should_log = control.should_save = control.should_evaluate = False
-
-
-def _reports(callback: Any) -> bool:
-    return isinstance(callback, _REPORTING) or type(callback).__module__.startswith(_SINKS)
 
 
 LOOKED_AT = 2000

@@ -156,12 +156,9 @@ def plan(
             facts = replace(facts, tiles=can_tile(source, own_task))
         gpus = world_size, share
         simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce, corrections)
-        simulation.media = media
-        simulation.is_this_host = host_memory is None
-        host_bytes = (
-            read_memory("cpu").host_total_bytes if host_memory is None else parse_bytes(host_memory, "host_memory")
-        )
-        simulation.host_memory_bytes = host_bytes
+        simulation.media, simulation.is_this_host = media, host_memory is None
+        own_bytes = read_memory("cpu").host_total_bytes
+        simulation.host_memory_bytes = own_bytes if host_memory is None else parse_bytes(host_memory, "host_memory")
         search_of = StageSearch(simulation, sharings_of(strategy, world_size, goal))
         stages = stages_of(method, facts, words)
         chosen, shortfall = search_of.by_length(stages), None
@@ -190,10 +187,7 @@ def plan(
         candidates=reasoned,
         chosen=None if chosen is None else reasoned[candidates.index(chosen)],
         shortfall=shortfall,
-        notes=(
-            *_notes(simulation, texts, chosen, method, lengths is None and seq_len is None),
-            *of_linux,
-        ),
+        notes=(*_notes(simulation, texts, chosen, method, lengths is None and seq_len is None), *of_linux),
         simulations=simulation.count,
         source=name_to_load(model),
         task=facts.task,

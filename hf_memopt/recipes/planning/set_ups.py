@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.model import head_for
 from hf_memopt.devices import against_float16
+from hf_memopt.plain_data import packaged_rows
 from hf_memopt.recipes import Recipe
 from hf_memopt.recipes.planning.simulated import priced_on
 from hf_memopt.technique_list import TECHNIQUES
@@ -41,85 +42,30 @@ class Technique:
 
 
 AUTOCAST = "matrix products in 16 bits, weights and updates in float32"
-CHECKPOINTING = Technique(
-    "checkpointing",
-    {"checkpointing": True, "autocast_cache": False},
-    "activations are recomputed in the backward pass",
-    only_saves=True,
-)
-OFFLOAD = Technique(
-    "offload",
-    {**CHECKPOINTING.fields, "offload": True},
-    "the inputs of checkpointed layers wait in host memory",
-    only_saves=True,
-    replaces=CHECKPOINTING,
-)
-SEGMENTS = Technique(
-    "expandable segments",
-    {"expandable_segments": True},
-    "memory that is free between blocks can be used; call use_expandable_segments() at the top of the script",
-    only_saves=True,
-)
-TILES = Technique(
-    "tiles",
-    {"tiled": True},
-    "MLPs and experts run over tiles of positions, so that no intermediate of a whole row is in memory",
-    only_saves=True,
-)
 EXPERTS = Technique(
     "4-bit experts",
     {"quantize_experts": True},
     "bitsandbytes quantises linear layers, and would leave the experts in 16 bits",
     "rounding",
 )
-FLASH = Technique(
-    "FlashAttention-2",
-    {"attn_implementation": "flash_attention_2"},
-    "it is installed, and needs no mask of every pair of tokens",
-)
-PAGED = Technique(
-    "paged AdamW",
-    {"optim": "paged_adamw_32bit"},
-    "optimizer state that does not fit moves to host memory",
-    only_saves=True,
-)
-EIGHT_BIT = Technique(
-    "8-bit AdamW", {"optim": "adamw_8bit"}, "2 bytes of state per parameter instead of 8, embeddings apart", "rounding"
-)
-PAGED_EIGHT_BIT = Technique(
-    "paged 8-bit AdamW",
-    {"optim": "paged_adamw_8bit"},
-    "2 bytes of state per parameter, and what does not fit moves to host memory",
-    "rounding",
-    only_saves=True,
-    replaces=EIGHT_BIT,
-)
-STREAMED = Technique(
-    "streamed layers",
-    {"streamed": True, "micro_batching": False},  # each part would fetch all layers again
-    "the weights of the layers wait in host memory, and each layer is recomputed",
-    only_saves=True,
-)
-STREAMED_EMBEDDINGS = Technique(
-    "streamed layers, embeddings on the host",
-    {**STREAMED.fields, "embeddings_on_host": True},
-    "the weights of the layers and the embeddings wait in host memory, and each layer is recomputed",
-    only_saves=True,
-    replaces=STREAMED,
-)
-LEVERS = (
-    FLASH,
-    CHECKPOINTING,
-    EIGHT_BIT,
-    SEGMENTS,
-    TILES,
-    PAGED,
-    PAGED_EIGHT_BIT,
-    OFFLOAD,
-    STREAMED,
-    STREAMED_EMBEDDINGS,
-)
+
+
+def _levers() -> tuple[Technique, ...]:
+    found: dict[str, Technique] = {}
+    for row in packaged_rows("hf_memopt.recipes.planning", "levers.csv"):
+        pairs = (pair.split("=") for pair in row["sets"].split())
+        fields = {name: {"True": True, "False": False}.get(value, value) for name, value in pairs}
+        replaced = found.get(row["replaces"])
+        found[row["name"]] = Technique(
+            row["name"], fields, row["reason"], row["kind"], only_saves=bool(row["only_saves"]), replaces=replaced
+        )
+    return tuple(found.values())
+
+
+LEVERS = _levers()
 """Of set-ups that are as good as each other, the one whose last lever comes first here is the simpler."""
+FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, TILES, PAGED, PAGED_EIGHT_BIT, OFFLOAD, *_STREAMED = LEVERS
+STREAMED, STREAMED_EMBEDDINGS = _STREAMED
 LINUX_ONLY = SEGMENTS, PAGED, PAGED_EIGHT_BIT
 TF32 = Technique(
     "tf32",

@@ -68,12 +68,6 @@ class Sharing:
             fields[name], reasons[name] = technique.fields[name], f"{self.title}: {refusal.reason}"
         return replace(set_up, recipe=recipe.replace(**fields, reasons=reasons), sharing=self)
 
-    def may_improve(self, best: Candidate | None, goal: str) -> bool:
-        """Return whether it is worth simulating beside the best of the strategies before it."""
-        if best is None or goal == "memory":
-            return True
-        return best.recipe.checkpointing or best.recipe.optim != PLAIN_OPTIMIZER
-
 
 def check_strategy(strategy: str, world_size: int, goal: str = "speed") -> None:
     """Refuse a strategy that is unknown, or that there are too few GPUs for."""

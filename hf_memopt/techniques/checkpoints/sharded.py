@@ -235,16 +235,20 @@ class ShardedCheckpointCallback(BoundCallback):
             optimizer = unwrap_optimizer(trainer.optimizer)
             load = partial(self._load_state_dict, optimizer)
             self._loading.enter_context(override_method(optimizer, "load_state_dict", load))
-            if trainer.args.device.type != "cpu":
+            if _maps_state(trainer):
                 self._loading.enter_context(mapped_loading())
         return scheduler
 
     def _load_state_dict(self, optimizer: Any, before: Callable[..., Any], state_dict: dict[str, Any]) -> None:
         self._loading.close()  # the file is open; whatever is loaded next is read as usual
         load_optimizer_state(optimizer, state_dict, load=before)
-        if self.binding.trainer.args.device.type != "cpu":
+        if _maps_state(self.binding.trainer):
             for parameter, state in optimizer.state.items():
                 optimizer.state[parameter] = _off_the_file(state)
+
+
+def _maps_state(trainer: Trainer) -> bool:
+    return trainer.args.device.type != "cpu"
 
 
 LeanCheckpointCallback = ShardedCheckpointCallback  # its former name

@@ -140,7 +140,11 @@ def _evaluation_loop(
 ) -> Any:
     _refuse_two_reductions(trainer, reduce)
     function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
-    case = metric_key_prefix, _data_set(dataloader), id(function), trainer.args.batch_eval_metrics
+    dataset = getattr(dataloader, "dataset", None)
+    # what tells a data set from others: a stream is a new object in each evaluation, and so is a data set without its
+    # unused columns, but for `_fingerprint`, private, of datasets 5.2
+    data_set = getattr(dataset, "_fingerprint", id(dataset)) if has_length(dataset) else None
+    case = metric_key_prefix, data_set, id(function), trainer.args.batch_eval_metrics
     outputs = KeptOutputs(trainer, reduce, _name(reduce), budget_bytes, dataloader, description)
     if reduce is not None and function is not None:
         outputs.why_whole = checked.get(case)
@@ -154,13 +158,6 @@ def _evaluation_loop(
     if outputs.why_whole is not None:
         checked[case] = outputs.why_whole
     return found
-
-
-def _data_set(dataloader: Any) -> Any:
-    """Return what tells a data set from others; None for a stream, of which each evaluation makes a new object."""
-    dataset = getattr(dataloader, "dataset", None)
-    # `_fingerprint` is private, of datasets 5.2: a data set without its unused columns is a new object each time
-    return getattr(dataset, "_fingerprint", id(dataset)) if has_length(dataset) else None
 
 
 def _checked(reduce: Any, card_budget: Any) -> tuple[Reduce | None, int]:

@@ -79,11 +79,7 @@ class KeptOutputs:
         return found
 
     def _checked(self, logits: Any, labels: Any) -> tuple[str, ...]:
-        """Return why predictions stay whole: one answer for all processes, each of which checks its own rows.
-
-        Raises:
-            ValueError: they have to stay whole, and do not fit.
-        """
+        """Return why predictions stay whole: one answer for all processes, each of which checks its own rows."""
         trainer: Any = self._trainer
         args, processes = trainer.args, trainer.accelerator.num_processes
         (inputs, loss), asked = self._batch or ({}, None), args.include_for_metrics

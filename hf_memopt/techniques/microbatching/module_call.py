@@ -104,11 +104,7 @@ class ModuleCall:
         ]
 
     def try_rows(self, into: Sequence[int | None], start: int, stop: int) -> list[Any]:
-        """Run the module with copies of the inputs of some rows; return its outputs, flattened.
-
-        Raises:
-            DependentRowsError: it changes an input in place.
-        """
+        """Run the module with copies of the inputs of some rows; return its outputs, flattened."""
         given = self.rows_from(into, start, stop)
         copies = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in given]
         found = self.run(copies)

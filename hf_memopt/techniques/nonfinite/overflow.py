@@ -119,8 +119,13 @@ class OverflowCallback(TechniqueCallback):
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Watch this trainer's steps; a second ``attach`` makes it the outermost override again."""
-        if self.binding.trainer is not trainer:
-            _warn_of_overflow(trainer)
+        problem = against_float16(config=getattr(trainer.model, "config", None)) if trainer.args.fp16 else ""
+        if problem and self.binding.trainer is not trainer:
+            warnings.warn(
+                f"fp16=True is likely to lose steps: {problem}; expected bf16 where the GPU has it, else float32. "
+                "Set: fp16=False",
+                stacklevel=3,
+            )
         self.binding.end()
         if is_overridden(trainer, "training_step", DETECTS):
             raise ValueError(
@@ -309,13 +314,3 @@ def _precision(trainer: Any) -> str:
     if mixed in ("fp16", "bf16"):
         return mixed
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(next(trainer.model.parameters()).dtype, "fp32")
-
-
-def _warn_of_overflow(trainer: Any) -> None:
-    problem = against_float16(config=getattr(trainer.model, "config", None))
-    if trainer.args.fp16 and problem:
-        warnings.warn(
-            f"fp16=True is likely to lose steps: {problem}; expected bf16 where the GPU has it, else float32. "
-            "Set: fp16=False",
-            stacklevel=4,
-        )
