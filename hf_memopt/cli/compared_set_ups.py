@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices import current_gpu
+from hf_memopt.devices import Gpu, current_gpu
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory import estimate, largest_that_fits, margin_of, precision_for
+from hf_memopt.memory import Estimate, estimate, largest_that_fits, margin_of, precision_for
 from hf_memopt.memory.output import as_dict, bar_of
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.step_time import equally_fast
@@ -25,8 +25,6 @@ from hf_memopt.units import format_bytes, format_duration, to_gib
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_memopt.devices import Gpu
-    from hf_memopt.memory import Estimate
 
 LORA_RANK = 16
 SHOWN = ("weights", "gradients", "optimizer state", "activations")

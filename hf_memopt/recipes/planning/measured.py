@@ -17,17 +17,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.step_time import Prices
-from hf_memopt.reports import PACKAGES
+from hf_memopt.memory.step_time import Prices, StepTime
+from hf_memopt.reports import PACKAGES, Measurement
 from hf_memopt.units import format_bytes, percent
 
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
     from hf_memopt.memory import Estimate
-    from hf_memopt.memory.step_time import StepTime
     from hf_memopt.recipes import Recipe
     from hf_memopt.recipes.planning.simulated import Candidate
-    from hf_memopt.reports import Measurement
 
 SAME_KIND, SAME_MODEL, SAME_GPU = 0.04, 0.11, 0.17
 """The error that is left in seconds: of the same model, method, precision and optimizer, of the same model, of any."""

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices import current_gpu
+from hf_memopt.devices import Gpu, current_gpu
 from hf_memopt.devices.readings import read_memory
 from hf_memopt.memory.distributed import ZERO_STAGES
 from hf_memopt.memory.models import check_task
@@ -46,7 +46,7 @@ from hf_memopt.recipes.planning.set_ups import LINUX_ONLY, on_host
 from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
-from hf_memopt.reports import named_measurement
+from hf_memopt.reports import Measurement, named_measurement
 from hf_memopt.units import format_bytes, parse_bytes, percent
 
 if TYPE_CHECKING:
@@ -55,10 +55,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from torch import nn
     from transformers import PretrainedConfig
-
-    from hf_memopt.devices import Gpu
-    from hf_memopt.recipes.planning.simulated import Candidate
-    from hf_memopt.reports import Measurement
 
 
 def plan(

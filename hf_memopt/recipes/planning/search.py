@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.memory.step_time import SAME_FRACTION, equally_fast
-from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS, on_host
+from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS, SetUp, Technique, on_host
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
 SAVES_LITTLE = {OFFLOAD, SEGMENTS}

@@ -12,14 +12,13 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.model import head_for
-from hf_memopt.devices import against_float16
+from hf_memopt.devices import Gpu, against_float16
 from hf_memopt.plain_data import packaged_rows
 from hf_memopt.recipes import Recipe
 from hf_memopt.recipes.planning.simulated import priced_on
 from hf_memopt.technique_list import TECHNIQUES
 
 if TYPE_CHECKING:
-    from hf_memopt.devices import Gpu
     from hf_memopt.recipes.planning.sharing import Sharing
 
 ADAPTERS = ("lora", "qlora")

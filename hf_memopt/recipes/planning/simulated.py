@@ -10,16 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.components import Verdict, verdict_of
-from hf_memopt.devices import GPUS
+from hf_memopt.devices import GPUS, Gpu
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory import estimate, margin_of
-from hf_memopt.memory.step_time import missing_figures
+from hf_memopt.memory import Estimate, estimate, margin_of
+from hf_memopt.memory.step_time import StepTime, missing_figures
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hf_memopt.devices import Gpu
-    from hf_memopt.memory import Estimate
-    from hf_memopt.memory.step_time import StepTime
     from hf_memopt.recipes import Recipe
     from hf_memopt.recipes.planning.measured import Corrections
     from hf_memopt.recipes.planning.model_and_rows import Texts
