@@ -173,8 +173,7 @@ def refuse_together(trainer: Any, way: KnownLoss | str | None, inputs: Any) -> N
 def groups_in_lockstep(trainer: Any, groups: Sequence[list[int]]) -> tuple[list[list[int]], int]:
     """Cut the micro-batches of this process further, to as many as the process with the most of them has.
 
-    Returns:
-        The rows of each micro-batch, and how many more passes this process has to run, since it has too few rows.
+    Of too few rows, also how many more passes it has to run.
     """
     wanted, found = _most(trainer, len(groups)), list(groups)
     while len(found) < wanted and max(map(len, found)) > 1:

@@ -50,9 +50,6 @@ class StreamedHandle(UndoHandle):
     """The handle of ``stream_layers``: ``remove()`` gives the layers their own forward passes back.
 
     The weights stay on the host, page-locked; what is outside the layers stays on the device.
-
-    Attributes:
-        ring: the layers and their copies, with the counts ``fetches``, ``live_bytes`` and ``peak_bytes``.
     """
 
     def __init__(self, ring: Ring, *handles: UndoHandle) -> None:
@@ -65,7 +62,7 @@ class StreamedHandle(UndoHandle):
                 layer.switch_back()
 
         super().__init__(stop)
-        self.ring = ring
+        self.ring = ring  # the layers and their copies, with the counts fetches, live_bytes and peak_bytes
 
 
 def stream_layers(
