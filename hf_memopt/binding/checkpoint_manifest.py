@@ -233,9 +233,6 @@ def checkpoint_to_resume(asked: Any, output_dir: str, *, is_reader: bool = True)
 
     If True is asked for, i.e. the last checkpoint, and that one is not whole, the last one that is is returned, with a
     warning. A checkpoint without a manifest is resumed with a notice. All processes of a run return the same.
-
-    Raises:
-        ValueError: the folder that was asked for is not whole, or no checkpoint of ``output_dir`` is.
     """
     if asked is not True and not isinstance(asked, (str, os.PathLike)):
         return asked

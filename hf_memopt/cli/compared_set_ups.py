@@ -90,11 +90,7 @@ def compare(
     announce: Callable[[str], object] = lambda text: None,
     **overrides: Any,
 ) -> list[Compared]:
-    """Estimate every set-up with the most rows that fit.
-
-    Raises:
-        ValueError: no set-up is estimable; the message is the first one's reason.
-    """
+    """Estimate every set-up with the most rows that fit."""
     gpu = current_gpu() if gpu is None else gpu
     given = {"seq_len": seq_len, "gpu": gpu, **overrides}
     found = []

@@ -211,11 +211,7 @@ def sixteen_bits_here(recipe: Recipe) -> str:
 
 
 def weights_dtype_here(recipe: Recipe, *, use_cpu: bool = False) -> str:
-    """Return the dtype of the weights as loaded; beside quantised ones float32 becomes the 16 bits of this machine.
-
-    Raises:
-        ValueError: bfloat16 that this machine only emulates, float16 where it has no gradient scaler.
-    """
+    """Return the dtype of the weights as loaded; beside quantised ones float32 becomes the 16 bits of this machine."""
     from hf_memopt.devices import accelerator_type, choose_precision
 
     if recipe.load_in is not None and recipe.weights_dtype == "float32":

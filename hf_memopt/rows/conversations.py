@@ -38,11 +38,7 @@ class Written(NamedTuple):
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return messages with ``role`` and ``content``; those of ShareGPT, ``from`` and ``value``, are renamed.
-
-    Raises:
-        ValueError: what is no list of messages of text.
-    """
+    """Return messages with ``role`` and ``content``; those of ShareGPT, ``from`` and ``value``, are renamed."""
     try:
         return [_message(_without_none(one)) for one in value]
     except (AttributeError, KeyError, TypeError) as error:

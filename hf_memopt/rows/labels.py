@@ -38,11 +38,7 @@ class Labels:
         return {**options, "ignore_mismatched_sizes": True}
 
     def encode(self, label: Any) -> int | float | list[float]:
-        """Return a label as the loss takes it: a class's id, or -100 as it is, a number, or one for each class.
-
-        Raises:
-            ValueError: a class that is not known.
-        """
+        """Return a label as the loss takes it: a class's id, or -100 as it is, a number, or one for each class."""
         if self.kind == "regression":
             return float(label)
         if self.kind == "single_label_classification":

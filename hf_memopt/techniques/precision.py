@@ -52,9 +52,6 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
     Source: ``estimate("bert-large-uncased", batch_size=32, seq_len=128, gpu="RTX 3090", precision="bf16",
     checkpointing=True, gradient_accumulation_steps=2, autocast_cache=False)``, or with gradients that are released in
     place of the accumulation; ``tests/techniques/test_precision.py``.
-
-    Raises:
-        ValueError: the model is prepared already, with the cache.
     """
     from accelerate.utils import AutocastKwargs
 
@@ -97,9 +94,6 @@ def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | Non
     """Turn trainable weights of 16 bits into float32, in place: parameters stay the same objects, tied ones tied.
 
     Frozen weights stay as they are, quantised ones among them.
-
-    Raises:
-        ValueError: the optimizer has stepped with some of them and holds 16-bit states.
     """
     chosen = half_weights(model)
     if not chosen:

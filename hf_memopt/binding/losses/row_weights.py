@@ -121,9 +121,6 @@ def stated_loss(text: str) -> KnownLoss:
 
     "mean over <column>" weighs each row by what its values of that column add up to: a mask, a weight, a count.
 
-    Raises:
-        ValueError: the text is none of these.
-
     Examples:
         >>> stated_loss("mean over rows").row_weights({"labels": torch.tensor([1, 0])})
         [0.5, 0.5]

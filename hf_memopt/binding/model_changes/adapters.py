@@ -35,12 +35,7 @@ def add_adapters(
     alpha: int | None = None,
     targets: str | tuple[str, ...] = AUTO_TARGETS,
 ) -> nn.Module:
-    """Return the model with adapters, all else frozen; the given model is changed, a ``LoraConfig`` is not.
-
-    Raises:
-        ValueError: the model has adapters already; a target names no layer, or one that PEFT cannot adapt.
-        MissingExtraError: peft is not installed.
-    """
+    """Return the model with adapters, all else frozen; the given model is changed, a ``LoraConfig`` is not."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:

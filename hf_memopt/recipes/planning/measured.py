@@ -43,11 +43,7 @@ class Corrections:
 
     @classmethod
     def of(cls, measurement: Measurement, name: str, gpu: Gpu) -> Corrections:
-        """Return the corrections for a GPU.
-
-        Raises:
-            ValueError: the measurement is that of another GPU, or of more bytes than the GPU has.
-        """
+        """Return the corrections for a GPU."""
         if measurement.gpu != gpu.name:
             raise ValueError(
                 f"measured={name!r} is of {measurement.gpu}, and gpu={gpu.name!r} is planned for; expected a "

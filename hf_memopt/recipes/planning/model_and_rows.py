@@ -50,11 +50,7 @@ class Texts:
     def of(
         cls, lengths: ArrayLike | None, seq_len: int | None, *, batch_size: int, most: int | None, default: int | None
     ) -> Texts:
-        """Return the lengths of rows that are cut to ``seq_len``.
-
-        Raises:
-            ValueError: no or impossible lengths, or lengths beyond the model's positions.
-        """
+        """Return the lengths of rows that are cut to ``seq_len``."""
         if lengths is None:
             return cls(default if seq_len is None else seq_len)
         values = checked_array("lengths", lengths)

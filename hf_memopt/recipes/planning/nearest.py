@@ -38,12 +38,7 @@ class Shortfall:
 
 
 def shortfall_of(simulation: Simulation, set_ups: Sequence[SetUp], budget: Any) -> Shortfall:
-    """Return what is missing.
-
-    Raises:
-        NotEstimableError: of a method every simulation failed, so that nobody knows whether it fits.
-        ValueError: the budget does not hold the weights of any set-up.
-    """
+    """Return what is missing."""
     own = [one for one in simulation.candidates if not one.consents and not one.host_lacks_bytes]
     _check_methods(own, simulation)
     least = min(own, key=lambda one: one.total_bytes)

@@ -99,9 +99,6 @@ def class_predictions(logits: Any, labels: Any) -> Any:
 
     Of several outputs the first counts, or with several labels (start and end of a span) the first of each, in a tuple.
 
-    Raises:
-        ValueError: the output is not logits of several classes.
-
     Examples:
         >>> class_predictions((torch.tensor([[0.1, 0.9], [2.0, 1.0]]), "hidden states"), None)
         tensor([1, 0])

@@ -79,7 +79,11 @@ class ExpertStack(nn.Module):
     def __getitem__(self, index: int) -> Tensor:
         """Return one expert, dequantised, shape (rows, columns)."""
         of: dict[str, Any] = {"blocksize": BLOCK, "quant_type": "nf4", "dtype": self.dtype}
-        code, *inner = self._known_codes()
+        if not self._codes:  # the tables of values are those of any tensor on the device
+            some = torch.zeros(BLOCK, device=self.packed.device)
+            state = quantize_4bit(some, blocksize=BLOCK, quant_type="nf4", compress_statistics=self.double_quant)[1]
+            self._codes = state.code, *((state.state2.code,) if self.double_quant else ())
+        code, *inner = self._codes
         if self.double_quant:
             assert self.absmax_of_absmax is not None
             assert self.offset is not None
@@ -102,14 +106,6 @@ class ExpertStack(nn.Module):
         if self.offset is not None:
             _absmax = torch.empty_like(absmax, dtype=torch.float32) + self.offset[0]
         return lambda _: torch.ops.hf_memopt.dequantized(packed, absmax, self.shape[1:], self.dtype)
-
-    def _known_codes(self) -> tuple[Tensor, ...]:
-        """Return the tables of values: those of any tensor on the device."""
-        if not self._codes:
-            some = torch.zeros(BLOCK, device=self.packed.device)
-            state = quantize_4bit(some, blocksize=BLOCK, quant_type="nf4", compress_statistics=self.double_quant)[1]
-            self._codes = state.code, *((state.state2.code,) if self.double_quant else ())
-        return self._codes
 
     def dequantized(self) -> Tensor:
         """Return all experts, shape (experts, rows, columns)."""

@@ -44,20 +44,14 @@ class ModuleCall:
         self.module, self._forward, self.has_graph = module, forward, torch.is_grad_enabled()
         self.leaves: list[Any]
         self.leaves, self._spec = tree_flatten((args, kwargs))
-        self._main = self._find_main(args, kwargs)
-        main = None if self._main is None else self.leaves[self._main]
+        given = [kwargs, *(value for value in args if isinstance(value, Mapping))]
+        named = (mapping.get(name) for name in ROWS_FIRST for mapping in given)
+        main = next((x for x in (*named, *self.leaves) if torch.is_tensor(x) and x.dim() > 0), None)
+        self._main = next((index for index, leaf in enumerate(self.leaves) if leaf is main and main is not None), None)
         self.rows: int = 0 if main is None else main.shape[0]  # 0 if no tensor shows it
         self.columns: int | None = None  # tokens of each row; None for images and sounds
         if main is not None and main.dim() > 1 and not any(kwargs.get(name) is main for name in _WITHOUT_TOKENS):
             self.columns = int(main.shape[1])
-
-    def _find_main(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        given = [kwargs, *(value for value in args if isinstance(value, Mapping))]
-        named = [mapping.get(name) for name in ROWS_FIRST for mapping in given]
-        for value in (*named, *self.leaves):
-            if torch.is_tensor(value) and value.dim() > 0:
-                return next(index for index, leaf in enumerate(self.leaves) if leaf is value)
-        return None
 
     def kind(self) -> Any:
         """Return what calls have in common whose rows lie alike: not the sizes, but which of them agree by chance."""

@@ -44,11 +44,7 @@ MULTIPLE = 8  # widths at which tensor cores are fast
 
 
 def row_count(inputs: Mapping[str, Any]) -> int:
-    """Return the number of rows of a batch.
-
-    Raises:
-        ValueError: no tensor has a batch dimension.
-    """
+    """Return the number of rows of a batch."""
     for value in (*(inputs.get(name) for name in BATCH_NAMES), *inputs.values()):
         if torch.is_tensor(value) and value.dim() > 0:
             return int(value.shape[0])

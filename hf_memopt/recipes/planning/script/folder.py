@@ -50,12 +50,7 @@ class Written:
 
 
 def check_folder(directory: str | os.PathLike[str], *, force: bool = False, beside: Iterable[str] = ()) -> Path:
-    """Return the folder as a path if ``train.py`` and ``recipe.json`` can be written there; nothing is written yet.
-
-    Raises:
-        ValueError: the folder has one of them and ``force`` is not set; it or one above it is a file, or cannot be
-            written to.
-    """
+    """Return the folder as a path if ``train.py`` and ``recipe.json`` can be written there; nothing is written yet."""
     folder = checked_path("directory", directory)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
