@@ -13,7 +13,7 @@ from results_file import markdown
 from typer.testing import CliRunner
 
 from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.compatibility.refusals import SETTINGS
+from hf_memopt.binding.compatibility.conflicts import SETTINGS
 from hf_memopt.cli.app import app
 from hf_memopt.recipes import PRESETS, preset_rows
 from hf_memopt.technique_list import ENGINES, TECHNIQUES, VARIANTS, Refusal

@@ -5,7 +5,7 @@ the estimate, recipes, the planner, the script and the table of docs read the en
 They stand in a file that imports little, since settings and options are checked without torch.
 
 ``refusals.csv`` has what a technique cannot be used with: it would train wrongly, hang or stop in the middle of a run.
-``binding.compatibility.refusals`` says what the settings are.
+``binding.compatibility`` says what the settings are.
 """
 
 from __future__ import annotations

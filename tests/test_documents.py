@@ -18,7 +18,7 @@ from table_of_code import RUN, compatibility_pairs
 
 import hf_memopt
 from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.compatibility.refusals import SETTINGS
+from hf_memopt.binding.compatibility.conflicts import SETTINGS
 from hf_memopt.technique_list import TECHNIQUES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -51,11 +51,7 @@ class Binding:
         self._handle.remove()
 
     def serving(self, callback: object, state: Any) -> Any:
-        """Return the trainer whose state this is.
-
-        Raises:
-            RuntimeError: the callback was not attached to it.
-        """
+        """Return the trainer whose state this is; raise RuntimeError if the callback was not attached to it."""
         trainer = self._trainer()
         if trainer is None or trainer.state is not state:
             raise unbound_error(callback)

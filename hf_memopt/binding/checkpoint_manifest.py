@@ -233,14 +233,6 @@ def checkpoint_to_resume(asked: Any, output_dir: str, *, is_reader: bool = True)
 
     If True is asked for, i.e. the last checkpoint, and that one is not whole, the last one that is is returned, with a
     warning. A checkpoint without a manifest is resumed with a notice. All processes of a run return the same.
-
-    Args:
-        asked: ``resume_from_checkpoint`` as ``Trainer.train`` takes it.
-        output_dir: of the training arguments.
-        is_reader: whether this process looks at the files, as one does for each folder, or takes the others' word.
-
-    Raises:
-        ValueError: the folder that was asked for is not whole, or no checkpoint of ``output_dir`` is.
     """
     if asked is not True and not isinstance(asked, (str, os.PathLike)):
         return asked

@@ -13,35 +13,17 @@ from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.plain_data import packaged_rows
+
 if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainingArguments
 
-RENAMED_ARGUMENTS = {
-    "evaluation_strategy": 'eval_strategy="steps"',
-    "group_by_length": 'train_sampling_strategy="group_by_length"',
-    "no_cuda": "use_cpu=True",
-    "adafactor": 'optim="adafactor"',
-    "warmup_ratio": "warmup_steps=0.1 (a fraction of the run below 1)",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-    "torchdynamo": "torch_compile_backend",
-    "dispatch_batches": 'accelerator_config={"dispatch_batches": ...}',
-    "split_batches": 'accelerator_config={"split_batches": ...}',
-    "include_inputs_for_metrics": 'include_for_metrics=["inputs"]',
-    "push_to_hub_model_id": "hub_model_id",
-    "push_to_hub_organization": "hub_model_id",
-    "push_to_hub_token": "hub_token",
-    "fp16_backend": "nothing: autocast is the only one",
-    "half_precision_backend": "nothing: autocast is the only one",
-    "fp16_opt_level": "nothing: apex is gone",
-    "save_safetensors": "nothing: checkpoints are always safetensors",
-    "overwrite_output_dir": "nothing: resuming is asked for by train(resume_from_checkpoint=True)",
-    "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR",
-    "use_mps_device": "nothing: MPS is found by itself",
-    "tokenizer": "processing_class, an argument of Trainer",
-}
+_ROWS = packaged_rows("hf_memopt.binding", "renamed_arguments.csv")
+RENAMED_ARGUMENTS = {row["name"]: row["instead"] for row in _ROWS if row["of"] == "transformers 4"}
 """Arguments of transformers 4.x that 5.x no longer has, and what to write instead."""
+SHORT_NAMES = {row["name"]: row["instead"] for row in _ROWS if row["of"] == "other libraries"}
+"""What other libraries call fields of ``TrainingArguments``."""
 
 
 def allocator_variable() -> str:

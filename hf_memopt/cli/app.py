@@ -26,10 +26,9 @@ from typer.core import TyperGroup
 
 import hf_memopt.cli.options as given
 from hf_memopt.cli.command import BEFORE, MACHINE, TRYING_OUT, Command, examples_of, function_of, print_error, spinner
-from hf_memopt.cli.wrong_usage import usage_message
-from hf_memopt.errors import MissingExtraError, reason
+from hf_memopt.errors import MissingExtraError, did_you_mean, reason
 from hf_memopt.notices import PrintableRecord, printable
-from hf_memopt.plain_data import check_word
+from hf_memopt.plain_data import check_word, packaged_rows
 from hf_memopt.plotting import THEMES, check_picture, in_theme
 
 
@@ -44,7 +43,7 @@ class _Commands(TyperGroup):
             is_usage = hasattr(error, "format_message")  # typer's own, of words that it cannot parse
             if os.environ.get("HF_MEMOPT_DEBUG") and not is_usage:
                 raise
-            print_error(usage_message(error) if is_usage else _message(error))
+            print_error(_usage_message(error) if is_usage else _message(error))
             sys.exit(2)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -71,6 +70,36 @@ def _message(error: Exception) -> str:
         f"hf-memopt failed ({reason(error)}), which is a bug in hf-memopt; please report it. "
         "Set HF_MEMOPT_DEBUG=1 for the traceback"
     )
+
+
+def _usage_message(error: Any) -> str:
+    """Return the message of an error of typer's parser, with what to do about it as its last sentence."""
+    path = error.ctx.command_path if error.ctx else "hf-memopt"
+    if hasattr(error, "possibilities"):
+        return f"{error.message}. {_of_option(error.option_name, error.ctx) or f'See: {path} --help'}"
+    said = str(error.format_message()).rstrip(".")
+    return said if said.endswith("?") else f"{said}. See: {path} --help"
+
+
+def _of_option(option: str, context: Any) -> str:
+    """Return the option that is meant, or the command that has it.
+
+    ``other_options.csv`` has what other tools call an option, and what to pass instead; of several rows the first
+    counts whose option the command has.
+    """
+    own = _names(context.command)
+    for row in packaged_rows("hf_memopt.cli", "other_options.csv"):
+        first = row["advice"].split()[0].rstrip(",")
+        if option.strip("-").replace("_", "-") in row["options"].split() and (first in own or first[0] != "-"):
+            return f"Pass {row['advice']}"
+    commands = context.parent.command.commands if context.parent else {}
+    others = [f"hf-memopt {name}" for name, command in commands.items() if option in _names(command)]
+    listed = " and ".join([*([", ".join(others[:-1])] if others[:-1] else []), *others[-1:]])
+    return did_you_mean(option, own).strip() or (f"It is an option of {listed}" if others else "")
+
+
+def _names(command: Any) -> list[str]:
+    return [name for one in command.params for name in (*one.opts, *one.secondary_opts) if name.startswith("-")]
 
 
 EXAMPLES = """\b

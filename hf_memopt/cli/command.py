@@ -62,12 +62,7 @@ def flags_of(parameters: Iterable[Any]) -> dict[str, Flag]:
 
 
 def typed_command(context: Any, without: Collection[str] = ()) -> str:
-    """Return the command with what was given of its parameters, as it is typed in a shell.
-
-    Args:
-        context: of the command.
-        without: names of parameters to leave out.
-    """
+    """Return the command with what was given of its parameters, as it is typed in a shell."""
     words = ["hf-memopt", context.info_name]
     for name, flag in flags_of(context.command.params).items():
         value = context.params.get(name)
@@ -139,17 +134,13 @@ class Command(TyperCommand):
             if record is not None:
                 name, text = record
                 kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                shown = name if not isinstance(parameter, TyperOption) else _in_short(name)
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append((shown, text))
+                if isinstance(parameter, TyperOption):  # --[no-]flag for a pair of flags
+                    name = re.sub(r"(--)([\w-]+) / --no-\2", r"\1[no-]\2", name)
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append((name, text))
         width = max(len(name) for rows in groups.values() for name, _ in rows if len(name) <= WIDEST_COLUMNS)
         for heading, rows in groups.items():
             with formatter.section(heading):
                 formatter.write_dl([(name.ljust(width), text) for name, text in rows], col_max=width)
-
-
-def _in_short(name: str) -> str:
-    """Return an option's declaration with ``--[no-]flag`` for a pair of flags."""
-    return re.sub(r"(--)([\w-]+) / --no-\2", r"\1[no-]\2", name)
 
 
 # ---- From a dataclass to a command ----------------------------------------------------------------------------------
@@ -252,10 +243,7 @@ def check_of_data(options: Any) -> None:
 def spinner(text: str, errors: Console, *, shown: bool = True) -> Iterator[Callable[[str], object]]:
     """Show a spinner with the time that has passed inside the block, and yield the function that changes its text.
 
-    Args:
-        text: what the command does.
-        errors: the console of standard error; nothing is written to it unless it is a terminal.
-        shown: False for no spinner on a terminal either, as with ``--json``.
+    Nothing is written to ``errors``, the console of standard error, unless it is a terminal.
     """
     if not (shown and errors.is_terminal):
         yield lambda text: None

@@ -13,19 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices import current_gpu
+from hf_memopt.devices import Gpu, current_gpu
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory import estimate, largest_that_fits, margin_of, precision_for
+from hf_memopt.memory import Estimate, estimate, largest_that_fits, margin_of, precision_for
 from hf_memopt.memory.output import as_dict, bar_of
 from hf_memopt.memory.recording import keeping_models
+from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.reports.pictures import Limit, draw_bars
 from hf_memopt.units import format_bytes, format_duration, to_gib
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_memopt.devices import Gpu
-    from hf_memopt.memory import Estimate
 
 LORA_RANK = 16
 SHOWN = ("weights", "gradients", "optimizer state", "activations")
@@ -91,20 +90,7 @@ def compare(
     announce: Callable[[str], object] = lambda text: None,
     **overrides: Any,
 ) -> list[Compared]:
-    """Estimate every set-up with the most rows that fit.
-
-    Args:
-        model: as for ``estimate``.
-        examples: of an optimizer step, the same in every set-up.
-        seq_len: as for ``estimate``.
-        gpu: as for ``estimate``; the 16-bit set-ups are bf16 where none is given or found, and float32 where the GPU
-            or the model is known to leave float16's range.
-        announce: called before each set-up with a text that names it.
-        overrides: settings of every set-up, as for ``estimate``.
-
-    Raises:
-        ValueError: no set-up is estimable; the message is the first one's reason.
-    """
+    """Estimate every set-up with the most rows that fit."""
     gpu = current_gpu() if gpu is None else gpu
     given = {"seq_len": seq_len, "gpu": gpu, **overrides}
     found = []
@@ -194,7 +180,7 @@ def taken(found: Sequence[Compared]) -> Compared | None:
     full = [name for name in times if "LoRA" not in name and not name.startswith("paged, ")]
     wanted = full or [name for name in times if "LoRA" in name]
     fastest = min((times[name] for name in wanted), default=0.0)
-    return next((one for one in found if one.name in wanted and times[one.name] <= 1.05 * fastest), None)
+    return next((one for one in found if one.name in wanted and equally_fast(times[one.name], fastest)), None)
 
 
 def _whole_name(one: Compared, found: Sequence[Compared]) -> str:

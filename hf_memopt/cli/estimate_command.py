@@ -34,11 +34,7 @@ BESIDE_COMPARE = {"attn_implementation", "gradient_accumulation_steps"}
 
 
 def run(options: EstimateOptions, context: Any) -> int:
-    """Print the estimate and return the exit code: of several set-ups that of the one that fits best.
-
-    Raises:
-        ValueError: invalid options, or a set-up that is not estimable.
-    """
+    """Print the estimate and return the exit code: of several set-ups that of the one that fits best."""
     flags = flags_of(context.command.params)
     errors = Console(stderr=True)
     gpu = _check(options, flags)
@@ -51,11 +47,7 @@ def run(options: EstimateOptions, context: Any) -> int:
 
 
 def _check(options: EstimateOptions, flags: Mapping[str, Flag]) -> Gpu | None:
-    """Return the GPU that the options name; None for the current one, if there is one.
-
-    Raises:
-        ValueError: an option is invalid.
-    """
+    """Return the GPU that the options name; None for the current one, if there is one."""
     counts = {"batch_size": options.batch_size, "seq_len": options.seq_len, **options.settings}
     for name, most in MOST.items():
         _check_count(name, counts.get(name) or 1, most)
@@ -88,11 +80,7 @@ def _check_count(name: str, count: int, most: int) -> None:
 
 
 def _read_gpu(name: str | None, memory: str | None, compute_capability: str | None) -> Gpu | None:
-    """Return the GPU that the options name or describe; None where they do neither.
-
-    Raises:
-        ValueError: an unknown GPU, one given twice, or a compute capability without a size.
-    """
+    """Return the GPU that the options name or describe; None where they do neither."""
     if memory is None and compute_capability is None:
         return None if name is None else find_gpu(name)
     if name is not None:

@@ -24,11 +24,7 @@ NOTE = (
 
 
 def run(options: GpusOptions, context: Any) -> None:
-    """Print the GPUs as a table or as JSON.
-
-    Raises:
-        ValueError: no GPU has all the words.
-    """
+    """Print the GPUs as a table or as JSON."""
     asked, console = " ".join(options.words or ()), Console()
     words = asked.lower().replace("-", " ").split()
     names = {name: f"{name}{gpu.memory_bytes // GIB}gb".lower().replace(" ", "") for name, gpu in GPUS.items()}

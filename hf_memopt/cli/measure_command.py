@@ -28,11 +28,7 @@ FITS, OUT_OF_MEMORY = 0, 1
 
 
 def run(options: MeasureOptions, context: Any) -> int:
-    """Print the measurement and return the exit code: 0 if the steps ran, 1 if memory ran out.
-
-    Raises:
-        ValueError: invalid options; the script does not train, or its steps cannot be measured.
-    """
+    """Print the measurement and return the exit code: 0 if the steps ran, 1 if memory ran out."""
     script = os.fspath(options.script)
     if not checked_path("script", options.script).is_file():
         raise ValueError(

@@ -34,11 +34,7 @@ AS_TYPED = (
 
 
 def run(options: PlanOptions, context: Any) -> int:
-    """Print the plan, write what is asked for, and return the exit code of the verdict.
-
-    Raises:
-        ValueError: invalid options, or a model that cannot be planned for.
-    """
+    """Print the plan, write what is asked for, and return the exit code of the verdict."""
     console, errors = Console(), Console(stderr=True)
     words = tuple(word for text in options.allow or () for word in text.split(","))
     _check(options, words)

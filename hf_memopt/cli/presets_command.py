@@ -33,11 +33,7 @@ PRESETS_COLUMNS = 76  # of a terminal; on a narrower one the GPUs would be cut w
 
 
 def run(options: PresetsOptions, context: Any) -> None:
-    """Print the presets, or one of them with its reasons.
-
-    Raises:
-        ValueError: a model without a preset; as ``recipe`` does.
-    """
+    """Print the presets, or one of them with its reasons."""
     name, model, console = options.name, options.model, Console()
     if name is None and model is not None:
         raise ValueError(
@@ -121,17 +117,13 @@ LARGEST_BATCH = 64
 
 @dataclass(frozen=True)
 class PresetFits:
-    """The file.
+    """The file."""
 
-    Attributes:
-        presets: of each its GPU's name and usable bytes, from the smallest to the largest.
-        rows: model, seq_len (None for images), effective_batch_size, and the total bytes by preset.
-        versions: of the packages that computed them.
-    """
-
+    # of each its GPU's name and usable bytes, from the smallest to the largest
     presets: Mapping[str, Mapping[str, Any]]
+    # model, seq_len (None for images), effective_batch_size, and the total bytes by preset
     rows: tuple[Mapping[str, Any], ...]
-    versions: Mapping[str, str]
+    versions: Mapping[str, str]  # of the packages that computed them
 
     def fits(self, row: Mapping[str, Any], preset: str) -> bool:
         """Return whether a row fits with a preset, with a twentieth of the GPU to spare as ``plan`` wants it."""

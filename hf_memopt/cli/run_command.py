@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(options: RunOptions, context: Any) -> int:
-    """Return the script's exit code where it is not this process that goes on with it.
-
-    Raises:
-        ValueError: there is no such script; an unknown GPU or word.
-    """
+    """Return the script's exit code where it is not this process that goes on with it."""
     if not options.module and not Path(options.script).is_file():
         raise ValueError(
             f"script={options.script!r} is not a file; expected a Python script that trains with the stock Trainer, or "

@@ -20,15 +20,6 @@ def cut_effective_batch(
     What ``overrides`` give of the two stays, and the other follows; without either, the largest batch per device that
     divides this process's share and is not above the preferred one.
 
-    Args:
-        effective: examples per optimizer step.
-        preferred: the two sizes that are wanted.
-        overrides: ``TrainingArguments`` of the caller.
-        processes: that share a step; None for those of this run, counted by ``WORLD_SIZE``.
-
-    Returns:
-        The two arguments, and the ``Change`` if they are not the preferred ones.
-
     Raises:
         ValueError: a size that is not an integer of 1 or more, or sizes that do not divide the effective batch.
     """

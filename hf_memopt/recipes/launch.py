@@ -50,28 +50,17 @@ def launch_files(strategy: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a recipe is trained in several processes; ``print`` shows it, ``write`` writes its files.
+    """How a recipe is trained in several processes; ``print`` shows it, ``write`` writes its files."""
 
-    Attributes:
-        recipe: the name of the recipe.
-        world_size: processes, one for each GPU.
-        strategy: a name of ``STRATEGIES``, never ``"auto"``.
-        offload_params: whether the sharded optimizer states (with weights that are sharded: these too) wait in host
-            memory.
-        training_arguments: fields of ``TrainingArguments``, for ``recipe.trainer(training_arguments=...)``.
-        accelerate: the content of the file for ``accelerate launch --config_file``.
-        deepspeed: DeepSpeed's own configuration; None for the other engines.
-        changes: what was decided, each with its reason.
-    """
-
-    recipe: str
-    world_size: int
-    strategy: str
+    recipe: str  # the name of the recipe
+    world_size: int  # processes, one for each GPU
+    strategy: str  # a name of `STRATEGIES`, never `"auto"`
+    # whether the sharded optimizer states (with weights that are sharded: these too) wait in host memory
     offload_params: bool
-    training_arguments: Mapping[str, Any]
-    accelerate: Mapping[str, Any]
-    deepspeed: Mapping[str, Any] | None
-    changes: tuple[Change, ...]
+    training_arguments: Mapping[str, Any]  # fields of `TrainingArguments`, for `recipe.trainer(training_arguments=...)`
+    accelerate: Mapping[str, Any]  # the content of the file for `accelerate launch --config_file`
+    deepspeed: Mapping[str, Any] | None  # DeepSpeed's own configuration; None for the other engines
+    changes: tuple[Change, ...]  # what was decided, each with its reason
 
     def __str__(self) -> str:
         engine = f"{self.strategy}{' with offload' if self.offload_params else ''}"
@@ -148,15 +137,9 @@ def launch_of(recipe: Recipe, world_size: int, strategy: str, *, offload_params:
     preferred = recipe.per_device_train_batch_size, recipe.effective_batch_size // recipe.per_device_train_batch_size
     batch, change = cut_effective_batch(recipe.effective_batch_size, preferred, {}, processes=world_size)
     changes += [] if change is None else [change]
-    accelerate: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU",
-        "num_machines": 1,
-        "num_processes": world_size,
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "use_cpu": False,
-    }
+    machine = {"num_machines": 1, "num_processes": world_size, "machine_rank": 0, "main_training_function": "main"}
+    of_machine = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", **machine}
+    accelerate: dict[str, Any] = {**of_machine, "use_cpu": False}
     deepspeed = None
     engine: dict[str, Any] = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
     if strategy == "fsdp2":
@@ -168,16 +151,8 @@ def launch_of(recipe: Recipe, world_size: int, strategy: str, *, offload_params:
         engine = {"deepspeed": deepspeed}
     else:
         accelerate["mixed_precision"] = "no"  # TrainingArguments decide
-    return Launch(
-        recipe=recipe.name,
-        world_size=world_size,
-        strategy=strategy,
-        offload_params=offload_params,
-        training_arguments={**batch, **engine},
-        accelerate=accelerate,
-        deepspeed=deepspeed,
-        changes=tuple(changes),
-    )
+    arguments = {**batch, **engine}
+    return Launch(recipe.name, world_size, strategy, offload_params, arguments, accelerate, deepspeed, tuple(changes))
 
 
 # ---- Checks ---------------------------------------------------------------------------------------------------------
@@ -252,15 +227,9 @@ def _deepspeed_config(stage: int, offload_params: bool) -> dict[str, Any]:
     if offload_params:
         on_host = {"device": "cpu", "pin_memory": True}
         zero |= {"offload_optimizer": on_host} | ({"offload_param": on_host} if stage == 3 else {})
-    config: dict[str, Any] = {
-        "zero_optimization": zero,
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-    }
+    sizes = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu")
+    formats = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    config: dict[str, Any] = {"zero_optimization": zero, **formats, **dict.fromkeys(sizes, "auto")}
     if offload_params:  # stock's own optimizers step on the GPU
         names = ("lr", "betas", "eps", "weight_decay")
         return {**config, "optimizer": {"type": "AdamW", "params": dict.fromkeys(names, "auto")}}

@@ -38,24 +38,15 @@ NO_ROOM = "weights, gradients and state leave too little room for activations"
 def _preset(
     gib: int, gpus: str, optim: str, rows: int, eval_rows: int, checkpointing: str = "", **other: int
 ) -> Recipe:
-    """Return the preset for a size of GPU.
-
-    Args:
-        gib: of the GPU's memory.
-        gpus: of that size, for the reader.
-        optim: the optimizer.
-        rows: of a micro-batch, of the 32 of a step.
-        eval_rows: of an evaluation batch.
-        checkpointing: why activations are recomputed; "" where they are not.
-        other: ``eval_accumulation_steps`` and ``dataloader_num_workers``.
-    """
+    """Return the preset for a size of GPU; ``checkpointing``: why activations are recomputed, "" where they are not."""
     times = {8: "4 times", 16: "twice"}.get(rows, "")
-    of_rows = f"activations of {rows} examples of 512 tokens fit without recomputing, {times} per step"
-    if checkpointing:
-        of_rows = f"activations of {rows} examples at a time, {times} per step"
+    fit = "at a time" if checkpointing else "of 512 tokens fit without recomputing"
+    of_rows = f"activations of {rows} examples {fit}, {times} per step"
     reasons = {
         "per_device_train_batch_size": of_rows if times else "the whole effective batch fits into one pass",
-        "per_device_eval_batch_size": "logits and scores of few examples at a time",
+        "per_device_eval_batch_size": "the logits of many examples fit"
+        if eval_rows > 32
+        else "logits and scores of few examples at a time",
         "optim": WHY_OPTIM[optim],
         "checkpointing": checkpointing,
         "autocast_cache": "under checkpointing it would hold a copy of every weight from forward to backward",
@@ -70,8 +61,6 @@ def _preset(
         **({"checkpointing": True, "autocast_cache": False} if checkpointing else {}),
         **other,
     }
-    if eval_rows > 32:
-        reasons["per_device_eval_batch_size"] = "the logits of many examples fit"
     return Recipe(
         name=f"{gib}gb-gpu",
         purpose=f"{gpus} ... ({HOLDS})",
@@ -188,10 +177,9 @@ def _for_this_machine() -> Recipe:
     reading = read_memory()
     if reading.device_total_bytes is None:
         return PRESETS["cpu"].replace(purpose=f"chosen by recipe('auto'): {PRESETS['cpu'].purpose}")
-    sizes = {name: name.removesuffix("gb-gpu") for name in PRESETS if name.endswith("gb-gpu")}
-    by_size = {parse_bytes(f"{gib}GiB"): name for name, gib in sizes.items()}
+    by_size = {parse_bytes(f"{name.removesuffix('gb-gpu')}GiB"): name for name in PRESETS if name != "cpu"}
     covered = [size for size in by_size if reading.device_total_bytes >= COVERED_FRACTION * size]
-    name = by_size[max(covered)] if covered else by_size[min(by_size)]
+    name = by_size[max(covered, default=min(by_size))]
     gpu = f"{reading.device_name} with {format_bytes(reading.device_total_bytes)}"
     return PRESETS[name].replace(purpose=f"chosen by recipe('auto') for {gpu}: {PRESETS[name].purpose}")
 
@@ -240,17 +228,7 @@ def preset(
 
 
 def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu) -> Recipe:
-    """Return the preset if a training step of the model fits the GPU, else the recipe of ``plan``, with its reasons.
-
-    Args:
-        preset: its examples of an optimizer step stay.
-        model: as for ``estimate``.
-        seq_len: tokens of the longest row; None for 512, or what the model takes.
-        gpu: that must hold it.
-
-    Raises:
-        ValueError: nothing fits; as ``estimate`` and ``plan`` do.
-    """
+    """Return the preset if a training step of the model fits the GPU, else the recipe of ``plan``, with its reasons."""
     from hf_memopt.memory import estimate, margin_of
     from hf_memopt.memory.recording import keeping_models
     from hf_memopt.recipes.planning import facts_of, plan

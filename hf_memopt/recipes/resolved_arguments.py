@@ -16,28 +16,11 @@ from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count
 if TYPE_CHECKING:
     from hf_memopt.recipes.recipe_class import Recipe
 
-SHORT_NAMES = {
-    "batch_size": "per_device_train_batch_size",
-    "train_batch_size": "per_device_train_batch_size",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "accumulation_steps": "gradient_accumulation_steps",
-    "lr": "learning_rate",
-    "epochs": "num_train_epochs",
-    "num_epochs": "num_train_epochs",
-    "optimizer": "optim",
-    "scheduler": "lr_scheduler_type",
-}
-"""What other libraries call fields of TrainingArguments."""
-
 
 def resolve_arguments(
     recipe: Recipe, effective_batch_size: int | None, overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    """Return fields of ``TrainingArguments``, and each decision that was made for them.
-
-    Raises:
-        TypeError, ValueError: see ``Recipe.training_arguments``.
-    """
+    """Return fields of ``TrainingArguments``, and each decision that was made for them."""
     from hf_memopt.devices import accelerator_type
 
     _check_names(overrides)
@@ -89,7 +72,11 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
                 f"{name}={overrides[name]!r} is a name of transformers 4.x; expected a field of TrainingArguments 5.x. "
                 f"Instead: {versions.RENAMED_ARGUMENTS[name]}"
             )
-        meant = f" Did you mean {SHORT_NAMES[name]!r}?" if name in SHORT_NAMES else did_you_mean(name, known)
+        meant = (
+            f" Did you mean {versions.SHORT_NAMES[name]!r}?"
+            if name in versions.SHORT_NAMES
+            else did_you_mean(name, known)
+        )
         raise TypeError(
             f"{name}={overrides[name]!r} is not a field of TrainingArguments; expected one of its fields."
             f"{meant} List them: help(transformers.TrainingArguments)"
@@ -166,6 +153,8 @@ def _refuse(recipe: Recipe, setting: str) -> None:
 
 def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
     """Return ``bf16`` and ``fp16``, or ``tf32``, and the ``Change`` where the recipe leaves them to the machine."""
+    from transformers.utils.import_utils import is_torch_tf32_available
+
     from hf_memopt.devices import check_precision
 
     weights = weights_dtype_here(recipe, use_cpu=use_cpu)  # what it refuses is refused before a model is loaded
@@ -178,7 +167,11 @@ def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> t
             why = _chosen_precision(recipe, weights, use_cpu)
             name = why.new
         elif name == "tf32":
-            return _tf32(use_cpu)
+            asked = {"bf16": False, "fp16": False}
+            if not use_cpu and is_torch_tf32_available():
+                return {"tf32": True, **asked}, None
+            reason = "this machine has no TF32: compute capability 8.0 and newer have"  # products are exact there
+            return asked, Change("precision", "tf32", "fp32", reason)
         asked = {"bf16": name == "bf16", "fp16": name == "fp16"}
     if why is None:
         check_precision(**asked, use_cpu=use_cpu)
@@ -189,16 +182,6 @@ def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> t
             f"16-bit formats; expected one of them. Call: recipe.replace(weights_dtype={autocast!r}), and load it anew"
         )
     return asked, why
-
-
-def _tf32(use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
-    """Return ``tf32``, or nothing where the machine has none: float32 products are exact there, and slower."""
-    from transformers.utils.import_utils import is_torch_tf32_available
-
-    asked = {"bf16": False, "fp16": False}
-    if not use_cpu and is_torch_tf32_available():
-        return {"tf32": True, **asked}, None
-    return asked, Change("precision", "tf32", "fp32", "this machine has no TF32: compute capability 8.0 and newer have")
 
 
 def _chosen_precision(recipe: Recipe, weights: str, use_cpu: bool) -> Change:
@@ -228,11 +211,7 @@ def sixteen_bits_here(recipe: Recipe) -> str:
 
 
 def weights_dtype_here(recipe: Recipe, *, use_cpu: bool = False) -> str:
-    """Return the dtype of the weights as loaded; beside quantised ones float32 becomes the 16 bits of this machine.
-
-    Raises:
-        ValueError: bfloat16 that this machine only emulates, float16 where it has no gradient scaler.
-    """
+    """Return the dtype of the weights as loaded; beside quantised ones float32 becomes the 16 bits of this machine."""
     from hf_memopt.devices import accelerator_type, choose_precision
 
     if recipe.load_in is not None and recipe.weights_dtype == "float32":

@@ -116,13 +116,7 @@ def build_trainer(
 
 
 def _check_inputs(model: Any, training_arguments: Any, trainer_kwargs: Mapping[str, Any]) -> None:
-    """Raise for what the stock Trainer would refuse with an error about something else.
-
-    Raises:
-        TypeError: ``training_arguments`` is no mapping, ``args=`` is given, a field of TrainingArguments or an unknown
-            name stands among the keywords, or the model is a name.
-        ValueError: there is neither a model nor ``model_init``.
-    """
+    """Raise for what the stock Trainer would refuse with an error about something else."""
     is_mapping = isinstance(training_arguments, Mapping) and all(isinstance(name, str) for name in training_arguments)
     if training_arguments is not None and not is_mapping:
         raise TypeError(

@@ -28,26 +28,17 @@ OPENING = re.compile(r"(<think>\s*</think>\s*)?[ \t]*$")  # what templates write
 
 
 class Written(NamedTuple):
-    """A text, and the parts of it that are learned.
+    """A text, and the parts of it that are learned."""
 
-    Attributes:
-        text: the whole text.
-        spans: characters (from, to, end of turn): tokens that begin before "to", or that end at the end of the turn or
-            before it. None where all is learned.
-        is_chat: whether a chat template wrote it, which writes special tokens such as the first one too.
-    """
-
-    text: str
+    text: str  # the whole text
+    # characters (from, to, end of turn): tokens that begin before "to", or that end at the end of the turn or before
+    # it. None where all is learned
     spans: list[tuple[int, int, int]] | None = None
-    is_chat: bool = False
+    is_chat: bool = False  # whether a chat template wrote it, which writes special tokens such as the first one too
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return messages with ``role`` and ``content``; those of ShareGPT, ``from`` and ``value``, are renamed.
-
-    Raises:
-        ValueError: what is no list of messages of text.
-    """
+    """Return messages with ``role`` and ``content``; those of ShareGPT, ``from`` and ``value``, are renamed."""
     try:
         return [_message(_without_none(one)) for one in value]
     except (AttributeError, KeyError, TypeError) as error:

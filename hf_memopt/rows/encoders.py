@@ -33,23 +33,15 @@ def _words(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes a batch of the columns of a data set; rows without a part, or with nothing to learn, are left out.
+    """Encodes a batch of the columns of a data set; rows without a part, or with nothing to learn, are left out."""
 
-    Attributes:
-        task: what is trained.
-        columns: the column of each part of a row; where the labels do not matter, of those that are read.
-        tokenizer: of the model.
-        max_length: tokens at which rows are cut; None cuts none.
-        prefix: before each text to read.
-        labels: the classes; None where there are none.
-    """
-
-    task: str
+    task: str  # what is trained
+    # the column of each part of a row; where the labels do not matter, of those that are read
     columns: Mapping[str, str]
-    tokenizer: Any
-    max_length: int | None = None
-    prefix: str = ""
-    labels: Labels | None = None
+    tokenizer: Any  # of the model
+    max_length: int | None = None  # tokens at which rows are cut; None cuts none
+    prefix: str = ""  # before each text to read
+    labels: Labels | None = None  # the classes; None where there are none
 
     def __call__(self, batch: Mapping[str, list[Any]]) -> Columns:
         given = _whole_rows({part: batch[name] for part, name in self.columns.items()})

@@ -20,20 +20,13 @@ CLASSES = 20  # as many different whole numbers, written as floats, are taken fo
 
 @dataclass(frozen=True)
 class Labels:
-    """What the labels of a data set are.
+    """What the labels of a data set are."""
 
-    Attributes:
-        kind: transformers' ``problem_type``.
-        values: what the data calls each class, in the order of their ids; none for regression.
-        names: of the classes, in the same order.
-        note: what was assumed; "" for nothing.
-        is_vector: whether rows hold a number from 0 to 1 for each class, instead of the classes they belong to.
-    """
-
-    kind: Kind
-    values: tuple[Any, ...] = ()
-    names: tuple[str, ...] = ()
-    note: str = ""
+    kind: Kind  # transformers' `problem_type`
+    values: tuple[Any, ...] = ()  # what the data calls each class, in the order of their ids; none for regression
+    names: tuple[str, ...] = ()  # of the classes, in the same order
+    note: str = ""  # what was assumed; "" for nothing
+    # whether rows hold a number from 0 to 1 for each class, instead of the classes they belong to
     is_vector: bool = False
 
     @property
@@ -45,11 +38,7 @@ class Labels:
         return {**options, "ignore_mismatched_sizes": True}
 
     def encode(self, label: Any) -> int | float | list[float]:
-        """Return a label as the loss takes it: a class's id, or -100 as it is, a number, or one for each class.
-
-        Raises:
-            ValueError: a class that is not known.
-        """
+        """Return a label as the loss takes it: a class's id, or -100 as it is, a number, or one for each class."""
         if self.kind == "regression":
             return float(label)
         if self.kind == "single_label_classification":

@@ -23,10 +23,6 @@ def metric_of(kind: str, tokenizer: Any = None) -> dict[str, Any]:
     """Return ``metrics``, ``kept_predictions`` and ``best_metric`` of ``Rows``; those left out have their defaults.
 
     Checkpoints of texts are compared by the loss: a text is seldom the same in all words.
-
-    Args:
-        kind: transformers' ``problem_type``, or a task: "token-classification", "question-answering", "seq2seq".
-        tokenizer: reads what was generated.
     """
     found: Mapping[str, tuple[Any, ...]] = {
         "single_label_classification": (_classes, _most_likely, "f1"),

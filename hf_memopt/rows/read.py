@@ -176,19 +176,12 @@ def _split(rows: Dataset, notes: list[str]) -> list[Dataset]:
 
 
 class Format(NamedTuple):
-    """A way of writing rows.
+    """A way of writing rows."""
 
-    Attributes:
-        name: of the format.
-        tasks: whose rows are written so.
-        columns: the names that data sets give to each part.
-        optional: those of the parts that rows may lack.
-    """
-
-    name: str
-    tasks: list[str]
-    columns: dict[str, list[str]]
-    optional: dict[str, list[str]]
+    name: str  # of the format
+    tasks: list[str]  # whose rows are written so
+    columns: dict[str, list[str]]  # the names that data sets give to each part
+    optional: dict[str, list[str]]  # those of the parts that rows may lack
 
     def found_in(self, names: Sequence[str], given: Mapping[str, str]) -> dict[str, str] | None:
         """Return the column of each part; None where one lacks, or ``given``, the column of a part, has others."""
@@ -219,11 +212,7 @@ def fitting_format(
 
 
 def _row_format(names: Sequence[str], task: str, given: Mapping[str, str]) -> tuple[Format, dict[str, str]]:
-    """Return the format of rows with these columns, and the column of each of its parts, of which some are given.
-
-    Raises:
-        ValueError: a given column that is not there, or columns that no format of the task has.
-    """
+    """Return the format of rows with these columns, and the column of each of its parts, of which some are given."""
     absent = next((name for name in given.values() if name not in names), None)
     if absent is not None:
         raise ValueError(

@@ -49,7 +49,9 @@ def use_expandable_segments() -> UndoHandle:
         RuntimeError: CUDA has started in this process, and its allocator has read the variable without the setting.
     """
     variable = allocator_variable()
-    text = _settings_in_effect(variable)
+    # what torch would read: to set the newer variable would hide an older one
+    names = (variable, *(name for name in OLDER_VARIABLES if name != variable))
+    text = next((os.environ[name] for name in names if name in os.environ), "").strip().strip(",")
     asked = [item for item in text.split(",") if item.partition(":")[0].strip() == SETTING]
     if asked:
         logger.info("%s", Change(variable, text, text, f"the environment's own {asked[0].strip()} wins"))
@@ -76,13 +78,6 @@ def use_expandable_segments() -> UndoHandle:
         os.environ.update({} if former is None else {variable: former})
 
     return UndoHandle(undo)
-
-
-def _settings_in_effect(variable: str) -> str:
-    """Return the text that torch would read; to set the newer variable would hide that of an older one."""
-    names = (variable, *(name for name in OLDER_VARIABLES if name != variable))
-    text = next((os.environ[name] for name in names if name in os.environ), "")
-    return text.strip().strip(",")
 
 
 def platform_problem(system: str | None = None) -> str:

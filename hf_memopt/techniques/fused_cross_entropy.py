@@ -7,7 +7,6 @@ What it does and what it leaves out is in ``hf_memopt.binding.fused_loss.fuse``.
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,14 +15,11 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.binding.compatibility import check_settings
 from hf_memopt.binding.fused_loss import FusedHandle, fuse_cross_entropy, loss_alone
 from hf_memopt.binding.undo import UndoHandle, override_method, undo_all
-from hf_memopt.changes import add_change, record_changes
 from hf_memopt.plain_data import Count, check_value, shown
 from hf_memopt.techniques.technique_callback import ModelCallback
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-logger = logging.getLogger(__name__)
 
 
 class FusedCrossEntropyCallback(ModelCallback):
@@ -42,7 +38,7 @@ class FusedCrossEntropyCallback(ModelCallback):
 
     Raises:
         ValueError: ``chunk_bytes`` out of range, at once; what ``fuse_cross_entropy`` refuses, when the ``Trainer`` is
-            constructed; settings that it is incompatible with (``hf_memopt.binding.compatibility.conflicts``).
+            constructed; settings that it is incompatible with (``hf_memopt.binding.compatibility``).
         TypeError: the head is not a linear layer, when the ``Trainer`` is constructed.
     """
 
@@ -87,11 +83,7 @@ class FusedCrossEntropyCallback(ModelCallback):
         if self.handle is None:
             return
         record = self.handle.record
-        new = [change for change in record.changes() if add_change(self.changes, change)]
-        for change in new:
-            logger.info(f"FusedCrossEntropyCallback changed {change}")
-        if (trainer := self.binding.trainer) is not None and new:
-            record_changes(trainer, new)
+        self.note(*record.changes())
         if record.fused == 0 and not record.warned:
             record.warned = True
             found = ", ".join(record.real) or "the head was not called"

@@ -10,28 +10,26 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from hf_memopt.binding import checkpointing_of, is_checkpointing
-from hf_memopt.binding.compatibility import check_compatibility, techniques_in_use
+from hf_memopt.binding.compatibility import techniques_in_use
 from hf_memopt.binding.model import unwrap_optimizer
 from hf_memopt.binding.parameters import cast_parameters
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, override_method, set_attribute
-from hf_memopt.changes import Change, add_change
+from hf_memopt.changes import Change
 from hf_memopt.plain_data import check_value
-from hf_memopt.techniques.technique_callback import TechniqueCallback
+from hf_memopt.techniques.technique_callback import BoundCallback
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-logger = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -43,25 +41,17 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
     """Let the Trainer's autocast cast a weight at each use, and keep no copy of it until the forward pass ends.
 
     Without checkpointing it saves nothing, since autograd keeps the copies for the backward pass anyway. Under
-    checkpointing only the cache keeps them: a forward pass of BERT-large peaks 576 MiB lower without it. So does the
-    whole step if its peak was in the forward pass: with accumulation or micro-batches, since the gradients of earlier
-    ones exist already (batch 32 x 128, 2 accumulation steps: 5,787 MiB instead of 6,203), and with gradient release
-    (4,508 instead of 4,923). Otherwise the step peaks at the end of the backward pass, the same either way (5,249).
+    checkpointing a forward pass of BERT-large peaks 576 MiB lower, and so does the whole step where its peak was there:
+    with accumulation or micro-batches (batch 32 x 128, 2 accumulation steps: 5,787 MiB instead of 6,203) and with
+    gradient release (4,508 instead of 4,923).
 
     Losses and gradients stay equal to the bit, with as many casts, for all weights that a forward pass uses once. A
     weight that it uses several times (ALBERT's shared layers) is cast at each use, and its gradients are then summed in
-    float32 instead of 16 bits: 42 casts instead of 18 in an ALBERT of 3 layers.
+    float32 instead of 16 bits.
 
     Source: ``estimate("bert-large-uncased", batch_size=32, seq_len=128, gpu="RTX 3090", precision="bf16",
-    checkpointing=True, gradient_accumulation_steps=2, autocast_cache=False)``, or with gradients that are
-    released in place of the accumulation; ``tests/techniques/test_precision.py``.
-
-    Returns:
-        A handle that restores the former setting for models that are prepared later; if the cache was switched off
-        already, one that has nothing to undo.
-
-    Raises:
-        ValueError: the model is prepared already, with the cache.
+    checkpointing=True, gradient_accumulation_steps=2, autocast_cache=False)``, or with gradients that are released in
+    place of the accumulation; ``tests/techniques/test_precision.py``.
     """
     from accelerate.utils import AutocastKwargs
 
@@ -104,17 +94,6 @@ def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | Non
     """Turn trainable weights of 16 bits into float32, in place: parameters stay the same objects, tied ones tied.
 
     Frozen weights stay as they are, quantised ones among them.
-
-    Args:
-        model: the model.
-        optimizer: the optimizer, if it is built already.
-
-    Returns:
-        A handle that turns them back: exactly before training, rounded after it. If there was no such weight, one that
-        has nothing to undo.
-
-    Raises:
-        ValueError: the optimizer has stepped with some of them and holds 16-bit states.
     """
     chosen = half_weights(model)
     if not chosen:
@@ -132,7 +111,7 @@ def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | Non
 # ---- The Trainer ----------------------------------------------------------------------------------------------------
 
 
-class PrecisionCallback(TechniqueCallback):
+class PrecisionCallback(BoundCallback):
     """Call ``disable_autocast_cache`` and ``keep_master_weights`` where a run needs them.
 
     Bind it with ``attach(trainer)``. With ``FreezeCallback``, name that first: weights that are frozen by then stay in
@@ -163,26 +142,16 @@ class PrecisionCallback(TechniqueCallback):
         self.autocast_cache = autocast_cache
         self.master_weights = master_weights
 
-    def bind(self, trainer: Trainer) -> UndoHandle:
+    def change_trainer(self, trainer: Trainer) -> list[UndoHandle]:
         """Change the trainer, and its model before ``train()``: a resumed run loads float32 weights and states."""
-        if self.binding.trainer is trainer:
-            return self.binding.handle
-        self.handle = self.binding.to(
-            trainer,
-            UndoHandle(self._handles.remove),
-            self._disable_autocast_cache(trainer),
-            override_method(trainer, "call_model_init", self._call_model_init),
-        )
+        cached = self._disable_autocast_cache(trainer)
         try:
-            self._keep_master_weights(trainer.model, trainer.optimizer)
+            self._keep_master_weights(trainer, trainer.model, trainer.optimizer)
         except BaseException:
-            self.handle.remove()
+            cached.remove()
             raise
-        return self.handle
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse to run unbound, and settings that are incompatible."""
-        check_compatibility(self.binding.serving(self, state))
+        call = partial(self._call_model_init, trainer)
+        return [UndoHandle(self._handles.remove), cached, override_method(trainer, "call_model_init", call)]
 
     def _disable_autocast_cache(self, trainer: Trainer) -> UndoHandle:
         if self.autocast_cache is True:
@@ -191,16 +160,15 @@ class PrecisionCallback(TechniqueCallback):
             if not (trainer.args.bf16 or trainer.args.fp16) or not is_checkpointed(trainer):
                 return nothing_to_undo()
             if is_under_autocast(trainer.model):
-                self._record(
-                    "autocast_cache", True, True, "the model runs under autocast already, attach came too late"
-                )
+                reason = "the model runs under autocast already, attach came too late"
+                self.note(Change("autocast_cache", True, True, reason))
                 return nothing_to_undo()
         handle = disable_autocast_cache(trainer)
-        self._record("autocast_cache", True, False, "it would keep a 16-bit copy of each weight for the forward pass")
+        reason = "it would keep a 16-bit copy of each weight for the forward pass"
+        self.note(Change("autocast_cache", True, False, reason))
         return handle
 
-    def _keep_master_weights(self, model: Any, optimizer: Any = None) -> None:
-        trainer = self.binding.trainer
+    def _keep_master_weights(self, trainer: Trainer, model: Any, optimizer: Any = None) -> None:
         self._handles.keep(model)
         weights = half_weights(model).values()
         runs_autocast = trainer.args.bf16 or trainer.args.fp16
@@ -209,14 +177,10 @@ class PrecisionCallback(TechniqueCallback):
         size = sum(weight.numel() * weight.element_size() for weight in weights)
         self._handles.keep(model, keep_master_weights(model, unwrap_optimizer(optimizer)))
         reason = f"{len(weights)} trainable weights: autocast computes in 16 bits, updates need more"
-        self._record("master_weights", f"16 bits, {format_bytes(size)}", f"float32, {format_bytes(2 * size)}", reason)
+        before, after = f"16 bits, {format_bytes(size)}", f"float32, {format_bytes(2 * size)}"
+        self.note(Change("master_weights", before, after, reason))
 
-    def _call_model_init(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_model_init(self, trainer: Trainer, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = before(*args, **kwargs)
-        self._keep_master_weights(model)
+        self._keep_master_weights(trainer, model)
         return model
-
-    def _record(self, name: str, old: Any, new: Any, reason: str) -> None:
-        change = Change(name, old, new, reason)
-        if add_change(self.changes, change):
-            logger.info("PrecisionCallback: %s", change)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
 from hf_memopt.binding import Binding
+from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.undo import UndoHandle, remove_all, undo_all
-from hf_memopt.changes import Change
+from hf_memopt.changes import Change, add_change, record_changes
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+
+logger = logging.getLogger(__name__)
 
 
 class ModelHandles:
@@ -58,23 +63,15 @@ class ModelHandles:
 class TechniqueCallback(TrainerCallback):
     """A callback that serves one trainer at a time. A copy has the same arguments and starts unused, since handles
     belong to this process, its trainer and its model.
-
-    Args:
-        given: the arguments of the callback itself.
-
-    Attributes:
-        binding: the trainer, once ``attach`` has bound it.
-        changes: what was changed, one ``Change`` per kind.
-        handle: undoes what was changed last; None before that.
     """
 
     technique = ""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         self._copied = partial(type(self), *given, **named)
-        self.binding = Binding()
-        self.changes: list[Change] = []
-        self.handle: UndoHandle | None = None
+        self.binding = Binding()  # to the trainer, once attach has bound it
+        self.changes: list[Change] = []  # what was changed, one per kind
+        self.handle: UndoHandle | None = None  # undoes what was changed last
         self._handles = ModelHandles()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,6 +80,33 @@ class TechniqueCallback(TrainerCallback):
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Belong to this trainer; ``attach`` calls it."""
         return self.binding.to(trainer)
+
+    def note(self, *changes: Change) -> None:
+        """Add changes that are new to ``changes`` and to those of the trainer, and log them."""
+        for change in changes:
+            if add_change(self.changes, change):
+                logger.info("%s changed %s", type(self).__name__, change)
+        if (trainer := self.binding.trainer) is not None:
+            record_changes(trainer, changes)
+
+
+class BoundCallback(TechniqueCallback):
+    """A callback that overrides methods of a Trainer, and refuses to train unbound or beside what is incompatible."""
+
+    def change_trainer(self, trainer: Trainer) -> Iterable[UndoHandle]:
+        """Override what has to be; return the handles of that."""
+        raise NotImplementedError
+
+    def bind(self, trainer: Trainer) -> UndoHandle:
+        """Change this trainer, once; ``attach`` calls it."""
+        if self.binding.trainer is not trainer:
+            self.handle = self.binding.to(trainer, *self.change_trainer(trainer))
+            record_changes(trainer, self.changes)
+        return self.binding.handle
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse to run unbound, and settings that are incompatible."""
+        check_compatibility(self.binding.serving(self, state))
 
 
 class ModelCallback(TechniqueCallback):
@@ -102,7 +126,9 @@ class ModelCallback(TechniqueCallback):
         """Change the model of a Trainer that was built without this callback; ``attach`` calls it."""
         is_changed = self._handles.model is trainer.model  # since the Trainer was built
         self.change_model(trainer.model)
-        return undo_all(self.binding.to(trainer), *([] if is_changed else [self._handles.handle_of(trainer.model)]))
+        bound = self.binding.to(trainer)
+        record_changes(trainer, self.changes)
+        return undo_all(bound, *([] if is_changed else [self._handles.handle_of(trainer.model)]))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Change a model that is new, and not one that only a wrapper (FSDP1, compile) is around."""

@@ -7,21 +7,14 @@ large against the layers.
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_memopt.binding.model_changes import sparse_tied_embedding, tied_embeddings
-from hf_memopt.binding.undo import UndoHandle
-from hf_memopt.changes import Change, add_change, record_changes
+from hf_memopt.changes import Change
 from hf_memopt.techniques.technique_callback import ModelCallback
 from hf_memopt.units import format_bytes
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
 __all__ = ["TiedEmbeddingCallback", "sparse_tied_embedding", "tied_embeddings"]
-
-logger = logging.getLogger(__name__)
 
 
 class TiedEmbeddingCallback(ModelCallback):
@@ -39,14 +32,8 @@ class TiedEmbeddingCallback(ModelCallback):
 
     technique = "sparse tied embedding"
 
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # scripts are written by the parameters
         super().__init__()
-
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Change the model, and note that in ``trainer.memopt_changes``."""
-        handle = super().bind(trainer)
-        record_changes(trainer, self.changes)
-        return handle
 
     def change_model(self, model: Any) -> None:
         """Call ``sparse_tied_embedding``."""
@@ -54,8 +41,5 @@ class TiedEmbeddingCallback(ModelCallback):
         if handle.is_removed:
             return
         self.handle = self._handles.keep(model, handle)
-        weight = tied_embeddings(model)[0].weight
-        size = format_bytes(weight.nbytes)
-        change = Change("gradient of the tied embeddings", "dense", "rows", f"2 x {size} less in the backward pass")
-        if add_change(self.changes, change):
-            logger.info(f"TiedEmbeddingCallback changed {change}")
+        reason = f"2 x {format_bytes(tied_embeddings(model)[0].weight.nbytes)} less in the backward pass"
+        self.note(Change("gradient of the tied embeddings", "dense", "rows", reason))

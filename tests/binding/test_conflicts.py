@@ -17,8 +17,7 @@ import tiny
 from hf_memopt.batching.views import bucketed
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.binding.compatibility import check_compatibility, refusal_of, refusals_of, techniques_in_use
-from hf_memopt.binding.compatibility.conflicts import settings_in_use
-from hf_memopt.binding.compatibility.refusals import SETTINGS
+from hf_memopt.binding.compatibility.conflicts import SETTINGS, settings_in_use
 from hf_memopt.technique_list import ENGINES, TECHNIQUES, VARIANTS
 from hf_memopt.techniques.freezing import FreezeCallback
 from hf_memopt.techniques.microbatching import MicrobatchCallback

@@ -494,7 +494,7 @@ def test_the_trainer_is_stock_and_everything_is_wired(tmp_path) -> None:
     assert MemoryReportCallback in kinds
     assert mine in trainer.callback_handler.callbacks
     names = [change.name for change in trainer.memopt_changes]
-    assert names == ["seed of the bucketed view", "model_accepts_loss_kwargs"]
+    assert names == ["seed of the bucketed view", "model_accepts_loss_kwargs", "autocast_cache"]
 
 
 def test_an_optimizer_without_8_bit_state_gets_no_embedding_hook(tmp_path) -> None:

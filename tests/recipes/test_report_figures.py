@@ -12,7 +12,7 @@ from tiny_plans import config, fitting_plan, missing_plan
 
 from hf_memopt import Recipe, estimate
 from hf_memopt.components import verdict_of
-from hf_memopt.recipes.planning.fit_map import settle
+from hf_memopt.recipes.planning.report_figures import settle
 from hf_memopt.reports.plan import plan_page, read_plan_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

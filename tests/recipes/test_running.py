@@ -15,7 +15,7 @@ from slow_cases import slow_except
 from typer.testing import CliRunner
 
 from hf_memopt.cli.app import app
-from hf_memopt.recipes.running.lines_to_add import diff_of
+from hf_memopt.recipes.running.assistant import diff_of
 
 HEAD = """
 import os, sys

@@ -20,7 +20,7 @@ from hf_memopt import FusedCrossEntropyCallback, exact_loss
 from hf_memopt.binding import attach, checkpointing_arguments
 from hf_memopt.binding.callback_binding import unbound_error
 from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.compatibility.refusals import SETTINGS
+from hf_memopt.binding.compatibility.conflicts import SETTINGS
 from hf_memopt.technique_list import LATE_LOSS, NO_LIMIT, TECHNIQUES
 from hf_memopt.techniques.microbatching import MicrobatchCallback
 from technique_table import GROUPS, STEPS, TABLE, make_trainer, run, tolerance

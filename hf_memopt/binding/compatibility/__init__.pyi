@@ -1,11 +1,11 @@
 from .conflicts import check_compatibility as check_compatibility
 from .conflicts import check_settings as check_settings
+from .conflicts import is_of_bitsandbytes as is_of_bitsandbytes
 from .conflicts import names_of as names_of
 from .conflicts import optimizers_of as optimizers_of
+from .conflicts import refusal_of as refusal_of
 from .conflicts import refusals_of as refusals_of
+from .conflicts import refuse_without_adapters as refuse_without_adapters
+from .conflicts import refused_fields as refused_fields
+from .conflicts import steps_in_backward as steps_in_backward
 from .conflicts import techniques_in_use as techniques_in_use
-from .refusals import is_of_bitsandbytes as is_of_bitsandbytes
-from .refusals import refusal_of as refusal_of
-from .refusals import refuse_without_adapters as refuse_without_adapters
-from .refusals import refused_fields as refused_fields
-from .refusals import steps_in_backward as steps_in_backward

@@ -1,4 +1,8 @@
-"""What a ``Trainer`` uses of the table of ``refusals``, and the error for what is incompatible; ``attach`` asks.
+"""What is incompatible: techniques with each other, with settings of stock, and with the engines of several processes.
+
+A technique is a callback, a data view or an optimizer class of this package that bears its name as ``technique``, and
+what it is refused with stands in its entry of ``TECHNIQUES``; a setting is what ``TrainingArguments`` or the launcher
+ask stock for. ``attach`` asks what a ``Trainer`` uses of them, and refuses.
 
 Limitations: an engine is found by stock's own flags and by the parameters, so a model that a user shards by hand after
 ``attach`` is not seen.
@@ -6,33 +10,70 @@ Limitations: an engine is found by stock's own flags and by the parameters, so a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.compatibility.refusals import SETTINGS, is_of_bitsandbytes, refusal_of, steps_in_backward
-from hf_memopt.plain_data import shown
-from hf_memopt.technique_list import LATE_LOSS, TECHNIQUES, VARIANTS, Refusal
+from hf_memopt.plain_data import packaged_rows, shown
+from hf_memopt.technique_list import LATE_LOSS, TECHNIQUES, VARIANTS, Refusal, Technique, asked_by
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
-def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
-    """Refuse techniques and settings that are incompatible: those of a Trainer, and callbacks it is to get.
+SETTINGS: Mapping[str, str] = {
+    row["setting"]: row["means"] for row in packaged_rows("hf_memopt.binding.compatibility", "settings.csv")
+}
+"""The settings of stock that some technique cannot work with, and what is meant by each."""
 
-    Raises:
-        ValueError: naming the first such pair, the reason and the fix.
-    """
+
+def refusal_of(one: str, other: str) -> Refusal | None:
+    """Return why two techniques, or a technique and a setting, are refused together; None if they are not."""
+    listed = TECHNIQUES | VARIANTS
+    for first, second in ((one, other), (other, one)):
+        if first in listed and second in listed[first].refused:
+            return Refusal(first, second, *listed[first].refused[second])
+    return None
+
+
+def refused_fields(set_up: Any, setting: str) -> dict[str, tuple[Technique, Refusal]]:
+    """Return by field what a set-up, a ``Recipe`` or ``StepSettings``, asks for and is refused with a setting."""
+    found = ((one, refusal_of(name, setting)) for name, one in asked_by(set_up).items())
+    return {one.field_in(set_up): (one, refusal) for one, refusal in found if refusal is not None}
+
+
+def refuse_without_adapters(load_in: str | None, lora: Any) -> None:
+    """Raise ValueError for quantised weights without adapters beside them."""
+    if load_in is not None and lora is None:
+        raise ValueError(
+            f"load_in={load_in!r}, lora=None leave nothing to train: quantised weights have no gradient, and the "
+            "Trainer refuses such a model; expected adapters. Pass lora=16"
+        )
+
+
+def is_of_bitsandbytes(optim: str) -> bool:
+    """Return whether stock's optimizer of this name is one of bitsandbytes; those of torchao have "torch" in theirs."""
+    return optim.startswith(("paged_", "lion", "ademamix", "rmsprop_bnb")) or (
+        optim.endswith("_8bit") and "torch" not in optim
+    )
+
+
+def steps_in_backward(optim: str) -> bool:
+    """Return whether stock's optimizer of this name steps each parameter within the backward pass."""
+    return optim in ("lomo", "adalomo") or optim.endswith("_layerwise")
+
+
+# ---- What a Trainer uses
+
+
+def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
+    """Refuse techniques and settings that are incompatible: those of a Trainer, and callbacks it is to get."""
     for found in refusals_of(trainer, *callbacks):
         raise ValueError(str(found))
 
 
 def check_settings(technique: str, args: TrainingArguments) -> None:
-    """Refuse settings that a technique cannot work with, where there are arguments but no Trainer to ask.
-
-    Raises:
-        ValueError: naming the first such setting, the reason and the fix.
-    """
+    """Refuse settings that a technique cannot work with, where there are arguments but no Trainer to ask."""
     if not hasattr(args, "world_size"):
         raise TypeError(
             f"args={shown(args)} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"

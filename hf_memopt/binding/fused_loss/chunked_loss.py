@@ -49,24 +49,16 @@ Tensors = Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Which cross entropy of which logits, and how many of them exist at a time.
+    """Which cross entropy of which logits, and how many of them exist at a time."""
 
-    Attributes:
-        steps: what is done to each logit, the output of the linear layer, in order.
-        output_dtype: the dtype of that output; under autocast another one than that of the weight.
-        chunk_bytes: the most bytes of the logits that exist at a time, in the dtype of the loss; None: the bytes of the
-            hidden states, at least ``CHUNK_BYTES``.
-        ignore_index: the label of rows that are left out.
-        mean: divide by the number of labelled rows.
-        smoothing: the share of the label spread evenly over the vocabulary.
-    """
-
-    steps: tuple[Step, ...]
-    output_dtype: torch.dtype
+    steps: tuple[Step, ...]  # what is done to each logit, the output of the linear layer, in order
+    output_dtype: torch.dtype  # the dtype of that output; under autocast another one than that of the weight
+    # the most bytes of the logits that exist at a time, in the dtype of the loss; None: the bytes of the hidden states,
+    # at least `CHUNK_BYTES`
     chunk_bytes: int | None
-    ignore_index: int
-    mean: bool
-    smoothing: float
+    ignore_index: int  # the label of rows that are left out
+    mean: bool  # divide by the number of labelled rows
+    smoothing: float  # the share of the label spread evenly over the vocabulary
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,10 +89,8 @@ class Loss:
     def read(self, held: list[torch.Tensor], kept: dict[int, torch.Tensor], columns: slice = ALL) -> torch.Tensor:
         """Return the logits that the loss reads, (rows, columns), in its dtype; they may be overwritten.
 
-        Args:
-            held: the output of the layer; taken out, so that its memory is free as soon as nothing needs it.
-            kept: gets the results of tanh, by the number of the step.
-            columns: which part of the vocabulary they are.
+        ``held``, the output of the layer, is taken out, so that its memory is free as soon as nothing needs it;
+        ``kept`` gets the results of tanh, by the number of the step.
         """
         logits = held.pop()
         for number, step in enumerate(self.steps):
@@ -293,13 +283,8 @@ def _add_labels(
 ) -> None:
     """Subtract the labels' distribution from a scaled softmax (rows, columns), in place.
 
-    Args:
-        gradient: softmax times ``scale``, of the columns from ``first`` on.
-        labels: (rows, 1).
-        scale: of the loss of each row.
-        spread: the probability that label smoothing gives to each column.
-        own: the probability that it leaves to the label, besides.
-        first: number of the first column.
+    ``labels``: (rows, 1). Label smoothing gives ``spread`` to each column, and leaves ``own`` to the label besides.
+    ``first``: number of the first column.
     """
     if spread:
         gradient.sub_(scale * spread)

@@ -139,25 +139,16 @@ class _Call:
 
 
 class DeferredLogits(_Remembered):
-    """The output of a language model's head, (..., vocabulary), computed when something needs its elements.
-
-    Args:
-        like: shape, dtype and device.
-        call: of the head.
-        node: of the head's output in the graph.
-        parent: what the last of the ``steps`` was done to; None of the head's output itself.
-        steps: what was done to the head's output.
-        rows: the numbers of these rows among the head's; None: all, in their order.
-    """
+    """The output of a language model's head, (..., vocabulary), computed when something needs its elements."""
 
     def __init__(
         self,
-        like: tuple[Any, ...],
+        like: tuple[Any, ...],  # shape, dtype and device
         call: _Call,
-        node: Any,
-        parent: DeferredLogits | None = None,
+        node: Any,  # of the head's output in the graph
+        parent: DeferredLogits | None = None,  # what the last step was done to; None of the head's output itself
         steps: tuple[Step, ...] = (),
-        rows: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,  # the numbers of these rows among the head's; None: all, in their order
     ) -> None:
         self._call, self._node, self._parent, self._steps, self._rows = call, node, parent, steps, rows
         self._read: torch.Tensor | None = None
@@ -250,15 +241,10 @@ class DeferredLogits(_Remembered):
 
 
 class _LogitsGradient(_Remembered):
-    """The gradient of deferred logits that comes from fused losses alone.
-
-    Args:
-        like: shape, dtype and device.
-        terms: each makes the gradients of a linear layer's tensors, given these.
-        make: makes the elements.
-    """
+    """The gradient of deferred logits that comes from fused losses alone."""
 
     def __init__(self, like: tuple[Any, ...], terms: list[Any], make: Callable[[], torch.Tensor]) -> None:
+        # each term makes the gradients of a linear layer's tensors, given these; make(): the elements
         self.like, self.terms, self._make = like, terms, make
         self.made: torch.Tensor | None = None  # perhaps changed in place since
 

@@ -39,18 +39,12 @@ PURPOSE = "fused cross entropy"
 
 
 class FusionRecord:
-    """Counts of one fused model.
-
-    Attributes:
-        fused: losses that were computed without logits.
-        real: how often each operation of the training forward pass made real logits, by its name.
-        warned: whether the user was told that nothing was fused.
-    """
+    """Counts of one fused model."""
 
     def __init__(self, layers: str, chunks: str) -> None:
-        self.fused = 0
-        self.real: Counter[str] = Counter()
-        self.warned = False
+        self.fused = 0  # losses that were computed without logits
+        self.real: Counter[str] = Counter()  # how often each operation of the training forward pass made real logits
+        self.warned = False  # the user was told that nothing was fused
         self._layers, self._chunks = layers, chunks
 
     def changes(self) -> list[Change]:

@@ -28,19 +28,13 @@ ALL = slice(None)
 
 
 class Step(NamedTuple):
-    """What a model does to its logits before the loss reads them.
+    """What a model does to its logits before the loss reads them."""
 
-    Attributes:
-        kind: cast, multiply, divide, add, tanh, or rows: chooses or arranges rows.
-        dtype: of the result.
-        function: the model's own operation.
-        operand: a number, or a tensor that is the same for every row; of rows: the numbers of those chosen, None if all
-            are in their order.
-    """
-
-    kind: str
-    dtype: torch.dtype
-    function: Callable[[torch.Tensor], torch.Tensor]
+    kind: str  # cast, multiply, divide, add, tanh, or rows: chooses or arranges rows
+    dtype: torch.dtype  # of the result
+    function: Callable[[torch.Tensor], torch.Tensor]  # the model's own operation
+    # a number, or a tensor that is the same for every row; of rows: the numbers of those chosen, None if all are in
+    # their order
     operand: Any = None
 
     def backward(self, gradient: torch.Tensor, result: torch.Tensor | None, columns: slice = ALL) -> torch.Tensor:

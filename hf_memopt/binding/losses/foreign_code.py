@@ -14,20 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 # Packages in whose layers, hooks and wrappers the rows of a batch do not meet, unless somebody else says so.
 LISTED = {
-    "accelerate",
-    "bitsandbytes",
-    "compressed_tensors",
-    "deepspeed",
-    "gptqmodel",
-    "hf_memopt",
-    "hqq",
-    "huggingface_hub",
-    "optimum",
-    "peft",
-    "sentence_transformers",
-    "torch",
-    "torchao",
-    "transformers",
+    *("accelerate", "bitsandbytes", "compressed_tensors", "deepspeed", "gptqmodel", "hf_memopt", "hqq"),
+    *("huggingface_hub", "optimum", "peft", "sentence_transformers", "torch", "torchao", "transformers"),
     *("abc", "builtins", "contextlib", "functools", "typing"),
 }
 NEVER = {"neftune_post_forward_hook"}  # noise whose size depends on the width of a batch

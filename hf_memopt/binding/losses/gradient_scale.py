@@ -88,7 +88,9 @@ def _watch_first_step(trainer: Any) -> UndoHandle:
 
 def _decide(trainer: Any, ignores: bool, finding: str = "") -> None:
     """Switch stock's division on if the loss of any process ignores its count; warn where that could not be seen."""
-    if _any_process(trainer, ignores):
+    if trainer.args.world_size > 1:  # one answer for all: those that count items wait for each other
+        ignores = bool(trainer.accelerator.gather(torch.tensor([int(ignores)], device=trainer.args.device)).any())
+    if ignores:
         _divide_by_steps(trainer)
     elif finding:
         warnings.warn(
@@ -117,14 +119,6 @@ def _hidden(trainer: Any, model: nn.Module, items: Any) -> str:
     # what torch.compile puts around a module, or leaves on it: private, seen in torch 2.13
     is_compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
     return "torch.compile hides what it computes" if is_compiled or trainer.args.torch_compile else ""
-
-
-def _any_process(trainer: Any, ignores: bool) -> bool:
-    """Give all processes one answer: those that count items wait for each other, so two answers would hang."""
-    if trainer.args.world_size == 1:
-        return ignores
-    votes = trainer.accelerator.gather(torch.tensor([int(ignores)], device=trainer.args.device))
-    return bool(votes.any())
 
 
 class _WatchedCount(TorchFunctionMode):

@@ -1,6 +1,6 @@
 """Read how the head of a transformers model makes its loss, from the source of its ``forward``.
 
-Every statement that assigns the loss has to be one of those listed here, which are those of transformers 5.8.1 to
+Every statement that assigns the loss has to be one of ``known_statements.csv``, those of transformers 5.8.1 to
 5.23.0: a call of ``self.loss_function`` with a loss of ``transformers.loss``, or a cross entropy, squared error or CTC
 written out. What adds to it (the loss of a router, a penalty on logits) has to hang on a setting that is off. Any other
 head is not known, so a head that changes in a later version is not mistaken for what it was.
@@ -23,89 +23,42 @@ from typing import Any
 from torch import nn
 
 from hf_memopt.binding.losses.row_weights import CLASSES, POSITIONS
+from hf_memopt.plain_data import packaged_rows
 
-# The losses of ``transformers.loss``: what one mean is over, and whether num_items_in_batch divides a sum instead.
-LOSS_FUNCTIONS = {
-    "ForCausalLMLoss": ("shifted labels", True),
-    "ForMaskedLMLoss": ("labels", True),
-    "ForTokenClassification": ("labels", True),
-    "ForSequenceClassificationLoss": (CLASSES, True),
-    "ForQuestionAnsweringLoss": (POSITIONS, True),
-    "ForCTCLoss": ("ctc", False),
-}
+_ROWS = packaged_rows("hf_memopt.binding.losses", "known_statements.csv")
 
-# Tests around a loss that choose among the losses of a classification head, or ask for labels.
-TESTS = {
-    "labels is not None",
-    "start_positions is not None and end_positions is not None",
-    "self.config.problem_type is None",
-    "self.config.problem_type == 'regression'",
-    "self.config.problem_type == 'single_label_classification'",
-    "self.config.problem_type == 'multi_label_classification'",
-    "self.num_labels == 1",
-    "self.config.num_labels == 1",
-}
-# Tests around what adds to a loss, and the setting that is off where the test is false.
-SWITCHES = {
-    "output_router_logits": "output_router_logits",
-    "output_router_logits and labels is not None": "output_router_logits",
-    "kwargs.get('output_router_logits', False)": "output_router_logits",
-    "self.z_loss_coefficient > 0": "z_loss_coefficient",
-    "self.sparse_prediction and labels is not None": "sparse_prediction",
-}
-CROSS_ENTROPIES = {
-    "CrossEntropyLoss()",
-    "CrossEntropyLoss(reduction='mean')",
-    "CrossEntropyLoss(ignore_index=-100)",
-    "CrossEntropyLoss(ignore_index=-100, reduction='mean')",
-}
-OF_EACH_ELEMENT = {"MSELoss()", "BCEWithLogitsLoss()"}
-SHIFTED = {"labels[..., 1:]", "labels[:, 1:]"}
-UNSHIFTED = {"labels", "shift_labels if shift_labels is not None else labels", "kwargs.pop('shift_labels', labels)"}
-ANSWERS = {
-    "start_loss": "loss_fct(start_logits, start_positions)",
-    "end_loss": "loss_fct(end_logits, end_positions)",
-    "loss_fct": "CrossEntropyLoss(ignore_index=ignored_index)",
-    "ignored_index": "start_logits.size(1)",
-}
-CTC = {
-    "flattened_targets": "labels.masked_select(labels_mask)",
-    "target_lengths": "labels_mask.sum(-1)",
-    "log_probs": "functional.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1)",
-}
-# Blocks ``if labels is not None:`` read as a whole, by their digest.
-BLOCKS = {"ce037cb76bcf": CLASSES}  # DebertaForSequenceClassification, DebertaV2ForSequenceClassification
+
+def known(kind: str) -> dict[str, str]:
+    """Return the statements of a kind that are known, each with what it means."""
+    return {row["text"]: row["means"] for row in _ROWS if row["kind"] == kind}
+
+
+# Of transformers.loss: what one mean is over, and whether num_items_in_batch divides a sum instead.
+LOSS_FUNCTIONS = known("loss function")
+TESTS = known("test")  # around a loss, which choose among the losses of a classification head, or ask for labels
+SWITCHES = known("switch")  # tests around what adds to a loss, and the setting that is off where the test is false
+CROSS_ENTROPIES, OF_EACH_ELEMENT = known("cross entropy"), known("loss of each element")
+SHIFTED, UNSHIFTED = known("shifted labels").keys(), known("labels").keys()
+ANSWERS, CTC = ({name: text for text, name in known(kind).items()} for kind in ("loss of answers", "ctc"))
+# Blocks `if labels is not None:` read as a whole, by their digest: of DebertaForSequenceClassification and V2's.
+BLOCKS = known("block")
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the statements of a ``forward`` say about its loss.
+    """What the statements of a ``forward`` say about its loss."""
 
-    Attributes:
-        over: what the mean is over: "labels", "shifted labels", ``CLASSES``, ``POSITIONS``, "ctc" (by the
-            reduction of the config).
-        counts: whether ``num_items_in_batch`` reaches a loss that divides by it.
-        source: where this stands.
-        calls: whether ``self.loss_function`` decides, which is read from the model.
-        off: settings that have to be off.
-        module: the attribute of the model that is its cross entropy, "" if there is none.
-    """
-
+    # what the mean is over: "labels", "shifted labels", `CLASSES`, `POSITIONS`, "ctc" (by the reduction of the config)
     over: str
-    counts: bool
-    source: str
-    calls: bool = False
-    off: tuple[str, ...] = ()
-    module: str = ""
+    counts: bool  # whether `num_items_in_batch` reaches a loss that divides by it
+    source: str  # where this stands
+    calls: bool = False  # whether `self.loss_function` decides, which is read from the model
+    off: tuple[str, ...] = ()  # settings that have to be off
+    module: str = ""  # the attribute of the model that is its cross entropy, "" if there is none
 
 
 def head_loss(model: Any, forward: Callable[..., Any]) -> Head | str:
-    """Return how a model makes its loss, or why that is not known.
-
-    Args:
-        model: a model of transformers, out of its wrappers.
-        forward: the function of its class, out of its wrappers.
-    """
+    """Return how a model makes its loss, or why that is not known."""
     head = _read(forward)
     if isinstance(head, str):
         return head
@@ -122,11 +75,11 @@ def head_loss(model: Any, forward: Callable[..., Any]) -> Head | str:
     name, module = getattr(function, "__name__", ""), getattr(function, "__module__", "")
     if name not in LOSS_FUNCTIONS or not module.startswith("transformers.loss."):
         return f"its loss_function is {module}.{name}"
-    over, divides = LOSS_FUNCTIONS[name]
+    over, _, divides = LOSS_FUNCTIONS[name].partition("; ")
     if head.over and over != "shifted labels":
         return f"its {name} gets shifted labels"
     source = f"{module.replace('.', '/')}.py, {name}, called in {head.source}"
-    return replace(head, over=head.over or over, counts=head.counts and divides, source=source)
+    return replace(head, over=head.over or over, counts=head.counts and bool(divides), source=source)
 
 
 def assigned(function: Callable[..., Any], name: str) -> set[str]:
@@ -144,7 +97,8 @@ def _read(forward: Callable[..., Any]) -> Head | str:
         return f"its source cannot be read ({type(error).__name__})"
     place = f"{forward.__module__.replace('.', '/')}.py, {forward.__qualname__}"
     statements = list(_walk(tree.body, ()))
-    names = {found for statement, _ in statements if (found := _returned_loss(statement)) is not None}
+    returned = [one.value for one, _ in statements if isinstance(one, ast.Return) and isinstance(one.value, ast.Call)]
+    names = {_text(keyword.value) for call in returned for keyword in call.keywords if keyword.arg == "loss"}
     if len(names) != 1:
         return f"it returns {' or '.join(sorted(names)) or 'no loss'}"
     (loss,) = names
@@ -213,11 +167,9 @@ class _Reading:
         if callee == "self.loss_function":
             return self._kind_of_call(given, named)
         if callee == "functional.ctc_loss":
-            is_known = named.get("reduction") == "self.config.ctc_loss_reduction"
-            is_known = (
-                is_known and CTC.items() <= self._values.items() and given[:2] == ["log_probs", "flattened_targets"]
-            )
-            return ("ctc", False, False) if is_known else None
+            is_reduced = named.get("reduction") == "self.config.ctc_loss_reduction"
+            is_given = CTC.items() <= self._values.items() and given[:2] == ["log_probs", "flattened_targets"]
+            return ("ctc", False, False) if is_reduced and is_given else None
         if len(given) != 2 or named:
             return None
         if callee.startswith("self."):
@@ -307,13 +259,6 @@ def _root(target: ast.expr) -> str:
     while isinstance(target, ast.Attribute | ast.Subscript | ast.Starred | ast.Call):
         target = target.func if isinstance(target, ast.Call) else target.value
     return target.id if isinstance(target, ast.Name) else ""
-
-
-def _returned_loss(statement: ast.stmt) -> str | None:
-    """Return what a statement returns as ``loss=``."""
-    if not isinstance(statement, ast.Return) or not isinstance(statement.value, ast.Call):
-        return None
-    return next((_text(keyword.value) for keyword in statement.value.keywords if keyword.arg == "loss"), None)
 
 
 class _Plain(ast.NodeTransformer):

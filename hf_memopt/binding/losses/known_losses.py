@@ -20,7 +20,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_memopt.binding.losses.foreign_code import foreign_code, full_name, is_listed
-from hf_memopt.binding.losses.head_losses import Head, assigned, head_loss
+from hf_memopt.binding.losses.head_losses import Head, assigned, head_loss, known
 from hf_memopt.binding.losses.row_weights import CLASSES, KnownLoss
 from hf_memopt.binding.model import unwrap_model, unwrap_parallel
 from hf_memopt.binding.undo import function_below
@@ -31,14 +31,7 @@ if TYPE_CHECKING:
 TRAINING_STEPS = {"transformers.trainer.Trainer.training_step", "trl.trainer.sft_trainer.SFTTrainer.training_step"}
 STOCK = "transformers.trainer.Trainer.compute_loss"
 SFT = "trl.trainer.sft_trainer.SFTTrainer.compute_loss"
-# How TRL 1.16 makes its loss, beside that of sequence parallelism.
-SFT_LOSSES = {
-    "self.compute_loss_func(model(**logits_inputs), inputs.get('labels'), num_items_in_batch=num_items_in_batch)",
-    "self.label_smoother(model(**logits_inputs), inputs['labels'], shift_labels=True, **kwargs)",
-    "per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
-    "loss * (self.accelerator.num_processes // self.get_tp_size())",
-    "loss + weighted_aux_loss / steps",
-}
+SFT_LOSSES = known("loss of TRL")  # how TRL 1.16 makes its loss, beside that of sequence parallelism
 EMBEDDINGS = {
     "sentence_transformers.base.trainer.BaseTrainer.compute_loss",
     "sentence_transformers.cross_encoder.trainer.CrossEncoderTrainer.compute_loss",
@@ -46,25 +39,11 @@ EMBEDDINGS = {
 # Prompt learning of peft that leaves the loss to the model (peft 0.21).
 PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 # Losses of sentence-transformers that are one mean over rows, and what in them decides on that (6.2).
-OF_EMBEDDINGS = {
-    "sentence_transformer.losses.cosine_similarity.CosineSimilarityLoss": "loss_fct",
-    "sentence_transformer.losses.triplet.TripletLoss": "",
-    "sentence_transformer.losses.contrastive.ContrastiveLoss": "size_average",
-    "sentence_transformer.losses.softmax.SoftmaxLoss": "loss_fct",
-    "sentence_transformer.losses.margin_mse.MarginMSELoss": "loss_fct",
-    "cross_encoder.losses.binary_cross_entropy.BinaryCrossEntropyLoss": "bce_with_logits_loss",
-    "cross_encoder.losses.cross_entropy.CrossEntropyLoss": "ce_loss",
-    "cross_encoder.losses.mse.MSELoss": "loss_fct",
-}
+OF_EMBEDDINGS = known("loss of sentence-transformers")
 
 
 def known_loss(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) -> KnownLoss | str:
-    """Return how the loss of this Trainer is made of its rows', or why it is not known.
-
-    Args:
-        trainer: as it trains; nothing of it is changed or called.
-        num_items_in_batch: as ``training_step`` gets it.
-    """
+    """Return how the loss of this Trainer is made of its rows', or why it is not known."""
     for name in ("training_step", "_prepare_inputs", "compute_loss_context_manager"):
         function = function_below(getattr(trainer, name))
         if not (full_name(function) in TRAINING_STEPS if name == "training_step" else is_listed(function)):
@@ -171,7 +150,7 @@ def _of_smoother(trainer: Any, model: Any, items: Any, *, shifts: bool | None = 
 def _of_sft(trainer: Any, function: Callable[..., Any], items: Any) -> KnownLoss | str:
     """Return how TRL's ``SFTTrainer`` makes its loss: ``nll`` and ``dft`` are sums over predicted labels."""
     of_sequence_parallelism = "a part of loss, outputs"
-    found = assigned(function, "loss") - SFT_LOSSES
+    found = assigned(function, "loss") - SFT_LOSSES.keys()
     unknown = [text for text in found if not text.startswith(of_sequence_parallelism)]
     if unknown:
         return f"compute_loss of this version of TRL has: loss = {min(unknown)}"

@@ -21,28 +21,19 @@ MEANS = ("sum", "mean over rows", "mean over labels", "mean over shifted labels"
 
 @dataclass(frozen=True, slots=True)
 class KnownLoss:
-    """How the loss of a batch is made of the losses of its rows.
+    """How the loss of a batch is made of the losses of its rows."""
 
-    Attributes:
-        over: what one mean is over: "rows", "labels", "shifted labels" (without the first of each row), ``CLASSES`` (as
-            the problem type of the config says), ``POSITIONS``, a column of the batch; "sum" if losses of parts add up.
-        source: where this is written.
-        divides: whether class labels are a sum that ``num_items_in_batch`` divides; for ``CLASSES`` alone.
-        config: of the model, for ``CLASSES`` alone.
-    """
-
+    # what one mean is over: "rows", "labels", "shifted labels" (without the first of each row), `CLASSES` (as the
+    # problem type of the config says), `POSITIONS`, a column of the batch; "sum" if losses of parts add up
     over: str
-    source: str
-    divides: bool = False
-    config: Any = None
+    source: str  # where this is written
+    divides: bool = False  # whether class labels are a sum that `num_items_in_batch` divides; for `CLASSES` alone
+    config: Any = None  # of the model, for `CLASSES` alone
 
     def row_weights(self, inputs: Mapping[str, Any]) -> list[float] | None:
         """Return the weight of each row's own loss in the loss of this batch, shape (rows,); they sum to 1.
 
         Rows weigh the same where none has a label that counts: stock's loss is 0 / 0 then. Waits for the device.
-
-        Args:
-            inputs: a batch for which ``reason_against`` is None.
 
         Returns:
             None if the losses of parts add up.
@@ -129,9 +120,6 @@ def stated_loss(text: str) -> KnownLoss:
     """Return the loss that a user has stated, as ``MEANS`` names it.
 
     "mean over <column>" weighs each row by what its values of that column add up to: a mask, a weight, a count.
-
-    Raises:
-        ValueError: the text is none of these.
 
     Examples:
         >>> stated_loss("mean over rows").row_weights({"labels": torch.tensor([1, 0])})

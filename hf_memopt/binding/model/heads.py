@@ -11,22 +11,16 @@ from hf_memopt.plain_data import packaged_rows
 
 @dataclass(frozen=True)
 class Head:
-    """One purpose of a head.
+    """One purpose of a head."""
 
-    Attributes:
-        auto_class: of transformers, which builds it.
-        table: transformers' own, of the model types that have it.
-        new: parts that a checkpoint usually lacks, so that they are trained whole, by the names that PEFT gives them.
-        adapters: PEFT's name of the task; None where it has none.
-        traits: "text": its rows have text. "buckets": a collator of this package makes its batches. "script": a plan
-            writes a script for it. "vocabulary": it has a logit for each word. "loss-alone": it is evaluated by its
-            loss; of others a metric is usual.
-    """
-
-    auto_class: str
-    table: str
+    auto_class: str  # of transformers, which builds it
+    table: str  # transformers' own, of the model types that have it
+    # parts that a checkpoint usually lacks, so that they are trained whole, by the names that PEFT gives them
     new: tuple[str, ...]
-    adapters: str | None
+    adapters: str | None  # PEFT's name of the task; None where it has none
+    # "text": its rows have text. "buckets": a collator of this package makes its batches. "script": a plan writes a
+    # script for it. "vocabulary": it has a logit for each word. "loss-alone": it is evaluated by its loss; of others a
+    # metric is usual
     traits: frozenset[str]
 
     @property

@@ -35,18 +35,7 @@ def add_adapters(
     alpha: int | None = None,
     targets: str | tuple[str, ...] = AUTO_TARGETS,
 ) -> nn.Module:
-    """Return the model with adapters, all else frozen; the given model is changed, a ``LoraConfig`` is not.
-
-    Args:
-        model: with real weights, or on the meta device.
-        lora: the rank, or the configuration, which then says the rest.
-        alpha: the adapters' output is scaled by alpha / rank; None for twice the rank.
-        targets: the last parts of the names of layers, such as ``("q_proj", "v_proj")``.
-
-    Raises:
-        ValueError: the model has adapters already; a target names no layer, or one that PEFT cannot adapt.
-        MissingExtraError: peft is not installed.
-    """
+    """Return the model with adapters, all else frozen; the given model is changed, a ``LoraConfig`` is not."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -76,7 +65,12 @@ def add_adapters(
                 f"that name linear layers of the model. Pass {fix}"
             ) from error
     if isinstance(lora, int):
-        _leave_out_stacks(model, config)
+        # experts in 4 bits are among the names that PEFT makes of "all-linear", and it has put no adapter on them
+        stacks = [name for name, one in model.named_modules() if type(one).__name__ == "ExpertStack"]
+        named = getattr(config, "target_parameters", None) or ()  # since peft 0.17
+        kept = [name for name in named if not any(stack.endswith(f".{name}") for stack in stacks)]
+        if stacks and len(kept) < len(named):
+            config.target_parameters = kept or None
         for parameter in adapted.parameters():  # PEFT leaves a copied head in the dtype of the model
             if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
@@ -114,15 +108,6 @@ def adapter_options(
         "task_type": head.adapters,
         "modules_to_save": list(head.new) or None,
     }
-
-
-def _leave_out_stacks(model: nn.Module, config: Any) -> None:
-    """Take experts in 4 bits out of the names that PEFT made of "all-linear": it has put no adapter on them."""
-    stacks = [name for name, one in model.named_modules() if type(one).__name__ == "ExpertStack"]
-    named = getattr(config, "target_parameters", None) or ()  # since peft 0.17
-    kept = [name for name in named if not any(stack.endswith(f".{name}") for stack in stacks)]
-    if stacks and len(kept) < len(named):
-        config.target_parameters = kept or None
 
 
 def _not_adaptable(model: nn.Module, config: LoraConfig) -> list[str] | None:

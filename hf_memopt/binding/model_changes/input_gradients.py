@@ -24,11 +24,8 @@ def drop_input_gradients(model: Any) -> UndoHandle:
     """Take off the hooks that make the embeddings' output require a gradient, if checkpointing does not need them.
 
     Stock ``Trainer`` puts them on every checkpointed text model. Reentrant checkpointing and adapters need them.
-    Non-reentrant checkpointing does not, and there they undo what a frozen prefix saves.
-
-    Returns:
-        A handle that puts the hooks on again. It has nothing to undo (``handle.is_removed``) if the model is not
-        checkpointed, the variant is reentrant or unknown, PEFT adapters are loaded, or there are no such hooks.
+    Non-reentrant checkpointing does not, and there they undo what a frozen prefix saves. Where nothing was taken off,
+    the handle has nothing to undo (``handle.is_removed``).
     """
     if hasattr(model, "peft_config") or not is_checkpointing(model) or not _is_non_reentrant(model):
         return nothing_to_undo()

@@ -142,7 +142,10 @@ def _by_distinct_tokens(
     if not is_trained or kwargs or not isinstance(ids, torch.Tensor) or not ids.numel():
         return before(*args, **kwargs)
     rows.watch(weight)
-    distinct, places = _distinct(ids)
+    if ids.is_meta:  # where no token is known, all differ
+        distinct, places = ids.new_empty(ids.numel()), torch.empty_like(ids, dtype=torch.long)
+    else:
+        distinct, places = torch.unique(ids, return_inverse=True)
     padding = embedding.padding_idx
     # an attribute of the object hides the parameter of that name
     vars(embedding)["weight"] = _Table.apply(weight, distinct, padding, rows)  # type: ignore[no-untyped-call]
@@ -152,13 +155,6 @@ def _by_distinct_tokens(
     finally:
         del vars(embedding)["weight"]
         embedding.padding_idx = padding
-
-
-def _distinct(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the distinct tokens, and the place of each token among them; on meta, where none is known, all differ."""
-    if ids.is_meta:
-        return ids.new_empty(ids.numel()), torch.empty_like(ids, dtype=torch.long)
-    return torch.unique(ids, return_inverse=True)  # type: ignore[no-any-return]
 
 
 class _Table(torch.autograd.Function):

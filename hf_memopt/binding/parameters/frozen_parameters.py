@@ -65,9 +65,7 @@ def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
 def set_trainable(model: nn.Module, flags: Mapping[nn.Parameter, bool]) -> UndoHandle:
     """Set ``requires_grad`` of parameters, and drop the gradients of those that are frozen.
 
-    Returns:
-        A handle whose ``remove()`` restores exactly those flags that this call changed; it does not keep the model
-        alive.
+    The handle restores exactly those flags that this call changed; it does not keep the model alive.
     """
     changed = [
         (weakref.ref(module), name, parameter.requires_grad)
@@ -91,8 +89,7 @@ def set_trainable(model: nn.Module, flags: Mapping[nn.Parameter, bool]) -> UndoH
 def cast_parameters(dtypes: Mapping[nn.Parameter, torch.dtype]) -> UndoHandle:
     """Give parameters another dtype, in place: they stay the same objects, tied ones tied, and lose their gradients.
 
-    Returns:
-        A handle that gives them their former dtype back, exactly or rounded; it does not keep them alive.
+    The handle gives them their former dtype back, exactly or rounded; it does not keep them alive.
     """
     former = [(weakref.ref(parameter), parameter.dtype) for parameter in dtypes]
 

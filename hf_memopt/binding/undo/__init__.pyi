@@ -9,4 +9,4 @@ from .handles import share_attribute as share_attribute
 from .handles import undo_all as undo_all
 from .kept_state import FOREIGN as FOREIGN
 from .kept_state import KeptState as KeptState
-from .random_state import RandomState as RandomState
+from .kept_state import RandomState as RandomState

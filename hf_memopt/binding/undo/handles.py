@@ -131,9 +131,6 @@ def override_method(owner: Any, name: str, function: Callable[..., Any], *, purp
         function: is called instead, with the method as it is now before the arguments.
         purpose: a name for this override, by which ``is_overridden`` finds it.
 
-    Returns:
-        A handle whose ``remove()`` takes this override out; it does not keep the object alive.
-
     Examples:
         >>> class Greeter:
         ...     def greet(self): return "hello"

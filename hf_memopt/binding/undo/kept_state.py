@@ -1,4 +1,4 @@
-"""``KeptState``: what objects hold now, to put back later what some code has changed in them.
+"""What objects hold now (``KeptState``), and the generators of random numbers (``RandomState``), to put it back later.
 
 Limitations: objects with ``__slots__`` and of C extensions, but for generators of random numbers; what files hold.
 """
@@ -10,6 +10,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from io import IOBase
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -24,28 +25,12 @@ LARGEST_COPY_BYTES = 2**20
 DEEPEST = 5  # trainer -> metrics -> "train" -> name of a metric -> its list
 MOST_VISITED = 1000  # entries of one container; of a longer one (a dataset as a list) only the container is kept
 FOREIGN = (
-    "accelerate",
-    "bitsandbytes",
-    "datasets",
-    "deepspeed",
-    "hf_memopt",
-    "logging",
-    "numpy",
-    "peft",
-    "torch",
-    "transformers",
+    *("accelerate", "bitsandbytes", "datasets", "deepspeed", "hf_memopt"),
+    *("logging", "numpy", "peft", "torch", "transformers"),
 )
 """Packages whose objects keep no readings of a loss, or are looked at in another way."""
-_NO_READINGS = (
-    type,
-    ModuleType,
-    FunctionType,
-    MethodType,
-    BuiltinFunctionType,
-    torch.optim.Optimizer,
-    Dataset,
-    nn.Parameter,
-)
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType)
+_NO_READINGS = (type, ModuleType, *_FUNCTIONS, torch.optim.Optimizer, Dataset, nn.Parameter)
 CONTAINERS = (dict, list, set, deque)
 
 _LEFT_ALONE = {name for name in vars(nn.Module()) if name != "_buffers" and "hook" not in name}
@@ -56,25 +41,14 @@ everything twice.
 
 
 class KeptState:
-    """Attributes, containers and tensors as they are now.
-
-    Args:
-        foreign: packages whose objects are not looked at unless ``look_at`` gets them.
-        largest_copy_bytes: of a tensor that is copied; of a larger one a change is only noticed, with a warning.
-        what: runs in between, for that warning.
-        others: tensors that somebody else puts back.
-
-    Attributes:
-        unseen: name of the first value found whose change cannot be seen or put back: an iterator, a file, a large
-            array; "" for none.
-    """
+    """Attributes, containers and tensors as they are now."""
 
     def __init__(
         self,
-        foreign: Collection[str] = FOREIGN,
-        largest_copy_bytes: int = LARGEST_COPY_BYTES,
-        what: str = "a probe of the loss",
-        others: Iterable[torch.Tensor] = (),
+        foreign: Collection[str] = FOREIGN,  # packages whose objects are not looked at unless look_at gets them
+        largest_copy_bytes: int = LARGEST_COPY_BYTES,  # of a larger tensor a change is only noticed, with a warning
+        what: str = "a probe of the loss",  # runs in between, for that warning
+        others: Iterable[torch.Tensor] = (),  # that somebody else puts back
     ) -> None:
         self._foreign = foreign
         self._what = what
@@ -86,7 +60,7 @@ class KeptState:
         self._generators: list[tuple[Callable[[Any], object], Any]] = []  # what sets its state, and the state
         self._cells: list[tuple[CellType, Any]] = []
         self._seen = set(map(id, others))
-        self.unseen = ""
+        self.unseen = ""  # the first value whose change cannot be seen: an iterator, a file, a large array
 
     def look_at(self, owner: Any, depth: int = 0, leave: Collection[str] = ()) -> None:
         """Remember the attributes of an object and what their containers hold, but for those to ``leave``; of a module
@@ -233,3 +207,52 @@ def _names(code: CodeType) -> set[str]:
     """Return the names of globals and attributes in a function's code, and in that of the functions inside it."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return {*code.co_names}.union(*map(_names, inner))
+
+
+# ---- Random numbers
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The state of the random number generators that a training step can draw from.
+
+    These are torch's for the host and for one device (dropout), numpy's (the masks of Wav2Vec2, BigBird's attention)
+    and Python's (a user's own loss). Other devices are not read, since that would initialise CUDA on them.
+    """
+
+    device: torch.device
+    host: torch.Tensor
+    accelerator: torch.Tensor | None
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomState:
+        """Read the generators of the host and of ``device``."""
+        accelerator = None
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            accelerator = module.get_rng_state(*_arguments(device))
+        return cls(device, torch.get_rng_state(), accelerator, np.random.get_state(legacy=False), random.getstate())
+
+    def is_same(self, other: RandomState) -> bool:
+        """Return whether nothing was drawn between two readings."""
+        pairs = ((self.host, other.host), (self.accelerator, other.accelerator))
+        return (
+            all(one is other or torch.equal(one, other) for one, other in pairs)  # type: ignore[arg-type]
+            and self.python == other.python
+            and repr(self.numpy) == repr(other.numpy)
+        )
+
+    def restore(self) -> None:
+        """Set the generators to the saved state, as often as needed."""
+        torch.set_rng_state(self.host)
+        if self.accelerator is not None:
+            module = torch.get_device_module(self.device)
+            module.set_rng_state(self.accelerator, *_arguments(self.device))
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+def _arguments(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # MPS has one device and takes no argument

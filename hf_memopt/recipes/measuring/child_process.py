@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, cast
@@ -15,15 +17,16 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from hf_memopt.binding import checkpointing_of, refuse_data_parallel
+from hf_memopt.binding.model import unwrap_optimizer
 from hf_memopt.binding.model_changes import is_quantized
+from hf_memopt.binding.undo import FOREIGN, KeptState, RandomState
 from hf_memopt.devices import GPUS, current_gpu
 from hf_memopt.devices.readings import read_memory, read_process
 from hf_memopt.memory import estimate_of
 from hf_memopt.memory.settings import BatchShape, NotEstimableError
-from hf_memopt.memory.tracking import COMPONENTS, Timeline
+from hf_memopt.memory.tracking import COMPONENTS
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
-from hf_memopt.recipes.measuring.restoring import restored
 from hf_memopt.reports import DEFAULT_STEPS, PACKAGES, Figures, Measurement
 from hf_memopt.whole_files import check_target
 
@@ -80,6 +83,54 @@ def measure(
     if path is not None:
         found.write(path, force=force)
     return found
+
+
+_LIBRARIES = tuple(name for name in FOREIGN if name != "hf_memopt")
+
+
+@contextmanager
+def restored(trainer: Trainer) -> Iterator[None]:
+    """Put everything back that training inside has changed, as if the Trainer had never trained.
+
+    What is trained is copied to the host and put back. Optimizer, scheduler, state, control and loaders that the steps
+    make are dropped; callbacks, views and arguments get their attributes back; random numbers go on where they were.
+    """
+    model: Any = trainer.model
+    handler, accelerator = trainer.callback_handler, trainer.accelerator
+    optimizer = unwrap_optimizer(trainer.optimizer)
+    random_state = RandomState.capture(trainer.args.device)
+    kept = KeptState(_LIBRARIES, what="a measured step")
+    of_model = KeptState(_LIBRARIES, largest_copy_bytes=2**62)  # buffers of any size
+    objects = [trainer, trainer.args, trainer.control, handler, *handler.callbacks, trainer.train_dataset]
+    for one in (*objects, accelerator, accelerator.gradient_state, accelerator.scaler):
+        if hasattr(one, "__dict__"):
+            kept.look_at(one)
+    for one in (*model.modules(), *([] if optimizer is None else [optimizer])):
+        of_model.look_at(one)
+    for state in () if optimizer is None else optimizer.state.values():  # of any number of weights
+        of_model.keep(state, "optimizer.state")
+    modes = [(module, module.training) for module in model.modules()]
+    weights = [
+        (one, one.requires_grad, one.grad, one.data, one.detach().to("cpu", copy=True) if one.requires_grad else None)
+        for one in model.parameters()
+    ]
+    try:
+        yield
+    finally:
+        made = unwrap_optimizer(trainer.optimizer)
+        if made is not optimizer and hasattr(made, "handle"):
+            made.handle.remove()  # the hooks by which gradients are released
+        accelerator.free_memory()
+        for parameter, requires_grad, gradient, data, values in weights:
+            if values is not None:
+                parameter.data = data.copy_(values)
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
+        of_model.restore()
+        kept.restore()
+        random_state.restore()
 
 
 def check_trainer(trainer: Any) -> None:
@@ -201,12 +252,7 @@ _KEPT = [COMPONENTS.index(name) for name in ("activations", "logits and loss", "
 
 
 def predicted_figures(found: Estimate, timed: Estimate | None) -> Figures:
-    """Return what an estimate says of what is measured.
-
-    Args:
-        found: of the largest batch.
-        timed: of the batches that were timed; None where no time is compared.
-    """
+    """Return what an estimate says of what is measured."""
     timeline = found.timeline
     on_gpu = found.gpu is not None
     workspace = COMPONENTS.index("workspace")
@@ -214,20 +260,16 @@ def predicted_figures(found: Estimate, timed: Estimate | None) -> Figures:
     # a CPU has no workspace of matrix products, nothing reserved and no context
     without = 0 if on_gpu else int(timeline.components[:, workspace].max())
     peaks = {name: peak.allocated_bytes - (0 if name == "load" else without) for name, peak in found.phases.items()}
+    starts = [first for first, name in timeline.phases if name == "backward" and first]
+    kept = max((int(timeline.components[first - 1, _KEPT].sum()) for first in starts), default=0)  # by a forward pass
     time = None if timed is None else timed.step_time
     return Figures(
         allocated_bytes=found.peak_allocated_bytes - without,
         reserved_bytes=found.peak_reserved_bytes if on_gpu else None,
         context_bytes=None if found.gpu is None else GPUS.get(found.gpu.name, found.gpu).context_bytes,
         phases=peaks,
-        components={**held, "activations and logits": _kept_by_forward(timeline)},
+        components={**held, "activations and logits": kept},
         seconds=None if time is None else time.seconds,
         low=None if time is None else time.low,
         high=None if time is None else time.high,
     )
-
-
-def _kept_by_forward(timeline: Timeline) -> int:
-    """Return the most that a forward pass leaves for its backward pass."""
-    starts = [first for first, name in timeline.phases if name == "backward" and first]
-    return max((int(timeline.components[first - 1, _KEPT].sum()) for first in starts), default=0)

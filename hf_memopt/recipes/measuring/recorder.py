@@ -54,36 +54,22 @@ _OFF = ("eval_on_start", "load_best_model_at_end", "auto_find_batch_size", "push
 
 
 class StepRecorder(TrainerCallback):
-    """Record ``WARM_UP_STEPS`` and then ``timed_steps`` steps, and stop the run.
-
-    Attributes:
-        longest: the rows that come first.
-        steps: optimizer steps that were finished.
-        phase: that runs now, by the names of an ``Estimate``'s phases.
-        out_of_memory: the phase in which memory ran out; "" where it did not.
-        meter: that reads the bytes.
-        context_bytes: what the process holds on the GPU besides; None where it is unknown.
-        peaks: by phase, of all steps on an accelerator, of those of the longest rows on a CPU.
-        components: bytes of weights, gradients and optimizer state, and what a forward pass keeps for the backward
-            pass; each at its largest.
-        largest: the batch of most padded tokens.
-        shapes: of each batch, by step.
-        seconds: of each timed step, from the end of the step before it.
-    """
+    """Record ``WARM_UP_STEPS`` and then ``timed_steps`` steps, and stop the run."""
 
     def __init__(self, trainer: Trainer, timed_steps: int) -> None:
         self._trainer, self._timed_steps = trainer, timed_steps
-        self.longest = LongestRows()
+        self.longest = LongestRows()  # the rows that come first
         self._ended = 0.0
         self.meter = meter_of(trainer.args.device)
-        self.steps = 0
-        self.phase = "load"
-        self.out_of_memory = ""
-        self.context_bytes: int | None = None
-        self.peaks = PhasePeaks(self.meter)
+        self.steps = 0  # optimizer steps that were finished
+        self.phase = "load"  # that runs now, by the names of an `Estimate`'s phases
+        self.out_of_memory = ""  # the phase in which memory ran out
+        self.context_bytes: int | None = None  # what the process holds on the GPU besides
+        self.peaks = PhasePeaks(self.meter)  # of all steps on an accelerator, of those of the longest rows on a CPU
+        # each at its largest: weights, gradients, optimizer state, what a forward pass keeps for the backward pass
         self.components: dict[str, int] = {}
-        self.shapes: list[list[BatchShape]] = []
-        self.seconds: list[float] = []
+        self.shapes: list[list[BatchShape]] = []  # of each batch, by step
+        self.seconds: list[float] = []  # of each timed step, from the end of the step before it
 
     def run(self, train: Callable[[], Any]) -> None:
         """Let ``train`` take the steps. Memory that runs out ends them; the list of callbacks is changed for good."""
@@ -101,7 +87,8 @@ class StepRecorder(TrainerCallback):
     def _watch(self) -> UndoHandle:
         """Override the Trainer's methods, and be its last callback."""
         trainer, handler = self._trainer, self._trainer.callback_handler
-        handler.callbacks[:] = [one for one in handler.callbacks if not _reports(one)]
+        own = [one for one in handler.callbacks if not isinstance(one, _REPORTING)]
+        handler.callbacks[:] = [one for one in own if not type(one).__module__.startswith(_SINKS)]
         trainer.add_callback(self)
         return undo_all(
             override_method(trainer, "get_train_dataloader", self.longest.reading),
@@ -206,20 +193,12 @@ class StepRecorder(TrainerCallback):
         self.meter.skip()  # the gradients are gone now
         self._ended = time.perf_counter()
         self.phase = "forward"
-        self._quiet(control)
+        self.on_epoch_end(args, state, control)
         if self.steps >= WARM_UP_STEPS + self._timed_steps:
             control.should_training_stop = True
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        self._quiet(control)
-
-    @staticmethod
-    def _quiet(control: TrainerControl) -> None:
         control.should_log = control.should_save = control.should_evaluate = False
-
-
-def _reports(callback: Any) -> bool:
-    return isinstance(callback, _REPORTING) or type(callback).__module__.startswith(_SINKS)
 
 
 LOOKED_AT = 2000
@@ -227,14 +206,10 @@ LOOKED_AT = 2000
 
 
 class LongestRows:
-    """Batches of the longest rows of what the training loader reads; none for views, which begin with the largest.
-
-    Attributes:
-        note: what was not looked at; "" for nothing.
-    """
+    """Batches of the longest rows of what the training loader reads; none for views, which begin with the largest."""
 
     def __init__(self) -> None:
-        self.note = ""
+        self.note = ""  # what was not looked at
         self._loader: Any = None
         self._order: np.ndarray | None = None
 

@@ -17,17 +17,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.step_time import Prices
-from hf_memopt.reports import PACKAGES
+from hf_memopt.memory.step_time import Prices, StepTime
+from hf_memopt.reports import PACKAGES, Measurement
 from hf_memopt.units import format_bytes, percent
 
 if TYPE_CHECKING:
     from hf_memopt.devices import Gpu
     from hf_memopt.memory import Estimate
-    from hf_memopt.memory.step_time import StepTime
     from hf_memopt.recipes import Recipe
     from hf_memopt.recipes.planning.simulated import Candidate
-    from hf_memopt.reports import Measurement
 
 SAME_KIND, SAME_MODEL, SAME_GPU = 0.04, 0.11, 0.17
 """The error that is left in seconds: of the same model, method, precision and optimizer, of the same model, of any."""
@@ -37,25 +35,15 @@ SAME_SIZE = 1e-3  # of parameters, by which models are the same; heads differ in
 
 @dataclass(frozen=True)
 class Corrections:
-    """What a measurement corrects.
+    """What a measurement corrects."""
 
-    Attributes:
-        measurement: of steps on the GPU that is planned for.
-        name: of its file, for notes.
-        gpu: that GPU, with the context that was measured.
-    """
-
-    measurement: Measurement
-    name: str
-    gpu: Gpu
+    measurement: Measurement  # of steps on the GPU that is planned for
+    name: str  # of its file, for notes
+    gpu: Gpu  # that GPU, with the context that was measured
 
     @classmethod
     def of(cls, measurement: Measurement, name: str, gpu: Gpu) -> Corrections:
-        """Return the corrections for a GPU.
-
-        Raises:
-            ValueError: the measurement is that of another GPU, or of more bytes than the GPU has.
-        """
+        """Return the corrections for a GPU."""
         if measurement.gpu != gpu.name:
             raise ValueError(
                 f"measured={name!r} is of {measurement.gpu}, and gpu={gpu.name!r} is planned for; expected a "

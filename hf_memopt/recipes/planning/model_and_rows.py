@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from hf_memopt.plain_data import checked_array
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
-import os
-from typing import Any
-
 from torch import nn
 from transformers.utils.import_utils import is_flash_attn_2_available
 
@@ -25,9 +18,13 @@ from hf_memopt.devices import against_float16, current_os
 from hf_memopt.memory.models import default_length, most_tokens, name_on_hub
 from hf_memopt.memory.recording import session
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.plain_data import checked_array
 from hf_memopt.recipes.planning.set_ups import ModelFacts
 from hf_memopt.techniques import platform_problem
 from hf_memopt.techniques.tiling.tiles import tile_layers
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
 
 MULTIPLE = 8  # tensor cores want it, and collators pad to it
 STEPPING = {"falcon_mamba", "jamba", "mamba", "zamba"}
@@ -39,40 +36,21 @@ LONG_ROW = 4096  # tokens, from which on tiles are considered: four of the small
 
 @dataclass(frozen=True)
 class Texts:
-    """The lengths to plan for.
+    """The lengths to plan for."""
 
-    Attributes:
-        seq_len: tokens of the longest row, where it is cut those that stay; None for a model without text.
-        width: mean padded tokens of a row over an epoch in bucketed order, a multiple of 8; None without lengths.
-        rows: the number of examples; None where it is unknown.
-        tokens: mean tokens of a row without padding; None without lengths.
-        cut: rows that are longer than ``seq_len``.
-        lengths: tokens of each example, shape (examples,); None where they are unknown.
-    """
-
-    seq_len: int | None
+    seq_len: int | None  # tokens of the longest row, where it is cut those that stay; None for a model without text
+    # mean padded tokens of a row over an epoch in bucketed order, a multiple of 8; None without lengths
     width: int | None = None
-    rows: int | None = None
-    tokens: float | None = None
-    cut: int = 0
-    lengths: NDArray[np.int64] | None = None
+    rows: int | None = None  # the number of examples; None where it is unknown
+    tokens: float | None = None  # mean tokens of a row without padding; None without lengths
+    cut: int = 0  # rows that are longer than `seq_len`
+    lengths: NDArray[np.int64] | None = None  # tokens of each example, shape (examples,); None where they are unknown
 
     @classmethod
     def of(
         cls, lengths: ArrayLike | None, seq_len: int | None, *, batch_size: int, most: int | None, default: int | None
     ) -> Texts:
-        """Return the lengths of rows that are cut to ``seq_len``.
-
-        Args:
-            lengths: tokens of each example, shape (examples,); None for rows of ``seq_len``.
-            seq_len: where longer rows are cut; None for the longest of ``lengths``, else ``default``.
-            batch_size: examples of a batch whose longest row the others are padded to.
-            most: tokens that the model has positions for; None for no limit.
-            default: length where neither is given; None for a model without text.
-
-        Raises:
-            ValueError: no or impossible lengths, or lengths beyond the model's positions.
-        """
+        """Return the lengths of rows that are cut to ``seq_len``."""
         if lengths is None:
             return cls(default if seq_len is None else seq_len)
         values = checked_array("lengths", lengths)

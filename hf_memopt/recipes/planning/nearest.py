@@ -22,41 +22,23 @@ NAMES = {"full": "full training", "freeze": "freezing", "lora": "LoRA", "qlora":
 
 @dataclass(frozen=True)
 class Shortfall:
-    """What is missing where nothing fits.
+    """What is missing where nothing fits."""
 
-    Attributes:
-        nearest: the set-up that needs least, of those that need no further consent.
-        lacks_bytes: what it needs beyond the GPU's memory.
-        longest: tokens of a row with which it fits, with the margin, a multiple of 8 of which the next does not fit;
-            None where no length does, and without text.
-        batch: examples of a step that a set-up with released gradients can hold, of which one more does not fit; None
-            where they are not allowed, or none fits.
-        parameters: elements of the largest model of the same shape that fits, by proportion; 0 where none does.
-        gpu: name of the smallest GPU of the table that holds it, simulated; "" where none does.
-        consents: words of ``allow`` with which a set-up fits, simulated; () where none does.
-    """
-
-    nearest: Candidate
-    lacks_bytes: int
+    nearest: Candidate  # the set-up that needs least, of those that need no further consent
+    lacks_bytes: int  # what it needs beyond the GPU's memory
+    # tokens of a row with which it fits, with the margin, a multiple of 8 of which the next does not fit; None where no
+    # length does, and without text
     longest: int | None
+    # examples of a step that a set-up with released gradients can hold, of which one more does not fit; None where they
+    # are not allowed, or none fits
     batch: int | None
-    parameters: int
-    gpu: str
-    consents: tuple[str, ...] = ()
+    parameters: int  # elements of the largest model of the same shape that fits, by proportion; 0 where none does
+    gpu: str  # name of the smallest GPU of the table that holds it, simulated; "" where none does
+    consents: tuple[str, ...] = ()  # words of `allow` with which a set-up fits, simulated; () where none does
 
 
 def shortfall_of(simulation: Simulation, set_ups: Sequence[SetUp], budget: Any) -> Shortfall:
-    """Return what is missing.
-
-    Args:
-        simulation: after the search.
-        set_ups: those that are allowed.
-        budget: as for ``plan``.
-
-    Raises:
-        NotEstimableError: of a method every simulation failed, so that nobody knows whether it fits.
-        ValueError: the budget does not hold the weights of any set-up.
-    """
+    """Return what is missing."""
     own = [one for one in simulation.candidates if not one.consents and not one.host_lacks_bytes]
     _check_methods(own, simulation)
     least = min(own, key=lambda one: one.total_bytes)

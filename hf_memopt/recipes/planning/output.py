@@ -269,6 +269,7 @@ SAME = ("model", "parameters", *ASKED, "fits", "notes", "simulations")
 def plan_json(found: Plan, *, figures: bool = False) -> str:
     """Return everything as JSON text, memory as integers of bytes."""
     short, gpu = found.shortfall, found.gpu
+    places = {one.key: place for place, one in enumerate(found.candidates)}
     whole: dict[str, Any] = {
         "format": FORMAT,
         "command": found.command or _call(found),
@@ -282,18 +283,12 @@ def plan_json(found: Plan, *, figures: bool = False) -> str:
         "shortfall": None if short is None else {**vars(short), "nearest": short.nearest.as_dict()},
         "candidates": [one.as_dict() for one in found.candidates],
         "measured": found.measured or None,
-        "shown": _places(found, shown_candidates(found)),
+        "shown": [places[one.key] for one in shown_candidates(found)],
         "figures": found.figures if figures else report_figures(found, simulate=False),
         "script": None if found.chosen is None else found.script(),
         "versions": {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")},
     }
     return json.dumps(whole, indent=2)
-
-
-def _places(found: Plan, some: Sequence[Candidate]) -> list[int]:
-    """Return which of the candidates these are."""
-    places = {one.key: place for place, one in enumerate(found.candidates)}
-    return list(dict.fromkeys(places[one.key] for one in some))
 
 
 def _call(found: Plan) -> str:

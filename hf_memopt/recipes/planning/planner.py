@@ -21,7 +21,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices import current_gpu
+from hf_memopt.devices import Gpu, current_gpu
 from hf_memopt.devices.readings import read_memory
 from hf_memopt.memory.distributed import ZERO_STAGES
 from hf_memopt.memory.models import check_task
@@ -46,7 +46,7 @@ from hf_memopt.recipes.planning.set_ups import LINUX_ONLY, on_host
 from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
-from hf_memopt.reports import named_measurement
+from hf_memopt.reports import Measurement, named_measurement
 from hf_memopt.units import format_bytes, parse_bytes, percent
 
 if TYPE_CHECKING:
@@ -55,10 +55,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from torch import nn
     from transformers import PretrainedConfig
-
-    from hf_memopt.devices import Gpu
-    from hf_memopt.recipes.planning.simulated import Candidate
-    from hf_memopt.reports import Measurement
 
 
 def plan(
@@ -156,12 +152,9 @@ def plan(
             facts = replace(facts, tiles=can_tile(source, own_task))
         gpus = world_size, share
         simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce, corrections)
-        simulation.media = media
-        simulation.is_this_host = host_memory is None
-        host_bytes = (
-            read_memory("cpu").host_total_bytes if host_memory is None else parse_bytes(host_memory, "host_memory")
-        )
-        simulation.host_memory_bytes = host_bytes
+        simulation.media, simulation.is_this_host = media, host_memory is None
+        own_bytes = read_memory("cpu").host_total_bytes
+        simulation.host_memory_bytes = own_bytes if host_memory is None else parse_bytes(host_memory, "host_memory")
         search_of = StageSearch(simulation, sharings_of(strategy, world_size, goal))
         stages = stages_of(method, facts, words)
         chosen, shortfall = search_of.by_length(stages), None
@@ -190,10 +183,7 @@ def plan(
         candidates=reasoned,
         chosen=None if chosen is None else reasoned[candidates.index(chosen)],
         shortfall=shortfall,
-        notes=(
-            *_notes(simulation, texts, chosen, method, lengths is None and seq_len is None),
-            *of_linux,
-        ),
+        notes=(*_notes(simulation, texts, chosen, method, lengths is None and seq_len is None), *of_linux),
         simulations=simulation.count,
         source=name_to_load(model),
         task=facts.task,

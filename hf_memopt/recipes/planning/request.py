@@ -42,11 +42,7 @@ EffectiveBatch = Annotated[int, range(1, 10**5 + 1)]
 
 
 def checked_allow(allow: str | Iterable[str], method: str, gpu: Gpu) -> tuple[str, ...]:
-    """Return the words of ``allow`` in the order of ``ALLOW``, then those of other techniques that ask for one.
-
-    Raises:
-        ValueError: a word is unknown, or contradicts the method or the GPU.
-    """
+    """Return the words of ``allow`` in the order of ``ALLOW``, then those of other techniques that ask for one."""
     items = items_of(allow)
     words = (allow,) if items is None else items
     known = ALLOW | {one.consent: one.why for one in TECHNIQUES.values() if one.consent not in ("", *ALLOW)}
@@ -67,11 +63,7 @@ def checked_allow(allow: str | Iterable[str], method: str, gpu: Gpu) -> tuple[st
 
 
 def checked_batch(effective_batch_size: int, world_size: int) -> int:
-    """Return the examples of a step on each GPU.
-
-    Raises:
-        ValueError: a number below 1, or an effective batch that cannot be cut over the GPUs.
-    """
+    """Return the examples of a step on each GPU."""
     check_value("effective_batch_size", effective_batch_size, EffectiveBatch, 32)
     check_value("world_size", world_size, Count, 1)
     if effective_batch_size % world_size:
@@ -91,12 +83,7 @@ def planned_os(os: str | None, gpu: str | Gpu | None) -> str:
 
 
 def read_gpu(gpu: str | Gpu | None, budget: int | str | None, os: str | None = None) -> Gpu:
-    """Return the GPU to plan for; of a budget beside it only so much is usable, else what a desktop leaves.
-
-    Raises:
-        ValueError: an unknown system or GPU; neither GPU nor budget is given and this machine has none; a budget above
-            the GPU's memory.
-    """
+    """Return the GPU to plan for; of a budget beside it only so much is usable, else what a desktop leaves."""
     check_word("os", os or "linux", SYSTEMS)
     if gpu is None and budget is not None:
         here = current_gpu()

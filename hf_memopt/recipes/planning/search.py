@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.memory.step_time import SAME_FRACTION, equally_fast
-from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS, on_host
+from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS, SetUp, Technique, on_host
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
 SAVES_LITTLE = {OFFLOAD, SEGMENTS}
@@ -69,17 +68,11 @@ def fits_with_ease(one: Candidate) -> bool:
 
 @dataclass
 class _Tried:
-    """What is known of a set-up.
+    """What is known of a set-up."""
 
-    Attributes:
-        most: rows with which it fits, or its plainer ones do; infinite where more of them are of no use.
-        least_cost: seconds of an example at least, whatever the rows.
-        simulated: candidates of the set-up, else those of its plainer ones with its smallest rows.
-    """
-
-    most: float
-    least_cost: float
-    simulated: list[Candidate]
+    most: float  # rows with which it fits, or its plainer ones do; infinite where more of them are of no use
+    least_cost: float  # seconds of an example at least, whatever the rows
+    simulated: list[Candidate]  # candidates of the set-up, else those of its plainer ones with its smallest rows
 
 
 def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
@@ -119,15 +112,7 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
 def most_rows(
     set_up: SetUp, simulation: Simulation, counts: Sequence[int], fitting: Sequence[Candidate] = ()
 ) -> list[Candidate]:
-    """Simulate a set-up until the largest micro-batch that fits is known, and return what was simulated of it.
-
-    Args:
-        set_up: without its micro-batch.
-        simulation: of the model on the GPU.
-        counts: rows to choose from, ascending; the last is all rows of a step.
-        fitting: candidates that fit, which a smaller micro-batch has to be faster or simpler than; () to find the
-            largest in any case.
-    """
+    """Simulate a set-up until the largest micro-batch that fits is known, and return what was simulated of it."""
     found: dict[int, Candidate] = {}
 
     def spare_bytes(rows: int) -> int | None:

@@ -12,13 +12,13 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.model import head_for
-from hf_memopt.devices import against_float16
+from hf_memopt.devices import Gpu, against_float16
+from hf_memopt.plain_data import packaged_rows
 from hf_memopt.recipes import Recipe
 from hf_memopt.recipes.planning.simulated import priced_on
 from hf_memopt.technique_list import TECHNIQUES
 
 if TYPE_CHECKING:
-    from hf_memopt.devices import Gpu
     from hf_memopt.recipes.planning.sharing import Sharing
 
 ADAPTERS = ("lora", "qlora")
@@ -28,107 +28,43 @@ EVAL_ROWS = 8  # no more than that are needed to use a GPU where no activations 
 
 @dataclass(frozen=True)
 class Technique:
-    """A way to save memory or time: its name in a table, which fields of a Recipe it sets, and why it is worth it.
+    """A way to save memory or time: its name in a table, which fields of a Recipe it sets, and why it is worth it."""
 
-    Attributes:
-        name: short, for a table.
-        fields: of the Recipe, with their values.
-        reason: for these fields.
-        kind: what it changes: "exact" (nothing of the result), "rounding" or "training".
-        consent: the word of ``allow`` that it needs; "" for none.
-        only_saves: whether it never makes a step faster, so that it is of use only with more rows than fit without it.
-        replaces: the technique that it builds on and stands for; None for none.
-    """
-
-    name: str
-    fields: Mapping[str, Any] = field(hash=False)
-    reason: str
-    kind: str = "exact"
-    consent: str = ""
+    name: str  # short, for a table
+    fields: Mapping[str, Any] = field(hash=False)  # of the Recipe, with their values
+    reason: str  # for these fields
+    kind: str = "exact"  # what it changes: "exact" (nothing of the result), "rounding" or "training"
+    consent: str = ""  # the word of `allow` that it needs; "" for none
+    # whether it never makes a step faster, so that it is of use only with more rows than fit without it
     only_saves: bool = False
-    replaces: Technique | None = None
+    replaces: Technique | None = None  # the technique that it builds on and stands for; None for none
 
 
 AUTOCAST = "matrix products in 16 bits, weights and updates in float32"
-CHECKPOINTING = Technique(
-    "checkpointing",
-    {"checkpointing": True, "autocast_cache": False},
-    "activations are recomputed in the backward pass",
-    only_saves=True,
-)
-OFFLOAD = Technique(
-    "offload",
-    {**CHECKPOINTING.fields, "offload": True},
-    "the inputs of checkpointed layers wait in host memory",
-    only_saves=True,
-    replaces=CHECKPOINTING,
-)
-SEGMENTS = Technique(
-    "expandable segments",
-    {"expandable_segments": True},
-    "memory that is free between blocks can be used; call use_expandable_segments() at the top of the script",
-    only_saves=True,
-)
-TILES = Technique(
-    "tiles",
-    {"tiled": True},
-    "MLPs and experts run over tiles of positions, so that no intermediate of a whole row is in memory",
-    only_saves=True,
-)
 EXPERTS = Technique(
     "4-bit experts",
     {"quantize_experts": True},
     "bitsandbytes quantises linear layers, and would leave the experts in 16 bits",
     "rounding",
 )
-FLASH = Technique(
-    "FlashAttention-2",
-    {"attn_implementation": "flash_attention_2"},
-    "it is installed, and needs no mask of every pair of tokens",
-)
-PAGED = Technique(
-    "paged AdamW",
-    {"optim": "paged_adamw_32bit"},
-    "optimizer state that does not fit moves to host memory",
-    only_saves=True,
-)
-EIGHT_BIT = Technique(
-    "8-bit AdamW", {"optim": "adamw_8bit"}, "2 bytes of state per parameter instead of 8, embeddings apart", "rounding"
-)
-PAGED_EIGHT_BIT = Technique(
-    "paged 8-bit AdamW",
-    {"optim": "paged_adamw_8bit"},
-    "2 bytes of state per parameter, and what does not fit moves to host memory",
-    "rounding",
-    only_saves=True,
-    replaces=EIGHT_BIT,
-)
-STREAMED = Technique(
-    "streamed layers",
-    {"streamed": True, "micro_batching": False},  # each part would fetch all layers again
-    "the weights of the layers wait in host memory, and each layer is recomputed",
-    only_saves=True,
-)
-STREAMED_EMBEDDINGS = Technique(
-    "streamed layers, embeddings on the host",
-    {**STREAMED.fields, "embeddings_on_host": True},
-    "the weights of the layers and the embeddings wait in host memory, and each layer is recomputed",
-    only_saves=True,
-    replaces=STREAMED,
-)
-LEVERS = (
-    FLASH,
-    CHECKPOINTING,
-    EIGHT_BIT,
-    SEGMENTS,
-    TILES,
-    PAGED,
-    PAGED_EIGHT_BIT,
-    OFFLOAD,
-    STREAMED,
-    STREAMED_EMBEDDINGS,
-)
+
+
+def _levers() -> tuple[Technique, ...]:
+    found: dict[str, Technique] = {}
+    for row in packaged_rows("hf_memopt.recipes.planning", "levers.csv"):
+        pairs = (pair.split("=") for pair in row["sets"].split())
+        fields = {name: {"True": True, "False": False}.get(value, value) for name, value in pairs}
+        replaced = found.get(row["replaces"])
+        found[row["name"]] = Technique(
+            row["name"], fields, row["reason"], row["kind"], only_saves=bool(row["only_saves"]), replaces=replaced
+        )
+    return tuple(found.values())
+
+
+LEVERS = _levers()
 """Of set-ups that are as good as each other, the one whose last lever comes first here is the simpler."""
+FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, TILES, PAGED, PAGED_EIGHT_BIT, OFFLOAD, *_STREAMED = LEVERS
+STREAMED, STREAMED_EMBEDDINGS = _STREAMED
 LINUX_ONLY = SEGMENTS, PAGED, PAGED_EIGHT_BIT
 TF32 = Technique(
     "tf32",
@@ -153,49 +89,28 @@ def _asking() -> list[Technique]:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the order of set-ups depends on: the model, and what is installed here.
+    """What the order of set-ups depends on: the model, and what is installed here."""
 
-    Attributes:
-        task: of the model's head; None for a head that is unknown.
-        is_tied: whether the embedding is the head too.
-        layers: of its shortest stack.
-        has_adapters: whether it has adapters of its own.
-        is_quantized: whether its weights are quantised already.
-        can_adapt: whether PEFT's rules are known to fit it.
-        can_reload: whether it is built from a name or a configuration, so that its weights can be of another dtype.
-        supports_flash: whether transformers has FlashAttention-2 for it.
-        has_flash: whether FlashAttention-2 is installed here.
-        has_offload: whether transformers here can offload.
-        has_segments: whether torch's allocator has expandable segments where it trains.
-        has_paging: whether memory that CUDA manages may exceed the GPU there.
-        overflow: why it should not compute in float16, with the source; "" where nothing is known.
-        most_tokens: of a row that it takes; None for no limit.
-        default_length: tokens of a row where none are given; None for a model without text.
-        has_experts: whether it has fused experts that can be put into 4 bits.
-        tiles: whether its rows are long, and modules of it work on each position alone.
-        is_t5: whether its task is a prefix of the text.
-        notes: on its published weights.
-    """
-
-    task: str | None
-    is_tied: bool
-    layers: int
-    has_adapters: bool = False
-    is_quantized: bool = False
-    can_adapt: bool = True
+    task: str | None  # of the model's head; None for a head that is unknown
+    is_tied: bool  # whether the embedding is the head too
+    layers: int  # of its shortest stack
+    has_adapters: bool = False  # whether it has adapters of its own
+    is_quantized: bool = False  # whether its weights are quantised already
+    can_adapt: bool = True  # whether PEFT's rules are known to fit it
+    # whether it is built from a name or a configuration, so that its weights can be of another dtype
     can_reload: bool = True
-    supports_flash: bool = False
-    has_flash: bool = False
-    has_offload: bool = True
-    has_segments: bool = True
-    has_paging: bool = True
-    overflow: str = ""
-    most_tokens: int | None = None
-    default_length: int | None = None
-    has_experts: bool = False
-    tiles: bool = False
-    is_t5: bool = False
-    notes: tuple[str, ...] = ()
+    supports_flash: bool = False  # whether transformers has FlashAttention-2 for it
+    has_flash: bool = False  # whether FlashAttention-2 is installed here
+    has_offload: bool = True  # whether transformers here can offload
+    has_segments: bool = True  # whether torch's allocator has expandable segments where it trains
+    has_paging: bool = True  # whether memory that CUDA manages may exceed the GPU there
+    overflow: str = ""  # why it should not compute in float16, with the source; "" where nothing is known
+    most_tokens: int | None = None  # of a row that it takes; None for no limit
+    default_length: int | None = None  # tokens of a row where none are given; None for a model without text
+    has_experts: bool = False  # whether it has fused experts that can be put into 4 bits
+    tiles: bool = False  # whether its rows are long, and modules of it work on each position alone
+    is_t5: bool = False  # whether its task is a prefix of the text
+    notes: tuple[str, ...] = ()  # on its published weights
 
     @property
     def is_language_model(self) -> bool:
@@ -219,19 +134,12 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class SetUp:
-    """A recipe before its batch is cut, and the techniques that make it.
+    """A recipe before its batch is cut, and the techniques that make it."""
 
-    Attributes:
-        stage: the rung of the ladder: "full", "freeze", "lora" or "qlora".
-        recipe: with one example at a time.
-        techniques: in the order of preference.
-        sharing: how several GPUs share a step; None for one GPU.
-    """
-
-    stage: str
-    recipe: Recipe
-    techniques: tuple[Technique, ...]
-    sharing: Sharing | None = None
+    stage: str  # the rung of the ladder: "full", "freeze", "lora" or "qlora"
+    recipe: Recipe  # with one example at a time
+    techniques: tuple[Technique, ...]  # in the order of preference
+    sharing: Sharing | None = None  # how several GPUs share a step; None for one GPU
 
     @property
     def consents(self) -> tuple[str, ...]:
@@ -303,11 +211,18 @@ def set_ups(
         memories = [(STREAMED,), *([] if facts.is_tied else [(STREAMED_EMBEDDINGS,)])]
         facts = replace(facts, has_paging=False)
     segments = [(), *([(SEGMENTS,)] if facts.has_segments else [])]
-    for common in _commons(stage, facts, gpu):
+    has_flash = gpu.bf16 and facts.supports_flash and facts.has_flash
+    for common in _precisions(stage, facts, gpu):
+        is_short = any(one.fields.get("precision") in ("bf16", "fp16") or one is BF16_WEIGHTS for one in common)
+        attentions = [(), *([(FLASH,)] if has_flash and is_short else [])]
         if streamed and stage in ("full", "freeze") and any(one.fields.get("precision") == "fp16" for one in common):
             continue  # the scaler reads gradients on the GPU
-        for memory, optimizer, last in product(memories, _optimizers(stage, common, facts), segments):
-            techniques = (*common, *optimizer, *memory, *last)
+        left_out = {PAGED} if BF16_WEIGHTS in common else {PAGED_EIGHT_BIT} if stage in ADAPTERS else set()
+        if stage == "freeze" or not facts.has_paging:
+            left_out = {PAGED, PAGED_EIGHT_BIT}
+        states = [(), *((one,) for one in (PAGED, EIGHT_BIT, PAGED_EIGHT_BIT) if one not in left_out)]
+        for attention, memory, state, last in product(attentions, memories, states, segments):
+            techniques = (*common, *attention, *state, *memory, *last)
             fields: dict[str, Any] = {}
             reasons = dict(base.reasons)
             for technique in techniques:
@@ -317,14 +232,16 @@ def set_ups(
 
 
 def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
-    loss_alone = "loss-alone" in head_for(facts.task).traits
+    traits = head_for(facts.task).traits
+    trained = replace(facts, is_tied=facts.is_tied and stage == "full")
+    paying = [one for one in TECHNIQUES.values() if one.pays_for]
     rows = 1 if facts.is_language_model else min(EVAL_ROWS, effective_batch_size)  # more with more rows in training
     reasons = {
         "per_device_eval_batch_size": "evaluation gathers what it generates, and has the logits of one batch at a time"
         if facts.is_generating
         else "evaluation keeps no activations, and more examples at a time are hardly faster",
         "prediction_loss_only": "without a metric evaluation needs the loss alone, which is computed without logits",
-        **{field: one.why for one in TECHNIQUES.values() if one.pays_for for field in one.sets},
+        **{field: one.why for one in paying for field in one.sets},
     }
     if gpu.bf16 and facts.supports_flash and not facts.has_flash:
         reasons["attn_implementation"] = "no attention matrix is kept; flash_attention_2 is not installed here"
@@ -334,34 +251,11 @@ def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) ->
         effective_batch_size=effective_batch_size,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=rows,
-        prediction_loss_only=loss_alone,
-        bucketing="buckets" in head_for(facts.task).traits,
-        **_paying(facts, stage),
+        prediction_loss_only="loss-alone" in traits,
+        bucketing="buckets" in traits,
+        **{name: value for one in paying if getattr(trained, one.pays_for) for name, value in one.sets.items()},
     )
     return found.replace(reasons={name: reason for name, reason in reasons.items() if getattr(found, name)})
-
-
-def _paying(facts: ModelFacts, stage: str) -> dict[str, Any]:
-    """Return the fields of the techniques that every plan for such a model uses."""
-    trained = replace(facts, is_tied=facts.is_tied and stage == "full")
-    paying = (one for one in TECHNIQUES.values() if one.pays_for and getattr(trained, one.pays_for))
-    return {field: value for one in paying for field, value in one.sets.items()}
-
-
-def _optimizers(stage: str, common: tuple[Technique, ...], facts: ModelFacts) -> list[tuple[Technique, ...]]:
-    left_out = {PAGED} if BF16_WEIGHTS in common else {PAGED_EIGHT_BIT} if stage in ADAPTERS else set()
-    if stage == "freeze" or not facts.has_paging:
-        left_out = {PAGED, PAGED_EIGHT_BIT}
-    return [(), *((one,) for one in (PAGED, EIGHT_BIT, PAGED_EIGHT_BIT) if one not in left_out)]
-
-
-def _commons(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Technique, ...]]:
-    """Yield what the set-ups of a stage have in common, with and without FlashAttention-2 where it is installed."""
-    for common in _precisions(stage, facts, gpu):
-        yield common
-        is_short = any(one.fields.get("precision") in ("bf16", "fp16") or one is BF16_WEIGHTS for one in common)
-        if is_short and gpu.bf16 and facts.supports_flash and facts.has_flash:
-            yield *common, FLASH
 
 
 def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Technique, ...]]:

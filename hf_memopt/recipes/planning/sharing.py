@@ -27,14 +27,10 @@ PLAIN_OPTIMIZER = "adamw_torch_fused"
 
 @dataclass(frozen=True)
 class Sharing:
-    """A strategy of ``Recipe.distributed`` for one plan.
+    """A strategy of ``Recipe.distributed`` for one plan."""
 
-    Attributes:
-        strategy: never ``"auto"``.
-        offload_params: whether sharded states wait in host memory, with ``"fsdp2"`` and ``"zero3"`` the weights too.
-    """
-
-    strategy: str
+    strategy: str  # never `"auto"`
+    # whether sharded states wait in host memory, with `"fsdp2"` and `"zero3"` the weights too
     offload_params: bool = False
 
     @property
@@ -71,12 +67,6 @@ class Sharing:
         for name, (technique, refusal) in refused.items():
             fields[name], reasons[name] = technique.fields[name], f"{self.title}: {refusal.reason}"
         return replace(set_up, recipe=recipe.replace(**fields, reasons=reasons), sharing=self)
-
-    def may_improve(self, best: Candidate | None, goal: str) -> bool:
-        """Return whether it is worth simulating beside the best of the strategies before it."""
-        if best is None or goal == "memory":
-            return True
-        return best.recipe.checkpointing or best.recipe.optim != PLAIN_OPTIMIZER
 
 
 def check_strategy(strategy: str, world_size: int, goal: str = "speed") -> None:

@@ -10,16 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.components import Verdict, verdict_of
-from hf_memopt.devices import GPUS
+from hf_memopt.devices import GPUS, Gpu
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory import estimate, margin_of
-from hf_memopt.memory.step_time import missing_figures
+from hf_memopt.memory import Estimate, estimate, margin_of
+from hf_memopt.memory.step_time import StepTime, missing_figures
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hf_memopt.devices import Gpu
-    from hf_memopt.memory import Estimate
-    from hf_memopt.memory.step_time import StepTime
     from hf_memopt.recipes import Recipe
     from hf_memopt.recipes.planning.measured import Corrections
     from hf_memopt.recipes.planning.model_and_rows import Texts
@@ -31,69 +28,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A set-up that was simulated.
+    """A set-up that was simulated."""
 
-    Attributes:
-        name: method and techniques in short.
-        stage: "full", "freeze" (full with frozen parameters), "lora" or "qlora".
-        recipe: the set-up as plain data.
-        techniques: of the set-up, by which it is known.
-        seq_len: tokens of the longest row; None for a model without text.
-        accumulation_steps: micro-batches of a step on each GPU.
-        reserved_bytes: what torch's allocator holds at its peak.
-        context_bytes: of CUDA's context; 0 where it is unknown.
-        margin_bytes: what has to be left of the GPU: a twentieth.
-        usable_bytes: of the GPU, or the budget.
-        components: allocated bytes at the moment that decides the total, by component.
-        phase: that of this moment.
-        phases: what each phase needs, by its name; see ``Estimate.phases``.
-        seconds: predicted, of an optimizer step at the mean padded length; None where it cannot be predicted.
-        low: the least that it may be.
-        high: the most.
-        ranking_seconds: by which set-ups are ranked: ``seconds``, else an assumed time, which is not shown.
-        flops: of an optimizer step.
-        examples: of an optimizer step, on all GPUs.
-        tokens: of a step, without padding where lengths were given; None for a model without text.
-        consents: the words of ``allow`` that it needs and was not given.
-        simplicity: smaller is simpler.
-        sharing: how several GPUs share a step; None for one GPU.
-        host_bytes: of one process: what is moved to the host, and what its optimizer has there.
-        host_lacks_bytes: of these, what the host's memory has not; 0 unless layers are streamed or inputs offloaded.
-        hiding_tokens: of a pass, from which computing hides the copies of streamed layers; None without them.
-        communication_fraction: of the seconds, what waits for other GPUs and the host; None where it is unknown.
-        corrected: what of it a measurement corrected: "context", "reserved", "seconds".
-        reason: why it was taken or refused.
-    """
-
-    name: str
-    stage: str
-    recipe: Recipe
-    seq_len: int | None
-    accumulation_steps: int
-    reserved_bytes: int
-    context_bytes: int
-    margin_bytes: int
-    usable_bytes: int
+    name: str  # method and techniques in short
+    stage: str  # "full", "freeze" (full with frozen parameters), "lora" or "qlora"
+    recipe: Recipe  # the set-up as plain data
+    seq_len: int | None  # tokens of the longest row; None for a model without text
+    accumulation_steps: int  # micro-batches of a step on each GPU
+    reserved_bytes: int  # what torch's allocator holds at its peak
+    context_bytes: int  # of CUDA's context; 0 where it is unknown
+    margin_bytes: int  # what has to be left of the GPU: a twentieth
+    usable_bytes: int  # of the GPU, or the budget
+    # allocated bytes at the moment that decides the total, by component
     components: Mapping[str, int] = field(hash=False)
-    techniques: tuple[Technique, ...] = field(default=(), repr=False)
-    phase: str = ""
+    techniques: tuple[Technique, ...] = field(default=(), repr=False)  # of the set-up, by which it is known
+    phase: str = ""  # that of this moment
+    # what each phase needs, by its name; see `Estimate.phases`
     phases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False, repr=False)
+    # predicted, of an optimizer step at the mean padded length; None where it cannot be predicted
     seconds: float | None = None
-    low: float | None = None
-    high: float | None = None
-    ranking_seconds: float = 0.0
-    flops: int = 0
-    examples: int = 1
-    tokens: float | None = None
-    consents: tuple[str, ...] = ()
-    simplicity: tuple[int, int, int] = (0, 0, 0)
-    sharing: Sharing | None = None
-    host_bytes: int = 0
+    low: float | None = None  # the least that it may be
+    high: float | None = None  # the most
+    ranking_seconds: float = 0.0  # by which set-ups are ranked: `seconds`, else an assumed time, which is not shown
+    flops: int = 0  # of an optimizer step
+    examples: int = 1  # of an optimizer step, on all GPUs
+    tokens: float | None = None  # of a step, without padding where lengths were given; None for a model without text
+    consents: tuple[str, ...] = ()  # the words of `allow` that it needs and was not given
+    simplicity: tuple[int, int, int] = (0, 0, 0)  # smaller is simpler
+    sharing: Sharing | None = None  # how several GPUs share a step; None for one GPU
+    host_bytes: int = 0  # of one process: what is moved to the host, and what its optimizer has there
+    # of these, what the host's memory has not; 0 unless layers are streamed or inputs offloaded
     host_lacks_bytes: int = 0
+    # of a pass, from which computing hides the copies of streamed layers; None without them
     hiding_tokens: float | None = None
+    # of the seconds, what waits for other GPUs and the host; None where it is unknown
     communication_fraction: float | None = None
-    corrected: tuple[str, ...] = ()
-    reason: str = ""
+    corrected: tuple[str, ...] = ()  # what of it a measurement corrected: "context", "reserved", "seconds"
+    reason: str = ""  # why it was taken or refused
 
     @property
     def rows(self) -> int:
@@ -175,66 +146,40 @@ def priced_on(gpu: Gpu) -> Gpu:
         return gpu
 
     def distance(known: Gpu) -> tuple[int, int]:
-        return abs(_as_number(known) - _as_number(gpu)), abs(known.memory_bytes - gpu.memory_bytes)
+        (major, minor), (own, own_minor) = known.compute_capability, gpu.compute_capability
+        return abs(10 * (major - own) + minor - own_minor), abs(known.memory_bytes - gpu.memory_bytes)
 
     nearest = min((known for known in GPUS.values() if not missing_figures(known)), key=distance)
     return replace(nearest, pcie=gpu.bus)
 
 
-def _as_number(gpu: Gpu) -> int:
-    major, minor = gpu.compute_capability
-    return 10 * major + minor
-
-
 @dataclass
 class Simulation:
-    """Estimates of one model on one GPU.
+    """Estimates of one model on one GPU."""
 
-    Attributes:
-        model: as for ``estimate``.
-        task: of the head to build; None for the model's own.
-        facts: of the model.
-        gpu: to fit, with what is usable of it.
-        texts: lengths to plan for.
-        world_size: GPUs that share a step.
-        share: examples of a step on each of them.
-        goal: as for ``plan``.
-        allow: words of ``allow`` that were given.
-        announce: called before each simulation with a text.
-        measured: what corrects the estimates; None for nothing.
-        count: simulations so far.
-        refused: the set-ups that could not be simulated, and why.
-        time_unknown: why no time is predicted, and which is assumed instead; "" where one is predicted.
-        media: pictures and audio of an example, as for ``estimate``.
-        not_generated: why an evaluation that generates is simulated without that; "" where it is not.
-        sharing: how the GPUs share the steps that are simulated next; None for one GPU.
-        host_memory_bytes: of the computer, for streamed layers and offloaded inputs; 0 for plans without streamed ones.
-        is_this_host: whether it is this machine's.
-        with_ease: whether what is searched for next has to leave 8 % of the GPU.
-    """
-
-    model: Any
-    task: str | None
-    facts: ModelFacts
-    gpu: Gpu
-    texts: Texts
-    world_size: int = 1
-    share: int = 1
-    goal: str = "speed"
-    allow: tuple[str, ...] = ()
-    announce: Callable[[str], object] = str
-    measured: Corrections | None = None
-    count: int = 0
-    refused: dict[SetUp, str] = field(default_factory=dict)
-    time_unknown: str = ""
+    model: Any  # as for `estimate`
+    task: str | None  # of the head to build; None for the model's own
+    facts: ModelFacts  # of the model
+    gpu: Gpu  # to fit, with what is usable of it
+    texts: Texts  # lengths to plan for
+    world_size: int = 1  # GPUs that share a step
+    share: int = 1  # examples of a step on each of them
+    goal: str = "speed"  # as for `plan`
+    allow: tuple[str, ...] = ()  # words of `allow` that were given
+    announce: Callable[[str], object] = str  # called before each simulation with a text
+    measured: Corrections | None = None  # what corrects the estimates; None for nothing
+    count: int = 0  # simulations so far
+    refused: dict[SetUp, str] = field(default_factory=dict)  # the set-ups that could not be simulated, and why
+    time_unknown: str = ""  # why no time is predicted, and which is assumed instead; "" where one is predicted
     parameters: int = 0
     model_name: str = ""
-    media: Mapping[str, Any] = field(default_factory=dict)
-    not_generated: str = ""
-    sharing: Sharing | None = None
-    with_ease: bool = False
+    media: Mapping[str, Any] = field(default_factory=dict)  # pictures and audio of an example, as for `estimate`
+    not_generated: str = ""  # why an evaluation that generates is simulated without that; "" where it is not
+    sharing: Sharing | None = None  # how the GPUs share the steps that are simulated next; None for one GPU
+    with_ease: bool = False  # whether what is searched for next has to leave 8 % of the GPU
+    # of the computer, for streamed layers and offloaded inputs; 0 for plans without streamed ones
     host_memory_bytes: int = 0
-    is_this_host: bool = True
+    is_this_host: bool = True  # whether it is this machine's
     _found: dict[Case, Candidate | None] = field(default_factory=dict)
     _shorter: dict[tuple[Recipe, int, int | None, Sharing | None], float] = field(default_factory=dict)
 
@@ -316,7 +261,7 @@ class Simulation:
         ratio = 1.0
         if texts.width != texts.seq_len and texts.width is not None:
             ratio = 1 - self._saved(set_up, recipe, time) / time.seconds
-        is_timed = self.step_time(found) is not None
+        is_timed = self._is_timed(found)
         return Candidate(
             name=set_up.name,
             stage=set_up.stage,
@@ -348,15 +293,14 @@ class Simulation:
             corrected=() if self.measured is None else self.measured.words(found, recipe),
         )
 
-    def step_time(self, found: Estimate) -> StepTime | None:
-        """Return the predicted time of an estimated step; None where it cannot be predicted."""
+    def _is_timed(self, found: Estimate) -> bool:
+        """Return whether the time of a step is predicted, and not only assumed."""
         assumed = found.step_costs.ranking_rule if found.step_costs is not None else ""
         if not assumed and self.priced_on.compute_capability != self.gpu.compute_capability:
             assumed = f"that of {self.priced_on.name}"
-        if not assumed:
-            return self._priced(found)
-        self.time_unknown = f"{found.time_unknown}; set-ups are ranked by an assumed time, {assumed}"
-        return None
+        if assumed:
+            self.time_unknown = f"{found.time_unknown}; set-ups are ranked by an assumed time, {assumed}"
+        return not assumed
 
     def _priced(self, found: Estimate) -> StepTime:
         """Return the time of an estimated step by which set-ups are ranked."""

@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
 from hf_memopt.recipes.planning.search import best_of, fits_with_ease, least_set_ups, most_rows, row_counts, search
 from hf_memopt.recipes.planning.set_ups import ADAPTERS, BF16_WEIGHTS, CHECKPOINTING, ModelFacts, SetUp, set_ups
+from hf_memopt.recipes.planning.sharing import PLAIN_OPTIMIZER, Sharing
 
 if TYPE_CHECKING:
     from hf_memopt.recipes import Recipe
-    from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
 
@@ -114,7 +115,8 @@ class StageSearch:
         best = None
         for sharing in self.sharings:
             is_wanted = (sharing is not None and sharing.offload_params) is offload
-            if is_wanted and (sharing is None or sharing.may_improve(best, self.simulation.goal)):
+            plain = best is not None and not best.recipe.checkpointing and best.recipe.optim == PLAIN_OPTIMIZER
+            if is_wanted and (sharing is None or self.simulation.goal == "memory" or not plain):
                 self.simulation.sharing, self.simulation.with_ease = sharing, with_ease
                 search(self.set_ups(stage), self.simulation)
             best = best_of(
@@ -167,15 +169,10 @@ class StageSearch:
                 if is_plain and not self.simulation.allows(one):
                     asking[one.consents] = one  # the later, the less it needs
         for set_up in asking.values():
-            if not any(_weights_too_large(one, set_up) for one in self.simulation.candidates):
+            weights = attrgetter("weights_dtype", "load_in", "lora")
+            same = (one for one in self.simulation.candidates if weights(one.recipe) == weights(set_up.recipe))
+            if not any(one.context_bytes + one.components["weights"] > one.usable_bytes for one in same):
                 most_rows(set_up, self.simulation, row_counts(set_up, self.simulation.share))
-
-
-def _weights_too_large(one: Candidate, set_up: SetUp) -> bool:
-    """Return whether a candidate has the weights of a set-up, and these alone are more than the GPU has."""
-    mine, other = one.recipe, set_up.recipe
-    same = (mine.weights_dtype, mine.load_in, mine.lora) == (other.weights_dtype, other.load_in, other.lora)
-    return same and one.context_bytes + one.components["weights"] > one.usable_bytes
 
 
 # ---- The longest rows
@@ -185,13 +182,7 @@ LONGEST = 131_072  # tokens; no longer rows are looked for
 
 
 def use_longest(simulation: Simulation, set_ups: Mapping[str, Sequence[SetUp]]) -> list[str]:
-    """Let the simulation plan for the longest rows, and return the methods to search.
-
-    Args:
-        simulation: of the model; its length is where an adapter has to be taken if full training does not fit there.
-            Where it knows the lengths of the rows, it keeps them, and no longer rows than these are looked for.
-        set_ups: those that are allowed, by method.
-    """
+    """Let the simulation plan for the longest rows, and return the methods to search."""
     texts, asked, share = simulation.texts, simulation.texts.seq_len, simulation.share
     if asked is None:
         raise ValueError(

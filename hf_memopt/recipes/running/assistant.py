@@ -7,9 +7,13 @@ reason.
 
 from __future__ import annotations
 
+import ast
+import difflib
 import time
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,7 +29,6 @@ from hf_memopt.errors import reason
 from hf_memopt.memory import estimate_of
 from hf_memopt.memory.settings import BatchShape
 from hf_memopt.recipes.measuring.recorder import LongestRows
-from hf_memopt.recipes.running.lines_to_add import diff_of, lines_of
 from hf_memopt.technique_list import TECHNIQUES, load
 from hf_memopt.techniques.freezing import FreezeCallback
 from hf_memopt.units import format_bytes, format_duration
@@ -252,3 +255,59 @@ def _say_lines(script: str, options: dict[str, Any], added: list[TrainerCallback
     found = None if options["is_module"] else diff_of(script, names, options["folder"])
     say("to have the same without hf-memopt run:" if found is None else f"the same as a change of {script}:")
     say(lines_of(names) if found is None else found, "")
+
+
+# ---- The lines by which a script does the same itself
+
+
+def lines_of(callbacks: Sequence[str], trainer: str = "trainer") -> str:
+    """Return the import and the call.
+
+    Examples:
+        >>> print(lines_of(["MicrobatchCallback"]))
+        from hf_memopt import MicrobatchCallback, attach
+        attach(trainer, MicrobatchCallback())
+    """
+    names = ", ".join([*sorted(callbacks), "attach"])
+    return f"from hf_memopt import {names}\nattach({trainer}, {', '.join(f'{name}()' for name in callbacks)})"
+
+
+def diff_of(script: str, callbacks: Sequence[str], folder: str = ".") -> str | None:
+    """Return a diff that attaches callbacks before the script trains; None where no ``trainer.train()`` is found."""
+    try:
+        with tokenize.open(Path(folder, script)) as file:  # in the encoding that the script states
+            text = file.read()
+    except (OSError, ValueError, SyntaxError):  # it is gone, or is none that can be read
+        return None
+    lines, tree = text.splitlines(keepends=True), ast.parse(text)
+    found = next(_trainings(tree), None)
+    if found is None or any(line.endswith("\r\n") for line in lines):
+        return None
+    statement, name = found
+    added, call = lines_of(callbacks, name).splitlines()
+    imports = [
+        one for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom) and one.lineno < statement.lineno
+    ]
+    after = max((one.end_lineno or 0 for one in imports), default=0)
+    changed = list(lines)
+    changed.insert(statement.lineno - 1, f"{' ' * statement.col_offset}{call}\n")
+    changed.insert(after, f"{added}\n")
+    return "".join(difflib.unified_diff(lines, changed, f"a/{script}", f"b/{script}"))
+
+
+def _trainings(tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
+    """Yield statements that call ``train()`` of a name to which something called a Trainer was assigned."""
+    names = {
+        target.id
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call)
+        for target in one.targets
+        if isinstance(target, ast.Name) and ast.unparse(one.value.func).endswith("Trainer")
+    }
+    whole = (ast.Expr, ast.Assign, ast.Return, ast.AnnAssign)  # which hold no other statements
+    statements = [one for one in ast.walk(tree) if isinstance(one, whole)]
+    for one in sorted(statements, key=lambda statement: statement.lineno):
+        for call in ast.walk(one):
+            is_train = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "train"
+            if is_train and isinstance(call.func.value, ast.Name) and call.func.value.id in names:  # type: ignore[attr-defined]
+                yield one, call.func.value.id  # type: ignore[attr-defined]

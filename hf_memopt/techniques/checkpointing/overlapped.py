@@ -25,12 +25,7 @@ _FUNCTION = "_gradient_checkpointing_func"  # transformers 5.8.1, 5.17.0 and 5.2
 
 
 def overlap_offload(model: nn.Module, lanes: Any = None) -> UndoHandle:
-    """Let the checkpointing that is on in a model keep the inputs of layers in host memory; return what undoes it.
-
-    Args:
-        model: with non-reentrant checkpointing switched on.
-        lanes: makes the copies; None for those of the device of the inputs. For tests.
-    """
+    """Let the checkpointing that is on in a model keep the inputs of layers in host memory; return what undoes it."""
     inputs, handles = Inputs(lanes), []
     for module in model.modules():
         function = vars(module).get(_FUNCTION)

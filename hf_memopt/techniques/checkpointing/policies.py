@@ -90,14 +90,17 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool | str =
     """
     parsed = _parsed(policy)
     _check_model(model, parsed)
-    _check_offload(model, parsed, offload)
-    options: dict[str, Any] = {"use_reentrant": False}
+    check_value("offload", offload, bool | Literal["overlapped"], False)
+    if offload and parsed.kind == "selective":
+        raise _offload_error(policy)
+    if offload:
+        on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
+        check_offload(on_cpu=on_cpu, is_stocks=offload is True)
+    options: dict[str, Any] = {"use_reentrant": False, **({"offload": True} if offload is True else {})}
     if parsed.kind == "every":
         options["every_n_layers"] = parsed.count
     elif parsed.kind == "selective":
         options["context_fn"] = selective_contexts
-    if offload is True:
-        options["offload"] = True
     chosen = _chosen_layers(model, parsed)
     restore = undo_all(
         *(
@@ -239,10 +242,9 @@ def _clear_flags_within(layer: nn.Module) -> None:
     With the flag, T5's attention requires a gradient for a bias that needs none, as reentrant checkpointing wants it;
     that takes memory and changes the kernel, and with it the last bits of the loss.
     """
-    parts: list[Any] = list(layer.modules())
-    for module in parts:
+    for module in layer.modules():
         if hasattr(module, "gradient_checkpointing") and not isinstance(module, GradientCheckpointingLayer):
-            module.gradient_checkpointing = False
+            module.gradient_checkpointing = False  # type: ignore[assignment]
 
 
 def _chosen_layers(model: nn.Module, policy: _Policy) -> set[nn.Module] | None:
@@ -261,12 +263,10 @@ def _chosen_layers(model: nn.Module, policy: _Policy) -> set[nn.Module] | None:
             "stack of transformers' GradientCheckpointingLayer; expected 'full' or 'selective'. Pass policy='full'"
         )
     if policy.count > most:
-        shown = " and ".join(
-            f"the {len(stack)} layers of {name}".removesuffix(" of ") for name, stack in counted.items()
-        )
+        sizes = (f"the {len(stack)} layers of {name}".removesuffix(" of ") for name, stack in counted.items())
         raise ValueError(
-            f"policy={policy.text!r} exceeds {shown} of {type(model).__name__}; expected a number from 1 to {most}. "
-            f"Pass policy='{policy.kind}_{most}'"
+            f"policy={policy.text!r} exceeds {' and '.join(sizes)} of {type(model).__name__}; expected a number "
+            f"from 1 to {most}. Pass policy='{policy.kind}_{most}'"
         )
     if policy.kind == "every":
         return set(layers[:: policy.count])
@@ -282,16 +282,6 @@ def _check_model(model: Any, policy: _Policy) -> None:
             "expected a model of transformers with supports_gradient_checkpointing=True. Save memory otherwise, for "
             "example: freeze(model, 'embeddings'), or MicrobatchCallback(max_examples=1)"
         )
-
-
-def _check_offload(model: nn.Module, policy: _Policy, offload: bool | str) -> None:
-    check_value("offload", offload, bool | Literal["overlapped"], False)
-    if not offload:
-        return
-    if policy.kind == "selective":
-        raise _offload_error(policy.text)
-    is_stocks = offload is True
-    check_offload(on_cpu=any(parameter.device.type == "cpu" for parameter in model.parameters()), is_stocks=is_stocks)
 
 
 def check_offload(*, on_cpu: bool, is_stocks: bool = True) -> None:

@@ -63,15 +63,6 @@ def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 def activation_memory_budget(fraction: float) -> UndoHandle:
     """Let graphs that torch compiles from now on save at most about ``fraction`` of their activations.
 
-    Args:
-        fraction: 0.0 to 1.0; of what torch.compile saves by default.
-
-    Returns:
-        A handle, and a context manager, that restores torch's configuration.
-
-    Raises:
-        ValueError: ``fraction`` is not a number from 0 to 1.
-
     Examples:
         >>> with activation_memory_budget(0.5):
         ...     pass  # the first training step of a model compiled by torch.compile

@@ -41,10 +41,9 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.model import tensors_in, unwrap_optimizer
 from hf_memopt.binding.undo import UndoHandle, override_method
-from hf_memopt.techniques import TechniqueCallback
+from hf_memopt.techniques import BoundCallback
 from hf_memopt.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -64,13 +63,6 @@ def save_in_shards(model: PreTrainedModel, *, max_shard_bytes: int) -> UndoHandl
     An index that the folder contains already is deleted first and a new one is written last, so an interrupted save
     leaves no checkpoint rather than a mixture. An old file of all weights stays until the new files are complete and is
     deleted then, since stock would read it first. Arguments of the caller of ``save_pretrained`` take precedence.
-
-    Args:
-        model: a model without PEFT adapters.
-        max_shard_bytes: the size of a file, unless one tensor is larger.
-
-    Returns:
-        A handle whose ``remove()`` restores ``save_pretrained``.
     """
 
     def save_pretrained(before: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,12 +111,6 @@ def load_optimizer_state(
     The optimizer's current state is dropped first. The state of a bitsandbytes optimizer is **removed from**
     ``state_dict`` as it is loaded, and paged again; other optimizers load it without a copy, and it stays there.
 
-    Args:
-        optimizer: not accelerate's wrapper but the optimizer inside.
-        state_dict: as ``optimizer.state_dict()`` gives it, on any device.
-        load: the ``load_state_dict`` to use; the optimizer's own by default.
-        part_bytes: state of bitsandbytes that is copied at once; more if one parameter has more.
-
     Raises:
         ValueError: from ``load``, where the parameter groups do not fit.
     """
@@ -149,12 +135,7 @@ def load_optimizer_state(
 
 
 def page_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """Move one parameter's state into paged memory if the optimizer would have allocated it there.
-
-    Args:
-        optimizer: one of bitsandbytes, paged or not.
-        state: the state of one parameter, on a GPU.
-    """
+    """Move one parameter's state into paged memory if the optimizer would have allocated it there."""
     for name in ("state1", "state2"):
         value = state.get(name)
         if optimizer.is_paged and value is not None:
@@ -185,7 +166,7 @@ def _off_the_file(value: Any) -> Any:
 # ---- The Trainer ----------------------------------------------------------------------------------------------------
 
 
-class ShardedCheckpointCallback(TechniqueCallback):
+class ShardedCheckpointCallback(BoundCallback):
     """Save and resume with no more memory than training takes; bind it with ``attach``. It logs no keys.
 
     When weights are saved, also by ``trainer.save_model()``, files have a bounded size. When ``train()`` resumes, the
@@ -216,22 +197,18 @@ class ShardedCheckpointCallback(TechniqueCallback):
         self._is_resuming = False
         self._loading = ExitStack()  # overrides from the creation of the scheduler until the state is loaded
 
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Override what saves and resumes on this trainer; called by ``attach``."""
-        if self.binding.trainer is trainer:
-            return self.binding.handle
-        self.handle = self.binding.to(
-            trainer,
+    def change_trainer(self, trainer: Trainer) -> list[UndoHandle]:
+        """Override what saves and resumes on this trainer."""
+        return [
             override_method(trainer, "save_model", self._save_model),
             override_method(trainer, "create_scheduler", self._create_scheduler),
             override_method(trainer, "train", self._train),
             UndoHandle(self._loading.close),
-        )
-        return self.handle
+        ]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse to run unbound; end the loading if the checkpoint had no state to load."""
-        check_compatibility(self.binding.serving(self, state))
+        """End the loading if the checkpoint had no state to load."""
+        super().on_train_begin(args, state, control)
         self._loading.close()
 
     def _save_model(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

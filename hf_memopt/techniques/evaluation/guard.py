@@ -28,14 +28,14 @@ from transformers.trainer_utils import has_length
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.plain_data import shown
-from hf_memopt.techniques import TechniqueCallback
+from hf_memopt.techniques import BoundCallback
 from hf_memopt.techniques.evaluation.metric_check import Reduce
 from hf_memopt.techniques.evaluation.outputs import KeptOutputs
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.units import parse_bytes
 
 
-class EvaluationGuardCallback(TechniqueCallback):
+class EvaluationGuardCallback(BoundCallback):
     """Bound the memory of ``trainer.evaluate`` and ``trainer.predict``; needs ``attach``. It logs no keys.
 
     Args:
@@ -65,11 +65,9 @@ class EvaluationGuardCallback(TechniqueCallback):
         _checked(**self._arguments)
         super().__init__(**self._arguments)
 
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Guard this trainer's evaluations; called by ``attach``."""
-        if self.binding.trainer is not trainer:
-            self.handle = self.binding.to(trainer, guard_evaluation(trainer, **self._arguments))
-        return self.binding.handle
+    def change_trainer(self, trainer: Trainer) -> list[UndoHandle]:
+        """Guard this trainer's evaluations."""
+        return [guard_evaluation(trainer, **self._arguments)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse incompatible settings before the first evaluation."""
@@ -89,14 +87,7 @@ class EvaluationGuardCallback(TechniqueCallback):
 def guard_evaluation(
     trainer: Trainer, reduce: Literal["argmax"] | Reduce | None = None, *, card_budget: int | str = "64MiB"
 ) -> UndoHandle:
-    """Bound the memory of one trainer's evaluations; for the arguments see ``EvaluationGuardCallback``.
-
-    Returns:
-        A handle that takes it off again. The trainer's arguments are changed only during an evaluation.
-
-    Raises:
-        ValueError: as ``EvaluationGuardCallback`` does.
-    """
+    """Bound the memory of one trainer's evaluations; for the arguments see ``EvaluationGuardCallback``."""
     function, budget_bytes = _checked(reduce, card_budget)
     _refuse_two_reductions(trainer, function)
     loop = partial(_evaluation_loop, trainer, function, budget_bytes, {})
@@ -107,9 +98,6 @@ def class_predictions(logits: Any, labels: Any) -> Any:
     """Return the class with the largest logit, of shape (batch, ...) for logits of shape (batch, ..., classes).
 
     Of several outputs the first counts, or with several labels (start and end of a span) the first of each, in a tuple.
-
-    Raises:
-        ValueError: the output is not logits of several classes.
 
     Examples:
         >>> class_predictions((torch.tensor([[0.1, 0.9], [2.0, 1.0]]), "hidden states"), None)
@@ -149,7 +137,11 @@ def _evaluation_loop(
 ) -> Any:
     _refuse_two_reductions(trainer, reduce)
     function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
-    case = metric_key_prefix, _data_set(dataloader), id(function), trainer.args.batch_eval_metrics
+    dataset = getattr(dataloader, "dataset", None)
+    # what tells a data set from others: a stream is a new object in each evaluation, and so is a data set without its
+    # unused columns, but for `_fingerprint`, private, of datasets 5.2
+    data_set = getattr(dataset, "_fingerprint", id(dataset)) if has_length(dataset) else None
+    case = metric_key_prefix, data_set, id(function), trainer.args.batch_eval_metrics
     outputs = KeptOutputs(trainer, reduce, _name(reduce), budget_bytes, dataloader, description)
     if reduce is not None and function is not None:
         outputs.why_whole = checked.get(case)
@@ -163,13 +155,6 @@ def _evaluation_loop(
     if outputs.why_whole is not None:
         checked[case] = outputs.why_whole
     return found
-
-
-def _data_set(dataloader: Any) -> Any:
-    """Return what tells a data set from others; None for a stream, of which each evaluation makes a new object."""
-    dataset = getattr(dataloader, "dataset", None)
-    # `_fingerprint` is private, of datasets 5.2: a data set without its unused columns is a new object each time
-    return getattr(dataset, "_fingerprint", id(dataset)) if has_length(dataset) else None
 
 
 def _checked(reduce: Any, card_budget: Any) -> tuple[Reduce | None, int]:

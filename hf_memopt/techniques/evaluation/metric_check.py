@@ -36,16 +36,9 @@ def why_whole(
 ) -> tuple[str, ...]:
     """Return why predictions have to stay whole for ``trainer.compute_metrics``, and a remedy; () for no reason.
 
-    A function that fails on whole predictions alone was written for reduced ones, which are right then.
-
-    Args:
-        trainer: whose function is called.
-        reduce: takes predictions and labels.
-        name: of ``reduce``, for the message.
-        whole: the model's outputs for a batch.
-        rest: ``label_ids``, ``inputs`` and ``losses`` of the batch; None for what the function does not get.
-        rows: how many of the batch to take.
-        few: of how many the predictions may be copied on the GPU.
+    A function that fails on whole predictions alone was written for reduced ones, which are right then. ``whole`` are
+    the model's outputs for a batch, of which ``rows`` are taken, and ``few`` may be copied on the GPU; ``rest`` are its
+    ``label_ids``, ``inputs`` and ``losses``, None for what the function does not get.
     """
     function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
     shown = f"reduce={name} and compute_metrics=<{getattr(function, '__name__', type(function).__name__)}>"

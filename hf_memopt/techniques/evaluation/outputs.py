@@ -26,11 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeptOutputs:
-    """The outputs that stock keeps during one evaluation, and how many bytes of them are allowed.
-
-    Attributes:
-        why_whole: why ``compute_metrics`` needs them whole, and a remedy; () where it does not, None: not checked yet.
-    """
+    """The outputs that stock keeps during one evaluation, and how many bytes of them are allowed."""
 
     def __init__(
         self,
@@ -42,6 +38,7 @@ class KeptOutputs:
         description: str,
     ) -> None:
         self._trainer, self._name, self._budget_bytes, self._dataloader = trainer, name, budget_bytes, dataloader
+        # why compute_metrics needs them whole, and a remedy; () where it does not, None: not checked yet
         self.why_whole: tuple[str, ...] | None = ()
         self._batch: tuple[Mapping[str, Any], Any] | None = None
         self._reduce = reduce or trainer.preprocess_logits_for_metrics
@@ -82,11 +79,7 @@ class KeptOutputs:
         return found
 
     def _checked(self, logits: Any, labels: Any) -> tuple[str, ...]:
-        """Return why predictions stay whole: one answer for all processes, each of which checks its own rows.
-
-        Raises:
-            ValueError: they have to stay whole, and do not fit.
-        """
+        """Return why predictions stay whole: one answer for all processes, each of which checks its own rows."""
         trainer: Any = self._trainer
         args, processes = trainer.args, trainer.accelerator.num_processes
         (inputs, loss), asked = self._batch or ({}, None), args.include_for_metrics

@@ -61,14 +61,6 @@ def recover_predictions(
     (``predict_with_generate``) too, and in each of several processes alone, since stock evaluates without waiting for
     the others within a batch.
 
-    Args:
-        trainer: a Trainer, already built.
-        backbones: names of the modules whose rows run in parts, where the loss is not known; none: found by themselves.
-        stated: the loss as the user states it; None: it is looked up.
-
-    Returns:
-        A handle that takes it off again. Of several such overrides the outermost recovers.
-
     Raises:
         torch.OutOfMemoryError: in evaluation, a single row does not fit, or rows depend on each other; the message says
             what to try.

@@ -154,16 +154,14 @@ def _refuse_adapters(model: Any, args: Any) -> None:
     """Refuse PEFT's ``target_parameters`` for stacks, for which it silently makes no adapter; called before a pass."""
     for config in getattr(model, "peft_config", {}).values():
         for name in getattr(config, "target_parameters", None) or ():
-            if any(isinstance(one, ExpertStack) and _ends(full, name) for full, one in model.named_modules()):
+            if any(
+                isinstance(one, ExpertStack) and f".{full}".endswith(f".{name}") for full, one in model.named_modules()
+            ):
                 raise ValueError(
                     f"target_parameters=[{name!r}] makes no adapter for experts in 4 bits, and PEFT, which adds it for "
                     "'all-linear', does not say so; expected names of linear layers. Pass "
                     'LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])'
                 )
-
-
-def _ends(full: str, name: str) -> bool:
-    return full == name or full.endswith(f".{name}")
 
 
 def _refuse_saving(before: Any, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ the dequantised weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +27,7 @@ QuantState: Any = _QuantState  # has no types
 
 
 class ExpertStack(nn.Module):
-    """The matrices of the experts of one layer, ``stack[i]`` dequantised.
-
-    Args:
-        shape: (experts, rows, columns).
-        dtype: in which they are dequantised and multiplied.
-        double_quant: whether the largest values of blocks are quantised too, to 8 bits.
-        device: of the tensors.
-    """
+    """The matrices of the experts of one layer, (experts, rows, columns), ``stack[i]`` dequantised."""
 
     packed: Tensor  # (experts, rows * columns / 2, 1), two numbers to a byte
     absmax: Tensor  # (experts, blocks)
@@ -86,7 +79,11 @@ class ExpertStack(nn.Module):
     def __getitem__(self, index: int) -> Tensor:
         """Return one expert, dequantised, shape (rows, columns)."""
         of: dict[str, Any] = {"blocksize": BLOCK, "quant_type": "nf4", "dtype": self.dtype}
-        code, *inner = self._known_codes()
+        if not self._codes:  # the tables of values are those of any tensor on the device
+            some = torch.zeros(BLOCK, device=self.packed.device)
+            state = quantize_4bit(some, blocksize=BLOCK, quant_type="nf4", compress_statistics=self.double_quant)[1]
+            self._codes = state.code, *((state.state2.code,) if self.double_quant else ())
+        code, *inner = self._codes
         if self.double_quant:
             assert self.absmax_of_absmax is not None
             assert self.offset is not None
@@ -109,14 +106,6 @@ class ExpertStack(nn.Module):
         if self.offset is not None:
             _absmax = torch.empty_like(absmax, dtype=torch.float32) + self.offset[0]
         return lambda _: torch.ops.hf_memopt.dequantized(packed, absmax, self.shape[1:], self.dtype)
-
-    def _known_codes(self) -> tuple[Tensor, ...]:
-        """Return the tables of values: those of any tensor on the device."""
-        if not self._codes:
-            some = torch.zeros(BLOCK, device=self.packed.device)
-            state = quantize_4bit(some, blocksize=BLOCK, quant_type="nf4", compress_statistics=self.double_quant)[1]
-            self._codes = state.code, *((state.state2.code,) if self.double_quant else ())
-        return self._codes
 
     def dequantized(self) -> Tensor:
         """Return all experts, shape (experts, rows, columns)."""
@@ -144,16 +133,11 @@ class _Product(torch.autograd.Function):
 def _multiplied(rows: Tensor, stack: ExpertStack, counts: list[int], is_transposed: bool) -> Tensor:
     found = rows.new_zeros(len(rows), stack.shape[2 if is_transposed else 1])
     dequantized = stack.reader()
-    for index, part, out in _parts(counts, rows, found):
-        weight = dequantized(index)
-        torch.mm(part, weight if is_transposed else weight.t(), out=out)
+    for index, (part, out) in enumerate(zip(torch.split(rows, counts), torch.split(found, counts), strict=True)):
+        if len(part):
+            weight = dequantized(index)
+            torch.mm(part, weight if is_transposed else weight.t(), out=out)
     return found
-
-
-def _parts(counts: list[int], rows: Tensor, found: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that has rows, these, and those of what is found."""
-    pairs = zip(torch.split(rows, counts), torch.split(found, counts), strict=True)
-    return ((index, part, out) for index, (part, out) in enumerate(pairs) if len(part))
 
 
 def experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

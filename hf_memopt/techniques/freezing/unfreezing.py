@@ -51,9 +51,6 @@ def unfreeze_by_schedule(
         step: optimizer steps taken so far.
         total_steps: steps of the whole run; only fractions need it.
 
-    Returns:
-        A handle whose ``remove()`` restores the flags that this call changed; it does not keep the model alive.
-
     Raises:
         ValueError: the schedule is malformed; a pattern matches nothing; nothing would be left to train. The model is
             unchanged then.

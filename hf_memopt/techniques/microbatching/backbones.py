@@ -34,22 +34,15 @@ CHECKED_STEPS = 1 / 200  # of those after the second, drawn at random
 
 @dataclass
 class CutStep:
-    """What the modules saw while one step ran.
+    """What the modules saw while one step ran."""
 
-    Attributes:
-        cut: calls that ran in parts.
-        names: the modules that these were of, as keys.
-        fits: calls whose rows were few enough.
-        reasons: why the other calls ran whole, as keys.
-        largest: rows and columns of the largest call, columns None for images and sounds.
-        error: the first line of an out-of-memory error that went through a module or through the backward pass.
-    """
-
-    cut: int = 0
-    names: dict[str, None] = field(default_factory=dict)
-    fits: int = 0
-    reasons: dict[str, None] = field(default_factory=dict)
+    cut: int = 0  # calls that ran in parts
+    names: dict[str, None] = field(default_factory=dict)  # the modules that these were of, as keys
+    fits: int = 0  # calls whose rows were few enough
+    reasons: dict[str, None] = field(default_factory=dict)  # why the other calls ran whole, as keys
+    # rows and columns of the largest call, columns None for images and sounds
     largest: tuple[int, int | None] | None = None
+    # the first line of an out-of-memory error that went through a module or through the backward pass
     error: str | None = None
 
     def noting_out_of_memory(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -69,15 +62,7 @@ class CutStep:
 
 
 class Backbones:
-    """Runs the rows of a model's backbones in parts, and remembers what is known of them.
-
-    Args:
-        names: modules to cut, by their names or the ends of these; none: found by themselves.
-        size: how large parts may be.
-
-    Attributes:
-        seconds: what the checks took.
-    """
+    """Runs the rows of a model's backbones, named or found by themselves, in parts."""
 
     def __init__(self, names: Sequence[str], size: Size) -> None:
         self._names, self._size = tuple(names), size
@@ -86,14 +71,10 @@ class Backbones:
         self._steps = 0
         self._is_checked = False  # whether what is known is checked again in this step
         self._is_inside = False
-        self.seconds = 0.0
+        self.seconds = 0.0  # what the checks took
 
     def modules_of(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the modules to try, the outer ones first.
-
-        Raises:
-            ValueError: there is no module of a name that the user gave.
-        """
+        """Return the modules to try, the outer ones first."""
         named = list(model.named_modules())
         if not self._names:
             found = [(name, module) for name, module in named if not name or isinstance(module, PreTrainedModel)]
@@ -165,11 +146,7 @@ class Backbones:
         return None
 
     def _layout(self, name: str, call: ModuleCall, size: int) -> Layout | str:
-        """Return where the rows are, checked now if the kind of call is new or it is time; or why they cannot be cut.
-
-        Raises:
-            DependentRowsError: rows that were cut before turn out to depend on each other.
-        """
+        """Return where the rows are, checked if the kind of call is new or it is time; or why they cannot be cut."""
         key = name, call.kind()
         known = self._known.get(key)
         if known is not None and not (self._is_checked and isinstance(known, Layout)):

@@ -26,14 +26,6 @@ class Limit:
       after three failed tries the limit is not raised any more.
     - The limit never exceeds ``maximum``.
 
-    Attributes:
-        maximum: what the user set; None for no maximum.
-        limit: the current limit; None while batches are not split.
-        last_good: the limit before the current try; None if there is no try.
-        steps_since_change: the steps that were split and ran since the limit last changed.
-        wait_steps: the number of such steps before a larger limit is tried.
-        failed_tries: how many tries ran out of memory.
-
     Examples:
         >>> limit = Limit()
         >>> limit.lower(4096); limit.limit
@@ -44,12 +36,12 @@ class Limit:
         (2048, 400)
     """
 
-    maximum: Count | None = None
-    limit: Count | None = None
-    last_good: Count | None = None
-    steps_since_change: CountOrZero = 0
-    wait_steps: CountOrZero = FIRST_WAIT_STEPS
-    failed_tries: CountOrZero = 0
+    maximum: Count | None = None  # what the user set; None for no maximum
+    limit: Count | None = None  # the current limit; None while batches are not split
+    last_good: Count | None = None  # the limit before the current try; None if there is no try
+    steps_since_change: CountOrZero = 0  # the steps that were split and ran since the limit last changed
+    wait_steps: CountOrZero = FIRST_WAIT_STEPS  # the number of such steps before a larger limit is tried
+    failed_tries: CountOrZero = 0  # how many tries ran out of memory
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -91,14 +83,6 @@ def microbatch_limits(
 ) -> dict[str, Limit]:
     """Return new limits for ``run_in_microbatches``.
 
-    Args:
-        max_tokens: the most padded tokens of a micro-batch, i.e. its rows times its longest row. None (or ``"auto"``):
-            no limit until memory runs out.
-        max_examples: the most rows of a micro-batch. None: no limit until memory runs out.
-
-    Raises:
-        ValueError: a limit is not an integer of 1 or more.
-
     Examples:
         >>> microbatch_limits(max_tokens=4096)["max_tokens"].limit
         4096
@@ -129,38 +113,24 @@ def part_rows(limits: Mapping[str, Limit], columns: int | None) -> int:
 
 
 def saved_limits(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Limit]:
-    """Return the limits that a checkpoint has, as plain data.
-
-    Raises:
-        ValueError: they are none; the message starts with the name of what is wrong.
-    """
+    """Return the limits that a checkpoint has, as plain data."""
     return {name: from_object(Limit, values.get(name, {})) for name in LIMIT_NAMES}
 
 
 @dataclass
 class Tally:
-    """What micro-batching did in a run.
+    """What micro-batching did in a run."""
 
-    Attributes:
-        steps: optimizer steps.
-        cut_steps: those of them that ran in micro-batches.
-        failures: attempts that ran out of memory.
-        lost_seconds: what these took, and what was repeated.
-        seconds: the whole run.
-        check_seconds: what the checks took that rows are independent.
-    """
-
-    steps: int = 0
-    cut_steps: int = 0
-    failures: int = 0
-    lost_seconds: float = 0.0
-    seconds: float = 0.0
-    check_seconds: float = 0.0
+    steps: int = 0  # optimizer steps
+    cut_steps: int = 0  # those of them that ran in micro-batches
+    failures: int = 0  # attempts that ran out of memory
+    lost_seconds: float = 0.0  # what these took, and what was repeated
+    seconds: float = 0.0  # the whole run
+    check_seconds: float = 0.0  # what the checks took that rows are independent
 
     def restart(self) -> None:
         """Count from 0."""
-        self.steps = self.cut_steps = self.failures = 0
-        self.lost_seconds = self.seconds = self.check_seconds = 0.0
+        vars(self).update(vars(Tally()))
 
     def summary(self, limits: Mapping[str, Limit]) -> str:
         """Return what it cost, and how to spare it next time."""

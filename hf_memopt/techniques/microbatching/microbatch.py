@@ -47,7 +47,7 @@ from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, u
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import shown
 from hf_memopt.technique_list import NO_LIMIT
-from hf_memopt.techniques import TechniqueCallback
+from hf_memopt.techniques import BoundCallback
 from hf_memopt.techniques.evaluation import recover_predictions
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, microbatch_limits, saved_limits
 from hf_memopt.techniques.microbatching.step import MicrobatchedStep
@@ -72,18 +72,6 @@ def run_in_microbatches(
     Overrides ``training_step``, ``compute_loss`` and ``train`` of this one Trainer, and lets its evaluations recover
     from out of memory too (``recover_predictions``). ``MicrobatchCallback`` calls it, and also saves the limits in
     checkpoints.
-
-    Args:
-        trainer: a Trainer, already built.
-        limits: as ``microbatch_limits`` returns them; lowered and raised in place. By default there is no limit until
-            memory runs out.
-        changes: a list to which each change of a limit is appended.
-        tally: counts what is done, from 0 in each run.
-        backbone: as ``MicrobatchCallback`` takes it.
-        loss: as ``MicrobatchCallback`` takes it.
-
-    Returns:
-        A handle whose ``remove()`` gives the Trainer its own methods back.
 
     Raises:
         ValueError: the Trainer runs in micro-batches already, ``loss`` is unknown; in training, batches above a limit
@@ -127,7 +115,7 @@ def _names_of(backbone: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-class MicrobatchCallback(TechniqueCallback):
+class MicrobatchCallback(BoundCallback):
     """Call ``run_in_microbatches``, save the limits in checkpoints and restore them in a resumed run.
 
     Bind it with ``attach(trainer)``. A checkpoint has the limits in ``trainer_state.json`` (with several processes,
@@ -181,14 +169,10 @@ class MicrobatchCallback(TechniqueCallback):
         if max_examples is None and max_tokens in (None, "auto"):
             self.variant = NO_LIMIT
 
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Split this trainer's batches; called by ``attach``."""
-        if self.binding.trainer is not trainer:
-            handle = run_in_microbatches(
-                trainer, self.limits, changes=self.changes, tally=self.tally, backbone=self.backbone, loss=self.loss
-            )
-            self.handle = self.binding.to(trainer, handle)
-        return self.binding.handle
+    def change_trainer(self, trainer: Trainer) -> list[UndoHandle]:
+        """Split this trainer's batches."""
+        options: dict[str, Any] = {"backbone": self.backbone, "loss": self.loss}
+        return [run_in_microbatches(trainer, self.limits, changes=self.changes, tally=self.tally, **options)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound; restore the limits of a run that is resumed."""

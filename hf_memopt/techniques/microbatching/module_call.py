@@ -12,18 +12,9 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
 from transformers import Cache
 
-ROWS_FIRST = (
-    "input_ids",
-    "inputs_embeds",
-    "pixel_values",
-    "input_values",
-    "input_features",
-    "decoder_input_ids",
-    "hidden_states",
-    "attention_mask",
-)
-"""The number of rows is the first dimension of the first of these that a call has, else of its first tensor."""
 _WITHOUT_TOKENS = ("pixel_values", "input_values", "input_features")
+ROWS_FIRST = "input_ids", "inputs_embeds", *_WITHOUT_TOKENS, "decoder_input_ids", "hidden_states", "attention_mask"
+"""The number of rows is the first dimension of the first of these that a call has, else of its first tensor."""
 
 MOST_LAYOUTS = 8  # tried, where several dimensions have as many entries as there are rows
 PLAIN = (int, float, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
@@ -45,13 +36,7 @@ class Layout(NamedTuple):
 
 
 class ModuleCall:
-    """A call of a module, to be run on some of its rows.
-
-    Attributes:
-        rows: how many it has; 0 if no tensor shows it.
-        columns: tokens of each row; None for images and sounds.
-        has_graph: whether it was called with gradients.
-    """
+    """A call of a module, to be run on some of its rows."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -59,20 +44,14 @@ class ModuleCall:
         self.module, self._forward, self.has_graph = module, forward, torch.is_grad_enabled()
         self.leaves: list[Any]
         self.leaves, self._spec = tree_flatten((args, kwargs))
-        self._main = self._find_main(args, kwargs)
-        main = None if self._main is None else self.leaves[self._main]
-        self.rows: int = 0 if main is None else main.shape[0]
-        self.columns: int | None = None
+        given = [kwargs, *(value for value in args if isinstance(value, Mapping))]
+        named = (mapping.get(name) for name in ROWS_FIRST for mapping in given)
+        main = next((x for x in (*named, *self.leaves) if torch.is_tensor(x) and x.dim() > 0), None)
+        self._main = next((index for index, leaf in enumerate(self.leaves) if leaf is main and main is not None), None)
+        self.rows: int = 0 if main is None else main.shape[0]  # 0 if no tensor shows it
+        self.columns: int | None = None  # tokens of each row; None for images and sounds
         if main is not None and main.dim() > 1 and not any(kwargs.get(name) is main for name in _WITHOUT_TOKENS):
             self.columns = int(main.shape[1])
-
-    def _find_main(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        given = [kwargs, *(value for value in args if isinstance(value, Mapping))]
-        named = [mapping.get(name) for name in ROWS_FIRST for mapping in given]
-        for value in (*named, *self.leaves):
-            if torch.is_tensor(value) and value.dim() > 0:
-                return next(index for index, leaf in enumerate(self.leaves) if leaf is value)
-        return None
 
     def kind(self) -> Any:
         """Return what calls have in common whose rows lie alike: not the sizes, but which of them agree by chance."""
@@ -119,11 +98,7 @@ class ModuleCall:
         ]
 
     def try_rows(self, into: Sequence[int | None], start: int, stop: int) -> list[Any]:
-        """Run the module with copies of the inputs of some rows; return its outputs, flattened.
-
-        Raises:
-            DependentRowsError: it changes an input in place.
-        """
+        """Run the module with copies of the inputs of some rows; return its outputs, flattened."""
         given = self.rows_from(into, start, stop)
         copies = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in given]
         found = self.run(copies)

@@ -22,14 +22,7 @@ DROP = "MicrobatchCallback out of callbacks= and lower per_device_train_batch_si
 
 
 class NotSplittableError(ValueError):
-    """The batches of a model cannot be trained in micro-batches, for this reason.
-
-    Args:
-        model: the model.
-        reason: why not.
-        where: the step and the batch.
-        remedy: what to do, as code.
-    """
+    """The batches of a model cannot be trained in micro-batches, for this reason."""
 
     def __init__(self, model: nn.Module, reason: str, *, where: str = "", remedy: str | None = None) -> None:
         super().__init__(

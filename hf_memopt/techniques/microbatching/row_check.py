@@ -38,16 +38,8 @@ from hf_memopt.techniques.microbatching.module_call import (
 )
 
 DROPOUTS = (
-    "p",
-    "dropout",
-    "attention_dropout",
-    "activation_dropout",
-    "hidden_dropout",
-    "layerdrop",
-    "dropout_p",
-    "dropout_prob",
-    "drop_prob",
-    "jitter_noise",
+    *("p", "dropout", "attention_dropout", "activation_dropout", "hidden_dropout"),
+    *("layerdrop", "dropout_p", "dropout_prob", "drop_prob", "jitter_noise"),
 )
 """Attributes of modules that hold a probability of dropping something, or the width of a noise."""
 
@@ -59,11 +51,6 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
 
     Module, buffers and all generators are left as they were. Where the whole does not fit into memory, as many rows
     are looked at as do.
-
-    Args:
-        call: of more than ``size`` rows.
-        size: rows of a part.
-        draw: draws the rows that keep their content; None: any two rows are told apart.
 
     Raises:
         DependentRowsError: rows depend on each other, or something in the module cannot run twice.

@@ -23,8 +23,8 @@ Limitations: first derivatives; see also ``row_check``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -62,11 +62,6 @@ class Size(NamedTuple):
 
 def run_rows_in_parts(call: ModuleCall, layout: Layout, size: Size) -> Any:
     """Return what the call would return, with its rows run in parts.
-
-    Args:
-        call: the call, with more rows than a part.
-        layout: where its rows are, as ``check_rows`` returns it.
-        size: how large parts may be.
 
     Raises:
         DependentRowsError: parts cannot be joined; in the backward pass, what was run again gave other values, or a
@@ -277,7 +272,9 @@ class _Parts:
         for i, leaf in fresh.items():
             leaves[i] = leaf
         with torch.enable_grad():
-            with _autocast_as(self._autocast):
+            with ExitStack() as stack:
+                for kind, dtype, is_enabled in self._autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
                 outputs = self.call.run(leaves)
             for before, after in zip(part.sums, _sums(outputs), strict=bool(part.sums)):
                 if bool((before - after).abs().max() > LARGEST_CHANGE * before[1]):
@@ -303,14 +300,6 @@ def _sums(outputs: list[Any]) -> list[torch.Tensor]:
             value = value.detach()
             found.append(torch.stack([value.sum(dtype=wide), torch.linalg.vector_norm(value, 1, dtype=wide)]))
     return found
-
-
-@contextmanager
-def _autocast_as(kept: list[tuple[str, torch.dtype, bool]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind, dtype, is_enabled in kept:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
-        yield
 
 
 class _Runner(nn.Module):

@@ -29,15 +29,8 @@ BATCH_NAMES = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "
 """The number of rows is read from the first of these that a batch has; else from its first tensor with a dimension."""
 
 TEXT_NAMES = (
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "token_type_ids",
-    "position_ids",
-    "special_tokens_mask",
-    "global_attention_mask",
-    "bbox",
-    "labels",
+    *("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids"),
+    *("special_tokens_mask", "global_attention_mask", "bbox", "labels"),
 )
 """Tensors that may have one column per token: (batch, seq) or (batch, seq, ...)."""
 
@@ -51,11 +44,7 @@ MULTIPLE = 8  # widths at which tensor cores are fast
 
 
 def row_count(inputs: Mapping[str, Any]) -> int:
-    """Return the number of rows of a batch.
-
-    Raises:
-        ValueError: no tensor has a batch dimension.
-    """
+    """Return the number of rows of a batch."""
     for value in (*(inputs.get(name) for name in BATCH_NAMES), *inputs.values()):
         if torch.is_tensor(value) and value.dim() > 0:
             return int(value.shape[0])
@@ -91,9 +80,6 @@ def row_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
     That is up to its last column that is not padding, the decoder's sequence added to the encoder's, each rounded up to
     a multiple of 8 where the batch's own length is one; all columns where none may be cut off. Waits for the device
     once.
-
-    Returns:
-        None for a batch without a sequence of tokens, such as images with one label each.
     """
     columns = _columns_needed(inputs, _sequences(inputs))
     return [sum(row) for row in zip(*columns, strict=True)] if columns else None

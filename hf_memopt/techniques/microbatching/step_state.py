@@ -33,11 +33,8 @@ class StepState:
         self._kept = KeptState(what="a step that ran out of memory")
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
         self._norms: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        if not of_stock:
-            self._look()
-
-    def _look(self) -> None:
-        trainer = self._trainer
+        if of_stock:
+            return
         self._kept.look_at(trainer, leave=_names_of_stock())
         self._kept.keep(trainer.state.log_history, "trainer.state.log_history")  # of a loss that logs
         self._buffers = [(name, buffer, buffer._version) for name, buffer in trainer.model.named_buffers()]

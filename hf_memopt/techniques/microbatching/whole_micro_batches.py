@@ -18,12 +18,16 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.binding.losses import KnownLoss, observed_hooks
+from hf_memopt.binding.undo import override_method
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.limits import Limit, are_set
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
+from hf_memopt.techniques.microbatching.row_check import without_dropout
 from hf_memopt.techniques.microbatching.splitting import (
     copied_batch,
     cut,
@@ -32,7 +36,7 @@ from hf_memopt.techniques.microbatching.splitting import (
     row_lengths,
     take_rows,
 )
-from hf_memopt.techniques.microbatching.stated_loss import verify_stated_loss
+from hf_memopt.techniques.microbatching.step_state import StepState
 
 Items = torch.Tensor | int | None
 """``num_items_in_batch``, as ``training_step`` gets it."""
@@ -55,18 +59,13 @@ class AccumulationStep(NamedTuple):
 
 
 class WholeMicroBatches:
-    """Runs batches in micro-batches within limits, each with its weight.
-
-    Attributes:
-        rows: of the micro-batch that runs, or ran last.
-        are_shared: whether gradients of this batch were sent to other processes.
-        is_verified: whether the loss may be cut; a stated one is verified first.
-    """
+    """Runs batches in micro-batches within limits, each with its weight."""
 
     def __init__(self, limits: Mapping[str, Limit]) -> None:
         self._limits = limits
-        self.rows: list[int] = []
-        self.are_shared = self.is_verified = False
+        self.rows: list[int] = []  # of the micro-batch that runs, or ran last
+        self.are_shared = False  # gradients of this batch were sent to other processes
+        self.is_verified = False  # the loss may be cut; a stated one is verified first
         self._weight = 1.0
         self._share_gradients: Callable[[], None] | None = None
 
@@ -80,13 +79,8 @@ class WholeMicroBatches:
         return (loss[0] * self._weight, *loss[1:]) if isinstance(loss, tuple) else loss * self._weight
 
     def run(self, trainer: Any, step: AccumulationStep, loss: KnownLoss, *, syncs: bool) -> tuple[torch.Tensor, bool]:
-        """Run an accumulation step, the last micro-batch of which shares its gradients where ``syncs``.
-
-        Returns:
-            The sum of the losses, and whether the batch was split.
-
-        Raises:
-            HookChangesError: a hook of others changes what passes.
+        """Run an accumulation step; return the sum of the losses, and whether the batch was split. The last micro-batch
+        shares its gradients where ``syncs``.
         """
         self.rows = [0]  # what fails before any of them runs, with few rows, is not helped by smaller ones
         micro_batches = self._split(trainer, step, loss)
@@ -179,8 +173,7 @@ def refuse_together(trainer: Any, way: KnownLoss | str | None, inputs: Any) -> N
 def groups_in_lockstep(trainer: Any, groups: Sequence[list[int]]) -> tuple[list[list[int]], int]:
     """Cut the micro-batches of this process further, to as many as the process with the most of them has.
 
-    Returns:
-        The rows of each micro-batch, and how many more passes this process has to run, since it has too few rows.
+    Of too few rows, also how many more passes it has to run.
     """
     wanted, found = _most(trainer, len(groups)), list(groups)
     while len(found) < wanted and max(map(len, found)) > 1:
@@ -194,3 +187,67 @@ def _most(trainer: Any, number: int) -> int:
     """Return the largest of the numbers of all processes."""
     numbers: torch.Tensor = trainer.accelerator.gather(torch.tensor([number], device=trainer.args.device))
     return int(numbers.max())
+
+
+# ---- A loss that the user has stated, verified once
+
+
+ROWS = 4
+LARGEST_ERROR = 1e-3  # of the largest gradient of a parameter: rows are added in another order, over shorter ones
+LARGEST_ERROR_16_BITS = 5e-2
+SMALLEST = 1e-2  # of the largest of all: that of an attention's key bias is 0 but for rounding
+
+
+def verify_stated_loss(
+    trainer: Any, model: nn.Module, inputs: Mapping[str, Any], items: Any, loss: KnownLoss, most_rows: int = ROWS
+) -> None:
+    """Raise NotSplittableError unless a few rows of a batch have the gradients that the stated loss gives.
+
+    They are compared with those of the rows taken alone, weighted as stated: in training mode, without dropout. The
+    Trainer, its model and all generators are left as they were.
+    """
+    try:
+        return _verify(trainer, model, inputs, items, loss, most_rows)
+    except Exception as error:
+        if not is_out_of_memory(error) or most_rows <= 2:  # fewer rows say nothing
+            raise
+    free_failed_step()
+    verify_stated_loss(trainer, model, inputs, items, loss, most_rows // 2)
+
+
+def _verify(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any, loss: KnownLoss, most_rows: int) -> None:
+    lengths = row_lengths(inputs) or [1] * row_count(inputs)
+    rows = sorted(range(len(lengths)), key=lambda row: lengths[row])[:most_rows]
+    batch = take_rows(inputs, rows)
+    parameters = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    state = StepState(trainer)
+
+    def gradients(some: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        with trainer.compute_loss_context_manager():
+            given = send_to_device(dict(some), trainer.args.device)
+            value = trainer.compute_loss(model, given, num_items_in_batch=items)
+        return torch.autograd.grad(value, list(parameters.values()), materialize_grads=True)
+
+    with ExitStack() as stack:
+        stack.callback(state.restore)
+        stack.enter_context(trainer.accelerator.no_sync(model))
+        stack.enter_context(override_method(trainer, "log", lambda before, *args, **kwargs: None))
+        stack.enter_context(without_dropout(model))
+        whole = gradients(batch)
+        summed = [torch.zeros_like(gradient) for gradient in whole]
+        for row, weight in enumerate(loss.row_weights(batch) or [1.0] * len(rows)):
+            if weight:
+                for total, gradient in zip(summed, gradients(take_rows(batch, [row])), strict=True):
+                    total.add_(gradient, alpha=weight)
+    smallest = SMALLEST * max((float(gradient.abs().max()) for gradient in whole), default=0.0)
+    is_narrow = trainer.args.bf16 or trainer.args.fp16
+    for name, one, other in zip(parameters, whole, summed, strict=True):
+        largest = max(float(one.abs().max()), float(other.abs().max()), smallest, 1e-12)
+        error = float((one - other).abs().max()) / largest
+        if error > (LARGEST_ERROR_16_BITS if is_narrow or one.element_size() < 4 else LARGEST_ERROR):
+            raise NotSplittableError(
+                trainer.model,
+                f"its loss is not what is stated ({loss.source}): the gradient of {name} for {len(rows)} rows differs "
+                f"by {error:.1e} from that of the rows alone",
+                remedy="Leave loss= out: MicrobatchCallback() then cuts below the loss, whatever it is.",
+            )

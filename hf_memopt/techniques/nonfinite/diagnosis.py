@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.binding.model import IGNORED_LABEL, tensors_in
 from hf_memopt.binding.undo import RandomState
-from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
+from hf_memopt.devices.readings import free_failed_step
 from hf_memopt.techniques.microbatching import count_rows, row_count
 from hf_memopt.techniques.nonfinite.report import OverflowReport
 
@@ -52,19 +52,13 @@ def diagnose(
     report: OverflowReport,
     gradients: Sequence[str] = (),
 ) -> OverflowReport:
-    """Return ``report`` completed with what a repetition of the step shows.
+    """Return ``report`` completed with what a repetition of the step, its accumulation steps in ``window``, shows.
 
-    Under FSDP2 a forward pass needs all processes, so only what is seen without one is told.
-
-    Args:
-        trainer: its model is run again in its current modes.
-        window: the accumulation steps.
-        is_loss_bad: for each of them, whether its loss was not finite; False for all if only gradients were not.
-        report: with step, precision and loss scale.
-        gradients: under FSDP2, the parameters whose gradients were not finite.
+    Under FSDP2 a forward pass needs all processes, so only what is seen without one is told; ``gradients`` are the
+    parameters there whose gradients were not finite.
     """
     failures: list[str] = []
-    if weights := _attempted(partial(bad_weights, trainer.model), failures):
+    if weights := _attempted(partial(_bad_weights, trainer.model), failures):
         return replace(report, case="weights", where=weights[0], parameters=weights[:MOST_NAMES])
     suspects = [position for position, is_bad in enumerate(is_loss_bad) if is_bad] or list(range(len(window)))
     for position in suspects:
@@ -90,9 +84,7 @@ def _attempted(attempt: Callable[[], Found], failures: list[str]) -> Found | Non
         return attempt()
     except Exception as error:  # anything that the user's model or compute_loss raises
         failures.append(f"{type(error).__name__}: {error}")
-        is_memory = is_out_of_memory(error)
-    if is_memory:
-        free_failed_step()
+    free_failed_step()
     return None
 
 
@@ -112,7 +104,7 @@ def _repeated(
     """Repeat an accumulation step, and complete the report; None if that does not show what was seen in training: a bad
     loss, or a bad gradient under a finite loss.
     """
-    watch = replay(trainer, step_inputs, scale=scale)
+    watch = replay(trainer, step_inputs, scale)
     if is_loss_bad is watch.is_loss_finite or not (is_loss_bad or watch.bad_gradients):
         return None
     if watch.is_loss_finite:
@@ -129,7 +121,7 @@ def _repeated(
 # ---- Repetition -----------------------------------------------------------------------------------------------------
 
 
-def replay(trainer: Any, step_inputs: StepInputs, *, scale: float | None = None) -> Watch:
+def replay(trainer: Any, step_inputs: StepInputs, scale: float | None = None) -> Watch:
     """Repeat the forward and backward pass of an accumulation step, and watch every module.
 
     The model is the unwrapped one, so that no other process waits; autocast works as in training. Random numbers and
@@ -163,19 +155,15 @@ class Watch:
     A gradient hook sees the whole gradient of a tensor, added up over all modules that use it. To see the gradient that
     comes through one module alone, the module is given views of its inputs: a view has only this module's gradient. If
     the first bad gradient is that of a module's output, it comes from the code of the module around.
-
-    Attributes:
-        is_loss_finite: whether the repeated loss is.
-        bad_gradients: the weights whose gradients are not finite.
-        forward: the fields of a report that say where values stop being finite; none if they do outside of the model.
-        backward: the same of gradients.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
         self.is_loss_finite = True
-        self.bad_gradients: tuple[str, ...] = ()
-        self.forward: dict[str, Any] = {}
-        self.backward: dict[str, Any] = {}
+        self.bad_gradients: tuple[str, ...] = ()  # the weights whose gradients are not finite
+        self.forward: dict[
+            str, Any
+        ] = {}  # where values stop being finite, as fields of a report; none outside the model
+        self.backward: dict[str, Any] = {}  # the same of gradients
         self._rows = rows
         self._names = {module: name for name, module in model.named_modules()}
         self._running: list[tuple[nn.Module, bool]] = []  # each with whether its inputs were finite
@@ -246,8 +234,8 @@ class Watch:
         self.backward["rows"] = self.backward["rows"] or _bad_rows(bad, rows)
 
     def _noted(self, module: nn.Module, bad: list[torch.Tensor]) -> dict[str, Any]:
-        where, module_class = self._names[module], type(module).__name__
-        return {"where": where, "module_class": module_class, "dtype": _dtype(bad), "rows": ()}
+        name = type(module).__name__
+        return {"where": self._names[module], "module_class": name, "dtype": _dtype(bad), "rows": ()}
 
 
 def _hook(tensor: Any, on_gradient: Callable[[torch.Tensor], None]) -> RemovableHandle:
@@ -279,7 +267,7 @@ def bad_gradients(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, parameter in model.named_parameters() if bad_tensors(parameter.grad))
 
 
-def bad_weights(model: nn.Module) -> tuple[str, ...]:
+def _bad_weights(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters and buffers that are not finite; a buffer may be a mask."""
     parameters = [name for name, value in model.named_parameters() if bad_tensors(value)]
     return (*parameters, *(name for name, value in model.named_buffers() if bad_tensors(value, allow_masks=True)))
@@ -295,15 +283,10 @@ def bad_tensors(value: Any, *, allow_masks: bool = False) -> list[torch.Tensor]:
 
 
 def _finite(tensor: torch.Tensor, allow_masks: bool) -> torch.Tensor:
-    values = tensor.coalesce().values() if tensor.is_sparse else _local_part(tensor)
+    # of a sharded tensor (DTensor) what this process holds
+    values = tensor.coalesce().values() if tensor.is_sparse else getattr(tensor, "to_local", lambda: tensor)()
     finite = torch.isfinite(values)
     return finite | torch.isneginf(values) if allow_masks and not tensor.requires_grad else finite
-
-
-def _local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a sharded tensor (``DTensor``), and any other tensor as it is."""
-    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
 
 
 def _bad_rows(bad: list[torch.Tensor], rows: int, *, allow_masks: bool = False) -> tuple[int, ...]:

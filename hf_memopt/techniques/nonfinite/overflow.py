@@ -119,8 +119,13 @@ class OverflowCallback(TechniqueCallback):
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Watch this trainer's steps; a second ``attach`` makes it the outermost override again."""
-        if self.binding.trainer is not trainer:
-            _warn_of_overflow(trainer)
+        problem = against_float16(config=getattr(trainer.model, "config", None)) if trainer.args.fp16 else ""
+        if problem and self.binding.trainer is not trainer:
+            warnings.warn(
+                f"fp16=True is likely to lose steps: {problem}; expected bf16 where the GPU has it, else float32. "
+                "Set: fp16=False",
+                stacklevel=3,
+            )
         self.binding.end()
         if is_overridden(trainer, "training_step", DETECTS):
             raise ValueError(
@@ -264,19 +269,12 @@ class OverflowCallback(TechniqueCallback):
 
 @dataclass(frozen=True, slots=True)
 class StepReading:
-    """The flags of an optimizer step; the same in all processes except for ``is_loss_bad``.
+    """The flags of an optimizer step; the same in all processes except for ``is_loss_bad``."""
 
-    Args:
-        is_loss_bad: for each accumulation step of this process, whether its loss was not finite.
-        is_any_loss_bad: whether any loss of any process was not finite.
-        is_norm_bad: whether the gradient norm was not finite.
-        loss_scale: of fp16, with which the step was computed; None without a gradient scaler.
-    """
-
-    is_loss_bad: tuple[bool, ...]
-    is_any_loss_bad: bool
-    is_norm_bad: bool
-    loss_scale: float | None
+    is_loss_bad: tuple[bool, ...]  # for each accumulation step of this process, whether its loss was not finite
+    is_any_loss_bad: bool  # whether any loss of any process was not finite
+    is_norm_bad: bool  # whether the gradient norm was not finite
+    loss_scale: float | None  # of fp16, with which the step was computed; None without a gradient scaler
 
     @property
     def is_skipped(self) -> bool:
@@ -295,13 +293,7 @@ class StepReading:
 
 
 def read_step(is_loss_bad: Sequence[torch.Tensor], norm: torch.Tensor | float | None, accelerator: Any) -> StepReading:
-    """Read the flags of a step, the gradient norm and the loss scale in one transfer from the device.
-
-    Args:
-        is_loss_bad: one 0-dimensional bool tensor for each accumulation step, on the device.
-        norm: what ``accelerator.clip_grad_norm_`` returned; None if it was not called.
-        accelerator: shares the flags with the other processes, on the device, and has the gradient scaler.
-    """
+    """Read the flags of a step, the gradient norm and the loss scale in one transfer from the device."""
     here = torch.stack(list(is_loss_bad)).float()  # (accumulation steps,)
     if norm is not None and hasattr(norm, "full_tensor"):  # under FSDP2 each process has a part of it
         norm = norm.full_tensor()
@@ -322,13 +314,3 @@ def _precision(trainer: Any) -> str:
     if mixed in ("fp16", "bf16"):
         return mixed
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(next(trainer.model.parameters()).dtype, "fp32")
-
-
-def _warn_of_overflow(trainer: Any) -> None:
-    problem = against_float16(config=getattr(trainer.model, "config", None))
-    if trainer.args.fp16 and problem:
-        warnings.warn(
-            f"fp16=True is likely to lose steps: {problem}; expected bf16 where the GPU has it, else float32. "
-            "Set: fp16=False",
-            stacklevel=4,
-        )

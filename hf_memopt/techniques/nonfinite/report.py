@@ -18,43 +18,28 @@ from hf_memopt.whole_files import write_whole
 
 @dataclass(frozen=True, slots=True)
 class OverflowReport:
-    """One step whose loss or gradients were not finite.
+    """One step whose loss or gradients were not finite."""
 
-    Args:
-        step: the optimizer step, counted from 1.
-        case: what was not finite first, in the words of ``diagnosis``.
-        where: the module (``gradient``: the one in whose backward pass it begins), the weight or the column of the
-            batch; empty if it is the model itself, outside of it or not known.
-        module_class: the module's class; empty if it is not a module.
-        dtype: of the values in question.
-        largest_value: the largest finite magnitude among the values of a forward pass or of a column; else None.
-        largest_input: the same of the module's inputs.
-        accumulation_step: the accumulation step, counted from 0.
-        rows: the rows of its batch that show it; empty if no single rows do.
-        examples: indices of those rows in the training data, or of all its rows if there are none or if a row is not an
-            example; None if they cannot be known.
-        parameters: the first weights of the model that are not finite, or whose gradients were not.
-        loss_scale: of fp16 training; None otherwise.
-        precision: the floating-point format of the forward pass: ``fp32``, ``bf16`` or ``fp16``.
-        detail: a cause that is visible in the batch, or why the step could not be repeated.
-        batch: the file beside the report with the batch of the accumulation step; empty if it was not saved.
-    """
-
-    step: int
-    case: str
+    step: int  # the optimizer step, counted from 1
+    case: str  # what was not finite first, in the words of `diagnosis`
+    # the module (`gradient`: the one in whose backward pass it begins), the weight or the column of the batch; empty if
+    # it is the model itself, outside of it or not known
     where: str = ""
-    module_class: str = ""
-    dtype: str = ""
+    module_class: str = ""  # the module's class; empty if it is not a module
+    dtype: str = ""  # of the values in question
+    # the largest finite magnitude among the values of a forward pass or of a column; else None
     largest_value: float | None = None
-    largest_input: float | None = None
-    accumulation_step: int | None = None
-    rows: tuple[int, ...] = ()
+    largest_input: float | None = None  # the same of the module's inputs
+    accumulation_step: int | None = None  # the accumulation step, counted from 0
+    rows: tuple[int, ...] = ()  # the rows of its batch that show it; empty if no single rows do
+    # indices of those rows in the training data, or of all its rows if there are none or if a row is not an example;
+    # None if they cannot be known
     examples: tuple[int, ...] | None = None
-    parameters: tuple[str, ...] = ()
-    loss_scale: float | None = None
-    precision: str = "fp32"
-    detail: str = ""
-    batch: str = ""
+    parameters: tuple[str, ...] = ()  # the first weights of the model that are not finite, or whose gradients were not
+    loss_scale: float | None = None  # of fp16 training; None otherwise
+    precision: str = "fp32"  # the floating-point format of the forward pass: `fp32`, `bf16` or `fp16`
+    detail: str = ""  # a cause that is visible in the batch, or why the step could not be repeated
+    batch: str = ""  # the file beside the report with the batch of the accumulation step; empty if it was not saved
 
     @property
     def remedy(self) -> str:
@@ -73,9 +58,6 @@ def write_reports(reports: Sequence[OverflowReport], folder: Path, process_index
     """Write reports to ``overflow_report.json`` and, for people, ``.txt``; return the path of the first.
 
     Processes other than the first put their index into the name.
-
-    Raises:
-        OSError: one of them cannot be written; it is then what it was before.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"overflow_report{_rank(process_index)}"
@@ -87,11 +69,7 @@ def write_reports(reports: Sequence[OverflowReport], folder: Path, process_index
 
 
 def save_batch(inputs: Mapping[str, Any], step: int, folder: Path, process_index: int = 0) -> str:
-    """Save the tensors of a batch, to be passed to the model again, and return the name of the file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Save the tensors of a batch, to be passed to the model again, and return the name of the file."""
     folder.mkdir(parents=True, exist_ok=True)
     name, content = f"overflow_batch_step{step}{_rank(process_index)}.pt", io.BytesIO()
     tensors = {column: value for column, value in inputs.items() if tensors_in(value)}

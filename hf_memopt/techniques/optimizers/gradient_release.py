@@ -17,7 +17,6 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -183,8 +182,9 @@ class _Released(Built):
         self._last_norms: list[torch.Tensor] = []
         self._lock = threading.Lock()  # the backward pass has one thread per device
         self._hooks: list[RemovableHandle] = []
-        self._hook = partial(_on_gradient, weakref.ref(self))  # weakly: parameters outlive their optimizer
-        self.handle = UndoHandle(partial(_stop_releasing, weakref.ref(self)))
+        own = weakref.ref(self)  # parameters and handles outlive their optimizer
+        self._hook = lambda parameter: None if (alive := own()) is None else alive._release(parameter)
+        self.handle = UndoHandle(lambda: None if (alive := own()) is None else alive._stop())
         self._is_releasing = True
         self._install_hooks()
 
@@ -260,6 +260,11 @@ class _Released(Built):
                     self._places[parameter] = (group_index, index)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook))
 
+    def _stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._is_releasing = False
+
     def _release(self, parameter: torch.Tensor) -> None:
         with self._lock:
             if parameter.grad is None and parameter in self._stepped:
@@ -313,20 +318,6 @@ class _ReleasedBitsandbytes(_Released):
             optimizer.init_state(group, parameter, group_index, index)
         optimizer.prefetch_state(parameter)
         optimizer.update_step(group, parameter, group_index, index)
-
-
-def _on_gradient(reference: weakref.ref[_Released], parameter: torch.Tensor) -> None:
-    optimizer = reference()
-    if optimizer is not None:
-        optimizer._release(parameter)
-
-
-def _stop_releasing(reference: weakref.ref[_Released]) -> None:
-    optimizer = reference()
-    if optimizer is not None:
-        for hook in optimizer._hooks:
-            hook.remove()
-        optimizer._is_releasing = False
 
 
 def _copied(released: Any) -> Any:

@@ -157,7 +157,9 @@ class _SixteenBit(Built):
             state[COMPENSATION] = _nothing_lost(parameter)
         weight = parameter.detach().reshape(-1)  # (elements,): a view, or a copy of what is not contiguous
         gradient = parameter.grad.reshape(-1) if parameter.grad is not None else torch.zeros_like(weight)
-        generator = self._generator(parameter.device)
+        self._updates += 1  # the same random numbers in each process of a run
+        seed = random.Random(f"16-bit weights {self._updates}").getrandbits(63)
+        generator = torch.Generator(parameter.device).manual_seed(seed)
         before = {key: value for key, value in state.items() if key != COMPENSATION}
         for start in range(0, weight.numel(), SLICE_ELEMENTS):
             part = slice(start, min(start + SLICE_ELEMENTS, weight.numel()))
@@ -176,12 +178,6 @@ class _SixteenBit(Built):
             round_weights(float_slice, weight[part], lost, generator)
         if not parameter.is_contiguous():
             parameter.detach().copy_(weight.view(parameter.shape))
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator of the next update, the same in each process of a run."""
-        self._updates += 1
-        seed = random.Random(f"16-bit weights {self._updates}").getrandbits(63)
-        return torch.Generator(device).manual_seed(seed)
 
 
 class _SixteenBitTorch(_SixteenBit):
@@ -265,9 +261,6 @@ def rounded_optimizer(
     check_settings(TECHNIQUE, args)
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
     return sixteen_bit_optimizer(optimizer_class, rounding), kwargs
-
-
-# ---- The class
 
 
 def _nothing_lost(parameter: torch.Tensor) -> torch.Tensor:

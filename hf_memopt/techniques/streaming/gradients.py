@@ -56,10 +56,6 @@ class DeviceSteps:
 
     Weight and state of a parameter are fetched, stepped and copied out. ``optimizer.state`` of the host parameter stays
     where saving and resuming find it.
-
-    Args:
-        lanes: makes the copies.
-        optimizer: of a released class.
     """
 
     def __init__(self, lanes: Lanes, optimizer: Any) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memopt.binding.model import tensors_in
-from hf_memopt.techniques.streaming.quantized import Carrier, carriers_of, is_packed
 from hf_memopt.techniques.streaming.row_parts import joined, row_parts
 
 if TYPE_CHECKING:
@@ -28,28 +27,17 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class StreamedLayer:
-    """A layer of a model whose parameters are fetched for each call.
-
-    Args:
-        module: the layer.
-        ring: fetches its weights, and gets its gradients.
-        resident: parameters that stay on the device, adapters for example.
-        rows: how many rows a part of the layer's batch has; None for all at once.
-
-    Attributes:
-        parameters: those that are streamed.
-        carriers: what holds the values of the quantised ones among them.
-    """
+    """A layer of a model whose parameters are fetched for each call."""
 
     def __init__(self, module: nn.Module, ring: Ring, resident: Collection[nn.Parameter], rows: int | None) -> None:
-        self.module, self.ring, self.rows = module, ring, rows
+        self.module, self.ring, self.rows = module, ring, rows  # rows of a part of the batch; None for all at once
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for inner in module.modules():
             for name, parameter in inner._parameters.items():
                 if parameter is not None and parameter not in resident:
                     places.setdefault(parameter, []).append((inner, name))
         self._places = list(places.values())
-        self.parameters = list(places)
+        self.parameters = list(places)  # but those in resident, which stay on the device: adapters for example
         packed = [(p, own[0][0]) for p, own in places.items() if is_packed(p)]
         self.carriers: list[Carrier] = [carrier for p, inner in packed for carrier in carriers_of(p, inner)]
         self._stacks = [inner for inner in module.modules() if type(inner).__name__ == "ExpertStack"]
@@ -70,7 +58,9 @@ class StreamedLayer:
             return call.run(before, *args, **kwargs)
         self.switch_off()
         call.open_gates()
-        kwargs = kwargs if getattr(self.module, "_can_checkpoint_with_cache", False) else _without_cache(kwargs)
+        if not getattr(self.module, "_can_checkpoint_with_cache", False):  # the recomputation would write it once more
+            kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+            kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         parts = row_parts(self.module, args, kwargs, self.rows)
         outputs = [checkpoint(call.run, before, *part, use_reentrant=False, **named) for part, named in parts]
         call.is_recorded = True
@@ -128,11 +118,7 @@ class StreamedLayer:
 
     @contextmanager
     def exchanged(self, tensors: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """Let the modules have other tensors than their parameters, which are back afterwards, whatever happens.
-
-        Raises:
-            ValueError: a module has another parameter than when its layer was streamed, which would be lost.
-        """
+        """Let the modules have other tensors than their parameters, which are back afterwards, whatever happens."""
         for own, parameter in zip(self._places, self.parameters, strict=True):
             for inner, name in own:
                 if inner._parameters.get(name) is not parameter:
@@ -161,16 +147,12 @@ class StreamedLayer:
 
 
 class LayerCall:
-    """One call of a layer: what its forward pass and the recomputation of each part share.
-
-    Attributes:
-        has_begun: whether a part of it has run.
-        is_recorded: whether the forward pass is over, so that whoever runs it again is the backward pass.
-    """
+    """One call of a layer: what its forward pass and the recomputation of each part share."""
 
     def __init__(self, layer: StreamedLayer) -> None:
         self.layer = layer
-        self.has_begun = self.is_recorded = False
+        self.has_begun = False  # a part of it has run
+        self.is_recorded = False  # the forward pass is over, so that whoever runs it again is the backward pass
         self._gates: list[torch.Tensor | None] = [None] * len(layer.parameters)
 
     def open_gates(self) -> None:
@@ -224,7 +206,49 @@ class Weight(torch.autograd.Function):
         return gradients[0], None
 
 
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments without a cache, which the recomputation would write a second time."""
-    kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
-    return {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs
+# ---- Quantised weights
+
+
+class Carrier(NamedTuple):
+    """A tensor that its owner has as an attribute, on the host while the layer is away."""
+
+    owner: Any
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What the owner has now."""
+        found: torch.Tensor = getattr(self.owner, self.name)
+        return found
+
+    def exchange(self, tensor: torch.Tensor) -> None:
+        """Give the owner another tensor."""
+        setattr(self.owner, self.name, tensor)
+
+
+def is_packed(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a quantised weight of bitsandbytes."""
+    return getattr(parameter, "quant_state", None) is not None or hasattr(parameter, "SCB")
+
+
+def carriers_of(parameter: Any, module: Any) -> Iterator[Carrier]:
+    """Yield what holds the values of a quantised weight of a module.
+
+    ``MatMul4Bit`` keeps a view of the packed weight and the weight's ``QuantState`` as plain attributes of its ``ctx``,
+    and ``Linear8bitLt`` computes from ``module.state``; checkpointing drops neither. So each of these tensors has one
+    device storage for good: it is emptied while the layer is away and filled again before the layer is recomputed, and
+    whoever kept a view of it sees the values again. ``QuantState.to()`` would move the state for ever. All of it is
+    private to bitsandbytes, seen in 0.50.2; ``test_streaming_quantized.py`` pins it.
+
+    The weight of 8 bits comes last: ``forward`` makes it the state's tensor, and put away it has the host's again.
+    """
+    if hasattr(parameter, "SCB"):
+        if parameter.CB is not None:  # until the first forward pass the weight has them
+            module.init_8bit_state()
+        yield from (Carrier(module.state, name) for name in ("CB", "SCB"))
+        return
+    yield Carrier(parameter, "data")
+    for state in (parameter.quant_state, getattr(parameter.quant_state, "state2", None)):
+        for name in ("absmax", "code", "offset"):
+            if torch.is_tensor(getattr(state, name, None)):
+                yield Carrier(state, name)

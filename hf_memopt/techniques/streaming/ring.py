@@ -27,26 +27,15 @@ class Held(NamedTuple):
 
 
 class Ring:
-    """The layers of a model, and their copies.
-
-    Args:
-        lanes: makes the copies.
-        prefetch: layers to fetch ahead.
-
-    Attributes:
-        layers: in the order of the model.
-        steps: of the optimizer that steps within the backward pass; None to leave gradients on the host.
-        fetches: copies in of a whole layer so far.
-        live_bytes: weights that are on the device now, those that only autograd still holds included.
-        peak_bytes: the most they ever were.
-    """
+    """The layers of a model, and their copies."""
 
     def __init__(self, lanes: Lanes, prefetch: int) -> None:
-        self.lanes, self.prefetch = lanes, prefetch
-        self.layers: list[StreamedLayer] = []
+        self.lanes, self.prefetch = lanes, prefetch  # layers to fetch ahead
+        self.layers: list[StreamedLayer] = []  # in the order of the model
         self.gradients = HostGradients(lanes)
-        self.steps: DeviceSteps | None = None
-        self.fetches = self.live_bytes = self.peak_bytes = 0
+        self.steps: DeviceSteps | None = None  # of an optimizer that steps within the backward pass
+        self.fetches = 0  # copies in of a whole layer so far
+        self.live_bytes = self.peak_bytes = 0  # weights on the device now, with those that only autograd still holds
         self._held: dict[StreamedLayer, Held] = {}
         self._shells: dict[StreamedLayer, list[torch.Tensor]] = {}  # of carriers; their storage comes and goes
         self._calls: list[weakref.ref[LayerCall]] = []  # of forward passes whose backward pass is to come
@@ -59,7 +48,7 @@ class Ring:
             self._begin_backward()
             if self.steps is not None:
                 self.steps.begin_layer()
-        elif not call.has_begun and not is_inside_backward() and (self._in_backward or layer is self.layers[0]):
+        elif not (call.has_begun or _is_inside_backward()) and (self._in_backward or layer is self.layers[0]):
             self.clear()  # a new pass; a backward pass that failed has no end
         call.has_begun = True
         coming = self._before(call) if is_backward else self._after(layer)
@@ -110,8 +99,7 @@ class Ring:
             # as FSDP and DDP learn of the end; seen in torch 2.13
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
-    def _end_of_backward(self) -> None:
-        """Make weights and gradients on the host whole for whoever reads them now."""
+    def _end_of_backward(self) -> None:  # weights and gradients on the host become whole for whoever reads them now
         self.gradients.settle()
         self.clear()
         self._calls.clear()
@@ -168,6 +156,5 @@ class Ring:
             tensor.untyped_storage().resize_(0)
 
 
-def is_inside_backward() -> bool:
-    """Return whether this thread runs a backward pass, as ``torch.utils.checkpoint`` asks (seen in torch 2.13)."""
+def _is_inside_backward() -> bool:  # as torch.utils.checkpoint asks; seen in torch 2.13
     return torch._C._current_graph_task_id() != -1

@@ -17,12 +17,7 @@ FIX = "Pass rows=None to stream_layers"
 def row_parts(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Yield the arguments of each part; a tensor is cut where its first dimension is that of the first one.
-
-    Raises:
-        ValueError: something records inside the layer (attentions, router logits), and would see single parts; or the
-            batch has as many rows as tokens, so that it cannot be told which dimension is which.
-    """
+    """Yield the arguments of each part; a tensor is cut where its first dimension is that of the first one."""
     first = next(v for v in (*args, *kwargs.values()) if torch.is_tensor(v) and v.dim() > 1)  # (batch, seq, hidden)
     count = first.shape[0]
     if rows is None or count <= rows:
@@ -56,11 +51,7 @@ def _cut(value: Any, count: int, part: slice) -> Any:
 
 
 def joined(parts: Sequence[Any], rows: int | None) -> Any:
-    """Return the output of all rows; what has one entry for all of them (T5's position bias) is that of the first part.
-
-    Raises:
-        ValueError: an output has neither.
-    """
+    """Return the output of all rows; what has one for all (T5's position bias) is that of the first part."""
     first = parts[0]
     if len(parts) == 1:
         return first

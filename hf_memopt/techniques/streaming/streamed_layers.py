@@ -16,7 +16,6 @@ Source: the idea of MegaTrain (https://arxiv.org/abs/2604.05091) and of FSDP2's 
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from hf_memopt.binding.compatibility import check_settings, refusal_of
 from hf_memopt.binding.model import check_model, unwrap_model, unwrap_optimizer
 from hf_memopt.binding.parameters import layer_stacks, parameters_outside_adapters
 from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
-from hf_memopt.changes import Change, add_change, record_changes
+from hf_memopt.changes import Change
 from hf_memopt.devices.readings import read_memory
 from hf_memopt.plain_data import Count, CountOrZero, check_value
 from hf_memopt.techniques import ModelCallback
@@ -42,8 +41,6 @@ from hf_memopt.units import format_bytes
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-logger = logging.getLogger(__name__)
-
 TECHNIQUE = "streamed layers"
 FEWEST_LAYERS = 3
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, StreamedHandle] = weakref.WeakKeyDictionary()
@@ -53,9 +50,6 @@ class StreamedHandle(UndoHandle):
     """The handle of ``stream_layers``: ``remove()`` gives the layers their own forward passes back.
 
     The weights stay on the host, page-locked; what is outside the layers stays on the device.
-
-    Attributes:
-        ring: the layers and their copies, with the counts ``fetches``, ``live_bytes`` and ``peak_bytes``.
     """
 
     def __init__(self, ring: Ring, *handles: UndoHandle) -> None:
@@ -68,7 +62,7 @@ class StreamedHandle(UndoHandle):
                 layer.switch_back()
 
         super().__init__(stop)
-        self.ring = ring
+        self.ring = ring  # the layers and their copies, with the counts fetches, live_bytes and peak_bytes
 
 
 def stream_layers(
@@ -192,11 +186,9 @@ class StreamedLayersCallback(ModelCallback):
         super().on_init_end(args, state, control, model=model, **kwargs)
 
     def bind(self, trainer: Trainer) -> UndoHandle:
-        """Stream the layers, and note that in ``trainer.memopt_changes``."""
+        """Stream the layers."""
         self._device = trainer.args.device
-        handle = super().bind(trainer)
-        record_changes(trainer, self.changes)
-        return handle
+        return super().bind(trainer)
 
     def change_model(self, model: Any) -> None:
         """Call ``stream_layers``, unless the model's layers are streamed."""
@@ -211,8 +203,7 @@ class StreamedLayersCallback(ModelCallback):
         self.handle = handle
         streamed = sum(parameter.nbytes for layer in handle.ring.layers for parameter in layer.parameters)
         reason = f"{format_bytes(streamed)} of {len(handle.ring.layers)} layers wait in host memory"
-        if add_change(self.changes, change := Change("weights of the layers", "on the device", "fetched", reason)):
-            logger.info(f"StreamedLayersCallback changed {change}")
+        self.note(Change("weights of the layers", "on the device", "fetched", reason))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any

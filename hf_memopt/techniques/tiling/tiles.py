@@ -10,7 +10,9 @@ one forward pass more.
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,18 +23,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
 
 from hf_memopt.binding.compatibility import check_settings
 from hf_memopt.binding.model import check_model, unwrap_model
-from hf_memopt.binding.undo import UndoHandle, override_method, remove_all, set_attribute, undo_all
-from hf_memopt.changes import Change, add_change, record_changes
+from hf_memopt.binding.undo import RandomState, UndoHandle, override_method, remove_all, set_attribute, undo_all
+from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.techniques import ModelCallback
 from hf_memopt.techniques.tiling.position_wise import DRAWS, SWAPPED, Call, Place, difference, find_places, join
-from hf_memopt.techniques.tiling.small_model import places_on_meta
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    pass
 
 LEAST_TOKENS = 1024
 MOST_TILES = 8  # of 16-bit weights: the gradients of tiles are added up in 16 bits. Of the first batch, to be compared
@@ -131,13 +133,7 @@ class TiledLayersCallback(ModelCallback):
         self.handle = self._handles.keep(model, tiles)
         names = f"{len(tiles.modules)} modules, such as {next(iter(tiles.modules))}"
         size = f"tiles of {self.tile_tokens or f'at least {LEAST_TOKENS}'} tokens"
-        add_change(self.changes, Change(names, "all positions at once", size, "each works on each position alone"))
-
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Tile the model, and note that in ``trainer.memopt_changes``."""
-        handle = super().bind(trainer)
-        record_changes(trainer, self.changes)
-        return handle
+        self.note(Change(names, "all positions at once", size, "each works on each position alone"))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Refuse settings, tile a model that is new, and make checkpointing non-reentrant."""
@@ -152,7 +148,7 @@ def _checked_places(model: Any) -> list[Place]:
         problem = f"it takes {takes}; expected a text model of transformers. Train it without tiles"
     else:
         is_real = not next(model.parameters()).is_meta
-        places, reasons = find_places(model) if is_real else places_on_meta(model)
+        places, reasons = find_places(model) if is_real else _places_on_meta(model)
         of = {reason: name for name, reason in reversed(reasons.items())}
         if places and DRAWS not in of:
             return places
@@ -236,3 +232,60 @@ def _tile_by_tile(call: Call, axes: tuple[Any, ...], length: int) -> Any:
 
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     return join([checkpoint(run, index, **options) for index in range(len(tiles))], axes[0])
+
+
+# ---- A model on the meta device, which has no values
+
+
+PARTS = (64, 32, 16, 8, 4, 2, 1)  # of the width; the first with which a model runs counts
+MOST_WEIGHTS = 700_000_000  # of the small model
+_WIDTHS = re.compile(
+    "dim|hidden_size|intermediate_size|embedding_size|head_size|ffn|d_model|d_kv|d_ff|dff|d_inner|d_head|n_embd|n_inner"
+    "|rank|width|channels"
+)
+_NO_WIDTHS = re.compile("num_|layers|heads|vocab|conv|image|patch")
+
+_found: dict[tuple[type, str], tuple[list[Place], dict[str, str]]] = {}  # without the modules of the small model
+
+
+def _places_on_meta(model: Any) -> tuple[list[Place], dict[str, str]]:
+    """Return what ``find_places`` would for a model on the meta device if it had values; ``kept_bytes`` are too small.
+
+    A small model of the same class and configuration is asked, with all its layers and experts and a part of its width.
+    """
+    inner = unwrap_model(model)
+    key = type(inner), repr(inner.config)
+    if key not in _found:
+        places, reasons = _of_small(inner)
+        _found[key] = [place._replace(module=nn.Module()) for place in places], reasons
+    places, reasons = _found[key]
+    places = [one._replace(module=inner.get_submodule(one.name.removesuffix(f".{one.method}"))) for one in places]
+    dropping = (one for one in places if any(isinstance(x, nn.Dropout) and x.p > 0 for x in one.module.modules()))
+    return places, reasons | {one.name: DRAWS for one in dropping}  # of adapters, which the small one has none of
+
+
+def _of_small(model: Any) -> tuple[list[Place], dict[str, str]]:
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    drawn, problem = RandomState.capture(torch.device("cpu")), ""
+    try:
+        for part in (one for one in PARTS if weights / one**2 <= MOST_WEIGHTS):
+            try:
+                return find_places(type(model)(_with_part(model.config, part)))
+            except Exception as error:  # of foreign code: a width that does not divide
+                problem = str(error)
+    finally:
+        drawn.restore()
+    raise ValueError(
+        f"model=<{type(model).__name__}> does not tile: no small model of its configuration runs ({problem}); expected "
+        "a text model of transformers. Estimate it without tiles"
+    )
+
+
+def _with_part(config: PretrainedConfig, part: int) -> Any:
+    """Return a copy of a configuration, all of whose widths are divided by ``part``."""
+    made = copy.deepcopy(config)
+    for one in (made, *(inner for inner in vars(made).values() if isinstance(inner, PretrainedConfig))):
+        for name, value in list(vars(one).items()):
+            if type(value) is int and value > 1 and _WIDTHS.search(name) and not _NO_WIDTHS.search(name):
+                setattr(one, name, max(1, value // part))
+    return made

@@ -27,34 +27,21 @@ PACKAGES = {"image-classification": ("'datasets[vision]'",), "speech-seq2seq": (
 
 @dataclass(frozen=True)
 class RowsFile:
-    """The file or folder of rows that a plan was made for.
+    """The file or folder of rows that a plan was made for."""
 
-    Attributes:
-        path: Parquet, Arrow, JSON Lines or CSV.
-        column: of it, with texts or token ids; None for the likely one.
-        tokenizer: a folder or a name on the Hub; None for the model's own.
-    """
-
-    path: str | os.PathLike[str]
-    column: str | None = None
-    tokenizer: str | None = None
+    path: str | os.PathLike[str]  # Parquet, Arrow, JSON Lines or CSV
+    column: str | None = None  # of it, with texts or token ids; None for the likely one
+    tokenizer: str | None = None  # a folder or a name on the Hub; None for the model's own
 
 
 @dataclass(frozen=True)
 class Written:
-    """What ``Plan.write`` wrote; ``print`` shows the commands to run next.
+    """What ``Plan.write`` wrote; ``print`` shows the commands to run next."""
 
-    Attributes:
-        recipe: the path of ``recipe.json``.
-        script: the path of ``train.py``; None where none was written.
-        commands: to run next, in order.
-        notes: what is to be completed first, or why there is no script.
-    """
-
-    recipe: Path
-    script: Path | None
-    commands: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    recipe: Path  # the path of `recipe.json`
+    script: Path | None  # the path of `train.py`; None where none was written
+    commands: tuple[str, ...]  # to run next, in order
+    notes: tuple[str, ...] = ()  # what is to be completed first, or why there is no script
 
     def __str__(self) -> str:
         files = " and ".join(str(path) for path in (self.script, self.recipe) if path is not None)
@@ -63,17 +50,7 @@ class Written:
 
 
 def check_folder(directory: str | os.PathLike[str], *, force: bool = False, beside: Iterable[str] = ()) -> Path:
-    """Return the folder as a path if ``train.py`` and ``recipe.json`` can be written there; nothing is written yet.
-
-    Args:
-        directory: the folder.
-        force: whether files of these names are overwritten.
-        beside: the names of further files, of ``launch_files``.
-
-    Raises:
-        ValueError: the folder has one of them and ``force`` is not set; it or one above it is a file, or cannot be
-            written to.
-    """
+    """Return the folder as a path if ``train.py`` and ``recipe.json`` can be written there; nothing is written yet."""
     folder = checked_path("directory", directory)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
