@@ -7,7 +7,6 @@ a request, a value that the keyboard does not reach.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -220,11 +219,7 @@ def lab(colour: str, seen: Any) -> Any:
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
 def test_parts_differ_to_everybody(theme: Any) -> None:
-    as_seen: list[Callable[[str], Any]] = [
-        lambda colour, seen=np.array(seen): lab(colour, seen)  # type: ignore[misc]
-        for seen in (np.eye(3), DEUTERANOPE, PROTANOPE)
-    ]
     colours = {**COLOURS, "context": theme.strong, "unused": theme.faint, "paper": theme.paper}
-    for see in as_seen:
+    for seen in (np.eye(3), np.array(DEUTERANOPE), np.array(PROTANOPE)):
         for (one, first), (other, second) in combinations(colours.items(), 2):
-            assert np.linalg.norm(see(first) - see(second)) > 12, (one, other)
+            assert np.linalg.norm(lab(first, seen) - lab(second, seen)) > 12, (one, other)
