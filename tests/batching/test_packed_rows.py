@@ -234,6 +234,25 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "gpt_oss": {**EXPERTS, **WINDOWS},
     "llama4_text": {**EXPERTS, "attention_chunk_size": 8, "intermediate_size_mlp": 64},
+    **{
+        name: {}
+        for name in ("qwen2", "gemma", "olmo", "olmo3", "helium", "nemotron", "glm", "glm4", "smollm3", "arcee")
+    },
+    **{name: {} for name in ("ernie4_5", "persimmon", "seed_oss", "hunyuan_v1_dense", "apertus")},
+    "phi": {"embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "cohere2": WINDOWS,
+    "exaone4": WINDOWS,
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "olmoe": EXPERTS,
+    "granitemoe": EXPERTS,
+    "phimoe": EXPERTS,
+    "gpt_bigcode": {**OF_GPT2, "resid_pdrop": 0.0},
+    "gptj": {**OF_GPT2, "resid_pdrop": 0.0, "rotary_dim": 8},  # this and the next two: stock's masks
+    "codegen": {**OF_GPT2, "resid_pdrop": 0.0, "rotary_dim": 8},
+    "gpt_neo": {
+        **{"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+        **{"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0},
+    },
 }
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {},
@@ -243,14 +262,37 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "modernbert": {"local_attention": 4, "cls_token_id": 2, "sep_token_id": 3},
     "albert": {"embedding_size": 16},
     "esm": {"mask_token_id": 4},
+    **{name: {} for name in ("camembert", "xlm-roberta", "ernie", "nomic_bert", "eurobert")},
 }
 REFUSED: dict[str, dict[str, Any]] = {  # by what their message names
     "mamba": {"state_size": 4},
+    "mamba2": {"state_size": 4, "num_heads": 8, "n_groups": 1},
+    "falcon_h1": {
+        **{"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+    },
+    "jamba": {
+        **{"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+        **{"use_mamba_kernels": False, "num_experts": 2},
+    },
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
+    "qwen3_next": {
+        **EXPERTS,
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8},
+        **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+        "shared_expert_intermediate_size": 32,
+    },
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
+    "rwkv": {"attention_hidden_size": 32},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "bloom": {"n_layer": 2, "n_head": 4},
     "falcon": {"alibi": True},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
     "fnet": {},
+    "funnel": {"block_sizes": [1, 1], "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64},
+    "convbert": {"embedding_size": 32},
+    "mpnet": {},
+    "layoutlm": {},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
 }
 
@@ -265,7 +307,8 @@ def tiny_model(name: str) -> Any:
     settable = {key for key in dir(known) if not isinstance(getattr(type(known), key, None), property)}
     taken = {key: value for key, value in {**SIZES, **NO_DROPOUT}.items() if key in settable}
     config = transformers.AutoConfig.for_model(name, **{**taken, **own})
-    kind = transformers.AutoModelForMaskedLM if name in {**ENCODERS, "deberta-v2": 0, "fnet": 0} else None
+    masked = {*ENCODERS, "deberta-v2", "fnet", "funnel", "convbert", "mpnet", "layoutlm"}
+    kind = transformers.AutoModelForMaskedLM if name in masked else None
     kind = kind or (transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM)
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -375,6 +418,23 @@ def test_a_leak_that_appears_later_stops_the_run_at_its_first_batch(tmp_path):
     trainer.train()
     model.model.layers[0].register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
     with pytest.raises(ValueError, match=r"of a row of the first batch see other texts of it in LlamaForCausalLM"):
+        trainer.train()
+
+
+def test_a_batch_whose_gradients_are_zero_shows_nothing_and_the_next_is_looked_at(tmp_path, caplog):
+    texts = [{"input_ids": row["input_ids"]} for row in examples()]
+    model = tiny.llama()
+    trainer = attach(make_trainer(tmp_path, model, packed(texts, ROW), max_steps=6))
+    silent = model.model.norm.register_forward_hook(lambda module, args, output: output * 0)
+    with caplog.at_level("WARNING", logger="hf_memopt"):
+        trainer.train()
+    said = "no gradient reaches the tokens of the first 3 batches in LlamaForCausalLM"
+    assert caplog.text.count(said) == 1
+    silent.remove()
+    steps = itertools.count()
+    model.model.norm.register_forward_hook(lambda module, args, output: output * float(next(steps) >= 2))
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
+    with pytest.raises(ValueError, match="see other texts of it in LlamaForCausalLM"):
         trainer.train()
 
 

@@ -8,6 +8,7 @@ its neighbours do, and are those of the text alone. In the first batch of each r
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,11 +32,15 @@ from hf_memopt.binding.undo import (
     set_attribute,
     undo_all,
 )
+from hf_memopt.notices import notify
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
+logger = logging.getLogger(__name__)
+
 APART = "texts kept apart"  # the purpose of the override
+MOST_LOOKED_AT = 3  # first batches of a run whose gradients are zero
 LENGTHS = (6, 8, 7)  # tokens of the texts, of which the second is asked
 LARGEST_DEVIATION = 0.1  # of the logits from those of the text alone: above rounding in 16 bits, below other positions
 
@@ -206,13 +211,27 @@ def _outputs(trainer: Any, inputs: Mapping[str, Any]) -> Any:
 
 
 def _look_once(trainer: Trainer) -> Callable[..., Any]:
-    """Return a ``training_step`` that looks at the first batch of each run, and raises where texts reach each other."""
+    """Return a ``training_step`` that looks at the first batch of each run, and raises where texts reach each other.
+
+    A batch whose gradients are zero everywhere shows nothing: then the next ones are looked at.
+    """
     looked_at: list[Any] = [None]  # the state of the run; a new run has a new one
+    zeros: list[int] = [0]
 
     def training_step(before: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], *args: Any) -> Any:
         if trainer.state is not looked_at[0]:
-            looked_at[0] = trainer.state
-            if reached := _reached_texts(trainer, inputs, training=True):
+            reached = _reached_texts(trainer, inputs, training=True)
+            zeros[0] = zeros[0] + 1 if reached is None else 0
+            if reached is not None or zeros[0] == MOST_LOOKED_AT:
+                looked_at[0] = trainer.state
+            if zeros[0] == MOST_LOOKED_AT:
+                zeros[0] = 0
+                notify(
+                    logger,
+                    f"no gradient reaches the tokens of the first {MOST_LOOKED_AT} batches in {_name(model)}, so that "
+                    f"texts of a row are not shown to be apart. {_pad_instead(trainer)}",
+                )
+            if reached:
                 raise ValueError(
                     f"texts {reached[:8]} of a row of the first batch see other texts of it in {_name(model)}: the "
                     "gradients of their tokens reach those; expected exactly 0. " + _pad_instead(trainer)
@@ -222,8 +241,10 @@ def _look_once(trainer: Trainer) -> Callable[..., Any]:
     return training_step
 
 
-def _reached_texts(trainer: Any, batch: Mapping[str, Any], *, training: bool) -> list[int]:
+def _reached_texts(trainer: Any, batch: Mapping[str, Any], *, training: bool) -> list[int] | None:
     """Return the texts of the batch's row with the most of them that a gradient reaches from another one.
+
+    None where no gradient reaches any token, so that nothing is shown.
 
     What comes out of every second text is differentiated by what goes into the others: two backward passes of one row.
     """
@@ -235,6 +256,7 @@ def _reached_texts(trainer: Any, batch: Mapping[str, Any], *, training: bool) ->
     inputs = {name: value[row : row + 1] if getattr(value, "ndim", 0) > 1 else value for name, value in batch.items()}
     inputs.pop("labels", None)
     reached: set[int] = set()
+    is_shown = False
     try:
         with undisturbed(trainer, trainer.model, training=training), torch.enable_grad():
             embedded, hidden = _ends_of_layers(trainer, inputs)
@@ -246,12 +268,13 @@ def _reached_texts(trainer: Any, batch: Mapping[str, Any], *, training: bool) ->
                 )  # a sum is constant after a norm
                 score = (hidden[0] * weights)[text % 2 == parity].sum()
                 [gradient] = torch.autograd.grad(score, embedded, retain_graph=True)
+                is_shown |= bool(gradient.any())
                 reached |= set(text[(gradient[0] != 0).any(-1) & (text % 2 != parity)].tolist())
     except RuntimeError as error:
         if "use_reentrant" not in str(error) or not training:  # checkpointing that knows no gradients of inputs
             raise
         return _reached_texts(trainer, batch, training=False)
-    return sorted(reached)
+    return sorted(reached) if is_shown else None
 
 
 def _ends_of_layers(trainer: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,6 +58,7 @@ def _lines(found: Plan, width: int, wording: Callable[[str], str]) -> Iterator[t
     yield from _filled(_recommended(found), width, "bold green")
     yield from _filled(map(wording, _short(found)), width, "bold red")
     yield from _filled(map(wording, _with_consent(found)), width)
+    yield from _filled(_epochs(found), width)
     yield from _filled((wording(f"Note: {note}.") for note in found.notes), width)
     if found.measured:
         said = f"* predicted; what has a + is corrected by real steps on this GPU: {found.measured}."
@@ -65,6 +66,20 @@ def _lines(found: Plan, width: int, wording: Callable[[str], str]) -> Iterator[t
     else:
         what = "* predicted, and so is the memory" if _is_timed(shown_candidates(found)) else "Memory is predicted"
         yield from _filled([f"{what}: nothing of it was measured on this GPU."], width)
+
+
+def _epochs(found: Plan) -> Iterator[str]:
+    """Yield what an epoch of the given data costs padded, in buckets and packed."""
+    padding = report_figures(found, simulate=False)["padding"]
+    if padding is None:
+        return
+    ways = padding["strategies"]
+    kept = [ways[0], *(way for way in ways if way["name"].startswith(("bucketed(batch", "packed")))]
+    costs = []
+    for way in kept:
+        time = "" if way["epoch_seconds"] is None else f", {_duration(way['epoch_seconds'])}"
+        costs.append(f"{way['name']} {way['epoch_tokens']:,} tokens{time}")
+    yield f"An epoch of your data: {'; '.join(costs)}."
 
 
 def _filled(paragraphs: Iterable[str], width: int, style: str = "") -> Iterator[tuple[str, str]]:
