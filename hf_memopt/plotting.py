@@ -67,6 +67,7 @@ DARK = Theme(*("#0D1117", "#E6EDF3", "#343B44", "#C9D1D9", "#FF7B72", "#56D1A4",
 THEMES = {"light": LIGHT, "dark": DARK}
 _THEME = ContextVar("theme", default=LIGHT)
 _WIDTH = ContextVar("width", default=WIDTH_INCHES)
+_IN_PAGE = ContextVar("in page", default=False)
 
 
 # ---- Files
@@ -174,14 +175,15 @@ def page_pictures(pictures: Mapping[str, tuple[str, Callable[[Theme], Figure]]])
 
 def _for_page(draw: Callable[[Theme], Figure], label: str, name: str, width: str) -> str:
     """Draw a picture; return its SVG without what only a file needs, with the page's fonts and colours."""
-    token = _WIDTH.set(NARROW_INCHES if width == "narrow" else WIDTH_INCHES)
+    width_token, page_token = _WIDTH.set(NARROW_INCHES if width == "narrow" else WIDTH_INCHES), _IN_PAGE.set(True)
     try:
         # identifiers are hashes with this salt, so two pictures of a page share none
         with drawing(LIGHT, {"svg.hashsalt": f"{name} {width}"}), catch_warnings():
             filterwarnings("ignore", "Glyph .* missing from font")  # the reader's browser has its own fonts
             svg = _explained(draw(LIGHT))
     finally:
-        _WIDTH.reset(token)
+        _WIDTH.reset(width_token)
+        _IN_PAGE.reset(page_token)
     box, body = re.findall(r'<svg [^>]*viewBox="([^"]*)"[^>]*>(.*)</svg>', svg, re.DOTALL)[0]
     body = re.sub(r"<style.*?</style>", "", body, count=1)
     body = body.replace(f"font-family: '{FONT}'; ", "")
@@ -197,11 +199,14 @@ EXPLAINED = "title: "
 
 def explain(artist: Artist, text: str, part: str = "") -> None:
     """Let an SVG show a text where the pointer rests on what is drawn, which a page can show apart from other parts."""
-    artist.set_gid(f"{EXPLAINED}{part} | {text}")
+    said = f"{EXPLAINED}{part.replace('|', '/')} | {text}"
+    artist.set_gid(said.replace('"', "'"))  # of what has none, matplotlib quotes attributes by "
 
 
 def explain_stretches(axes: Axes, edges: Sequence[float], texts: Sequence[str]) -> None:
-    """Let an SVG show a text over each stretch of a curve, between two edges each."""
+    """Let a page show a text over each stretch of a curve, between two edges each; a file has nothing there."""
+    if not _IN_PAGE.get():
+        return
     for left, right, text in zip(edges, edges[1:], texts, strict=False):
         # nearly transparent: what is quite so is not drawn, and takes no pointer
         explain(axes.axvspan(left, right, facecolor=(0, 0, 0, 0.004), linewidth=0, zorder=7), text)

@@ -54,8 +54,10 @@ SHOWN = """(() => {
     const all = (names) => [...document.querySelectorAll(names)];
     return {
         width: document.documentElement.scrollWidth, window: document.documentElement.clientWidth,
-        pictures: all(".picture svg").map((one) => [one.closest("section").id, box(one).width, box(one).height]),
+        pictures: all(".picture svg").filter((one) => box(one).width)
+            .map((one) => [one.closest("section").id, box(one).width, box(one).height]),
         cut: all(".picture text").filter((one) => {
+            if (!box(one).width) return false;
             const text = box(one), whole = box(one.closest("svg"));
             return text.left < whole.left - 1 || text.right > whole.right + 1
                 || text.top < whole.top - 1 || text.bottom > whole.bottom + 1;

@@ -291,7 +291,7 @@ def test_the_text_fits_into_80_columns_and_says_everything(unit, longest):
     assert "…" not in text
     for found in report.strategies:
         assert found.name in text
-        assert f"{found.padding_efficiency:.3f}" in text
+        assert f"{100 * found.wasted_fraction:.1f} %" in text
         assert f"{found.largest_batch_tokens:,}" in text
     for found in report.suggestions:
         assert f"{found.name} = {found.value}: {found.reason}" in text.replace("\n", " ")

@@ -86,7 +86,7 @@ def test_a_picture_that_fails_leaves_the_training_whole(tmp_path, figures, monke
     def full(*_: Any) -> None:
         raise ValueError("no room")
 
-    monkeypatch.setattr("hf_memopt.reports.run.draw_run", full)
+    monkeypatch.setattr("hf_memopt.reports.run.RunPicture.write", full)
     trainer = attach(make_trainer(None, tmp_path, [MemoryReportCallback(plot=tmp_path / "memory.png")]))
     with caplog.at_level(logging.WARNING):
         assert trainer.train().global_step == 4

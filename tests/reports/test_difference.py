@@ -123,7 +123,7 @@ def test_every_text_of_the_page_is_escaped(files: tuple[Path, Path]) -> None:
     page = difference_page(compare(*map(read_side, files)))
     read = Page(page)
     assert read.open == []
-    assert "script" not in read.tags
+    assert read.tags.count("script") == 1
     assert EVIL not in page
     assert EVIL in read.text
 
@@ -144,7 +144,6 @@ def test_what_cannot_be_compared_is_refused(files: tuple[Path, Path], tmp_path: 
         (*files, "--output", there): "exists already; expected a new file. Pass another name, or --force to replace it",
         (*files, "--force"): "--force has nothing to replace: no file is written; expected --output.",
         (run, "--json"): "one is JSON already; expected two.",
-        (files[0],): "is an estimate, and a single one has no report; expected a run, a plan, or two to compare.",
     }.items():
         found = report(*arguments)
         assert found.exit_code == 2, found.output

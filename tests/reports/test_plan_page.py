@@ -48,15 +48,15 @@ def test_its_pictures_have_text_titles_and_the_colours_of_the_page(text: str) ->
     pytest.importorskip("matplotlib")
     page = page_of(text)
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(pictures) == 5
+    assert len(pictures) == 10  # a wide and a narrow one of each
     for svg in pictures:
-        assert re.match(r'<svg viewBox="[^"]*" role="img" aria-label="[^"]+">', svg)
+        assert re.match(r'<svg class="(?:wide|narrow)" viewBox="[^"]*" role="img" aria-label="[^"]+">', svg)
         assert "<text" in svg
         assert "font-family" not in svg
         assert "fill: var(--paper)" in svg
         assert not set(re.findall(r": (#\w{6})", svg)) & {colour.lower() for colour in vars(LIGHT).values()}
     assert "<title>weights: " in pictures[0]
-    assert "<title>1 rows of 64 tokens, 4 times: fits" in pictures[2]
+    assert "<title>1 rows of 64 tokens, 4 times: fits" in pictures[4]
 
 
 def test_without_matplotlib_it_has_its_tables_and_says_what_draws_pictures(

@@ -81,7 +81,7 @@ def test_every_text_is_escaped() -> None:
     page = page_of(told)
     read = Page(page)
     assert read.open == []
-    assert "script" not in read.tags
+    assert read.tags.count("script") == 1
     assert EVIL not in page
     assert EVIL in read.text
     assert not re.search(r"<[^>]*\son(mouseover|load)=", page)

@@ -92,18 +92,23 @@ def _strategies(report: PaddingReport, width: int) -> RenderableType:
     title = "What each way of padding wastes"
     table = Table(title=title, caption=caption, caption_justify="left", **_look())
     table.add_column("", overflow="fold")  # a narrow terminal wraps the names, never the figures
-    for heading in ("wasted", f"{report.unit} of\nan epoch", "batches", "largest\nbatch", "shapes"):
+    for heading in ("wasted", f"epoch\n{report.unit}", "batches", "largest\nbatch", "shapes"):
         table.add_column(heading, justify="right", no_wrap=True)
     for found in report.strategies:
         table.add_row(
             found.name.replace("(", "(\n") if width < NARROW_COLUMNS else found.name,
             percent(found.wasted_fraction, 1),
-            f"{found.epoch_tokens:,}",
+            _count(found.epoch_tokens),
             f"{found.batches:,}",
             f"{found.largest_batch_tokens:,}",
             f"{found.shapes:,}",
         )
     return table
+
+
+def _count(tokens: int) -> str:
+    digits = 0 if tokens >= 10**9 else 1
+    return f"{tokens:,}" if tokens < 10**7 else f"{tokens / 1e6:,.{digits}f} M"
 
 
 def _cuts(report: PaddingReport) -> RenderableType:

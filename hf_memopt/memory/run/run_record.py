@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import Trainer
 
-    from hf_memopt.reports.run import CurveData, StepsData
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class RunRecord:
         self.shape: BatchShape | None = None  # of the last pass
         self.components: dict[str, int] = {}  # bytes of weights and gradients after the first passes, then of the state
         self.failure: dict[str, Any] | None = None  # the last out-of-memory, whether or not it was recovered from
-        self.curve: CurveData = {"step": [], "loss": [], "seconds_per_step": [], "tokens_per_second": []}
+        self.curve: dict[str, list[Any]] = {"step": [], "loss": [], "seconds_per_step": [], "tokens_per_second": []}
         self._seconds, self._logged_step, self._logged_tokens = 0.0, first_step, self.tokens or self.padded_tokens
 
     def begin_step(self) -> None:
@@ -102,7 +101,7 @@ class RunRecord:
         tokens, steps = self.tokens or self.padded_tokens, step - self._logged_step
         if steps < 1 or not self._seconds:
             return
-        points: list[list[Any]] = list(self.curve.values())  # type: ignore[arg-type]
+        points = list(self.curve.values())
         if len(points[0]) >= MOST_POINTS:
             for one in points:
                 del one[::2]  # every second log is left
@@ -136,7 +135,7 @@ class RunRecord:
             if self.largest is None or shape.padded_tokens > self.largest.padded_tokens:
                 self.largest = shape
 
-    def by_step(self) -> dict[str, StepsData]:
+    def by_step(self) -> dict[str, Any]:
         """Return the peaks of each phase as plain data."""
         return {phase: {"first": found.steps, "bytes": found.sizes} for phase, found in self.peaks.items()}
 

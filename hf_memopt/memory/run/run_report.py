@@ -46,7 +46,7 @@ Peaks = Mapping[str, Mapping[str, int]]
 def draw_report(path: Path, peaks: Peaks, record: RunRecord, device: torch.device, trainer: Any) -> None:
     """Draw a run beside its prediction, which needs a trainer; what fails is reported, since training is over."""
     try:
-        from hf_memopt.reports.run import RunPicture, draw_run
+        from hf_memopt.reports.run import RunPicture
 
         predicted, batch = {}, ""
         found, reason = None, "without an accelerator the memory of the whole process is measured"
@@ -57,7 +57,7 @@ def draw_report(path: Path, peaks: Peaks, record: RunRecord, device: torch.devic
             batch = f"{found.batch_size}" + ("" if found.seq_len is None else f" x {found.seq_len}")
         model = "" if trainer is None else f"{type(unwrap_model(trainer.model)).__name__} on "
         name = f"{model}{name_of(device)}"
-        draw_run(RunPicture(record.by_step(), peaks, predicted, name=name, batch=batch, reason=reason), path)
+        RunPicture(record.by_step(), peaks, predicted, name=name, batch=batch, reason=reason).write(path)
     except Exception as error:  # a picture must not cost a training its result
         notify(logger, f"plot={str(path)!r} was not drawn ({type(error).__name__}: {error}); the training is whole")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from hf_memopt.components import Verdict, parts_of
@@ -17,7 +18,6 @@ from hf_memopt.plain_data import Count, CountOrZero, checked_path, parse_object
 from hf_memopt.reports import Measurement, phase_name
 from hf_memopt.reports.plan import PlanData, batch_of, read_plan_text, shown_one
 from hf_memopt.reports.run import (
-    Points,
     RunData,
     curves_of,
     measured_parts,
@@ -116,7 +116,7 @@ class Side:
     size: str = ""
     fixes: Sequence[str] = ()
     notes: Sequence[str] = ()
-    curves: Mapping[str, Points] = field(default_factory=dict)
+    curves: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_told(path: Path) -> tuple[Kind, Any, Path]:
@@ -265,7 +265,7 @@ def _of_measurement(found: Measurement, name: str) -> Side:
         total_bytes=found.total_bytes,
         components=found.measured.components,
         phases=found.measured.phases,
-        speed=f"{found.step_seconds:.3g} s" if found.step_seconds else "",
+        speed=f"{median(found.step_seconds):.3g} s" if found.step_seconds else "",
         failed="" if found.fits else f"ran out of memory in the {found.out_of_memory} phase",
         settings={"model": found.model, "largest batch": size, **{key: str(getattr(found, key)) for key in settings}},
         versions=found.versions,

@@ -1,9 +1,6 @@
 from .page_of_run import run_page as run_page
 from .run_file import FORMAT as FORMAT
-from .run_file import CurveData as CurveData
-from .run_file import Points as Points
 from .run_file import RunData as RunData
-from .run_file import StepsData as StepsData
 from .run_file import curves_of as curves_of
 from .run_file import measured_parts as measured_parts
 from .run_file import phase_pairs as phase_pairs
@@ -13,4 +10,3 @@ from .run_file import run_name as run_name
 from .run_file import total_bytes as total_bytes
 from .run_picture import RunPicture as RunPicture
 from .run_picture import curves_figure as curves_figure
-from .run_picture import draw_run as draw_run

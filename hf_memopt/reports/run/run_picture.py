@@ -78,6 +78,15 @@ class RunPicture:
             )
         return figure
 
+    def write(self, path: Path) -> None:
+        """Draw it to a PNG, SVG or PDF file.
+
+        Raises:
+            ValueError: ``path`` is not such a file, or cannot be written.
+            MissingExtraError: matplotlib is not installed.
+        """
+        plotting.write_picture(path, self.draw, purpose="the picture of a memory report")
+
     def _title(self, measured: Mapping[str, int], predicted: Mapping[str, int]) -> str:
         said = f"{self.name}: {format_bytes(max(measured.values()))} at the peak, measured"
         if not self.predicted:
@@ -133,16 +142,6 @@ class RunPicture:
             steps_text = f"step {first}" if end == first + 1 else f"steps {first} to {end - 1}"
             texts.append(f"{steps_text}: {', '.join(held)}")
         plotting.explain_stretches(axes, [first - 0.5 for first in [*firsts, ends[-1]]], texts)
-
-
-def draw_run(picture: RunPicture, path: Path) -> None:
-    """Draw a run to a PNG, SVG or PDF file.
-
-    Raises:
-        ValueError: ``path`` is not such a file, or cannot be written.
-        MissingExtraError: matplotlib is not installed.
-    """
-    plotting.write_picture(path, picture.draw, purpose="the picture of a memory report")
 
 
 def curves_figure(runs: Mapping[str, Mapping[str, Points]], theme: Theme) -> Figure:
