@@ -83,12 +83,17 @@ def versions_of(row: dict[str, Any], *packages: str) -> str:
     return ", ".join(f"{name} {row['versions'][name]}" for name in packages if name in row["versions"])
 
 
+NUMBER = re.compile(r"[*`]*[-+<~]?\d[\d.,]*( ?(%|x|s|ms|[KMG]iB|[MB]|GB|tokens))?[*`]*|-|")
+
+
 def markdown(head: str, rows: Iterable[Sequence[str] | str], *notes: str) -> str:
-    """Return a table: its first line, rows as cells or as whole lines, and what stands below it."""
+    """Return a table: its first line, rows as cells or whole lines, what stands below it; numbers to the right."""
     lines = [row if isinstance(row, str) else f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(
-        [head, f"|{'---|' * (head.count('|') - 1)}", *lines, *(line for note in notes for line in ("", note))]
-    )
+    columns = zip(*(line.strip().strip("|").split("|") for line in lines), strict=False)
+    found = [all(NUMBER.fullmatch(cell.strip()) for cell in column) for column in columns] or [False]
+    count = head.count("|") - 1
+    marks = "".join("---:|" if place < len(found) and found[place] else "---|" for place in range(count))
+    return "\n".join([head, f"|{marks}", *lines, *(line for note in notes for line in ("", note))])
 
 
 def installed_versions() -> dict[str, str]:
