@@ -199,7 +199,7 @@ def test_each_gpu_is_a_line_of_the_table(monkeypatch, tmp_path) -> None:
     assert figures.estimate_errors().splitlines() == [
         "| GPU | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
         "| worst | not measured |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
         "| GPU A | 2 | 0.75 | 1.00 | 1.00 | -1.00 | 3.00 | 4.00 | 4.50 | 6.00 | 1 oom, 2 skipped |",
         "| GPU B | 1 | 0.25 | 0.25 | 0.25 | 0.00 | - | - | - | - | 0 |",
         "",

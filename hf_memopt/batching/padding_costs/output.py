@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hf_memopt.batching.padding_costs.figures import Histogram, PaddingReport
 
 LEAST_BAR_COLUMNS, BAR_COLUMNS = 8, 40
-FIGURE_COLUMNS = 21  # beside the bar: its edge, the count and its share
+FIGURE_COLUMNS = 22  # beside the bar: its edge, the count and its share
 NARROW_COLUMNS = 70  # where the names of strategies have a line for their arguments
 
 
