@@ -139,7 +139,7 @@ class _Recorded:
         self.first_key = first_key
         self.gradients = frozenset(trace.gradients)
         self.freed_at = {number: event for event, (number, delta) in enumerate(trace.tracker.events) if delta < 0}
-        self.passes = [self.classified(trace, part) for part in trace.micro_batches]
+        self.passes = [self.classified(part) for part in trace.micro_batches]
 
     @cached_property
     def evaluated(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
@@ -155,11 +155,9 @@ class _Recorded:
         is_left_out[: max(first, 0)] = is_left_out[max(end, 0) :] = False
         events = (np.flatnonzero(~is_left_out) + part.start).tolist()
         border = bisect_left(events, part.generation_end)
-        return self.classified(self.trace, part, events[:border]), self.classified(self.trace, part, events[border:])
+        return self.classified(part, events[:border]), self.classified(part, events[border:])
 
-    def classified(
-        self, trace: StepTrace, part: RecordedPass, events: Iterable[int] | None = None
-    ) -> list[tuple[int, int, int]]:
+    def classified(self, part: RecordedPass, events: Iterable[int] | None = None) -> list[tuple[int, int, int]]:
         """Return events of a pass, by default all, as (key, delta, component); delta 0 for those of weights and inputs.
 
         Nothing says what a storage is for, so that follows from when it is allocated and freed. A gradient is what a
@@ -169,7 +167,7 @@ class _Recorded:
         activation again, and what a node of the loss allocates belongs to logits and loss, by autograd's sequence
         numbers.
         """
-        tracker = trace.tracker
+        trace, tracker = self.trace, self.trace.tracker
         apart = {*trace.weights, *trace.inputs, *trace.evaluation_inputs}
         stretches = iter([*tracker.recomputed, (2**63, 2**63)])
         begin, end = next(stretches)

@@ -45,18 +45,7 @@ def attention_kernel(
     that requires a gradient, such as a learned bias of positions; efficient does.
     The head dimensions that cuDNN takes are those of 2.9 to 2.13.
 
-    What the call does around its kernel, in ATen operators that a tracker sees:
-
-    - a bool mask becomes a new additive mask of its own shape and the query's type, in every call;
-    - efficient: a mask whose strides are no multiples of 8 is copied with its last dimension padded to one; then it is
-      expanded to (batch, heads, query, key) without a copy;
-    - flash: query, key and value are copied with the head dimension padded to a multiple of 8 where it is not one;
-    - math: in 16 bits, query, key and value are computed in float32 (``allow_fp16_bf16_reduction_math_sdp`` off).
-
-    Saved for backward: query, key, value, the mask, the output, and the log of the row sums in float32: (batch, heads,
-    query) for flash, query rounded up to 32 for efficient, (batch, heads, query, 1) for cuDNN; and seed and offset,
-    which are on the GPU for flash, on the host for efficient. Math saves its probabilities, (batch, heads, query,
-    key).
+    ``attend`` does what the call does around its kernel, by the last of these sources.
 
     Source: transformers/cuda/sdp_utils.cpp, ``select_sdp_backend``, ``can_use_*_attention``,
     ``check_prefer_cudnn_attention``; transformers/sdp_utils_cpp.h, ``check_attn_mask_shape``;
@@ -292,7 +281,7 @@ def attend(
 
 
 def _math_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Any:
-    """Run the kernel without fusion; in 16 bits it computes in float32."""
+    """Run the kernel without fusion; in 16 bits it computes in float32, unless allowed not to."""
     dropout_p, is_causal, scale, enable_gqa = rest
     wide = (tensor.float() if tensor.dtype in _HALF else tensor for tensor in (query, key, value))
     out = _aten._scaled_dot_product_attention_math(

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.binding.fused_loss import DeferredLogits, loss_alone
+from hf_memopt.binding.model import unwrap_model
 from hf_memopt.memory.cuda import CudaSemantics, run_backward
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.tracking import StorageTracker
@@ -181,9 +182,11 @@ class PassRecorder:
         outputs = self._as_returned(outputs)
         if labels is None:
             return outputs["loss"], outputs, made
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         from transformers.trainer_pt_utils import LabelSmoother
 
-        return LabelSmoother(epsilon=factor)(outputs, labels, shift_labels=_is_causal(self.model)), outputs, made
+        is_causal = type(unwrap_model(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return LabelSmoother(epsilon=factor)(outputs, labels, shift_labels=is_causal), outputs, made
 
     def _logits(self, logits: frozenset[int]) -> tuple[frozenset[int], int, range]:
         """Return the storages of the logits, the event of the first allocation, and the sequence numbers since then."""
@@ -216,11 +219,3 @@ def storage_numbers(tensors: Any, tracker: StorageTracker) -> tuple[int, ...]:
     leaves = (leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
     numbers = [tracker.add(leaf) for leaf in leaves if not isinstance(leaf, DeferredLogits)]  # which have no storage
     return tuple(number for number in dict.fromkeys(numbers) if number >= 0)
-
-
-def _is_causal(model: Any) -> bool:
-    """Return whether stock ``Trainer.compute_loss`` shifts the labels for label smoothing."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

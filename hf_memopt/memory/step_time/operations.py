@@ -25,7 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -65,42 +65,6 @@ VIEW = (Operation("view", kernels=0), Operation("view", kernels=0, in_backward=T
 """The cost of a view: by ``in_backward``."""
 
 
-class _Traits(NamedTuple):
-    """The properties of an operator that do not depend on its arguments."""
-
-    name: str
-    is_view: bool  # or allocates without a kernel
-    written: tuple[int, ...]  # places of the arguments that are written in place
-    reads_written: bool
-    by_rows: bool
-    creates: bool
-    kind: str
-    is_causal: int  # place of the argument; behind the last one without
-    launches: int
-
-
-@cache
-def _traits(func: Any) -> _Traits:
-    name, schema = func._overloadpacket.__name__, func._schema
-    arguments = list(enumerate(schema.arguments))
-    written = tuple(place for place, item in arguments if item.alias_info is not None and item.alias_info.is_write)
-    views = not written and any(item.alias_info is not None for item in schema.returns)
-    kind = "product" if name in _PRODUCTS else "convolution" if name.startswith("convolution") else "memory"
-    if name.startswith("_scaled_dot_product_") and "attention" in name:
-        kind = "attention"
-    return _Traits(
-        name=name,
-        is_view=views or name in _NO_KERNEL,
-        written=written,
-        reads_written=name not in _WITHOUT_READING,
-        by_rows=name in _BY_ROWS,
-        creates=name.startswith(_CREATE),
-        kind=kind,
-        is_causal=next((place for place, item in arguments if item.name == "is_causal"), len(arguments)),
-        launches=1 if func.namespace == "aten" else _LAUNCHES_OF_EXTENSIONS,
-    )
-
-
 def operation_of(
     func: Any,
     args: tuple[Any, ...],
@@ -116,39 +80,55 @@ def operation_of(
     ``in_backward`` says whether autograd's C++ code called it; ``on_host`` are the addresses (``_cdata``) of storages
     that represent memory of the host.
     """
-    traits = _traits(func)
-    if traits.is_view and not (on_host and traits.name in _NO_KERNEL):
+    name, arguments = func._overloadpacket.__name__, func._schema.arguments
+    aliases = [item.alias_info for item in arguments]
+    places = [place for place, alias in enumerate(aliases) if alias is not None and alias.is_write]
+    is_view = not places and any(item.alias_info is not None for item in func._schema.returns)
+    allocates_alone = name in _NO_KERNEL
+    if is_view or (allocates_alone and not on_host):
         return VIEW[in_backward]
-    tensors = _tensors((*args, *kwargs.values()) if kwargs else args)
+    tensors = _tensors((*args, *kwargs.values()))
     if on_host:
         moved = sum(_bytes(tensor) for tensor in tensors if tensor.untyped_storage()._cdata in on_host)
         if moved:
             return Operation("pcie", in_backward=in_backward, moved_bytes=moved)
     results = _tensors(out if isinstance(out, (tuple, list)) else (out,))
     first = tensors[0] if tensors else results[0] if results else None
-    if traits.is_view or first is None or (tensors and not any(t.is_meta for t in (*tensors, *results))):
+    if allocates_alone or first is None or (tensors and not any(t.is_meta for t in (*tensors, *results))):
         return VIEW[in_backward]
-    written_bytes = 0 if traits.written else sum(map(_bytes, results))
-    if traits.by_rows:
-        moved = 2 * written_bytes + sum(map(_bytes, tensors[1:]))
-    elif traits.creates:
-        moved = written_bytes
-    else:
-        moved = sum({id(tensor): _bytes(tensor) for tensor in tensors}.values()) + written_bytes
-        if traits.reads_written:
-            moved += sum(map(_bytes, _tensors(args[place] for place in traits.written if place < len(args))))
-        if traits.name == "native_layer_norm_backward":
-            moved += sum(map(_bytes, tensors[:2]))
-    kernels, launches = 1, float(traits.launches)
-    if traits.name.startswith("_foreach"):
+    written = [args[place] for place in places if place < len(args)]
+    moved = _moved_bytes(name, tensors, _tensors(written), [] if places else results)
+    kernels, launches = 1, 1.0 if func.namespace == "aten" else float(_LAUNCHES_OF_EXTENSIONS)
+    if name.startswith("_foreach"):
         chunks = sum(-(-tensor.numel() // _FOREACH_CHUNK) for tensor in args[0])
         kernels = -(-chunks // _FOREACH_CHUNKS_PER_KERNEL)
         launches = kernels + _LAUNCHES_PER_TENSOR * len(args[0])
-    work = float(flops) if traits.kind != "memory" else 0.0
-    if traits.kind == "attention" and args[traits.is_causal : traits.is_causal + 1] == (True,):
+    kind, work = _kind(name), float(flops)
+    if kind == "memory":
+        work = 0.0
+    by_name = {item.name: value for item, value in zip(arguments, args, strict=False)}
+    if kind == "attention" and by_name.get("is_causal"):
         work /= 2
-    dtype = _DTYPES.get(first.dtype, "fp32")
-    return Operation(traits.kind, dtype, in_backward, work, moved, kernels, launches)
+    return Operation(kind, _DTYPES.get(first.dtype, "fp32"), in_backward, work, moved, kernels, launches)
+
+
+def _moved_bytes(name: str, tensors: list[Tensor], written: list[Tensor], made: list[Tensor]) -> int:
+    """Return the bytes that a kernel moves, of its arguments, those that it writes in place, and its new results."""
+    moved = sum(map(_bytes, made))
+    if name in _BY_ROWS:
+        return 2 * moved + sum(map(_bytes, tensors[1:]))
+    if name.startswith(_CREATE):
+        return moved
+    moved += sum({id(tensor): _bytes(tensor) for tensor in tensors}.values())
+    if name not in _WITHOUT_READING:
+        moved += sum(map(_bytes, written))
+    return moved + sum(map(_bytes, tensors[:2])) if name == "native_layer_norm_backward" else moved
+
+
+def _kind(name: str) -> str:
+    if name.startswith("_scaled_dot_product_") and "attention" in name:
+        return "attention"
+    return "product" if name in _PRODUCTS else "convolution" if name.startswith("convolution") else "memory"
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

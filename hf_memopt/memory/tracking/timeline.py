@@ -12,8 +12,6 @@ from hf_memopt.components import COMPONENTS
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["COMPONENTS", "PhasePeak", "Timeline", "phase_spans"]
-
 
 class PhasePeak(NamedTuple):
     """What a phase needs: its peaks in bytes, and what the allocated one consists of, by component."""
