@@ -16,6 +16,7 @@ K_LARGE_BUFFER = 20971520
 K_MIN_LARGE_ALLOC = 10485760
 K_ROUND_LARGE = 2097152
 ADDRESS_SPACE = 1 << 62  # of an expandable segment; torch takes 9/8 of the GPU's memory
+FIRST_ADDRESS = 1 << 46  # of segments, which lie below
 
 
 class OutOfMemoryError(Exception):
@@ -45,7 +46,7 @@ class TorchAllocator:
         self.unmapped: dict[bool, list[Block]] = {True: [], False: []}
         self.active: dict[Hashable, Block | None] = {}
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
-        self.next_ptr = 1 << 46
+        self.next_ptr = FIRST_ADDRESS
 
     # ---- malloc
 
