@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from host_semantics import HostSemantics
+from recorded import example_batch, peak_bytes, prepared, record
 
-from hf_memopt.binding.model_changes import add_adapters
-from hf_memopt.memory.models import example_batch
-from hf_memopt.memory.recording.sessions import _prepared
-from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.settings import StepSettings
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt import StepSettings
 
 TEXT = {
     **{"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -35,33 +30,29 @@ QWEN = {
 }
 LLAVA = {"text_config": {**TEXT, "model_type": "llama"}, "image_token_index": 90}
 WAV2VEC2 = {**EYES, "vocab_size": 30, "conv_dim": [16] * 7, "num_feat_extract_layers": 7, "apply_spec_augment": False}
-KINDS: dict[str, tuple[str, str, dict[str, Any], int | None, dict[str, Any]]] = {
-    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig", QWEN, 48, {"image_size": 112}),
+KINDS: dict[str, tuple[str, dict[str, Any], int | None, dict[str, Any]]] = {
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN, 48, {"image_size": 112}),
     "llava": (
         "LlavaForConditionalGeneration",
-        "LlavaConfig",
         {**LLAVA, "vision_config": {**EYES, "patch_size": 8, "model_type": "clip_vision_model"}},
         64,
         {"images": 2},
     ),
-    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", WAV2VEC2, None, {"audio_seconds": 1}),
+    "wav2vec2": ("Wav2Vec2ForCTC", WAV2VEC2, None, {"audio_seconds": 1}),
     "segformer": (
         "SegformerForSemanticSegmentation",
-        "SegformerConfig",
         {"depths": [1] * 4, "hidden_sizes": [8, 16, 16, 32], "num_attention_heads": [1, 1, 2, 2], "image_size": 64},
         None,
         {},
     ),
     "clip": (
         "CLIPModel",
-        "CLIPConfig",
         {"text_config": {**TEXT, "projection_dim": 16}, "vision_config": {**EYES, "patch_size": 8}},
         24,
         {},
     ),
     "mixtral": (
         "MixtralForCausalLM",
-        "MixtralConfig",
         {**TEXT, "num_local_experts": 4},
         24,
         {"lora": 4},
@@ -69,31 +60,24 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], int | None, dict[str, Any]]] = 
 }
 
 
-def record(kind: str, device: str) -> StorageTracker:
-    head, config, options, seq_len, settings = KINDS[kind]
-    step = StepSettings(precision="fp32", **settings)
+def recorded(kind: str, device: str) -> Any:
+    name, options, seq_len, given = KINDS[kind]
+    settings, head = StepSettings(precision="fp32", **given), getattr(transformers, name)
     torch.manual_seed(0)
     random.seed(0)
-    configuration = getattr(transformers, config)(**options)
-    configuration._attn_implementation = "eager"
+    config = head.config_class(**options)
+    config._attn_implementation = "eager"
     with torch.device(device):
-        model: Any = getattr(transformers, head)(configuration).train()
+        model = head(config).train()
     with torch.device("meta"):
-        twin = getattr(transformers, head)(configuration).train()
-    batch = example_batch(twin, batch_size=2, seq_len=seq_len, settings=step)
+        twin = head(config).train()
+    batch = example_batch(twin, batch_size=2, seq_len=seq_len, settings=settings)
     if kind == "mixtral":
         model.set_experts_implementation("batched_mm")  # the grouped product of float32 is not on meta
-    if device == "meta":
-        model = _prepared(model, step)
-    elif step.lora is not None:
-        model = add_adapters(model, step.lora)
+    model = prepared(model, settings)
     if device == "cpu":
         batch = {name: _real(value) for name, value in batch.items()}
-    tracker = StorageTracker(device_type=device)
-    semantics = HostSemantics(tracker=tracker)
-    semantics._handlers[torch.tensor] = semantics._tensor
-    record_step(model, batch, step, tracker=tracker, semantics=semantics)
-    return tracker
+    return record(model, batch, settings)
 
 
 def _real(value: Any) -> Any:
@@ -104,12 +88,5 @@ def _real(value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_on_meta_is_the_real_one(kind: str) -> None:
-    real, meta = record(kind, "cpu"), record(kind, "meta")
-    peaks = []
-    for tracker in (real, meta):
-        held = peak = 0
-        for _, delta in tracker.events:
-            held += delta
-            peak = max(peak, held)
-        peaks.append(peak)
-    assert peaks[1] == pytest.approx(peaks[0], rel=0.0005)
+    real, meta = recorded(kind, "cpu"), recorded(kind, "meta")
+    assert peak_bytes(meta) == pytest.approx(peak_bytes(real), rel=0.0005)

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host_semantics import HostSemantics
+from recorded import StorageTracker, peak_bytes, record_streamed
 from transformers import Trainer
 
 import tiny
-from hf_memopt import GPUS, StreamedLayersCallback, attach, estimate, released_optimizer
-from hf_memopt.memory.optimizers import parameter_facts
-from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.recording.streamed import RecordedStream
-from hf_memopt.memory.settings import StepSettings
-from hf_memopt.memory.step_time import Operation, Prices, StepCosts
-from hf_memopt.memory.step_time.communication import HOST_BYTES_PER_SECOND, Streaming
-from hf_memopt.memory.step_time.prices import step_time
-from hf_memopt.memory.tracking import StorageTracker
-from hf_memopt.techniques.streaming import lanes
+from hf_memopt import StepSettings, StreamedLayersCallback, attach, estimate, released_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 LAYERS, ROWS, TOKENS = 5, 4, 16
@@ -42,14 +31,6 @@ def llama(device: str = "cpu") -> Any:
     return model
 
 
-def peak_bytes(tracker: StorageTracker) -> int:
-    alive = peak = 0
-    for _, delta in tracker.events:
-        alive += delta
-        peak = max(peak, alive)
-    return peak
-
-
 class Recorded(Trainer):
     """Records its third step, whose optimizer has its state; copies to the host are late."""
 
@@ -61,7 +42,8 @@ class Recorded(Trainer):
         [callback] = [one for one in self.callback_handler.callbacks if isinstance(one, StreamedLayersCallback)]
         embeddings = model.get_input_embeddings() if callback.embeddings_on_host else torch.nn.Module()
         away = {p for layer in callback.handle.ring.layers for p in layer.parameters} | {*embeddings.parameters()}
-        tracker, before = StorageTracker(device_type="cpu"), lanes.Lanes.host_like
+        lanes: Any = type(callback.handle.ring.gradients._lanes)
+        tracker, before = StorageTracker(device_type="cpu"), lanes.host_like
         state = [one for p in away for one in self.optimizer.state.get(p, {}).values() if torch.is_tensor(one)]
         for tensor in [*away, *state, *callback.handle.ring.gradients._kept.values()]:
             tracker.ignore(tensor)
@@ -75,9 +57,9 @@ class Recorded(Trainer):
         for tensor in [p for p in model.parameters() if p not in away] + [*model.buffers(), *inputs.values()]:
             tracker.add(tensor)
         with pytest.MonkeyPatch.context() as patch, tracker:
-            patch.setattr(lanes.Lanes, "host_like", host_like)
-            patch.setattr(lanes.Lanes, "store", lambda self, host, source: (host.detach().copy_(source), [source])[1])
-            patch.setattr(lanes.Lanes, "landed", lambda self, event: event.clear() if event else None)
+            patch.setattr(lanes, "host_like", host_like)
+            patch.setattr(lanes, "store", lambda self, host, source: (host.detach().copy_(source), [source])[1])
+            patch.setattr(lanes, "landed", lambda self, event: event.clear() if event else None)
             loss = super().training_step(model, inputs, *given)
         Recorded.peak = peak_bytes(tracker)
         return loss
@@ -97,19 +79,13 @@ def trained_peak(folder: Path, step: dict[str, Any]) -> int:
 def recorded(step: dict[str, Any]) -> Any:
     model, settings = llama("meta"), StepSettings(precision="fp32", streamed=True, **step)
     ids = torch.empty(ROWS, TOKENS, dtype=torch.int64, device="meta")
-    tracker = StorageTracker(padding=False)
-    stream = RecordedStream(model, settings, tracker, parameter_facts(model))
-    semantics = HostSemantics(autocast=None, cache=True, tracker=tracker)
-    with stream.streaming():
-        batch = {"input_ids": ids, "labels": torch.empty_like(ids)}
-        trace = record_step(model, batch, settings, tracker=tracker, semantics=semantics)
-    return trace, stream.weights(1), model
+    return *record_streamed(model, {"input_ids": ids, "labels": torch.empty_like(ids)}, settings), model
 
 
 @pytest.mark.parametrize("case", STEPS)
 def test_recorded_bytes_are_those_of_the_trainer(case: str, tmp_path: Path) -> None:
     trace, _, _ = recorded(STEPS[case])
-    assert peak_bytes(trace.tracker) == pytest.approx(trained_peak(tmp_path, STEPS[case]), rel=0.01)
+    assert peak_bytes(trace) == pytest.approx(trained_peak(tmp_path, STEPS[case]), rel=0.01)
 
 
 def layer_bytes(model: Any) -> int:
@@ -133,22 +109,6 @@ def test_bytes_on_the_host_and_over_the_bus_by_hand(case: str) -> None:
     assert found.gradient_bytes == gradients
     trained = LAYERS * layer + on_host
     assert found.bytes_on_host(settings) == pytest.approx(trained + gradients + 2 * trained, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("computing", "seconds"),
-    [(10.0, 10 + 0.25 + 0.5), (3.0, 4 + 0.25 + 0.5)],  # compute hides the copies, or waits for those in
-)
-def test_the_longest_of_three_lanes_decides(computing: float, seconds: float) -> None:
-    """12 bytes in and 6 out at 3 a second, the first layer, and the host's step."""
-    gpu = replace(GPUS["RTX 4060"], bandwidth_bytes_per_second=10**9)
-    prices = replace(Prices.of(gpu), bus=3.0, bandwidth=1.0)
-    moved = Operation("memory", kernels=1, launches=0.0, moved_bytes=computing - 2e-6)
-    copies = Streaming(in_bytes=12, out_bytes=6, first_bytes=0.75, host_bytes=HOST_BYTES_PER_SECOND / 2)
-    costs = StepCosts(((1.0, Counter([moved])),), Counter(), 0.0, 1, 100.0, communication=copies)
-    time = step_time(costs, prices)
-    assert time.seconds == pytest.approx(seconds)
-    assert time.high == pytest.approx((computing + 0.75 + 18 / 3) * (1 + prices.error))
 
 
 def test_estimate_says_what_the_host_holds() -> None:
