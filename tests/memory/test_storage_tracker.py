@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import random
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 from transformers.utils import logging
 
 from hf_memopt.binding.undo import RandomState
@@ -363,72 +360,6 @@ def test_backward_that_fails_ends_the_recomputation_and_tells_of_it() -> None:
     with recording(tracker):
         torch.zeros(2, device="meta")
     assert tracker.places[-1] == 0  # of a forward pass again
-
-
-# ---- Private names of torch -----------------------------------------------------------------------------------------
-
-
-def test_cdata_is_the_identity_of_a_storage() -> None:
-    """``UntypedStorage._cdata``: the same for every view and wrapper of one storage, another for another that lives."""
-    x, y = meta(4), meta(4)
-    assert x.untyped_storage()._cdata == x.view(2, 2).untyped_storage()._cdata == x.detach().untyped_storage()._cdata
-    assert x.untyped_storage()._cdata != y.untyped_storage()._cdata
-
-
-def test_weak_reference_to_a_storage_dies_with_its_last_tensor() -> None:
-    """The object of a storage lives as long as the storage, though no Python object holds it in between."""
-    died: list[str] = []
-    x = meta(4)
-    reference = weakref.ref(x.untyped_storage(), lambda _: died.append("dead"))
-    gc.collect()
-    y = x.view(2, 2)
-    del x
-    assert reference() is not None
-    assert died == []
-    del y
-    assert died == ["dead"]
-
-
-class Packets(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func._overloadpacket)
-        return func(*args, **(kwargs or {}))
-
-
-def test_overloadpacket_is_the_key_of_torchs_table_of_flops() -> None:
-    with Packets() as packets:
-        torch.mm(meta(2, 3), meta(3, 5))  # after what makes the operands
-    assert packets.seen[-1] is aten.mm
-    assert aten.mm in flop_registry
-    assert flop_registry[aten.mm](meta(2, 3), meta(3, 5), out_val=meta(2, 5)) == 60
-
-
-def test_current_autograd_node_has_the_sequence_number_of_its_forward() -> None:
-    """``_current_autograd_node``, ``Node._sequence_nr``, ``_get_sequence_nr``: from a gradient back to its forward."""
-    x = meta(4, requires_grad=True)
-    assert torch._C._current_autograd_node() is None
-    before = torch._C._autograd._get_sequence_nr()
-    y = x.exp()
-    assert torch._C._autograd._get_sequence_nr() == before + 1
-    assert y.grad_fn is not None
-    assert y.grad_fn._sequence_nr() == before
-    seen: list[int] = []
-
-    class Nodes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            node = torch._C._current_autograd_node()
-            if node is not None:
-                seen.append(node._sequence_nr())
-            return func(*args, **(kwargs or {}))
-
-    with Nodes():
-        y.backward(torch.ones_like(y))
-    assert before in seen
-    assert set(seen) <= {before, 2**64 - 1}  # the second: a node that accumulates
 
 
 def test_nonzero_on_meta_needs_the_setting_and_counts_every_element() -> None:
