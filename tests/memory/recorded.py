@@ -12,7 +12,7 @@ from host_semantics import HostSemantics
 from torch.distributed._tools.mem_tracker import MemTracker  # private package: an oracle of these tests only
 from torch.profiler import ProfilerActivity, profile
 
-from hf_memopt import StepSettings
+from hf_memopt import StepSettings, estimate
 from hf_memopt.binding.model_changes import add_adapters
 from hf_memopt.memory.allocator import ReplayPlan
 from hf_memopt.memory.allocator.replay import replay
@@ -179,3 +179,9 @@ def record_streamed(model: Any, batch: Mapping[str, torch.Tensor], settings: Ste
     with stream.streaming():
         trace = record_step(model, batch, settings, tracker=tracker, semantics=HostSemantics(tracker=tracker))
     return trace, stream.weights(1)
+
+
+def uncounted(config: Any, **settings: Any) -> list[str]:
+    """Return the notes of an estimate about kernels that allocate what nobody knows."""
+    found = estimate(config, **{"batch_size": 2, "gpu": "A100 80GB", "precision": "bf16", **settings})
+    return [note for note in found.notes if "beside their outputs" in note]

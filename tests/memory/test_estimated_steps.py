@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import transformers
-from recorded import OptimizerMemory
+from recorded import OptimizerMemory, uncounted
+from slow_cases import slow_except
 from transformers import AutoConfig, MixtralConfig
 
 import tiny
 from hf_memopt import NotEstimableError, StepSettings, estimate
+from tests.memory.small_configs import CONFIGS
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
@@ -137,6 +139,25 @@ def test_what_flash_attention_2_cannot_run_is_refused(config: Any, precision: st
     with pytest.raises(NotEstimableError) as error:
         estimate(config(), batch_size=1, seq_len=8, precision=precision, attn_implementation="flash_attention_2")
     assert str(error.value) == message
+
+
+# ---- Kernels --------------------------------------------------------------------------------------------------------
+
+SET_UPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "eager": {"attn_implementation": "eager", "checkpointing": True, "label_smoothing_factor": 0.1},
+    "T4": {"gpu": "T4", "precision": "fp16", "micro_batch_size": 1, "eval_batch_size": 2},
+    "H100": {"gpu": "H100", "precision": "bf16"},
+    "4 bits": {"lora": 4, "load_in": "nf4"},
+    "8 bits": {"lora": 4, "load_in": "int8"},
+}
+
+
+@pytest.mark.parametrize("set_up", SET_UPS)
+@pytest.mark.parametrize("name", slow_except(("llama", "vit"), CONFIGS))
+def test_what_every_kernel_allocates_is_known(name: str, set_up: str) -> None:
+    """Otherwise read the operator's source: a rule in kernel_buffers.py, or a line of no_buffers.csv."""
+    assert uncounted(CONFIGS[name](), **SET_UPS[set_up], **({} if name == "vit" else {"seq_len": 24})) == []
 
 
 # ---- Experts, and values that follow from the batch -----------------------------------------------------------------
