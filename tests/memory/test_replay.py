@@ -132,240 +132,37 @@ def sums(timeline: list[str]) -> list[int]:
     return list(itertools.accumulate(int(event[0] + event[2:]) for event in timeline))
 
 
-# ---- Steps and accumulation -----------------------------------------------------------------------------------------
+# ---- Traces ---------------------------------------------------------------------------------------------------------
 
 
-def test_three_steps_of_one_micro_batch() -> None:
-    found, timeline = played(accumulating_trace(micro_batches=1), plan())
-    first = ["+I2", "+C8", *FORWARD, "+C9", *BACKWARD, *FIRST_STEP]
-    later = ["+I2", "-I2", *FORWARD, *BACKWARD, *STEP]
-    assert timeline == [*LOAD, *first, *later, *later]
-    assert found.peak_allocated == max(sums(timeline)) * BLOCK == 96 * BLOCK
-    assert found.components == {
-        "weights": 10 * BLOCK,
-        "gradients": 10 * BLOCK,
-        "optimizer state": 40 * BLOCK,
-        "activations": 0,
-        "logits and loss": 0,
-        "temporaries": 17 * BLOCK,
-        "workspace": 17 * BLOCK,
-        "inputs": 2 * BLOCK,
-    }
-    assert (found.phase, found.module) == ("optimizer", "")
-
-
-def test_phases_and_steps_of_the_timeline() -> None:
-    found, timeline = played(accumulating_trace(micro_batches=1), plan())
-    names = [name for _, name in found.timeline.phases]
-    assert names == ["load", *["forward", "forward", "backward", "optimizer"] * 3]
-    starts = {name: [start for start, other in found.timeline.phases if other == name] for name in names}
-    assert [timeline[start] for start in starts["backward"]] == ["+C9", "+L4", "+L4"]
-    assert [timeline[start] for start in starts["optimizer"]] == ["+T1"] * 3
-    assert [timeline[start] for start in starts["forward"][::2]] == ["+I2"] * 3
-    assert [(timeline[start], step) for start, step in found.timeline.steps] == [("+I2", 1), ("+I2", 2), ("+I2", 3)]
-
-
-def test_a_hand_written_loop_holds_logits_and_loss_until_the_next_forward_pass_is_over() -> None:
-    _, timeline = played(accumulating_trace(micro_batches=1), plan(**NOTHING, loop="manual"))
-    held = ["-L4", "-L1"]
-    first = ["+I2", *FORWARD, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-G10"]
-    later = ["+I2", "-I2", *FORWARD, *held, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-G10"]
-    assert timeline == [*LOAD, *first, *later, *later]
-
-
-def test_a_step_function_frees_logits_and_loss_when_it_returns() -> None:
-    _, timeline = played(accumulating_trace(micro_batches=1), plan(**NOTHING, loop="function"))
-    step = [*FORWARD, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-G10", "-L4", "-L1"]
-    assert timeline == [*LOAD, "+I2", *step, *(2 * ["+I2", "-I2", *step])]
-
-
-def test_a_step_function_of_each_accumulation_step_frees_them_before_the_next() -> None:
-    _, timeline = played(accumulating_trace(), plan(**NOTHING, gradient_accumulation_steps=2, loop="function"))
-    first = ["+I2", *FORWARD, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-L4", "-L1"]
-    second = [*FORWARD, "+L4", "+T10", "-L4", "-T10", "+T6", "-A5", "-T6", "-G10", "-L4", "-L1"]
-    assert timeline[: len([*LOAD, *first, *second])] == [*LOAD, *first, *second]
-
-
-@pytest.mark.parametrize("stretches", [1, 2])
-@pytest.mark.parametrize("is_manual", [False, True])
-def test_the_trainer_and_each_stretch_of_loading_empty_the_cache(is_manual: bool, stretches: int) -> None:
-    """A block of 40 MiB is freed at once; a segment of 2 MiB stays for the weight."""
-    trace = accumulating_trace(micro_batches=1)
-    block = ("block", 40 * 2**20), ("block", -40 * 2**20)
-    trace.loading = ((*block, (trace.weights[0], 10 * BLOCK)), ())[:stretches]
-    found, timeline = played(trace, plan(**NOTHING, loop="manual" if is_manual else "trainer"))
-    assert timeline[:3] == [f"+T{40 * 2048}", f"-T{40 * 2048}", "+W10"]
-    kept = 40 * 2**20 if is_manual and stretches == 1 else 0
-    assert found.timeline.reserved[3] == kept + 2 * 2**20
-    assert found.peak_reserved == 42 * 2**20
-
-
-def test_kept_gradients_are_added_to_from_the_second_step_on() -> None:
-    _, timeline = played(accumulating_trace(micro_batches=2), plan(**NOTHING, zero_grad_to_none=False))
-    later = ["+I2", "-I2", *FORWARD, *BACKWARD_ADDING]
-    assert timeline == [*LOAD, "+I2", *FORWARD, *BACKWARD, *later, *later]
-
-
-@pytest.mark.parametrize("cut", [{"gradient_accumulation_steps": 2}, {"micro_batches": 2}], ids=["accumulated", "cut"])
-def test_two_micro_batches_add_gradients(cut: dict[str, int]) -> None:
-    inputs = ["+I2"] * cut.get("gradient_accumulation_steps", 1)
-    found, timeline = played(accumulating_trace(), plan(**cut))
-    second = [*FORWARD, *BACKWARD_ADDING]
-    first_step = [*inputs, "+C8", *FORWARD, "+C9", *BACKWARD, *second, *FIRST_STEP]
-    later = [*inputs, *("-I2" for _ in inputs), *FORWARD, *BACKWARD, *second, *STEP]
-    assert timeline == [*LOAD, *first_step, *later, *later]
-    assert found.peak_allocated == max(sums(timeline)) * BLOCK
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [{"gradient_accumulation_steps": 5}, {"micro_batches": 5}, {"gradient_accumulation_steps": 3, "micro_batches": 4}],
-)
-def test_further_micro_batches_repeat_the_second_and_hold_their_inputs(cut: dict[str, int]) -> None:
-    _, timeline = played(accumulating_trace(), plan(**cut))
-    inputs = ["+I2"] * cut.get("gradient_accumulation_steps", 1)
-    first = [*inputs, "+C8", *FORWARD, "+C9", *BACKWARD, *[*FORWARD, *BACKWARD_ADDING] * 2, *FIRST_STEP]
-    assert timeline[: 1 + len(first)] == [*LOAD, *first]
-    assert sum(event == "+G10" for event in timeline) == 3
-
-
-def shorter_trace() -> StepTrace:
-    """Return ``accumulating_trace()`` for a shorter batch: every storage but weight and gradient is a block smaller."""
-    trace = accumulating_trace()
-    tracker = trace.tracker
-    kept = {*trace.weights, *(number for number, size in enumerate(tracker.sizes) if size == 10 * BLOCK)}
-    tracker.sizes[:] = [size if number in kept else size - BLOCK for number, size in enumerate(tracker.sizes)]
-    tracker.events[:] = [
-        (number, tracker.sizes[number] if delta > 0 else -tracker.sizes[number]) for number, delta in tracker.events
-    ]
+def recomputing_trace() -> StepTrace:
+    """Return two recomputed stretches: what outlives its own is an activation again, what follows is a temporary."""
+    script = Script()
+    trace = StepTrace(script.tracker, weights=(), inputs=())
+    kept, forward_end = script.allocated(5), script.now
+    for blocks in (20, 30):
+        begin = script.now
+        again, within = script.allocated(blocks), script.allocated(9)
+        script.freed(within)
+        script.tracker.recomputed.append((begin, script.now))
+        script.freed(script.allocated(1, sequence=1), again)
+    script.freed(kept)
+    trace.micro_batches.append(RecordedPass(0, forward_end, script.now, logits_event=forward_end))
     return trace
 
 
-def test_a_run_over_two_recordings() -> None:
-    """The longer batch first and the shorter one second, then the other way round, then the shorter one alone."""
-    allocator = CachingAllocator()
-    order = ((0, 1), (1, 0), (1,))
-    found = replay(
-        accumulating_trace(), plan(**NOTHING, gradient_accumulation_steps=2, order=order), allocator, [shorter_trace()]
-    )
-    changes = np.diff(found.timeline.components.sum(axis=1), prepend=0) // BLOCK
-    long, short = [5, 3, -3, 4, 1], [4, 2, -2, 3]  # the loss of one block is none in the shorter recording
-    backward, backward_short = [4, 10, -4, 6, -5, -6, -4, -1], [3, 10, -3, 5, -4, -5, -3]
-    adding, adding_short = [4, 10, -4, -10, 6, -5, -6, -4, -1], [3, 10, -3, -10, 5, -4, -5, -3]
-    assert changes.tolist() == [
-        *[10, 2, 1, *long, *backward, *short, *adding_short, -10],
-        *[1, 2, -2, -1, *short, *backward_short, *long, *adding, -10],
-        *[1, -1, -2, *short, *backward_short, -10],
-    ]
-    assert found.peak_reserved == allocator.peak_reserved == 2**21
-    assert [step for _, step in found.timeline.steps] == [1, 2, 3]
-
-
-def test_accumulation_costs_the_inputs_and_the_gradient_that_is_added() -> None:
-    one, _ = played(accumulating_trace(micro_batches=1), plan(optimizer=OptimizerMemory((), 0, (), ()), clipping=()))
-    five, _ = played(
-        accumulating_trace(), plan(optimizer=OptimizerMemory((), 0, (), ()), clipping=(), gradient_accumulation_steps=5)
-    )
-    assert one.peak_allocated == (10 + 17 + 2 + 5 + 4 + 1 + 10 + 6) * BLOCK
-    assert five.peak_allocated == (10 + 17 + 5 * 2 + 5 + 4 + 1 + 10 + 4 + 10) * BLOCK  # beside the logits' gradient
-
-
-def test_temporaries_of_the_first_step_may_be_the_peak() -> None:
-    first = OptimizerMemory(state=(), host_state_bytes=0, step=(), first_step=((70 * BLOCK,), (30 * BLOCK,)))
-    found, timeline = played(accumulating_trace(micro_batches=1), plan(optimizer=first, clipping=()))
-    assert timeline.count("+T70") == timeline.count("+T30") == 1
-    assert timeline[timeline.index("+T70") :][:5] == ["+T70", "-T70", "+T30", "-T30", "-G10"]
-    assert found.components["temporaries"] == 70 * BLOCK
-
-
-def test_one_workspace_and_none() -> None:
-    _, one = played(accumulating_trace(micro_batches=1), plan(workspaces=(8 * BLOCK,)))
-    _, none = played(accumulating_trace(micro_batches=1), plan(workspaces=()))
-    assert [event for event in one if event[1] == "C"] == ["+C8"]
-    assert [event for event in none if event[1] == "C"] == []
-    assert [event for event in one if event[1] != "C"] == none
-
-
-def test_storages_without_bytes_take_no_event() -> None:
-    script = Script()
-    weight = script.allocated(0)
-    empty = script.allocated(0)
-    script.freed(empty)
-    trace = StepTrace(script.tracker, weights=(weight,), inputs=())
-    trace.micro_batches.append(RecordedPass(1, 2, 3, logits_event=2))
-    found = replay(trace, plan(**NOTHING), CachingAllocator())
-    assert (found.peak_allocated, found.peak_reserved, found.module) == (0, 0, "")
-    assert found.components == dict.fromkeys(COMPONENTS, 0)
-    assert found.timeline.components.shape == (0, len(COMPONENTS))
-
-
-def test_sizes_count_as_the_allocator_rounds_them() -> None:
-    script = Script()
-    weight = script.allocated(1)
-    script.tracker.sizes[weight] = 100
-    trace = StepTrace(script.tracker, weights=(weight,), inputs=())
-    trace.micro_batches.append(RecordedPass(1, 1, 1, logits_event=1))
-    found, _ = played(trace, plan(**NOTHING))
-    assert (found.peak_allocated, found.peak_reserved) == (512, 2 * 2**20)
-
-
-# ---- What bytes are for ---------------------------------------------------------------------------------------------
-
-
-def test_the_module_at_the_peak_is_that_of_the_storage_that_made_it() -> None:
-    nothing = OptimizerMemory((), 0, (), ())
-    found, _ = played(accumulating_trace(micro_batches=1, module="head"), plan(optimizer=nothing, clipping=()))
-    assert (found.phase, found.module) == ("backward", "head")
-
-
-def test_recomputed_activations_count_as_activations() -> None:
-    script = Script()
-    trace = StepTrace(script.tracker, weights=(), inputs=())
-    kept = script.allocated(5)
-    forward_end = script.now
-    begin = script.now
-    again, within = script.allocated(20), script.allocated(30)
-    script.freed(within)
-    script.tracker.recomputed.append((begin, script.now))
-    after = script.allocated(40, sequence=1)
-    script.freed(after, again, kept)
-    trace.micro_batches.append(RecordedPass(0, forward_end, script.now, logits_event=forward_end))
-    _, timeline = played(trace, plan(**NOTHING))
-    assert timeline == ["+A5", "+A20", "+T30", "-T30", "+T40", "-T40", "-A20", "-A5"] * 3
-
-
-def test_two_stretches_of_recomputation() -> None:
-    script = Script()
-    trace = StepTrace(script.tracker, weights=(), inputs=())
-    forward_end = script.now
-    for blocks in (20, 30):
-        begin = script.now
-        again = script.allocated(blocks)
-        script.tracker.recomputed.append((begin, script.now))
-        product = script.allocated(1)
-        script.freed(product, again)
-    trace.micro_batches.append(RecordedPass(0, forward_end, script.now, logits_event=forward_end))
-    _, timeline = played(trace, plan(**NOTHING))
-    assert timeline == ["+A20", "+T1", "-T1", "-A20", "+A30", "+T1", "-T1", "-A30"] * 3
-
-
-def test_a_cache_of_the_model_is_allocated_once_and_stays() -> None:
+def caching_trace() -> StepTrace:
+    """Return two passes, in the first of which the model makes a cache that nothing frees."""
     script = Script()
     trace = StepTrace(script.tracker, weights=(), inputs=())
     for index in range(2):
         start = script.now
         if not index:
-            script.allocated(50)  # nothing frees it
-        activation = script.allocated(5)
-        forward_end = script.now
+            script.allocated(50)
+        activation, forward_end = script.allocated(5), script.now
         script.freed(activation)
         trace.micro_batches.append(RecordedPass(start, forward_end, script.now, logits_event=forward_end))
-    nothing = plan(**NOTHING, gradient_accumulation_steps=2)
-    _, timeline = played(trace, nothing)
-    assert timeline == ["+A50", *["+A5", "-A5"] * 6]
-
-
-# ---- Gradient release -----------------------------------------------------------------------------------------------
+    return trace
 
 
 def releasing_trace(*, micro_batches: int = 1) -> StepTrace:
@@ -400,27 +197,6 @@ ALONE = [
 ]
 
 
-def test_released_gradients_step_within_the_backward_pass() -> None:
-    found, timeline = played(releasing_trace(), plan(optimizer=ALONE, clipping=()))
-    first = ["+G20", "+S80", "+T6", "-T6", "-G20", "+G10", "+S40", "+T3", "-T3", "+T4", "-T4", "-G10", "-A5"]
-    later = ["+A5", "+G20", "+T6", "-T6", "-G20", "+G10", "+T3", "-T3", "-G10", "-A5"]
-    assert timeline == ["+W10", "+W20", "+C8", "+A5", "+C9", *first, *later, *later]
-    assert "optimizer" not in [name for _, name in found.timeline.phases]
-    assert found.peak_allocated == (30 + 17 + 120 + 5 + 20 + 6) * BLOCK
-    assert (found.phase, found.components["gradients"]) == ("backward", 20 * BLOCK)
-
-
-def test_state_is_allocated_once_where_every_micro_batch_steps() -> None:
-    _, timeline = played(
-        releasing_trace(micro_batches=2), plan(optimizer=ALONE, clipping=(), gradient_accumulation_steps=2)
-    )
-    assert [event for event in timeline if event[1] == "S"] == ["+S80", "+S40"]
-    assert timeline.count("+G20") == timeline.count("-G20") == 6
-
-
-# ---- Evaluation -----------------------------------------------------------------------------------------------------
-
-
 def evaluated_trace(*, gathers: bool = True) -> StepTrace:
     """Return a step that needs nothing, and an evaluation batch: inputs (3), hidden (6), logits (4)."""
     script = Script()
@@ -442,64 +218,233 @@ def evaluated_trace(*, gathers: bool = True) -> StepTrace:
     return trace
 
 
-def evaluated(eval_batches: int, *, gathers: bool = True) -> tuple[Replayed, list[str]]:
-    nothing = plan(**NOTHING, eval_batch_size=1 if eval_batches else None, eval_batches=max(eval_batches, 1))
-    found, timeline = played(evaluated_trace(gathers=gathers), nothing)
-    training = ["+W10", "+I2", "+I2", "-I2", "+I2", "-I2"]
-    assert timeline[: len(training)] == training
-    return found, timeline[len(training) :]
+# ---- Timelines by hand ----------------------------------------------------------------------------------------------
+
+MANUAL = ["+L4", "+G10", "-L4", "+T6", "-A5", "-T6"]
+LATER = ["+I2", "-I2", *FORWARD]
+SECOND = [*FORWARD, *BACKWARD_ADDING]
+FUNCTION = [*FORWARD, *MANUAL, "-G10", "-L4", "-L1"]
+EVALUATED = ["+W10", "+I2", *["+I2", "-I2"] * 2]
+PASS = ["+I3", "+T6", "+L4", "-T6", "-L4"]
+RELEASING = ["+G20", "+S80", "+T6", "-T6", "-G20", "+G10", "+S40", "+T3", "-T3", "+T4", "-T4", "-G10", "-A5"]
+RELEASED_LATER = ["+A5", "+G20", "+T6", "-T6", "-G20", "+G10", "+T3", "-T3", "-G10", "-A5"]
 
 
-PASS = ["+T6", "+L4", "-T6", "-L4"]
+def thrice(first: list[str], later: list[str]) -> list[str]:
+    return [*LOAD, *first, *later, *later]
 
 
-def test_one_evaluation_batch_keeps_its_logits() -> None:
-    found, timeline = evaluated(1)
-    assert timeline == ["+I3", *PASS, "+L4", "-I3"]
-    assert found.timeline.phases[-1][1] == found.phase == "evaluation"
-    assert found.peak_allocated == (10 + 2 + 3 + 6 + 4) * BLOCK
+def evaluation(batches: int, **settings: Any) -> ReplayPlan:
+    return plan(**NOTHING, eval_batch_size=1, eval_batches=batches, **settings)
 
 
-def test_gathered_logits_are_copied_beside_what_they_come_from() -> None:
-    found, timeline = evaluated(3)
-    assert timeline == [
-        *["+I3", *PASS, "+L4", "-I3"],  # logits of the first batch are the first that are gathered
-        *["+I3", *PASS, "+L4", "+L8", "-L4", "-I3"],
-        *["+I3", *PASS, "-L4", "+L4", "+L12", "-L8", "-I3"],  # the second batch's logits lived on through the third
+TIMELINES: dict[str, tuple[StepTrace, ReplayPlan, list[str]]] = {
+    "three steps": (
+        accumulating_trace(micro_batches=1),
+        plan(),
+        thrice(["+I2", "+C8", *FORWARD, "+C9", *BACKWARD, *FIRST_STEP], [*LATER, *BACKWARD, *STEP]),
+    ),
+    "a hand-written loop holds logits and loss until the next forward pass is over": (
+        accumulating_trace(micro_batches=1),
+        plan(**NOTHING, loop="manual"),
+        thrice(["+I2", *FORWARD, *MANUAL, "-G10"], [*LATER, "-L4", "-L1", *MANUAL, "-G10"]),
+    ),
+    "a step function frees them when it returns": (
+        accumulating_trace(micro_batches=1),
+        plan(**NOTHING, loop="function"),
+        thrice(["+I2", *FUNCTION], ["+I2", "-I2", *FUNCTION]),
+    ),
+    "a function of each accumulation step frees them before the next": (
+        accumulating_trace(),
+        plan(**NOTHING, gradient_accumulation_steps=2, loop="function"),
+        [*LOAD, "+I2", *FORWARD, *MANUAL, "-L4", "-L1", *FORWARD, "+L4", "+T10", "-L4", "-T10", *MANUAL[3:], "-G10"],
+    ),
+    "kept gradients are added to from the second step on": (
+        accumulating_trace(),
+        plan(**NOTHING, zero_grad_to_none=False),
+        thrice(["+I2", *FORWARD, *BACKWARD], [*LATER, *BACKWARD_ADDING]),
+    ),
+    "accumulated": (
+        accumulating_trace(),
+        plan(gradient_accumulation_steps=2),
+        thrice(
+            ["+I2", "+I2", "+C8", *FORWARD, "+C9", *BACKWARD, *SECOND, *FIRST_STEP],
+            ["+I2", "+I2", "-I2", "-I2", *FORWARD, *BACKWARD, *SECOND, *STEP],
+        ),
+    ),
+    "cut": (
+        accumulating_trace(),
+        plan(micro_batches=2),
+        thrice(["+I2", "+C8", *FORWARD, "+C9", *BACKWARD, *SECOND, *FIRST_STEP], [*LATER, *BACKWARD, *SECOND, *STEP]),
+    ),
+    **{
+        f"further micro-batches repeat the second and hold their inputs {cut}": (
+            accumulating_trace(),
+            plan(**cut),
+            [
+                *[*LOAD, *["+I2"] * cut.get("gradient_accumulation_steps", 1)],
+                *["+C8", *FORWARD, "+C9", *BACKWARD, *SECOND, *SECOND, *FIRST_STEP],
+            ],
+        )
+        for cut in (
+            {"gradient_accumulation_steps": 5},
+            {"micro_batches": 5},
+            {"gradient_accumulation_steps": 3, "micro_batches": 4},
+        )
+    },
+    "recomputed activations count as activations": (
+        recomputing_trace(),
+        plan(**NOTHING),
+        ["+A5", *(f"{sign}" for n in (20, 30) for sign in (f"+A{n}", "+T9", "-T9", "+T1", "-T1", f"-A{n}")), "-A5"] * 3,
+    ),
+    "a cache of the model is allocated once and stays": (
+        caching_trace(),
+        plan(**NOTHING, gradient_accumulation_steps=2),
+        ["+A50", *["+A5", "-A5"] * 6],
+    ),
+    "released gradients step within the backward pass": (
+        releasing_trace(),
+        plan(optimizer=ALONE, clipping=()),
+        ["+W10", "+W20", "+C8", "+A5", "+C9", *RELEASING, *RELEASED_LATER, *RELEASED_LATER],
+    ),
+    "one evaluation batch keeps its logits": (evaluated_trace(), evaluation(1), [*EVALUATED, *PASS, "+L4", "-I3"]),
+    "gathered logits are copied beside what they come from": (
+        evaluated_trace(),
+        evaluation(3),
+        [
+            *EVALUATED,
+            *[*PASS, "+L4", "-I3"],  # logits of the first batch are the first that are gathered
+            *[*PASS, "+L4", "+L8", "-L4", "-I3"],
+            *[*PASS, "-L4", "+L4", "+L12", "-L8", "-I3"],  # the second batch's logits lived on through the third
+        ],
+    ),
+    "logits that stay a list lie there once": (
+        evaluated_trace(),
+        evaluation(4, eval_do_concat_batches=False),
+        [
+            *EVALUATED,
+            *[*PASS, "+L4", "-I3"] * 2,
+            *["+I3", "+L4", "-I3"],  # a pass that repeats the second is not played
+            *[*PASS, "+L4", "-I3"],
+        ],
+    ),
+    "evaluation without logits gathers nothing": (
+        evaluated_trace(gathers=False),
+        evaluation(4),
+        [*EVALUATED, *PASS, "-I3", *PASS, "-I3", "+I3", "-I3", *PASS, "-I3"],
+    ),
+    "no evaluation": (evaluated_trace(), plan(**NOTHING), EVALUATED),
+}
+
+
+@pytest.mark.parametrize("name", TIMELINES)
+def test_timelines_by_hand(name: str) -> None:
+    trace, steps, expected = TIMELINES[name]
+    found, timeline = played(trace, steps)
+    assert timeline[: len(expected)] == expected
+    if len(timeline) == len(expected):
+        assert found.peak_allocated == max(sums(timeline)) * BLOCK
+    else:  # the first step of three alone
+        assert timeline.count("+G10") == 3
+
+
+def test_components_phase_and_module_of_the_peak() -> None:
+    found, _ = played(accumulating_trace(micro_batches=1), plan())
+    assert found.peak_allocated == 96 * BLOCK
+    blocks = dict(zip(COMPONENTS, (10, 10, 40, 0, 0, 17, 17, 2), strict=True))
+    assert found.components == {name: number * BLOCK for name, number in blocks.items()}
+    assert (found.phase, found.module) == ("optimizer", "")
+    found, _ = played(accumulating_trace(micro_batches=1, module="head"), plan(**NOTHING))
+    assert (found.phase, found.module) == ("backward", "head")
+    found, _ = played(evaluated_trace(), evaluation(1))
+    assert (found.phase, found.timeline.phases[-1][1]) == ("evaluation", "evaluation")
+    found, _ = played(releasing_trace(), plan(optimizer=ALONE, clipping=()))
+    assert "optimizer" not in [name for _, name in found.timeline.phases]
+    assert (found.phase, found.components["gradients"]) == ("backward", 20 * BLOCK)
+
+
+def test_phases_and_steps_of_the_timeline() -> None:
+    found, timeline = played(accumulating_trace(micro_batches=1), plan())
+    names = [name for _, name in found.timeline.phases]
+    assert names == ["load", *["forward", "forward", "backward", "optimizer"] * 3]
+    starts = {name: [start for start, other in found.timeline.phases if other == name] for name in names}
+    assert [timeline[start] for start in starts["backward"]] == ["+C9", "+L4", "+L4"]
+    assert [timeline[start] for start in starts["optimizer"]] == ["+T1"] * 3
+    assert [timeline[start] for start in starts["forward"][::2]] == ["+I2"] * 3
+    assert [(timeline[start], step) for start, step in found.timeline.steps] == [("+I2", 1), ("+I2", 2), ("+I2", 3)]
+
+
+@pytest.mark.parametrize("stretches", [1, 2])
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_the_trainer_and_each_stretch_of_loading_empty_the_cache(is_manual: bool, stretches: int) -> None:
+    """A block of 40 MiB is freed at once; a segment of 2 MiB stays for the weight."""
+    trace = accumulating_trace(micro_batches=1)
+    block = ("block", 40 * 2**20), ("block", -40 * 2**20)
+    trace.loading = ((*block, (trace.weights[0], 10 * BLOCK)), ())[:stretches]
+    found, timeline = played(trace, plan(**NOTHING, loop="manual" if is_manual else "trainer"))
+    assert timeline[:3] == [f"+T{40 * 2048}", f"-T{40 * 2048}", "+W10"]
+    kept = 40 * 2**20 if is_manual and stretches == 1 else 0
+    assert found.timeline.reserved[3] == kept + 2 * 2**20
+    assert found.peak_reserved == 42 * 2**20
+
+
+def shorter_trace() -> StepTrace:
+    """Return ``accumulating_trace()`` for a shorter batch: every storage but weight and gradient is a block smaller."""
+    trace = accumulating_trace()
+    tracker = trace.tracker
+    kept = {*trace.weights, *(number for number, size in enumerate(tracker.sizes) if size == 10 * BLOCK)}
+    tracker.sizes[:] = [size if number in kept else size - BLOCK for number, size in enumerate(tracker.sizes)]
+    tracker.events[:] = [
+        (number, tracker.sizes[number] if delta > 0 else -tracker.sizes[number]) for number, delta in tracker.events
     ]
-    assert found.components["logits and loss"] == (4 + 8 + 12) * BLOCK
+    return trace
+
+
+def test_a_run_over_two_recordings() -> None:
+    """The longer batch first and the shorter one second, then the other way round, then the shorter one alone."""
+    allocator = CachingAllocator()
+    order = ((0, 1), (1, 0), (1,))
+    found = replay(
+        accumulating_trace(), plan(**NOTHING, gradient_accumulation_steps=2, order=order), allocator, [shorter_trace()]
+    )
+    changes = np.diff(found.timeline.components.sum(axis=1), prepend=0) // BLOCK
+    long, short = [5, 3, -3, 4, 1], [4, 2, -2, 3]  # the loss of one block is none in the shorter recording
+    backward, backward_short = [4, 10, -4, 6, -5, -6, -4, -1], [3, 10, -3, 5, -4, -5, -3]
+    adding, adding_short = [4, 10, -4, -10, 6, -5, -6, -4, -1], [3, 10, -3, -10, 5, -4, -5, -3]
+    assert changes.tolist() == [
+        *[10, 2, 1, *long, *backward, *short, *adding_short, -10],
+        *[1, 2, -2, -1, *short, *backward_short, *long, *adding, -10],
+        *[1, -1, -2, *short, *backward_short, -10],
+    ]
+    assert found.peak_reserved == allocator.peak_reserved == 2**21
+    assert [step for _, step in found.timeline.steps] == [1, 2, 3]
+
+
+def test_state_is_allocated_once_where_every_micro_batch_steps() -> None:
+    several = plan(optimizer=ALONE, clipping=(), gradient_accumulation_steps=2)
+    _, timeline = played(releasing_trace(micro_batches=2), several)
+    assert [event for event in timeline if event[1] == "S"] == ["+S80", "+S40"]
+    assert timeline.count("+G20") == timeline.count("-G20") == 6
 
 
 @pytest.mark.parametrize("eval_batches", [2, 5, 9])
 def test_at_the_end_the_gathered_logits_lie_twice(eval_batches: int) -> None:
-    found, timeline = evaluated(eval_batches)
+    found, timeline = played(evaluated_trace(), evaluation(eval_batches))
     assert timeline.count("+T6") == 3 if eval_batches > 2 else 2
     assert found.peak_allocated == (10 + 2 + 3 + 2 * 4 * eval_batches) * BLOCK
-    assert sums(timeline)[-1] == 4 * eval_batches + 4
+    assert sums(timeline)[-1] == 10 + 2 + 4 * eval_batches + 4
 
 
-def test_logits_that_stay_a_list_lie_there_once() -> None:
-    found, timeline = played(
-        evaluated_trace(), plan(**NOTHING, eval_batch_size=1, eval_batches=4, eval_do_concat_batches=False)
-    )
-    assert timeline[6:] == [
-        *["+I3", *PASS, "+L4", "-I3"] * 2,
-        *["+I3", "+L4", "-I3"],  # a pass that repeats the second is not played
-        *["+I3", *PASS, "+L4", "-I3"],
-    ]
-    assert found.peak_allocated == (10 + 2 + 3 + 3 * 4 + 6 + 4) * BLOCK
-
-
-def test_evaluation_without_logits_gathers_nothing() -> None:
-    found, timeline = evaluated(4, gathers=False)
-    assert timeline == ["+I3", *PASS, "-I3", "+I3", *PASS, "-I3", "+I3", "-I3", "+I3", *PASS, "-I3"]
-    assert found.peak_allocated == (10 + 2 + 3 + 6 + 4) * BLOCK
-
-
-def test_no_evaluation_batches_no_evaluation() -> None:
-    found, timeline = evaluated(0)
-    assert timeline == []
-    assert found.timeline.phases[-1][1] == "optimizer"
+def test_storages_count_as_the_allocator_rounds_them_and_without_bytes_take_no_event() -> None:
+    for size_bytes, expected in ((0, (0, 0)), (100, (512, 2 * 2**20))):
+        script = Script()
+        weight = script.allocated(1)
+        script.tracker.sizes[weight] = size_bytes
+        trace = StepTrace(script.tracker, weights=(weight,), inputs=())
+        trace.micro_batches.append(RecordedPass(1, 1, 1, logits_event=1))
+        found = replay(trace, plan(**NOTHING), CachingAllocator())
+        assert (found.peak_allocated, found.peak_reserved, found.module) == (*expected, "")
+        assert len(found.timeline.components) == bool(size_bytes)
 
 
 # ---- The allocator --------------------------------------------------------------------------------------------------
