@@ -1,0 +1,329 @@
+"""Costs of operations, counted by hand, and their prices; what processes and hosts send each other in a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from hf_memopt import GPUS, StepSettings
+from hf_memopt.memory.optimizers import ParameterFacts, optimizer_memory
+from hf_memopt.memory.recording.step import recording
+from hf_memopt.memory.step_time import Operation, Prices, StepCosts, equally_fast, operation_of
+from hf_memopt.memory.step_time import prices as module
+from hf_memopt.memory.step_time.communication import (
+    HOST_BYTES_PER_SECOND,
+    Communication,
+    Streaming,
+    communication_of_step,
+)
+from hf_memopt.memory.step_time.operations import _Counting, optimizer_operations
+from hf_memopt.memory.step_time.prices import PARTS, step_time
+from hf_memopt.memory.tracking import StorageTracker
+
+A100 = "A100 80GB"
+aten = torch.ops.aten
+
+
+def meta(*size: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def counted(run: Callable[[], torch.Tensor], *, backward: bool = False) -> list[Operation]:
+    """Return the operations of ``run`` that have a kernel, or those of its backward pass."""
+    tracker = StorageTracker()
+    with recording(tracker):
+        if not backward:
+            with tracker.counting():
+                run()
+        else:
+            out = run()
+            gradient = torch.empty_like(out)
+            with tracker.backward(), tracker.counting():
+                torch.autograd.backward(out, gradient)
+    tracker.close()
+    return [cost for cost in tracker.operations[0].elements() if cost.kernels]
+
+
+def moved(operations: Counter[Operation]) -> float:
+    return sum(number * cost.moved_bytes for cost, number in operations.items())
+
+
+# ---- Operations -----------------------------------------------------------------------------------------------------
+
+
+def test_a_linear() -> None:
+    x, weight, bias = meta(5, 8, grad=True), meta(4, 8, grad=True), meta(4, grad=True)
+    flops = 2 * 5 * 8 * 4
+    [product] = counted(lambda: F.linear(x, weight, bias))
+    assert product == Operation("product", flops=flops, moved_bytes=4 * (5 * 8 + 4 * 8 + 4 + 5 * 4))
+    ran = Counter(counted(lambda: F.linear(x, weight, bias), backward=True))
+    of_input = Operation("product", in_backward=True, flops=flops, moved_bytes=4 * (5 * 4 + 4 * 8 + 5 * 8))
+    of_weight = of_input._replace(moved_bytes=4 * (5 * 4 + 5 * 8 + 4 * 8))
+    of_bias = Operation("memory", in_backward=True, moved_bytes=4 * (5 * 4 + 4))
+    assert ran == Counter([of_input, of_weight, of_bias])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_fused_attention(is_causal: bool) -> None:
+    shape = (2, 3, 16, 8)
+    query, key, value = (meta(*shape, dtype=torch.bfloat16) for _ in range(3))
+    [kernel] = counted(
+        lambda: torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False)[0]
+    )
+    whole = 2 * (2 * 2 * 3 * 16 * 16 * 8)  # scores, and their product with the values
+    assert (kernel.kind, kernel.dtype) == ("attention", "bf16")
+    assert kernel.flops == (whole / 2 if is_causal else whole)
+    logsumexp = 4 * 2 * 3 * 16
+    assert kernel.moved_bytes == pytest.approx(4 * 2 * query.numel() + logsumexp, abs=32)  # seed and offset
+
+
+def test_a_layer_norm() -> None:
+    x, weight, bias = meta(6, 8, grad=True), meta(8, grad=True), meta(8, grad=True)
+    rows, statistics = 6 * 8, 2 * 6
+    [forward] = counted(lambda: F.layer_norm(x, (8,), weight, bias))
+    assert forward == Operation("memory", moved_bytes=4 * (2 * rows + 2 * 8 + statistics))
+    [backward] = counted(lambda: F.layer_norm(x, (8,), weight, bias), backward=True)
+    read, written = 2 * rows + statistics + 2 * 8, rows + 2 * 8
+    assert backward == Operation("memory", in_backward=True, moved_bytes=4 * (read + written + 2 * rows))
+
+
+@pytest.mark.parametrize(
+    ("run", "bytes_"),
+    [
+        (lambda x: x.add_(1), 2 * 64),
+        (lambda x: x.zero_(), 64),
+        (lambda x: x.copy_(torch.empty_like(x)), 2 * 64),
+        (lambda x: x.new_zeros(4), 16),
+        (lambda x: x + x, 2 * 64),
+        (lambda x: x + x[:1].expand(4, 4), 64 + 16 + 64),
+        (lambda x: x.to(torch.bfloat16), 64 + 32),
+        # rows of a table are read and not the table
+        (lambda x: F.embedding(torch.empty(3, dtype=torch.int64, device="meta"), x), 2 * 3 * 16 + 3 * 8),
+        # dequantising reads the packed weight
+        (
+            lambda x: torch.ops.hf_memopt.dequantized(
+                meta(64 * 32 // 2, 1, dtype=torch.uint8), meta(32, dtype=torch.uint8), (64, 32), torch.bfloat16
+            ),
+            64 * 32 // 2 + 32 + 2 * 64 * 32,
+        ),
+    ],
+)
+def test_bytes_of_kernels(run: Callable[[torch.Tensor], torch.Tensor], bytes_: int) -> None:
+    x = meta(4, 4)
+    [kernel] = counted(lambda: run(x))
+    assert (kernel.kind, kernel.moved_bytes) == ("memory", bytes_)
+
+
+def test_views_have_no_kernel_and_copies_of_the_hosts_memory_cross_pcie() -> None:
+    x = meta(4, 4)
+    assert counted(lambda: x.t().reshape(2, 8)[:1].unsqueeze(0)) == counted(lambda: x.t().contiguous())
+    assert not counted(lambda: x.view(16).expand(2, 16).transpose(0, 1))
+    cost = operation_of(aten.clone.default, (x,), {}, meta(4, 4), on_host={x.untyped_storage()._cdata})
+    assert cost == Operation("pcie", moved_bytes=64)
+
+
+# ---- The optimizer's step
+
+FACTS = [
+    ParameterFacts("layer.weight", (300, 400), 4, is_embedding=False),
+    ParameterFacts("layer.bias", (300,), 4, is_embedding=False, decays=False),
+    ParameterFacts("head.weight", (500, 300), 4, is_embedding=False),
+]
+ELEMENTS = sum(fact.elements for fact in FACTS)
+
+
+def step_of(optim: str, facts: Sequence[ParameterFacts] = FACTS, **changed: Any) -> Counter[Operation]:
+    settings = StepSettings(**{"optim": optim, "precision": "fp32", "max_grad_norm": 0, **changed})
+    return optimizer_operations(facts, optimizer_memory(facts, settings), settings)
+
+
+@pytest.mark.parametrize(
+    ("optim", "settings", "accesses"),
+    [
+        ("adamw_torch_fused", {}, 7),
+        ("adamw_torch_fused", {"max_grad_norm": 1.0}, 7 + 3),
+        ("adamw_torch_fused", {"precision": "fp16"}, 7 + 2),
+        ("adamw_torch", {}, 18),
+        ("sgd", {}, 3),
+        ("adamw_bnb_8bit", {}, 3 + 1),
+        ("lion_8bit", {}, 3 + 0.5),
+    ],
+)
+def test_accesses_of_an_element(optim: str, settings: dict[str, Any], accesses: float) -> None:
+    assert moved(step_of(optim, **settings)) / (4 * ELEMENTS) == pytest.approx(accesses, rel=0.05)  # scales, counters
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+def test_the_run_of_different_shapes_is_that_of_all_tensors(optim: str) -> None:
+    facts = [*FACTS, *FACTS, *FACTS[:1]]
+    parameters = [nn.Parameter(meta(*fact.shape)) for fact in facts]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer: Any = (
+        torch.optim.AdamW(parameters, foreach=True, weight_decay=0.0)
+        if optim == "adamw_torch"
+        else transformers.Adafactor(parameters, scale_parameter=False, relative_step=False, lr=1e-3)
+    )
+    optimizer.step()
+    with _Counting() as counting:
+        optimizer.step()
+    found = step_of(optim, facts)
+    assert moved(found) == moved(counting.found)
+    if optim == "adafactor":
+        assert found == counting.found
+
+
+def test_released_gradients_step_one_by_one_and_a_paged_state_crosses_pcie_both_ways() -> None:
+    for optim in ("adamw_torch_fused", "adamw_torch"):
+        together, alone = step_of(optim), step_of(optim, gradient_release=True)
+        assert moved(together) == pytest.approx(moved(alone), rel=1e-3)
+        assert sum(cost.kernels for cost in alone) >= len(FACTS) > max(cost.kernels for cost in together)
+    state = sum(fact.elements for fact in FACTS if fact.elements > 100_000)
+    [crossing] = [cost for cost in step_of("paged_adamw_8bit") if cost.kind == "pcie"]
+    assert crossing.moved_bytes == pytest.approx(2 * 2 * state, rel=0.05)
+
+
+# ---- Prices ---------------------------------------------------------------------------------------------------------
+
+
+def costs_of(*operations: Operation, micro_batches: int = 1) -> StepCosts:
+    return StepCosts(((1.0, Counter(operations)),), Counter(), micro_batches, examples=8, tokens=1024)
+
+
+def test_prices_by_hand() -> None:
+    prices = Prices.of(GPUS[A100])
+    flops, bytes_ = 10**12, 10**9
+    product = flops / (GPUS[A100].peak_flops_per_second.bf16 * module.HALF_FRACTION) + module.KERNEL_SECONDS
+    memory = bytes_ / (GPUS[A100].bandwidth_bytes_per_second * module.MEMORY_FRACTION) + module.KERNEL_SECONDS
+    launch = module.LAUNCH_SECONDS * module.BACKWARD_LAUNCH_FRACTION
+    found = step_time(
+        costs_of(
+            Operation("product", "bf16", flops=flops, moved_bytes=bytes_),
+            Operation("memory", moved_bytes=bytes_),
+            Operation("memory", in_backward=True, moved_bytes=1000),
+        ),
+        prices,
+    )
+    launches = launch + module.MICRO_BATCH_SECONDS
+    assert found.seconds == pytest.approx(product + memory + launches)
+    assert found.shares["products"] * found.seconds == pytest.approx(product)
+    assert found.shares["launches"] * found.seconds == pytest.approx(launches)
+    assert sum(found.shares.values()) == pytest.approx(1)
+    assert set(found.shares) == set(PARTS)
+    assert found.tokens_per_second() == pytest.approx(1024 / found.seconds)
+    assert found.tokens_per_second(real_fraction=0.5) == pytest.approx(512 / found.seconds)
+    assert found.examples_per_second == pytest.approx(8 / found.seconds)
+
+
+def test_copies_have_pcies_generation_and_a_format_that_the_gpu_lacks_runs_as_float32() -> None:
+    for name, bandwidth in (("V100 16GB", 16e9), (A100, 32e9), ("RTX 5090", 64e9)):
+        seconds, part = Prices.of(GPUS[name]).seconds(Operation("pcie", moved_bytes=10**9))
+        assert part == "PCIe"
+        assert seconds == pytest.approx(1e9 / (bandwidth * module.MEMORY_FRACTION), rel=1e-3)
+    v100 = Prices.of(GPUS["V100 16GB"])
+    fp32, bf16, fp16 = (v100.seconds(Operation("product", one, flops=1e12))[0] for one in ("fp32", "bf16", "fp16"))
+    assert bf16 == fp32 > 5 * fp16
+
+
+def test_the_range_of_a_gpu_holds_its_published_rows_and_is_wider_where_less_is_known() -> None:
+    busy = costs_of(Operation("product", "fp16", flops=10**14))
+    widths = {A100: 0.12, "V100 32GB": 0.12, "T4": 0.25, "RTX 3090": 0.2, "RTX 4090": 0.2}
+    widths |= {"RTX 4060 Laptop": 0.5, "L4": 0.5}
+    assert set(GPUS) >= {*module._RANGES, *module._AT_MOST_75_WATTS}
+    for name, width in widths.items():
+        found = busy.on(name)
+        assert (found.low, found.high) == pytest.approx(((1 - width) * found.seconds, (1 + width) * found.seconds))
+        assert not found.is_launch_bound
+    waiting = costs_of(*[Operation("memory", moved_bytes=1)] * 2000).on(GPUS[A100])
+    assert waiting.is_launch_bound
+    assert waiting.low < 0.5 * waiting.seconds
+
+
+def test_products_have_the_clock_that_the_power_limit_leaves_and_memory_its_own() -> None:
+    gpu = GPUS["T4"]
+    cold = replace(gpu, sustained_fraction=1.0)
+    assert gpu.sustained_fraction == 760 / 1590
+    for kind in ("product", "convolution", "attention"):
+        cost = Operation(kind, "fp16", flops=10**14)
+        slow, fast = costs_of(cost).on(gpu).seconds, costs_of(cost).on(cold).seconds
+        assert slow / fast == pytest.approx(1590 / 760, rel=1e-2)
+    copy = costs_of(Operation("memory", moved_bytes=10**10))
+    assert copy.on("Tesla T4").seconds == copy.on(cold).seconds
+
+
+def test_times_within_five_percent_are_equal() -> None:
+    assert [equally_fast(*pair) for pair in ((1.0, 1.04), (1.04, 1.0), (1.0, 1.06))] == [True, True, False]
+
+
+# ---- What processes and hosts send each other -----------------------------------------------------------------------
+
+OF_PROCESS = [ParameterFacts("weight", (1000,), 4, False)]
+GATHERED = 6000
+
+
+def sent(passes: int = 3, reductions: int = 1, **settings: Any) -> Communication:
+    given = StepSettings(world_size=4, precision="bf16", **settings)
+    return communication_of_step(OF_PROCESS, given, GATHERED, passes, reductions)
+
+
+def test_bytes_of_a_ring() -> None:
+    """Of N processes each sends (N - 1) / N of what is gathered, or reduced and scattered."""
+    ring = 3 / 4
+    gradients, short = 4000, 2000
+    expected = {
+        "ddp": 2 * ring * gradients,  # once a step
+        "fsdp2": ring * (3 * GATHERED + short),
+        "zero2": ring * (3 * 2 * short + short),
+        "zero3": ring * 3 * (GATHERED + short),
+    }
+    assert {strategy: sent(strategy=strategy).link_bytes for strategy in expected} == expected
+    # each micro-batch of the last accumulation step reduces
+    assert sent(6, 3, strategy="fsdp2").link_bytes == ring * (6 * GATHERED + 3 * short)
+
+
+def test_offload_moves_shards_and_its_optimizer_runs_on_the_host() -> None:
+    own = 1000 / 4
+    found = {name: sent(strategy=name, offload_params=True) for name in ("fsdp2", "zero2", "zero3")}
+    assert found["fsdp2"].pcie_bytes == 3 * GATHERED / 4 + 4 * own
+    assert found["zero2"].pcie_bytes == 2 * own + 3 * 2 * own
+    assert found["zero3"].pcie_bytes == 3 * GATHERED / 4 + 3 * 2 * own
+    assert {one.host_bytes for one in found.values()} == {28 * own}
+
+
+def test_only_what_computing_does_not_hide_is_waited_for() -> None:
+    one = Communication(link_bytes=100, hiding_fraction=0.5)
+    assert one.seconds(10, link=25, pcie=1) == (0.0, 4.0, 0.0)
+    assert one.seconds(10, link=10, pcie=1) == (5.0, 10.0, 0.0)
+
+
+def test_links_between_gpus() -> None:
+    links = {name: (GPUS[name].link, GPUS[name].link_bytes_per_second) for name in ("T4", "H100", "V100 32GB")}
+    assert links == {
+        "T4": ("PCIe 3.0 x16", 16 * 10**9),
+        "H100": ("NVLink", 450 * 10**9),
+        "V100 32GB": ("NVLink", 150 * 10**9),
+    }
+
+
+@pytest.mark.parametrize(
+    ("computing", "seconds"),
+    [(10.0, 10 + 0.25 + 0.5), (3.0, 4 + 0.25 + 0.5)],  # compute hides the copies, or waits for those in
+)
+def test_the_longest_of_three_lanes_decides(computing: float, seconds: float) -> None:
+    """12 bytes in and 6 out at 3 a second, the first layer, and the host's step."""
+    gpu = replace(GPUS["RTX 4060"], bandwidth_bytes_per_second=10**9)
+    prices = replace(Prices.of(gpu), bus=3.0, bandwidth=1.0)
+    memory = Operation("memory", kernels=1, launches=0.0, moved_bytes=computing - 2e-6)
+    copies = Streaming(in_bytes=12, out_bytes=6, first_bytes=0.75, host_bytes=HOST_BYTES_PER_SECOND / 2)  # type: ignore[arg-type]
+    costs = StepCosts(((1.0, Counter([memory])),), Counter(), 0.0, 1, 100.0, communication=copies)
+    time = step_time(costs, prices)
+    assert time.seconds == pytest.approx(seconds)
+    assert time.high == pytest.approx((computing + 0.75 + 18 / 3) * (1 + prices.error))
