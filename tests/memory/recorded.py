@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from host_semantics import HostSemantics
 from torch.distributed._tools.mem_tracker import MemTracker  # private package: an oracle of these tests only
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt import StepSettings, estimate
 from hf_memopt.binding.model_changes import add_adapters
@@ -185,3 +187,50 @@ def uncounted(config: Any, **settings: Any) -> list[str]:
     """Return the notes of an estimate about kernels that allocate what nobody knows."""
     found = estimate(config, **{"batch_size": 2, "gpu": "A100 80GB", "precision": "bf16", **settings})
     return [note for note in found.notes if "beside their outputs" in note]
+
+
+class Operators(TorchDispatchMode):
+    """The operators that run, by their names without namespace and overload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func).split(".")[1])
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Ran:
+    """What a call under CUDA's semantics returned, allocated and ran, and what the host held at most."""
+
+    out: Any
+    deltas: list[int]
+    operators: list[str]
+    flops: int
+    host_bytes: int
+
+
+def under_cuda(
+    call: Callable[[], Any], *given: Any, backward: bool = False, in_region: bool = True, **options: Any
+) -> Ran:
+    """Run a call in an autocast region under CUDA's semantics, and the backward pass of what it returned.
+
+    The tensors that are ``given`` are counted before; deltas are those of the call alone.
+    """
+    tracker, operators = StorageTracker(), Operators()
+    semantics = CudaSemantics(tracker=tracker, **options)
+    for tensor in given:
+        if tensor is not None:
+            tracker.add(tensor)
+    start = len(tracker.events)
+    with recording(tracker, operators, semantics):
+        with semantics.autocast_region() if in_region else nullcontext():
+            out = call()
+            end = len(tracker.events)
+        if backward:
+            with tracker.backward():
+                run_backward(out, torch.ones_like(out))
+    deltas = [delta for _, delta in tracker.events[start:end] if delta]
+    return Ran(out, deltas, operators.seen, tracker.flops, semantics.peak_host_bytes)
