@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from blocks import A100, H100, L4, P100, RTX_3090, T4, V100, header
 from host_semantics import CPU_LISTS
 from recorded import Operators
 from torch import nn
 
-from hf_memopt.memory.cuda import CudaSemantics
+from hf_memopt.devices import Chip
+from hf_memopt.memory.cuda import CudaSemantics, attention
 from hf_memopt.memory.cuda.autocast import OPERATORS, functions_of
 from hf_memopt.memory.cuda.semantics import cross_entropy
 from hf_memopt.memory.recording.step import recording
@@ -117,3 +119,20 @@ def test_pinned_memory_is_the_hosts_and_everything_else_is_not() -> None:
         assert semantics.host_bytes == 0
     assert semantics.peak_host_bytes == 64
     assert back.is_meta
+
+
+@pytest.mark.parametrize("capability", [P100, V100, T4, A100, RTX_3090, L4, H100, (12, 0)])
+@pytest.mark.parametrize("dtype", ["half_t", "float"])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_tiles_are_those_of_torchs_own_kernels(capability: tuple[int, int], dtype: str, dropout: bool) -> None:
+    text = header("ATen", "native", "transformers", "cuda", "mem_eff_attention", "kernels", "cutlassB.h")
+    arch = max(sm for sm in (50, 70, 75, 80) if sm <= capability[0] * 10 + capability[1])
+    pattern = rf"cb\(AttentionBackwardKernel<cutlass::arch::Sm{arch}, (?:cutlass::)?{dtype}, true, "
+    pattern += rf"{str(dropout).lower()}, \w+, (\d+), (\d+), (\d+)"
+    tiles = {tuple(map(int, match)) for match in re.findall(pattern, text)}
+    chip = Chip(capability, 1)
+    for width in (32, 64, 96, 128, 256):
+        queries, keys, in_registers = attention._efficient_tile(chip, dtype == "half_t", width, dropout)
+        widths = {most for i, j, most in tiles if (i, j) == (queries, keys) and most >= width}
+        assert widths
+        assert in_registers is (dtype == "half_t" and min(widths) <= queries)
