@@ -111,6 +111,10 @@ def test_flash_attention_2_takes_less_than_eager(make: Any, set_up: dict[str, An
 def test_padding_costs_flash_attention_2_what_is_gathered_and_scattered() -> None:
     sizes = {"batch_size": 4, "seq_len": 64, "precision": "bf16", "attn_implementation": "flash_attention_2"}
     padded, full = (estimate(tiny.llama_config(), **sizes, padding=padding) for padding in (True, False))
+    assert estimate(tiny.llama_config(), **sizes).components == padded.components
+    alone = {**sizes, "batch_size": 1}  # a row alone has none
+    expected = estimate(tiny.llama_config(), **alone, padding=False).components
+    assert estimate(tiny.llama_config(), **alone).components == expected
     tokens, hidden, layers = 4 * 64, 32, 2
     more_bytes = padded.components["activations"] - full.components["activations"]
     assert more_bytes == layers * (tokens * hidden * 2 + tokens * 8)  # the scattered output, the indices of tokens
