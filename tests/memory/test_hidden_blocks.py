@@ -120,6 +120,7 @@ def test_blocks_of_backward_passes_that_run() -> None:
         ((4096, 4096), [0], RTX_3090, 20, (4 * 4096 * 8 * 128, 4 * 32)),  # 8 = 240 blocks over 32
         ((4096, 4096), [0], T4, 40, (4 * 4096 * 10 * 128, 4 * 32)),  # 1024 threads on a multiprocessor
         ((512, 4096), [0], A100, 108, ()),  # 128 values a thread
+        ((2048, 262144), [0], A100, 108, ()),  # 2048 blocks fill the GPU
         ((1 << 20,), [0], A100, 108, (4 * 128, 4)),  # one output: 512 threads, 128 shares
         ((1024, 1024), [], A100, 108, (4 * 128, 4)),
         ((32, 128, 1024), [-1], A100, 108, ()),

@@ -137,7 +137,8 @@ def test_logits_are_known_with_what_follows_until_the_loss() -> None:
     backward = [number for number, _ in made(trace, part, backward=True)]
     of_loss = [trace.tracker.sizes[n] for n in backward if trace.tracker.sequences[n] in part.logits_sequences]
     assert LOGITS * 4 in of_loss
-    assert {HIDDEN * 4, HIDDEN * 64 * 4}.isdisjoint(of_loss)  # the last norm's, and a layer's
+    # the last norm's, a layer's, and the casts of the head's weight and input
+    assert {HIDDEN * 4, HIDDEN * 64 * 4, HIDDEN * VOCABULARY * 4, BATCH * SEQ * HIDDEN * 4}.isdisjoint(of_loss)
     assert trace.tracker.events[part.forward_end - 1][1] < 0  # frees of the forward pass, then the gradient of the loss
     assert trace.tracker.events[part.forward_end][1] == 4
 
