@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_memopt.components import COMPONENTS
+from hf_memopt.components import COMPONENTS as COMPONENTS
 
 if TYPE_CHECKING:
     import numpy as np
