@@ -17,40 +17,6 @@ from hf_memopt import bucketed, estimate, find_gpu
 SIZES: dict[str, Any] = {"batch_size": 2, "precision": "fp32"}
 
 
-# ---- What is refused
-
-WRONG = "Pass lengths=[512, 384, 512]"
-NO_BATCH = (
-    "has no batch or more than one dimension; expected the padded tokens of a row, one number for each batch in the "
-    f"order of the run. {WRONG}"
-)
-NO_LENGTHS = f"are no lengths of rows; expected whole numbers from 1 on. {WRONG}"
-
-
-@pytest.mark.parametrize(
-    ("lengths", "seq_len", "message"),
-    [
-        (
-            [8, 16],
-            16,
-            "seq_len=16 and lengths both give the tokens of a row; expected only one of them. Leave seq_len out",
-        ),
-        ([], None, f"lengths=<shape (0,)> {NO_BATCH}"),
-        (512, None, f"lengths=<shape ()> {NO_BATCH}"),
-        ([8.5, 16], None, f"lengths=<float64, from 8.5> {NO_LENGTHS}"),
-        ([8, 0], None, f"lengths=<int64, from 0> {NO_LENGTHS}"),
-        (["8"], None, f"lengths=<<U1, from 8> {NO_LENGTHS}"),
-    ],
-)
-def test_bad_lengths(lengths: object, seq_len: int | None, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        estimate(tiny.bert_config(), lengths=lengths, seq_len=seq_len, **SIZES)
-    assert str(error.value) == message
-
-
-# ---- The figures
-
-
 @pytest.mark.parametrize("changed", [{}, {"expandable_segments": True}, {"gradient_accumulation_steps": 2}])
 def test_batches_of_one_length_are_the_estimate_of_that_length(changed: dict[str, Any]) -> None:
     plain = estimate(tiny.bert_config(), seq_len=48, **SIZES, **changed)

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 import tiny
-from hf_memopt import NotEstimableError, StepSettings, estimate, estimate_from_arguments, find_gpu
+from hf_memopt import StepSettings, estimate, estimate_from_arguments, find_gpu
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.binding import versions as compat
 
@@ -128,112 +128,6 @@ def test_layers_that_fsdp_arguments_name_are_a_note(tmp_path: Any) -> None:
     )
 
 
-AGAIN = "Pass TrainingArguments(..., fsdp=True, fsdp_config="
-FSDP_REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {},
-        {},
-        "shards over a number of processes that TrainingArguments do not have; expected 2 or more. Pass "
-        "estimate_from_arguments(..., world_size=2)",
-    ),
-    (
-        {"reshard_after_forward": False},
-        {"world_size": 2},
-        "with fsdp_config['reshard_after_forward']=False; expected FSDP2, full shard. "
-        f"{AGAIN}{{'reshard_after_forward': True}})",
-    ),
-    (
-        {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10},  # 5.8 reads the second, from 5.17 on the first
-        {"world_size": 2},
-        "with fsdp_config['auto_wrap_policy']='SIZE_BASED_WRAP'; expected FSDP2, full shard. "
-        f"{AGAIN}{{'auto_wrap_policy': 'TRANSFORMER_BASED_WRAP'}})",
-    ),
-    (
-        {"activation_checkpointing": True},
-        {"world_size": 2},
-        "with fsdp_config['activation_checkpointing']=True; expected checkpointing as TrainingArguments have it. "
-        f"{AGAIN}{{'activation_checkpointing': False}})",
-    ),
-]
-
-
-@pytest.mark.parametrize(("config", "overrides", "message"), FSDP_REFUSED, ids=lambda value: str(value)[:30])
-def test_fsdp_arguments_that_are_not_simulated(tmp_path: Any, config: Any, overrides: Any, message: str) -> None:
-    args = sharded_arguments(tmp_path, **config)
-    with pytest.raises(NotEstimableError) as error:
-        estimate_from_arguments(tiny.bert_config(), args, 8, **overrides)
-    assert str(error.value) == f"not estimable: fsdp={args.fsdp!r} {message}"
-
-
-# ---- What is not simulated ------------------------------------------------------------------------------------------
-
-NOT_SIMULATED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # attributes, overrides, message
-    ({"torch_compile": True}, {}, "torch_compile=True: what the compiler fuses and saves is decided on the GPU"),
-    ({"use_liger_kernel": True}, {}, "use_liger_kernel=True: its Triton kernels do not run without a GPU"),
-    (
-        {"deepspeed": "zero2.json"},
-        {},
-        "deepspeed='zero2.json': its configuration is not read. Pass world_size=2, strategy='zero2'",
-    ),
-    ({"use_cache": True}, {}, "use_cache=True: a key-value cache in training is not simulated"),
-    ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0: its noise on the embeddings is not simulated"),
-    (
-        {"include_for_metrics": ["loss", "inputs"]},
-        {"eval_batch_size": 4},
-        "include_for_metrics=['loss', 'inputs']: inputs that are gathered on the GPU besides the logits are not "
-        "simulated",
-    ),
-    (
-        {"predict_with_generate": True, "generation_config": "folder"},
-        {},
-        "generation_config='folder' is not read; expected a GenerationConfig or None. "
-        "Pass GenerationConfig.from_pretrained(path)",
-    ),
-]
-
-
-@pytest.mark.parametrize(("attributes", "overrides", "message"), NOT_SIMULATED, ids=lambda value: str(value)[:30])
-def test_arguments_that_are_not_simulated(
-    tmp_path: Any, attributes: dict[str, Any], overrides: dict[str, Any], message: str
-) -> None:
-    args = tiny.arguments(tmp_path)
-    vars(args).update(attributes)
-    if overrides:
-        assert estimate_from_arguments(tiny.bert_config(), args, 8).settings.eval_batch_size is None
-    with pytest.raises(NotEstimableError) as error:
-        estimate_from_arguments(tiny.bert_config(), args, 8, **overrides)
-    assert str(error.value) == f"not estimable: {message}"
-
-
-TOKENS = "Pass lengths=token_lengths(dataset)"
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        *(
-            (empty, f"lengths={empty!r} is empty; expected the tokens of at least one example. {TOKENS}")
-            for empty in ([], (), np.array([], np.int32))
-        ),
-        ([0], f"lengths=[0] are no numbers of tokens; expected integers of 1 or more. {TOKENS}"),
-        (["8"], f"lengths=['8'] are no numbers of tokens; expected integers of 1 or more. {TOKENS}"),
-    ],
-    ids=repr,
-)
-def test_lengths_without_tokens_are_refused(tmp_path: Any, lengths: Any, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        estimate_from_arguments(tiny.bert_config(), tiny.arguments(tmp_path), lengths)
-    assert str(error.value) == message
-
-
-def test_what_are_no_arguments_is_refused() -> None:
-    with pytest.raises(TypeError) as error:
-        estimate_from_arguments(tiny.bert_config(), {"bf16": True}, 8)  # type: ignore[arg-type]
-    assert str(error.value) == (
-        "args={'bf16': True} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"
-    )
-
-
 # ---- The names of TrainingArguments as settings ---------------------------------------------------------------------
 
 
@@ -283,56 +177,3 @@ def test_other_names_of_a_setting(given: dict[str, Any], own: dict[str, Any]) ->
 def test_estimate_takes_the_batch_by_either_name_and_8_by_default() -> None:
     given: tuple[dict[str, Any], ...] = ({}, {"batch_size": 2}, {"per_device_train_batch_size": 2})
     assert [estimate(tiny.bert_config(), seq_len=8, **one).batch_size for one in given] == [8, 2, 2]
-
-
-TWO_VALUES = "are the same setting with two values; expected one of them. Pass"
-NO_SETTING = "is not a setting of a step"
-MISNAMED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"bf16": True, "fp16": True},
-        "bf16=True, fp16=True are incompatible: autocast computes in one of them; expected only one. "
-        "Pass precision='bf16'",
-    ),
-    ({"bf16": True, "precision": "fp16"}, f"bf16=True, precision='fp16' {TWO_VALUES} precision='fp16' alone"),
-    (
-        {"batch_size": 2, "per_device_train_batch_size": 4},
-        f"per_device_train_batch_size=4, batch_size=2 {TWO_VALUES} batch_size=2 alone",
-    ),
-    (
-        {"gradient_checkpointing_kwargs": OPTIONS},
-        "gradient_checkpointing_kwargs={'use_reentrant': True} has no effect without gradient_checkpointing=True; "
-        "expected both. Pass gradient_checkpointing=True",
-    ),
-    (
-        {"learning_rate": 0.1},
-        f"learning_rate=0.1 {NO_SETTING}: this argument of TrainingArguments does not change the memory of a step; "
-        "expected only those that do. Remove learning_rate",
-    ),
-    (
-        {"torch_compile": True},
-        f"torch_compile=True {NO_SETTING}: what the compiler fuses and saves is decided on the GPU; expected a set-up "
-        "without it. Remove torch_compile",
-    ),
-    ({"load_in_4bit": True}, f"load_in_4bit=True {NO_SETTING}; expected another name for it. Pass load_in='nf4'"),
-    (
-        {"preset": "4gb-gpu"},
-        f"preset='4gb-gpu' {NO_SETTING}; expected another name for it. "
-        "Pass recipe=hf_memopt.recipe('4gb-gpu') to estimate()",
-    ),
-    (
-        {"peft_config": {"x" * 100: 1}},
-        f"peft_config=<dict> {NO_SETTING}; expected another name for it. Pass lora=16, or lora=LoraConfig(...)",
-    ),
-    (
-        {"quantization_config": transformers.BitsAndBytesConfig(load_in_4bit=True)},
-        f"quantization_config=<BitsAndBytesConfig> {NO_SETTING}; expected load_in, or a configuration that has it. "
-        "Pass load_in='nf4', lora=16; or set config.quantization_config and pass model=config",
-    ),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), MISNAMED, ids=lambda value: str(value)[:30])
-def test_a_setting_by_another_name_or_with_two_values(given: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError)) as error:
-        estimate(tiny.bert_config(), seq_len=8, **given)
-    assert str(error.value) == message
