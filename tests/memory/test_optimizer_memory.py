@@ -107,7 +107,7 @@ def test_step(case: str, dtype: torch.dtype, tmp_path: Any, monkeypatch: Any) ->
     measured = measured_step(model, as_on_a_gpu(stepped(model, case, tmp_path, monkeypatch)))
     found = peak(estimated(model, case).step)
     # of singular vectors cuSOLVER overwrites a copy, which the CPU does not make
-    copy_bytes = 4 * 160 * 32 if any(part in case for part in BY_VECTORS) else 0
+    copy_bytes = 4 * 128 * 32 if any(part in case for part in BY_VECTORS) else 0
     assert -SCALARS_BYTES <= found - measured <= copy_bytes + SCALARS_BYTES
 
 

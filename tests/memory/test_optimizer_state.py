@@ -65,8 +65,8 @@ pytestmark = [pytest.mark.filterwarnings(text) for text in WARNINGS]
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:
-    """Return a tiny Llama: parameters above and below 4,096 elements, tall, wide, one-dimensional, tied, frozen."""
-    model = tiny.llama(vocab_size=203, intermediate_size=160, tie_word_embeddings=True)
+    """Return a tiny Llama: parameters of 4,096 elements, fewer and (in embeddings) more, tall, wide, one-dimensional, tied, frozen."""
+    model = tiny.llama(vocab_size=203, intermediate_size=128, tie_word_embeddings=True)
     model.model.layers[0].requires_grad_(False)
     return model.to(dtype)
 
