@@ -444,6 +444,13 @@ def test_entries_of_a_batch(model_type: str, task: Any, settings: Any, sizes: An
     assert _step(model, **sizes).shape == ()
 
 
+def test_frames_of_audio_that_are_one_row_are_counted_together() -> None:
+    """Of 160 numbers, two frames of 80 bins; ten seconds have 100 frames each."""
+    config = transformers.Wav2Vec2BertConfig(**TINY, feature_projection_input_dim=160)
+    batch = example_batch(load_model(config, task="ctc").model, batch_size=2, seq_len=None)
+    assert tuple(batch["input_features"].shape) == (2, 500, 160)
+
+
 def test_cut_batch_takes_the_first_rows_as_views() -> None:
     batch = {"input_ids": torch.arange(12).reshape(4, 3), "scale": torch.ones(1), "labels": torch.arange(4)}
     rows = cut_batch(batch, 4, 3)

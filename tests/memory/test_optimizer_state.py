@@ -65,7 +65,7 @@ pytestmark = [pytest.mark.filterwarnings(text) for text in WARNINGS]
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:
-    """Return a tiny Llama: parameters of 4,096 elements, fewer and (in embeddings) more, tall, wide, one-dimensional, tied, frozen."""
+    """Return a tiny Llama: parameters of 4,096 elements, fewer and more, one-dimensional, tied, frozen."""
     model = tiny.llama(vocab_size=203, intermediate_size=128, tie_word_embeddings=True)
     model.model.layers[0].requires_grad_(False)
     return model.to(dtype)

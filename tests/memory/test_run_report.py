@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import Trainer
 import scarcity
 import tiny
 from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, custom_gpu, measure
+from hf_memopt.memory import estimate_of
 
 BATCH = 6
 GPU = "hf_memopt.memory.training_arguments.current_gpu"
@@ -213,3 +215,22 @@ def test_a_prediction_is_made_when_it_is_asked_for(tmp_path: Path) -> None:
     weights = sum(one.numel() * 4 for one in trainer.model.parameters())
     assert weights <= predicted["components"]["weights"] <= weights + 512 * len(list(trainer.model.parameters()))
     assert (predicted["batch_size"], predicted["seq_len"]) == (BATCH, 12)
+
+
+def test_micro_batches_of_a_trainer_are_at_most_its_batch(tmp_path: Path) -> None:
+    shape: Any = SimpleNamespace(rows=BATCH, seq_len=12, labels_length=None)
+    for most, expected in ((2, 2), (100, BATCH)):
+        trainer = make_trainer(tmp_path, MicrobatchCallback(max_examples=most))
+        assert estimate_of(trainer, shape).settings.micro_batch_size == expected
+
+
+def test_the_curve_counts_the_tokens_since_the_last_log(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, MemoryReportCallback(), logging_strategy="steps", logging_steps=1)
+    trainer.train()
+    told = run_of(tmp_path)
+    curve = told["curve"]
+    tokens = [
+        rate * seconds for rate, seconds in zip(curve["tokens_per_second"], curve["seconds_per_step"], strict=True)
+    ]
+    assert curve["step"] == [1, 2]
+    assert sum(tokens) == pytest.approx(told["batches"]["tokens"])

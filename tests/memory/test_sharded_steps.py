@@ -194,6 +194,14 @@ def test_a_model_is_as_before_its_sharded_recording() -> None:
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
+def test_what_stays_gathered_is_gathered_once_and_the_rest_again_for_the_backward_pass() -> None:
+    model = build(LLAMA, "meta")
+    sharded = sharded_step(model, StepSettings(precision="fp32", world_size=2, strategy="fsdp2"))
+    once = 4 * 128 * (2000 + 1)  # the head, whose odd rows are padded, and the last norm
+    layers = 4 * sum(one.numel() for one in model.model.layers.parameters())
+    assert sharded.gathered_bytes == 2 * (layers + 4 * 128 * 2000) + once  # type: ignore[union-attr]
+
+
 # ---- ZeRO
 
 ZERO = {
@@ -230,6 +238,12 @@ def test_the_configuration_and_the_estimate_have_the_same_sizes(stage: int) -> N
     if stage == 3:
         assert filled["stage3_param_persistence_threshold"] == sizes.persistent
         assert filled["stage3_max_live_parameters"] == filled["stage3_max_reuse_distance"] == LIVE_ELEMENTS
+
+
+def test_stage_3_gathers_what_is_recomputed_once_more() -> None:
+    model, plain = load_model(config()).model, StepSettings(world_size=2, strategy="zero3")
+    once, again = (ZeroStep(model, step, None).gathered_bytes for step in (plain, plain.replace(checkpointing=True)))
+    assert (once % 2, again) == (0, once * 3 // 2)
 
 
 def test_groups_are_cut_whole_and_padded() -> None:
