@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_memopt.devices import Gpu
-from hf_memopt.memory import Estimate
-from hf_memopt.memory.settings import StepSettings
+from hf_memopt import Estimate, Gpu, StepSettings
+from hf_memopt.memory.hints import Hint as Hint
 from hf_memopt.memory.tracking import COMPONENTS, Timeline
 
 MIB = 2**20

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import EXIT_CODES, Flag, check_of_data, flags_of, in_flags, spinner
 from hf_memopt.devices import custom_gpu, find_gpu
-from hf_memopt.memory import without_compiler
 from hf_memopt.memory.models import check_task, find_config
 from hf_memopt.memory.optimizers import check_optimizer
 from hf_memopt.memory.settings import StepSettings
@@ -39,8 +38,7 @@ def run(options: EstimateOptions, context: Any) -> int:
     errors = Console(stderr=True)
     gpu = _check(options, flags)
     options, notes = _with_length_of_data(options, errors)
-    with without_compiler():
-        return (_run_comparison if options.compare else _run_one)(options, gpu, notes, errors, flags)
+    return (_run_comparison if options.compare else _run_one)(options, gpu, notes, errors, flags)
 
 
 # ---- Checks, without torch ------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import EXIT_CODES, check_of_data, flags_of, in_flags, spinner, typed_command
-from hf_memopt.memory import without_compiler
 from hf_memopt.memory.models import check_task, find_config
 from hf_memopt.plain_data import check_word
 from hf_memopt.recipes import launch_files
@@ -42,15 +41,14 @@ def run(options: PlanOptions, context: Any) -> int:
         from hf_memopt.recipes.planning import plan, print_plan
 
         lengths = None if options.data is None else _lengths(options, options.data)
-        with without_compiler():
-            found = plan(
-                options.model,
-                lengths=lengths,
-                effective_batch_size=options.effective_batch,
-                allow=words,
-                announce=announce,
-                **{name: getattr(options, name) for name in AS_TYPED},
-            )
+        found = plan(
+            options.model,
+            lengths=lengths,
+            effective_batch_size=options.effective_batch,
+            allow=words,
+            announce=announce,
+            **{name: getattr(options, name) for name in AS_TYPED},
+        )
         rows = None if options.data is None else RowsFile(options.data, options.column, options.tokenizer)
         made_by = typed_command(context, without=("write", "report", "plot", "force", "json_output"))
         found = replace(found, command=made_by, rows=rows)

@@ -1,4 +1,3 @@
-from .compiler_import import without_compiler as without_compiler
 from .estimation import estimate as estimate
 from .estimation import own_dtype as own_dtype
 from .estimation import precision_for as precision_for

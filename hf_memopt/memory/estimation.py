@@ -297,18 +297,19 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
     notes = [unknown] if gpu is None else [*gpu.notes]
     if gpu is not None and gpu.context_bytes is None:
         notes.append(f"the size of the CUDA context on {gpu.name} is unknown and not in the total")
+    needed_bytes = replayed.peak_reserved + (0 if gpu is None else gpu.context_bytes or 0)
+    fits = gpu is not None and needed_bytes <= gpu.usable_bytes
     steps = len(replayed.timeline.steps)
     places = zip(replayed.retries, ("three steps" if steps == 3 else f"{steps} steps", "the evaluation"), strict=True)
     retries = [f"{count} time(s) in {place}" for count, place in places if count]
     if retries:
         variable = f"; {compat.allocator_variable()}=expandable_segments:True may avoid it"
         avoid = "" if settings.expandable_segments else variable
-        fits = gpu is not None and replayed.peak_reserved + (gpu.context_bytes or 0) <= gpu.usable_bytes
         notes.append(
             f"{'it fits' if fits else 'this total is enough'} because the allocator returns unused blocks to the "
             f"driver {' and '.join(retries)}, which costs time{avoid}"
         )
-    if gpu is not None and replayed.peak_reserved + (gpu.context_bytes or 0) > gpu.usable_bytes:
+    if gpu is not None and not fits:
         loading_bytes = replayed.timeline.phase_peaks()["load"].reserved_bytes + (gpu.context_bytes or 0)
         if loading_bytes > gpu.usable_bytes:
             notes.append(f"loading the model alone needs {format_bytes(loading_bytes)}: the run ends before a step")
@@ -344,7 +345,7 @@ def settings_of_recipe(recipe: Any, overrides: Mapping[str, Any]) -> StepSetting
 def with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:
     if settings.precision != "auto":
         return settings
-    scaled = "fp16" if settings.can_scale_loss else "fp32"
+    scaled = "fp32" if settings.gradient_release else "fp16"  # released gradients cannot wait for the scaler
     native = "fp32" if gpu is None else "bf16" if gpu.bf16 else scaled
     is_plain = gpu is not None and (gpu.compute_capability < (7, 0) or against_float16(gpu.name))  # choose_precision
     return settings.replace(precision="fp32" if is_plain and settings.weights_dtype != "float16" else native)

@@ -1,4 +1,4 @@
-"""The picture of an estimate: which events it shows, what stands in it, its pixels; on estimates made by hand."""
+"""The picture of an estimate: what stands in it, its pixels; on estimates made by hand."""
 
 from __future__ import annotations
 
@@ -9,64 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hand_made import EVENTS, MIB, SMALL, hand_made
-from hf_memopt.components import COLOURS
-from hf_memopt.devices import Gpu
-from hf_memopt.memory import Estimate
-from hf_memopt.memory.hints import Hint
-from hf_memopt.memory.output import draw
-from hf_memopt.memory.output.estimate_picture import drawn_events
-from hf_memopt.memory.output.estimate_text import describe, verdict
-from hf_memopt.memory.tracking import COMPONENTS, Timeline
+from hand_made import MIB, SMALL, Hint, hand_made
+from hf_memopt import Estimate, Gpu
+from hf_memopt.components import COLOURS, COMPONENTS
 
 LARGE = Gpu("Card 80GB", 81920 * MIB, 80000 * MIB, 400 * MIB, (9, 0), "made up for the tests")
 
 
-def long_timeline(events: int, seed: int) -> Timeline:
-    generator = np.random.default_rng(seed)
-    components = generator.integers(0, 1000, size=(events, len(COMPONENTS))) * MIB
-    phases = ((0, "load"), (7, "forward"), (events // 2, "backward"), (events - 3, "optimizer"))
-    return Timeline(components, generator.integers(8000, 9000, events) * MIB, phases, ((7, 1),))
-
-
-def test_a_short_timeline_is_drawn_whole() -> None:
-    assert drawn_events(hand_made().timeline).tolist() == list(range(len(EVENTS)))
-
-
-def test_a_long_timeline_keeps_the_extremes_of_each_stretch() -> None:
-    allocated = [5, 3, 9, 4, 4, 1, 6, 2, 7, 8, 8, 3]
-    reserved = [9, 9, 9, 9, 9, 9, 9, 12, 12, 12, 12, 12]
-    components = np.zeros((12, len(COMPONENTS)), dtype=np.int64)
-    components[:, 3] = allocated
-    timeline = Timeline(components, np.array(reserved), ((0, "forward"), (8, "backward")), ((0, 1),))
-    # stretches 0-5 and 6-11: most at 2 and 9, fewest at 5 and 7, most reserved at 0 and 7, last 5 and 11; phases 0, 8
-    assert drawn_events(timeline, stretches=2).tolist() == [0, 2, 5, 7, 8, 9, 11]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_no_peak_is_lost_in_a_long_timeline(seed) -> None:
-    timeline = long_timeline(20_000, seed)
-    shown = drawn_events(timeline, stretches=300)
-    assert (np.diff(shown) > 0).all()
-    assert len(shown) <= 4 * 300 + 2 * len(timeline.phases)
-    assert {first for first, _ in timeline.phases} | {19_999} <= set(shown.tolist())
-    allocated = timeline.components.sum(axis=1)
-    assert allocated[shown].max() == allocated.max()
-    assert allocated[shown].min() == allocated.min()
-    assert timeline.reserved[shown].max() == timeline.reserved.max()
-    for name, found in timeline.phase_peaks().items():  # a short phase has stretches of its own
-        if name in ("load", "optimizer"):
-            first = dict(map(reversed, timeline.phases))[name]
-            within = shown[(shown >= first - 1) & (shown < first + {"load": 7, "optimizer": 3}[name])]
-            assert allocated[within].max() == found.allocated_bytes
-
-
 def drawn(estimate: Estimate, monkeypatch, tmp_path: Path) -> Any:
-    """Return the figure that ``draw`` saves."""
+    """Return the figure that ``plot`` saves."""
     figure = pytest.importorskip("matplotlib.figure")
     seen = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: seen.append(self))
-    draw(estimate, tmp_path / "timeline.png")
+    estimate.plot(tmp_path / "timeline.png")
     return seen[0]
 
 
@@ -84,7 +39,7 @@ def test_the_picture_is_a_file_with_every_component(tmp_path) -> None:
     components = dict.fromkeys(COMPONENTS, 50 * MIB)
     timeline = hand_made().timeline
     rows = np.full_like(timeline.components, 50 * MIB)
-    draw(hand_made(components=components, timeline=replace(timeline, components=rows)), str(picture))
+    hand_made(components=components, timeline=replace(timeline, components=rows)).plot(str(picture))
     with image_reader.open(picture) as image:
         assert (image.format, image.width) == ("PNG", 1200)
         pixels = np.asarray(image.convert("RGB"))
@@ -101,7 +56,7 @@ def test_the_picture_is_a_file_with_every_component(tmp_path) -> None:
 def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -> None:
     found = texts(drawn(hand_made(), monkeypatch, tmp_path))
     for text in (
-        f"{describe(hand_made())}\n{verdict(hand_made())}",
+        "bert-large: batch 32 x 128, fp32, adamw_torch_fused\nfits GPU 4GB: 1.99 GiB of 3.80 GiB, 1.81 GiB to spare",
         "decides the total: 1.59 GiB allocated, backward\nbert.encoder.layer.23",
         "usable on GPU 4GB: 3.80 GiB",
         "reserved and context, 1.99 GiB at most",
@@ -188,4 +143,5 @@ def test_the_title_is_the_verdict_without_the_list_that_only_text_has(monkeypatc
     hints = (Hint({"checkpointing": True}, 900 * MIB, 100 * MIB),)
     gpu = replace(SMALL, usable_bytes=1000 * MIB)
     title = texts(drawn(hand_made(gpu=gpu, hints=hints), monkeypatch, tmp_path))
-    assert f"{describe(hand_made())}\ndoes not fit GPU 4GB: 1.99 GiB of 1000.0 MiB, 1.01 GiB over" in title
+    said = "does not fit GPU 4GB: 1.99 GiB of 1000.0 MiB, 1.01 GiB over"
+    assert f"bert-large: batch 32 x 128, fp32, adamw_torch_fused\n{said}" in title

@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 import tiny
-from hand_made import MIB, SMALL, hand_made
-from hf_memopt import estimate
-from hf_memopt.devices import Gpu
-from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory import Estimate, with_hints
-from hf_memopt.memory import hints as module
-from hf_memopt.memory.hints import Hint, find_hints
+from hand_made import MIB, SMALL, Hint, hand_made
+from hf_memopt import Estimate, Gpu, MissingExtraError, estimate
+from hf_memopt.memory import with_hints
 
-
-class Simulation:
-    """Stands in for ``estimate``: the bytes of a set-up are ``needs`` times a factor for each change."""
-
-    def __init__(self, found: Estimate, factors: Mapping[str, float]) -> None:
-        self.found, self.factors = found, factors
-        self.trials: list[dict[str, Any]] = []
-
-    def __call__(self, changes: Mapping[str, Any]) -> Estimate:
-        self.trials.append(dict(changes))
-        left = 1.0
-        for name, value in changes.items():
-            if name == "gradient_accumulation_steps":
-                continue
-            if name == "batch_size":
-                share = value / self.found.batch_size
-                left *= self.factors.get("batch_size", 1.0) * (1 - share) + share
-                continue
-            left *= self.factors.get(name, 1.0)
-        return replace(self.found, peak_reserved_bytes=int(self.found.peak_reserved_bytes * left), context_bytes=0)
-
-
-def _hints(found: Estimate, simulate: Any, **options: Any) -> tuple[Hint, ...]:
-    return find_hints(found, simulate, "bf16", "bfloat16", **options)
+SEARCH = "hf_memopt.memory.estimation.estimate_of_step"
 
 
 def on_gpu(usable_bytes: int, **changed: Any) -> Estimate:
@@ -48,107 +21,139 @@ def on_gpu(usable_bytes: int, **changed: Any) -> Estimate:
 
 
 TOTAL = on_gpu(1).total_bytes
+Changes = Mapping[str, Any]
 
 
-def test_the_first_two_single_changes_that_fit_end_the_search() -> None:
-    found = on_gpu(TOTAL // 2)
-    simulation = Simulation(found, {"checkpointing": 0.4, "batch_size": 0.2, "lora": 0.1})
-    hints = _hints(found, simulation)
+class Searches:
+    """Looks for hints where the bytes of a set-up are those of ``found`` times a factor for each change."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.trials: list[dict[str, Any]] = []
+        self.told: list[str] = []
+
+    def __call__(self, found: Estimate, simulated: Changes | Callable[[Changes], Estimate]) -> tuple[Hint, ...]:
+        def simulate(model: Any, shape: Any, settings: Any, gpu: Any, **_: Any) -> Estimate:
+            changes = {
+                item.name: getattr(settings, item.name)
+                for item in fields(settings)
+                if getattr(settings, item.name) != getattr(found.settings, item.name)
+            }
+            for size in ("batch_size", "seq_len"):
+                if getattr(shape, size) != getattr(found, size):
+                    changes[size] = getattr(shape, size)
+            self.trials.append(changes)
+            return simulated(changes) if callable(simulated) else _times(found, changes, simulated)
+
+        self.monkeypatch.setattr(SEARCH, simulate)
+        hints = with_hints("", found, announce=self.told.append).hints
+        assert hints is not None
+        return hints
+
+
+def _times(found: Estimate, changes: Changes, factors: Changes) -> Estimate:
+    left = 1.0
+    for name, value in changes.items():
+        if name == "batch_size":
+            share = value / found.batch_size
+            left *= factors.get("batch_size", 1.0) * (1 - share) + share
+        elif name != "gradient_accumulation_steps":
+            left *= factors.get(name, 1.0)
+    return replace(found, peak_reserved_bytes=int(found.peak_reserved_bytes * left), context_bytes=0)
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Searches:
+    return Searches(monkeypatch)
+
+
+# ---- The search
+
+
+def test_the_first_two_single_changes_that_fit_end_the_search(search: Searches) -> None:
+    hints = search(on_gpu(TOTAL // 2), {"checkpointing": 0.4, "batch_size": 0.2, "lora": 0.1})
     assert [dict(hint.changes) for hint in hints] == [
         {"checkpointing": True},
         {"batch_size": 8, "gradient_accumulation_steps": 4},
     ]
     assert [hint.fits for hint in hints] == [True, True]
-    assert simulation.trials == [
+    assert search.trials == [
         {"checkpointing": True},
         {"batch_size": 1, "gradient_accumulation_steps": 32},
         {"batch_size": 8, "gradient_accumulation_steps": 4},
         {"batch_size": 16, "gradient_accumulation_steps": 2},  # which does not fit
     ]
+    assert search.told[:2] == ["trying checkpointing=True", "trying batch_size=1, gradient_accumulation_steps=32"]
 
 
-def test_the_batch_is_the_largest_that_fits() -> None:
-    found = on_gpu(TOTAL // 2, batch_size=12)
-    hints = _hints(found, Simulation(found, {"batch_size": 0.0}))
-    assert dict(hints[0].changes) == {"batch_size": 4, "gradient_accumulation_steps": 3}  # 6 leave no margin
-    assert hints[0].total_bytes <= TOTAL // 2 * 95 // 100
+HALF, A_FIFTH, AN_EIGHTH = TOTAL // 2, TOTAL * 22 // 100, TOTAL // 8
+BOTH = {"checkpointing": True, "optim": "adamw_8bit"}
+OUTCOMES: dict[str, tuple[Estimate, dict[str, float], list[tuple[dict[str, Any], bool, bool]]]] = {
+    # what is found: changes, whether it fits, whether with the margin
+    "the largest batch that fits; 6 leave no margin": (
+        on_gpu(HALF, batch_size=12),
+        {"batch_size": 0.0},
+        [({"batch_size": 4, "gradient_accumulation_steps": 3}, True, True)],
+    ),
+    "less than 5 % are tight, and more is tried": (
+        on_gpu(HALF),
+        {"checkpointing": 0.49, "optim": 0.5},
+        [({"checkpointing": True}, True, False), (BOTH, True, True)],
+    ),
+    "a pair follows the best single change that is not enough": (
+        on_gpu(A_FIFTH),
+        {"checkpointing": 0.4, "optim": 0.5, "seq_len": 0.9},
+        [({"checkpointing": True}, False, False), (BOTH, True, True)],
+    ),
+    "three, where no pair is enough, and the batch stays large": (
+        on_gpu(AN_EIGHTH),
+        {"checkpointing": 0.4, "optim": 0.45, "batch_size": 0.5},
+        [
+            ({"checkpointing": True}, False, False),
+            ({**BOTH, "batch_size": 8, "gradient_accumulation_steps": 4}, True, True),
+        ],
+    ),
+    "fragmentation first, where what tensors hold would fit": (
+        on_gpu(TOTAL - 1),
+        {"expandable_segments": 0.9},
+        [({"expandable_segments": True}, True, True)],
+    ),
+}
 
 
-def test_what_leaves_less_than_five_percent_is_tight_and_more_is_tried() -> None:
-    found = on_gpu(TOTAL // 2)
-    hints = _hints(found, Simulation(found, {"checkpointing": 0.49, "optim": 0.5}))
-    assert [dict(hint.changes) for hint in hints] == [
-        {"checkpointing": True},
-        {"checkpointing": True, "optim": "adamw_8bit"},
-    ]
-    assert [(hint.fits, hint.is_enough) for hint in hints] == [(True, False), (True, True)]
-    assert ": tight, " in str(hints[0])
+@pytest.mark.parametrize(("found", "factors", "expected"), OUTCOMES.values(), ids=OUTCOMES)
+def test_what_is_found(search: Searches, found: Estimate, factors: dict[str, float], expected: Any) -> None:
+    hints = search(found, factors)
+    assert [(dict(hint.changes), hint.fits, hint.is_enough) for hint in hints] == expected
+    assert [": tight, " in str(hint) for hint in hints] == [fits and not enough for _, fits, enough in expected]
 
 
-def test_a_set_up_that_is_too_close_to_tell_has_hints(monkeypatch: pytest.MonkeyPatch) -> None:
-    hint = Hint({"checkpointing": True}, 0, TOTAL)
-    monkeypatch.setattr("hf_memopt.memory.estimation.find_hints", lambda *args, **settings: (hint,))
-    close, fitting = on_gpu(TOTAL), on_gpu(2 * TOTAL)
-    assert (close.fits, close.verdict, fitting.verdict) == (True, "tight", "fits")
-    assert with_hints("", close).hints == (hint,)
-    assert with_hints("", fitting).hints is None
-
-
-def test_a_pair_follows_the_best_single_change_that_is_not_enough() -> None:
-    found = on_gpu(TOTAL * 22 // 100)
-    hints = _hints(found, Simulation(found, {"checkpointing": 0.4, "optim": 0.5, "seq_len": 0.9}))
-    assert [(dict(hint.changes), hint.fits) for hint in hints] == [
-        ({"checkpointing": True}, False),
-        ({"checkpointing": True, "optim": "adamw_8bit"}, True),
-    ]
-
-
-def test_three_changes_where_no_pair_is_enough_and_the_batch_stays_large() -> None:
-    found = on_gpu(TOTAL // 8)
-    factors = {"checkpointing": 0.4, "optim": 0.45, "batch_size": 0.5}
-    hints = _hints(found, Simulation(found, factors))
-    best, combination = hints
-    assert (dict(best.changes), best.fits) == ({"checkpointing": True}, False)
-    assert set(combination.changes) == {"checkpointing", "optim", "batch_size", "gradient_accumulation_steps"}
-    assert combination.fits
-    assert combination.changes["batch_size"] > 1
-
-
-def test_where_nothing_fits_the_best_is_told_with_what_is_missing() -> None:
-    found = on_gpu(TOTAL // 100)
-    factors = dict.fromkeys(("checkpointing", "optim", "batch_size", "lora", "seq_len"), 0.9)
-    hints = _hints(found, simulation := Simulation(found, factors))
+def test_where_nothing_fits_the_best_is_told_with_what_is_missing(search: Searches) -> None:
+    hints = search(
+        on_gpu(TOTAL // 100), dict.fromkeys(("checkpointing", "optim", "batch_size", "lora", "seq_len"), 0.9)
+    )
     assert not any(hint.fits for hint in hints)
     assert len(hints[1].changes) > len(hints[0].changes)
-    assert len(simulation.trials) <= 20
+    assert len(search.trials) <= 20
 
 
-def test_trials_that_need_more_or_are_refused_are_no_hints() -> None:
-    found = on_gpu(TOTAL // 2)
+def test_trials_that_need_more_or_are_refused_are_no_hints(search: Searches) -> None:
+    found = on_gpu(HALF)
 
-    def refuse(changes: Mapping[str, Any]) -> Estimate:
+    def refuse(changes: Changes) -> Estimate:
         if "lora" in changes:
             raise MissingExtraError("peft", extra="peft", purpose="lora=16")
         if "checkpointing" in changes:
             raise ValueError("not this model")
         return replace(found, peak_reserved_bytes=2 * found.peak_reserved_bytes)
 
-    assert _hints(found, refuse) == ()
+    assert search(found, refuse) == ()
 
 
-def test_the_search_ends_after_its_time(monkeypatch) -> None:
-    monkeypatch.setattr(module, "MOST_SECONDS", -1.0)
-    found = on_gpu(TOTAL // 2)
-    simulation = Simulation(found, {"checkpointing": 0.1})
-    assert _hints(found, simulation) == ()
-    assert simulation.trials == []
-
-
-def test_every_trial_is_announced() -> None:
-    found = on_gpu(TOTAL // 2)
-    told: list[str] = []
-    _hints(found, Simulation(found, {"checkpointing": 0.4, "batch_size": 0.2}), announce=told.append)
-    assert told[:2] == ["trying checkpointing=True", "trying batch_size=1, gradient_accumulation_steps=32"]
+def test_the_search_ends_after_its_time(search: Searches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_memopt.memory.hints.MOST_SECONDS", -1.0)
+    assert search(on_gpu(HALF), {"checkpointing": 0.1}) == ()
+    assert search.trials == []
 
 
 @pytest.mark.parametrize(
@@ -169,16 +174,9 @@ def test_every_trial_is_announced() -> None:
         ({}, {"seq_len": 64}),
     ],
 )
-def test_what_is_tried(changed: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = on_gpu(TOTAL // 2, **changed)
-    _hints(found, simulation := Simulation(found, {}))
-    assert expected in simulation.trials
-
-
-def test_fragmentation_is_tried_first_where_what_tensors_hold_would_fit() -> None:
-    found = on_gpu(TOTAL - 1)
-    hints = _hints(found, Simulation(found, {"expandable_segments": 0.9}))
-    assert dict(hints[0].changes) == {"expandable_segments": True}
+def test_what_is_tried(search: Searches, changed: dict[str, Any], expected: dict[str, Any]) -> None:
+    search(on_gpu(HALF, **changed), {})
+    assert expected in search.trials
 
 
 # ---- With the simulation
@@ -190,34 +188,34 @@ def gpu_of(usable_bytes: int) -> Gpu:
 
 def test_a_hint_is_what_a_new_estimate_says() -> None:
     config = tiny.bert_config(hidden_size=64, intermediate_size=256)
-    given = {"batch_size": 16, "seq_len": 64}
-    alone = estimate(config, **given, gpu=gpu_of(2**40), precision="bf16")
-    gpu = gpu_of(alone.total_bytes * 2 // 3)
-    found = estimate(config, **given, gpu=gpu, precision="bf16", hints=True)
+    given: dict[str, Any] = {"batch_size": 16, "seq_len": 64, "precision": "bf16"}
+    gpu = gpu_of(estimate(config, **given, gpu=gpu_of(2**40)).total_bytes * 2 // 3)
+    found = estimate(config, **given, gpu=gpu, hints=True)
     assert found.hints
     for hint in found.hints:
-        changed = estimate(config, **{**given, "gpu": gpu, "precision": "bf16", **hint.changes})
+        changed = estimate(config, **{**given, "gpu": gpu, **hint.changes})
         assert (hint.total_bytes, hint.fits) == (changed.total_bytes, changed.fits)
         assert hint.spare_bytes == gpu.usable_bytes - changed.total_bytes
 
 
-def test_without_being_asked_nothing_is_simulated(monkeypatch) -> None:
-    monkeypatch.setattr(module, "find_hints", None)
+def test_a_set_up_that_is_too_close_to_tell_has_hints_and_one_that_fits_needs_none(search: Searches) -> None:
+    close, fitting = on_gpu(TOTAL), on_gpu(2 * TOTAL)
+    assert (close.fits, close.verdict, fitting.verdict) == (True, "tight", "fits")
+    assert search(close, {"checkpointing": 0.5})
+    assert with_hints("", fitting) is fitting
+
+
+def test_without_being_asked_nothing_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert estimate(tiny.bert_config(), batch_size=2, seq_len=8, gpu=gpu_of(2**40), hints=True).hints is None
+    monkeypatch.setattr("hf_memopt.memory.estimation.find_hints", None)
     found = estimate(tiny.bert_config(), batch_size=2, seq_len=8, gpu=gpu_of(MIB))
     assert (found.fits, found.hints) == (False, None)
     assert "hints=True" in str(found)
 
 
-def test_what_fits_needs_no_hints() -> None:
-    found = estimate(tiny.bert_config(), batch_size=2, seq_len=8, gpu=gpu_of(2**40), hints=True)
-    assert found.hints is None
-    assert with_hints(tiny.bert_config(), found) is found
-
-
 def test_a_hint_as_text() -> None:
-    assert (
-        str(Hint({"checkpointing": True}, 5 * MIB, MIB)) == "checkpointing=True needs 5.0 MiB: fits, 1.0 MiB to spare"
-    )
+    told = "checkpointing=True needs 5.0 MiB: fits, 1.0 MiB to spare"
+    assert str(Hint({"checkpointing": True}, 5 * MIB, MIB)) == told
     assert str(Hint({"lora": 16, "load_in": "nf4"}, 5 * MIB, -MIB)) == (
         "lora=16, load_in='nf4' needs 5.0 MiB: still 1.0 MiB over"
     )

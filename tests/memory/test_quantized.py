@@ -21,14 +21,12 @@ import peft
 import pytest
 import torch
 import transformers
-from bitsandbytes.nn import Embedding4bit, Embedding8bit, Linear4bit, Linear8bitLt
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.binding import is_checkpointing
-from hf_memopt.memory.models import load_model
 from hf_memopt.memory.quantized import quantize, stand_in
-from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from tiny import llama_config
 
 # bitsandbytes says so for each linear whose input features are no multiple of the block; the bytes are what is tested
@@ -257,20 +255,6 @@ def test_4bit_storage_and_blocks(kernels, quant_storage, blocksize):
     same(linear.requires_grad_(False).to("cpu"), (16, 64), torch.bfloat16, **kernels)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("nested", [False, True])
-def test_4bit_saved_bytes_are_those_of_the_cpu(dtype, nested):
-    """The CPU runs the algorithm of CUDA's fallback; with nested statistics it frees one of their two copies early."""
-    linear = quantized_linear(compress_statistics=nested)
-    live, peaks, events = passes(copy.deepcopy(linear), (3, 8, 64), dtype, {})
-    live_here, peaks_here, events_here = passes(stand_in(linear), (3, 8, 64), dtype, {})
-    assert live_here == live
-    if nested:
-        assert peaks_here >= peaks
-    else:
-        assert (peaks_here, events_here) == (peaks, events)
-
-
 GPU_CASES = {
     "T4": (40, 7, 5),
     "V100": (80, 7, 0),
@@ -309,11 +293,19 @@ def test_8bit_bytes_are_those_of_the_cuda_sources(kernels, threshold, features):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_8bit_saved_bytes_are_those_of_the_cpu(dtype):
-    linear = quantized_linear(bits=8, threshold=6.0)
-    live, _, _ = passes(copy.deepcopy(linear), (3, 8, 64), dtype, {})
-    live_here, _, _ = passes(stand_in(linear), (3, 8, 64), dtype, {})
+@pytest.mark.parametrize(
+    "options", [{"compress_statistics": False}, {"compress_statistics": True}, {"bits": 8, "threshold": 6.0}], ids=str
+)
+def test_saved_bytes_are_those_of_the_cpu(dtype, options):
+    """Its 4 bits are the algorithm of CUDA's fallback, but nested statistics free one of their copies early."""
+    linear = quantized_linear(**options)
+    live, peaks, events = passes(copy.deepcopy(linear), (3, 8, 64), dtype, {})
+    live_here, peaks_here, events_here = passes(stand_in(linear), (3, 8, 64), dtype, {})
     assert live_here == live
+    if options == {"compress_statistics": False}:
+        assert (peaks_here, events_here) == (peaks, events)
+    elif "bits" not in options:
+        assert peaks_here >= peaks
 
 
 def test_8bit_outliers_cost_what_is_said(kernels):
@@ -382,33 +374,23 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", MODES)
-def test_qlora_has_the_bytes_of_the_real_model(tmp_path, cuda_training, kernels, mode, dtype):
-    real = peft.get_peft_model(quantized_llama(tmp_path, dtype, MODES[mode]), LORA())
+@pytest.mark.parametrize("prepares", [False, True], ids=["as loaded", "prepared"])
+@pytest.mark.parametrize(("mode", "dtype"), [*((mode, torch.bfloat16) for mode in MODES), ("nf4", torch.float32)])
+def test_qlora_has_the_bytes_of_the_real_model(tmp_path, cuda_training, kernels, mode, dtype, prepares):
+    """Also after PEFT's own ``prepare_model_for_kbit_training``."""
+    models = [quantized_llama(tmp_path, dtype, MODES[mode]), quantize(meta_llama(dtype), MODES[mode])]
+    if prepares:
+        options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        models = [peft.prepare_model_for_kbit_training(model, **options) for model in models]
+    real, here = (peft.get_peft_model(model, LORA()) for model in models)
+    assert is_checkpointing(here.base_model.model) == prepares
     for part in real.modules():
         if isinstance(part, Linear4bit):
             part.support_avx512bf16_for_cpu = False
-    here = peft.get_peft_model(quantize(meta_llama(dtype), MODES[mode]), LORA())
-    assert {type(part) for part in here.modules() if "peft" in type(part).__module__} == {
-        type(part) for part in real.modules() if "peft" in type(part).__module__
-    }
+    wrapped = [{type(part) for part in model.modules() if "peft" in type(part).__module__} for model in (real, here)]
+    assert wrapped[0] == wrapped[1]
     assert here.get_nb_trainable_parameters() == real.get_nb_trainable_parameters()
     assert sizes_of(here) == sizes_of(real)
-    traced, expected = trace(here, {}), trace(real, kernels)
-    assert traced.after_forward == expected.after_forward
-    assert traced.after_backward == expected.after_backward
-    assert traced.peak == expected.peak
-
-
-@pytest.mark.parametrize("mode", ["nf4 nested bf16", "8 bits"])
-def test_prepare_model_for_kbit_training_works_on_meta(tmp_path, cuda_training, kernels, mode):
-    options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    models = (quantized_llama(tmp_path, torch.bfloat16, MODES[mode]), quantize(meta_llama(torch.bfloat16), MODES[mode]))
-    real, here = (peft.get_peft_model(peft.prepare_model_for_kbit_training(m, **options), LORA()) for m in models)
-    assert is_checkpointing(here.base_model.model)
-    assert sizes_of(here) == sizes_of(real)
-    assert here.get_nb_trainable_parameters() == real.get_nb_trainable_parameters()
     traced, expected = trace(here, {}), trace(real, kernels)
     assert (traced.after_forward, traced.after_backward) == (expected.after_forward, expected.after_backward)
     assert traced.peak == expected.peak
@@ -459,73 +441,28 @@ def test_quantize_transposes_conv1d(tmp_path):
     assert sizes_of(here) == sizes_of(real)
 
 
-def test_quantize_is_done_by_step_settings():
-    settings = StepSettings(
-        prepare=(partial(quantize, config={"load_in_4bit": True}), partial(peft.get_peft_model, peft_config=LORA()))
-    )
-    model = meta_llama(torch.float32)
-    for change in settings.prepare:
-        model = change(model)
-    assert trace(model, {}).after_forward > 0
-    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+# ---- Which modules
 
 
-# ---- which modules
-
-
-@pytest.mark.parametrize("module", [nn.Linear(8, 8), nn.Embedding(8, 8), nn.LayerNorm(8), nn.Sequential()])
-def test_other_modules_need_no_stand_in(module):
-    assert stand_in(module) is None
-
-
-def test_a_stand_in_stays():
-    assert stand_in(stand_in(Linear4bit(8, 8))) is None
-    assert stand_in(stand_in(Linear8bitLt(8, 8, has_fp16_weights=False))) is None
-
-
-def test_a_stand_in_keeps_mode_and_bias():
-    linear = quantized_linear(weight_dtype=torch.bfloat16).eval()
-    linear.bias.data = linear.bias.data.to(torch.bfloat16)
-    here = stand_in(linear)
-    assert (here.training, here.bias.dtype, here.bias.requires_grad) == (False, torch.bfloat16, False)
-    assert (here.weight_dtype, here.weight.requires_grad) == (torch.bfloat16, False)
+def test_other_modules_need_no_stand_in_and_a_stand_in_stays():
+    linears = Linear4bit(8, 8), Linear8bitLt(8, 8, has_fp16_weights=False)
+    for module in (nn.Linear(8, 8), nn.Embedding(8, 8), nn.LayerNorm(8), nn.Sequential(), *map(stand_in, linears)):
+        assert stand_in(module) is None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_stand_in_copies(bits):
-    linear = stand_in(quantized_linear(bits=bits))
-    copied = copy.deepcopy(linear)
-    assert type(copied) is type(linear)
-    assert copied.weight is not linear.weight
-    assert type(copied.weight) is type(linear.weight)
-    assert sizes_of(copied) == sizes_of(linear)
-    assert passes(copied, (9, 64), torch.bfloat16, {}) == passes(linear, (9, 64), torch.bfloat16, {})
-
-
-def test_trainable_8bit_weights_are_not_estimable():
-    with pytest.raises(NotEstimableError) as error:
-        stand_in(Linear8bitLt(8, 8))
-    assert str(error.value) == (
-        "not estimable: Linear8bitLt with has_fp16_weights=True quantises a trainable weight in every step; expected a "
-        "frozen 8-bit weight. Pass BitsAndBytesConfig(load_in_8bit=True)"
-    )
-
-
-@pytest.mark.parametrize("module", [Embedding8bit(8, 8), Embedding4bit(8, 64)], ids=["8 bits", "4 bits"])
-def test_quantised_embeddings_are_not_estimable(module):
-    with pytest.raises(NotEstimableError, match=r"Embedding\dbit.weight is a \w+, which has no form on"):
-        load_model(nn.Sequential(module))
-
-
-def test_modules_that_another_library_has_quantised_are_not_estimable():
-    model = meta_llama(torch.float32)
-    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(NotEstimableError) as error:
-        load_model(model)
-    assert str(error.value) == (
-        "not estimable: quantization_config of method 'gptq' has no form on the meta device; expected bitsandbytes, or "
-        "plain weights. Load the model in bfloat16"
-    )
+def test_a_stand_in_copies_and_keeps_mode_and_bias(bits):
+    linear = quantized_linear(weight_dtype=torch.bfloat16, bits=bits).eval()
+    linear.bias.data = linear.bias.data.to(torch.bfloat16)
+    here = stand_in(linear)
+    assert (here.training, here.bias.dtype, here.bias.requires_grad) == (False, torch.bfloat16, False)
+    assert here.weight.requires_grad is False
+    copied = copy.deepcopy(here)
+    assert type(copied) is type(here)
+    assert copied.weight is not here.weight
+    assert type(copied.weight) is type(here.weight)
+    assert sizes_of(copied) == sizes_of(here)
+    assert passes(copied, (9, 64), torch.bfloat16, {}) == passes(here, (9, 64), torch.bfloat16, {})
 
 
 def test_private_names():

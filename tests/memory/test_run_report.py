@@ -1,9 +1,11 @@
-"""``memory.run_report``: what a run leaves in its output folder, and what an out-of-memory that ends it leaves."""
+"""What a run leaves in its output folder, and what an out-of-memory that ends it leaves."""
 
 from __future__ import annotations
 
+import json
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,11 @@ from transformers import Trainer
 import scarcity
 import tiny
 from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, custom_gpu, measure
-from hf_memopt.memory import training_arguments
-from hf_memopt.memory.tracking import tensors_alive as live_tensors
-from hf_memopt.reports.run import RunData, read_run
+from hf_memopt.memory import estimate_of
 
 BATCH = 6
+GPU = "hf_memopt.memory.training_arguments.current_gpu"
+MOST_GROUPS = "hf_memopt.memory.tracking.tensors_alive.MOST_GROUPS"
 
 
 def make_trainer(
@@ -42,8 +44,8 @@ def make_trainer(
     return attach(trainer, *callbacks)
 
 
-def run_of(folder: Path, name: str = "memopt_run.json") -> RunData:
-    return read_run((folder / name).read_bytes(), name)
+def run_of(folder: Path) -> Any:
+    return json.loads((folder / "memopt_run.json").read_text(encoding="utf-8"))
 
 
 def test_a_run_leaves_what_its_report_shows(tmp_path: Path) -> None:
@@ -79,7 +81,6 @@ def test_a_run_leaves_what_its_report_shows(tmp_path: Path) -> None:
     }
     assert set(told["peaks"]) == {"load", "forward_backward", "optimizer", "evaluation"}
     assert [change["reason"] for change in told["changes"]][-1] == "out of memory at step 1"
-    assert told["micro_batching"] is not None
     assert (told["micro_batching"]["steps"], told["micro_batching"]["cut_steps"]) == (2, 2)
     assert told["micro_batching"]["failures"] == callback.tally.failures >= 1
     assert told["micro_batching"]["limits"] == {name: limit.limit for name, limit in callback.limits.items()}
@@ -91,8 +92,8 @@ def test_a_run_leaves_what_its_report_shows(tmp_path: Path) -> None:
 def test_an_out_of_memory_that_ends_the_run_leaves_what_was_alive(tmp_path: Path, monkeypatch: Any) -> None:
     """The single row that does not fit is named by micro-batching; the report has the rows of the failed pass."""
     gpu = custom_gpu("1GiB", "8.6", name="a small GPU")
-    monkeypatch.setattr(training_arguments, "current_gpu", lambda: gpu)
-    monkeypatch.setattr(live_tensors, "MOST_GROUPS", 10**6)  # other tests may have left tensors that are larger
+    monkeypatch.setattr(GPU, lambda: gpu)
+    monkeypatch.setattr(MOST_GROUPS, 10**6)  # other tests may have left tensors that are larger
     trainer = make_trainer(tmp_path, MicrobatchCallback(), MemoryReportCallback(), calls=(1, 2, 3))
     with pytest.raises(torch.OutOfMemoryError, match="does not fit into memory by itself") as failed:
         trainer.train()
@@ -101,7 +102,6 @@ def test_an_out_of_memory_that_ends_the_run_leaves_what_was_alive(tmp_path: Path
     told = run_of(tmp_path)
     lost = told["out_of_memory"]
     assert told["state"] == "out of memory"
-    assert lost is not None
     assert (lost["step"], lost["phase"], lost["rows"], lost["length"]) == (1, "forward", 1, 12)
     assert lost["error"] == str(failed.value)
     assert lost["components"]["weights"] == told_weights(trainer)
@@ -113,7 +113,6 @@ def test_an_out_of_memory_that_ends_the_run_leaves_what_was_alive(tmp_path: Path
         "count": 1,
         "bytes": words.numel() * 4,
     } in lost["tensors"]
-    assert told["predicted"] is not None
     assert (told["predicted"]["batch_size"], told["predicted"]["seq_len"]) == (1, 12)
     assert told["predicted"]["gpu"] == "a small GPU"
     shown = Page(page.read_text(encoding="utf-8"))
@@ -126,27 +125,32 @@ def told_weights(trainer: Trainer) -> int:
     return sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
 
 
-def test_without_micro_batching_the_phase_is_that_of_the_pass(tmp_path: Path) -> None:
+def test_without_micro_batching_the_phase_is_that_of_the_pass(tmp_path: Path, monkeypatch: Any) -> None:
+    """Looking at what is alive keeps nothing alive."""
+    monkeypatch.setattr(MOST_GROUPS, 10**6)
+    mine = torch.ones(123, 457)
+    gone = weakref.ref(mine)
     trainer = make_trainer(tmp_path, MemoryReportCallback(), limit=40, where="backward")
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as failed:
         trainer.train()
     assert len(failed.value.__notes__) == 1
     lost = run_of(tmp_path)["out_of_memory"]
-    assert lost is not None
     assert (lost["phase"], lost["rows"]) == ("backward", BATCH)
-    assert "other tensors" in lost["components"]
+    assert [one["bytes"] for one in lost["tensors"] if one["shape"] == [123, 457]] == [123 * 457 * 4]
+    assert lost["components"]["other tensors"] >= 123 * 457 * 4
+    del mine
+    assert gone() is None
 
 
 def test_what_fits_is_found_for_a_gpu_that_is_too_small(tmp_path: Path, monkeypatch: Any) -> None:
     context_bytes = custom_gpu("1GiB", "8.6").context_bytes
     assert context_bytes is not None
     gpu = custom_gpu(context_bytes + 24 * 2**20, "8.6", name="a tiny GPU")
-    monkeypatch.setattr(training_arguments, "current_gpu", lambda: gpu)
+    monkeypatch.setattr(GPU, lambda: gpu)
     trainer = make_trainer(tmp_path, MemoryReportCallback(), calls=(1,))
     with pytest.raises(torch.OutOfMemoryError) as failed:
         trainer.train()
     predicted = run_of(tmp_path)["predicted"]
-    assert predicted is not None
     fits = predicted["reserved_bytes"] + context_bytes <= gpu.usable_bytes
     assert bool(predicted["hints"]) is not fits
     assert [line.removeprefix("[memopt] ") for line in failed.value.__notes__[0].splitlines()[1:]] == predicted["hints"]
@@ -208,18 +212,25 @@ def test_a_prediction_is_made_when_it_is_asked_for(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, MemoryReportCallback(predict=True), max_steps=1)
     trainer.train()
     predicted = run_of(tmp_path)["predicted"]
-    assert predicted is not None
     weights = sum(one.numel() * 4 for one in trainer.model.parameters())
     assert weights <= predicted["components"]["weights"] <= weights + 512 * len(list(trainer.model.parameters()))
     assert (predicted["batch_size"], predicted["seq_len"]) == (BATCH, 12)
 
 
-def test_looking_at_what_is_alive_keeps_nothing_alive(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, MemoryReportCallback())
-    mine = torch.ones(123, 457)
-    gone = weakref.ref(mine)
-    components, tensors = live_tensors.live_tensors(trainer, torch.device("cpu"))
-    assert [one["bytes"] for one in tensors if one["shape"] == [123, 457]] == [123 * 457 * 4]
-    assert components["other tensors"] >= 123 * 457 * 4
-    del mine
-    assert gone() is None
+def test_micro_batches_of_a_trainer_are_at_most_its_batch(tmp_path: Path) -> None:
+    shape: Any = SimpleNamespace(rows=BATCH, seq_len=12, labels_length=None)
+    for most, expected in ((2, 2), (100, BATCH)):
+        trainer = make_trainer(tmp_path, MicrobatchCallback(max_examples=most))
+        assert estimate_of(trainer, shape).settings.micro_batch_size == expected
+
+
+def test_the_curve_counts_the_tokens_since_the_last_log(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, MemoryReportCallback(), logging_strategy="steps", logging_steps=1)
+    trainer.train()
+    told = run_of(tmp_path)
+    curve = told["curve"]
+    tokens = [
+        rate * seconds for rate, seconds in zip(curve["tokens_per_second"], curve["seconds_per_step"], strict=True)
+    ]
+    assert curve["step"] == [1, 2]
+    assert sum(tokens) == pytest.approx(told["batches"]["tokens"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,20 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from host_semantics import HostSemantics
 from sharded_ranks import batch, build
+from test_host_oracle import PlainAllocator
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from hf_memopt import Estimate, NotEstimableError, Recipe, StepSettings, estimate
+from hf_memopt import StepSettings
 from hf_memopt.binding.fused_loss import chunked_loss
 from hf_memopt.memory.allocator import ReplayPlan
 from hf_memopt.memory.allocator.replay import replay
-from hf_memopt.memory.distributed import bucket_bytes, shard_facts, sharded_step
+from hf_memopt.memory.distributed import ZeroStep, bucket_bytes, shard_facts, sharded_step, zero_options
+from hf_memopt.memory.distributed.zero import partition_facts
+from hf_memopt.memory.distributed.zero_config import LIVE_ELEMENTS
+from hf_memopt.memory.models import load_model
 from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.recording.step import cut_batch, record_step
@@ -98,28 +104,6 @@ CASES: dict[str, dict[str, Any]] = {
 FAST = ("llama", "llama, fused, micro-batches and accumulation")
 
 
-class ExactAllocator:
-    """Counts bytes as they are, without blocks."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[Hashable, int] = {}
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
-
-    def state(self) -> object:
-        return object()  # unlike every other: each pass is replayed
-
-    def malloc(self, key: Hashable, size_bytes: int) -> int:
-        self.sizes[key] = size_bytes
-        self.allocated += size_bytes
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return size_bytes
-
-    def free(self, key: Hashable) -> int:
-        size_bytes = self.sizes.pop(key)
-        self.allocated -= size_bytes
-        return size_bytes
-
-
 @contextmanager
 def products_of_the_cpu() -> Iterator[None]:
     """Let the fused loss cast the factors of its products in float32, as it does on a CPU, which has no such kernel."""
@@ -162,7 +146,7 @@ def predicted(case: dict[str, Any]) -> int:
     state = tuple(fact.size_bytes for fact in facts for _ in range(2))  # AdamW's averages; it steps after the peak
     optimizer = OptimizerMemory(state, 0, (), ())
     plan = ReplayPlan(settings, optimizer, (), -(-count // rows), ())
-    allocator: Any = ExactAllocator()
+    allocator: Any = PlainAllocator()
     replay(trace, plan, allocator)
     return int(allocator.peak_allocated)
 
@@ -186,19 +170,6 @@ def test_a_step_has_the_bytes_of_torchs_allocator_in_each_of_two_processes(
             assert predicted(CASES[name]) == pytest.approx(later, rel=0.01), name
 
 
-def one_process(**changed: Any) -> Estimate:
-    config = transformers.LlamaConfig(**LLAMA["size"])
-    return estimate(config, batch_size=2, seq_len=48, **{"precision": "fp32", "max_grad_norm": 0, **changed})
-
-
-def test_ddp_holds_buckets_of_all_gradients_beside_them() -> None:
-    alone, shared = one_process(), one_process(world_size=2, strategy="ddp")
-    gradients_bytes = 4 * alone.trainable_parameters
-    more_bytes = shared.peak_allocated_bytes - alone.peak_allocated_bytes
-    assert gradients_bytes <= more_bytes <= gradients_bytes + 512  # a block of the allocator
-    assert any(note.startswith("bytes of one of 2 GPUs, DDP;") for note in shared.notes)
-
-
 def test_buckets_are_filled_from_the_last_parameter() -> None:
     """The first has 1 MiB, the others 25 MiB, and each ends with the parameter that fills it."""
     mib = 2**20
@@ -207,56 +178,6 @@ def test_buckets_are_filled_from_the_last_parameter() -> None:
     assert (
         bucket_bytes(facts, StepSettings()) == bucket_bytes(facts, StepSettings(world_size=2, strategy="fsdp2")) == ()
     )
-
-
-def test_two_processes_hold_a_half_each_and_offload_nothing_of_it() -> None:
-    alone, sharded = one_process(), one_process(world_size=2, strategy="fsdp2")
-    offloaded = one_process(world_size=2, strategy="fsdp2", offload_params=True)
-    for part in ("weights", "optimizer state"):
-        assert sharded.components[part] == pytest.approx(alone.components[part] / 2, rel=0.02)
-    assert offloaded.components["optimizer state"] == offloaded.components["gradients"] == 0
-    assert offloaded.components["weights"] < 0.01 * alone.components["weights"]  # buffers
-    assert offloaded.host_bytes == pytest.approx(8 * alone.trainable_parameters, rel=0.01)  # a half of 16
-    assert sharded.parameters == alone.parameters
-    assert sharded.trainable_parameters == alone.trainable_parameters
-
-
-def test_micro_batches_hold_gradients_of_shards_and_accumulation_those_of_the_model() -> None:
-    shared = {"world_size": 2, "strategy": "fsdp2"}
-    accumulated = one_process(**shared, gradient_accumulation_steps=2)
-    cut = one_process(**shared, micro_batch_size=1)
-    gradients_bytes = 4 * cut.trainable_parameters
-    assert accumulated.components["gradients"] > 0.9 * gradients_bytes
-    assert cut.components["gradients"] < 0.51 * gradients_bytes
-    assert accumulated.step_costs is not None
-    assert cut.step_costs is not None
-    assert cut.step_costs.micro_batches == accumulated.step_costs.micro_batches == 2
-    sent = [one.step_costs.communication.link_bytes for one in (accumulated, cut)]
-    assert sent[1] - sent[0] == pytest.approx(gradients_bytes / 2, rel=0.01)  # each micro-batch reduces its own
-
-
-def test_a_recipes_accumulation_is_shared_by_the_processes() -> None:
-    mine = Recipe("mine", "tests", effective_batch_size=32, per_device_train_batch_size=4)
-    assert [one_process(recipe=mine, world_size=size).settings.gradient_accumulation_steps for size in (1, 2, 8)] == [
-        8,
-        4,
-        1,
-    ]
-
-
-REFUSED = [
-    ({"strategy": "zero1"}, "strategy='zero1' is invalid; expected 'auto', 'ddp', 'fsdp2', 'zero2' or 'zero3'"),
-    ({"strategy": "zero2", "micro_batch_size": 1}, "micro_batch_size=1, strategy='zero2' are incompatible"),
-    ({"strategy": "ddp", "offload_params": True}, "what goes to the host are shards"),
-    ({"strategy": "ddp", "gradient_release": True, "max_grad_norm": 0}, "world_size=2 are incompatible"),
-]
-
-
-@pytest.mark.parametrize(("asked", "message"), REFUSED)
-def test_what_does_not_work_in_several_processes_is_refused(asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        StepSettings(**{"world_size": 2, **asked})
-    assert message in str(error.value)
 
 
 def test_a_model_is_as_before_its_sharded_recording() -> None:
@@ -273,20 +194,78 @@ def test_a_model_is_as_before_its_sharded_recording() -> None:
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-def test_embeddings_inside_a_named_layer_are_a_note() -> None:
-    found = estimate(
-        transformers.BertConfig(**BERT["size"]),
-        task="sequence-classification",
-        batch_size=1,
-        seq_len=8,
-        world_size=2,
-        strategy="fsdp2",
-    )
-    assert any("pass fsdp_config={'transformer_layer_cls_to_wrap': ['BertLayer']}" in note for note in found.notes)
+def test_what_stays_gathered_is_gathered_once_and_the_rest_again_for_the_backward_pass() -> None:
+    model = build(LLAMA, "meta")
+    sharded = sharded_step(model, StepSettings(precision="fp32", world_size=2, strategy="fsdp2"))
+    once = 4 * 128 * (2000 + 1)  # the head, whose odd rows are padded, and the last norm
+    layers = 4 * sum(one.numel() for one in model.model.layers.parameters())
+    assert sharded.gathered_bytes == 2 * (layers + 4 * 128 * 2000) + once  # type: ignore[union-attr]
 
 
-def test_a_parameter_of_two_units_is_not_estimable() -> None:
-    """As of BERT's head, whose bias is tied; FSDP2 raises at the first step."""
-    config = transformers.BertConfig(**BERT["size"])
-    with pytest.raises(NotEstimableError, match=r"strategy='fsdp2' with cls\.predictions\.\S*bias, which is tied"):
-        estimate(config, task="masked-lm", batch_size=1, seq_len=8, world_size=2, strategy="fsdp2")
+# ---- ZeRO
+
+ZERO = {
+    "vocab_size": 8000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def config() -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(**ZERO)
+
+
+class Filled(HfDeepSpeedConfig):
+    """transformers' class without deepspeed, which makes it one of accelerate's alone."""
+
+    is_auto = HfTrainerDeepSpeedConfig.is_auto
+    fill_only = HfTrainerDeepSpeedConfig.fill_only
+    fill_match = HfTrainerDeepSpeedConfig.fill_match
+    trainer_config_finalize = HfTrainerDeepSpeedConfig.trainer_config_finalize
+    mismatches: tuple[str, ...] = ()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_configuration_and_the_estimate_have_the_same_sizes(stage: int) -> None:
+    """What is "auto" transformers fills in from the hidden size."""
+    read = Filled({"zero_optimization": zero_options(stage)})
+    read.trainer_config_finalize(transformers.TrainingArguments(use_cpu=True), load_model(config()).model, 1)
+    filled = read.config["zero_optimization"]
+    sizes = ZeroStep(load_model(config()).model, StepSettings(world_size=2, strategy=f"zero{stage}"), None)
+    assert filled["reduce_bucket_size"] == sizes.bucket
+    if stage == 3:
+        assert filled["stage3_param_persistence_threshold"] == sizes.persistent
+        assert filled["stage3_max_live_parameters"] == filled["stage3_max_reuse_distance"] == LIVE_ELEMENTS
+
+
+def test_stage_3_gathers_what_is_recomputed_once_more() -> None:
+    model, plain = load_model(config()).model, StepSettings(world_size=2, strategy="zero3")
+    once, again = (ZeroStep(model, step, None).gathered_bytes for step in (plain, plain.replace(checkpointing=True)))
+    assert (once % 2, again) == (0, once * 3 // 2)
+
+
+def test_groups_are_cut_whole_and_padded() -> None:
+    facts = [ParameterFacts(name, (count,), 4, False, decays=name != "norm") for name, count in
+             (("one", 5), ("two", 6), ("norm", 3))]  # fmt: skip
+    parts = {
+        strategy: [part.elements for part in partition_facts(facts, StepSettings(world_size=2, strategy=strategy))]
+        for strategy in ("zero2", "zero3")
+    }
+    assert parts == {"zero2": [6, 2], "zero3": [3 + 3, 2]}
+
+
+def test_a_model_is_as_before_its_recording_under_zero() -> None:
+    model = load_model(config()).model
+    before = {name: (id(one), one.untyped_storage().nbytes()) for name, one in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    for strategy in ("zero2", "zero3"):
+        step = sharded_step(model, StepSettings(precision="fp16", world_size=2, strategy=strategy))
+        assert step is not None
+        with step.sharding():
+            assert {one.dtype.itemsize for one in model.parameters()} == {2}
+    assert {name: (id(one), one.untyped_storage().nbytes()) for name, one in model.named_parameters()} == before
+    assert dict(model.named_buffers()).keys() == buffers.keys()
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks

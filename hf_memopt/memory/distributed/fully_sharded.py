@@ -83,8 +83,6 @@ class FullyShardedStep:
         for unit in self._units:
             unit.gradients = None
 
-    # ---- Gathering --------------------------------------------------------------------------------------------------
-
     def _wait(self, unit: _Unit) -> None:
         """Copy a unit out of the buffer that it was gathered into.
 
@@ -98,8 +96,6 @@ class FullyShardedStep:
         unit.gathered = [_bytes(size) for size in unit.gathered_bytes]
         if not self._is_in_backward:
             self._gathered_before = buffer
-
-    # ---- Hooks ------------------------------------------------------------------------------------------------------
 
     def _before(self, unit: _Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit.gather()
@@ -124,7 +120,7 @@ class FullyShardedStep:
     def _end_forward(self, unit: _Unit) -> None:
         if not self._is_in_backward:
             if unit.reshards:
-                unit.free()
+                unit.gathered = []
             unit.places.append(len(self._forward_order))
             self._forward_order.append(unit)
         unit.state = "idle"
@@ -169,10 +165,10 @@ class FullyShardedStep:
         """Free a unit's parameters and reduce its gradients; the input of the reduction lives until the next one."""
         unit.state = "done"
         if not self.reduces:
-            unit.free()  # the whole gradients stay, and the next pass adds to them
+            unit.gathered = []  # the whole gradients stay, and the next pass adds to them
             return
         gradients = unit.take_gradients()
-        unit.free()
+        unit.gathered = []
         self._reduced_before = None
         if not gradients:
             return
@@ -237,10 +233,6 @@ class _Unit:
             copies = [_bytes(size) for size in self.copied_bytes]
             self.buffer = _bytes(sum(self.gathered_bytes))
             copies.clear()
-
-    def free(self) -> None:
-        """Free the gathered parameters."""
-        self.gathered = []
 
     def take_gradients(self) -> list[torch.Tensor]:
         """Return the gradients that the backward pass made, and let go of them."""

@@ -32,23 +32,14 @@ _BLOCK = 256  # elements per absmax value, bitsandbytes 0.50.0 and 0.50.2
 _MIN_8BIT = 4096  # elements below which bitsandbytes keeps 32 bits
 _MIN_PAGED = 100_000  # elements from which a paged optimizer uses managed memory
 _TABLE_BYTES = 256 * FLOAT_BYTES  # a quantisation table of bitsandbytes
-_BITSANDBYTES = {  # name: (averages in state1, averages in state2, bits, paged)
-    "adamw_bnb_8bit": (1, 1, 8, False),
-    "adamw_8bit": (1, 1, 8, False),
-    "paged_adamw_32bit": (1, 1, 32, True),
-    "paged_adamw_8bit": (1, 1, 8, True),
-    "ademamix": (2, 1, 32, False),
-    "ademamix_8bit": (2, 1, 8, False),
-    "paged_ademamix_32bit": (2, 1, 32, True),
-    "paged_ademamix_8bit": (2, 1, 8, True),
-    "lion_32bit": (1, 0, 32, False),
-    "lion_8bit": (1, 0, 8, False),
-    "paged_lion_32bit": (1, 0, 32, True),
-    "paged_lion_8bit": (1, 0, 8, True),
-    "rmsprop_bnb": (1, 0, 32, False),
-    "rmsprop_bnb_32bit": (1, 0, 32, False),
-    "rmsprop_bnb_8bit": (1, 0, 8, False),
-}
+_AVERAGES = {"ademamix": (2, 1), "lion": (1, 0), "rmsprop": (1, 0)}
+"""How many averages a bitsandbytes optimizer has in state1 and in state2; the others, kinds of AdamW, one in each."""
+_BITSANDBYTES = (
+    *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"),
+    *("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
+    *("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
+    *("rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit"),
+)
 
 
 # ---- torch
@@ -56,73 +47,46 @@ _BITSANDBYTES = {  # name: (averages in state1, averages in state2, bits, paged)
 
 def _adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """torch.optim.AdamW, foreach: torch/optim/adam.py."""
-    step = _torch_step(parameters, request, foreach=lambda decay: 1, loop=lambda decay: 2)
-    return _with_counters(parameters, 2, step, on_host=request.cuda)
+    return _with_counters(parameters, 2, _foreach(parameters, request, lambda decay: 1))
 
 
 def _fused_adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """torch.optim.AdamW, fused: its kernels work in place and read their step counters from the GPU."""
-    return _with_counters(parameters, 2, (), on_host=False)
+    state = [size for p in in_order(parameters) for size in (FLOAT_BYTES, p.size_bytes, p.size_bytes)]
+    return memory_of(state, ())
 
 
 def _sgd(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """torch.optim.SGD: torch/optim/sgd.py. Weight decay adds the weights to a copy of the gradients."""
     momentum = request.number("momentum", 0.0) != 0
     state = [parameter.size_bytes for parameter in in_order(parameters)] if momentum else []
-    if request.cuda:
-        return memory_of(state, _foreach(parameters, request, int))
-    nesterov = momentum and request.flag("nesterov")
-    return memory_of(state, [(p.size_bytes,) * (_decays(p, request) + nesterov) for p in parameters])
+    return memory_of(state, _foreach(parameters, request, int))
 
 
 def _adagrad(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """torch.optim.Adagrad: torch/optim/adagrad.py. The roots of the sums, and the gradients times the rate."""
-    step = _torch_step(parameters, request, foreach=lambda decay: 2, loop=lambda decay: 1 + decay)
-    return _with_counters(parameters, 1, step, on_host=request.cuda)
+    return _with_counters(parameters, 1, _foreach(parameters, request, lambda decay: 2))
 
 
 def _rmsprop(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """torch.optim.RMSprop: torch/optim/rmsprop.py. The roots of the averages, and with weight decay the gradients."""
     averages = 1 + (request.number("momentum", 0.0) > 0) + request.flag("centered")
-    step = _torch_step(parameters, request, foreach=lambda decay: 1 + decay, loop=lambda decay: 1 + decay)
-    return _with_counters(parameters, averages, step, on_host=request.cuda)
+    return _with_counters(parameters, averages, _foreach(parameters, request, lambda decay: 1 + decay))
 
 
-def _with_counters(
-    parameters: Sequence[ParameterFacts], averages: int, step: Groups, *, on_host: bool
-) -> OptimizerMemory:
-    """Return the memory of an optimizer with a step counter and averages of the parameter's size for each parameter."""
-    counter = () if on_host else (FLOAT_BYTES,)
-    state = [size for p in in_order(parameters) for size in (*counter, *(p.size_bytes,) * averages)]
-    return memory_of(state, step, host_state_bytes=FLOAT_BYTES * len(parameters) if on_host else 0)
-
-
-def _decays(parameter: ParameterFacts, request: OptimizerRequest) -> bool:
-    return parameter.decays and request.settings.weight_decay != 0
-
-
-def _torch_step(
-    parameters: Sequence[ParameterFacts],
-    request: OptimizerRequest,
-    *,
-    foreach: Callable[[bool], int],
-    loop: Callable[[bool], int],
-) -> Groups:
-    """Return the temporaries of a torch optimizer: on a GPU ``foreach`` gives the copies of a parameter group, by
-    whether it has weight decay; otherwise ``loop`` those of a parameter.
-    """
-    if request.cuda:
-        return _foreach(parameters, request, foreach)
-    return [
-        (left, *(parameter.size_bytes,) * loop(_decays(parameter, request)))
-        for left, parameter in with_previous(parameters)
-    ]
+def _with_counters(parameters: Sequence[ParameterFacts], averages: int, step: Groups) -> OptimizerMemory:
+    """Return the memory of an optimizer with averages on the GPU, and a step counter on the host, of each parameter."""
+    state = [p.size_bytes for p in in_order(parameters) for _ in range(averages)]
+    return memory_of(state, step, host_state_bytes=FLOAT_BYTES * len(parameters))
 
 
 def _foreach(parameters: Sequence[ParameterFacts], request: OptimizerRequest, copies: Callable[[bool], int]) -> Groups:
-    """Yield the temporaries of a foreach step: whole copies of a parameter group, one dtype after the other."""
+    """Yield the temporaries of a foreach step: whole copies of a parameter group, one dtype after the other.
+
+    ``copies`` gives their number by whether the group has weight decay.
+    """
     for group in trainer_groups(parameters):
-        count = copies(_decays(group[0], request))
+        count = copies(group[0].decays and request.settings.weight_decay != 0)
         sizes: tuple[int, ...] = ()
         for element_size in dict.fromkeys(parameter.element_size for parameter in group):
             left = sizes[: len(sizes) // count] if count else ()  # the last dtype's, until assigned again
@@ -135,14 +99,15 @@ def _foreach(parameters: Sequence[ParameterFacts], request: OptimizerRequest, co
 
 def _bitsandbytes(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """Optimizer1State, Optimizer2State and AdEMAMix: bitsandbytes/optim. The kernels update in place."""
-    first, second, bits, paged = _BITSANDBYTES[request.settings.optim]
+    optim = request.settings.optim
+    first, second = next((averages for kind, averages in _AVERAGES.items() if kind in optim), (1, 1))
     state: list[int] = []
     host_state_bytes = 0
     has_tables = request.has_tables
     for parameter in in_order(parameters):
         elements = parameter.elements
         is_8bit = (
-            bits == 8
+            optim.endswith("8bit")
             and elements >= _MIN_8BIT
             and not (parameter.is_embedding and request.settings.embedding_bits == 32)
         )
@@ -152,7 +117,7 @@ def _bitsandbytes(parameters: Sequence[ParameterFacts], request: OptimizerReques
         if is_8bit and not has_tables:  # shared by all parameters
             state += [_TABLE_BYTES] * len(averages)
             has_tables = True
-        if paged and request.cuda and elements >= _MIN_PAGED:
+        if optim.startswith("paged") and elements >= _MIN_PAGED:
             host_state_bytes += sum(averages)
             averages = []
         state += [*scales, *averages] if first == 2 else [*averages, *scales]  # AdEMAMix creates its scales first
@@ -233,12 +198,9 @@ def _adalomo(parameters: Sequence[ParameterFacts], request: OptimizerRequest) ->
 
 def _grokadamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """GrokAdamW keeps three averages on the host and copies those of one parameter at a time to the GPU."""
-    state = [size for p in in_order(parameters) for size in (p.size_bytes,) * 3]
     pairs = [(left, parameter.size_bytes) for left, parameter in with_previous(parameters)]
-    if not request.cuda:
-        return memory_of(state, [(left, own, own) for left, own in pairs])
     step = [group for left, own in pairs for group in ((*(left,) * 4, own, own), (left, *(own,) * 5))]
-    return memory_of((), step, host_state_bytes=sum(state))
+    return memory_of((), step, host_state_bytes=3 * sum(p.size_bytes for p in parameters))
 
 
 def _schedule_free(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
@@ -260,22 +222,13 @@ def _schedule_free(parameters: Sequence[ParameterFacts], request: OptimizerReque
 def _stable_adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """StableAdamW of torch-optimi: two moments, the squared epsilon, and for 16-bit weights what rounding lost.
 
-    On a GPU its Triton kernels work in place, and keep one byte and one float per parameter as scratch.
+    Its Triton kernels work in place, and keep one byte and one float per parameter as scratch.
     """
     state: list[int] = []
-    step: list[tuple[int, ...]] = []
     for parameter in in_order(parameters):
-        size = parameter.size_bytes
-        state += [size, size, parameter.element_size]
-        if parameter.element_size < FLOAT_BYTES:
-            state.append(size)
-        elif request.cuda:
-            state.append(1)
-        if request.cuda:
-            state.append(FLOAT_BYTES)
-        else:
-            step.append((size, size))
-    return memory_of(state, step)
+        size, element_size = parameter.size_bytes, parameter.element_size
+        state += [size, size, element_size, size if element_size < FLOAT_BYTES else 1, FLOAT_BYTES]
+    return memory_of(state, ())
 
 
 FAMILIES: dict[str, Family] = {

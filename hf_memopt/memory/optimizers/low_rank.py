@@ -42,7 +42,7 @@ def projection(parameter: ParameterFacts, request: OptimizerRequest, element_siz
     rank = int(request.number("rank", 128))
     sides = _sides(rows, columns, request.arguments.get("proj_type", "std"))
     if _by_singular_vectors(request):
-        return _singular_vectors(rows, columns, min(rank, rows, columns), sides, element_size, request.cuda)
+        return _singular_vectors(rows, columns, min(rank, rows, columns), sides, element_size)
     if sides == ("left", "right"):
         raise NotEstimableError(
             f"not estimable: optim={request.settings.optim!r}, optim_args='proj_type=full': apollo-torch does not "
@@ -76,9 +76,7 @@ def _low_shape(rows: int, columns: int, rank: int, sides: tuple[str, ...]) -> tu
     return (rank if "left" in sides else rows, rank if "right" in sides else columns)
 
 
-def _singular_vectors(
-    rows: int, columns: int, rank: int, sides: tuple[str, ...], element_size: int, cuda: bool
-) -> Projection:
+def _singular_vectors(rows: int, columns: int, rank: int, sides: tuple[str, ...], element_size: int) -> Projection:
     """Return the projection onto the first ``rank`` singular vectors.
 
     The matrix is a view: with float32 gradients all singular vectors of its side are kept, whatever the rank is.
@@ -87,9 +85,7 @@ def _singular_vectors(
     in_float32 = element_size == FLOAT_BYTES
     width = smaller if in_float32 else rank
     matrix_bytes = tuple((rows if side == "left" else columns) * width * element_size for side in sides)
-    making = [rows * smaller, smaller, smaller * columns]  # U, S, Vh
-    if cuda:
-        making.append(rows * columns)  # the copy that cuSOLVER overwrites
+    making = [rows * smaller, smaller, smaller * columns, rows * columns]  # U, S, Vh, the copy cuSOLVER overwrites
     if not in_float32:
         making.append(rows * columns)  # in float32
     results_bytes = 0 if in_float32 else sum(matrix_bytes)

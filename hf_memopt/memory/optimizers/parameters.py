@@ -80,7 +80,6 @@ class OptimizerRequest:
 
     settings: StepSettings
     arguments: dict[str, str]  # the pairs of ``optim_args``
-    cuda: bool  # whether it runs on a GPU
     has_tables: bool = False  # whether an earlier parameter brought what all parameters of an 8-bit optimizer share
 
     def number(self, name: str, default: float) -> float:

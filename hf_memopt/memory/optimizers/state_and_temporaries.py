@@ -29,6 +29,7 @@ from hf_memopt.memory.optimizers.parameters import (
     memory_of,
 )
 from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.plain_data import packaged_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,30 +43,7 @@ _CHUNK = 65_536  # elements per block of a foreach kernel, aten/src/ATen/native/
 _WITHOUT_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """As in ``Trainer.get_decay_parameter_names``, which a test compares; seen in transformers 5.8.1, 5.17.0 and 5.23.0."""
 _NOT_ESTIMABLE = {
-    "adamw_torch_xla": "it runs on XLA devices; expected an optimizer for CUDA GPUs. Pass optim='adamw_torch_fused'",
-    "adamw_torch_npu_fused": (
-        "it runs on Ascend NPUs; expected an optimizer for CUDA GPUs. Pass optim='adamw_torch_fused'"
-    ),
-    "adamw_anyprecision": (
-        "it needs torchdistx, which is archived and does not load with today's torch; expected an optimizer that can "
-        "run. Pass optim='adamw_torch_fused'"
-    ),
-    **dict.fromkeys(
-        ("adamw_torch_4bit", "adamw_torch_8bit"),
-        "torchao compiles its step, and its temporaries are decided by the compiler; expected an optimizer whose step "
-        "is known. Pass optim='adamw_bnb_8bit'",
-    ),
-    **{
-        f"galore_adamw_8bit{layerwise}": (
-            "galore-torch 1.0 passes bitsandbytes 0.50 arguments of an older version (percentile_clipping=100 arrives "
-            "as max_unorm); expected an optimizer that runs as intended. Pass optim='galore_adamw" + layerwise + "'"
-        )
-        for layerwise in ("", "_layerwise")
-    },
-    "galore_adafactor_layerwise": (
-        "stock Trainer cannot build it (it passes a learning rate and leaves relative_step=True); expected an "
-        "optimizer that it can build. Pass optim='galore_adamw_layerwise'"
-    ),
+    row["optim"]: row["reason"] for row in packaged_rows("hf_memopt.memory.optimizers", "not_estimable.csv")
 }
 
 
@@ -110,12 +88,8 @@ def check_optimizer(optim: str) -> None:
         )
 
 
-def optimizer_memory(
-    parameters: Sequence[ParameterFacts], settings: StepSettings, *, cuda: bool = True
-) -> OptimizerMemory:
+def optimizer_memory(parameters: Sequence[ParameterFacts], settings: StepSettings) -> OptimizerMemory:
     """Return the memory of the optimizer that stock ``Trainer`` builds for these parameters, or of the user's own.
-
-    On a CPU nothing is paged, counters are state, and torch loops over the parameters.
 
     Raises:
         ValueError: ``optim`` is unknown, or does not work element by element, which ``rounding`` needs; ``optim_args``
@@ -131,7 +105,7 @@ def optimizer_memory(
         (1024, 1024, 1000000, 1000000, 15628, 15628)
     """
     family = _family(settings)
-    request = OptimizerRequest(settings, _read_arguments(settings.optim_args), cuda)
+    request = OptimizerRequest(settings, _read_arguments(settings.optim_args))
     parameters = _with_targets(parameters, settings)
     whole = family(parameters, request)
     if not (settings.steps_in_backward or whole.releases_gradients):

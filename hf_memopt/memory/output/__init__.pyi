@@ -3,5 +3,3 @@ from .estimate_picture import draw as draw
 from .estimate_picture import timeline_data as timeline_data
 from .estimate_text import as_dict as as_dict
 from .estimate_text import print_estimate as print_estimate
-from .model_card import add_section as add_section
-from .model_card import training_memory as training_memory

@@ -161,14 +161,10 @@ class Linear4bitStandIn(Linear4bit):
         if compute_dtype is not None:
             x = x.to(compute_dtype)
         _cast_bias(self, x.dtype)
-        return self._multiply(x).to(input_dtype)
-
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Mirror ``bitsandbytes.matmul_4bit``."""
-        bias = self.bias
+        bias = self.bias  # from here on as bitsandbytes.matmul_4bit
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            return _MatMul4bit.apply(x, bias, self)  # type: ignore[no-any-return, no-untyped-call]
-        return self.multiply(x, bias)
+            return _MatMul4bit.apply(x, bias, self).to(input_dtype)  # type: ignore[no-any-return, no-untyped-call]
+        return self.multiply(x, bias).to(input_dtype)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Mirror the kernel of ``bitsandbytes::gemm_4bit`` (``_dequant_linear_fallback`` or the fused one)."""

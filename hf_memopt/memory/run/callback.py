@@ -8,7 +8,7 @@ or tensor, and the peaks between phases (data loading, logging, saving).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from hf_memopt.binding import Binding
 from hf_memopt.binding.undo import UndoHandle, override_method
 from hf_memopt.devices.readings import PeakMeter, is_out_of_memory, measured_device, read_device_used, read_process
-from hf_memopt.memory.output import add_section, training_memory
 from hf_memopt.memory.run.run_record import RunRecord
-from hf_memopt.memory.run.run_report import draw_report, write_failure, write_report
+from hf_memopt.memory.run.run_report import add_section, draw_report, training_memory, write_failure, write_report
 from hf_memopt.plain_data import checked_path
 from hf_memopt.plotting import check_picture
 from hf_memopt.units import format_bytes, to_gib
@@ -282,14 +281,17 @@ class MemoryReportCallback(TrainerCallback):
         if logs is None:
             return
         peaks = self._begin(args)
+        used_bytes = read_device_used(peaks.meter.device)
         if self._evaluating:
             figures = self._close_evaluation(args, state, logs)
             self._evaluation_keys = tuple(figures)
         elif {"train_runtime", "train_loss"} <= logs.keys():  # the closing log of train()
             peaks.take(*PHASES)
-            figures = _run_figures(peaks)
+            process = {"process_peak_rss_bytes": read_process()[1]}
+            figures = _figures("train_memory", peaks.summary, device_used_bytes=used_bytes, **process)
         else:
-            figures = _step_figures(peaks)
+            process = {"process_rss_bytes": read_process()[0]}
+            figures = _figures("memory", peaks.take(*PHASES), device_used_bytes=used_bytes, **process)
             if "loss" in logs and self._reported() is not None:
                 self._record.log(state.global_step, float(logs["loss"]))
         history = state.log_history[-1] if state.log_history else {}
@@ -325,7 +327,7 @@ class MemoryReportCallback(TrainerCallback):
         self._evaluating = False
         self._close("evaluation", args, state.global_step)
         prefix = next((key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")), "eval")
-        return _named(f"{prefix}_memory", self._begin(args).take("evaluation")["evaluation"])
+        return _figures(f"{prefix}_memory", {}, **self._begin(args).take("evaluation")["evaluation"])
 
 
 def _with_one_figure(before: Callable[..., Any], *args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -340,28 +342,11 @@ def _with_one_figure(before: Callable[..., Any], *args: Any, logs: dict[str, Any
     return before(*args, logs=shown, **kwargs)
 
 
-def _named(prefix: str, peaks: dict[str, int]) -> dict[str, float]:
-    return {f"{prefix}_{kind.removesuffix('_bytes')}_gib": to_gib(size_bytes) for kind, size_bytes in peaks.items()}
-
-
-def _step_figures(peaks: PhasePeaks) -> dict[str, float]:
-    """Return the figures of a log during training: the phases since the last one, and the current memory."""
-    figures: dict[str, float] = {}
-    for phase, phase_peaks in peaks.take(*PHASES).items():
-        figures |= _named(f"memory_{phase}", phase_peaks)
-    return figures | _named("memory", _device_used(peaks) | {"process_rss_bytes": read_process()[0]})
-
-
-def _run_figures(peaks: PhasePeaks) -> dict[str, float]:
-    """Return the figures of the closing log: the phases of the whole run, and the peak of the process."""
-    figures: dict[str, float] = {}
-    for phase, phase_peaks in peaks.summary.items():
-        figures |= _named(f"train_memory_{phase}", phase_peaks)
-    peak_rss_bytes = read_process()[1]
-    process = {} if peak_rss_bytes is None else {"process_peak_rss_bytes": peak_rss_bytes}
-    return figures | _named("train_memory", _device_used(peaks) | process)
-
-
-def _device_used(peaks: PhasePeaks) -> dict[str, int]:
-    used_bytes = read_device_used(peaks.meter.device)
-    return {} if used_bytes is None else {"device_used_bytes": used_bytes}
+def _figures(prefix: str, phases: Mapping[str, Mapping[str, int]], **now: int | None) -> dict[str, float]:
+    """Return the figures of a log in GiB: the peaks of phases, and further sizes that are known."""
+    found = {f"{phase}_{kind}": size for phase, peaks in phases.items() for kind, size in peaks.items()}
+    return {
+        f"{prefix}_{kind.removesuffix('_bytes')}_gib": to_gib(size)
+        for kind, size in {**found, **now}.items()
+        if size is not None
+    }

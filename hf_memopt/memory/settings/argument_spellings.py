@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import packaged_rows
 
 SPELLINGS = {
     "per_device_eval_batch_size": "eval_batch_size",
@@ -20,28 +21,10 @@ PRECISIONS = ("bf16", "fp16", "tf32")
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the old name, and 5.23.0's
 OPTIONS = tuple(f"{name}_kwargs" for name in CHECKPOINTING)
 
-REFUSED = {
-    "torch_compile": "what the compiler fuses and saves is decided on the GPU",
-    "use_liger_kernel": "its Triton kernels do not run without a GPU",
-    "deepspeed": "its configuration is not read. Pass world_size=2, strategy='zero2'",
-    "neftune_noise_alpha": "its noise on the embeddings is not simulated",
-    "use_cache": "a key-value cache in training is not simulated",
-}
+_OTHERS = packaged_rows("hf_memopt.memory.settings", "other_names.csv")
+REFUSED = {row["name"]: row["refused"] for row in _OTHERS if row["refused"]}
 """Arguments of ``TrainingArguments`` that ask for something that is not simulated, with the reason."""
-
-_INSTEAD = {
-    "load_in_4bit": "Pass load_in='nf4'",
-    "load_in_8bit": "Pass load_in='int8'",
-    "peft_config": "Pass lora=16, or lora=LoraConfig(...)",
-    "dtype": "Pass weights_dtype='bfloat16'",
-    "torch_dtype": "Pass weights_dtype='bfloat16'",
-    "max_length": "Pass seq_len=512 to estimate()",
-    "max_seq_length": "Pass seq_len=512 to estimate()",
-    "batch_size": "Pass batch_size=8 to estimate()",
-    "preset": "Pass recipe=hf_memopt.recipe('4gb-gpu') to estimate()",
-    "fsdp": "Pass world_size=2, strategy='fsdp2'",
-    "fsdp_config": "Pass world_size=2, strategy='fsdp2'",
-}
+_INSTEAD = {row["name"]: row["instead"] for row in _OTHERS if row["instead"]}
 """Names from elsewhere that people know, with what to pass instead."""
 
 

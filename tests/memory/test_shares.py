@@ -1,4 +1,4 @@
-"""ZeRO's share of a process, against the formulas that DeepSpeed itself has for weights, gradients and states."""
+"""What one of several processes holds: DDP's buckets, FSDP2's shards, and ZeRO by DeepSpeed's own formulas."""
 
 from __future__ import annotations
 
@@ -6,15 +6,88 @@ from typing import Any
 
 import pytest
 import transformers
-from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from hf_memopt import Estimate, StepSettings, estimate
-from hf_memopt.memory.distributed import ZeroStep, sharded_step, zero_options
-from hf_memopt.memory.distributed.zero import partition_facts
-from hf_memopt.memory.distributed.zero_config import BUCKET_ELEMENTS, LIVE_ELEMENTS
-from hf_memopt.memory.models import load_model
-from hf_memopt.memory.optimizers import ParameterFacts
+from hf_memopt import Estimate, NotEstimableError, Recipe, estimate
+
+LLAMA = {
+    "vocab_size": 1999,  # odd: a shard is padded
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+BERT = {**LLAMA, "intermediate_size": 512}
+
+
+def one_process(**changed: Any) -> Estimate:
+    config = transformers.LlamaConfig(**LLAMA)
+    return estimate(config, batch_size=2, seq_len=48, **{"precision": "fp32", "max_grad_norm": 0, **changed})
+
+
+# ---- DDP and FSDP2
+
+
+def test_ddp_holds_buckets_of_all_gradients_beside_them() -> None:
+    alone, shared = one_process(), one_process(world_size=2, strategy="ddp")
+    gradients_bytes = 4 * alone.trainable_parameters
+    more_bytes = shared.peak_allocated_bytes - alone.peak_allocated_bytes
+    assert gradients_bytes <= more_bytes <= gradients_bytes + 512  # a block of the allocator
+    assert any(note.startswith("bytes of one of 2 GPUs, DDP;") for note in shared.notes)
+
+
+def test_two_processes_hold_a_half_each_and_offload_nothing_of_it() -> None:
+    alone, sharded = one_process(), one_process(world_size=2, strategy="fsdp2")
+    offloaded = one_process(world_size=2, strategy="fsdp2", offload_params=True)
+    for part in ("weights", "optimizer state"):
+        assert sharded.components[part] == pytest.approx(alone.components[part] / 2, rel=0.02)
+    assert offloaded.components["optimizer state"] == offloaded.components["gradients"] == 0
+    assert offloaded.components["weights"] < 0.01 * alone.components["weights"]  # buffers
+    assert offloaded.host_bytes == pytest.approx(8 * alone.trainable_parameters, rel=0.01)  # a half of 16
+    assert sharded.parameters == alone.parameters
+    assert sharded.trainable_parameters == alone.trainable_parameters
+
+
+def test_micro_batches_hold_gradients_of_shards_and_accumulation_those_of_the_model() -> None:
+    shared = {"world_size": 2, "strategy": "fsdp2"}
+    accumulated = one_process(**shared, gradient_accumulation_steps=2)
+    cut = one_process(**shared, micro_batch_size=1)
+    gradients_bytes = 4 * cut.trainable_parameters
+    assert accumulated.components["gradients"] > 0.9 * gradients_bytes
+    assert cut.components["gradients"] < 0.51 * gradients_bytes
+    assert accumulated.step_costs is not None
+    assert cut.step_costs is not None
+    assert cut.step_costs.micro_batches == accumulated.step_costs.micro_batches == 2
+    sent = [one.step_costs.communication.link_bytes for one in (accumulated, cut)]
+    assert sent[1] - sent[0] == pytest.approx(gradients_bytes / 2, rel=0.01)  # each micro-batch reduces its own
+
+
+def test_a_recipes_accumulation_is_shared_by_the_processes() -> None:
+    mine = Recipe("mine", "tests", effective_batch_size=32, per_device_train_batch_size=4)
+    found = [one_process(recipe=mine, world_size=size).settings for size in (1, 2, 3, 8)]
+    assert [settings.gradient_accumulation_steps for settings in found] == [8, 4, 3, 1]
+
+
+def test_embeddings_inside_a_named_layer_are_a_note() -> None:
+    found = estimate(
+        transformers.BertConfig(**BERT),
+        task="sequence-classification",
+        batch_size=1,
+        seq_len=8,
+        world_size=2,
+        strategy="fsdp2",
+    )
+    assert any("pass fsdp_config={'transformer_layer_cls_to_wrap': ['BertLayer']}" in note for note in found.notes)
+
+
+def test_a_parameter_of_two_units_is_not_estimable() -> None:
+    """As of BERT's head, whose bias is tied; FSDP2 raises at the first step."""
+    config = transformers.BertConfig(**BERT)
+    with pytest.raises(NotEstimableError, match=r"strategy='fsdp2' with cls\.predictions\.\S*bias, which is tied"):
+        estimate(config, task="masked-lm", batch_size=1, seq_len=8, world_size=2, strategy="fsdp2")
+
+
+# ---- ZeRO
 
 SIZES = {
     "vocab_size": 8000,
@@ -85,7 +158,7 @@ def test_offload_leaves_the_weights_of_stage_2_and_gathered_ones_of_stage_3() ->
 def test_buckets_are_held_while_gradients_are_reduced() -> None:
     alone, shared = found("zero2", world_size=1), found("zero2")
     backward = shared.phases["backward"].allocated_bytes
-    buckets = 2 * BUCKET_ELEMENTS * 2
+    buckets = 2 * 50_000_000 * 2
     assert backward > buckets + shared.components["weights"]
     assert alone.components["temporaries"] < buckets
 
@@ -94,54 +167,6 @@ def test_accumulation_holds_what_is_added_beside_the_gradients() -> None:
     once, twice = found("zero2"), found("zero2", gradient_accumulation_steps=2)
     more = twice.peak_allocated_bytes - once.peak_allocated_bytes
     assert more == pytest.approx(once.components["gradients"], rel=0.05)
-
-
-class Filled(HfDeepSpeedConfig):
-    """transformers' class without deepspeed, which makes it one of accelerate's alone."""
-
-    is_auto = HfTrainerDeepSpeedConfig.is_auto
-    fill_only = HfTrainerDeepSpeedConfig.fill_only
-    fill_match = HfTrainerDeepSpeedConfig.fill_match
-    trainer_config_finalize = HfTrainerDeepSpeedConfig.trainer_config_finalize
-    mismatches: tuple[str, ...] = ()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_configuration_and_the_estimate_have_the_same_sizes(stage: int) -> None:
-    """What is "auto" transformers fills in from the hidden size."""
-    read = Filled({"zero_optimization": zero_options(stage)})
-    read.trainer_config_finalize(transformers.TrainingArguments(use_cpu=True), load_model(config()).model, 1)
-    filled = read.config["zero_optimization"]
-    sizes = ZeroStep(load_model(config()).model, StepSettings(world_size=2, strategy=f"zero{stage}"), None)
-    assert filled["reduce_bucket_size"] == sizes.bucket
-    if stage == 3:
-        assert filled["stage3_param_persistence_threshold"] == sizes.persistent
-        assert filled["stage3_max_live_parameters"] == filled["stage3_max_reuse_distance"] == LIVE_ELEMENTS
-
-
-def test_groups_are_cut_whole_and_padded() -> None:
-    facts = [ParameterFacts(name, (count,), 4, False, decays=name != "norm") for name, count in
-             (("one", 5), ("two", 6), ("norm", 3))]  # fmt: skip
-    parts = {
-        strategy: [part.elements for part in partition_facts(facts, StepSettings(world_size=2, strategy=strategy))]
-        for strategy in ("zero2", "zero3")
-    }
-    assert parts == {"zero2": [6, 2], "zero3": [3 + 3, 2]}
-
-
-def test_a_model_is_as_before_its_recording() -> None:
-    model = load_model(config()).model
-    before = {name: (id(one), one.untyped_storage().nbytes()) for name, one in model.named_parameters()}
-    buffers = dict(model.named_buffers())
-    for strategy in ("zero2", "zero3"):
-        step = sharded_step(model, StepSettings(precision="fp16", world_size=2, strategy=strategy))
-        assert step is not None
-        with step.sharding():
-            assert {one.dtype.itemsize for one in model.parameters()} == {2}
-    assert {name: (id(one), one.untyped_storage().nbytes()) for name, one in model.named_parameters()} == before
-    assert dict(model.named_buffers()).keys() == buffers.keys()
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
 
 
 def test_the_estimate_says_that_it_is_computed_from_documentation() -> None:

@@ -1,0 +1,339 @@
+"""What may name a model for ``estimate``: names, ids on the hub and folders, and what is said of those that may not."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import transformers
+from huggingface_hub import errors
+
+import tiny
+from hf_memopt import Estimate, estimate, hub
+
+EXPECTED_NAMES = "expected a folder with config.json, an id on the hub or a well-known name"
+LIST = "List the well-known names: hf-memopt estimate --list-models"
+
+
+def of(model: Any, **settings: Any) -> Estimate:
+    return estimate(model, **{"batch_size": 1, "seq_len": 8, "gpu": "RTX 3090", **settings})
+
+
+def refused(model: Any, **settings: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        of(model, **settings)
+    return str(error.value)
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """Fail every download with the error that the test puts into the list."""
+    failures: list[Exception] = []
+
+    def download(*_: Any, **__: Any) -> str:
+        raise failures[0]
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return failures
+
+
+# ---- Names ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_goes_before_a_known_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "gpt2"
+    tiny.bert().save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    same = of(tiny.bert_config())
+    for name in (folder, "gpt2"):
+        found = of(name)
+        assert (found.model, found.parameters, found.components) == ("gpt2", same.parameters, same.components)
+
+
+def test_a_known_name_never_touches_the_network(unreachable: list[Exception]) -> None:
+    unreachable.append(AssertionError("a known name must not touch the network"))
+    for name, known in (("openai-community/GPT2", "gpt2"), ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M")):
+        assert of(name).model == known
+
+
+def test_notes_of_published_weights_and_of_kernels_that_are_not_simulated() -> None:
+    published = (
+        "its published weights are MXFP4, 4 bits each, which transformers runs but does not train "
+        "(Mxfp4HfQuantizer.is_trainable): the figures are those of weights dequantised to bf16"
+    )
+    assert [published in of(name, lora=4).notes for name in ("openai/gpt-oss-20b", "gpt2")] == [True, False]
+    own_code = (
+        "layers with a recurrent state are simulated by transformers' own code; with the kernels of mamba_ssm or "
+        "fla (flash-linear-attention) a step keeps other tensors and takes other times"
+    )
+    assert [own_code in of(name).notes for name in ("mamba-130m-hf", "gpt2")] == [True, False]
+
+
+def test_a_class_without_a_head_gets_the_usual_one_and_a_note() -> None:
+    found = of(tiny.bert_config(architectures=["BertModel"]))
+    assert found.model == "BertForSequenceClassification"
+    assert found.notes[-1] == (
+        "BertModel has no loss: estimated as BertForSequenceClassification; give task for another head"
+    )
+
+
+def test_image_size_that_a_configuration_does_not_tell_is_224_and_said() -> None:
+    config = transformers.ResNetConfig(depths=[1], hidden_sizes=[8], embedding_size=8)
+    default, same, small = (of(config, seq_len=None, image_size=size) for size in (None, 224, 64))
+    assert default.components == same.components != small.components
+    assert default.notes[-1] == "pictures of 224 x 224 pixels (image_size)"
+    assert not any("pixels" in note for note in (*same.notes, *small.notes))
+
+
+# ---- The hub --------------------------------------------------------------------------------------------------------
+
+RESPONSE: Any = SimpleNamespace(headers={}, request=None, status_code=404)
+UNKNOWN_NAMES: list[tuple[str, Exception, str, str]] = [  # the hub's answer, what is said of it, the hint
+    (
+        "bert-larg-uncased",
+        errors.LocalEntryNotFoundError("no"),
+        "and the hub is offline (HF_HUB_OFFLINE is set) and its local cache has nothing of that name",
+        " Did you mean 'bert-large-uncased'?",
+    ),
+    (
+        "bert-larg-uncased",
+        errors.HFValidationError("no"),
+        "nor can it be an id on the hub",
+        " Did you mean 'bert-large-uncased'?",
+    ),
+    (
+        "someone/zzzz",
+        errors.RepositoryNotFoundError("no", response=RESPONSE),
+        "and the hub has no such repository, or you have no access to it",
+        "",
+    ),
+    (
+        "someone/zzzz",
+        errors.GatedRepoError("no", response=RESPONSE),
+        "and on the hub it is gated: accept its licence there and log in with hf auth login",
+        "",
+    ),
+    (
+        "someone/zzzz",
+        errors.RemoteEntryNotFoundError("no", response=RESPONSE),
+        "and its repository on the hub has no config.json",
+        "",
+    ),
+    ("someone/zzzz", errors.HfHubHTTPError("no", response=RESPONSE), "and the hub failed (no)", ""),
+]
+
+
+@pytest.mark.parametrize(("model", "failure", "told", "hint"), UNKNOWN_NAMES, ids=lambda value: str(value)[:40])
+def test_an_unknown_name_tells_why_and_what_is_nearest(
+    unreachable: list[Exception], model: str, failure: Exception, told: str, hint: str
+) -> None:
+    unreachable.append(failure)
+    assert (
+        refused(model)
+        == f"model={model!r} is neither a well-known name nor a folder, {told}; {EXPECTED_NAMES}.{hint} {LIST}"
+    )
+
+
+@pytest.fixture
+def hub_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have a hub that the process is not told to leave alone, at an address and behind proxies of the test."""
+
+    def set_up(connect: Any, endpoint: str = "https://hub.example", proxies: Any = None) -> None:
+        monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(socket, "create_connection", connect)
+        monkeypatch.setattr(hub, "getproxies", lambda: proxies or {})
+
+    return set_up
+
+
+def test_hub_that_cannot_be_reached_is_asked_once_and_told(hub_that_is_asked: Any) -> None:
+    asked: list[Any] = []
+
+    def refuse(address: Any, timeout: float) -> Any:
+        asked.append((*address, timeout))
+        raise ConnectionRefusedError
+
+    hub_that_is_asked(refuse)
+    text = refused("someone/zzzz")  # with the real client of the hub, which looks at its cache only
+    assert asked == [("hub.example", 443, 3.0)]
+    assert text == (
+        "model='someone/zzzz' is neither a well-known name nor a folder, and the hub is unreachable and its local "
+        f"cache has nothing of that name; {EXPECTED_NAMES}. {LIST}"
+    )
+
+
+def test_offline_hub_answers_by_itself() -> None:
+    assert refused("someone/zzzz").startswith(
+        "model='someone/zzzz' is neither a well-known name nor a folder, and the hub is offline (HF_HUB_OFFLINE is set)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "proxies", "connected"),
+    [
+        ("https://hub.example", {}, [("hub.example", 443)]),
+        ("http://127.0.0.1:8080/hub", {}, [("127.0.0.1", 8080)]),
+        ("https://hub.example", {"https": "http://proxy.example:3128"}, []),
+    ],
+)
+def test_hub_that_answers_or_stands_behind_a_proxy_is_asked(
+    tmp_path: Any, monkeypatch: Any, hub_that_is_asked: Any, endpoint: str, proxies: dict[str, str], connected: Any
+) -> None:
+    tiny.bert_config(architectures=["BertForTokenClassification"]).save_pretrained(tmp_path)
+    asked: list[Any] = []
+    addresses: list[Any] = []
+
+    def connect(address: Any, timeout: float) -> Any:
+        addresses.append(address)
+        return nullcontext()
+
+    def download(repository: str, file: str, *, local_files_only: bool) -> str:
+        asked.append((repository, file, local_files_only))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert of("someone/gpt2").model == "someone/gpt2"  # a well-known name of another organisation is another model
+    assert asked == [("someone/gpt2", "config.json", True)]  # offline
+    hub_that_is_asked(connect, endpoint, proxies)
+    assert of("someone/gpt2").parameters == of(tiny.bert_config(), task="token-classification").parameters
+    assert (addresses, asked[1]) == (connected, ("someone/gpt2", "config.json", False))
+
+
+def test_a_hub_that_never_answers_costs_the_patience_once(monkeypatch: Any, hub_that_is_asked: Any) -> None:
+    """A name server and every address may each wait for a timeout of their own; together they get the patience."""
+    released = threading.Event()
+
+    def wait(address: Any, timeout: float) -> Any:
+        released.wait(30)
+        return nullcontext()
+
+    hub_that_is_asked(wait)
+    monkeypatch.setattr(hub, "_PATIENCE_SECONDS", 0.05)
+    started = time.monotonic()
+    assert not hub.hub_answers()
+    assert time.monotonic() - started < 10
+    released.set()
+
+
+# ---- Folders --------------------------------------------------------------------------------------------------------
+
+NOT_UNDERSTOOD = f"has a config.json that transformers {transformers.__version__} does not understand"
+TOO_MANY = "is more than any model has, at most"
+EXPECTED_CONFIG = "expected a configuration that transformers can build. Correct it, or pass the module"
+
+
+def test_folder_without_config_is_refused(tmp_path: Any) -> None:
+    assert refused(str(tmp_path)) == (
+        f"model={str(tmp_path)!r} is a folder without config.json; expected one that save_pretrained has written. "
+        "Pass the folder of a model"
+    )
+
+
+def test_what_cannot_name_a_model_is_refused(tmp_path: Any) -> None:
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    missing, weights, long = str(tmp_path / "bret"), str(tmp_path / "m.gguf"), "a" * 3000
+    assert refused(long) == (
+        f"model={long!r} cannot be looked up (File name too long); expected a name, or a readable folder. "
+        "Pass model='bert-base-uncased'"
+    )
+    assert refused(missing) == (
+        f"model={missing!r} does not exist; expected a folder with config.json, as save_pretrained writes it. "
+        "Did you mean 'bert'? Check the path"
+    )
+    assert refused(weights) == (
+        f"model={weights!r} is a file of weights; expected a model. GGUF files are for llama.cpp, and the Trainer does "
+        "not train them. Pass the original: model='m'."
+    )
+
+
+def folder_of(folder: Any, content: str | bytes | None = None, **changed: Any) -> str:
+    """Write a config.json that somebody else might have written; return its folder."""
+    if content is None:
+        content = json.dumps({**tiny.bert_config().to_dict(), **changed})
+    (folder / "config.json").write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_attention_heads": 0}, "cannot be built (ZeroDivisionError: integer modulo by zero)"),
+        (
+            {"hidden_size": -32, "num_attention_heads": 2},
+            "cannot be built (RuntimeError: Trying to create tensor with negative dimension -32: [100, -32])",
+        ),
+        (
+            {"hidden_size": 2**40},
+            "cannot be built (RuntimeError: Storage size calculation overflowed with "
+            "sizes=[1099511627776, 1099511627776])",
+        ),
+        ({"hidden_act": "none-such"}, "cannot be built (KeyError: 'none-such')"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": "maybe"}},
+            "cannot be built (TypeError: load_in_4bit must be a boolean)",
+        ),
+        *(
+            ({name: value}, f"{NOT_UNDERSTOOD} (ValueError: {name}={value!r} {TOO_MANY} {most})")
+            for name, value, most in (
+                *(("num_hidden_layers", 10**9, "500"), ("depths", [2, 10**9], "500")),
+                ("num_labels", 10**12, "1,000,000"),
+            )
+        ),
+        ({"num_hidden_layers": -1}, f"{NOT_UNDERSTOOD} (ValueError: num_hidden_layers=-1 is negative)"),
+    ],
+)
+def test_foreign_configuration_that_breaks_transformers_is_one_error(
+    tmp_path: Any, changed: dict[str, Any], message: str
+) -> None:
+    folder = folder_of(tmp_path, **changed)
+    name = folder if NOT_UNDERSTOOD in message else tmp_path.name
+    assert refused(folder) == f"model={name!r} {message}; {EXPECTED_CONFIG}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *('{"model_type": "none-such"}', '{"model_type": ["bert"]}', '{"model_type": "bert", "hidden_size": 1e999}'),
+        '{"model_type": "bert", "num_attention_heads": null}',
+        '{"model_type": "bert", "hidden_size": %s}' % ("9" * 5000),
+        *('{"model_type": "bert", "id2label": 3}', '{"model_type": "bert", "dtype": "none-such"}'),
+        '{"model_type": "bert", "quantization_config": "4bit"}',
+        '{"model_type": "bert", "x": %s}' % ("[" * 100_000 + "]" * 100_000),
+        '{"model_type": "bert", "x": %s}' % ("[" * 900 + "]" * 900),
+        *('{"model_type": "bert"', "", "[1, 2]", "null", '"bert"', bytes(range(256))),
+        '{"model_type": "bert"}'.encode("utf-16"),
+    ],
+    ids=lambda content: repr(content)[:50],
+)
+def test_config_that_transformers_does_not_understand_is_refused(tmp_path: Any, content: str | bytes) -> None:
+    folder = folder_of(tmp_path, content)
+    text = refused(folder)
+    assert text.startswith(f"model={folder!r} {NOT_UNDERSTOOD} (")
+    assert text.endswith(f"); {EXPECTED_CONFIG}")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("auto_map", ["AutoConfig", "AutoModelForCausalLM"])
+def test_code_of_a_folder_is_never_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, auto_map: str) -> None:
+    """Nothing is asked, whatever would be answered; a known model type is built without the folder's code."""
+    own = {"model_type": "own"} if auto_map == "AutoConfig" else {}
+    folder = folder_of(tmp_path, **own, auto_map={auto_map: "code.Own"}, architectures=None)
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    if own:
+        assert refused(folder) == (
+            f"model={folder!r} {NOT_UNDERSTOOD} without Python code of its own, and no such code is run; expected a "
+            "model type of transformers. Load it yourself in Python and pass the module"
+        )
+    else:
+        assert of(folder, task="causal-lm").parameters > 0
+    assert not (tmp_path / "ran").exists()

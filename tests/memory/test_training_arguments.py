@@ -1,0 +1,179 @@
+"""What ``TrainingArguments`` say of a step, and their names as arguments of ``estimate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+import tiny
+from hf_memopt import StepSettings, estimate, estimate_from_arguments, find_gpu
+from hf_memopt.binding import checkpointing_arguments
+from hf_memopt.binding import versions as compat
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimate without a GPU also where there is one."""
+    for module in ("estimation", "training_arguments"):
+        monkeypatch.setattr(f"hf_memopt.memory.{module}.current_gpu", lambda: None)
+
+
+# ---- Arguments that are read ----------------------------------------------------------------------------------------
+
+READ: list[tuple[dict[str, Any], dict[str, Any]]] = [  # arguments, and settings; the rest as without
+    ({}, {"precision": "fp32", "optim": "sgd", "max_grad_norm": 0.0, "eval_batch_size": None}),
+    ({"bf16": True}, {"precision": "bf16"}),
+    ({"optim": "adamw_bnb_8bit"}, {"optim": "adamw_bnb_8bit"}),
+    ({"optim": "adafactor", "weight_decay": 0.1}, {"optim": "adafactor", "weight_decay": 0.1}),
+    (*[{"optim": "galore_adamw", "optim_target_modules": "all-linear", "optim_args": "rank=4"}] * 2,),
+    *((given, given) for given in ({"max_grad_norm": 0.5}, {"gradient_accumulation_steps": 3})),
+    *((given, given) for given in ({"label_smoothing_factor": 0.1}, {"torch_empty_cache_steps": 4})),
+    (
+        {"eval_strategy": "epoch", "per_device_eval_batch_size": 3, "eval_accumulation_steps": 2},
+        {"eval_batch_size": 3, "eval_accumulation_steps": 2, "prediction_loss_only": False},
+    ),
+    ({"eval_on_start": True, "per_device_eval_batch_size": 5}, {"eval_batch_size": 5}),
+    (
+        {"eval_strategy": "epoch", "batch_eval_metrics": True, "eval_do_concat_batches": False},
+        {"eval_batch_size": 8, "batch_eval_metrics": True, "eval_do_concat_batches": False},
+    ),
+    ({"eval_strategy": "steps", "prediction_loss_only": True}, {"eval_batch_size": 8, "prediction_loss_only": True}),
+    (checkpointing_arguments(), {"checkpointing": {"use_reentrant": False}}),
+    ({next(iter(checkpointing_arguments())): True}, {"checkpointing": True}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), READ, ids=lambda value: next(iter(value), "none"))
+def test_arguments_are_read(tmp_path: Any, arguments: dict[str, Any], expected: dict[str, Any]) -> None:
+    args = tiny.arguments(tmp_path, **arguments)
+    before = args.to_dict()
+    found = estimate_from_arguments(tiny.bert_config(), args, 8)
+    plain = {"optim": "sgd", "max_grad_norm": 0.0, "precision": "fp32"}
+    by_hand = estimate(tiny.bert_config(), batch_size=8, seq_len=8, **{**plain, **expected})
+    assert found.settings == by_hand.settings == StepSettings(**{**plain, **expected})
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "notes", "flops"):
+        assert getattr(found, name) == getattr(by_hand, name)
+    assert args.to_dict() == before
+
+
+@pytest.mark.parametrize("precision", ["fp16", "tf32"])
+def test_precision_that_only_a_gpu_accepts(tmp_path: Any, precision: str) -> None:
+    args = tiny.arguments(tmp_path)
+    setattr(args, precision, True)
+    assert estimate_from_arguments(tiny.bert_config(), args, 8).settings.precision == precision
+
+
+@pytest.mark.parametrize("lengths", [12, [3, 12, 5], np.array([12, 1], np.int32), (12,), np.int64(12)])
+def test_the_longest_row_counts(tmp_path: Any, lengths: Any) -> None:
+    args = tiny.arguments(tmp_path, per_device_train_batch_size=3)
+    found = estimate_from_arguments(tiny.bert_config(), args, lengths, gpu="T4")
+    assert (found.seq_len, found.batch_size, found.gpu) == (12, 3, find_gpu("T4"))
+
+
+def test_images_have_no_lengths(tmp_path: Any) -> None:
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    assert estimate_from_arguments(config, tiny.arguments(tmp_path), None).seq_len is None
+
+
+def test_overrides_beat_the_arguments(tmp_path: Any) -> None:
+    args = tiny.arguments(tmp_path, optim="sgd", eval_strategy="epoch")
+    overrides = {"optim": "adafactor", "eval_batches": 4, "micro_batch_size": 2}
+    found = estimate_from_arguments(tiny.bert_config(), args, 8, task="masked-lm", **overrides)
+    assert {name: getattr(found.settings, name) for name in overrides} == overrides
+    assert found.model == "BertForMaskedLM"
+
+
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_evaluation_in_16_bits_changes_nothing_while_training(tmp_path: Any, name: str) -> None:
+    plain, args = (tiny.arguments(tmp_path, eval_strategy="epoch") for _ in range(2))
+    setattr(args, name, True)
+    expected, found = (estimate_from_arguments(tiny.bert_config(), each, 8) for each in (plain, args))
+    assert found.peak_reserved_bytes == expected.peak_reserved_bytes
+    assert found.notes == (
+        *expected.notes,
+        f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside train()",
+    )
+
+
+# ---- FSDP -----------------------------------------------------------------------------------------------------------
+
+
+def sharded_arguments(folder: Any, **config: Any) -> Any:
+    made = compat.fsdp_arguments(offload_params=False)
+    return tiny.arguments(folder, bf16=True, **{**made, "fsdp_config": {**made["fsdp_config"], **config}})
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_fsdp_arguments_are_the_sharded_estimate(tmp_path: Any, offload: bool) -> None:
+    config, sharded = tiny.bert_config(), {"world_size": 2, "strategy": "fsdp2", "offload_params": offload}
+    args = tiny.arguments(tmp_path, bf16=True, optim="adamw_torch", **compat.fsdp_arguments(offload_params=offload))
+    found = estimate_from_arguments(config, args, 8, task="sequence-classification", world_size=2)
+    sizes = {"batch_size": args.per_device_train_batch_size, "seq_len": 8, "task": "sequence-classification"}
+    expected = estimate(config, bf16=True, optim="adamw_torch", **sizes, **sharded)
+    assert {name: getattr(found.settings, name) for name in sharded} == sharded
+    assert (found.peak_reserved_bytes, found.components) == (expected.peak_reserved_bytes, expected.components)
+    of_rank = estimate_from_arguments(config, args, 8, task="sequence-classification", world_size=4)
+    assert of_rank.peak_allocated_bytes < found.peak_allocated_bytes or offload
+
+
+def test_layers_that_fsdp_arguments_name_are_a_note(tmp_path: Any) -> None:
+    args = sharded_arguments(tmp_path, transformer_layer_cls_to_wrap=["BertLayer"])
+    found = estimate_from_arguments(tiny.bert_config(), args, 8, task="sequence-classification", world_size=2)
+    assert found.notes[-1] == (
+        "fsdp_config['transformer_layer_cls_to_wrap']='BertLayer' is not read: the layers that the model's class names "
+        "are wrapped (_no_split_modules)"
+    )
+
+
+# ---- The names of TrainingArguments as settings ---------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # transformers 5.23.0 has a new name
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"bf16": True}, {"bf16": False}, {"fp16": True}, {"fp16": True, "bf16": False}),
+        *({"gradient_checkpointing": True}, {"gradient_checkpointing": False}),
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"per_device_eval_batch_size": 3},
+        {"optim": "adafactor", "gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
+    ],
+    ids=str,
+)
+def test_a_spelling_means_what_training_arguments_mean_by_it(given: dict[str, Any], tmp_path: Any) -> None:
+    evaluates = {"eval_strategy": "epoch"} if "per_device_eval_batch_size" in given else {}
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, **given, **evaluates)
+    expected = estimate_from_arguments(tiny.bert_config(), arguments, 8).settings
+    assert StepSettings(precision="fp32", optim=expected.optim).replace(**given) == expected
+
+
+OPTIONS = {"use_reentrant": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": OPTIONS},
+            {"checkpointing": OPTIONS},
+        ),
+        ({"activation_checkpointing": False}, {"checkpointing": False}),
+        ({"tf32": True}, {"precision": "tf32"}),
+        ({"tf32": True, "bf16": True}, {"precision": "bf16"}),  # of what autocast leaves in float32
+        ({"bf16": None, "optim": "sgd"}, {"optim": "sgd"}),
+        (
+            {"offload": True, "world_size": 2, "strategy": "fsdp2"},  # its name up to 0.3.0
+            {"offload_params": True, "world_size": 2, "strategy": "fsdp2"},
+        ),
+    ],
+)
+def test_other_names_of_a_setting(given: dict[str, Any], own: dict[str, Any]) -> None:
+    assert StepSettings().replace(**given) == StepSettings(**own)
+
+
+def test_estimate_takes_the_batch_by_either_name_and_8_by_default() -> None:
+    given: tuple[dict[str, Any], ...] = ({}, {"batch_size": 2}, {"per_device_train_batch_size": 2})
+    assert [estimate(tiny.bert_config(), seq_len=8, **one).batch_size for one in given] == [8, 2, 2]
