@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import Trainer
 
@@ -168,3 +169,13 @@ def test_what_a_model_records_of_its_layers_is_recorded_once(tmp_path: Path) -> 
         model(input_ids=ids, output_hidden_states=True)
     found = model(input_ids=ids, output_hidden_states=True).hidden_states
     assert len(found) == model.config.num_hidden_layers + 1
+
+
+def test_quantised_weights_are_not_repacked(tmp_path: Path) -> None:
+    """On a CPU with AVX-512 BF16 bitsandbytes 0.50 repacks them in evaluation, and loses gradients from then on."""
+    model = nn.Sequential(Linear4bit(64, 64, bias=False))
+    trainer = Trainer(model=model, args=tiny.arguments(tmp_path))
+    model[0].support_avx512bf16_for_cpu = True
+    with undisturbed(trainer, model):
+        assert not model[0].support_avx512bf16_for_cpu
+    assert model[0].support_avx512bf16_for_cpu

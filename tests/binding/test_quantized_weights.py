@@ -14,12 +14,11 @@ import transformers
 from bitsandbytes.nn import Linear4bit
 from slow_cases import slow_except
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import tiny
 from hf_memopt import prepare_quantized
-from hf_memopt.batching.collation.flattened_texts import undisturbed
-from hf_memopt.binding import versions as compat
+from hf_memopt.binding import checkpointing_arguments
 
 pytestmark = [
     # peft 0.21 still asks transformers 5.23 under the names of 5.17
@@ -150,19 +149,6 @@ def test_an_evaluation_leaves_the_gradients_as_they_are(folder: Path) -> None:
     assert [module.support_avx512bf16_for_cpu for module in layers] == had
 
 
-def test_a_probe_leaves_the_gradients_as_they_are(folder: Path, tmp_path: Path) -> None:
-    """``attach`` and micro-batching run the loss in evaluation mode, also of a model that PEFT's function prepared."""
-    model = peft.get_peft_model(load(folder), peft.LoraConfig(**ADAPTERS))
-    trainer = Trainer(model=model, args=tiny.arguments(tmp_path))
-    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
-    had, before = [module.support_avx512bf16_for_cpu for module in layers], gradients(model)
-    with undisturbed(trainer, model), torch.no_grad():
-        assert not any(module.support_avx512bf16_for_cpu for module in layers)
-        model(input_ids=torch.arange(5, 17)[None])
-    assert [module.support_avx512bf16_for_cpu for module in layers] == had
-    assert all(map(torch.equal, gradients(model), before))
-
-
 def test_the_handle_does_not_keep_the_model_alive(folder: Path) -> None:
     model = load(folder)
     handle, parameter = prepare_quantized(model), weakref.ref(model.lm_head.weight)
@@ -185,12 +171,6 @@ def test_a_model_without_quantised_weights_is_refused() -> None:
         "model='Llama-3.1-8B' is not a torch.nn.Module; expected the model to train. Pass the model that "
         "from_pretrained returns"
     )
-
-
-def test_modules_of_bitsandbytes_without_a_config_are_recognised() -> None:
-    model = nn.Sequential(nn.Embedding(4, 64), Linear4bit(64, 64, bias=False))
-    prepare_quantized(model.bfloat16())
-    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 # ---- Training -------------------------------------------------------------------------------------------------------
@@ -226,6 +206,6 @@ def test_the_loss_curve_is_that_of_pefts_preparation(folder: Path, tmp_path: Pat
 def test_every_adapter_is_trained_under_checkpointing(folder: Path, tmp_path: Path, reentrant: bool) -> None:
     model = load(folder)
     prepare_quantized(model)
-    _, moved = train(model, tmp_path / "run", **compat.checkpointing_arguments(use_reentrant=reentrant))
+    _, moved = train(model, tmp_path / "run", **checkpointing_arguments(use_reentrant=reentrant))
     assert len(moved) == 2 * 2 * 7
     assert all(distance > 0 for distance in moved.values())
