@@ -401,21 +401,6 @@ def test_a_checkpoint_without_a_manifest_resumes_with_one_line(saved, tmp_path, 
     assert why_not_whole(folder) == "it has no trainer_state.json, which stock writes last"
 
 
-def test_a_stream_goes_on_from_its_state_or_not_at_all(saved, tmp_path) -> None:
-    folder = tmp_path / "checkpoint-4"
-    shutil.copytree(saved / "checkpoint-4", folder)
-    (folder / MANIFEST).unlink()  # which would refuse it
-    (folder / "memopt_stream_0.json").write_text("{")
-    with pytest.raises(ValueError) as error:
-        streaming(tmp_path, ignore_data_skip=True).train(resume_from_checkpoint=True)
-    assert str(error.value) == (
-        f"ignore_data_skip=True cannot resume: {folder / 'memopt_stream_0.json'} could not be read (ValueError: it is "
-        "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); expected where the "
-        "stream of this process stands. To read again what was trained on, train with "
-        "TrainingArguments(..., ignore_data_skip=False)"
-    )
-
-
 @pytest.mark.parametrize("asked", [None, False, True, "missing/checkpoint-3"])
 def test_where_nothing_is_damaged_stock_gets_what_was_asked_for(tmp_path, asked) -> None:
     (tmp_path / "checkpoint-2-old").mkdir()
