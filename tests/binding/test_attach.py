@@ -20,8 +20,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from torch.utils.hooks import RemovableHandle
 from transformers import (
-    BertForMaskedLM,
-    DataCollatorForLanguageModeling,
     Trainer,
     TrainerCallback,
     default_data_collator,
@@ -322,26 +320,6 @@ def test_attach_reads_no_row_calls_no_collator_or_model_and_draws_no_number(name
     before = state()
     attach(trainer)
     assert state() == before
-
-
-@pytest.mark.parametrize("way", ["stock", "removed"])
-def test_a_collator_with_a_generator_of_its_own_masks_as_with_stock(way, tmp_path):
-    """Its generator goes on from one batch to the next, so a batch more would change all that follow."""
-    models = []
-    for attached in (False, True):
-        torch.manual_seed(0)
-        model = BertForMaskedLM(tiny.bert_config())
-        collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm_probability=0.3, seed=42)
-        rows = [{"input_ids": row["input_ids"]} for row in tiny.rows()]
-        trainer = bert_trainer(tmp_path, model=model, train_dataset=rows, data_collator=collator, num_train_epochs=2)
-        if attached:
-            attach(trainer)
-            assert [change.name for change in trainer.memopt_changes] == ["model_accepts_loss_kwargs"]
-            if way == "removed":
-                trainer.memopt_handle.remove()
-        trainer.train()
-        models.append(model)
-    assert tiny.largest_difference(*models) == 0
 
 
 # ---- a loss of one's own: watched in the first step

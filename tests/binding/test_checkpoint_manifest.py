@@ -1,11 +1,9 @@
-"""A checkpoint is whole or not resumed from: killed at every write, damaged, of two runs, saved by two processes."""
+"""A checkpoint is whole or not resumed from: damaged, killed while it is saved, of two runs, saved by two processes."""
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import json
-import os
 import shutil
 import sys
 import warnings
@@ -81,90 +79,6 @@ def trainer(model: nn.Module, folder: Path, max_shard_bytes: str = "1GB", **sett
 def trained(model: nn.Module, folder: Path, *rest: Any, resume: Any = None, **settings: Any) -> nn.Module:
     trainer(model, folder, *rest, **settings).train(resume_from_checkpoint=resume)
     return model
-
-
-# ---- Killed while it saves ------------------------------------------------------------------------------------------
-
-
-class Kill:
-    """Ends the program at the n-th change of a folder's files, which it leaves half done."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, at: int) -> None:
-        self.folder, self.at, self.changes = folder, at, 0
-        real_open = builtins.open
-
-        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if set(mode) & set("wxa"):
-                self._change(file, lambda: real_open(file, mode, *args, **kwargs).close())
-            return real_open(file, mode, *args, **kwargs)
-
-        patch.setattr(builtins, "open", opened)
-        for owner, name, where in ((os, "unlink", 0), (os, "remove", 0), (os, "replace", 1)):
-            patch.setattr(owner, name, self._killing(getattr(owner, name), where, half=False))
-        for owner, name in ((torch, "save"), (transformers.modeling_utils, "safe_save_file")):
-            patch.setattr(owner, name, self._killing(getattr(owner, name), 1, half=True))
-
-    def _killing(self, real: Callable[..., Any], where: int, *, half: bool) -> Callable[..., Any]:
-        def killing(*args: Any, **kwargs: Any) -> Any:
-            file = args[where] if len(args) > where else kwargs["filename"]
-
-            def half_done() -> None:
-                if half:
-                    real(*args, **kwargs)
-                    os.truncate(file, os.path.getsize(file) // 2)
-
-            self._change(file, half_done)
-            return real(*args, **kwargs)
-
-        return killing
-
-    def _change(self, file: Any, half_done: Callable[[], None]) -> None:
-        if self.folder in Path(os.fspath(file)).parents:
-            self.changes += 1
-            if self.changes == self.at:
-                half_done()
-                raise SystemExit("killed")
-
-
-@pytest.mark.parametrize(
-    ("build", "max_shard_bytes"),
-    [
-        pytest.param(tiny.llama, "1GB", id="one", marks=pytest.mark.slow),
-        pytest.param(tiny.llama, "40KB", id="many", marks=pytest.mark.slow),
-        pytest.param(lora, "1GB", id="lora", marks=pytest.mark.slow),
-    ],
-)
-def test_killed_at_any_write_a_run_is_resumed_that_was_saved_whole(tmp_path, build, max_shard_bytes) -> None:
-    """A ran in this folder before; B is killed while it writes its own checkpoint-4 over A's."""
-    a, b = tmp_path / "a", tmp_path / "b"
-    straight = {"A": trained(build(seed=1), a, max_shard_bytes), "B": trained(build(seed=2), b, max_shard_bytes)}
-    saving = trainer(build(seed=2), tmp_path / "b4", max_shard_bytes, max_steps=4)
-    saving.train()
-    found, at, was_killed = [], 1, True
-    while was_killed:
-        folder = tmp_path / "shared"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(b / "checkpoint-2", folder / "checkpoint-2")
-        shutil.copytree(a / "checkpoint-4", folder / "checkpoint-4")
-        saving.args.output_dir = str(folder)
-        with pytest.MonkeyPatch.context() as patch:
-            kill = Kill(patch, folder / "checkpoint-4", at)
-            try:
-                saving._save_checkpoint(saving.model, trial=None)
-                saving.callback_handler.on_save(saving.args, saving.state, saving.control)
-            except SystemExit:
-                pass
-            was_killed = kill.changes >= at  # write_whole cleans up after itself
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            resumed = trained(build(), folder, max_shard_bytes, resume=True)
-        run = [name for name, model in straight.items() if tiny.largest_difference(model, resumed) == 0.0]
-        found.append((*run, any("goes back to checkpoint-2" in str(each.message) for each in caught)))
-        at += 1
-    expected = [("A", False), ("B", True), ("B", False)]
-    assert list(dict.fromkeys(found)) == expected, found
-    assert found.count(("A", False)) == 1, found  # only before the first change
-    assert found.count(("B", True)) >= 8, found
 
 
 def test_stock_saves_in_the_order_that_this_rests_on() -> None:

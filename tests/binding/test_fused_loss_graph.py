@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer
 
 import tiny
-from hf_memopt import FusedCrossEntropyCallback, attach, fuse_cross_entropy
+from hf_memopt import fuse_cross_entropy
 from language_models import distance, gradients
 
 VOCABULARY = 100
@@ -428,32 +427,3 @@ def test_an_operation_in_place_below_torchs_python_is_refused_with_a_remedy() ->
     variables = {"logits": logits}
     exec(str(error.value).partition("Make them real first: ")[2], variables)
     assert distance(gradients(in_place(variables["logits"]), model), expected) <= 1e-12
-
-
-class OwnLoss(Trainer):
-    """A Trainer whose loss is an autograd.Function of the user's."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = OwnCrossEntropy.apply(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return (loss, outputs) if return_outputs else loss
-
-
-def test_a_trainer_with_a_loss_of_its_own_trains_as_stock(tmp_path: Any) -> None:
-    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in tiny.rows(8)]
-
-    def trained(*callbacks: Any) -> tuple[Any, OwnLoss]:
-        model = tiny.llama()
-        trainer = OwnLoss(model=model, args=tiny.arguments(tmp_path, max_steps=3), train_dataset=rows)
-        attach(trainer, *callbacks).train()
-        return model, trainer
-
-    untrained = tiny.llama()
-    plain, _ = trained()
-    with pytest.warns(UserWarning, match="fused no loss in a training step"):
-        model, trainer = trained(FusedCrossEntropyCallback())
-    assert tiny.largest_difference(plain, model) == 0.0
-    assert tiny.largest_difference(untrained, model) > 0.0
-    changes = [str(change) for change in trainer.memopt_changes if "cross entropy" in change.name]
-    assert changes == ["fused cross entropy: 'no logits' -> 'real logits' (float reads or changes them)"]

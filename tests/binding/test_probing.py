@@ -103,13 +103,6 @@ def kept(trainer: Accumulates) -> dict[str, Any]:
     }
 
 
-def test_attach_leaves_no_readings(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
-    before = kept(trainer)
-    attach(trainer)
-    assert kept(trainer) == before
-
-
 def test_the_readings_of_micro_batching_are_those_of_the_steps_alone(tmp_path: Path) -> None:
     found = []
     for callbacks in ((), (MicrobatchCallback(),)):
