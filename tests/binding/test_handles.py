@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method
+from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, set_attribute, undo_all
 
 
 class Speaker:
@@ -157,3 +157,15 @@ def test_an_override_is_found_by_its_purpose_while_it_is_in_force() -> None:
     below.remove()  # it passes calls on until the one on top comes off
     assert not is_overridden(speaker, "say", "below")
     assert not is_overridden(Speaker(), "say", "below")
+
+
+def test_what_was_changed_last_is_undone_first() -> None:
+    """Also where one of them fails, whose error is raised when the others are undone."""
+    speaker = Speaker()
+    speaker.word = "a"  # type: ignore[attr-defined]
+    undone: list[str] = []
+    handles = [set_attribute(speaker, "word", "b"), UndoHandle(lambda: 1 / 0), set_attribute(speaker, "word", "c")]
+    handles.append(UndoHandle(lambda: undone.append(speaker.word)))  # type: ignore[attr-defined]
+    with pytest.raises(ZeroDivisionError):
+        undo_all(*handles).remove()
+    assert (undone, vars(speaker)) == (["c"], {"word": "a"})
