@@ -245,22 +245,17 @@ def test_a_column_that_a_subclass_adds_reaches_its_loss(name, tmp_path):
 
 
 def test_a_view_reads_the_columns_that_stock_leaves_to_the_collator(tmp_path):
-    """By private names, seen in 5.8.1 to 5.23.0; without them the signature of the model counts."""
+    """By private names, seen in 5.8.1 to 5.23.0."""
     read, settings = ["input_ids", "attention_mask", "labels"], {"data_collator": BucketedCollator(tiny.tokenizer())}
 
     def columns(kind: type[Trainer], **given: Any) -> list[str]:
         view = bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4)
         trainer = bert_trainer(tmp_path, kind, train_dataset=view, **settings, **given)
-        if kind is Without:
-            trainer._set_signature_columns_if_needed = None
         attach(trainer)
         assert trainer._signature_columns is None  # the model may be another one when training begins
         return list(trainer.train_dataset[0])
 
-    class Without(Trainer):
-        """As of a version without the private name."""
-
-    assert columns(Trainer) == columns(Without) == read
+    assert columns(Trainer) == read
     assert sorted(columns(Weighted)) == sorted([*read, "weight"])
     assert sorted(columns(Trainer, remove_unused_columns=False)) == sorted(WEIGHTED_ROWS[0])
     stock = bert_trainer(tmp_path)

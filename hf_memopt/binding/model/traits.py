@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -70,18 +69,10 @@ def used_columns(trainer: Any) -> set[str] | None:
         return None
     # `_set_signature_columns_if_needed` fills `_signature_columns`, and subclasses override it (5.8.1 to 5.23.0; pinned
     # by a test).
-    fill = getattr(trainer, "_set_signature_columns_if_needed", None)
-    if fill is None:
-        return {
-            *inspect.signature(unwrap_model(trainer.model).forward).parameters,
-            *trainer.label_names,
-            "label",
-            "label_ids",
-        }
     cached = trainer._signature_columns
     trainer._signature_columns = copy.copy(cached)  # a subclass may append to it
     try:
-        fill()
+        trainer._set_signature_columns_if_needed()
         return set(trainer._signature_columns)
     finally:
         trainer._signature_columns = cached
