@@ -426,18 +426,6 @@ def test_training_after_attach_equals_stock_where_nothing_is_repaired(tmp_path):
     assert tiny.largest_difference(*models) == 0
 
 
-def test_neither_the_class_nor_another_trainer_is_changed(tmp_path):
-    attributes = dict(vars(Trainer))
-    one, other = bert_trainer(tmp_path), bert_trainer(tmp_path)
-    of_model = set(vars(one.model))
-    attach(one)
-    assert dict(vars(Trainer)) == attributes
-    assert set(vars(one.model)) == of_model
-    assert (one.model_accepts_loss_kwargs, other.model_accepts_loss_kwargs) == (False, True)
-    assert not hasattr(other, "memopt_changes")
-    assert type(one) is Trainer
-
-
 # ---- callbacks
 
 
@@ -603,14 +591,6 @@ def test_attach_is_undone_by_its_handle(tmp_path):
     assert [dict(vars(part)) for part in parts] == before
 
 
-def test_what_attach_undid_can_be_attached_again(tmp_path):
-    trainer, callback = bert_trainer(tmp_path / "one"), MicrobatchCallback()
-    attach(trainer, callback).memopt_handle.remove()
-    assert trainer.model_accepts_loss_kwargs
-    other = attach(bert_trainer(tmp_path / "other"), callback)
-    assert attach(trainer).memopt_changes == other.memopt_changes == (BERT_CHANGE,)
-
-
 def test_an_attach_that_fails_leaves_the_trainer_as_it_was(tmp_path):
     class Failing(Bound):
         def bind(self, trainer: Trainer) -> RemovableHandle:
@@ -647,21 +627,6 @@ def test_undoing_one_trainer_leaves_what_another_shares(tmp_path):
         assert (view.buckets.seed, loss._smoothing_of_arguments, view._as_columns) == (7, 0.1, True)
         both[second].memopt_handle.remove()
         assert (view.buckets.seed, loss._smoothing_of_arguments, view._as_columns) == (0, 0.0, False)
-
-
-def test_undoing_goes_on_after_an_error(tmp_path):
-    class Failing(Bound):
-        def bind(self, trainer: Trainer) -> RemovableHandle:
-            return Undo(lambda: [].remove(1))
-
-    trainer, removed = bert_trainer(tmp_path), MicrobatchCallback()
-    before = dict(vars(trainer))
-    attach(trainer, removed, Failing())
-    trainer.remove_callback(removed)
-    with pytest.raises(ValueError, match=r"^list.remove"):
-        trainer.memopt_handle.remove()
-    del trainer.memopt_handle
-    assert vars(trainer) == before
 
 
 def test_a_callback_of_ones_own_has_to_return_a_handle(tmp_path):
