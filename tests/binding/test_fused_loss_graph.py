@@ -29,6 +29,17 @@ def loss_of(logits: torch.Tensor, **settings: Any) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), FLAT, **settings)
 
 
+def stock_and_fused(run: Callable[[Any], Any], dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[Any, Any]:
+    """Return what a run gives for a model as in stock, and once more when it is fused."""
+    model = llama(dtype)
+    expected = run(model)
+    model.zero_grad()
+    handle = fuse_cross_entropy(model, **{"chunk_bytes": VOCABULARY * 8 * 4, **settings})
+    found = run(model)
+    handle.remove()
+    return expected, found
+
+
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
     return 0.1 * logits.logsumexp(-1).pow(2).mean()
 
@@ -289,46 +300,39 @@ def test_a_mean_over_no_label_is_not_a_number_and_has_no_gradient(dtype: torch.d
 @pytest.mark.parametrize("name", ["own Function", "TorchScript", "sum", "straight-through", "in place"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 def test_real_logits_are_stocks_bit_for_bit(name: str, precision: str) -> None:
-    use, model = WAYS[name][2], llama(torch.bfloat16 if precision == "bfloat16" else torch.float32)
-
-    def found() -> dict[str, torch.Tensor]:
+    def trained(model: Any) -> dict[str, torch.Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-            loss = use(model(IDS).logits)
+            loss = WAYS[name][2](model(IDS).logits)
         return gradients(loss, model)
 
-    expected = found()
-    fuse_cross_entropy(model)
-    for parameter, gradient in found().items():
+    expected, found = stock_and_fused(trained, torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    for parameter, gradient in found.items():
         assert torch.equal(gradient, expected[parameter]), parameter
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_fused_and_real_gradients_add_up_in_16_bits_too(precision: torch.dtype) -> None:
-    model = llama(precision)
+@pytest.mark.parametrize(("precision", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
+def test_fused_and_real_gradients_add_up_in_16_bits_too(precision: torch.dtype, error: float) -> None:
     use = WAYS["two losses"][2]
-    expected = gradients(use(model(IDS).logits), model)
-    fuse_cross_entropy(model, chunk_bytes=2 * 4 * 32 * 30)
-    assert distance(gradients(use(model(IDS).logits), model), expected) <= (2**-6 if precision.itemsize == 2 else 1e-6)
+    settings = {"chunk_bytes": 2 * 4 * 32 * 30}
+    expected, found = stock_and_fused(lambda model: gradients(use(model(IDS).logits), model), precision, **settings)
+    assert distance(found, expected) <= error
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("inside", ["head", "head and loss", "head and two losses"])
 def test_a_checkpoint_around_the_head(inside: str, reentrant: bool) -> None:
-    model = llama()
+    def trained(model: Any) -> dict[str, torch.Tensor]:
+        def run(hidden: torch.Tensor) -> torch.Tensor:
+            logits = model.lm_head(hidden)
+            if inside == "head":
+                return logits
+            return loss_of(logits) + (z_loss(logits) if "two" in inside else 0)
 
-    def run(hidden: torch.Tensor) -> torch.Tensor:
-        logits = model.lm_head(hidden)
-        if inside == "head":
-            return logits
-        return loss_of(logits) + (z_loss(logits) if "two" in inside else 0)
-
-    def found() -> dict[str, torch.Tensor]:
         result = checkpoint(run, model.model(IDS).last_hidden_state, use_reentrant=reentrant)
         return gradients(loss_of(result) if inside == "head" else result, model)
 
-    expected = found()
-    fuse_cross_entropy(model)
-    assert distance(found(), expected) <= 1e-12
+    expected, found = stock_and_fused(trained)
+    assert distance(found, expected) <= 1e-12
 
 
 def test_gradients_given_to_the_logits() -> None:
@@ -364,46 +368,35 @@ def test_ddps_own_function_leaves_them_deferred(settings: dict[str, bool], tmp_p
 
 
 def test_what_a_hook_keeps_can_be_read_after_the_optimizers_step() -> None:
-    model, seen = llama(), []
-    logits = model(IDS).logits
-    logits.register_hook(seen.append)
-    loss_of(logits).backward()
-    fuse_cross_entropy(model)
-    logits = model(IDS).logits
-    logits.register_hook(seen.append)
-    loss_of(logits).backward()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert type(seen[1]) is torch.Tensor
-    assert float((seen[1] - seen[0]).abs().max()) <= 1e-15
+    def kept(model: Any) -> torch.Tensor:
+        seen, logits = [], model(IDS).logits
+        logits.register_hook(seen.append)
+        loss_of(logits).backward()
+        torch.optim.SGD(model.parameters(), lr=1e-9).step()
+        assert type(seen[0]) is torch.Tensor
+        return seen[0]
+
+    expected, found = stock_and_fused(kept)
+    assert float((found - expected).abs().max()) <= 1e-9  # the step between the two
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gradients_of_rows_without_a_label_and_smoothing(dtype: torch.dtype) -> None:
-    model = llama(dtype)
-    labels = FLAT.where(FLAT > 40, -100)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_of_rows_without_a_label_and_smoothing(dtype: torch.dtype, error: float, reduction: str) -> None:
+    labels, settings = FLAT.where(FLAT > 40, -100), {"label_smoothing": 0.2, "reduction": reduction}
 
-    def found(**settings: Any) -> torch.Tensor:
+    def of_logits(model: Any) -> torch.Tensor:
         logits = model(IDS).logits
-        loss = F.cross_entropy(logits.view(-1, VOCABULARY), labels, label_smoothing=0.2, **settings)
-        (gradient,) = torch.autograd.grad(loss, logits)
-        return gradient
+        return torch.autograd.grad(F.cross_entropy(logits.view(-1, VOCABULARY), labels, **settings), logits)[0]
 
-    for settings in ({}, {"reduction": "sum"}):
-        expected = found(**settings)
-        handle = fuse_cross_entropy(model)
-        largest = float(expected.abs().max())
-        assert float((found(**settings) - expected).abs().max()) <= largest * (
-            1e-12 if dtype == torch.float64 else 2**-7
-        )
-        handle.remove()
+    expected, found = stock_and_fused(of_logits, dtype)
+    assert float((found - expected).abs().max()) <= error * float(expected.abs().max())
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 def test_anomaly_detection_reads_every_gradient() -> None:
-    model = llama()
-    expected = gradients(loss_of(model(IDS).logits), model)
-    fuse_cross_entropy(model)
-    with pytest.warns(UserWarning, match="Anomaly Detection has been enabled"), torch.autograd.detect_anomaly():
-        found = gradients(loss_of(model(IDS).logits * 2.0 / 2.0), model)
+    with torch.autograd.detect_anomaly():
+        expected, found = stock_and_fused(lambda model: gradients(loss_of(model(IDS).logits * 2.0 / 2.0), model))
     assert distance(found, expected) <= 1e-12
 
 
