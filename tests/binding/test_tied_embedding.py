@@ -69,11 +69,14 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def large_tensors(model: Any, run: Callable[[], Any]) -> list[str]:
-    """Return the names of torch's operations inside ``run`` that allocated as much as the tied weight has."""
+    """Return the names of torch's operations inside ``run`` that allocated as much as the tied weight has.
+
+    BERT's position embeddings are 3 % larger.
+    """
     size = weight_of(model).nbytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
-    return [event.name for event in found.events() if size <= (event.self_cpu_memory_usage or 0) < 1.5 * size]
+    return [event.name for event in found.events() if size <= (event.self_cpu_memory_usage or 0) < 1.02 * size]
 
 
 # ---- The same gradients ---------------------------------------------------------------------------------------------
