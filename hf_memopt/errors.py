@@ -30,12 +30,7 @@ class MissingExtraError(ImportError):
 
 
 def reason(error: BaseException) -> str:
-    """Return the type and, if there is one, the message of an error, to be quoted in another.
-
-    Examples:
-        >>> reason(KeyError("x")), reason(StopIteration())
-        ("KeyError: 'x'", 'StopIteration')
-    """
+    """Return the type and, if there is one, the message of an error, to be quoted in another."""
     try:
         text = str(error).strip()
     except Exception:  # of the message's own code
@@ -64,10 +59,6 @@ def nearest(name: Any, known: Iterable[Any]) -> str | None:
 
     Case and separators do not count. A name that begins alike comes before one with a typing error, in which digits may
     change places alone: "MX450" is not "MI250". What is not text resembles nothing.
-
-    Examples:
-        >>> nearest("adamw9", ["grokadamw", "adamw_torch"]), nearest("MX450", ["MI250"])
-        ('adamw_torch', None)
     """
     asked = _plain(name) if isinstance(name, str) else ""
     spelled = {other: _plain(other) for other in known if isinstance(other, str)}

@@ -67,10 +67,6 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is empty, not UTF-8, not JSON, not an object or nested too deeply, or it has a key twice, NaN or
             an infinite number. The message is a clause about "it".
-
-    Examples:
-        >>> parse_object('{"steps": 3}')
-        {'steps': 3}
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text

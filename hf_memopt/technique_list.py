@@ -93,19 +93,12 @@ def load(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _refusals() -> dict[str, dict[str, tuple[str, str]]]:
-    found: dict[str, dict[str, tuple[str, str]]] = {}
-    for row in packaged_rows("hf_memopt", "refusals.csv"):
-        others = dict.fromkeys(row["others"].split(" | "), (row["reason"], row["fix"]))
-        found.setdefault(row["technique"], {}).update(others)
-    return found
-
-
-_REFUSED = _refusals()
-
-
 def _listed(*techniques: Technique) -> dict[str, Technique]:
-    return {one.name: replace(one, refused=_REFUSED.get(one.name, {})) for one in techniques}
+    refused: dict[str, dict[str, tuple[str, str]]] = {one.name: {} for one in techniques}
+    for row in packaged_rows("hf_memopt", "refusals.csv"):
+        if row["technique"] in refused:
+            refused[row["technique"]].update(dict.fromkeys(row["others"].split(" | "), (row["reason"], row["fix"])))
+    return {one.name: replace(one, refused=refused[one.name]) for one in techniques}
 
 
 TECHNIQUES = _listed(

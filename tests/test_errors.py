@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 
-from hf_memopt import errors
 from hf_memopt.errors import did_you_mean, nearest
 from hf_memopt.memory.models import known_models
 from hf_memopt.memory.optimizers.formulas import FAMILIES
 
 MODELS, OPTIMIZERS = tuple(known_models()), tuple(FAMILIES)
-
-
-def test_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(errors).failed == 0
 
 
 @pytest.mark.parametrize(

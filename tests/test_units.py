@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 from decimal import Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_memopt import units
 from hf_memopt.units import format_bytes, parse_bytes, to_gib, to_mib
 
 BYTES_OF = {
@@ -23,17 +21,6 @@ BYTES_OF = {
     "GiB": 1024**3,
     "TiB": 1024**4,
 }
-
-
-def not_an_amount(size: object) -> str:
-    return (
-        f"size={size!r} is not an amount of memory; expected a number with one of the units "
-        "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB. Write, for example, '4GB' or '3.5GiB'."
-    )
-
-
-def test_examples_in_the_docstrings_hold():
-    assert doctest.testmod(units).failed == 0
 
 
 @given(st.integers(min_value=0))
@@ -54,35 +41,31 @@ def test_fractions_are_rounded_to_the_nearest_byte(whole, thousandths, unit):
     assert abs(parse_bytes(text + unit) - Decimal(text) * BYTES_OF[unit]) <= Decimal("0.5")
 
 
-@pytest.mark.parametrize(
-    "size", ["", "4", "GB", "iB", "4 iB", "4 GiBs", "4,5GB", "-4GB", "1e9B", "4.GB", "nan GB", "٤GB", None, True, 4.0]
-)
+NO_AMOUNTS = ["", "4", "GB", "iB", "4 iB", "4 GiBs", "4,5GB", "-4GB", "1e9B", "4.GB", "nan GB", "٤GB", None, True, 4.0]
+
+
+@pytest.mark.parametrize("size", [*NO_AMOUNTS, "9" * 5000 + "GiB", -1], ids=lambda size: str(size)[:9])
 def test_what_is_no_amount_is_refused(size):
     with pytest.raises(ValueError) as error:
         parse_bytes(size)
-    assert str(error.value) == not_an_amount(size)
-
-
-def test_a_negative_size_is_refused():
-    with pytest.raises(ValueError) as error:
-        parse_bytes(-1)
-    assert str(error.value) == "size=-1 is negative; expected 0 bytes or more. Write, for example, '4GB'."
+    shown = repr(size) if len(repr(size)) <= 60 else f"{repr(size)[:57]}..."
+    rule = (
+        "is not an amount of memory; expected a number with one of the units B, KB, MB, GB, TB, KiB, MiB, GiB, TiB. "
+        "Write, for example, '4GB' or '3.5GiB'."
+    )
+    rule = "is negative; expected 0 bytes or more. Write, for example, '4GB'." if size == -1 else rule
+    assert str(error.value) == f"size={shown} {rule}"
 
 
 @given(st.integers(-(2**60), 2**60))
 def test_printed_number_is_labelled_and_right_to_its_last_digit(size):
     text, unit = format_bytes(size).split()
     assert unit in {"B", "KiB", "MiB", "GiB"}
+    assert unit == "GiB" or abs(Decimal(text)) < 1024
+    assert unit == "B" or abs(Decimal(text)) >= 1
     last_digit = Decimal(1).scaleb(Decimal(text).as_tuple().exponent)
     # half a last digit, and 2**-52 of the size for the float that was formatted
     assert abs(Decimal(text) * BYTES_OF[unit] - size) <= last_digit * BYTES_OF[unit] / 2 + Decimal(abs(size)) / 2**52
-
-
-@given(st.integers(0, 2**40))
-def test_printed_number_is_below_1024_and_not_below_1(size):
-    text, unit = format_bytes(size).split()
-    assert unit == "GiB" or Decimal(text) < 1024
-    assert unit == "B" or Decimal(text) >= 1
 
 
 @pytest.mark.parametrize(
@@ -101,18 +84,8 @@ def test_units_change_where_they_should(size, text):
     assert format_bytes(size) == text
 
 
-@given(st.integers(0, 2**53))
-def test_conversions_are_exact_powers_of_two(size):
-    assert to_mib(size) * 2**20 == size
-    assert to_gib(size) * 2**30 == size
-
-
 @given(st.integers(0, 2**45))
 def test_what_is_printed_can_be_read_again(size):
+    assert to_mib(size) * 2**20 == to_gib(size) * 2**30 == size
     text = format_bytes(size)
     assert format_bytes(parse_bytes(text)) == text
-
-
-def test_a_number_of_thousands_of_digits_is_not_an_amount_of_memory():
-    with pytest.raises(ValueError, match=r"^size='9+\.\.\. is not an amount of memory; expected a number with one of "):
-        parse_bytes("9" * 5000 + "GiB")

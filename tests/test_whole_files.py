@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import resource
 import secrets
@@ -19,13 +18,11 @@ import pytest
 from resource_limits import resource_limit
 
 import hf_memopt
-from hf_memopt.batching.padding_costs import padding_report
-from hf_memopt.techniques.nonfinite.report import OverflowReport, write_reports
+from hf_memopt import padding_report
 from hf_memopt.whole_files import warn_unwritten, write_whole
 
 WRITERS: dict[str, Callable[[Path], Any]] = {  # the file that is written, by its writer
     "any.txt": lambda folder: write_whole(folder / "any.txt", "new"),
-    "overflow_report.json": lambda folder: write_reports([OverflowReport(1, "loss")], folder),
     "padding.png": lambda folder: padding_report([3, 4]).plot(folder / "padding.png"),
 }
 
@@ -59,22 +56,20 @@ def test_content_replaces_what_was_there(tmp_path, content, written) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), SystemExit()], ids=repr)
-@pytest.mark.parametrize("where", ["fsync", "replace"])
+@pytest.mark.parametrize("where", ["fsync", "replace", "fsync, and it cannot be removed"])
 def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch, where, error) -> None:
+    """And is the error that is told."""
     path = tmp_path / "any.txt"
     path.write_text("old")
-    monkeypatch.setattr(os, where, raising(error))
+    monkeypatch.setattr(os, where.partition(",")[0], raising(error))
+    if "removed" in where:
+        monkeypatch.setattr(Path, "unlink", raising(OSError(30, "Read-only file system")))
     with pytest.raises(type(error)) as caught:
         write_whole(path, "new")
     assert caught.value is error
-    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["old"]
-
-
-def test_the_first_error_is_told_where_the_unfinished_file_cannot_be_removed_either(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(os, "fsync", raising(OSError(28, "No space left on device")))
-    monkeypatch.setattr(Path, "unlink", raising(OSError(30, "Read-only file system")))
-    with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: .*any.txt'$"):
-        write_whole(tmp_path / "any.txt", "new")
+    assert not isinstance(error, OSError) or error.filename == str(path)
+    if "removed" not in where:
+        assert [entry.read_text() for entry in tmp_path.iterdir()] == ["old"]
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path) -> None:
@@ -154,20 +149,6 @@ def test_a_file_that_may_not_grow_leaves_the_older_one(tmp_path, name) -> None:
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [(name, "old")]
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_names_that_could_be_guessed_are_not_used(tmp_path, name) -> None:
-    if name.endswith(".png"):
-        pytest.importorskip("matplotlib")
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    for ending in (f".{os.getpid()}", ".unfinished", ".tmp"):
-        (folder / f"{name}{ending}").symlink_to(victim)
-    WRITERS[name](folder)
-    assert victim.read_text() == "mine"
-
-
 def test_no_other_module_writes_files() -> None:
     """But for a manifest, which is locked while its checkpoint is saved and says itself whether it is whole."""
     package, found = Path(hf_memopt.__file__).parent, set()
@@ -180,8 +161,3 @@ def test_no_other_module_writes_files() -> None:
                 if writes or name in ("write_text", "write_bytes", "mkstemp", "NamedTemporaryFile", "fdopen"):
                     found.add(str(file.relative_to(package)))
     assert found == {"whole_files.py", str(Path("binding", "checkpoint_manifest.py"))}
-
-
-def test_the_files_are_whole(tmp_path) -> None:
-    WRITERS["overflow_report.json"](tmp_path)
-    assert json.loads((tmp_path / "overflow_report.json").read_text())

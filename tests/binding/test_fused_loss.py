@@ -1,4 +1,4 @@
-"""What is done to fused logits: in place, as views, by losses of other kinds, twice; copies, refusals, memory."""
+"""A fused model: what is read of it, backward passes, adapters, copies, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import BertForMaskedLM
 
 import tiny
-from hf_memopt.binding.fused_loss import DeferredLogits, fuse_cross_entropy
-from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES, Loss
-from hf_memopt.memory.cuda import CudaSemantics, run_backward
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt import fuse_cross_entropy
 from language_models import distance, gradients
 
 VOCABULARY = 100
@@ -30,133 +26,6 @@ FLAT = IDS.view(-1)
 
 def llama(**settings: Any) -> Any:
     return tiny.llama(**settings).double().train()
-
-
-def loss_of(logits: torch.Tensor, **settings: Any) -> torch.Tensor:
-    return F.cross_entropy(logits.reshape(-1, VOCABULARY), FLAT, **settings)
-
-
-# ---- Fused ----------------------------------------------------------------------------------------------------------
-
-
-def _scaled(logits: torch.Tensor) -> torch.Tensor:
-    changed = torch.tanh((2.0 * logits / 3 + torch.arange(VOCABULARY) * 0.1) / 5).mul(5.0)
-    return loss_of(changed.clone().to("cpu").to(torch.float64).contiguous() + torch.zeros(1, 1, 1))
-
-
-def _rows(logits: torch.Tensor) -> torch.Tensor:
-    chosen = IDS > 40
-    found = F.cross_entropy(logits[chosen], IDS[chosen]) + F.cross_entropy(logits[..., -1, :], IDS[:, -1])
-    found = found + F.cross_entropy(logits[0], IDS[0]) + F.cross_entropy(logits[:, 2:].flatten(0, 1), FLAT[:14])
-    return found + F.cross_entropy(logits[:, torch.tensor([1, 3])].view(4, -1), IDS[:, [1, 3]].reshape(-1))
-
-
-REMEMBERED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "scale, bias and softcap": _scaled,
-    "rows": _rows,
-    "label smoothing": lambda logits: loss_of(logits, label_smoothing=0.1),
-    "sum, ignored": lambda logits: loss_of(logits, label_smoothing=0.3, reduction="sum", ignore_index=int(FLAT[0])),
-    "no label": lambda logits: (
-        loss_of(logits, ignore_index=7)
-        + F.cross_entropy(logits.view(-1, VOCABULARY), torch.full((18,), -100), reduction="sum")
-    ),
-    "read after the loss": lambda logits: loss_of(logits) + logits.shape[-1] + logits.dim(),
-}
-
-
-def same_as_stock(use: Callable[[torch.Tensor], torch.Tensor], fused: bool, **settings: Any) -> Any:
-    """Check loss and gradients of a use of the logits against stock's; return what was recorded."""
-    model = llama(**settings)
-    expected = use(model(IDS).logits)
-    expected_gradients = gradients(expected, model)
-    handle = fuse_cross_entropy(model, chunk_bytes=VOCABULARY * 8 * 4)
-    logits = model(IDS).logits
-    assert type(logits) is DeferredLogits
-    found = use(logits)
-    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-14)
-    assert distance(gradients(found, model), expected_gradients) <= 1e-12
-    assert (handle.record.fused > 0, not handle.record.real) == (fused, fused)
-    return handle.record
-
-
-@pytest.mark.parametrize("name", REMEMBERED)
-def test_what_is_remembered_needs_no_logits(name: str) -> None:
-    same_as_stock(REMEMBERED[name], True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_mean_over_no_label_is_not_a_number_and_has_no_gradient(dtype: torch.dtype) -> None:
-    model = llama().to(dtype)
-    fuse_cross_entropy(model)
-    loss = F.cross_entropy(model(IDS).logits.view(-1, VOCABULARY), torch.full((18,), -100))
-    assert bool(loss.isnan())
-    assert all(not bool(gradient.any()) for gradient in gradients(loss, model).values())
-
-
-@pytest.mark.parametrize("name", REMEMBERED)
-def test_what_is_remembered_needs_no_logits_in_16_bits(name: str) -> None:
-    """Made in the backward pass, slice by slice of the vocabulary; a bfloat16 has 8 bits."""
-    model = llama().bfloat16()
-    expected = gradients(REMEMBERED[name](model(IDS).logits), model)
-    handle = fuse_cross_entropy(model, chunk_bytes=2 * 4 * 32 * 30)  # slices of 30 columns
-    found = gradients(REMEMBERED[name](model(IDS).logits), model)
-    assert handle.record.fused > 0
-    assert not handle.record.real
-    assert distance(found, expected) <= 2**-6
-
-
-# ---- Real for good --------------------------------------------------------------------------------------------------
-
-
-def _in_place(logits: torch.Tensor) -> torch.Tensor:
-    logits.mul_(5)
-    logits[..., :3] = -1e4
-    return loss_of(logits)
-
-
-def _through_views(logits: torch.Tensor) -> torch.Tensor:
-    """A view sees the change, a copy does not."""
-    view, copied = logits[:, :-1], logits * 2.0
-    logits.mul_(3)
-    targets = IDS[:, 1:].reshape(-1)
-    found = F.cross_entropy(view.reshape(-1, VOCABULARY), targets)
-    return found + F.cross_entropy(copied[:, :-1].reshape(-1, VOCABULARY), targets)
-
-
-def _augmented(logits: torch.Tensor) -> torch.Tensor:
-    logits += torch.arange(VOCABULARY)
-    logits *= 2
-    logits[0, :3].mul_(4)
-    return loss_of(logits)
-
-
-def _through_an_alias(logits: torch.Tensor) -> torch.Tensor:
-    turned = logits.transpose(0, 1)
-    turned.mul_(2)
-    return loss_of(logits)
-
-
-MADE_REAL: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "in place": ("mul_", _in_place),
-    "views": ("mul_", _through_views),
-    "augmented assignment": ("add_", _augmented),
-    "alias": ("transpose", _through_an_alias),
-    "class weights": ("cross_entropy", lambda logits: loss_of(logits, weight=torch.arange(100.0).double())),
-    "no reduction": ("cross_entropy", lambda logits: loss_of(logits, reduction="none").sum()),
-    "classes in the middle": ("permute", lambda logits: F.cross_entropy(logits.permute(0, 2, 1), IDS)),
-    "a loss of the user's": ("log_softmax", lambda logits: -logits.log_softmax(-1)[..., 0].mean()),
-    "twice": ("add", lambda logits: loss_of(logits + logits)),
-    "joined": ("cat", lambda logits: loss_of(torch.cat([logits, logits])[:2])),
-    "read before": ("argmax", lambda logits: loss_of(logits) if logits.argmax(-1).shape == IDS.shape else logits.sum()),
-}
-
-
-@pytest.mark.parametrize("name", MADE_REAL)
-def test_what_needs_the_elements_gets_the_real_logits(name: str) -> None:
-    operation, use = MADE_REAL[name]
-    record = same_as_stock(use, False)
-    assert operation in record.real
-    assert any(operation in change.reason for change in record.changes())
 
 
 def test_logits_read_after_the_loss_are_real_and_have_gradients() -> None:
@@ -254,24 +123,35 @@ def test_what_is_frozen_gets_no_gradient(part: str) -> None:
 
 # peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("before", [True, False], ids=["fused before PEFT", "fused after PEFT"])
 @pytest.mark.parametrize("when", ["LoRA on the head", "head in modules_to_save", "LoRA and a bias"])
-def test_adapters_on_the_head(when: str) -> None:
-    """Fused after PEFT has wrapped the model: what is added to the logits needs them."""
+def test_adapters_on_the_head(when: str, before: bool) -> None:
+    """What is added to the logits needs them, and is stock's bit for bit; a head that is trained whole is fused."""
     settings = {"modules_to_save": ["lm_head"]} if "save" in when else {}
     targets = ["q_proj"] if "save" in when else ["q_proj", "lm_head"]
     settings |= {"lora_bias": True} if "bias" in when else {}
     config = LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, init_lora_weights=False, **settings)
-    torch.manual_seed(1)
-    base = llama(attention_bias=True)
-    if "bias" in when:
-        base.set_output_embeddings(nn.Linear(32, VOCABULARY))
-    model = get_peft_model(base, config).double().train()
-    expected = gradients(model(input_ids=IDS, labels=IDS).loss, model)
-    handle = fuse_cross_entropy(model, chunk_bytes=VOCABULARY * 8 * 4)
-    found = gradients(model(input_ids=IDS, labels=IDS).loss, model)
-    fused = "save" in when
-    assert (handle.record.fused, dict(handle.record.real)) == ((1, {}) if fused else (0, {"add": 1}))
-    assert distance(found, expected) <= (1e-6 if fused else 0.0)  # stock rounds the logits to float32
+
+    def run(fused: bool) -> tuple[dict[str, torch.Tensor], Any]:
+        torch.manual_seed(1)
+        model = llama(attention_bias=True)
+        if "bias" in when:
+            model.set_output_embeddings(nn.Linear(32, VOCABULARY))
+        handle = fuse_cross_entropy(model, chunk_bytes=VOCABULARY * 8 * 4) if fused and before else None
+        model = get_peft_model(model, config).double().train()
+        handle = fuse_cross_entropy(model, chunk_bytes=VOCABULARY * 8 * 4) if fused and not before else handle
+        return gradients(model(input_ids=IDS, labels=IDS).loss, model), handle
+
+    (expected, _), (found, handle) = run(False), run(True)
+    if "save" in when:
+        assert (handle.record.fused, dict(handle.record.real)) == ((1, {}) if not before else (0, {}))
+        assert distance(found, expected) <= 1e-6  # stock rounds the logits to float32
+        return
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert [str(change) for change in handle.record.changes()] == [
+        "fused cross entropy: 'no logits' -> 'real logits' "
+        "(another activation is added to them: LoRA on the head, or a term of the user's)"
+    ]
 
 
 # ---- Copies ---------------------------------------------------------------------------------------------------------
@@ -312,71 +192,6 @@ def test_save_pretrained_and_undo(tmp_path: Any) -> None:
     handle.remove()
     assert "forward" not in vars(model.lm_head)
     assert type(model(IDS).logits) is torch.Tensor
-
-
-# ---- Memory ---------------------------------------------------------------------------------------------------------
-
-
-def test_chunks_have_as_many_bytes_as_the_hidden_states_or_64_mib() -> None:
-    def rows(hidden: torch.Tensor, chunk_bytes: int | None = None) -> int:
-        loss = Loss((), torch.bfloat16, chunk_bytes, -100, True, 0.0)
-        return loss.rows(hidden, 1000)
-
-    hidden = torch.empty(8, 4, device="meta")
-    assert rows(hidden) == CHUNK_BYTES // 4000
-    assert rows(torch.empty(2**20, 2**10, device="meta")) == 2**32 // 4000
-    assert (rows(hidden, 8000), rows(hidden, 1)) == (2, 1)
-
-
-def peaks(fused: bool, autocast: torch.dtype | None) -> tuple[int, int]:
-    """Return the largest storage and the peak of a step of a large head on the meta device, with CUDA's allocations."""
-    with torch.device("meta"):
-        model = tiny.llama(vocab_size=50_000).train()
-        inputs = {"input_ids": torch.zeros(8, 64, dtype=torch.long), "labels": torch.zeros(8, 64, dtype=torch.long)}
-    if fused:
-        fuse_cross_entropy(model, chunk_bytes=50_000 * 4 * 64)
-    tracker = StorageTracker()
-    for parameter in model.parameters():
-        tracker.add(parameter)
-    with tracker, CudaSemantics(autocast=autocast, tracker=tracker) as semantics:
-        with semantics.autocast_region():
-            loss = model(**inputs).loss
-        with tracker.backward():
-            run_backward(loss, torch.ones_like(loss))
-    tracker.close()
-    held = peak = 0
-    for _, change in tracker.events:
-        held += change
-        peak = max(peak, held)
-    return max(tracker.sizes), peak
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
-def test_on_meta_the_same_code_runs_without_logits(autocast: torch.dtype | None) -> None:
-    """All rows count as labelled there; 512 rows of logits are 98 MiB in float32, 64 rows of a chunk 12 MiB."""
-    (_, stock), (largest, fused) = (peaks(way, autocast) for way in (False, True))
-    chunk = 50_000 * 4 * 64
-    assert largest <= chunk
-    assert stock - fused >= 2 * 50_000 * 4 * 512 - 4 * chunk
-
-
-def test_the_memory_of_a_chunk_on_the_cpu_is_that_on_meta() -> None:
-    """Bytes of all storages above 1 MiB, of real tensors with a label in every row and of meta tensors."""
-
-    def sizes(device: str) -> list[int]:
-        with torch.device(device):
-            model = tiny.llama(vocab_size=20_000).train()
-            ids = torch.ones(4, 32, dtype=torch.long)
-        fuse_cross_entropy(model, chunk_bytes=20_000 * 4 * 30)
-        tracker = StorageTracker(device_type=device)
-        with tracker:
-            loss = model(input_ids=ids, labels=ids, shift_labels=ids).loss
-            with tracker.backward():
-                loss.backward()
-        tracker.close()
-        return [change for _, change in tracker.events if abs(change) > 2**20]
-
-    assert sizes("cpu") == sizes("meta")
 
 
 # ---- Refused --------------------------------------------------------------------------------------------------------

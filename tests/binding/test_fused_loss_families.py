@@ -10,8 +10,7 @@ import pytest
 import torch
 from slow_cases import slow_except
 
-from hf_memopt.binding.fused_loss import DeferredLogits, fuse_cross_entropy, loss_alone
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt import fuse_cross_entropy
 from language_models import ENCODERS, FAMILIES, VOCABULARY, batch, build, distance, gradients
 
 CHUNK_BYTES = VOCABULARY * 4 * 16  # 16 rows of float32, so that there are several chunks
@@ -64,33 +63,6 @@ def test_loss_and_gradients_in_float64(family: str, items: int | None) -> None:
     assert distance(found, expected) <= 1e-12
 
 
-@pytest.mark.parametrize("family", slow_except(FEW, FAMILIES))
-def test_loss_and_gradients_in_float32(family: str) -> None:
-    (loss, found), (expected_loss, expected) = fused_and_stock(family, torch.float32)
-    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
-    assert distance(found, expected) <= 1e-6
-
-
-@pytest.mark.parametrize("items", [None, 37], ids=["mean", "items"])
-@pytest.mark.parametrize("precision", ["float32", *LOW])
-@pytest.mark.parametrize("family", slow_except(FEW, FAMILIES))
-def test_the_loss_of_an_evaluation_is_stocks_bit_for_bit(family: str, precision: str, items: int | None) -> None:
-    """In chunks too: on a CPU a product of several rows has the bits that they have in the product of all."""
-    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    model = build(family, dtype).eval()
-    data = {**batch(family, dtype), **({} if items is None else {"num_items_in_batch": torch.tensor(items)})}
-    low = torch.float16 if precision.endswith(" float16") else torch.bfloat16
-    with torch.no_grad(), torch.autocast("cpu", low, enabled=precision.startswith("autocast")):
-        stock = model(**data).loss
-        record = fuse_cross_entropy(model, chunk_bytes=CHUNK_BYTES).record
-        with loss_alone():
-            found = model(**data)
-        assert type(found.logits) is DeferredLogits
-        assert not record.real
-        assert (found.loss.dtype, float(found.loss)) == (stock.dtype, float(stock))
-        assert torch.equal(model(**data).loss, stock)
-
-
 @pytest.mark.parametrize("items", [None, 37], ids=["mean", "items"])
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("family", slow_except(FEW, FAMILIES))
@@ -117,25 +89,6 @@ def test_a_frozen_head_in_sixteen_bits_errs_no_more_than_stocks(
     """
     stocks, fused = errors(family, precision, items, monkeypatch, frozen=True)
     assert fused <= 1.2 * stocks
-
-
-@pytest.mark.parametrize(("dtype", "more"), [(torch.bfloat16, 0), (torch.float16, 1), (torch.float32, 0)])
-def test_a_frozen_head_takes_as_many_products_as_stocks(dtype: torch.dtype, more: int) -> None:
-    """One for the logits, one for the gradient of the hidden states; float16 computes the logits twice."""
-    model, data = build("llama", dtype), batch("llama", dtype)
-    data["labels"] = data["input_ids"]
-    with_frozen_head(model)
-
-    def flops() -> int:
-        with StorageTracker(device_type="cpu") as tracker:
-            model(**data, shift_labels=data["labels"]).loss.backward()
-        return tracker.flops
-
-    stock = flops()
-    record = fuse_cross_entropy(model, chunk_bytes=CHUNK_BYTES).record
-    of_a_product, of_one_logit = 2 * data["labels"].numel() * VOCABULARY * 64, 2 * 64  # which tells the dtype
-    assert flops() - stock == more * of_a_product + of_one_logit
-    assert (record.fused, dict(record.real)) == (1, {})
 
 
 @pytest.mark.slow

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer
 
 import tiny
-from hf_memopt import FusedCrossEntropyCallback, attach, fuse_cross_entropy
+from hf_memopt import fuse_cross_entropy
 from language_models import distance, gradients
 
 VOCABULARY = 100
@@ -31,8 +29,59 @@ def loss_of(logits: torch.Tensor, **settings: Any) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), FLAT, **settings)
 
 
+def stock_and_fused(run: Callable[[Any], Any], dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[Any, Any]:
+    """Return what a run gives for a model as in stock, and once more when it is fused."""
+    model = llama(dtype)
+    expected = run(model)
+    model.zero_grad()
+    handle = fuse_cross_entropy(model, **{"chunk_bytes": VOCABULARY * 8 * 4, **settings})
+    found = run(model)
+    handle.remove()
+    return expected, found
+
+
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
     return 0.1 * logits.logsumexp(-1).pow(2).mean()
+
+
+def _scaled(logits: torch.Tensor) -> torch.Tensor:
+    changed = torch.tanh((2.0 * logits / 3 + torch.arange(VOCABULARY) * 0.1) / 5).mul(5.0)
+    return loss_of(changed.clone().to("cpu").to(torch.float64).contiguous() + torch.zeros(1, 1, 1))
+
+
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    chosen = IDS > 40
+    found = F.cross_entropy(logits[chosen], IDS[chosen]) + F.cross_entropy(logits[..., -1, :], IDS[:, -1])
+    found = found + F.cross_entropy(logits[0], IDS[0]) + F.cross_entropy(logits[:, 2:].flatten(0, 1), FLAT[:14])
+    return found + F.cross_entropy(logits[:, torch.tensor([1, 3])].view(4, -1), IDS[:, [1, 3]].reshape(-1))
+
+
+def _filled(logits: torch.Tensor) -> torch.Tensor:
+    logits.mul_(5)
+    logits[..., :3] = -1e4
+    return loss_of(logits)
+
+
+def _through_views(logits: torch.Tensor) -> torch.Tensor:
+    """A view sees the change, a copy does not."""
+    view, copied = logits[:, :-1], logits * 2.0
+    logits.mul_(3)
+    targets = IDS[:, 1:].reshape(-1)
+    found = F.cross_entropy(view.reshape(-1, VOCABULARY), targets)
+    return found + F.cross_entropy(copied[:, :-1].reshape(-1, VOCABULARY), targets)
+
+
+def _augmented(logits: torch.Tensor) -> torch.Tensor:
+    logits += torch.arange(VOCABULARY)
+    logits *= 2
+    logits[0, :3].mul_(4)
+    return loss_of(logits)
+
+
+def _through_an_alias(logits: torch.Tensor) -> torch.Tensor:
+    turned = logits.transpose(0, 1)
+    turned.mul_(2)
+    return loss_of(logits)
 
 
 class OwnCrossEntropy(torch.autograd.Function):
@@ -141,6 +190,32 @@ def read_in_inference_mode(logits: torch.Tensor) -> torch.Tensor:
 
 
 WAYS: dict[str, tuple[int, set[str], Use]] = {
+    "scale, bias and softcap": (1, set(), _scaled),
+    "rows": (5, set(), _rows),
+    "label smoothing": (1, set(), lambda logits: loss_of(logits, label_smoothing=0.1)),
+    "sum, ignored": (
+        1,
+        set(),
+        lambda logits: loss_of(logits, label_smoothing=0.3, reduction="sum", ignore_index=int(FLAT[0])),
+    ),
+    "no label": (
+        2,
+        set(),
+        lambda logits: (
+            loss_of(logits, ignore_index=7)
+            + F.cross_entropy(logits.view(-1, VOCABULARY), torch.full((18,), -100), reduction="sum")
+        ),
+    ),
+    "read after the loss": (1, set(), lambda logits: loss_of(logits) + logits.shape[-1] + logits.dim()),
+    "filled": (0, {"mul_"}, _filled),
+    "views": (0, {"mul_"}, _through_views),
+    "augmented assignment": (0, {"add_"}, _augmented),
+    "alias": (0, {"transpose"}, _through_an_alias),
+    "class weights": (0, {"cross_entropy"}, lambda logits: loss_of(logits, weight=torch.arange(100.0).double())),
+    "no reduction": (0, {"cross_entropy"}, lambda logits: loss_of(logits, reduction="none").sum()),
+    "classes in the middle": (0, {"permute"}, lambda logits: F.cross_entropy(logits.permute(0, 2, 1), IDS)),
+    "a loss of the user's": (0, {"log_softmax"}, lambda logits: -logits.log_softmax(-1)[..., 0].mean()),
+    "twice": (0, {"add"}, lambda logits: loss_of(logits + logits)),
     "own Function": (0, {"float"}, lambda logits: own(logits[:, :])),
     "own Function of chosen rows": (
         0,
@@ -186,7 +261,9 @@ def test_a_gradient_by_any_way_is_stocks(name: str) -> None:
     expected_gradients = gradients(expected, model)
     record = fuse_cross_entropy(model, chunk_bytes=VOCABULARY * 8 * 4).record
     model.zero_grad()
-    found = use(model(IDS).logits)
+    logits = model(IDS).logits
+    assert type(logits).__name__ == "DeferredLogits"
+    found = use(logits)
     assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     found_gradients = gradients(found, model)
     assert any(bool(gradient.any()) for gradient in found_gradients.values())
@@ -194,52 +271,68 @@ def test_a_gradient_by_any_way_is_stocks(name: str) -> None:
     assert record.fused == fused
     assert set(record.real) <= operations
     assert bool(record.real) == bool(operations)
+    reasons = [change.reason for change in record.changes()]
+    assert all(any(operation in reason for reason in reasons) for operation in record.real)
     assert len(record.changes()) == len(record.real) + bool(fused)
+
+
+@pytest.mark.parametrize("name", [name for name, (fused, operations, _) in WAYS.items() if fused and not operations])
+def test_what_is_remembered_needs_no_logits_in_16_bits(name: str) -> None:
+    """Made in the backward pass, slice by slice of the vocabulary; a bfloat16 has 8 bits."""
+    model = llama(torch.bfloat16)
+    expected = gradients(WAYS[name][2](model(IDS).logits), model)
+    handle = fuse_cross_entropy(model, chunk_bytes=2 * 4 * 32 * 30)  # slices of 30 columns
+    found = gradients(WAYS[name][2](model(IDS).logits), model)
+    assert handle.record.fused > 0
+    assert not handle.record.real
+    assert distance(found, expected) <= 2**-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_mean_over_no_label_is_not_a_number_and_has_no_gradient(dtype: torch.dtype) -> None:
+    model = llama(dtype)
+    fuse_cross_entropy(model)
+    loss = F.cross_entropy(model(IDS).logits.view(-1, VOCABULARY), torch.full((18,), -100))
+    assert bool(loss.isnan())
+    assert all(not bool(gradient.any()) for gradient in gradients(loss, model).values())
 
 
 @pytest.mark.parametrize("name", ["own Function", "TorchScript", "sum", "straight-through", "in place"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 def test_real_logits_are_stocks_bit_for_bit(name: str, precision: str) -> None:
-    use, model = WAYS[name][2], llama(torch.bfloat16 if precision == "bfloat16" else torch.float32)
-
-    def found() -> dict[str, torch.Tensor]:
+    def trained(model: Any) -> dict[str, torch.Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-            loss = use(model(IDS).logits)
+            loss = WAYS[name][2](model(IDS).logits)
         return gradients(loss, model)
 
-    expected = found()
-    fuse_cross_entropy(model)
-    for parameter, gradient in found().items():
+    expected, found = stock_and_fused(trained, torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    for parameter, gradient in found.items():
         assert torch.equal(gradient, expected[parameter]), parameter
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_fused_and_real_gradients_add_up_in_16_bits_too(precision: torch.dtype) -> None:
-    model = llama(precision)
+@pytest.mark.parametrize(("precision", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
+def test_fused_and_real_gradients_add_up_in_16_bits_too(precision: torch.dtype, error: float) -> None:
     use = WAYS["two losses"][2]
-    expected = gradients(use(model(IDS).logits), model)
-    fuse_cross_entropy(model, chunk_bytes=2 * 4 * 32 * 30)
-    assert distance(gradients(use(model(IDS).logits), model), expected) <= (2**-6 if precision.itemsize == 2 else 1e-6)
+    settings = {"chunk_bytes": 2 * 4 * 32 * 30}
+    expected, found = stock_and_fused(lambda model: gradients(use(model(IDS).logits), model), precision, **settings)
+    assert distance(found, expected) <= error
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("inside", ["head", "head and loss", "head and two losses"])
 def test_a_checkpoint_around_the_head(inside: str, reentrant: bool) -> None:
-    model = llama()
+    def trained(model: Any) -> dict[str, torch.Tensor]:
+        def run(hidden: torch.Tensor) -> torch.Tensor:
+            logits = model.lm_head(hidden)
+            if inside == "head":
+                return logits
+            return loss_of(logits) + (z_loss(logits) if "two" in inside else 0)
 
-    def run(hidden: torch.Tensor) -> torch.Tensor:
-        logits = model.lm_head(hidden)
-        if inside == "head":
-            return logits
-        return loss_of(logits) + (z_loss(logits) if "two" in inside else 0)
-
-    def found() -> dict[str, torch.Tensor]:
         result = checkpoint(run, model.model(IDS).last_hidden_state, use_reentrant=reentrant)
         return gradients(loss_of(result) if inside == "head" else result, model)
 
-    expected = found()
-    fuse_cross_entropy(model)
-    assert distance(found(), expected) <= 1e-12
+    expected, found = stock_and_fused(trained)
+    assert distance(found, expected) <= 1e-12
 
 
 def test_gradients_given_to_the_logits() -> None:
@@ -275,46 +368,35 @@ def test_ddps_own_function_leaves_them_deferred(settings: dict[str, bool], tmp_p
 
 
 def test_what_a_hook_keeps_can_be_read_after_the_optimizers_step() -> None:
-    model, seen = llama(), []
-    logits = model(IDS).logits
-    logits.register_hook(seen.append)
-    loss_of(logits).backward()
-    fuse_cross_entropy(model)
-    logits = model(IDS).logits
-    logits.register_hook(seen.append)
-    loss_of(logits).backward()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert type(seen[1]) is torch.Tensor
-    assert float((seen[1] - seen[0]).abs().max()) <= 1e-15
+    def kept(model: Any) -> torch.Tensor:
+        seen, logits = [], model(IDS).logits
+        logits.register_hook(seen.append)
+        loss_of(logits).backward()
+        torch.optim.SGD(model.parameters(), lr=1e-9).step()
+        assert type(seen[0]) is torch.Tensor
+        return seen[0]
+
+    expected, found = stock_and_fused(kept)
+    assert float((found - expected).abs().max()) <= 1e-9  # the step between the two
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gradients_of_rows_without_a_label_and_smoothing(dtype: torch.dtype) -> None:
-    model = llama(dtype)
-    labels = FLAT.where(FLAT > 40, -100)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_of_rows_without_a_label_and_smoothing(dtype: torch.dtype, error: float, reduction: str) -> None:
+    labels, settings = FLAT.where(FLAT > 40, -100), {"label_smoothing": 0.2, "reduction": reduction}
 
-    def found(**settings: Any) -> torch.Tensor:
+    def of_logits(model: Any) -> torch.Tensor:
         logits = model(IDS).logits
-        loss = F.cross_entropy(logits.view(-1, VOCABULARY), labels, label_smoothing=0.2, **settings)
-        (gradient,) = torch.autograd.grad(loss, logits)
-        return gradient
+        return torch.autograd.grad(F.cross_entropy(logits.view(-1, VOCABULARY), labels, **settings), logits)[0]
 
-    for settings in ({}, {"reduction": "sum"}):
-        expected = found(**settings)
-        handle = fuse_cross_entropy(model)
-        largest = float(expected.abs().max())
-        assert float((found(**settings) - expected).abs().max()) <= largest * (
-            1e-12 if dtype == torch.float64 else 2**-7
-        )
-        handle.remove()
+    expected, found = stock_and_fused(of_logits, dtype)
+    assert float((found - expected).abs().max()) <= error * float(expected.abs().max())
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 def test_anomaly_detection_reads_every_gradient() -> None:
-    model = llama()
-    expected = gradients(loss_of(model(IDS).logits), model)
-    fuse_cross_entropy(model)
-    with pytest.warns(UserWarning, match="Anomaly Detection has been enabled"), torch.autograd.detect_anomaly():
-        found = gradients(loss_of(model(IDS).logits * 2.0 / 2.0), model)
+    with torch.autograd.detect_anomaly():
+        expected, found = stock_and_fused(lambda model: gradients(loss_of(model(IDS).logits * 2.0 / 2.0), model))
     assert distance(found, expected) <= 1e-12
 
 
@@ -338,54 +420,3 @@ def test_an_operation_in_place_below_torchs_python_is_refused_with_a_remedy() ->
     variables = {"logits": logits}
     exec(str(error.value).partition("Make them real first: ")[2], variables)
     assert distance(gradients(in_place(variables["logits"]), model), expected) <= 1e-12
-
-
-# peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("before", [True, False], ids=["fused before PEFT", "fused after PEFT"])
-def test_lora_on_the_head_is_stocks_bit_for_bit_and_says_so(before: bool) -> None:
-    def run(fused: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
-        torch.manual_seed(1)
-        model = tiny.llama()
-        handle = fuse_cross_entropy(model) if fused and before else None
-        config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], lora_dropout=0.0, init_lora_weights=False)
-        model = get_peft_model(model, config).train()
-        handle = fuse_cross_entropy(model) if fused and not before else handle
-        found = gradients(model(input_ids=IDS, labels=IDS).loss, model)
-        return found, [] if handle is None else [str(change) for change in handle.record.changes()]
-
-    (expected, _), (found, changes) = run(False), run(True)
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
-    assert changes == [
-        "fused cross entropy: 'no logits' -> 'real logits' "
-        "(another activation is added to them: LoRA on the head, or a term of the user's)"
-    ]
-
-
-class OwnLoss(Trainer):
-    """A Trainer whose loss is an autograd.Function of the user's."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = OwnCrossEntropy.apply(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return (loss, outputs) if return_outputs else loss
-
-
-def test_a_trainer_with_a_loss_of_its_own_trains_as_stock(tmp_path: Any) -> None:
-    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in tiny.rows(8)]
-
-    def trained(*callbacks: Any) -> tuple[Any, OwnLoss]:
-        model = tiny.llama()
-        trainer = OwnLoss(model=model, args=tiny.arguments(tmp_path, max_steps=3), train_dataset=rows)
-        attach(trainer, *callbacks).train()
-        return model, trainer
-
-    untrained = tiny.llama()
-    plain, _ = trained()
-    with pytest.warns(UserWarning, match="fused no loss in a training step"):
-        model, trainer = trained(FusedCrossEntropyCallback())
-    assert tiny.largest_difference(plain, model) == 0.0
-    assert tiny.largest_difference(untrained, model) > 0.0
-    changes = [str(change) for change in trainer.memopt_changes if "cross entropy" in change.name]
-    assert changes == ["fused cross entropy: 'no logits' -> 'real logits' (float reads or changes them)"]

@@ -8,13 +8,13 @@ import inspect
 import pickle
 import weakref
 from collections.abc import Callable
-from itertools import permutations
 from typing import Any
 
 import pytest
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method
+from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, set_attribute, undo_all
 
 
 class Speaker:
@@ -34,11 +34,17 @@ def framed(mark: str) -> Callable[..., str]:
     return say
 
 
+def loud(word: str) -> str:
+    """A method of the object's own."""
+    return word.upper()
+
+
 def test_a_handle_undoes_once() -> None:
     undone: list[str] = []
-    handle = UndoHandle(lambda: undone.append("by hand"))
+    handle = UndoHandle(lambda: undone.append("by hand") or 1 / 0)
     assert not handle.is_removed
-    handle.remove()
+    with pytest.raises(ZeroDivisionError):
+        handle.remove()
     handle.remove()
     assert handle.is_removed
     with UndoHandle(lambda: undone.append("at the end")):
@@ -46,61 +52,46 @@ def test_a_handle_undoes_once() -> None:
     assert undone == ["by hand", "at the end"]
 
 
-def test_a_handle_whose_undo_raises_does_not_try_again() -> None:
-    tries: list[int] = []
-
-    def fail() -> None:
-        tries.append(1)
-        raise ZeroDivisionError
-
-    handle = UndoHandle(fail)
-    with pytest.raises(ZeroDivisionError):
+@given(steps=st.lists(st.integers(-4, 3), max_size=12), has_own=st.booleans())
+def test_overrides_stack_and_come_off_in_any_order(steps: list[int], has_own: bool) -> None:
+    """Against a list of marks: 0 and more puts a mark on top, below 0 takes the n-th of those in force off."""
+    speaker, other, in_force = Speaker(), Speaker(), []
+    if has_own:
+        speaker.say = loud  # type: ignore[assignment,method-assign]
+    before = dict(vars(speaker))
+    for step in steps:
+        if step >= 0:
+            mark = "-+*/"[step]
+            in_force.append((mark, override_method(speaker, "say", framed(mark))))
+        elif in_force:
+            in_force.pop(step % len(in_force))[1].remove()
+        frame = "".join(mark for mark, _ in in_force)
+        assert speaker.say("a") == f"{frame[::-1]}{'A' if has_own else 'a'}{frame}"
+        assert other.say("a") == "a"
+    for _, handle in in_force:
         handle.remove()
+    assert vars(speaker) == before
+
+
+@pytest.mark.parametrize("is_removed", [False, True], ids=["object gone", "override removed"])
+def test_what_is_over_keeps_nothing_alive(is_removed: bool) -> None:
+    class Told:
+        """What the function that stands in holds."""
+
+    speaker, told = Speaker(), Told()
+    references = [weakref.ref(told)] if is_removed else [weakref.ref(told), weakref.ref(speaker)]
+    handle = override_method(speaker, "say", lambda before, word, told=told: (told, before(word)))
+    kept = speaker.say if is_removed else None  # as a bound callback may
+    del told
+    if is_removed:
+        handle.remove()
+        assert kept is not None
+        assert kept("a") == "a"
+    else:
+        del speaker
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
     handle.remove()
-    assert tries == [1]
-
-
-def test_an_override_is_of_one_object_alone() -> None:
-    speaker, other = Speaker(), Speaker()
-    override_method(speaker, "say", framed("-"))
-    assert speaker.say("a", times=2) == "-a a-"
-    assert other.say("a") == "a"
-
-
-@pytest.mark.parametrize("order", list(permutations(range(3))), ids=lambda order: "".join(map(str, order)))
-def test_overrides_stack_and_come_off_in_any_order(order: tuple[int, ...]) -> None:
-    speaker, marks = Speaker(), ["-", "+", "*"]
-    handles = [override_method(speaker, "say", framed(mark)) for mark in marks]
-    assert speaker.say("a") == "*+-a-+*"
-    left = dict(enumerate(marks))
-    for index in order:
-        handles[index].remove()
-        del left[index]
-        frame = "".join(left.values())
-        assert speaker.say("a") == f"{frame[::-1]}a{frame}"
-    assert vars(speaker) == {}
-
-
-def test_an_override_goes_on_after_others_came_off() -> None:
-    speaker = Speaker()
-    first = override_method(speaker, "say", framed("-"))
-    second = override_method(speaker, "say", framed("+"))
-    first.remove()
-    third = override_method(speaker, "say", framed("*"))
-    assert speaker.say("a") == "*+a+*"
-    second.remove()
-    third.remove()
-    assert vars(speaker) == {}
-
-
-def test_what_the_object_had_of_its_own_comes_back() -> None:
-    speaker = Speaker()
-    own = speaker.say = lambda word: word.upper()
-    below, above = override_method(speaker, "say", framed("-")), override_method(speaker, "say", framed("+"))
-    assert speaker.say("a") == "+-A-+"
-    below.remove()
-    above.remove()
-    assert speaker.say is own
 
 
 def test_what_another_put_on_top_stays() -> None:
@@ -128,20 +119,6 @@ def test_the_signature_name_and_text_are_those_of_the_method() -> None:
         override_method(speaker, "say", framed(mark))
     assert inspect.signature(speaker.say) == before
     assert (speaker.say.__name__, speaker.say.__doc__) == ("say", "Return the word, repeated.")
-
-
-def test_modules_take_overrides_too() -> None:
-    module = nn.Linear(2, 2)
-    before = set(vars(module))
-    with override_method(module, "extra_repr", framed("-")):
-        assert repr(module) == "Linear(-in_features=2, out_features=2, bias=True-)"
-        assert set(module.state_dict()) == {"weight", "bias"}
-    assert set(vars(module)) == before
-
-
-def loud(word: str) -> str:
-    """A method of the object's own."""
-    return word.upper()
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda speaker: pickle.loads(pickle.dumps(speaker))}
@@ -182,29 +159,13 @@ def test_an_override_is_found_by_its_purpose_while_it_is_in_force() -> None:
     assert not is_overridden(Speaker(), "say", "below")
 
 
-def test_a_handle_keeps_neither_object_nor_override_alive() -> None:
-    class Told:
-        """What the function that stands in holds."""
-
-    speaker, told = Speaker(), Told()
-    references = weakref.ref(speaker), weakref.ref(told)
-    handle = override_method(speaker, "say", lambda before, word, told=told: (told, before(word)))
-    del speaker, told
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
-    handle.remove()
-
-
-def test_a_removed_override_lets_go_of_what_it_held() -> None:
-    class Told:
-        """What the function that stands in holds."""
-
-    speaker, told = Speaker(), Told()
-    reference = weakref.ref(told)
-    handle = override_method(speaker, "say", lambda before, word, told=told: (told, before(word)))
-    kept = speaker.say  # as a bound callback may
-    del told
-    handle.remove()
-    gc.collect()
-    assert reference() is None
-    assert kept("a") == "a"
+def test_what_was_changed_last_is_undone_first() -> None:
+    """Also where one of them fails, whose error is raised when the others are undone."""
+    speaker = Speaker()
+    speaker.word = "a"  # type: ignore[attr-defined]
+    undone: list[str] = []
+    handles = [set_attribute(speaker, "word", "b"), UndoHandle(lambda: 1 / 0), set_attribute(speaker, "word", "c")]
+    handles.append(UndoHandle(lambda: undone.append(speaker.word)))  # type: ignore[attr-defined]
+    with pytest.raises(ZeroDivisionError):
+        undo_all(*handles).remove()
+    assert (undone, vars(speaker)) == (["c"], {"word": "a"})

@@ -14,12 +14,11 @@ import transformers
 from bitsandbytes.nn import Linear4bit
 from slow_cases import slow_except
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import tiny
 from hf_memopt import prepare_quantized
-from hf_memopt.batching.collation.flattened_texts import undisturbed
-from hf_memopt.binding import versions as compat
+from hf_memopt.binding import checkpointing_arguments
 
 pytestmark = [
     # peft 0.21 still asks transformers 5.23 under the names of 5.17
@@ -89,44 +88,51 @@ def test_float32_copies_of_peft_are_taken_back(folder: Path, bits: str, wrapped:
     assert torch.equal(model.get_output_embeddings().weight, weights)
 
 
-def test_values_that_16_bits_do_not_hold_stay_float32(folder: Path) -> None:
-    model = load(folder, dtype=torch.float32)
-    model.lm_head.weight.data[5, 7] += 1e-6
-    prepare_quantized(model)
-    assert dtypes(model, "lm_head") == {torch.float32}
-    assert dtypes(model, "embed_tokens", "norm") == {torch.bfloat16}
+def with_a_value_beside(model: Any) -> Any:
+    model.lm_head.weight.data[5, 7] += 1e-6  # which 16 bits do not hold
+    return model
 
 
-def test_modules_that_transformers_keeps_in_float32_stay(folder: Path) -> None:
-    model = load(folder, dtype=torch.float32)
+def with_norms_kept(model: Any) -> Any:
     model._keep_in_fp32_modules_strict = {"norm"}
-    prepare_quantized(model)
-    assert model.model.norm.weight.dtype == torch.float32
-    assert dtypes(model, "input_layernorm", "lm_head") == {torch.bfloat16}
+    return model
+
+
+def with_another_adapter(model: Any) -> Any:
+    model = peft.get_peft_model(model, peft.LoraConfig(**ADAPTERS))
+    model.add_adapter("other", peft.LoraConfig(**ADAPTERS))  # lora_B is 0, which 16 bits hold
+    return model
+
+
+def with_a_trained_head(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(**ADAPTERS, modules_to_save=["lm_head"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "float32", "bfloat16"),
+    [
+        (with_a_value_beside, torch.float32, ("lm_head",), ("embed_tokens", "norm")),
+        (with_norms_kept, torch.float32, ("model.norm",), ("input_layernorm", "lm_head")),
+        (with_another_adapter, torch.bfloat16, (".other.",), ("embed_tokens",)),
+        (with_a_trained_head, torch.bfloat16, ("modules_to_save",), ("original_module",)),
+    ],
+)
+def test_what_stays_or_becomes_float32(
+    folder: Path, change: Any, dtype: torch.dtype, float32: Any, bfloat16: Any
+) -> None:
+    model = change(load(folder, dtype=dtype))
+    before = state_of(model)
+    handle = prepare_quantized(model)
+    assert dtypes(model, *float32) == {torch.float32}
+    assert dtypes(model, *bfloat16) == {torch.bfloat16}
+    handle.remove()
+    assert state_of(model) == before
 
 
 def test_transformers_still_names_what_it_keeps_in_float32() -> None:
     """The private names that are read, seen in transformers 5.8.1, 5.17.0 and 5.23.0."""
     assert "wo" in transformers.T5ForConditionalGeneration._keep_in_fp32_modules
     assert hasattr(transformers.PreTrainedModel, "_keep_in_fp32_modules_strict")
-
-
-def test_copies_of_modules_that_are_trained_become_float32(folder: Path) -> None:
-    model = peft.get_peft_model(load(folder), peft.LoraConfig(**ADAPTERS, modules_to_save=["lm_head"]))
-    head = model.get_output_embeddings()
-    assert head.modules_to_save.default.weight.dtype == torch.bfloat16
-    handle = prepare_quantized(model)
-    assert head.modules_to_save.default.weight.dtype == torch.float32
-    assert head.original_module.weight.dtype == torch.bfloat16
-    handle.remove()
-    assert head.modules_to_save.default.weight.dtype == torch.bfloat16
-
-
-def test_adapters_that_are_not_active_stay_float32(folder: Path) -> None:
-    model = peft.get_peft_model(load(folder), peft.LoraConfig(**ADAPTERS))
-    model.add_adapter("other", peft.LoraConfig(**ADAPTERS))  # lora_B is 0, which 16 bits hold
-    prepare_quantized(model)
-    assert dtypes(model, ".other.") == {torch.float32}
 
 
 def gradients(model: Any) -> list[torch.Tensor]:
@@ -148,19 +154,6 @@ def test_an_evaluation_leaves_the_gradients_as_they_are(folder: Path) -> None:
     assert all(map(torch.equal, gradients(model), before))
     handle.remove()
     assert [module.support_avx512bf16_for_cpu for module in layers] == had
-
-
-def test_a_probe_leaves_the_gradients_as_they_are(folder: Path, tmp_path: Path) -> None:
-    """``attach`` and micro-batching run the loss in evaluation mode, also of a model that PEFT's function prepared."""
-    model = peft.get_peft_model(load(folder), peft.LoraConfig(**ADAPTERS))
-    trainer = Trainer(model=model, args=tiny.arguments(tmp_path))
-    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
-    had, before = [module.support_avx512bf16_for_cpu for module in layers], gradients(model)
-    with undisturbed(trainer, model), torch.no_grad():
-        assert not any(module.support_avx512bf16_for_cpu for module in layers)
-        model(input_ids=torch.arange(5, 17)[None])
-    assert [module.support_avx512bf16_for_cpu for module in layers] == had
-    assert all(map(torch.equal, gradients(model), before))
 
 
 def test_the_handle_does_not_keep_the_model_alive(folder: Path) -> None:
@@ -185,12 +178,6 @@ def test_a_model_without_quantised_weights_is_refused() -> None:
         "model='Llama-3.1-8B' is not a torch.nn.Module; expected the model to train. Pass the model that "
         "from_pretrained returns"
     )
-
-
-def test_modules_of_bitsandbytes_without_a_config_are_recognised() -> None:
-    model = nn.Sequential(nn.Embedding(4, 64), Linear4bit(64, 64, bias=False))
-    prepare_quantized(model.bfloat16())
-    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 # ---- Training -------------------------------------------------------------------------------------------------------
@@ -226,6 +213,6 @@ def test_the_loss_curve_is_that_of_pefts_preparation(folder: Path, tmp_path: Pat
 def test_every_adapter_is_trained_under_checkpointing(folder: Path, tmp_path: Path, reentrant: bool) -> None:
     model = load(folder)
     prepare_quantized(model)
-    _, moved = train(model, tmp_path / "run", **compat.checkpointing_arguments(use_reentrant=reentrant))
+    _, moved = train(model, tmp_path / "run", **checkpointing_arguments(use_reentrant=reentrant))
     assert len(moved) == 2 * 2 * 7
     assert all(distance > 0 for distance in moved.values())

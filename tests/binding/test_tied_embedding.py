@@ -7,67 +7,37 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+import language_models
 import tiny
-from hf_memopt import gradient_release, sparse_tied_embedding
-from hf_memopt.binding import versions as compat
-from hf_memopt.binding.model_changes import tied_embedding as module_under_test
-from hf_memopt.binding.model_changes import tied_embeddings
+from hf_memopt import sparse_tied_embedding
+from hf_memopt.binding import enable_checkpointing
+from language_models import VOCABULARY
 
-VOCABULARY = 499
-SMALL = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-DECODER = {**SMALL, "intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": True}
-ENCODER = {
-    **SMALL,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-T5 = {"d_model": 24, "d_kv": 12, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
-BART = {"d_model": 24, "scale_embedding": True, "dropout": 0.0, "pad_token_id": 1}
-BART |= {f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
-BART |= {f"{side}_ffn_dim": 32 for side in ("encoder", "decoder")}
-
-MODELS: dict[str, tuple[type, dict[str, Any]]] = {
-    "Llama": (transformers.LlamaForCausalLM, DECODER),
-    "Gemma2, embeddings scaled": (transformers.Gemma2ForCausalLM, {**DECODER, "pad_token_id": 0}),
-    "BERT, padded": (transformers.BertForMaskedLM, ENCODER),
-    "T5, one weight three times": (
-        transformers.T5ForConditionalGeneration,
-        {"vocab_size": VOCABULARY, "decoder_start_token_id": 0, **T5},
-    ),
-    "BART, scaled": (transformers.BartForConditionalGeneration, {"vocab_size": VOCABULARY, **BART}),
-    "GPT-2": (
-        transformers.GPT2LMHeadModel,
-        {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 1, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0}
-        | {"attn_pdrop": 0},
-    ),
-}
+MODELS = ("llama-tied", "gemma2", "bert", "t5", "bart", "gpt2")
+"""Embeddings as they are, scaled, padded, one weight three times, scaled and twice, and with positions."""
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CASES = [
     pytest.param(name, dtype, marks=[] if place == 0 or dtype == torch.bfloat16 else pytest.mark.slow)
     for place, name in enumerate(MODELS)
     for dtype in DTYPES
 ]
-QUICK = ("Llama", "T5, one weight three times")
+QUICK = ("llama-tied", "t5")
 EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS]
 
 
-def build(name: str = "Llama", dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    kind, config = MODELS[name]
-    torch.manual_seed(0)
-    return kind(kind.config_class(**{**config, **settings})).to(dtype).train()
+def build(name: str = "llama-tied", dtype: torch.dtype = torch.float32) -> Any:
+    return language_models.build(name, dtype)
 
 
 def ids(rows: int = 2, length: int = 30, seed: int = 0) -> torch.Tensor:
@@ -99,11 +69,14 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def large_tensors(model: Any, run: Callable[[], Any]) -> list[str]:
-    """Return the names of torch's operations inside ``run`` that allocated as much as the tied weight has."""
+    """Return the names of torch's operations inside ``run`` that allocated as much as the tied weight has.
+
+    BERT's position embeddings are 3 % larger.
+    """
     size = weight_of(model).nbytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
-    return [event.name for event in found.events() if size <= (event.self_cpu_memory_usage or 0) < 1.5 * size]
+    return [event.name for event in found.events() if size <= (event.self_cpu_memory_usage or 0) < 1.02 * size]
 
 
 # ---- The same gradients ---------------------------------------------------------------------------------------------
@@ -122,20 +95,9 @@ def test_gradients_are_bit_for_bit_those_of_stock(name: str, dtype: torch.dtype)
     assert weight_of(ours).grad.layout == torch.strided
 
 
-def test_gradients_are_those_of_a_dense_sum() -> None:
-    """Against the plain sum of both parts, each from a weight of its own, in float64."""
-    model = build(dtype=torch.float64)
-    apart = copy.deepcopy(model)
-    apart.lm_head.weight = nn.Parameter(apart.lm_head.weight.detach().clone())
-    sparse_tied_embedding(model)
-    backward(model)
-    backward(apart)
-    expected = weight_of(apart).grad + apart.lm_head.weight.grad
-    assert (weight_of(model).grad - expected).norm() / expected.norm() <= 1e-12
-
-
 def test_padding_has_no_gradient_from_the_embeddings() -> None:
-    model = build("BERT, padded", dtype=torch.float64, pad_token_id=1)
+    model = build("bert", dtype=torch.float64)
+    model.get_input_embeddings().padding_idx = 1
     sparse_tied_embedding(model)
     tokens = ids()
     model(inputs_embeds=model.get_input_embeddings()(tokens)).logits[..., 5].sum().backward()
@@ -144,47 +106,45 @@ def test_padding_has_no_gradient_from_the_embeddings() -> None:
     assert model.get_input_embeddings().padding_idx == 1
 
 
-def test_gradients_scaled_by_frequency_are_those_of_stock() -> None:
-    stock = build(dtype=torch.float64)
-    stock.get_input_embeddings().scale_grad_by_freq = True
+def checkpointed(model: Any, *, reentrant: bool = False) -> None:
+    enable_checkpointing(model, {"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    backward(model)
+
+
+def under_autocast(model: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids(), labels=ids()).loss
+    loss.backward()
+
+
+def embeddings_checkpointed(model: Any) -> None:
+    hidden = checkpoint(model.get_input_embeddings(), ids(), use_reentrant=False)
+    model(inputs_embeds=hidden, labels=ids()).loss.backward()
+
+
+def scaled_by_frequency(model: Any) -> None:
+    model.get_input_embeddings().scale_grad_by_freq = True
+    backward(model)
+
+
+WAYS = [
+    checkpointed,
+    partial(checkpointed, reentrant=True),
+    under_autocast,
+    embeddings_checkpointed,
+    scaled_by_frequency,
+]
+
+
+@pytest.mark.parametrize("run", WAYS, ids=["checkpointed", "reentrant", "autocast", "embeddings alone", "frequency"])
+def test_gradients_are_those_of_stock_in_every_way_to_train(run: Callable[[Any], None]) -> None:
+    stock = build(dtype=torch.float32 if run is under_autocast else torch.float64)
     ours = copy.deepcopy(stock)
     sparse_tied_embedding(ours)
     for model in (ours, stock):
-        backward(model)
-    assert_same(ours, stock)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_under_checkpointing(reentrant: bool) -> None:
-    stock = build()
-    ours = copy.deepcopy(stock)
-    sparse_tied_embedding(ours)
-    for model in (ours, stock):
-        compat.enable_checkpointing(model, {"use_reentrant": reentrant})
-        if reentrant:
-            model.enable_input_require_grads()
-        backward(model)
-    assert_same(ours, stock)
-
-
-def test_under_autocast() -> None:
-    stock = build()
-    ours = copy.deepcopy(stock)
-    sparse_tied_embedding(ours)
-    for model in (ours, stock):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=ids(), labels=ids()).loss
-        loss.backward()
-    assert_same(ours, stock)
-
-
-def test_embeddings_that_run_in_a_checkpointed_part_of_their_own() -> None:
-    stock = build(dtype=torch.float64)
-    ours = copy.deepcopy(stock)
-    sparse_tied_embedding(ours)
-    for model in (ours, stock):
-        hidden = checkpoint(model.get_input_embeddings(), ids(), use_reentrant=False)
-        model(inputs_embeds=hidden, labels=ids()).loss.backward()
+        run(model)
     assert_same(ours, stock)
 
 
@@ -251,18 +211,10 @@ def test_a_gradient_that_something_else_holds_is_not_changed(share: Any) -> None
     assert not torch.equal(found[0], weight_of(model).grad)
 
 
-def test_private_names_of_torch() -> None:
-    """Seen in torch 2.13."""
-    assert torch._C._current_graph_task_id() == -1
-    assert torch.zeros(1)._use_count() >= 1
-    assert torch._C._storage_Use_Count(torch.zeros(1).untyped_storage()._cdata) >= 1
-    assert len(module_under_test._references_to_unshared()) == 2
-
-
 # ---- When gradients are complete ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Llama", "T5, one weight three times"])
+@pytest.mark.parametrize("name", ["llama-tied", "t5"])
 def test_the_release_hook_runs_once_with_the_whole_gradient(name: str) -> None:
     model = build(name, torch.float64)
     stock = copy.deepcopy(model)
@@ -273,18 +225,6 @@ def test_the_release_hook_runs_once_with_the_whole_gradient(name: str) -> None:
     backward(stock)
     assert len(seen) == 1
     assert torch.equal(seen[0], weight_of(stock).grad)
-
-
-def test_released_gradients_step_as_without() -> None:
-    stock = build()
-    ours = copy.deepcopy(stock)
-    sparse_tied_embedding(ours)
-    for model in (ours, stock):
-        optimizer = gradient_release(torch.optim.AdamW)(model.parameters(), lr=1e-2)
-        for seed in range(3):
-            backward(model, ids(seed=seed))
-            optimizer.step()
-    assert tiny.largest_difference(ours, stock) == 0.0
 
 
 @pytest.mark.parametrize("detached", [False, True])
@@ -325,7 +265,7 @@ def test_losses_of_several_forward_passes_and_a_retained_graph() -> None:
 
 def test_rows_of_an_interrupted_backward_pass_are_not_added_to_the_next() -> None:
     """The decoder's embeddings of T5 are through when the encoder runs out of memory."""
-    stock = build("T5, one weight three times")
+    stock = build("t5")
     ours = copy.deepcopy(stock)
     sparse_tied_embedding(ours)
 
@@ -399,72 +339,79 @@ def test_the_handle_undoes_it_and_keeps_nothing_alive() -> None:
     handle.remove()
 
 
-def test_state_dict_and_saved_files_are_those_of_stock(tmp_path: Any) -> None:
-    model = build()
-    sparse_tied_embedding(model)
-    assert list(model.state_dict()) == list(build().state_dict())
-    model.save_pretrained(tmp_path)
-    assert tiny.largest_difference(transformers.LlamaForCausalLM.from_pretrained(tmp_path), model) == 0.0
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
 def test_inside_peft_the_models_own_embeddings_are_found() -> None:
     model = build()
     wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    assert tied_embeddings(wrapped) == [model.get_input_embeddings()]
     handle = sparse_tied_embedding(wrapped)  # frozen: nothing to do in a pass
+    assert "forward" in vars(model.get_input_embeddings())
     backward(wrapped)
     handle.remove()
+    assert "forward" not in vars(model.get_input_embeddings())
 
 
-def refused(model: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        sparse_tied_embedding(model)
-    return str(error.value)
+class Shard(nn.Parameter):
+    """A weight of another class than torch's own."""
+
+
+def with_norm() -> Any:
+    model = build()
+    model.get_input_embeddings().max_norm = 1.0
+    return model
+
+
+def with_linear_embeddings() -> Any:
+    model = build()
+    model.set_input_embeddings(nn.Linear(64, VOCABULARY, bias=False))
+    model.lm_head.weight = model.get_input_embeddings().weight
+    return model
+
+
+def with_shards() -> Any:
+    model = build()
+    model.get_input_embeddings().weight = model.lm_head.weight = Shard(weight_of(model).detach())
+    return model
+
+
+UNTIED = (
+    "model=<{}> has no head that shares the weight of its input embeddings; expected tied weights. "
+    "Leave sparse_tied_embedding out"
+)
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (tiny.llama, UNTIED.format("LlamaForCausalLM")),
+    (tiny.bert, UNTIED.format("BertForSequenceClassification")),
+    (lambda: nn.Linear(2, 2), UNTIED.format("Linear")),
+    (
+        lambda: get_peft_model(build(), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+        UNTIED.format("LlamaForCausalLM"),
+    ),
+    (
+        lambda: "Llama-3.2-1B",
+        "model='Llama-3.2-1B' is not a torch.nn.Module; expected the model to train. Pass the model that "
+        "from_pretrained returns",
+    ),
+    (
+        with_norm,
+        "embeddings=<Embedding>, max_norm=1.0 changes the weight in each forward pass; expected max_norm=None. "
+        "Leave sparse_tied_embedding out",
+    ),
+    (
+        with_linear_embeddings,
+        "embeddings=<Linear> are not known to read rows of a weight; expected an nn.Embedding. "
+        "Leave sparse_tied_embedding out",
+    ),
+    (
+        with_shards,
+        "embeddings=<Embedding> have a weight of class Shard, which is sharded or packed; expected a plain parameter. "
+        "Leave sparse_tied_embedding out",
+    ),
+]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-def test_models_without_a_tied_weight_are_refused() -> None:
-    expected = (
-        "model=<{}> has no head that shares the weight of its input embeddings; expected tied weights. "
-        "Leave sparse_tied_embedding out"
-    )
-    assert refused(tiny.llama()) == expected.format("LlamaForCausalLM")
-    assert refused(tiny.bert()) == expected.format("BertForSequenceClassification")
-    assert refused(nn.Linear(2, 2)) == expected.format("Linear")
-    saved = get_peft_model(build(), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
-    assert refused(saved) == expected.format("LlamaForCausalLM")
-    with pytest.raises(TypeError) as error:
-        sparse_tied_embedding("Llama-3.2-1B")  # type: ignore[arg-type]
-    assert str(error.value) == (
-        "model='Llama-3.2-1B' is not a torch.nn.Module; expected the model to train. Pass the model that "
-        "from_pretrained returns"
-    )
-
-
-def test_embeddings_that_cannot_be_read_by_rows_are_refused() -> None:
-    model = build()
-    model.get_input_embeddings().max_norm = 1.0
-    assert refused(model) == (
-        "embeddings=<Embedding>, max_norm=1.0 changes the weight in each forward pass; expected max_norm=None. "
-        "Leave sparse_tied_embedding out"
-    )
-    model = build()
-    model.set_input_embeddings(nn.Linear(24, VOCABULARY, bias=False))
-    model.lm_head.weight = model.get_input_embeddings().weight
-    assert refused(model) == (
-        "embeddings=<Linear> are not known to read rows of a weight; expected an nn.Embedding. "
-        "Leave sparse_tied_embedding out"
-    )
-
-    class Shard(nn.Parameter):
-        pass
-
-    model = build()
-    weight = Shard(weight_of(model).detach())
-    model.get_input_embeddings().weight = model.lm_head.weight = weight
-    assert refused(model) == (
-        "embeddings=<Embedding> have a weight of class Shard, which is sharded or packed; expected a plain parameter. "
-        "Leave sparse_tied_embedding out"
-    )
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_has_no_tied_rows_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as error:
+        sparse_tied_embedding(make())
+    assert str(error.value) == message

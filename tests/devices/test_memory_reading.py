@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import doctest
 import os
 import pickle
 import subprocess
@@ -79,46 +77,33 @@ class FakeNVMLError(Exception):
     pass
 
 
-def fake_nvml(monkeypatch, by_uuid=(), split=(), broken=False, processes=()):
-    """Install a ``pynvml`` that knows GPUs by UUID.
+def fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), split=(), fails="", processes=()):
+    """Install a ``pynvml`` that knows GPUs by UUID, and return the names that it is asked for.
 
     ``split`` are handles in MIG mode; ``processes`` run on every GPU, each with its number and bytes.
     """
     asked = []
 
-    def search(known):
-        def find(name):
-            asked.append(name)
-            if name not in known:
-                raise FakeNVMLError("Not Found")
-            return name
+    def answer(name, found, holds=True):
+        if name in fails or not holds:
+            raise FakeNVMLError(name)
+        return found
 
-        return find
+    def find(name):
+        asked.append(name)
+        return answer("find", name, name in by_uuid)
 
-    def mode(handle):
-        if handle not in split:
-            raise FakeNVMLError("Not Supported")
-        return [1, 1]
-
-    def used(handle):
-        if broken:
-            raise FakeNVMLError("GPU is lost")
-        return SimpleNamespace(used=5 * GIB)
-
-    def running(handle):
-        used(handle)
-        return [SimpleNamespace(pid=pid, usedGpuMemory=size_bytes) for pid, size_bytes in processes]
-
+    running = [SimpleNamespace(pid=pid, usedGpuMemory=size_bytes) for pid, size_bytes in processes]
     fake = SimpleNamespace(
         NVMLError=FakeNVMLError,
         NVML_DEVICE_MIG_ENABLE=1,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=search(by_uuid),
-        nvmlDeviceGetMigMode=mode,
-        nvmlDeviceGetMemoryInfo=used,
-        nvmlDeviceGetComputeRunningProcesses=running,
+        nvmlInit=lambda: answer("no driver", None),
+        nvmlDeviceGetHandleByUUID=find,
+        nvmlDeviceGetMigMode=lambda handle: answer("mode", [1, 1], handle in split),
+        nvmlDeviceGetMemoryInfo=lambda handle: answer("lost", SimpleNamespace(used=5 * GIB)),
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: answer("lost", running),
     )
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setitem(sys.modules, "pynvml", None if fails == "missing" else fake)
     return asked
 
 
@@ -136,10 +121,6 @@ def _no_accelerator(monkeypatch):
 
 
 # ---- host
-
-
-def test_examples_in_the_docstrings_hold():
-    assert doctest.testmod(reading).failed == 0
 
 
 def test_host_reading_agrees_with_psutil():
@@ -194,25 +175,21 @@ def test_peak_rises_with_an_allocation_and_stays():
     assert read_process()[1] >= top
 
 
-def test_maxrss_is_kib_on_linux_and_bytes_on_macos(monkeypatch):
+# ---- which device
+
+
+def test_the_peak_of_each_system_is_read_where_it_has_one(monkeypatch):
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
-    assert reading._read_maxrss("linux") == 3000 * 1024
-    assert reading._read_maxrss("freebsd14") == 3000 * 1024
-    assert reading._read_maxrss("darwin") == 3000
-
-
-def test_windows_peak_comes_from_psutil_and_a_system_without_either_has_none(monkeypatch):
-    monkeypatch.setattr(reading, "sys", SimpleNamespace(platform="win32"))
-    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=100, peak_wset=300))
-    monkeypatch.setattr(reading, "psutil", SimpleNamespace(Process=lambda: process))
-    assert read_process() == (100, 300)
-    process.memory_info = lambda: SimpleNamespace(rss=100)
+    memory = SimpleNamespace(rss=100)
+    monkeypatch.setattr(reading, "psutil", SimpleNamespace(Process=lambda: SimpleNamespace(memory_info=lambda: memory)))
+    for system, peak in (("darwin", 3000), ("freebsd14", 3000 * 1024)):
+        monkeypatch.setattr(reading, "sys", SimpleNamespace(platform=system))
+        assert read_process() == (100, peak)
     monkeypatch.setitem(sys.modules, "resource", None)
     assert read_process() == (100, None)
-
-
-# ---- which device
+    memory.peak_wset = 300  # Windows
+    assert read_process() == (100, 300)
 
 
 @pytest.mark.parametrize(
@@ -232,28 +209,37 @@ def test_a_device_is_found_by_each_of_its_spellings(monkeypatch, device, expecte
     assert read_memory(device).device == expected
 
 
-@pytest.mark.parametrize(
-    "device",
-    [2, -1, True, "cuda:2", "cuda:-1", "cuda:999", "gpu:0", "", "meta", 1.5, "xpu:0", "npu", torch.device("meta")],
-)
+NO_DEVICES = [
+    2,
+    -1,
+    True,
+    "cuda:2",
+    "cuda:-1",
+    "cuda:999",
+    "gpu:0",
+    "",
+    "meta",
+    1.5,
+    "xpu:0",
+    "npu",
+    torch.device("meta"),
+]
+
+
+@pytest.mark.parametrize("device", [*NO_DEVICES, 0, "cuda", "mps"])
 def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
-    FakeGpu(monkeypatch)
+    known = "cpu, cuda:0, cuda:1"
+    if device in (0, "cuda", "mps") and device is not True:
+        known = "cpu"
+        for module in (torch.cuda, torch.xpu, torch.backends.mps):
+            monkeypatch.setattr(module, "is_available", lambda: False)
+    else:
+        FakeGpu(monkeypatch)
     with pytest.raises(ValueError) as error:
         read_memory(device)
     assert str(error.value) == (
         f"device={device!r} is not a device whose memory can be read here; expected None, the index of an accelerator "
-        "or one of: cpu, cuda:0, cuda:1. Call read_memory() for the current accelerator, else the host."
-    )
-
-
-@pytest.mark.usefixtures("_no_accelerator")
-@pytest.mark.parametrize("device", [0, "cuda", "mps"])
-def test_without_an_accelerator_only_the_host_is_offered(device):
-    with pytest.raises(ValueError) as error:
-        read_memory(device)
-    assert str(error.value) == (
-        f"device={device!r} is not a device whose memory can be read here; expected None, the index of an accelerator "
-        "or one of: cpu. Call read_memory() for the current accelerator, else the host."
+        f"or one of: {known}. Call read_memory() for the current accelerator, else the host."
     )
 
 
@@ -270,7 +256,7 @@ def test_a_run_on_an_accelerator_that_tells_nothing_is_measured_on_the_host(monk
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_an_accelerator_reading_holds_the_allocators_and_the_drivers_figures(monkeypatch, kind):
     gpu = FakeGpu(monkeypatch, kind)
-    fake_nvml(monkeypatch)
+    fake_nvml(monkeypatch, by_uuid=())
     gpu.allocate(3 * GIB)
     gpu.free(2 * GIB)
     found = read_memory(f"{kind}:1")
@@ -298,24 +284,6 @@ def test_an_accelerator_reading_holds_the_allocators_and_the_drivers_figures(mon
     assert pickle.loads(pickle.dumps(found)) == found
 
 
-def test_before_torch_uses_the_gpu_nothing_is_allocated_and_no_context_is_made(monkeypatch):
-    gpu = FakeGpu(monkeypatch, initialized=False)
-    fake_nvml(monkeypatch)
-    found = read_memory()
-    assert (found.allocated_bytes, found.peak_reserved_bytes, found.device_used_bytes) == (0, 0, None)
-    assert "  used on the device    unavailable of 16.00 GiB" in str(found)
-    assert gpu.calls == []  # cudaMemGetInfo would make a context
-
-
-def test_a_gpu_without_our_context_is_not_asked_through_the_driver(monkeypatch):
-    gpu = FakeGpu(monkeypatch)
-    fake_nvml(monkeypatch)
-    assert read_device_used(torch.device("cuda", 1)) is None
-    gpu.allocate(MIB)
-    assert read_device_used(torch.device("cuda", 1)) == 6 * GIB
-    assert gpu.calls[-1] == ("driver", "cuda:1")
-
-
 def test_a_driver_that_tells_no_free_memory_gives_none(monkeypatch):
     gpu = FakeGpu(monkeypatch, "xpu")
     gpu.allocate(MIB)
@@ -327,103 +295,68 @@ def test_a_driver_that_tells_no_free_memory_gives_none(monkeypatch):
     assert read_device_used(torch.device("xpu", 0)) is None
 
 
-def test_nvml_is_asked_by_uuid_and_needs_no_context(monkeypatch):
-    gpu = FakeGpu(monkeypatch, initialized=False)
-    asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",))
-    assert read_memory().device_used_bytes == 5 * GIB
-    assert asked == ["MIG-1234-abcd", "GPU-1234-abcd"]
-    assert gpu.calls == []
-
-
-def test_a_slice_of_a_split_gpu_is_read_and_never_the_whole_gpu(monkeypatch):
-    FakeGpu(monkeypatch)
-    fake_nvml(monkeypatch, by_uuid=("MIG-1234-abcd", "GPU-1234-abcd"), split=("MIG-1234-abcd", "GPU-1234-abcd"))
-    assert reading._nvml_handle("1234-abcd") == "MIG-1234-abcd"
-    reading._nvml_handle.cache_clear()
-    fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), split=("GPU-1234-abcd",))
-    assert reading._nvml_handle("1234-abcd") is None
-
-
-@pytest.mark.parametrize("failure", ["missing", "no driver", "lost"])
-def test_nvml_that_fails_leaves_it_to_the_driver(monkeypatch, failure):
-    gpu = FakeGpu(monkeypatch)
-    gpu.allocate(MIB)
-    fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), broken=failure == "lost")
-    if failure == "missing":
-        monkeypatch.setitem(sys.modules, "pynvml", None)
-    if failure == "no driver":
-
-        def fail():
-            raise FakeNVMLError("Driver Not Loaded")
-
-        monkeypatch.setattr(sys.modules["pynvml"], "nvmlInit", fail)
-    assert read_device_used(torch.device("cuda", 0)) == 6 * GIB
-
-
-def test_rocm_never_asks_nvml(monkeypatch):
-    gpu = FakeGpu(monkeypatch)
-    gpu.allocate(MIB)
-    asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",))
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert read_device_used(torch.device("cuda", 0)) == 6 * GIB
-    assert asked == []
-
-
-# ---- the context
-
 CARD = torch.device("cuda", 1)
+MIG = "MIG-1234-abcd"
+OURS, OTHERS = (os.getpid(), 300 * MIB), (os.getpid() + 1, GIB)
+TOLD = {
+    # settings of NVML; bytes used on the device, of which the driver tells 6 GiB and NVML 5; bytes of our context
+    "by UUID": ({"processes": [OTHERS, OURS]}, 5 * GIB, 200 * MIB),
+    "a slice": ({"by_uuid": (MIG, "GPU-1234-abcd"), "split": (MIG, "GPU-1234-abcd")}, 5 * GIB, None),
+    "split, of which no slice is known": ({"split": ("GPU-1234-abcd",), "processes": [OURS]}, 6 * GIB, None),
+    "unknown GPU": ({"by_uuid": (), "processes": [OURS]}, 6 * GIB, None),
+    "missing": ({"fails": "missing"}, 6 * GIB, None),
+    "no driver": ({"fails": "no driver"}, 6 * GIB, None),
+    "lost": ({"fails": "lost", "processes": [OURS]}, 6 * GIB, None),
+    "no process": ({}, 5 * GIB, None),
+    "numbers of another namespace": ({"processes": [OTHERS]}, 5 * GIB, None),
+    "one of them ours by accident": ({"processes": [(os.getpid(), 50 * MIB)]}, 5 * GIB, None),
+    "Windows": ({"processes": [(os.getpid(), None)]}, 5 * GIB, None),
+}
 
 
-def test_context_is_what_the_process_holds_beside_torchs_allocator(monkeypatch):
+@pytest.mark.parametrize("name", TOLD)
+def test_nvml_is_asked_by_uuid_and_else_the_driver(monkeypatch, name):
+    settings, used_bytes, context_bytes = TOLD[name]
     gpu = FakeGpu(monkeypatch)
-    fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid() + 1, GIB), (os.getpid(), 300 * MIB)])
-    assert read_context(CARD) == 300 * MIB
     gpu.allocate(100 * MIB)
     gpu.free(60 * MIB)  # still reserved
-    assert read_context(CARD) == 200 * MIB
-    assert all(name == "stats" for name, _ in gpu.calls)  # nothing that makes a context
+    fake_nvml(monkeypatch, **settings)
+    assert read_device_used(CARD) == used_bytes
+    assert gpu.calls[-1:] == [("driver", "cuda:1")] * (used_bytes == 6 * GIB)
+    gpu.calls.clear()
+    assert read_context(CARD) == context_bytes
+    assert all(called == "stats" for called, _ in gpu.calls)  # nothing that makes a context
 
 
-@pytest.mark.parametrize(
-    "processes",
-    [
-        [],  # no context yet
-        [(os.getpid() + 1, GIB)],  # numbers of another namespace
-        [(os.getpid(), 50 * MIB)],  # the same, and a process of ours by accident
-        [(os.getpid(), None)],  # Windows
-    ],
-)
-def test_context_that_nvml_does_not_tell_is_none(monkeypatch, processes):
+def test_where_torch_holds_nothing_the_driver_is_not_asked(monkeypatch):
     gpu = FakeGpu(monkeypatch)
-    gpu.allocate(100 * MIB)
-    fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=processes)
-    assert read_context(CARD) is None
+    fake_nvml(monkeypatch, by_uuid=())
+    assert read_device_used(CARD) is None
+    gpu.allocate(MIB)
+    assert read_device_used(CARD) == 6 * GIB
 
 
-@pytest.mark.parametrize("failure", ["missing", "unknown GPU", "lost"])
-def test_context_without_a_working_nvml_is_none(monkeypatch, failure):
-    FakeGpu(monkeypatch)
-    known = () if failure == "unknown GPU" else ("GPU-1234-abcd",)
-    fake_nvml(monkeypatch, by_uuid=known, broken=failure == "lost", processes=[(os.getpid(), GIB)])
-    if failure == "missing":
-        monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert read_context(CARD) is None
-
-
-def test_context_is_not_asked_of_a_gpu_that_torch_has_not_touched(monkeypatch):
+def test_a_gpu_that_torch_has_not_touched_gets_no_context(monkeypatch):
     gpu = FakeGpu(monkeypatch, initialized=False)
-    asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid(), GIB)])
+    asked = fake_nvml(monkeypatch, processes=[OURS])
+    found, meter = read_memory(), PeakMeter(CARD)
+    assert (found.allocated_bytes, found.peak_reserved_bytes, found.device_used_bytes) == (0, 0, 5 * GIB)
+    assert "  used on the device    5.00 GiB of 16.00 GiB" in str(found)
+    assert asked == ["MIG-1234-abcd", "GPU-1234-abcd"]
     assert read_context(CARD) is None
-    assert (gpu.calls, asked) == ([], [])
+    meter.skip()
+    assert meter.read() == {"peak_allocated_bytes": 0, "peak_reserved_bytes": 0}
+    assert gpu.calls == []  # cudaMemGetInfo would make a context
 
 
-def test_only_cuda_has_such_a_context(monkeypatch):
-    FakeGpu(monkeypatch)
-    asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid(), GIB)])
-    assert read_context(torch.device("cpu")) is None
-    assert read_context(torch.device("xpu", 0)) is None
+def test_only_cuda_has_a_context_that_nvml_tells(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    asked = fake_nvml(monkeypatch, processes=[OURS])
+    assert read_context(torch.device("cpu")) is read_context(torch.device("xpu", 0)) is None
     monkeypatch.setattr(torch.version, "hip", "6.4")
+    gpu.allocate(MIB)
     assert read_context(CARD) is None
+    assert read_device_used(CARD) == 6 * GIB
     assert asked == []
 
 
@@ -487,38 +420,19 @@ def test_meter_gives_each_span_its_own_peak_with_one_question_per_span(monkeypat
     assert not meter.only_samples
 
 
-def test_meter_of_a_gpu_that_torch_has_not_touched_reads_zero(monkeypatch):
-    gpu = FakeGpu(monkeypatch, initialized=False)
-    meter = PeakMeter(torch.device("cuda", 0))
-    meter.skip()
-    assert meter.read() == {"peak_allocated_bytes": 0, "peak_reserved_bytes": 0}
-    assert gpu.calls == []
-
-
 def test_meter_of_the_host_gives_the_peak_to_the_span_in_which_it_rose(monkeypatch):
     moments = iter([(90, 100), (80, 100), (95, 150), (70, 150), (70, 400), (60, 400)])
     monkeypatch.setattr(reading, "read_process", lambda: next(moments))
     meter = PeakMeter(torch.device("cpu"))
+    assert pickle.loads(pickle.dumps(meter)).device == meter.device
     spans = [meter.read() for _ in range(4)]
     assert spans == [{"rss_bytes": 100}, {"rss_bytes": 80}, {"rss_bytes": 150}, {"rss_bytes": 70}]
     meter.skip()  # a rise that belongs to nobody
     assert meter.read() == {"rss_bytes": 60}
-
-
-def test_meter_of_the_host_without_a_peak_gives_what_is_resident(monkeypatch):
-    monkeypatch.setattr(reading, "read_process", lambda: (70, None))
-    meter = PeakMeter(torch.device("cpu"))
+    monkeypatch.setattr(reading, "read_process", lambda: (70, None))  # a system without a peak
     assert meter.read() == {"rss_bytes": 70}
     meter.skip()
     assert meter.read() == {"rss_bytes": 70}
-
-
-def test_meter_can_be_copied_and_pickled():
-    meter = PeakMeter(torch.device("cpu"))
-    meter.read()
-    for copied in (copy.deepcopy(meter), pickle.loads(pickle.dumps(meter))):
-        assert copied.device == meter.device
-        assert copied.read()["rss_bytes"] > 0
 
 
 # ---- a real GPU

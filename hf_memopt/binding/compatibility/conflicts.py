@@ -151,7 +151,7 @@ def optimizers_of(trainer: Any) -> tuple[Any, ...]:
     return (inner, None if asked is None else asked[0])
 
 
-def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[str, ...]:
+def settings_in_use(args: TrainingArguments, *, world_size: int) -> tuple[str, ...]:
     """Return the names among ``SETTINGS`` that ``TrainingArguments`` ask for."""
     is_checkpointed, options = versions.checkpointing_of(args)
     optim = str(getattr(args.optim, "value", args.optim))

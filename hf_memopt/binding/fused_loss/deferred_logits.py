@@ -449,8 +449,7 @@ def _keeps_graph() -> bool:
     ``_get_current_graph_task_keep_graph`` is private, pinned by a test, seen in torch 2.6 to 2.13; torch's own compiled
     functions ask it for the same reason.
     """
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if ask is None else bool(ask())
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 # ---- Gradients that are asked for -----------------------------------------------------------------------------------

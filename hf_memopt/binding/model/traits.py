@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -70,18 +69,10 @@ def used_columns(trainer: Any) -> set[str] | None:
         return None
     # `_set_signature_columns_if_needed` fills `_signature_columns`, and subclasses override it (5.8.1 to 5.23.0; pinned
     # by a test).
-    fill = getattr(trainer, "_set_signature_columns_if_needed", None)
-    if fill is None:
-        return {
-            *inspect.signature(unwrap_model(trainer.model).forward).parameters,
-            *trainer.label_names,
-            "label",
-            "label_ids",
-        }
     cached = trainer._signature_columns
     trainer._signature_columns = copy.copy(cached)  # a subclass may append to it
     try:
-        fill()
+        trainer._set_signature_columns_if_needed()
         return set(trainer._signature_columns)
     finally:
         trainer._signature_columns = cached
@@ -105,12 +96,7 @@ def task_of_class() -> dict[str, str]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested mappings (a ``ModelOutput`` too), lists and tuples, in their order.
-
-    Examples:
-        >>> len(tensors_in({"logits": torch.ones(2), "others": (torch.ones(1), [torch.ones(3), "text"])}))
-        3
-    """
+    """Return the tensors in nested mappings (a ``ModelOutput`` too), lists and tuples, in their order."""
     if torch.is_tensor(value):
         return [value]
     entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()

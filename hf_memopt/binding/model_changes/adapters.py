@@ -94,12 +94,7 @@ def without_warnings_of_peft() -> Iterator[None]:
 def adapter_options(
     task: str | None, rank: int, *, alpha: int | None = None, targets: str | tuple[str, ...] = AUTO_TARGETS
 ) -> dict[str, Any]:
-    """Return the options of PEFT's ``LoraConfig`` for a model with a head for ``task``.
-
-    Examples:
-        >>> adapter_options("causal-lm", 8)
-        {'r': 8, 'lora_alpha': 16, 'target_modules': 'all-linear', 'task_type': 'CAUSAL_LM', 'modules_to_save': None}
-    """
+    """Return the options of PEFT's ``LoraConfig`` for a model with a head for ``task``."""
     head = head_for(task)  # a new one is trained whole: PEFT 0.21 would put adapters on some first, and then refuse
     return {
         "r": rank,

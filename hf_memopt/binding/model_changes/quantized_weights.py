@@ -52,10 +52,6 @@ def quantization_options(
             of any other model transformers itself leaves the head out.
         is_sharded: whether FSDP is to cut 4-bit weights, which it does where they are stored as numbers of the dtype
             that is computed in; the bytes are the same. accelerate leaves whole what is stored as uint8.
-
-    Examples:
-        >>> quantization_options("int8", "bfloat16", "question-answering")["llm_int8_skip_modules"]
-        ['qa_outputs']
     """
     heads = {"llm_int8_skip_modules": list(new)} if (new := head_for(task).new) else {}
     storage = {"bnb_4bit_quant_storage": compute_dtype} if is_sharded and load_in == "nf4" else {}

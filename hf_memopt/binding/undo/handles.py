@@ -16,12 +16,6 @@ class UndoHandle(RemovableHandle):
 
     It works as a context manager too, as torch's own handle does. A copy undoes nothing: what it would undo belongs to
     the original.
-
-    Examples:
-        >>> undone = []
-        >>> handle = UndoHandle(lambda: undone.append("undone"))
-        >>> handle.remove(); handle.remove(); undone
-        ['undone']
     """
 
     def __init__(self, undo: Callable[[], object]) -> None:
@@ -71,15 +65,6 @@ def set_attribute(owner: Any, name: str, value: Any) -> UndoHandle:
     """Set an attribute of one object; the handle puts the value back that it had, or deletes it if it had none.
 
     The handle does not keep the object alive.
-
-    Examples:
-        >>> class Arguments:
-        ...     seed = 1
-        >>> args = Arguments()
-        >>> handle = set_attribute(args, "seed", 2)
-        >>> args.seed; handle.remove(); args.seed
-        2
-        1
     """
     had, before, reference = name in vars(owner), vars(owner).get(name), weakref.ref(owner)
     setattr(owner, name, value)

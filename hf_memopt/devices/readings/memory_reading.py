@@ -29,6 +29,7 @@ from hf_memopt.units import format_bytes
 
 _COUNTED = ("cuda", "xpu")  # torch counts peaks there; ROCm calls itself cuda
 _ACCELERATORS = (*_COUNTED, "mps")
+PEAK, TOTAL = " (peak {})", " of {}"
 _STATUS = re.compile(rb"^Vm(?:HWM|RSS):\s*(\d+) kB$", re.MULTILINE)
 
 
@@ -63,11 +64,11 @@ class MemoryReading:
         """Return the reading as a table."""
         rows = []
         if self.has_accelerator:
-            rows.append(("allocated by tensors", _with_peak(self.allocated_bytes, self.peak_allocated_bytes)))
-            rows.append(("reserved by torch", _with_peak(self.reserved_bytes, self.peak_reserved_bytes)))
-            rows.append(("used on the device", _of_total(self.device_used_bytes, self.device_total_bytes)))
-        rows.append(("process, resident", _with_peak(self.rss_bytes, self.peak_rss_bytes)))
-        rows.append(("host, available", _of_total(self.host_available_bytes, self.host_total_bytes)))
+            rows.append(("allocated by tensors", _shown(self.allocated_bytes, self.peak_allocated_bytes, PEAK)))
+            rows.append(("reserved by torch", _shown(self.reserved_bytes, self.peak_reserved_bytes, PEAK)))
+            rows.append(("used on the device", _shown(self.device_used_bytes, self.device_total_bytes, TOTAL)))
+        rows.append(("process, resident", _shown(self.rss_bytes, self.peak_rss_bytes, PEAK)))
+        rows.append(("host, available", _shown(self.host_available_bytes, self.host_total_bytes, TOTAL)))
         kind = "accelerator" if self.has_accelerator else "no accelerator, host memory only"
         return "\n".join(
             [f"{self.device} ({self.device_name}): {kind}", *(f"  {name:<22}{text}" for name, text in rows)]
@@ -77,14 +78,9 @@ class MemoryReading:
         return self.table()
 
 
-def _with_peak(size_bytes: int | None, peak_bytes: int | None) -> str:
+def _shown(size_bytes: int | None, most_bytes: int | None, words: str) -> str:
     text = "unavailable" if size_bytes is None else format_bytes(size_bytes)
-    return text if peak_bytes is None else f"{text} (peak {format_bytes(peak_bytes)})"
-
-
-def _of_total(size_bytes: int | None, total_bytes: int | None) -> str:
-    text = "unavailable" if size_bytes is None else format_bytes(size_bytes)
-    return text if total_bytes is None else f"{text} of {format_bytes(total_bytes)}"
+    return text if most_bytes is None else text + words.format(format_bytes(most_bytes))
 
 
 def read_memory(device: torch.device | str | int | None = None) -> MemoryReading:
@@ -156,8 +152,8 @@ def _find_device(device: torch.device | str | int | None) -> torch.device:
     """Return the device with its index; see ``read_memory``."""
     kind, index = "", None
     if device is None or type(device) is int:
-        kind, index = _available_accelerator(), device
-        kind = "cpu" if device is None and not kind else kind
+        none = "cpu" if device is None else ""
+        kind, index = next((kind for kind in _ACCELERATORS if _device_count(kind)), none), device
     elif isinstance(device, str | torch.device):
         with suppress(RuntimeError):  # what torch does not understand either
             parsed = torch.device(device)
@@ -165,7 +161,9 @@ def _find_device(device: torch.device | str | int | None) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if kind in _ACCELERATORS:
-        index = _current_index(kind) if index is None else index
+        if index is None:
+            module = getattr(torch, kind)
+            index = int(module.current_device()) if kind in _COUNTED and module.is_initialized() else 0
         if 0 <= index < _device_count(kind):
             return torch.device(kind, index)
     known = ["cpu", *(f"{kind}:{index}" for kind in _ACCELERATORS for index in range(_device_count(kind)))]
@@ -175,20 +173,11 @@ def _find_device(device: torch.device | str | int | None) -> torch.device:
     )
 
 
-def _available_accelerator() -> str:
-    return next((kind for kind in _ACCELERATORS if _device_count(kind)), "")
-
-
 def _device_count(kind: str) -> int:
     if kind == "mps":
         return int(torch.backends.mps.is_available())
     module = getattr(torch, kind)
     return int(module.device_count()) if module.is_available() else 0
-
-
-def _current_index(kind: str) -> int:
-    module = getattr(torch, kind)
-    return int(module.current_device()) if kind in _COUNTED and module.is_initialized() else 0
 
 
 def _read_device(device: torch.device) -> dict[str, Any]:
