@@ -117,6 +117,11 @@ GROUPS = {
 """Sets in which every pair that is not refused stands."""
 
 
+def fits(name: str, other: str) -> bool:
+    """Return whether a technique is not refused beside another one, or with a setting."""
+    return other not in TECHNIQUES[name].refused and (other not in TECHNIQUES or name not in TECHNIQUES[other].refused)
+
+
 def tolerance(names: Iterable[str]) -> float:
     """Return the largest difference of a weight after a run with these techniques."""
     if {"fused cross-entropy", "16-bit weights"} <= set(names):
@@ -176,6 +181,7 @@ def make_trainer(
     *,
     use: bool = True,
     model: Callable[[], torch.nn.Module] | None = None,
+    model_init: Callable[[], torch.nn.Module] | None = None,
     exact: bool = False,
     train_dataset: Any = None,
     **settings: Any,
@@ -203,7 +209,8 @@ def make_trainer(
         }
     built = model_of(names) if model is None else model()
     trainer = Trainer(
-        model=built.bfloat16() if "16-bit weights" in names else built,
+        model=None if model_init else built.bfloat16() if "16-bit weights" in names else built,
+        model_init=model_init,
         args=tiny.arguments(folder, **asked),
         callbacks=[build() for build in chosen if build is not None],
         compute_metrics=accuracy,
