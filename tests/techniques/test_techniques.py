@@ -89,7 +89,7 @@ def test_a_used_callback_is_copied_unused_and_keeps_nothing_alive(name, tmp_path
         assert type(copied) is type(callback)
         if name != "memory report":  # which keeps what it has measured
             assert pickle.dumps(copied) == pickle.dumps(unused)
-        assert (getattr(copied, "changes", []), getattr(copied, "handle", None)) == ([], None)
+            assert (getattr(copied, "changes", []), getattr(copied, "handle", None)) == ([], None)
     references = weakref.ref(trainer), weakref.ref(trainer.model), weakref.ref(trainer.optimizer.optimizer)
     del trainer
     gc.collect()
