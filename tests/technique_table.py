@@ -117,6 +117,17 @@ GROUPS = {
 """Sets in which every pair that is not refused stands."""
 
 
+def same(one: Any, other: Any) -> bool:
+    """Return whether two nested values have the same keys, dtypes and numbers, to the bit."""
+    if torch.is_tensor(one):
+        return torch.is_tensor(other) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
 def fits(name: str, other: str) -> bool:
     """Return whether a technique is not refused beside another one, or with a setting."""
     return other not in TECHNIQUES[name].refused and (other not in TECHNIQUES or name not in TECHNIQUES[other].refused)
