@@ -10,12 +10,13 @@ import peft
 import pytest
 import torch
 from bitsandbytes.nn import Int8Params, Params4bit
-from test_streaming import IDS, LAYERS, backward, gradients, llama, rows, same
+from test_streaming import IDS, LAYERS, backward, gradients, llama, rows
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import tiny
 from hf_memopt import prepare_quantized, stream_layers
 from hf_memopt.binding import enable_checkpointing
+from technique_table import same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
