@@ -224,39 +224,61 @@ def test_adapters_are_trained_on_the_device_and_merged(tmp_path: Path) -> None:
     assert tiny.largest_difference(model.merge_and_unload(), plain.merge_and_unload()) == 0.0
 
 
-def test_layers_without_anything_to_train_before_them_are_not_recomputed() -> None:
+def frozen_below() -> Any:
     model = llama()
     for part in (model.model.embed_tokens, *model.model.layers[:3]):
         part.requires_grad_(False)
-    plain = stock(model)
-    ring = stream_layers(model).ring
-    assert backward(model) == backward(plain)
-    assert same(gradients(model), gradients(plain))
-    assert ring.fetches == LAYERS  # the last two stayed for the backward pass
+    return model
 
 
-def test_a_layer_that_is_used_twice_gets_the_sum() -> None:
+def with_a_layer_used_twice() -> Any:
     model = llama()
     model.model.layers = nn.ModuleList([*model.model.layers, model.model.layers[1]])
     model.config.num_hidden_layers += 1
-    plain = stock(model)
-    stream_layers(model)
-    assert backward(model) == backward(plain)
-    assert same(gradients(model), gradients(plain))
+    return model
 
 
-def test_two_forward_passes_before_the_backward_passes() -> None:
-    """As preference losses run them; and gradients of both add up."""
-    model = llama()
+def two_towers() -> Any:
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
+    config = transformers.CLIPConfig(
+        text_config={**tower, "vocab_size": 100, "max_position_embeddings": 16},
+        vision_config={**tower, "image_size": 8, "patch_size": 4},
+        projection_dim=8,
+    )
+    torch.manual_seed(0)
+    return transformers.CLIPModel(config).train()
+
+
+def as_preference_losses_run(model: Any) -> None:
+    """Two forward passes before the backward passes, and gradients of both add up."""
+    torch.manual_seed(0)
+    first, second = model(IDS[:4], labels=IDS[:4]).loss, model(IDS[4:], labels=IDS[4:]).loss
+    (first - second).backward(retain_graph=True)
+    first.backward()
+
+
+def of_text_and_picture(model: Any) -> None:
+    model(input_ids=IDS[:2], pixel_values=torch.ones(2, 3, 8, 8), return_loss=True).loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("make", "run", "fetches"),
+    [
+        (frozen_below, backward, LAYERS),  # not recomputed below; the last two stayed for the backward pass
+        (with_a_layer_used_twice, backward, 12),  # it gets the sum of both gradients
+        (llama, as_preference_losses_run, 23),
+        # the last layers of the model's order are not the last that ran: a fetch more, and never another result
+        (two_towers, of_text_and_picture, 12),
+    ],
+)
+def test_gradients_are_those_of_stock_whatever_runs(make: Any, run: Any, fetches: int) -> None:
+    model = make()
     plain = stock(model)
     ring = stream_layers(model).ring
     for one in (model, plain):
-        torch.manual_seed(0)
-        first, second = one(IDS[:4], labels=IDS[:4]).loss, one(IDS[4:], labels=IDS[4:]).loss
-        (first - second).backward(retain_graph=True)
-        first.backward()
+        run(one)
     assert same(gradients(model), gradients(plain))
-    assert ring.live_bytes == 0
+    assert (ring.fetches, ring.live_bytes) == (fetches, 0)
 
 
 def test_hooks_of_parameters_see_the_gradient_on_the_host() -> None:
@@ -273,24 +295,6 @@ def test_hooks_of_parameters_see_the_gradient_on_the_host() -> None:
         backward(one)
     assert len(seen["True"]) == 4
     assert same(seen["True"], seen["False"])
-
-
-def test_two_towers_prefetch_wrongly_and_compute_rightly() -> None:
-    """The last layers of the model's order are not the last that ran: a fetch more, and never another result."""
-    tower = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
-    config = transformers.CLIPConfig(
-        text_config={**tower, "vocab_size": 100, "max_position_embeddings": 16},
-        vision_config={**tower, "image_size": 8, "patch_size": 4},
-        projection_dim=8,
-    )
-    torch.manual_seed(0)
-    model = transformers.CLIPModel(config).train()
-    plain = stock(model)
-    ring = stream_layers(model).ring
-    for one in (model, plain):
-        one(input_ids=IDS[:2], pixel_values=torch.ones(2, 3, 8, 8), return_loss=True).loss.backward()
-    assert same(gradients(model), gradients(plain))
-    assert (ring.fetches, ring.live_bytes) == (12, 0)
 
 
 def test_embeddings_on_the_host_are_trained_there(monkeypatch: pytest.MonkeyPatch) -> None:
