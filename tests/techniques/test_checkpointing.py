@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiny
-from hf_memopt import Change, CheckpointingCallback, FreezeCallback, attach, checkpoint_layers, estimate, freeze
+from hf_memopt import Change, CheckpointingCallback, attach, checkpoint_layers, estimate, freeze
 from hf_memopt.binding import (
     can_offload_checkpoints,
     checkpointing_arguments,
@@ -384,14 +384,6 @@ def train(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Trainer
     return tiny.train(tiny.bert(**dropouts), tiny.rows(), folder, **asked)
 
 
-def test_training_ends_with_the_same_weights(tmp_path: Path) -> None:
-    plain, callback = train(tmp_path), CheckpointingCallback("first_1")
-    trainer = train(tmp_path, callback)
-    assert flags(trainer.model) == [True, False]  # as with stock, it stays on
-    assert tiny.largest_difference(trainer.model, plain.model) == 0.0
-    assert callback.changes == []
-
-
 def test_the_policy_replaces_that_of_the_arguments_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -414,15 +406,6 @@ def test_reentrant_checkpointing_in_the_arguments_is_refused(tmp_path: Path) -> 
         "checkpointing policy and reentrant checkpointing are incompatible: policies need the non-reentrant "
         'variant; expected only one of them. Leave activation_checkpointing_kwargs={"use_reentrant": True} out'
     )
-
-
-@pytest.mark.parametrize("is_first", [True, False], ids=["freeze first", "freeze second"])
-def test_with_freezing_the_prefix_keeps_its_saving(tmp_path: Path, is_first: bool) -> None:
-    callbacks: list[TrainerCallback] = [FreezeCallback(["embeddings", "layers:0"]), CheckpointingCallback("full")]
-    plain = train(tmp_path, FreezeCallback(["embeddings", "layers:0"]))
-    trainer = train(tmp_path, *(callbacks if is_first else callbacks[::-1]))
-    assert tiny.largest_difference(trainer.model, plain.model) == 0.0
-    assert all(not state["hooks"] for state in attributes(trainer.model))
 
 
 # ---- The budget of torch.compile ------------------------------------------------------------------------------------

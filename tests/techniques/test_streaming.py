@@ -610,30 +610,9 @@ def test_on_a_gpu_copies_run_beside_compute() -> None:
                 ring.lanes.ready(event)
 
     streamed, copied = milliseconds(lambda: backward(model, ids=ids)), milliseconds(copies)
-    plain = stock_of(model).to("cuda")
+    plain = stock(model).to("cuda")  # a copy has whole weights
     computed = milliseconds(lambda: backward(plain, ids=ids))
     assert streamed < computed + 2 * copied
-
-
-def stock_of(model: Any) -> Any:
-    """Return a plain copy of a streamed model, with stock's checkpointing."""
-    plain = type(model)(model.config).to(next(model.parameters()).dtype).train()
-    plain.load_state_dict(model.state_dict())
-    return stock(plain)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_memory_does_not_grow() -> None:
-    model = llama(hidden_size=256, intermediate_size=1024, num_attention_heads=4)
-    ring, ids, seen = on_gpu(model), IDS.cuda(), []
-    for step in range(200):
-        backward(model, step, ids)
-        model.zero_grad()
-        if step in (20, 199):
-            torch.cuda.synchronize()
-            seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert seen[0] == seen[1]
-    assert ring.live_bytes == 0
 
 
 @pytest.mark.gpu

@@ -165,23 +165,6 @@ def test_two_backward_passes_over_one_graph() -> None:
     assert all(map(torch.equal, once, twice))
 
 
-def test_inputs_of_layers_in_the_memory_of_the_host() -> None:
-    """As stock's offload keeps them: by hooks around the layer's checkpoint."""
-
-    def offloading(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu():
-            return torch.utils.checkpoint.checkpoint(function, *args, **kwargs)
-
-    model = llama()
-    loss, whole = of_llama(model)
-    checkpoint_layers(model)
-    for layer in model.model.layers:
-        layer._gradient_checkpointing_func = functools.partial(offloading, use_reentrant=False)
-    tile_layers(model, 8)
-    found, tiled = of_llama(model)
-    assert (float(abs(found - loss)), distance(tiled, whole)) <= (1e-15, 1e-12)
-
-
 def test_evaluation_is_tiled_too() -> None:
     model = llama().eval()
     with torch.no_grad():

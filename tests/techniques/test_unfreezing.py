@@ -119,19 +119,6 @@ def test_a_resumed_run_equals_a_straight_one(tmp_path: Path, optim: str, step: i
     assert trainable(resumed) == trainable(straight)
 
 
-def test_a_run_within_a_run_shares_the_callback(tmp_path: Path) -> None:
-    callback = GradualUnfreezeCallback(SCHEDULE)
-    inner, watch = make_trainer(tiny.bert(), tmp_path, callback), Watch()
-
-    class Nested(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 3:
-                inner.train()
-
-    make_trainer(tiny.bert(), tmp_path, callback, watch, Nested()).train()
-    assert [len(with_gradient) for _, _, with_gradient in watch.steps] == [2, 20, 20, 41]
-
-
 def test_freezing_something_else_goes_together(tmp_path: Path) -> None:
     model = tiny.bert()
     callbacks = [FreezeCallback("embeddings"), GradualUnfreezeCallback({0: "classifier", 2: "layers:0-1"})]
