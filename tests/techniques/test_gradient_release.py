@@ -379,6 +379,20 @@ def test_without_its_hooks_it_is_a_plain_optimizer(made_plain: Callable[[Any], A
     optimizer.handle.remove()  # there is nothing more to undo
 
 
+def test_a_state_that_is_loaded_ends_the_step() -> None:
+    """After a backward pass that nobody stepped; the norms of its gradients are forgotten with it."""
+    model, optimizer = released(max_tensor_norm=math.inf)
+    saved = copy.deepcopy(optimizer.state_dict())
+    backward(model, factor=100.0)
+    optimizer.load_state_dict(saved)
+    expected = copy.deepcopy(model)
+    backward(expected)
+    backward(model)
+    optimizer.step()
+    norms = [parameter.grad.norm() for parameter in expected.parameters()]
+    torch.testing.assert_close(optimizer.last_grad_norm(), torch.stack(norms).norm(), rtol=1e-6, atol=0)
+
+
 def test_a_group_that_is_added_is_released_too() -> None:
     model = network()
     optimizer = gradient_release(SGD)(model[1].parameters(), lr=0.1)
