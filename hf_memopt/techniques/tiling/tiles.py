@@ -122,7 +122,7 @@ class TiledLayersCallback(ModelCallback):
         super().__init__(tile_tokens)
         self.tile_tokens = tile_tokens
 
-    def change_model(self, model: Any) -> None:
+    def change_model(self, model: Any, args: Any) -> None:
         """Tile a model that is new."""
         if self._handles.model is model and self.handle is not None and not self.handle.is_removed:
             return
