@@ -247,13 +247,6 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
     Each storage counts once and as a whole; of a sharded tensor the local part counts. bitsandbytes' quantisation
     tables (``qmap1`` and ``qmap2``, 1 KiB each, shared by all parameters) do not count.
-
-    Examples:
-        >>> layer = torch.nn.Linear(4, 4, bias=False)
-        >>> optimizer = torch.optim.Adam(layer.parameters())
-        >>> layer(torch.ones(4)).sum().backward(); optimizer.step()
-        >>> optimizer_state_bytes(optimizer)  # two moments of 16 elements, and the step count
-        {'float32': 132}
     """
     storages: dict[Any, tuple[str, int]] = {}
     for state in unwrap_optimizer(optimizer).state.values():
