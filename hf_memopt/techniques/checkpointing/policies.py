@@ -94,7 +94,7 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool | str =
         check_offload(on_cpu=on_cpu, is_stocks=offload is True)
     options: dict[str, Any] = {"use_reentrant": False, **({"offload": True} if offload is True else {})}
     if parsed.kind == "every":
-        options["every_n_layers"] = parsed.count
+        options["every_n_layers"] = parsed.number
     elif parsed.kind == "selective":
         options["context_fn"] = selective_contexts
     chosen = _chosen_layers(model, parsed)
@@ -197,7 +197,7 @@ class _Policy(NamedTuple):
 
     text: str
     kind: str
-    count: int = 0
+    number: int = 0
     fraction: float = 1.0
 
 
@@ -208,7 +208,7 @@ def _parsed(policy: Any, offload: Any, *, budgets: bool = False) -> _Policy:
     if text == "full":
         return _Policy(text, text)
     if match := _COUNTED.fullmatch(text):
-        return _Policy(text, match[1], count=int(match[2]))
+        return _Policy(text, match[1], number=int(match[2]))
     match = _BUDGET.fullmatch(text)
     if match and not budgets:
         raise ValueError(
@@ -261,15 +261,15 @@ def _chosen_layers(model: nn.Module, policy: _Policy) -> set[nn.Module] | None:
             f"policy={policy.text!r} needs layers that are switched one by one, and {type(model).__name__} has no "
             "stack of transformers' GradientCheckpointingLayer; expected 'full' or 'selective'. Pass policy='full'"
         )
-    if policy.count > most:
+    if policy.number > most:
         sizes = (f"the {len(stack)} layers of {name}".removesuffix(" of ") for name, stack in counted.items())
         raise ValueError(
             f"policy={policy.text!r} exceeds {' and '.join(sizes)} of {type(model).__name__}; expected a number "
             f"from 1 to {most}. Pass policy='{policy.kind}_{most}'"
         )
     if policy.kind == "every":
-        return set(layers[:: policy.count])
-    return {layer for stack in counted.values() for layer in stack[: policy.count]}
+        return set(layers[:: policy.number])
+    return {layer for stack in counted.values() for layer in stack[: policy.number]}
 
 
 def _check_model(model: Any, policy: _Policy) -> None:
