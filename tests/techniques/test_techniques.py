@@ -157,7 +157,10 @@ class TrainsAnother(TrainerCallback):
             self.other.train()
 
 
-@pytest.mark.parametrize("name", slow_except(("length buckets", "micro-batching", "non-finite detection"), TECHNIQUES))
+SHARING = ("length buckets", "32-bit embeddings", "micro-batching", "non-finite detection")  # something of a process
+
+
+@pytest.mark.parametrize("name", slow_except(SHARING, TECHNIQUES))
 def test_two_trainers_do_not_disturb_each_other(name, tmp_path) -> None:
     """A second Trainer with the same technique, and one without any, train in the middle of the first."""
     bare = {"model": TABLE[name].model, **TABLE[name].settings}
