@@ -368,7 +368,9 @@ def test_an_optimizer_that_is_built_already_is_kept_until_it_has_stepped(tmp_pat
     model = half_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     given = {"model": model, "bf16": True, "trainer_optimizers": (optimizer, None)}
-    trainer = make_trainer(tmp_path, callback := PrecisionCallback(), **given, trainer_train_dataset=causal_rows())
+    trainer = make_trainer(
+        tmp_path, callback := PrecisionCallback(autocast_cache=False), **given, trainer_train_dataset=causal_rows()
+    )
     attach(trainer)
     assert dtypes(model) == {torch.float32}
     callback.handle.remove()
