@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import tiny
-from hf_memopt.binding.compatibility import refusal_of
 from hf_memopt.technique_list import TECHNIQUES
-from technique_table import GROUPS, run
+from technique_table import GROUPS, fits, run
 
 FLAGS = {
     "DDP": {"ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False},
@@ -21,7 +20,7 @@ FLAGS = {
 
 def names_under(setting: str, group: str) -> list[str]:
     """Return the techniques of a group that are not refused under a setting."""
-    return [name for name in TECHNIQUES if name in GROUPS[group] and refusal_of(name, setting) is None]
+    return [name for name in TECHNIQUES if name in GROUPS[group] and fits(name, setting)]
 
 
 def main(folder: str) -> None:

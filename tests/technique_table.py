@@ -117,6 +117,22 @@ GROUPS = {
 """Sets in which every pair that is not refused stands."""
 
 
+def same(one: Any, other: Any) -> bool:
+    """Return whether two nested values have the same keys, dtypes and numbers, to the bit."""
+    if torch.is_tensor(one):
+        return torch.is_tensor(other) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def fits(name: str, other: str) -> bool:
+    """Return whether a technique is not refused beside another one, or with a setting."""
+    return other not in TECHNIQUES[name].refused and (other not in TECHNIQUES or name not in TECHNIQUES[other].refused)
+
+
 def tolerance(names: Iterable[str]) -> float:
     """Return the largest difference of a weight after a run with these techniques."""
     if {"fused cross-entropy", "16-bit weights"} <= set(names):
@@ -176,6 +192,7 @@ def make_trainer(
     *,
     use: bool = True,
     model: Callable[[], torch.nn.Module] | None = None,
+    model_init: Callable[[], torch.nn.Module] | None = None,
     exact: bool = False,
     train_dataset: Any = None,
     **settings: Any,
@@ -203,7 +220,8 @@ def make_trainer(
         }
     built = model_of(names) if model is None else model()
     trainer = Trainer(
-        model=built.bfloat16() if "16-bit weights" in names else built,
+        model=None if model_init else built.bfloat16() if "16-bit weights" in names else built,
+        model_init=model_init,
         args=tiny.arguments(folder, **asked),
         callbacks=[build() for build in chosen if build is not None],
         compute_metrics=accuracy,

@@ -51,7 +51,7 @@ class FusedCrossEntropyCallback(ModelCallback):
         super().__init__(chunk_bytes)
         self.chunk_bytes = chunk_bytes
 
-    def change_model(self, model: Any) -> None:
+    def change_model(self, model: Any, args: Any) -> None:
         """Fuse a model that is new."""
         if self._handles.model is not model or self.handle is None or self.handle.is_removed:
             fused = fuse_cross_entropy(model, chunk_bytes=self.chunk_bytes)

@@ -154,15 +154,13 @@ class PrecisionCallback(BoundCallback):
         return [UndoHandle(self._handles.remove), cached, override_method(trainer, "call_model_init", call)]
 
     def _disable_autocast_cache(self, trainer: Trainer) -> UndoHandle:
-        if self.autocast_cache is True:
+        is_auto, runs_autocast = self.autocast_cache == "auto", trainer.args.bf16 or trainer.args.fp16
+        if self.autocast_cache is True or (is_auto and not (runs_autocast and is_checkpointed(trainer))):
             return nothing_to_undo()
-        if self.autocast_cache == "auto":
-            if not (trainer.args.bf16 or trainer.args.fp16) or not is_checkpointed(trainer):
-                return nothing_to_undo()
-            if is_under_autocast(trainer.model):
-                reason = "the model runs under autocast already, attach came too late"
-                self.note(Change("autocast_cache", True, True, reason))
-                return nothing_to_undo()
+        if is_auto and is_under_autocast(trainer.model):
+            late = "the model runs under autocast already, attach came too late"
+            self.note(Change("autocast_cache", True, True, late))
+            return nothing_to_undo()
         handle = disable_autocast_cache(trainer)
         reason = "it would keep a 16-bit copy of each weight for the forward pass"
         self.note(Change("autocast_cache", True, False, reason))

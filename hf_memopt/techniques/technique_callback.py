@@ -16,8 +16,7 @@ from hf_memopt.binding.undo import UndoHandle, remove_all, undo_all
 from hf_memopt.changes import Change, add_change, record_changes
 
 if TYPE_CHECKING:
-    from transformers import Trainer
-
+    from transformers import Trainer, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -114,18 +113,18 @@ class ModelCallback(TechniqueCallback):
     with another one.
     """
 
-    def change_model(self, model: Any) -> None:
-        """Change a model, and keep the handles of that."""
+    def change_model(self, model: Any, args: TrainingArguments) -> None:
+        """Change the model of a Trainer with these arguments, and keep the handles of that."""
         raise NotImplementedError
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Change the model that the Trainer was given."""
-        self.change_model(model)
+        self.change_model(model, args)
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Change the model of a Trainer that was built without this callback; ``attach`` calls it."""
         is_changed = self._handles.model is trainer.model  # since the Trainer was built
-        self.change_model(trainer.model)
+        self.change_model(trainer.model, trainer.args)
         bound = self.binding.to(trainer)
         record_changes(trainer, self.changes)
         return undo_all(bound, *([] if is_changed else [self._handles.handle_of(trainer.model)]))
@@ -134,4 +133,4 @@ class ModelCallback(TechniqueCallback):
         """Change a model that is new, and not one that only a wrapper (FSDP1, compile) is around."""
         changed = self._handles.model
         if not any(module is changed for module in model.modules()):
-            self.change_model(model)
+            self.change_model(model, args)

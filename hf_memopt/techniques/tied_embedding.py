@@ -35,7 +35,7 @@ class TiedEmbeddingCallback(ModelCallback):
     def __init__(self) -> None:  # scripts are written by the parameters
         super().__init__()
 
-    def change_model(self, model: Any) -> None:
+    def change_model(self, model: Any, args: Any) -> None:
         """Call ``sparse_tied_embedding``."""
         handle = sparse_tied_embedding(model)
         if handle.is_removed:

@@ -33,9 +33,12 @@ def settings() -> dict[str, str]:
     return {name: os.environ[name] for name in (NEW, OLD, HIP) if name in os.environ}
 
 
-def test_it_is_set_and_taken_back() -> None:
+@pytest.mark.parametrize("read", [NEW, OLD])  # by torch: the older one before 2.11
+def test_it_is_set_once_and_taken_back(monkeypatch: pytest.MonkeyPatch, read: str) -> None:
+    monkeypatch.setattr(allocator_settings, "allocator_variable", lambda: read)
     handle = use_expandable_segments()
-    assert settings() == {NEW: "expandable_segments:True"}
+    assert settings() == {read: "expandable_segments:True"}
+    assert use_expandable_segments().is_removed  # a second call changes nothing
     assert not handle.is_removed
     handle.remove()
     assert settings() == {}
@@ -47,17 +50,9 @@ def test_what_is_there_is_kept_under_any_name(monkeypatch: pytest.MonkeyPatch, n
     before = {name: "garbage_collection_threshold:0.8, roundup_power2_divisions:[256:1,>:4],"}
     monkeypatch.setenv(name, before[name])
     handle = use_expandable_segments()
-    merged = "garbage_collection_threshold:0.8, roundup_power2_divisions:[256:1,>:4],expandable_segments:True"
-    assert settings() == {**before, NEW: merged}
-    assert not handle.is_removed
+    assert settings() == {**before, NEW: f"{before[name]}expandable_segments:True"}
     handle.remove()
     assert settings() == before
-
-
-def test_the_older_name_for_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator_settings, "allocator_variable", lambda: OLD)
-    use_expandable_segments()
-    assert settings() == {OLD: "expandable_segments:True"}
 
 
 @pytest.mark.parametrize("value", ["True", "False"])
@@ -72,14 +67,6 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     ]
 
 
-def test_a_second_call_changes_nothing() -> None:
-    first = use_expandable_segments()
-    assert use_expandable_segments().is_removed
-    assert not first.is_removed
-    first.remove()
-    assert settings() == {}
-
-
 def test_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError) as error:
@@ -91,20 +78,12 @@ def test_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings() == {}
 
 
+WSL = "under WSL the driver can fail at the first allocation (https://github.com/pytorch/pytorch/issues/192330)"
+TEGRA = "on Tegra boards the driver reports out of memory (https://github.com/unslothai/unsloth-zoo/pull/1235)"
+
+
 @pytest.mark.parametrize(
-    ("platform", "problem"),
-    [
-        ("windows", "torch ignores it on Windows"),
-        (
-            "wsl",
-            "under WSL the driver can fail at the first allocation (https://github.com/pytorch/pytorch/issues/192330)",
-        ),
-        (
-            "tegra",
-            "on Tegra boards the driver reports out of memory (https://github.com/unslothai/unsloth-zoo/pull/1235)",
-        ),
-    ],
-    ids=["windows", "wsl", "tegra"],
+    ("platform", "problem"), [("windows", "torch ignores it on Windows"), ("wsl", WSL), ("tegra", TEGRA)]
 )
 def test_platforms_without_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str, problem: str) -> None:
     if platform == "tegra":
@@ -114,8 +93,8 @@ def test_platforms_without_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     with pytest.warns(UserWarning, match="expandable_segments") as warned:
         assert use_expandable_segments().is_removed
     assert [str(warning.message) for warning in warned] == [
-        f"expandable_segments=True is left out: {problem}; expected plain Linux. Leave "
-        "use_expandable_segments() out here"
+        f"expandable_segments=True is left out: {problem}; expected plain Linux. Leave use_expandable_segments() out "
+        "here"
     ]
     assert warned[0].filename == __file__
     assert settings() == {}

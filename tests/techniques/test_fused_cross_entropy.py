@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow_cases import slow_except
 from transformers import Trainer, default_data_collator
 
 import tiny
-from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.binding import attach, checkpointing_arguments
-from hf_memopt.binding.fused_loss import DeferredLogits
-from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
-from hf_memopt.techniques.microbatching import MicrobatchCallback
-from hf_memopt.techniques.optimizers.gradient_release import gradient_release
+from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, attach, exact_loss, gradient_release
+from hf_memopt.binding import checkpointing_arguments
 
 FUSED = (
     "cross entropy: 'logits of the whole batch' -> 'chunks of at most 1.6 KiB of logits' "
@@ -56,6 +53,7 @@ def changes(trainer: Any) -> list[str]:
     return [str(change) for change in trainer.memopt_changes if "cross entropy" in change.name]
 
 
+SMOOTHED = exact_loss(tiny.llama(), label_smoothing=0.1)
 COMBINED: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "checkpointing": checkpointing_arguments(use_reentrant=False),
@@ -64,30 +62,21 @@ COMBINED: dict[str, dict[str, Any]] = {
     "gradient release": {"given": {"optimizer_cls_and_kwargs": (gradient_release(torch.optim.SGD), {"lr": 0.1})}},
     "norm clipping": {"max_grad_norm": 0.1},
     "tied": {"model": {"tie_word_embeddings": True}},
+    "label smoothing": {"given": {"compute_loss_func": SMOOTHED}},
+    "micro-batches": {"callbacks": [MicrobatchCallback(max_tokens=24)]},
+    "whole micro-batches": {"callbacks": [MicrobatchCallback()]},
 }
+QUICK = ("accumulation", "exact loss", "gradient release", "label smoothing", "micro-batches")
 
 
-QUICK = ("accumulation", "exact loss", "gradient release")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMBINED]
-)
+@pytest.mark.parametrize("name", slow_except(QUICK, COMBINED))
 def test_training_gives_stocks_weights(name: str, tmp_path: Any) -> None:
     settings = dict(COMBINED[name])
-    of_model = settings.pop("model", {})
+    of_model, callbacks = settings.pop("model", {}), settings.pop("callbacks", [])
     plain = trained(tmp_path, model=tiny.llama(**of_model), **settings)
-    trainer = trained(tmp_path, fused(), model=tiny.llama(**of_model), **settings)
+    trainer = trained(tmp_path, fused(), *callbacks, model=tiny.llama(**of_model), **settings)
     assert changes(trainer) == [FUSED]
     assert tiny.largest_difference(trainer.model, plain.model) <= 1e-6  # roundings of float32, in chunks
-
-
-@pytest.mark.parametrize("rows", [pytest.param(None, marks=pytest.mark.slow), 24], ids=["whole", "split"])
-def test_micro_batches_are_fused(rows: int | None, tmp_path: Any) -> None:
-    plain = trained(tmp_path)
-    trainer = trained(tmp_path, fused(), MicrobatchCallback(max_tokens=rows) if rows else MicrobatchCallback())
-    assert changes(trainer) == [FUSED]
-    assert tiny.largest_difference(trainer.model, plain.model) <= 1e-6
 
 
 def test_evaluation_sees_real_logits_and_the_best_model_is_loaded(tmp_path: Any) -> None:
@@ -125,7 +114,8 @@ def test_an_evaluation_of_the_loss_alone_has_stocks_loss_bit_for_bit_and_no_logi
     seen: list[type] = []
     trainer.model.register_forward_hook(lambda module, given, output: seen.append(type(output["logits"])))
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]  # 12 chunks of 4 rows a batch
-    assert seen == [DeferredLogits, DeferredLogits]
+    assert len(seen) == 2
+    assert torch.Tensor not in seen
     assert not callback.handle.record.real
     predicted, expected = trainer.predict(texts(8)), plain.predict(texts(8))  # which wants the logits
     assert np.array_equal(predicted.predictions, expected.predictions)
@@ -159,67 +149,44 @@ def test_label_smoothing_of_the_trainer_makes_real_logits_and_says_so(tmp_path: 
     assert tiny.largest_difference(trainer.model, plain.model) == 0.0
 
 
-def test_label_smoothing_of_exact_loss_is_fused(tmp_path: Any) -> None:
-    given = {"compute_loss_func": exact_loss(tiny.llama(), label_smoothing=0.1)}
-    plain = trained(tmp_path, given=given)
-    trainer = trained(tmp_path, fused(), given=given)
-    assert changes(trainer) == [FUSED]
-    assert tiny.largest_difference(trainer.model, plain.model) <= 1e-6
-
-
 def test_autocast_and_its_float32_outputs(tmp_path: Any) -> None:
     """Accelerate makes float32 copies of all outputs, which are remembered as well."""
     trainer = trained(tmp_path, fused(), bf16=True)
     assert changes(trainer) == [FUSED]
 
 
-def test_a_model_made_for_each_run_is_fused(tmp_path: Any) -> None:
-    callback = fused()
-    trainer = Trainer(
-        model_init=lambda: tiny.llama(),
-        args=tiny.arguments(tmp_path, max_steps=1),
-        train_dataset=texts(),
-        data_collator=default_data_collator,
-        callbacks=[callback],
-    )
-    for _ in range(2):
-        trainer.train()
-        assert callback.handle is not None
-        assert callback.handle.record.fused == 1
-    assert [str(change) for change in callback.changes] == [FUSED]
-
-
 def test_the_handle_and_a_copy_of_the_trainer_leave_stock(tmp_path: Any) -> None:
     callback = fused()
     trainer = trained(tmp_path, callback)
     ids = torch.tensor([[5, 6, 7]])
-    assert type(trainer.model.train()(ids).logits) is DeferredLogits
+    assert type(trainer.model.train()(ids).logits) is not torch.Tensor
     assert type(copy.deepcopy(trainer.model)(ids).logits) is torch.Tensor
     callback.handle.remove()
     assert type(trainer.model(ids).logits) is torch.Tensor
 
 
-def test_a_model_without_output_embeddings_is_refused(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda folder: Trainer(tiny.bert(), tiny.arguments(folder), callbacks=[fused()]),
+            "model=<BertForSequenceClassification> has no output embeddings; expected a causal, masked or "
+            "sequence-to-sequence language model. Leave fuse_cross_entropy out: a small head has small logits",
+        ),
+        (
+            lambda _: FusedCrossEntropyCallback(chunk_bytes=0),
+            "chunk_bytes=0 is invalid; expected an integer of 1 or more, or None. Pass chunk_bytes=67108864",
+        ),
+    ],
+)
+def test_what_is_refused_at_once(call: Any, message: str, tmp_path: Any) -> None:
     with pytest.raises(ValueError) as error:
-        Trainer(model=tiny.bert(), args=tiny.arguments(tmp_path), callbacks=[FusedCrossEntropyCallback()])
-    assert str(error.value) == (
-        "model=<BertForSequenceClassification> has no output embeddings; expected a causal, masked or "
-        "sequence-to-sequence language model. Leave fuse_cross_entropy out: a small head has small logits"
-    )
+        call(tmp_path)
+    assert str(error.value) == message
 
 
 def test_settings_are_refused_without_attach_too(tmp_path: Any) -> None:
-    trainer = Trainer(
-        model=tiny.llama(),
-        args=tiny.arguments(tmp_path),
-        train_dataset=texts(),
-        callbacks=[FusedCrossEntropyCallback()],
-    )
-    trainer.args.use_liger_kernel = True
+    args = tiny.arguments(tmp_path)
+    args.use_liger_kernel = True
     with pytest.raises(ValueError, match="fused cross-entropy and Liger kernel are incompatible"):
-        FusedCrossEntropyCallback().on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
-
-
-def test_chunk_bytes_are_checked_at_once() -> None:
-    with pytest.raises(ValueError, match="chunk_bytes=0 is invalid; expected an integer of 1 or more, or None"):
-        FusedCrossEntropyCallback(chunk_bytes=0)
+        fused().on_train_begin(args, None, None, model=tiny.llama())

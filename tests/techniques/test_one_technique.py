@@ -33,7 +33,7 @@ def still_embeddings(model):
 class StillEmbeddingsCallback(ModelCallback):
     technique = "still embeddings"
 
-    def change_model(self, model):
+    def change_model(self, model, args):
         self.handle = self._handles.keep(model, still_embeddings(model))
 '''
 ENTRY = Technique(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import auto_heads
@@ -12,12 +10,10 @@ import peft
 import pytest
 import torch
 from slow_cases import slow_except
-from test_streaming import rows
-from transformers import Trainer
 
-import tiny
-from hf_memopt import StreamedLayersCallback, attach, gradient_release, stream_layers
-from hf_memopt.binding import checkpointing_arguments, enable_checkpointing
+from hf_memopt import stream_layers
+from hf_memopt.binding import enable_checkpointing
+from technique_table import same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
@@ -78,68 +74,10 @@ def test_an_architecture_is_trained_as_with_whole_weights(kind: str, way: str, m
         enable_checkpointing(whole, {"use_reentrant": False})
     ring = stream_layers(model).ring
     expected, found = trained(whole, batch), trained(model, batch)
-    assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
+    assert same(found, expected)
     largest = max(sum(t.nbytes for t in layer.host_tensors()) for layer in ring.layers)
     assert 0 < ring.peak_bytes <= 2 * largest
 
 
 def test_thirty_architectures_are_compared() -> None:
     assert len({*FAST, *SLOW}) == len((*FAST, *SLOW)) >= 30
-
-
-SIX = ("llama", "gpt2", "opt", "bert", "qwen3_moe", "gemma2")
-WAYS = ("parked", "clipped", "accumulated", "8-bit", "bf16", "released", "released, 8-bit", "LoRA")
-
-
-def settings_of(way: str) -> dict[str, Any]:
-    settings: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 0.0}
-    if way in ("clipped", "LoRA"):
-        settings["max_grad_norm"] = 0.1
-    if way == "accumulated":
-        settings |= {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}
-    if way == "8-bit":
-        settings["optim"] = "adamw_bnb_8bit"
-    return settings
-
-
-def run(model: Any, way: str, folder: Path, callbacks: list[Any]) -> Trainer:
-    released = {}
-    if way.startswith("released"):
-        import bitsandbytes
-
-        kind, options = torch.optim.AdamW, {}
-        if way.endswith("8-bit"):
-            kind, options = bitsandbytes.optim.AdamW, {"optim_bits": 8, "min_8bit_size": 512}
-        released = {"optimizer_cls_and_kwargs": (gradient_release(kind), {"lr": 1e-2, **options})}
-    plain = {} if callbacks else checkpointing_arguments()
-    args = tiny.arguments(folder, bf16=way == "bf16", **settings_of(way), **plain)
-    trainer = Trainer(model, args, train_dataset=rows(8), callbacks=callbacks, **released)
-    attach(trainer).train()
-    return trainer
-
-
-@pytest.mark.parametrize(
-    ("kind", "way"), slow_except([("llama", "clipped"), ("opt", "released, 8-bit")], product(SIX, WAYS))
-)
-def test_the_trainer_trains_the_same_in_every_combination(
-    kind: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = head(kind, monkeypatch)
-    model = model.float()
-    model.config.tie_word_embeddings = False
-    model = adapted(model) if way == "LoRA" else model
-    whole = run(copy.deepcopy(model), way, tmp_path / "whole", [])
-    for prefetch, embeddings in product((0, 1, 4), (False, True)):
-        if embeddings and (way == "LoRA" or len({*model.get_input_embeddings().parameters()} & set(tied(model)))):
-            continue
-        callback = StreamedLayersCallback(prefetch, embeddings_on_host=embeddings)
-        ours = run(copy.deepcopy(model), way, tmp_path / f"{prefetch} {embeddings}", [callback])
-        assert [row.get("loss") for row in ours.state.log_history] == [
-            row.get("loss") for row in whole.state.log_history
-        ]
-        assert tiny.largest_difference(ours.model, whole.model) == 0.0, (prefetch, embeddings)
-
-
-def tied(model: Any) -> list[Any]:
-    head = model.get_output_embeddings()
-    return [] if head is None else [*head.parameters()]

@@ -1,19 +1,24 @@
-"""Streamed layers whose copies are late: every result is that of copies that are done at once."""
+"""Streamed layers whose copies are late: every result is that of copies that are done at once. Page-locked memory."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import transformers
 from late_lanes import LateLanes
-from test_streaming import IDS, backward, gradients, layer_bytes, llama, same
+from test_streaming import IDS, LAYERS, backward, gradients, layer_bytes, llama
 from test_streaming_quantized import model  # noqa: F401
 
 from hf_memopt import gradient_release, stream_layers
 from hf_memopt.techniques.streaming.gradients import DeviceSteps
 from hf_memopt.techniques.streaming.lanes import Lanes
+from technique_table import same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
@@ -103,3 +108,70 @@ def test_late_copies_of_quantized_weights_change_nothing(model: Any) -> None:  #
     except (AssertionError, RuntimeError):
         is_same = False
     assert not is_same
+
+
+# ---- Page-locked memory ---------------------------------------------------------------------------------------------
+
+
+class Runtime:
+    """CUDA's runtime, which notes what it locks."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.locked = error, {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.locked[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> None:
+        with open("/proc/self/maps") as file:
+            spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in file]
+        assert any(start <= address < end for start, end in spans), "unmapped before it was given back"
+        del self.locked[address]
+
+
+def test_the_weights_of_a_layer_lie_in_one_page_locked_buffer(monkeypatch: Any, tmp_path: Path) -> None:
+    """Not rounded up to a power of two; each with a storage of its own, so that saving copies none of them."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    streamed, host = llama(), Lanes("cpu")
+    expected = copy.deepcopy(streamed)
+    host.is_async = True
+    ring = stream_layers(streamed, lanes=host).ring
+    host.is_async = False
+    assert len(runtime.locked) == LAYERS
+    layer = ring.layers[0]
+    start, size = next(
+        (start, size) for start, size in runtime.locked.items() if layer.parameters[0].data_ptr() == start
+    )
+    assert layer_bytes(streamed) <= size < layer_bytes(streamed) + 512 * len(layer.parameters)
+    assert all(start <= p.data_ptr() < start + size and p.data_ptr() % 64 == 0 for p in layer.parameters)
+    assert len({p.untyped_storage().data_ptr() for p in layer.parameters}) == len(layer.parameters)
+    assert same([*streamed.parameters()], [*expected.parameters()])
+    assert backward(streamed) == backward(expected)
+    streamed.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert same([*loaded.parameters()], [*expected.parameters()])
+    for parameter in layer.parameters:
+        parameter.data = parameter.data.clone()
+    assert len(runtime.locked) == LAYERS - 1  # given back with the last tensor in it
+
+
+def test_a_driver_that_locks_no_pages_is_named(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
+    host = Lanes("cpu")
+    host.is_async = True
+    with pytest.warns(UserWarning, match="refused to page-lock 512 bytes of host memory .error 2., so copies wait"):
+        [copied] = host.host_like([torch.ones(3)])
+    assert copied.shape == (3,)
+
+
+def test_too_little_host_memory_for_the_weights_is_said_before_they_are_copied(monkeypatch: Any) -> None:
+    """What ``from_pretrained`` returns may lie in a mapped file, which takes no memory yet."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=1000))
+    streamed, host = llama(), Lanes("cpu")
+    host.is_async = True
+    with pytest.raises(ValueError, match=r"^streamed layers need .* of host memory for the weights of layer 1 of 5, "):
+        stream_layers(streamed, lanes=host)
+    assert "forward" not in vars(streamed.model.layers[0])
+    assert stream_layers(streamed)

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import StreamedLayersCallback, attach, gradient_release, released_optimizer, sixteen_bit_optimizer
-from hf_memopt.techniques.streaming.gradients import DeviceSteps
+from technique_table import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 EIGHT_BITS = {"optim_bits": 8, "min_8bit_size": 512}
@@ -27,44 +27,54 @@ CLASSES = {
 }
 
 
-def train(folder: Path, case: str, *, streamed: bool, resume: str | None = None) -> Trainer:
-    kind, options, released = CLASSES[case]
-    model = llama().to(torch.bfloat16 if "16-bit" in case else torch.float32)
+class Recording(torch.optim.AdamW):
+    """Notes what it steps."""
+
+    stepped: list[torch.Tensor]
+
+    def step(self, closure: Any = None) -> Any:
+        vars(self).setdefault("stepped", []).extend(p for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+def train(folder: Path, kind: Any, options: Any, *, streamed: bool, resume: str | None = None) -> Trainer:
+    dtype = torch.bfloat16 if hasattr(kind, "rounding") else torch.float32
     callbacks = [StreamedLayersCallback()] if streamed else []
     settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2, "weight_decay": 0.1}
     trainer = Trainer(
-        model,
+        llama().to(dtype),
         tiny.arguments(folder, **settings),
         train_dataset=rows(),
         callbacks=callbacks,
-        optimizer_cls_and_kwargs=(gradient_release(kind, **released), {"lr": 1e-3, **options}),
+        optimizer_cls_and_kwargs=(kind, {"lr": 1e-3, **options}),
     )
     attach(trainer).train(resume_from_checkpoint=resume)
     return trainer
 
 
-def state_of(trainer: Trainer) -> list[Any]:
-    states = trainer.optimizer.state_dict()["state"]
-    return [value for _, state in sorted(states.items()) for value in torch.utils._pytree.tree_leaves(state)]
-
-
 @pytest.mark.parametrize("case", CLASSES)
-def test_steps_on_the_device_are_those_of_the_plain_class(case: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_steps_on_the_device_are_those_of_the_plain_class(case: str, tmp_path: Path) -> None:
     """Weights, and all of the optimizer's state under the parameters of the host; in one step, and resumed."""
-    stepped: list[Any] = []
-    before = DeviceSteps.step
-    monkeypatch.setattr(DeviceSteps, "step", lambda self, p, *given: (stepped.append(p), before(self, p, *given)))
-    plain = train(tmp_path / "plain", case, streamed=False)
-    assert not stepped
-    ours = train(tmp_path / "ours", case, streamed=True)
-    assert len(stepped) == 4 * 9 * LAYERS  # each of a layer's 9 parameters in each of 4 steps
+    kind, options, released = CLASSES[case]
+    given = gradient_release(kind, **released), options
+    plain = train(tmp_path / "plain", *given, streamed=False)
+    ours = train(tmp_path / "ours", *given, streamed=True)
     assert tiny.largest_difference(ours.model, plain.model) == 0.0
-    assert len(state_of(ours)) == len(state_of(plain))
-    for one, other in zip(state_of(ours), state_of(plain), strict=True):
-        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    assert same(ours.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"])
     assert all(parameter.grad is None for parameter in ours.model.parameters())
-    resumed = train(tmp_path / "resumed", case, streamed=True, resume=str(tmp_path / "plain" / "checkpoint-2"))
+    resumed = train(tmp_path / "resumed", *given, streamed=True, resume=str(tmp_path / "plain" / "checkpoint-2"))
     assert tiny.largest_difference(resumed.model, plain.model) == 0.0
+    [callback] = [one for one in ours.callback_handler.callbacks if isinstance(one, StreamedLayersCallback)]
+    assert callback.handle.ring.steps is None  # after the run gradients are parked again
+
+
+def test_copies_of_the_weights_step(tmp_path: Path) -> None:
+    trainer = train(tmp_path, gradient_release(Recording, trust=True), {}, streamed=True)
+    stepped, own = trainer.optimizer.optimizer.stepped, {*trainer.model.parameters()}
+    assert (
+        len([one for one in stepped if one not in own]) == 4 * 9 * LAYERS
+    )  # 9 parameters of a layer in each of 4 steps
+    assert len([one for one in stepped if one in own]) == 4 * (len(own) - 9 * LAYERS)
 
 
 def test_stochastic_rounding_steps_on_the_device(tmp_path: Path) -> None:
@@ -82,17 +92,9 @@ def test_stochastic_rounding_steps_on_the_device(tmp_path: Path) -> None:
     assert tiny.largest_difference(models[0], llama().bfloat16()) > 0.0
 
 
-def test_after_the_run_gradients_are_parked_again(tmp_path: Path) -> None:
-    trainer = train(tmp_path, "AdamW", streamed=True)
-    [callback] = [one for one in trainer.callback_handler.callbacks if isinstance(one, StreamedLayersCallback)]
-    assert callback.handle.ring.steps is None
-
-
 def test_a_paged_optimizer_is_refused(tmp_path: Path) -> None:
-    CLASSES["paged"] = (bitsandbytes.optim.PagedAdamW, {}, {})
     with pytest.raises(ValueError) as error:
-        train(tmp_path, "paged", streamed=True)
-    del CLASSES["paged"]
+        train(tmp_path, gradient_release(bitsandbytes.optim.PagedAdamW), {}, streamed=True)
     assert str(error.value) == (
         "optim=<ReleasedPagedAdamW> pages its state, and that of streamed layers is on the host already; expected an "
         "optimizer without pages. Set optim='adamw_bnb_8bit'"

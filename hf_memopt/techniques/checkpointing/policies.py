@@ -16,8 +16,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -88,17 +87,14 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool | str =
         >>> handle.remove(); model.model.layers[0].gradient_checkpointing
         False
     """
-    parsed = _parsed(policy)
+    parsed = _parsed(policy, offload)
     _check_model(model, parsed)
-    check_value("offload", offload, bool | Literal["overlapped"], False)
-    if offload and parsed.kind == "selective":
-        raise _offload_error(policy)
     if offload:
         on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
         check_offload(on_cpu=on_cpu, is_stocks=offload is True)
     options: dict[str, Any] = {"use_reentrant": False, **({"offload": True} if offload is True else {})}
     if parsed.kind == "every":
-        options["every_n_layers"] = parsed.count
+        options["every_n_layers"] = parsed.number
     elif parsed.kind == "selective":
         options["context_fn"] = selective_contexts
     chosen = _chosen_layers(model, parsed)
@@ -155,10 +151,7 @@ class CheckpointingCallback(TechniqueCallback):
     technique = "checkpointing policy"
 
     def __init__(self, policy: str = "full", *, offload: bool | str = False) -> None:
-        check_value("offload", offload, bool | Literal["overlapped"], False)
-        self._parsed = _parsed(policy, budgets=True)
-        if offload and self._parsed.kind in ("selective", "budget"):
-            raise _offload_error(policy)
+        self._parsed = _parsed(policy, offload, budgets=True)
         super().__init__(policy, offload=offload)
         self.policy = policy
         self.offload = offload
@@ -199,36 +192,42 @@ class CheckpointingCallback(TechniqueCallback):
 # ---- Policies -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Policy:
+class _Policy(NamedTuple):
     """A policy as text and parsed: "full", "every", "first", "selective" or "budget", with its number."""
 
     text: str
     kind: str
-    count: int = 0
+    number: int = 0
     fraction: float = 1.0
 
 
-def _parsed(policy: Any, *, budgets: bool = False) -> _Policy:
-    """Return a parsed policy; ``budgets``: whether a budget of torch.compile is accepted."""
-    if isinstance(policy, str):
-        if policy in ("full", "selective"):
-            return _Policy(policy, policy)
-        if match := _COUNTED.fullmatch(policy):
-            return _Policy(policy, match[1], count=int(match[2]))
-        if match := _BUDGET.fullmatch(policy):
-            if budgets:
-                return _Policy(policy, "budget", fraction=float(match[1]))
-            raise ValueError(
-                f"policy={policy!r} is for torch.compile, not for the layers of a model; expected 'full', 'every_<n>', "
-                f"'first_<k>' or 'selective'. Pass CheckpointingCallback({policy!r}) to a Trainer with "
-                f"torch_compile=True, or call: activation_memory_budget({match[1]})"
-            )
-    budget = ", 'budget_<share from 0 to 1>'" if budgets else ""
-    raise ValueError(
-        f"policy={shown(policy)} is unknown; expected 'full', 'selective', 'every_<n>' or 'first_<k>' with a number "
-        f"from 1{budget}.{did_you_mean(policy, _FORMS)} Pass policy='full'"
-    )
+def _parsed(policy: Any, offload: Any, *, budgets: bool = False) -> _Policy:
+    """Return a parsed policy that goes with ``offload``; ``budgets``: whether a budget of torch.compile is accepted."""
+    check_value("offload", offload, bool | Literal["overlapped"], False)
+    text = policy if isinstance(policy, str) else ""
+    if text == "full":
+        return _Policy(text, text)
+    if match := _COUNTED.fullmatch(text):
+        return _Policy(text, match[1], number=int(match[2]))
+    match = _BUDGET.fullmatch(text)
+    if match and not budgets:
+        raise ValueError(
+            f"policy={policy!r} is for torch.compile, not for the layers of a model; expected 'full', 'every_<n>', "
+            f"'first_<k>' or 'selective'. Pass CheckpointingCallback({policy!r}) to a Trainer with "
+            f"torch_compile=True, or call: activation_memory_budget({match[1]})"
+        )
+    if text != "selective" and match is None:
+        budget = ", 'budget_<share from 0 to 1>'" if budgets else ""
+        raise ValueError(
+            f"policy={shown(policy)} is unknown; expected 'full', 'selective', 'every_<n>' or 'first_<k>' with a "
+            f"number from 1{budget}.{did_you_mean(policy, _FORMS)} Pass policy='full'"
+        )
+    if offload:
+        raise ValueError(
+            f"policy={policy!r}, offload=True are incompatible: what the policy keeps within the layers stays on the "
+            "GPU; expected 'full', 'every_<n>' or 'first_<k>'. Pass offload=False"
+        )
+    return _Policy(text, "budget", fraction=float(match[1])) if match else _Policy(text, text)
 
 
 def _checkpointing_layers(model: nn.Module) -> list[Any]:
@@ -262,15 +261,15 @@ def _chosen_layers(model: nn.Module, policy: _Policy) -> set[nn.Module] | None:
             f"policy={policy.text!r} needs layers that are switched one by one, and {type(model).__name__} has no "
             "stack of transformers' GradientCheckpointingLayer; expected 'full' or 'selective'. Pass policy='full'"
         )
-    if policy.count > most:
+    if policy.number > most:
         sizes = (f"the {len(stack)} layers of {name}".removesuffix(" of ") for name, stack in counted.items())
         raise ValueError(
             f"policy={policy.text!r} exceeds {' and '.join(sizes)} of {type(model).__name__}; expected a number "
             f"from 1 to {most}. Pass policy='{policy.kind}_{most}'"
         )
     if policy.kind == "every":
-        return set(layers[:: policy.count])
-    return {layer for stack in counted.values() for layer in stack[: policy.count]}
+        return set(layers[:: policy.number])
+    return {layer for stack in counted.values() for layer in stack[: policy.number]}
 
 
 def _check_model(model: Any, policy: _Policy) -> None:
@@ -298,13 +297,6 @@ def check_offload(*, on_cpu: bool, is_stocks: bool = True) -> None:
             "offload=True moves activations from an accelerator to the host, and there is no accelerator; expected a "
             "GPU that torch can use. Pass offload=False"
         )
-
-
-def _offload_error(policy: str) -> ValueError:
-    return ValueError(
-        f"policy={policy!r}, offload=True are incompatible: what the policy keeps within the layers stays on the GPU; "
-        "expected 'full', 'every_<n>' or 'first_<k>'. Pass offload=False"
-    )
 
 
 def _check_compiled(policy: str, args: TrainingArguments) -> None:

@@ -61,12 +61,7 @@ def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 def activation_memory_budget(fraction: float) -> UndoHandle:
-    """Let graphs that torch compiles from now on save at most about ``fraction`` of their activations.
-
-    Examples:
-        >>> with activation_memory_budget(0.5):
-        ...     pass  # the first training step of a model compiled by torch.compile
-    """
+    """Let graphs that torch compiles from now on save at most about ``fraction`` of their activations."""
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
         raise ValueError(
             f"fraction={fraction!r} is not a fraction of the activations; expected a number from 0.0 to 1.0. "

@@ -96,9 +96,7 @@ def _is_weight_of_experts(model: Any, name: str) -> bool:
 def _stack_for(quantizer: Any, model: Any, name: str, device: Any, dtype: Any) -> ExpertStack:
     module, key = get_module_from_name(model, name)
     double_quant = quantizer.quantization_config.bnb_4bit_use_double_quant
-    stack = ExpertStack(module._parameters[key].shape, dtype, double_quant=double_quant, device=device)
-    put_stack(module, key, stack)
-    return stack
+    return put_stack(module, key, dtype, double_quant=double_quant, device=device)
 
 
 class _Quantize(Bnb4bitQuantize):

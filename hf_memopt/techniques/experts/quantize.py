@@ -70,10 +70,9 @@ def quantize_experts(model: Any, double_quant: bool = False) -> QuantizedExperts
         )
     for _, module, key in found:
         weight = module._parameters[key]
-        stack = ExpertStack(weight.shape, weight.dtype, double_quant=double_quant, device=weight.device)
+        stack = put_stack(module, key, weight.dtype, double_quant=double_quant, device=weight.device)
         for index, expert in enumerate(weight):
             stack.write(index, expert)
-        put_stack(module, key, stack)
         del weight
     names = [f"{name}.{key}" for name, _, key in found]
     return QuantizedExpertsHandle(names, use_stacks(model))
@@ -119,10 +118,12 @@ def _problem(module: Any, weight: Any) -> tuple[str, str] | None:
     return None
 
 
-def put_stack(module: nn.Module, key: str, stack: ExpertStack) -> None:
-    """Put a stack in the place of a parameter."""
-    del module._parameters[key]
+def put_stack(module: Any, key: str, dtype: Any, *, double_quant: bool, device: Any) -> ExpertStack:
+    """Return an empty stack that stands in the place of a parameter."""
+    shape = module._parameters.pop(key).shape
+    stack = ExpertStack(shape, dtype, double_quant=double_quant, device=device)
     module.add_module(key, stack)
+    return stack
 
 
 def use_stacks(model: Any) -> UndoHandle:

@@ -49,7 +49,7 @@ class FreezeCallback(ModelCallback):
         self.patterns = checked_patterns(patterns)
         super().__init__(self.patterns)
 
-    def change_model(self, model: Any) -> None:
+    def change_model(self, model: Any, args: Any) -> None:
         """Freeze before the optimizer is built."""
         before = trainable_parameters(model)
         self.handle = self._handles.keep(model, freeze(model, self.patterns))
@@ -63,7 +63,7 @@ class FreezeCallback(ModelCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Freeze a model that is new, or that was thawed since, and take off the hooks that undo the saving."""
         if model is self._handles.model:
-            self.change_model(model)
+            self.change_model(model, args)
         super().on_train_begin(args, state, control, model, **kwargs)
         dropped = drop_input_gradients(model)
         if not dropped.is_removed:

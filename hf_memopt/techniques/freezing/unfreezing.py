@@ -36,55 +36,38 @@ Stages = Mapping[int | float, tuple[str, ...]]
 EXAMPLE = "schedule={0: 'classifier', 100: 'layers:10-11', 200: ['layers:0-9', 'embeddings']}"
 
 
-def unfreeze_by_schedule(
-    model: nn.Module, schedule: Schedule, step: int, *, total_steps: int | None = None
-) -> UndoHandle:
-    """Make trainable what ``schedule`` names for ``step`` or before, and freeze what it names for later only.
-
-    Other parameters stay as they are. A parameter named more than once follows its earliest stage, so
-    ``{0: "classifier", 100: "layers:10-11", 200: "base"}`` needs no exceptions; tied weights are one parameter.
-
-    Args:
-        model: the model.
-        schedule: patterns as ``freeze`` takes them, by the optimizer step from which on they are trained: an int, or a
-            float below 1 as a fraction of ``total_steps`` (rounded up).
-        step: optimizer steps taken so far.
-        total_steps: steps of the whole run; only fractions need it.
+def unfreeze_by_schedule(model: nn.Module, stages: Mapping[int, tuple[str, ...]], step: int) -> UndoHandle:
+    """Make trainable what ``stages`` names for ``step`` or before, and freeze what it names for later only.
 
     Raises:
-        ValueError: the schedule is malformed; a pattern matches nothing; nothing would be left to train. The model is
-            unchanged then.
-
-    Examples:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        >>> handle = unfreeze_by_schedule(model, {0: "1", 100: "0"}, step=99)
-        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        ['1.weight', '1.bias']
-        >>> handle.remove(); trainable_parameters(model)
-        12
+        ValueError: nothing would be left to train. The model is unchanged then.
     """
-    first = _first_steps(model, _in_steps(checked_schedule(schedule), total_steps))
+    first = _first_steps(model, stages)
     flags = {
         parameter: first.get(parameter, 0 if parameter.requires_grad else math.inf) <= step
         for parameter in model.parameters()
     }
     if not any(flags.values()):
         raise ValueError(
-            f"schedule={dict(schedule)!r} leaves {type(model).__name__} nothing to train at step {step}; expected at "
+            f"schedule={dict(stages)!r} leaves {type(model).__name__} nothing to train at step {step}; expected at "
             f"least one trainable parameter. Name the head for step 0, for example: {EXAMPLE}"
         )
     return set_trainable(model, flags)
 
 
 class GradualUnfreezeCallback(TechniqueCallback):
-    """Call ``unfreeze_by_schedule`` when training begins and at each step that a stage of the schedule begins with.
+    """Make trainable what a schedule names for this step or before, and freeze what it names for later only.
+
+    Other parameters stay as they are. A parameter named more than once follows its earliest stage, so
+    ``{0: "classifier", 100: "layers:10-11", 200: "base"}`` needs no exceptions; tied weights are one parameter.
 
     Nothing is frozen before the optimizer is built, so that it holds every parameter. Under checkpointing it also calls
     ``drop_input_gradients``. When training ends the flags stay as the last step had them. It logs no keys.
 
     Args:
-        schedule: as ``unfreeze_by_schedule`` takes it; ``{0: "classifier", 0.25: "layers:6-11", 0.5: "base"}``.
-            Fractions are of ``state.max_steps``: a resumed run must have as many as the first.
+        schedule: patterns as ``freeze`` takes them, by the optimizer step from which on they are trained: an int, or a
+            float below 1 as a fraction of ``state.max_steps`` (rounded up): ``{0: "classifier", 0.25: "layers:6-11",
+            0.5: "base"}``. With fractions a resumed run must have as many steps as the first.
 
     Attributes:
         changes: what was changed, one ``Change`` per stage.
@@ -92,8 +75,8 @@ class GradualUnfreezeCallback(TechniqueCallback):
 
     Raises:
         ValueError: a malformed schedule, at once; a pattern that matches nothing, when ``Trainer`` is constructed;
-            when training begins, several processes, and parameters that the optimizer does not hold because they were
-            frozen before it was built.
+            nothing left to train at a step; when training begins, several processes, and parameters that the optimizer
+            does not hold because they were frozen before it was built.
     """
 
     technique = "gradual unfreezing"
@@ -158,16 +141,11 @@ def checked_schedule(schedule: Any) -> dict[int | float, tuple[str, ...]]:
     return {step: checked_patterns(patterns) for step, patterns in schedule.items()}
 
 
-def _in_steps(schedule: Stages, total_steps: int | None) -> dict[int, tuple[str, ...]]:
+def _in_steps(schedule: Stages, total_steps: int) -> dict[int, tuple[str, ...]]:
     """Return the schedule by whole steps, earliest first."""
     stages: dict[int, tuple[str, ...]] = {}
     for key, patterns in schedule.items():
-        if isinstance(key, float) and total_steps is None:
-            raise ValueError(
-                f"total_steps={total_steps!r} leaves the fraction {key!r} of the schedule open; expected the steps of "
-                "the run. Pass total_steps=1000, or give whole steps"
-            )
-        step = math.ceil(key * (total_steps or 0)) if isinstance(key, float) else key
+        step = math.ceil(key * total_steps) if isinstance(key, float) else key
         stages[step] = (*stages.get(step, ()), *patterns)
     return dict(sorted(stages.items()))
 

@@ -209,9 +209,7 @@ def _dequantise_states(optimizer: Any, targets: Collection[int]) -> None:
                 continue
             former = dict(state)
             state.clear()
-            optimizer.init_state(
-                group, parameter, group_index, index
-            )  # allocates as the optimizer does: paged, of any shape
+            optimizer.init_state(group, parameter, group_index, index)  # allocates as it does: paged, of any shape
             for key in state:
                 if key in ("state1", "state2"):
                     state[key].copy_(_dequantised(former, key[-1]))
@@ -222,14 +220,13 @@ def _dequantise_states(optimizer: Any, targets: Collection[int]) -> None:
 def _dequantised(state: dict[str, Any], number: str) -> torch.Tensor:
     """Return a state in float32: of the parameter's shape, or two such halves where AdEMAMix keeps two averages."""
     values, scales, table = (state[f"{key}{number}"] for key in ("state", "absmax", "qmap"))
-    if scales.dim() == 2:  # AdEMAMix: (2, blocks), and the blocks of each half begin anew
-        return torch.stack([_blocks(*half, table) for half in zip(values, scales, strict=True)])
-    return _blocks(values, scales, table)
-
-
-def _blocks(values: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    flat = dequantize_blockwise(values.reshape(-1), absmax=scales, code=table, blocksize=_BLOCK_SIZE)
-    return flat.reshape(values.shape)
+    # the two averages of AdEMAMix have scales of shape (2, blocks): the blocks of each begin anew
+    averages = zip(values, scales, strict=True) if scales.dim() == 2 else [(values, scales)]
+    found = [
+        dequantize_blockwise(one.reshape(-1), absmax=of_one, code=table, blocksize=_BLOCK_SIZE)
+        for one, of_one in averages
+    ]
+    return torch.cat(found).reshape(values.shape)
 
 
 def _check_dtypes(model: nn.Module, optimizer: Any) -> int:
@@ -250,13 +247,6 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
     Each storage counts once and as a whole; of a sharded tensor the local part counts. bitsandbytes' quantisation
     tables (``qmap1`` and ``qmap2``, 1 KiB each, shared by all parameters) do not count.
-
-    Examples:
-        >>> layer = torch.nn.Linear(4, 4, bias=False)
-        >>> optimizer = torch.optim.Adam(layer.parameters())
-        >>> layer(torch.ones(4)).sum().backward(); optimizer.step()
-        >>> optimizer_state_bytes(optimizer)  # two moments of 16 elements, and the step count
-        {'float32': 132}
     """
     storages: dict[Any, tuple[str, int]] = {}
     for state in unwrap_optimizer(optimizer).state.values():

@@ -57,7 +57,8 @@ class StreamedLayer:
         if not torch.is_grad_enabled():
             return call.run(before, *args, **kwargs)
         self.switch_off()
-        call.open_gates()
+        # of each parameter that is trained
+        call.gates = [Gate.apply(p, call, i) if p.requires_grad else None for i, p in enumerate(self.parameters)]  # type: ignore[no-untyped-call]
         if not getattr(self.module, "_can_checkpoint_with_cache", False):  # the recomputation would write it once more
             kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
             kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
@@ -153,12 +154,7 @@ class LayerCall:
         self.layer = layer
         self.has_begun = False  # a part of it has run
         self.is_recorded = False  # the forward pass is over, so that whoever runs it again is the backward pass
-        self._gates: list[torch.Tensor | None] = [None] * len(layer.parameters)
-
-    def open_gates(self) -> None:
-        """Put a gate into the graph for each parameter that is trained."""
-        trained = enumerate(self.layer.parameters)
-        self._gates = [Gate.apply(p, self, i) if p.requires_grad else None for i, p in trained]  # type: ignore[no-untyped-call]
+        self.gates: list[torch.Tensor | None] = [None] * len(layer.parameters)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the layer with its weights on the device; the first time and whenever it is recomputed."""
@@ -168,7 +164,7 @@ class LayerCall:
             weights = [
                 # of a quantised weight the carriers have the values
                 parameter if copy is None else copy if gate is None else Weight.apply(gate, copy)  # type: ignore[no-untyped-call]
-                for parameter, copy, gate in zip(layer.parameters, copies, self._gates, strict=True)
+                for parameter, copy, gate in zip(layer.parameters, copies, self.gates, strict=True)
             ]
             with layer.exchanged(weights):
                 return forward(*args, **kwargs)

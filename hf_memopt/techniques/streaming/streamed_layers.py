@@ -39,7 +39,7 @@ from hf_memopt.techniques.streaming.ring import Ring
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from transformers import TrainingArguments
 
 TECHNIQUE = "streamed layers"
 FEWEST_LAYERS = 3
@@ -175,28 +175,17 @@ class StreamedLayersCallback(ModelCallback):
 
     def __init__(self, prefetch: int = 1, rows: int | None = None, *, embeddings_on_host: bool = False) -> None:
         _check_options(prefetch, rows, embeddings_on_host)
+        self.prefetch, self.rows, self.embeddings_on_host = prefetch, rows, embeddings_on_host
         self._options: dict[str, Any] = {"prefetch": prefetch, "rows": rows, "embeddings_on_host": embeddings_on_host}
         super().__init__(**self._options)
-        self.prefetch, self.rows, self.embeddings_on_host = prefetch, rows, embeddings_on_host
-        self._device: torch.device | None = None
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Stream the layers of the model that the Trainer was given."""
-        self._device = args.device
-        super().on_init_end(args, state, control, model=model, **kwargs)
-
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Stream the layers."""
-        self._device = trainer.args.device
-        return super().bind(trainer)
-
-    def change_model(self, model: Any) -> None:
+    def change_model(self, model: Any, args: TrainingArguments) -> None:
         """Call ``stream_layers``, unless the model's layers are streamed."""
         if model is None:  # model_init makes it when training begins
             return
         handle = _handle_of(model)
         if handle is None:
-            handle = stream_layers(model, device=self._device, **self._options)
+            handle = stream_layers(model, device=args.device, **self._options)
         elif self._handles.model is model:
             return
         self._handles.keep(model, handle)
@@ -210,7 +199,6 @@ class StreamedLayersCallback(ModelCallback):
     ) -> None:
         """Stream a new model's layers, find out who steps, and look for the memory that the host needs."""
         _check_arguments(args)
-        self._device = args.device
         super().on_train_begin(args, state, control, model=model, **kwargs)
         assert self.handle is not None  # of the model
         ring, optimizer = self.handle.ring, unwrap_optimizer(optimizer)

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,9 +32,6 @@ from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.techniques import ModelCallback
 from hf_memopt.techniques.tiling.position_wise import DRAWS, SWAPPED, Call, Place, difference, find_places, join
-
-if TYPE_CHECKING:
-    pass
 
 LEAST_TOKENS = 1024
 MOST_TILES = 8  # of 16-bit weights: the gradients of tiles are added up in 16 bits. Of the first batch, to be compared
@@ -125,7 +122,7 @@ class TiledLayersCallback(ModelCallback):
         super().__init__(tile_tokens)
         self.tile_tokens = tile_tokens
 
-    def change_model(self, model: Any) -> None:
+    def change_model(self, model: Any, args: Any) -> None:
         """Tile a model that is new."""
         if self._handles.model is model and self.handle is not None and not self.handle.is_removed:
             return
