@@ -45,54 +45,31 @@ METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "sta
 
 @dataclass(frozen=True)
 class DataFile:
-    """What a data file holds, by its schema.
+    """What a data file holds, by its schema."""
 
-    Attributes:
-        path: as it was given.
-        kind: ``"parquet"``, ``"arrow"``, ``"json"`` or ``"csv"``, as ``datasets`` calls its readers.
-        is_folder: whether ``path`` is a folder of such files.
-        is_saved: whether ``Dataset.save_to_disk`` wrote it.
-        column: of texts or token ids.
-        is_text: whether that column holds texts.
-        columns: all of its columns.
-        format: the name of the format of its rows, as ``read_rows`` calls it; "" where none fits.
-        parts: the column of each part of that format, as ``read_rows`` takes them by ``columns=``.
-        task: the first one whose rows are written so, where none was given.
-        sources: the files, or folders of saved datasets.
-    """
-
-    path: str
-    kind: str
-    is_folder: bool
-    is_saved: bool
-    column: str
-    is_text: bool
-    columns: tuple[str, ...]
-    format: str = ""
-    parts: Mapping[str, str] = field(default_factory=dict)
-    task: str | None = None
-    sources: Sequence[Path] = ()
+    path: str  # as it was given
+    kind: str  # "parquet", "arrow", "json" or "csv", as `datasets` calls its readers
+    is_folder: bool  # whether `path` is a folder of such files
+    is_saved: bool  # whether `Dataset.save_to_disk` wrote it
+    column: str  # the one of texts or token ids
+    is_text: bool  # whether that holds texts
+    columns: tuple[str, ...]  # all of them
+    format: str = ""  # of the rows, as `read_rows` calls it; "" where none fits
+    parts: Mapping[str, str] = field(default_factory=dict)  # the column of each part, as `read_rows` takes them
+    task: str | None = None  # the first one whose rows are written so, where none was given
+    sources: Sequence[Path] = ()  # the files, or folders of saved datasets
 
 
 @dataclass(frozen=True)
 class FileLengths:
-    """The result of ``file_lengths``.
+    """The result of ``file_lengths``."""
 
-    Attributes:
-        lengths: shape (examples,), without null and empty rows, which a bucketed view refuses.
-        unit: ``"tokens"``, or ``"words"`` where texts were split at white space.
-        columns: what was counted.
-        file: what was read.
-        null_rows: rows without a value in a column that they need.
-        empty_rows: rows of length 0, or with nothing to learn.
-    """
-
-    lengths: NDArray[np.int32]
-    unit: Literal["tokens", "words"]
-    columns: tuple[str, ...]
+    lengths: NDArray[np.int32]  # (examples,), without null and empty rows, which a bucketed view refuses
+    unit: Literal["tokens", "words"]  # words where texts were split at white space
+    columns: tuple[str, ...]  # what was counted
     file: DataFile
-    null_rows: int
-    empty_rows: int
+    null_rows: int  # without a value in a column that they need
+    empty_rows: int  # of length 0, or with nothing to learn
 
     @property
     def column(self) -> str:
@@ -199,16 +176,9 @@ def data_file(
     with reading(sources[0], kind):
         schema, _ = open_source(sources[0], kind)
     found, column, is_text = _format_of(schema, sources[0], column, task, has_tokenizer=has_tokenizer)
-    file = DataFile(
-        os.fspath(path),
-        kind,
-        Path(path).is_dir(),
-        sources[0].is_dir(),
-        column,
-        is_text,
-        tuple(schema.names),
-        sources=sources,
-    )
+    is_saved = sources[0].is_dir()
+    names, are_in_folder = tuple(schema.names), Path(path).is_dir()
+    file = DataFile(os.fspath(path), kind, are_in_folder, is_saved, column, is_text, names, sources=sources)
     if found is None:
         return file
     form, parts = found
