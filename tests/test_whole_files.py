@@ -19,7 +19,7 @@ import pytest
 from resource_limits import resource_limit
 
 import hf_memopt
-from hf_memopt.batching.padding_costs import padding_report
+from hf_memopt.batching import padding_report
 from hf_memopt.techniques.nonfinite.report import OverflowReport, write_reports
 from hf_memopt.whole_files import warn_unwritten, write_whole
 

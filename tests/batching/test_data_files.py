@@ -25,7 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from hf_memopt.batching.padding_costs import data_files, file_lengths, file_readers
+from hf_memopt.batching import file_lengths
+from hf_memopt.batching.padding_costs import data_files, file_readers
 from hf_memopt.batching.padding_costs.data_files import KINDS
 from tiny import bert_config, tokenizer
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from hf_memopt import padding_report
 from hf_memopt.batching.padding_costs import figures as padding
-from hf_memopt.batching.padding_costs import padding_report
 from hf_memopt.batching.padding_costs.figures import MOST_SIMULATED, length_histogram
 from hf_memopt.batching.padding_costs.strategies import fitting_budget, grouped_by_length
 from hf_memopt.batching.plan import LengthBuckets

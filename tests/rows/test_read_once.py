@@ -12,7 +12,7 @@ import pytest
 from templates import CHATML, byte_tokenizer
 
 from hf_memopt import read_rows
-from hf_memopt.batching.padding_costs import data_file, file_lengths
+from hf_memopt.batching import data_file, file_lengths
 from hf_memopt.rows.read import FORMATS
 
 ASKED = [{"role": "user", "content": "2 + 2?"}]

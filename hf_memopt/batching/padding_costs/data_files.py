@@ -105,21 +105,18 @@ def file_lengths(
     """Return the length of every example in a file, or in a folder of files of one kind.
 
     A folder is searched with its subfolders; hidden files and other kinds of files are skipped. A folder that
-    ``Dataset.save_to_disk`` wrote is read as that dataset. With a tokenizer the lengths are those of ``read_rows``. To
-    train an encoder-decoder, a row is as long as the longer of its source and its target.
+    ``Dataset.save_to_disk`` wrote is read as that dataset. With a tokenizer the lengths are those of ``read_rows``,
+    else words are counted. To train an encoder-decoder, a row is as long as the longer of its source and its target.
 
     Args:
         path: the file or folder.
         column: lists of token ids or texts; by default the columns of the first format that fits, else the only column
             of texts (with a tokenizer texts are preferred to ``input_ids``).
-        tokenizer: counts the tokens of texts, special tokens included: a folder or a name on the Hub for
-            ``AutoTokenizer``. Without it words are counted.
+        tokenizer: a folder or a name on the Hub for ``AutoTokenizer``.
         task: of the model's head, which decides where several formats fit; None for any.
 
     Raises:
-        ValueError: no such path, an unknown kind of file, files of several kinds, one that cannot be read, no such
-            column or no default one, no rows or only empty ones, rows that are not as their format says, or a tokenizer
-            that cannot be loaded.
+        ValueError: a path, a column, rows or a tokenizer that cannot be read.
     """
     from tqdm.auto import tqdm
 
@@ -163,8 +160,7 @@ def data_file(
 ) -> DataFile:
     """Return what a data file holds, without reading its rows; the columns are chosen as ``file_lengths`` does.
 
-    ``has_tokenizer``: texts are preferred to token ids. The other arguments are those of ``file_lengths``, and so
-    are the errors, but for what only the rows show.
+    With ``has_tokenizer`` texts are preferred to token ids. The errors too are those of ``file_lengths``.
     """
     try:
         kind, sources = _find(Path(path))
@@ -315,8 +311,7 @@ def _check_parts(schema: pa.Schema, parts: Mapping[str, str], source: Path, firs
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
