@@ -17,8 +17,7 @@ from transformers import (
 )
 
 import tiny
-from hf_memopt.batching.collation import BucketedCollator
-from hf_memopt.batching.collation.collators import DynamicPaddingCollator
+from hf_memopt import BucketedCollator, DynamicPaddingCollator
 
 REMEDY = (
     "Remove it: dataset.remove_columns('text') or TrainingArguments(remove_unused_columns=True); or let a collator "

@@ -33,8 +33,7 @@ from transformers import (
 )
 
 import tiny
-from hf_memopt.batching.collation import BucketedCollator
-from hf_memopt.batching.collation.collators import DynamicPaddingCollator
+from hf_memopt import BucketedCollator, DynamicPaddingCollator
 
 # Columns
 

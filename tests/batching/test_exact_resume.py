@@ -20,9 +20,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt.batching.collation import BucketedCollator
-from hf_memopt.batching.views import bucketed
-from hf_memopt.binding import attach
+from hf_memopt import BucketedCollator, attach, bucketed
 from two_ranks import run_pair
 
 COUNT, EPOCHS = 28, 2

