@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import transformers
 from hypothesis import strategies as st
@@ -131,9 +130,3 @@ def bert(head: str, **config: Any) -> transformers.PreTrainedModel:
 @cache
 def llama() -> transformers.PreTrainedModel:
     return tiny.llama().eval()
-
-
-def error_of(call: Callable[[], Any], kind: type[Exception]) -> str:
-    with pytest.raises(kind) as error:
-        call()
-    return str(error.value)

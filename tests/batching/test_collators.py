@@ -133,31 +133,7 @@ def test_features_stay_as_they_are_and_share_no_memory_with_the_batch(kind):
         assert all(np.array_equal(np.asarray(row[name]), np.asarray(old[name])) for name in row)
 
 
-def test_the_output_of_a_tokenizer_call_is_taken_as_it_is():
-    tokenizer = tiny.tokenizer()
-    rows = [tokenizer("w1 w2 w3"), tokenizer("w4")]  # BatchEncoding: a Mapping, not a dict
-    batch = DynamicPaddingCollator(tokenizer)(rows)
-    assert_same(batch, dict(tokenizer.pad(rows, pad_to_multiple_of=8, return_tensors="pt")))
-
-
-def test_a_processor_lends_its_tokenizer():
-    class Processor:
-        tokenizer = tiny.tokenizer()
-
-    collator = DynamicPaddingCollator(Processor())
-    assert collator.tokenizer is Processor.tokenizer
-
-
 # Rows without tokens
-
-
-def test_a_row_without_tokens_is_padding_only_and_causal_lm_gets_no_label_from_it():
-    batch = DynamicPaddingCollator(tiny.tokenizer(), causal_lm=True, pad_to_multiple_of=None)(
-        [{"input_ids": []}, {"input_ids": [5, 6]}]
-    )
-    assert batch["input_ids"].tolist() == [[PAD, PAD], [5, 6]]
-    assert batch["attention_mask"].tolist() == [[0, 0], [1, 1]]
-    assert batch["labels"].tolist() == [[-100, -100], [5, 6]]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -168,11 +144,6 @@ def test_a_row_without_tokens_leaves_the_causal_loss_of_the_others_alone(side):
     with torch.no_grad():
         alone, among = model(**collator(rows)).loss, model(**collator([*rows, {"input_ids": []}])).loss
     assert abs(alone - among) < LOSS_TOLERANCE
-
-
-def test_a_batch_of_rows_without_tokens_has_one_rounded_width():
-    batch = DynamicPaddingCollator(tiny.tokenizer(), pad_to_multiple_of=4)([{"input_ids": []}, {"input_ids": []}])
-    assert batch["input_ids"].tolist() == [[PAD] * 4] * 2
 
 
 # Labels
@@ -337,17 +308,6 @@ def test_worker_processes_give_the_batches_of_this_process(start):
 
 
 # In the stock Trainer
-
-
-def test_the_stock_trainer_takes_the_same_steps_as_with_its_own_collator(tmp_path):
-    rows = tokenized([3, 17, 9, 1, 30, 12, 8, 8], label=[0, 1, 2, 0, 1, 2, 0, 1])
-    tokenizer = tiny.tokenizer()
-    ours, stock = tiny.bert(), tiny.bert()
-    tiny.train(ours, rows, tmp_path, per_device_train_batch_size=4, trainer_data_collator=BucketedCollator(tokenizer))
-    stock_collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
-    tiny.train(stock, rows, tmp_path, per_device_train_batch_size=4, trainer_data_collator=stock_collator)
-    assert tiny.largest_difference(ours, tiny.bert()) > 1e-4  # it trained
-    assert tiny.largest_difference(ours, stock) == 0.0
 
 
 def test_the_stock_trainer_takes_whole_batch_items_one_per_step(tmp_path):
