@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,56 +201,53 @@ def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, own,
     )
 
 
-def test_a_model_that_returns_a_cache_gets_attention_within_texts(tmp_path):
-    model = tiny.llama()
-    trainer, _ = make_trainer(tmp_path, model, examples(), use_cache=True)
-    attach(trainer)
-    assert model.config._attn_implementation == "packed_sdpa"
-
-
-def test_a_row_without_position_ids_is_refused(tmp_path):
-    assert refusal(tmp_path, tiny.llama(), return_position_ids=False).startswith(
-        "where those of LlamaForCausalLM see each other"
-    )
-
-
-def test_other_positions_than_those_of_a_text_alone_are_refused(tmp_path):
-    if "position_ids_start" not in DataCollatorWithFlattening.__init__.__code__.co_varnames:
-        pytest.skip("this version of transformers counts from 0 only")
-    assert refusal(tmp_path, causal_lm("gpt2", **OF_GPT2), position_ids_start=5) == (
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "no positions": (
+        tiny.llama,
+        {"return_position_ids": False},
+        "where those of LlamaForCausalLM see each other (attention: 'sdpa'); expected a model whose layers keep apart "
+        "what position_ids count anew. Pad instead: BucketedCollator(tokenizer, causal_lm=True)",
+    ),
+    "other positions": (
+        lambda: causal_lm("gpt2", **OF_GPT2),
+        {"position_ids_start": 5},
         "where GPT2LMHeadModel does not compute what it computes for a text alone, as with other positions; expected "
         "the same. Call: DataCollatorWithFlattening(position_ids_start=2) if it counts positions from 2; else "
-        "Pad instead: BucketedCollator(tokenizer, causal_lm=True)"
-    )
-
-
-def test_labels_of_first_tokens_are_refused(tmp_path):
-    assert refusal(tmp_path, tiny.llama(), separator_id=7) == (
+        "Pad instead: BucketedCollator(tokenizer, causal_lm=True)",
+    ),
+    "labels of first tokens": (
+        tiny.llama,
+        {"separator_id": 7},
         "with labels [7, 7, 7] for their first tokens; expected -100, as nothing predicts them. "
-        "Call: DataCollatorWithFlattening(separator_id=-100)"
-    )
-
-
-def test_a_loss_that_counts_first_tokens_is_refused(tmp_path):
-    torch.manual_seed(0)
-    model = transformers.LlamaForTokenClassification(tiny.llama_config(num_labels=100))
-    assert refusal(tmp_path, model) == (
+        "Call: DataCollatorWithFlattening(separator_id=-100)",
+    ),
+    "a loss of first tokens": (
+        lambda: transformers.LlamaForTokenClassification(tiny.llama_config(num_labels=100)),
+        {},
         "and leaves out the label of their first tokens, which the loss of LlamaForTokenClassification counts; "
-        "expected a causal language model. Pad instead: BucketedCollator(tokenizer)"
-    )
+        "expected a causal language model. Pad instead: BucketedCollator(tokenizer)",
+    ),
+    "a class for a row": (
+        lambda: transformers.LlamaForSequenceClassification(tiny.llama_config(num_labels=3)),
+        {},
+        "which LlamaForSequenceClassification could not be trained on (ValueError: ",
+    ),
+    "no model": (lambda: torch.nn.Linear(2, 2), {}, "which Linear could not be trained on (AttributeError: "),
+}
 
 
-def test_a_model_that_cannot_read_the_row_is_refused(tmp_path):
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_keeps_no_texts_apart_is_refused_with_the_reason(name, tmp_path):
+    build, settings, message = REFUSED[name]
+    if not settings.keys() <= set(DataCollatorWithFlattening.__init__.__code__.co_varnames):
+        pytest.skip("this version of transformers counts from 0 only")
     torch.manual_seed(0)
-    found = refusal(tmp_path, transformers.LlamaForSequenceClassification(tiny.llama_config(num_labels=3)))
-    assert found.startswith("which LlamaForSequenceClassification could not be trained on (ValueError: ")
-    assert found.endswith(
-        "); expected a causal language model that takes position_ids. Pad instead: BucketedCollator(tokenizer)"
-    )
-
-
-def test_a_module_that_is_no_model_of_transformers_is_refused(tmp_path):
-    assert refusal(tmp_path, torch.nn.Linear(2, 2)).startswith("which Linear could not be trained on (AttributeError: ")
+    found = refusal(tmp_path, build(), **settings)
+    if not message.endswith("Error: "):
+        assert found == message
+        return
+    assert found.startswith(message)  # the rest is what the model raised
+    assert "; expected a causal language model that takes position_ids. Pad instead: BucketedCollator(tok" in found
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -339,27 +337,45 @@ def test_one_view_serves_a_padding_and_a_flattening_trainer(tmp_path):
     assert isinstance(view.buckets, LengthBuckets)
 
 
-def test_a_refused_seed_leaves_the_view_as_it_was(tmp_path):
-    view = bucketed(examples(), max_tokens=MAX_TOKENS, seed=3)
-    with pytest.raises(ValueError, match="seed=3 of the bucketed view differs from data_seed=4"):
-        attach(make_trainer(tmp_path, tiny.llama(), view, data_seed=4)[0])
-    assert isinstance(view.buckets, LengthBuckets)
-
-
-def test_boundaries_are_refused_at_attach(tmp_path):
-    view = bucketed(examples(), max_tokens=MAX_TOKENS, boundaries=[12, 32])
-    with pytest.raises(ValueError, match="these batches have no padding; expected none"):
-        attach(make_trainer(tmp_path, tiny.llama(), view)[0])
-
-
-def test_stocks_collator_alone_is_told_where_it_belongs(tmp_path):
-    view = bucketed(examples(), max_tokens=MAX_TOKENS)
-    with pytest.raises(ValueError) as error:
-        attach(make_trainer(tmp_path, tiny.llama(), view, DataCollatorWithFlattening())[0])
-    assert str(error.value) == (
+REFUSED_VIEWS: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
+    (
+        {"seed": 3},
+        flattening(),
+        {"data_seed": 4},
+        "seed=3 of the bucketed view differs from data_seed=4 of the training arguments; expected one seed for the "
+        "order of the data. Leave seed out of bucketed(...)",
+    ),
+    (
+        {"boundaries": [12, 32]},
+        flattening(),
+        {},
+        "boundaries=[12, 32] are what batches are padded to, and these batches have no padding; expected none. Leave "
+        "boundaries out of bucketed(...)",
+    ),
+    (
+        {},
+        DataCollatorWithFlattening(),
+        {},
         "data_collator=<DataCollatorWithFlattening> cannot flatten the whole batches of the max_tokens view; expected "
-        "BucketedCollator. Pass Trainer(..., data_collator=BucketedCollator(inner=DataCollatorWithFlattening()))"
-    )
+        "BucketedCollator. Pass Trainer(..., data_collator=BucketedCollator(inner=DataCollatorWithFlattening()))",
+    ),
+    (
+        {},
+        list,
+        {},
+        "data_collator=<type> cannot flatten the whole batches of the max_tokens view; expected BucketedCollator. "
+        "Pass Trainer(..., data_collator=BucketedCollator(tokenizer))",
+    ),
+]
+
+
+@pytest.mark.parametrize(("of_view", "collator", "settings", "message"), REFUSED_VIEWS, ids=range(len(REFUSED_VIEWS)))
+def test_attach_refuses_what_cannot_be_flattened(of_view, collator, settings, message, tmp_path):
+    view = bucketed(examples(), max_tokens=MAX_TOKENS, **of_view)
+    with pytest.raises(ValueError) as error:
+        attach(make_trainer(tmp_path, tiny.llama(), view, collator, **settings)[0])
+    assert str(error.value) == message
+    assert isinstance(view.buckets, LengthBuckets)  # as it was
 
 
 def test_micro_batches_are_refused_at_the_first_step(tmp_path):
@@ -373,20 +389,6 @@ def test_micro_batches_are_refused_at_the_first_step(tmp_path):
         "on each other. Pack fewer tokens into a row, raise max_tokens=32, or take MicrobatchCallback out of "
         "callbacks= and lower per_device_train_batch_size."
     )
-
-
-@pytest.mark.parametrize("kind", ["dataset", "sorted"])
-def test_an_evaluation_of_flattened_texts_is_that_of_padded_ones(kind, tmp_path):
-    dataset = Dataset.from_list(examples())
-    found = []
-    for collator in (flattening(), BucketedCollator(tiny.tokenizer())):
-        evaluated = sorted_by_length(dataset) if kind == "sorted" else dataset
-        model = tiny.llama().double()
-        trainer, _ = make_trainer(tmp_path, model, dataset, collator, per_device_eval_batch_size=COUNT)
-        trainer.eval_dataset = evaluated
-        metrics = attach(trainer).evaluate()
-        found.append(metrics["eval_loss_per_token" if kind == "sorted" else "eval_loss"])
-    assert found[0] == pytest.approx(found[1], rel=1e-6)  # losses are gathered in float32
 
 
 def test_several_processes_cannot_evaluate_sorted_texts_without_padding(tmp_path, monkeypatch):
