@@ -257,15 +257,6 @@ def test_workers_hand_out_the_order_that_one_process_reads(source, workers):
 
 
 @one_core
-def test_workers_without_examples_and_a_stream_that_ends():
-    stream = bucketed(Passes([3] * 5), max_tokens=16, buffer_examples=4)
-    loader = DataLoader(stream, batch_size=1, num_workers=3, collate_fn=lambda items: [r["tag"][1] for r in items[0]])
-    found = list(loader)
-    assert sorted(i for batch in found for i in batch) == [0, 1, 2, 3, 4]
-    assert found == [[row["tag"][1] for row in batch] for batch in stream]
-
-
-@one_core
 @pytest.mark.parametrize("workers", [0, 2])
 def test_dropped_examples_are_counted_once_whatever_the_number_of_workers(workers):
     stream = bucketed(Passes([3, 40, 5, 50, 60], 2), max_tokens=32, buffer_examples=4, too_long="drop")
@@ -356,19 +347,6 @@ def test_a_resumed_run_takes_the_batches_of_the_straight_run(kind, source, setti
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert rest == seen[step * accumulation :]
         assert tiny.largest_difference(straight.model, resumed.model) == 0.0
-
-
-@one_core
-def test_a_run_resumes_exactly_with_another_number_of_workers(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 5, "max_steps": 10, "per_device_train_batch_size": 2}
-    straight, seen = make_trainer(tmp_path, make_stream("examples"), **settings)
-    attach(straight)
-    straight.train()
-    resumed, rest = make_trainer(tmp_path, make_stream("examples"), **settings, **TWO_WORKERS)
-    attach(resumed)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    assert rest == seen[5:]
-    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
 
 
 PAIRS = {

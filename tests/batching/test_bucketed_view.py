@@ -78,12 +78,6 @@ def test_attach_takes_the_seed_from_the_arguments(kind, given, expected, tmp_pat
     assert list(view[0]) != before or kind == "examples"
 
 
-def test_a_seed_of_its_own_stays_unless_the_arguments_name_another(tmp_path):
-    view = bucketed(examples(), batch_size=4, seed=3)
-    assert attach(make_trainer(tmp_path, view)[0]).train_dataset.buckets.seed == 3
-    attach(make_trainer(tmp_path, view, data_seed=3)[0])
-
-
 @pytest.mark.parametrize("kind", VIEWS)
 def test_attach_reads_only_what_the_model_takes(kind, tmp_path):
     rows = [{**row, "text": f"row {i}", "length": 3} for i, row in enumerate(examples())]
@@ -127,6 +121,8 @@ def test_the_items_are_those_of_the_plan(kind, source):
     view = bucketed(source(rows), **VIEWS[kind])
     view.set_epoch(1)
     plan = view.buckets.plan(1)
+    assert view.indices_of(range(len(view))) == plan.flat().tolist()
+    assert view.indices_of([len(view)]) == view.indices_of([0])
     if kind == "examples":
         assert len(view) == COUNT
         assert [view[i] for i in range(COUNT)] == [rows[i] for i in plan.flat()]
@@ -153,14 +149,6 @@ def test_set_epoch_is_idempotent_and_pickles_and_copies_follow_it(kind):
         twin.set_epoch(0)
         assert (twin[0], twin[1], twin[2]) == first
         assert view.epoch == 1
-
-
-def test_persistent_workers_of_a_copied_view_see_the_new_epoch():
-    view = copy.deepcopy(bucketed(examples(), **VIEWS["batches"]))
-    loader = DataLoader(view, batch_size=1, num_workers=1, persistent_workers=True, collate_fn=lambda items: items[0])
-    for epoch in (0, 1):
-        view.set_epoch(epoch)
-        assert list(loader) == [view[i] for i in range(len(view))]
 
 
 def test_the_world_size_comes_from_the_environment(monkeypatch):
@@ -232,13 +220,6 @@ def test_a_dataset_that_grew_or_shrank_is_refused(kind):
                 f"dataset=<{count} examples> had {COUNT} when the view was built; expected the same. "
                 "Build the view again: bucketed(dataset, ...)"
             )
-
-
-def test_a_batch_beyond_the_end_is_an_index_error():
-    view = bucketed(examples(), **VIEWS["batches"])
-    with pytest.raises(IndexError) as error:
-        view[len(view)]
-    assert str(error.value) == f"position={len(view)} is not a batch of this view; expected 0 to {len(view) - 1}"
 
 
 # What attach sets
@@ -385,6 +366,9 @@ def test_positions_that_are_not_integers_are_refused(kind, item):
             "Read several with: [view[i] for i in range(3)]"
         )
     assert view[np.int64(1)] == view[torch.tensor(1)] == view[1]
+    with pytest.raises(IndexError) as error:
+        view[len(view)]
+    assert str(error.value) == f"position={len(view)} is not {item} of this view; expected 0 to {len(view) - 1}"
 
 
 # What bucketed refuses
@@ -409,15 +393,3 @@ def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_col
     )
     view = bucketed(TensorDataset(torch.zeros(3, 2)), batch_size=2, lengths=[4, 5, 6])
     assert len(view) == 3
-
-
-@pytest.mark.parametrize("size", [{"batch_size": 4}, {"max_tokens": 40}], ids=["batch_size", "max_tokens"])
-def test_indices_of_names_the_examples_that_an_item_holds(size) -> None:
-    dataset = [{"input_ids": [i] * (3 + i % 7)} for i in range(1, 22)]
-    view = bucketed(dataset, **size)
-    view.set_epoch(1)
-    for position in range(len(view)):
-        item = view[position]
-        rows = item if "max_tokens" in size else [item]
-        assert view.indices_of([position]) == [row["input_ids"][0] - 1 for row in rows]
-    assert view.indices_of([len(view)]) == view.indices_of([0])

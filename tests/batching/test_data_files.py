@@ -147,18 +147,6 @@ def test_a_folder_is_searched_to_its_bottom_without_hidden_and_foreign_files(tmp
     assert (len(found.file.sources), found.lengths.tolist()) == (2, [n + 2 for n in LENGTHS] * 2)
 
 
-def test_a_later_block_may_hold_what_the_first_one_did_not(tmp_path):
-    rows = [{"text": None, "score": 1}] * 500 + [{"text": "a b"}, {"score": 2.5}, {"text": "c", "more": [1]}]
-    found = file_lengths(write_lines(tmp_path / "a.jsonl", rows))
-    assert (found.lengths.tolist(), found.null_rows) == ([2, 1], 501)
-    ids = [{"input_ids": []}] * 500 + [{"input_ids": [1, 2]}]
-    found = file_lengths(write_lines(tmp_path / "b.jsonl", ids))
-    assert (found.lengths.tolist(), found.empty_rows, found.null_rows) == ([2], 500, 0)
-    (tmp_path / "c.csv").write_text("id,text\n" + "1,\n" * 2000 + '2.5,"a b\nc"\n')
-    found = file_lengths(tmp_path / "c.csv")
-    assert (found.lengths.tolist(), found.null_rows + found.empty_rows) == ([3], 2000)
-
-
 def test_links_lead_to_each_file_once_and_never_in_a_circle(tmp_path):
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     for folder in (data, elsewhere):
@@ -170,20 +158,6 @@ def test_links_lead_to_each_file_once_and_never_in_a_circle(tmp_path):
     (elsewhere / "back").symlink_to(data)
     found = file_lengths(data)
     assert (len(found.file.sources), found.lengths.tolist()) == (2, [n + 2 for n in LENGTHS] * 2)
-
-
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("column", ["text", "input_ids"])
-def test_a_json_file_of_a_single_record_is_one_row(tmp_path, indent, column):
-    (tmp_path / "one.json").write_text(json.dumps({"label": 1, "text": "a b c", "input_ids": [4, 5]}, indent=indent))
-    found = file_lengths(tmp_path / "one.json", column=column)
-    assert (found.lengths.tolist(), found.null_rows) == ([3 if column == "text" else 2], 0)
-
-
-def test_a_text_that_says_null_is_a_text(tmp_path):
-    (tmp_path / "a.csv").write_text("text,label\nNA,1\nnull,2\nNaN None,3\n,4\n")
-    found = file_lengths(tmp_path / "a.csv")
-    assert (found.lengths.tolist(), found.null_rows, found.empty_rows) == ([1, 1, 2], 0, 1)
 
 
 def test_a_row_may_be_large(tmp_path):
@@ -359,15 +333,32 @@ def test_a_folder_that_makes_an_empty_tokenizer_is_refused(tmp_path):
         )
 
 
-@pytest.mark.parametrize("name", ["../secret.arrow", "/secret.arrow", 5])
-def test_a_saved_dataset_is_read_in_its_own_folder_alone(tmp_path, name):
-    WRITERS["saved"](tmp_path / "saved")
-    state = tmp_path / "saved" / "state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": name}]}))
-    assert error_of(tmp_path / "saved") == (
-        f"path={str(tmp_path / 'saved')!r} cannot be read as arrow (ArrowInvalid: state.json has the file {name!r}, "
-        "which is not one of its folder); expected a complete file. Write it again"
-    )
+# ---- what counts: the file, its content, the lengths, null and empty rows
+
+
+def lines(*rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+LATER = [{"text": None, "score": 1}] * 600 + [{"text": "a b"}, {"score": 2.5}, {"text": "c", "more": [1]}]
+OTHERS = [{"text": "a", "message": {"a": 1}}] * 600 + [{"text": "b c", "message": [1], "x": 2.5}]
+COUNTED: dict[str, tuple[str, str, list[int], int, int]] = {
+    "a later block": ("a.jsonl", lines(*LATER), [2, 1], 601, 0),
+    "later ids": ("a.jsonl", lines(*[{"input_ids": []}] * 600, {"input_ids": [1, 2]}), [2], 0, 600),
+    "a later type": ("a.csv", "id,text\n" + "1,\n" * 2000 + '2.5,"a b\nc"\n', [3], 0, 2000),
+    "other fields": ("a.jsonl", lines(*OTHERS), [1] * 600 + [2], 0, 0),
+    "one record": ("a.json", lines({"label": 1, "text": "a b c"}), [3], 0, 0),
+    "one record of many lines": ("a.json", json.dumps({"label": 1, "input_ids": [4, 5]}, indent=2), [2], 0, 0),
+    "texts that say null": ("a.csv", "text,label\nNA,1\nnull,2\nNaN None,3\n,4\n", [1, 1, 2], 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_counts_in_a_file(tmp_path, name):
+    file, content, lengths, null_rows, empty_rows = COUNTED[name]
+    (tmp_path / file).write_text(content)
+    found = file_lengths(tmp_path / file)
+    assert (found.lengths.tolist(), found.null_rows, found.empty_rows) == (lengths, null_rows, empty_rows)
 
 
 # ---- what cannot: the file, its content, and the message, in which {path} is its path
@@ -499,6 +490,13 @@ def test_folders_and_paths_that_cannot_be_read(tmp_path):
         f"path={str(saved)!r} holds the splits test, train; expected one dataset. "
         f"Name one of them: hf-memopt lengths {saved / 'test'}"
     )
+    state = saved / "train" / "state.json"  # a saved dataset is read in its own folder alone
+    for name in ("../secret.arrow", "/secret.arrow", 5):
+        state.write_text(json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": name}]}))
+        assert error_of(saved / "train") == (
+            f"path={str(saved / 'train')!r} cannot be read as arrow (ArrowInvalid: state.json has the file {name!r}, "
+            "which is not one of its folder); expected a complete file. Write it again"
+        )
     (saved / "test" / "data-00000-of-00001.arrow").unlink()
     start = f"path={str(saved / 'test')!r} cannot be read as arrow (FileNotFoundError: "
     assert error_of(saved / "test").startswith(start)

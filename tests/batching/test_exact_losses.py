@@ -377,19 +377,6 @@ def test_without_a_count_it_is_the_models_own_loss(name):
     torch.testing.assert_close(exact_loss(model)((own.logits,), batch["labels"]), own.loss)
 
 
-@pytest.mark.parametrize("name", ["bert", "bert-tokens", "gpt2-lm", "bart"])
-def test_evaluation_gives_the_models_own_loss(name, tmp_path):
-    case = CASES[name]
-    batch = join(micro_batches(case.labels))
-    rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(sum(ROWS))]
-    trainer, _ = make_trainer(case, torch.float32, tmp_path, batches=[batch], per_device_eval_batch_size=len(rows))
-    trainer.data_collator = transformers.default_data_collator
-    bind(trainer)
-    own = seeded(case, torch.float32).eval()(**batch).loss
-    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(own.item(), rel=1e-6)
-    assert torch.equal(torch.from_numpy(trainer.predict(rows).label_ids), batch["labels"])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_logits_are_summed_in_float32(dtype):
     loss = exact_loss(bert_tokens())

@@ -4,7 +4,6 @@ a refusal wherever texts would see each other.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -401,57 +400,3 @@ def test_several_processes_cannot_evaluate_sorted_texts_without_padding(tmp_path
         "world_size=2 processes could not be left out; expected the dataset itself, as there is no padding that an "
         "order could save. Evaluate view.dataset"
     )
-
-
-# ---- Resume ---------------------------------------------------------------------------------------------------------
-
-
-def run(folder: Path, checkpoint: str | None = None) -> tuple[Trainer, list[list[int]]]:
-    view = bucketed(Dataset.from_list(examples()), max_tokens=MAX_TOKENS)
-    trainer, seen = make_trainer(
-        folder,
-        tiny.llama(),
-        view,
-        num_train_epochs=2,
-        save_strategy="steps",
-        save_steps=2,
-        ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,
-    )
-    attach(trainer).train(resume_from_checkpoint=checkpoint)
-    return trainer, [texts_of(ids, dict(enumerate(LENGTHS))) for ids in seen]
-
-
-def check_resume(folder: Path) -> list[list[int]]:
-    """Train, resume within the second epoch, compare; return the texts of every batch of the straight run."""
-    straight, seen = run(folder / "straight")
-    step = straight.state.max_steps // 2 + 1
-    step += step % 2
-    assert step < straight.state.max_steps
-    resumed, rest = run(folder / "resumed", str(folder / "straight" / f"checkpoint-{step}"))
-    assert rest == seen[step:]
-    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
-    return seen
-
-
-def test_a_resumed_run_is_the_straight_one(tmp_path):
-    check_resume(tmp_path)
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_packed_batches(tmp_path):
-    from two_ranks import run_pair
-
-    first, second = run_pair(tmp_path, __file__, str(tmp_path))
-    assert len(first) == len(second)
-    for epoch in (slice(0, len(first) // 2), slice(len(first) // 2, None)):
-        assert sorted(i for rank in (first, second) for texts in rank[epoch] for i in texts) == list(range(COUNT))
-
-
-if __name__ == "__main__":
-    import json
-    import os
-
-    folder = Path(sys.argv[1])
-    seen_by_rank = check_resume(folder)
-    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(seen_by_rank))

@@ -5,7 +5,6 @@ Run under ``torch.distributed``'s environment it writes what every case gives to
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import pickle
@@ -22,7 +21,7 @@ import transformers
 from datasets import Dataset
 from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler, Subset
-from transformers import DataCollatorWithPadding, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import tiny
 from hf_memopt import BucketedCollator, attach, bucketed, exact_loss, sorted_by_length
@@ -342,18 +341,6 @@ def test_what_compute_metrics_changes_in_place_shows_in_the_output(tmp_path):
     assert (output.label_ids != IGNORED).all()
 
 
-@pytest.mark.parametrize("collator", [BucketedCollator, DataCollatorWithPadding])
-@pytest.mark.parametrize("source", [list, Dataset.from_list], ids=["list", "arrow"])
-def test_unused_columns_are_left_out_and_stay_in_the_view(source, collator, tmp_path):
-    examples = [{**row, "text": "no tensor"} for row in rows(COUNT, CASES["classes"].labels)]
-    view = sorted_by_length(source(examples))
-    trainer = make_trainer("classes", tmp_path, view)
-    trainer.data_collator = collator(tiny.tokenizer())
-    for _ in range(2):
-        assert trainer.evaluate()["eval_indices"] == list(range(COUNT))
-        assert view._reader.read([0]) == [examples[0]]
-
-
 def test_our_collator_reads_the_columns_straight_from_arrow(tmp_path, monkeypatch):
     def row_by_row(*_: Any) -> None:
         raise AssertionError("the rows were read one by one")
@@ -436,20 +423,6 @@ def test_a_loop_of_ones_own_says_that_it_restores_the_order(tmp_path):
             "restore_by_hand=True leaves predictions in the order of the view, and an attached Trainer restores that "
             "of the dataset; expected False. Pass sorted_by_length(dataset)"
         )
-
-
-def test_a_copied_trainer_does_not_restore_until_it_is_attached(tmp_path):
-    view = sorted_by_length(rows(COUNT, CASES["classes"].labels))
-    trainer = make_trainer("classes", tmp_path, view)
-    twin = copy.deepcopy(trainer)
-    with pytest.raises(RuntimeError) as error:
-        twin.evaluate()
-    assert str(error.value) == UNATTACHED
-    with torch.no_grad():
-        twin.model.classifier.bias += torch.tensor([9.0, 0.0, 0.0])
-    found = attach(twin).evaluate()
-    assert found["eval_indices"] == list(range(COUNT))
-    np.testing.assert_allclose(found["eval_logits"], np.array(trainer.evaluate()["eval_logits"]) + 9, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")  # what the test wants
