@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import noted_batches
 import numpy as np
 import pytest
 import torch
@@ -298,16 +299,7 @@ def make_stream(kind: str, source: str = "plain", **settings: Any) -> Any:
 
 
 def make_trainer(output_dir: Any, stream: Any, **settings: Any) -> tuple[Trainer, list[list[int]]]:
-    """Return a trainer on a tiny BERT and the list that its forward passes fill with the examples of each batch."""
-    model, seen = tiny.bert(), []
-    model.register_forward_pre_hook(
-        lambda module, _, kwargs: seen.append((kwargs["input_ids"][:, 0] - 5).tolist()) if module.training else None,
-        with_kwargs=True,
-    )
-    settings.setdefault("per_device_train_batch_size", stream.batch_size or 1)
-    settings = {"max_steps": 24, "optim": "adamw_torch", "learning_rate": 1e-3, **settings}
-    args = tiny.arguments(output_dir, **settings)
-    return Trainer(model, args, train_dataset=stream, data_collator=BucketedCollator(tiny.tokenizer())), seen
+    return noted_batches.make_trainer(output_dir, stream, stream.batch_size, **{"max_steps": 24, **settings})
 
 
 TWO_WORKERS = {"dataloader_num_workers": 2}

@@ -7,6 +7,7 @@ import json
 import pickle
 from typing import Any
 
+import noted_batches
 import numpy as np
 import pytest
 import torch
@@ -33,18 +34,8 @@ VIEWS = {"examples": {"batch_size": 4, "n_buckets": 3}, "batches": {"max_tokens"
 def make_trainer(
     output_dir: Any, view: Any, *, sequential: bool = True, **settings: Any
 ) -> tuple[Trainer, list[list[int]]]:
-    """Return a trainer on a tiny BERT and the list that its forward passes fill with the examples of each batch."""
-    model, seen = tiny.bert(), []
-    model.register_forward_pre_hook(
-        lambda module, _, kwargs: seen.append((kwargs["input_ids"][:, 0] - 5).tolist()) if module.training else None,
-        with_kwargs=True,
-    )
-    settings.setdefault("per_device_train_batch_size", view.buckets.batch_size or 1)
-    if sequential:
-        settings.setdefault("train_sampling_strategy", "sequential")
-    settings = {"num_train_epochs": 2, "optim": "adamw_torch", **settings}
-    args = tiny.arguments(output_dir, learning_rate=1e-3, **settings)
-    return Trainer(model, args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer())), seen
+    defaults = {"num_train_epochs": 2, **({"train_sampling_strategy": "sequential"} if sequential else {})}
+    return noted_batches.make_trainer(output_dir, view, view.buckets.batch_size, **{**defaults, **settings})
 
 
 # In the stock Trainer; exact order and resume: test_exact_resume.py

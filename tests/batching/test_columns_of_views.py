@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from collated_rows import assert_same, t5
+from collated_rows import assert_same, change, t5
 from datasets import Array2D, Dataset, Features, LargeList, List, Value
 from datasets.table import InMemoryTable
 from hypothesis import HealthCheck, given, settings
@@ -59,21 +59,6 @@ def make(lengths: list[int], kind: str = "list") -> Dataset:
         "length": lengths,
     }
     return Dataset.from_dict(columns, features=Features({"input_ids": IDS[kind], **KINDS}))
-
-
-def change(dataset: Dataset, step: str) -> Dataset:
-    n = len(dataset)
-    if step == "shuffle":
-        return dataset.shuffle(seed=n)
-    if step == "slice":  # contiguous: a slice of the table, without _indices
-        return dataset.select(range(n // 3, n))
-    if step == "select":
-        return dataset.select([n - 1, *range(0, n, 2)])
-    if step == "sort":
-        return dataset.sort("index", reverse=True)
-    if step == "map":  # its writer makes a chunk of every two rows
-        return dataset.map(lambda row: {"index": row["index"]}, writer_batch_size=2)
-    return datasets.concatenate_datasets([dataset, dataset.select([n - 1]), dataset])
 
 
 class Seeded(BucketedCollator):
@@ -126,7 +111,7 @@ QUIET = settings(max_examples=15, suppress_health_check=[HealthCheck.function_sc
 @QUIET
 @given(
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=9),
-    steps=st.lists(st.sampled_from(["shuffle", "slice", "select", "sort", "map", "concatenate"]), max_size=3),
+    steps=st.lists(st.sampled_from(["shuffle", "slice", "select", "filter", "sort", "map", "concatenate"]), max_size=3),
     form=st.sampled_from([None, "numpy", "torch", "arrow"]),
     side=st.sampled_from(["right", "left"]),
 )

@@ -4,7 +4,6 @@ a refusal wherever texts would see each other.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
+from slow_cases import slow_except
+from test_packed_rows import tiny_model
+from transformers import DataCollatorWithFlattening, Trainer
 
 import tiny
 from hf_memopt import (
@@ -31,43 +32,11 @@ from hf_memopt import (
 COUNT, MAX_TOKENS = 36, 64
 LENGTHS = [(7 * i) % 23 + 2 for i in range(COUNT)]
 
-SMALL = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
-WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-OF_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, **WITHOUT_DROPOUT}
-APART = {  # that read position_ids in their masks, with absolute and with rotary positions
-    "llama": {},
-    "gpt2": OF_GPT2,
-    "mistral": {"num_key_value_heads": 2, "sliding_window": 4},
-    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 4},
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True},
-    "gpt_neox": {},
-    "phi": {},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
-}
-PACKED = {  # leak in stock, and are kept apart by the registered attention
-    "bert": {"is_decoder": True},
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-}
-LEAKING = {  # relative positions without position_ids, recurrence, convolution
-    "falcon": {},
-    "lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
-    "bloom": {"n_layer": 2, "n_head": 2},
-    "mamba": {"state_size": 4},
-    "jamba": {"num_key_value_heads": 2, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
-}
-ALONG = {"lfm2", "mamba", "jamba"}
-DEFAULT = {"llama", "gpt2", "falcon", "lfm2", "bert"}
-FAMILIES = [
-    pytest.param(name, own, id=name, marks=[] if name in DEFAULT else pytest.mark.slow)
-    for name, own in {**APART, **PACKED, **LEAKING}.items()
-]
+APART = ("llama", "gpt2", "mistral", "gemma3_text", "mixtral", "gpt_neox", "phi", "qwen3")  # by stock's masks
+PACKED = ("opt", "biogpt")  # leak in stock, and are kept apart by the registered attention
+LEAKING = ("bloom", "lfm2", "mamba", "jamba")
+ALONG = ("lfm2", "mamba", "jamba")  # by recurrence or convolution
+FAMILIES = slow_except(("llama", "gpt2", "opt", "bloom", "lfm2"), (*APART, *PACKED, *LEAKING))
 
 
 def examples() -> list[dict[str, Any]]:
@@ -80,14 +49,6 @@ def examples() -> list[dict[str, Any]]:
 
 def flattening(**settings: Any) -> BucketedCollator:
     return BucketedCollator(inner=DataCollatorWithFlattening(**settings))
-
-
-def causal_lm(name: str, **settings: Any) -> Any:
-    config = AutoConfig.for_model(name, **{**SMALL, **settings, "pad_token_id": 0, "eos_token_id": 3})
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # kernels that are not installed
-        return AutoModelForCausalLM.from_config(config)
 
 
 def make_trainer(
@@ -141,7 +102,7 @@ def test_a_step_is_that_of_padded_training(name, attention, is_exact, tmp_path):
     """
     weights, before = [], []
     for way in ("flattened", "padded"):
-        model = causal_lm(name, **APART[name]).double()
+        model = tiny_model(name).double()
         model.set_attn_implementation(attention)
         before.append(torch.cat([p.detach().clone().flatten() for p in model.parameters()]))
         if way == "flattened":
@@ -169,10 +130,10 @@ def test_a_step_is_that_of_padded_training(name, attention, is_exact, tmp_path):
 # ---- Texts that see each other --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "own"), FAMILIES)
-def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, own, tmp_path):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, tmp_path):
     """The slow reference: one text is changed, and the loss of another one in its row is looked at."""
-    model = causal_lm(name, **own)
+    model = tiny_model(name)
     trainer, _ = make_trainer(tmp_path, model, examples())
     losses = []
     for changed in (range(10, 17), range(30, 37)):
@@ -181,9 +142,9 @@ def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, own,
         model.config.output_router_logits = False
         with torch.no_grad():
             losses.append(float(model.eval()(**row).loss))
-    model.config.output_router_logits = own.get("output_router_logits", False)
+    model.config.output_router_logits = name == "mixtral"  # whose loss is over all tokens of a batch
     is_leaking = losses[0] != losses[1]
-    assert is_leaking == (name in {**PACKED, **LEAKING})
+    assert is_leaking == (name in (*PACKED, *LEAKING))
     attention = model.config._attn_implementation
     if name not in LEAKING:
         assert attach(trainer) is trainer
@@ -208,7 +169,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "what position_ids count anew. Pad instead: BucketedCollator(tokenizer, causal_lm=True)",
     ),
     "other positions": (
-        lambda: causal_lm("gpt2", **OF_GPT2),
+        lambda: tiny_model("gpt2"),
         {"position_ids_start": 5},
         "where GPT2LMHeadModel does not compute what it computes for a text alone, as with other positions; expected "
         "the same. Call: DataCollatorWithFlattening(position_ids_start=2) if it counts positions from 2; else "
@@ -273,7 +234,7 @@ def test_sharded_weights_are_not_checked_but_told(tmp_path):
 
 
 def test_the_check_leaves_no_trace(tmp_path):
-    model = causal_lm("gpt2", **OF_GPT2)
+    model = tiny_model("gpt2")
     frozen = model.transformer.wte.weight.requires_grad_(False)
     trainer, seen = make_trainer(tmp_path, model.train(), examples())
     state, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()

@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+from collated_rows import change
 from datasets import Dataset, Features, LargeList, List, Value
 from datasets.table import InMemoryTable
 from hypothesis import given, settings
@@ -54,24 +55,9 @@ def make(kind: str, lengths: list[int | None]) -> Dataset:
     sizes = [3 if kind == "fixed-size list" and n is not None else n for n in lengths]
     rows = [None if n is None else ids([n])[0] for n in sizes]
     return Dataset.from_dict(
-        {"input_ids": rows, "key": [(7 * i) % 5 for i in range(len(rows))]},
-        features=Features({"input_ids": KINDS[kind], "key": Value("int64")}),
+        {"input_ids": rows, "index": [(7 * i) % 5 for i in range(len(rows))]},
+        features=Features({"input_ids": KINDS[kind], "index": Value("int64")}),
     )
-
-
-def change(dataset: Dataset, step: str) -> Dataset:
-    n = len(dataset)
-    if step == "shuffle":
-        return dataset.shuffle(seed=n)
-    if step == "slice":  # contiguous: a slice of the table, without _indices
-        return dataset.select(range(n // 3, n))
-    if step == "select":
-        return dataset.select([n - 1, *range(0, n, 2)])
-    if step == "filter":
-        return dataset.filter(lambda row: row["key"] < 3) if any(key < 3 for key in dataset["key"]) else dataset
-    if step == "sort":
-        return dataset.sort("key", reverse=True)
-    return datasets.concatenate_datasets([dataset, dataset.select([n - 1]), dataset])
 
 
 # datasets 5.2.0 sorts with an argument that pyarrow 25 deprecates.
@@ -97,7 +83,7 @@ def test_equals_the_slow_way_on_slices_of_arrow_chunks(lengths, chunks):
 def test_the_format_of_the_dataset_does_not_matter(form):
     dataset = make("list", [3, 1, 4, 1, 5]).shuffle(seed=1)
     assert token_lengths(dataset.with_format(form)).tolist() == slow_lengths(dataset)
-    assert token_lengths(dataset.with_format(form, columns=["key"])).tolist() == slow_lengths(dataset)
+    assert token_lengths(dataset.with_format(form, columns=["index"])).tolist() == slow_lengths(dataset)
 
 
 def test_a_memory_mapped_dataset_of_several_files(tmp_path):
