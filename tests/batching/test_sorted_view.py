@@ -304,6 +304,13 @@ def test_attaching_twice_and_two_trainers_stay_apart(tmp_path):
     assert one.args.average_tokens_across_devices is True
 
 
+def test_attaching_again_around_a_loop_of_the_users_restores_once(tmp_path):
+    trainer = make_trainer("classes", tmp_path, sorted_by_length(rows(COUNT, CASES["classes"].labels)))
+    attached = trainer.evaluation_loop
+    trainer.evaluation_loop = lambda *args, **kwargs: attached(*args, **kwargs)
+    assert attach(trainer).evaluate()["eval_indices"] == list(range(COUNT))
+
+
 def test_a_failed_evaluation_leaves_the_trainer_as_it_was(tmp_path):
     def failing(prediction: Any) -> dict[str, float]:
         raise ArithmeticError("no metrics")
