@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -144,8 +144,8 @@ def _cells(column: pa.ChunkedArray) -> Column | None:
     values = cells.flatten() if is_list(cells.type) else cells
     if cells.null_count or values.null_count:
         return None
-    numbers: Array = values.to_numpy(zero_copy_only=False)  # Arrow packs bools, eight to a byte: only they are copied
+    numbers: Any = values.to_numpy(zero_copy_only=False)  # Arrow packs bools, eight to a byte: only they are copied
     if values is cells:
-        return numbers
+        return cast(Column, numbers)  # a row is a scalar of numpy
     ends = np.cumsum(pc.list_value_length(cells).to_numpy()).tolist()
     return [numbers[begin:end] for begin, end in pairwise([0, *ends])]
