@@ -8,7 +8,7 @@ from pathlib import Path
 from batching import synthetic_lengths
 from plans import EXAMPLE_PLAN
 
-from hf_memopt.batching.padding_costs import padding_report
+from hf_memopt import padding_report
 from hf_memopt.plotting import DARK, LIGHT, Theme, in_theme
 from hf_memopt.reports.plan import draw_plan, read_plan_text
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hand_made import hand_made
-from hf_memopt.batching.padding_costs import padding_report
+from hf_memopt.batching import padding_report
 from hf_memopt.errors import MissingExtraError
 
 PICTURES: dict[str, Callable[[], Any]] = {  # what a picture is: what makes that which it shows

@@ -231,7 +231,7 @@ def check_of_data(options: Any) -> None:
                 "Pass --data FILE"
             )
     if options.data is not None:
-        from hf_memopt.batching.padding_costs import data_file
+        from hf_memopt.batching import data_file
 
         data_file(options.data, column=options.column, has_tokenizer=options.tokenizer is not None)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_memopt.batching.padding_costs import data_file, file_lengths, padding_report, print_report
+from hf_memopt.batching import data_file, file_lengths, padding_report, print_report
 from hf_memopt.cli.command import wrapped
 from hf_memopt.memory.models import name_on_hub
 from hf_memopt.terminal import Console

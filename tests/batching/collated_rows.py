@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import datasets
 import numpy as np
-import pytest
 import torch
 import transformers
+from datasets import Dataset
 from hypothesis import strategies as st
 
 import tiny
@@ -55,6 +56,24 @@ def assert_same(batch: dict[str, Any], other: dict[str, Any]) -> None:
     for name, column in batch.items():
         assert column.dtype == other[name].dtype, name
         assert torch.equal(column, other[name]), name
+
+
+def change(dataset: Dataset, step: str) -> Dataset:
+    """Return a dataset with a column ``index`` after a step that changes its rows or how they lie in memory."""
+    n = len(dataset)
+    if step == "shuffle":
+        return dataset.shuffle(seed=n)
+    if step == "slice":  # contiguous: a slice of the table, without _indices
+        return dataset.select(range(n // 3, n))
+    if step == "select":
+        return dataset.select([n - 1, *range(0, n, 2)])
+    if step == "filter":
+        return dataset.filter(lambda row: row["index"] < 3) if min(dataset["index"]) < 3 else dataset
+    if step == "sort":
+        return dataset.sort("index", reverse=True)
+    if step == "map":  # its writer makes a chunk of every two rows
+        return dataset.map(lambda row: {"index": row["index"]}, writer_batch_size=2)
+    return datasets.concatenate_datasets([dataset, dataset.select([n - 1]), dataset])
 
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -131,9 +150,3 @@ def bert(head: str, **config: Any) -> transformers.PreTrainedModel:
 @cache
 def llama() -> transformers.PreTrainedModel:
     return tiny.llama().eval()
-
-
-def error_of(call: Callable[[], Any], kind: type[Exception]) -> str:
-    with pytest.raises(kind) as error:
-        call()
-    return str(error.value)

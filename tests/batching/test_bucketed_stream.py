@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import noted_batches
 import numpy as np
 import pytest
 import torch
@@ -25,10 +26,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from transformers import Trainer
 
 import tiny
-from hf_memopt.batching.collation import BucketedCollator
-from hf_memopt.batching.views import BucketedStream
-from hf_memopt.binding import attach
-from hf_memopt.changes import Change
+from hf_memopt import BucketedCollator, Change, attach, bucketed
 from two_ranks import run_pair
 
 COUNT = 38
@@ -46,6 +44,16 @@ class Rows(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return map(example, range(COUNT))
+
+
+class Listed:
+    """The smallest stream: no length, no index."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
 
 
 class Shared(torch.utils.data.IterableDataset):
@@ -103,7 +111,7 @@ def padded_tokens(batch: list[Any]) -> int:
     return len(batch) * max(padded(len(row["input_ids"])) for row in batch)
 
 
-def batches_of(stream: BucketedStream) -> list[list[Any]]:
+def batches_of(stream: Any) -> list[list[Any]]:
     """Read a stream that ends and return its batches."""
     items = list(stream)
     if stream.batch_size is None:
@@ -126,7 +134,7 @@ def test_every_example_of_a_pass_comes_once_within_the_budget_and_one_pass_after
     lengths, passes, sizes, world_size, buffer_examples, seed
 ):
     settings = {**sizes, "world_size": world_size, "buffer_examples": buffer_examples, "seed": seed}
-    stream = BucketedStream(Passes(lengths, passes), **settings)
+    stream = bucketed(Passes(lengths, passes), **settings)
     batches = batches_of(stream)
     tags = Counter(row["tag"] for batch in batches for row in batch)
     assert tags == Counter((number, i) for number in range(passes) for i in range(len(lengths)))
@@ -143,12 +151,12 @@ def test_every_example_of_a_pass_comes_once_within_the_budget_and_one_pass_after
     for before, after in itertools.pairwise(spans):
         assert max(before) <= min(after)  # at most one group holds examples of both
     assert batches_of(stream) == batches
-    assert batches_of(BucketedStream(Passes(lengths, passes), **settings)) == batches
+    assert batches_of(bucketed(Passes(lengths, passes), **settings)) == batches
 
 
 def test_another_seed_another_pass_and_another_start_give_another_order():
     def order(start: int = 0, count: int = COUNT, **settings: Any) -> list[int]:
-        stream = BucketedStream(Rows(), batch_size=1, buffer_examples=20, **settings)
+        stream = bucketed(Rows(), batch_size=1, buffer_examples=20, **settings)
         stream.set_epoch(start)
         stream.set_epoch(start)  # the Trainer and accelerate do
         assert stream.epoch == start
@@ -190,7 +198,7 @@ def test_no_stream_makes_it_hold_more_than_its_buffer(sizes, shape):
         alive -= 1
 
     buffer = 48
-    stream = BucketedStream(Passes(lengths, 2, row), buffer_examples=buffer, **sizes)
+    stream = bucketed(Passes(lengths, 2, row), buffer_examples=buffer, **sizes)
     largest = read = 0
     for item in stream:
         rows = 1 if "batch_size" in sizes else len(item)
@@ -200,45 +208,17 @@ def test_no_stream_makes_it_hold_more_than_its_buffer(sizes, shape):
     assert buffer <= most <= buffer + handed_out + 1  # the group handed out last, and the row just read
 
 
-@pytest.mark.parametrize(("sizes", "least"), [({"batch_size": 32}, 3.0), ({"max_tokens": 8192}, 4.0)])
-def test_padding_is_a_fraction_of_that_of_the_unbucketed_order(sizes, least):
-    lengths = lognormal_lengths(20_000)
-    stream = BucketedStream(Passes(lengths), buffer_examples=2048, **sizes)
-    batches = batches_of(stream)
-    assert sum(map(len, batches)) == len(lengths)
-    efficiency = sum(lengths) / sum(map(padded_tokens, batches))
-    rows = sizes.get("batch_size") or round(np.mean([len(batch) for batch in batches]))
-    unbucketed = [lengths[i : i + rows] for i in range(0, len(lengths), rows)]
-    efficiency_before = sum(lengths) / sum(len(batch) * padded(max(batch)) for batch in unbucketed)
-    assert efficiency > 0.88
-    assert efficiency / efficiency_before > least
-    if "max_tokens" in sizes:
-        assert np.mean([padded_tokens(batch) for batch in batches]) > 0.96 * sizes["max_tokens"]
-
-
-def test_lengths_do_not_come_in_waves():
-    batches = batches_of(BucketedStream(Passes(lognormal_lengths(50_000)), batch_size=32, buffer_examples=2048))
+@pytest.mark.parametrize("sizes", [{"batch_size": 32}, {"max_tokens": 8192}], ids=str)
+def test_batches_pad_little_and_their_lengths_do_not_come_in_waves(sizes):
+    lengths = lognormal_lengths(50_000)
+    batches = batches_of(bucketed(Passes(lengths), buffer_examples=2048, **sizes))
+    assert sum(lengths) / sum(map(padded_tokens, batches)) > 0.88  # 0.29 in random order
     means = np.array([np.mean([len(row["input_ids"]) for row in batch]) for batch in batches])
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.05
 
 
-@pytest.mark.parametrize("sizes", [{"batch_size": 8}, {"max_tokens": 2048}], ids=["examples", "batches"])
-def test_no_length_waits_longer_than_others(sizes):
-    lengths = [256 if i % 200 == 0 else 8 if i % 200 == 100 else 100 for i in range(8000)]
-    waits: dict[int, list[int]] = {8: [], 100: [], 256: []}
-    out = 0
-    for batch in batches_of(BucketedStream(Passes(lengths), buffer_examples=256, **sizes)):
-        for row in batch:
-            waits[len(row["input_ids"])].append(out - row["tag"][1])
-        out += len(batch)
-    usual = np.mean(waits[100])
-    assert abs(usual) < 256
-    assert np.mean(waits[8]) < usual + 256
-    assert np.mean(waits[256]) < usual + 256
-
-
 def test_boundaries_set_the_rows_and_the_width_of_a_batch():
-    stream = BucketedStream(Rows(), max_tokens=96, boundaries=[9, 24], buffer_examples=COUNT)
+    stream = bucketed(Rows(), max_tokens=96, boundaries=[9, 24], buffer_examples=COUNT)
     seen = list(itertools.islice(stream, 30))
     for batch in seen:
         longest = max(len(row["input_ids"]) for row in batch)
@@ -264,7 +244,7 @@ def test_boundaries_set_the_rows_and_the_width_of_a_batch():
 )
 def test_workers_hand_out_the_order_that_one_process_reads(source, workers):
     for mode, take in (("examples", 4), ("batches", 1)):
-        stream = BucketedStream(SOURCES[source](), buffer_examples=16, **MODES[mode])
+        stream = bucketed(SOURCES[source](), buffer_examples=16, **MODES[mode])
         loader = DataLoader(
             stream, batch_size=take, num_workers=workers, persistent_workers=True, collate_fn=identities
         )
@@ -278,18 +258,9 @@ def test_workers_hand_out_the_order_that_one_process_reads(source, workers):
 
 
 @one_core
-def test_workers_without_examples_and_a_stream_that_ends():
-    stream = BucketedStream(Passes([3] * 5), max_tokens=16, buffer_examples=4)
-    loader = DataLoader(stream, batch_size=1, num_workers=3, collate_fn=lambda items: [r["tag"][1] for r in items[0]])
-    found = list(loader)
-    assert sorted(i for batch in found for i in batch) == [0, 1, 2, 3, 4]
-    assert found == [[row["tag"][1] for row in batch] for batch in stream]
-
-
-@one_core
 @pytest.mark.parametrize("workers", [0, 2])
 def test_dropped_examples_are_counted_once_whatever_the_number_of_workers(workers):
-    stream = BucketedStream(Passes([3, 40, 5, 50, 60], 2), max_tokens=32, buffer_examples=4, too_long="drop")
+    stream = bucketed(Passes([3, 40, 5, 50, 60], 2), max_tokens=32, buffer_examples=4, too_long="drop")
     for _ in range(2):  # the count is that of the latest iteration
         loader = DataLoader(stream, batch_size=1, num_workers=workers, collate_fn=lambda items: len(items[0]))
         assert sum(loader) == 4
@@ -297,29 +268,15 @@ def test_dropped_examples_are_counted_once_whatever_the_number_of_workers(worker
 
 
 def test_a_stream_whose_examples_are_all_dropped_ends():
-    endless = BucketedStream([{"input_ids": [1] * 40}], max_tokens=32, too_long="drop")
+    endless = bucketed(Listed([{"input_ids": [1] * 40}]), max_tokens=32, too_long="drop")
     assert list(endless) == []
     assert endless.dropped == 1
-    assert list(BucketedStream([], batch_size=4)) == []
-
-
-@one_core
-def test_workers_do_not_turn_the_epoch_of_a_datasets_stream_for_each_other():
-    source = arrow_stream()
-    loader = DataLoader(BucketedStream(source, batch_size=4, buffer_examples=16), batch_size=4, num_workers=1)
-    loader.collate_fn = identities
-    assert len(list(itertools.islice(loader, 25))) == 25  # in the third pass
-    assert source.epoch == 0
-
-
-def test_the_private_names_it_relies_on_are_there():
-    assert torch.utils.data._utils.worker._worker_info is None
-    assert arrow_stream()._distributed is None
+    assert list(bucketed(Listed([]), batch_size=4)) == []
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda stream: pickle.loads(pickle.dumps(stream))])
 def test_a_copy_has_the_same_order_and_shared_memory_of_its_own(copied):
-    stream = BucketedStream(Rows(), batch_size=4, buffer_examples=16)
+    stream = bucketed(Rows(), batch_size=4, buffer_examples=16)
     other = copied(stream)
     other.set_epoch(1)
     assert (stream.epoch, other.epoch) == (0, 1)
@@ -331,158 +288,18 @@ def test_a_copy_has_the_same_order_and_shared_memory_of_its_own(copied):
 # Rows
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch", None])
-def test_lengths_of_arrays(kind):
-    rows = Dataset.from_dict({"input_ids": [[1] * 30, [1] * 3, [1] * 20], "labels": [0, 1, 2]}).with_format(kind)
-    stream = BucketedStream(rows.to_iterable_dataset(), max_tokens=64, buffer_examples=3)
-    assert sorted(len(batch) for batch in itertools.islice(stream, 2)) == [1, 2]
-
-
-BAD_ROWS = {
-    "missing": (
-        {"input_id": [1], "labels": 0},
-        ValueError,
-        "column='input_ids' is not in row 1 of the stream (pass 0); expected one of ['input_id', 'labels']. "
-        "Did you mean 'input_id'? Tokenise text first: dataset.map(lambda row: tokenizer(row[\"text\"])).",
-    ),
-    "text": (
-        {"input_ids": "w1 w2"},
-        ValueError,
-        "column='input_ids' does not hold token ids but values like 'w1 w2' in row 1 of the stream (pass 0); "
-        "expected one flat list of integers per row. Tokenise text without return_tensors: "
-        'dataset.map(lambda row: tokenizer(row["text"])).',
-    ),
-    "nested": (
-        {"input_ids": [[1, 2]]},
-        ValueError,
-        "column='input_ids' does not hold token ids but values like [[1, 2]] in row 1 of the stream (pass 0); "
-        "expected one flat list of integers per row. Tokenise text without return_tensors: "
-        'dataset.map(lambda row: tokenizer(row["text"])).',
-    ),
-    "floats": (
-        {"input_ids": np.ones(2)},
-        ValueError,
-        "column='input_ids' does not hold token ids but values like array([1., 1.]) in row 1 of the stream (pass 0); "
-        "expected one flat list of integers per row. Tokenise text without return_tensors: "
-        'dataset.map(lambda row: tokenizer(row["text"])).',
-    ),
-    "null": (
-        {"input_ids": None},
-        ValueError,
-        "column='input_ids' is empty or null in row 1 of the stream (pass 0); expected 1 token or more. Drop such "
-        "rows: dataset.filter(lambda row: row['input_ids'])",
-    ),
-    "empty": (
-        {"input_ids": []},
-        ValueError,
-        "column='input_ids' is empty or null in row 1 of the stream (pass 0); expected 1 token or more. Drop such "
-        "rows: dataset.filter(lambda row: row['input_ids'])",
-    ),
-    "no dict": (
-        ["w1"],
-        TypeError,
-        "row 1 of the stream (pass 0)=<list> has no columns; expected a dict with 'input_ids'. "
-        "Give dicts: {'input_ids': [...], 'labels': ...}.",
-    ),
-    "too long": (
-        {"input_ids": [1] * 33},
-        ValueError,
-        "max_tokens=32 has no room for row 1 of the stream (pass 0), 33 tokens padded to 40; expected every example to "
-        "fit. Truncate it (tokenizer(..., truncation=True, max_length=...)), raise max_tokens, or pass bucketed(..., "
-        'too_long="drop"), which counts them in stream.dropped',
-    ),
-}
-
-
-@pytest.mark.parametrize(("row", "kind", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_a_bad_row_is_named(row, kind, message):
-    with pytest.raises(kind) as error:
-        list(BucketedStream([{"input_ids": [1, 2]}, row], max_tokens=32))
-    assert str(error.value) == message
-
-
-def test_an_example_above_the_last_boundary_is_named():
-    with pytest.raises(ValueError) as error:
-        list(BucketedStream([{"input_ids": [1] * 17}], batch_size=2, boundaries=[8, 16]))
-    assert str(error.value) == (
-        "boundaries[-1]=16 has no room for row 0 of the stream (pass 0), 17 tokens padded to 24; expected every "
-        "example to fit. Truncate it (tokenizer(..., truncation=True, max_length=...)), append a boundary, or pass "
-        'bucketed(..., too_long="drop"), which counts them in stream.dropped'
-    )
-
-
 # Settings
-
-BAD_SETTINGS = {
-    "no limit": (
-        {"batch_size": None},
-        "batch_size=None, max_tokens=None; expected exactly one of them. "
-        "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)",
-    ),
-    "world_size": (
-        {"world_size": 0},
-        "world_size=0 is invalid; expected an integer of 1 or more. Pass world_size=1",
-    ),
-    "column": ({"column": 1}, "column=1 is invalid; expected a string. Pass column='input_ids'"),
-    "seed": ({"seed": -1}, "seed=-1 is invalid; expected an integer of 0 or more. Pass seed=0"),
-    "too_long": (
-        {"too_long": "cut"},
-        "too_long='cut' is invalid; expected 'error' or 'drop'. Pass too_long='drop'",
-    ),
-    "buffer": (
-        {"buffer_examples": 15, "world_size": 4},
-        "buffer_examples=15 is less than one batch for each of 4 processes; expected 16 or more. "
-        "Pass bucketed(..., buffer_examples=1600)",
-    ),
-    "boundaries": (
-        {"boundaries": [16, 8]},
-        "boundaries=[16, 8] is invalid; expected 'auto' or ascending integers of 1 or more. "
-        "Pass boundaries=[64, 128, 256]",
-    ),
-}
-
-
-@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS.values(), ids=BAD_SETTINGS)
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(ValueError) as error:
-        BucketedStream(Rows(), **{"batch_size": 4, **settings})
-    assert str(error.value) == message
-
-
-def test_datasets_that_cannot_start_over_or_are_split_are_refused():
-    for dataset, what in ((iter([]), "can be read only once"), (7, "cannot be iterated")):
-        with pytest.raises(TypeError) as refused:
-            BucketedStream(dataset, batch_size=4)
-        assert str(refused.value) == (
-            f"dataset=<{type(dataset).__name__}> {what}; expected a stream that starts over when it is iterated again. "
-            "Pass the function that makes the rows: datasets.IterableDataset.from_generator(make_rows)"
-        )
-    with pytest.raises(ValueError) as error:
-        BucketedStream(split_dataset_by_node(arrow_stream(), rank=0, world_size=2), batch_size=4)
-    assert str(error.value) == (
-        "dataset=<IterableDataset> is split by node already, so a part of its examples would never be seen; expected "
-        "the whole stream in every process. Leave out split_dataset_by_node"
-    )
 
 
 # In the stock Trainer
 
 
-def make_stream(kind: str, source: str = "plain", **settings: Any) -> BucketedStream:
-    return BucketedStream(SOURCES[source](), buffer_examples=16, **{**MODES[kind], **settings})
+def make_stream(kind: str, source: str = "plain", **settings: Any) -> Any:
+    return bucketed(SOURCES[source](), buffer_examples=16, **{**MODES[kind], "seed": 0, **settings})
 
 
-def make_trainer(output_dir: Any, stream: BucketedStream, **settings: Any) -> tuple[Trainer, list[list[int]]]:
-    """Return a trainer on a tiny BERT and the list that its forward passes fill with the examples of each batch."""
-    model, seen = tiny.bert(), []
-    model.register_forward_pre_hook(
-        lambda module, _, kwargs: seen.append((kwargs["input_ids"][:, 0] - 5).tolist()) if module.training else None,
-        with_kwargs=True,
-    )
-    settings.setdefault("per_device_train_batch_size", stream.batch_size or 1)
-    settings = {"max_steps": 24, "optim": "adamw_torch", "learning_rate": 1e-3, **settings}
-    args = tiny.arguments(output_dir, **settings)
-    return Trainer(model, args, train_dataset=stream, data_collator=BucketedCollator(tiny.tokenizer())), seen
+def make_trainer(output_dir: Any, stream: Any, **settings: Any) -> tuple[Trainer, list[list[int]]]:
+    return noted_batches.make_trainer(output_dir, stream, stream.batch_size, **{"max_steps": 24, **settings})
 
 
 TWO_WORKERS = {"dataloader_num_workers": 2}
@@ -522,19 +339,6 @@ def test_a_resumed_run_takes_the_batches_of_the_straight_run(kind, source, setti
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert rest == seen[step * accumulation :]
         assert tiny.largest_difference(straight.model, resumed.model) == 0.0
-
-
-@one_core
-def test_a_run_resumes_exactly_with_another_number_of_workers(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 5, "max_steps": 10, "per_device_train_batch_size": 2}
-    straight, seen = make_trainer(tmp_path, make_stream("examples"), **settings)
-    attach(straight)
-    straight.train()
-    resumed, rest = make_trainer(tmp_path, make_stream("examples"), **settings, **TWO_WORKERS)
-    attach(resumed)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    assert rest == seen[5:]
-    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
 
 
 PAIRS = {
@@ -618,7 +422,7 @@ DIVIDES = Change(
 
 def test_attach_lets_every_process_read_for_itself_and_keeps_only_what_the_model_takes(tmp_path):
     rows = [{**example(i), "text": "w" * 100} for i in range(8)]
-    trainer, _ = make_trainer(tmp_path, BucketedStream(rows, max_tokens=64, buffer_examples=4))
+    trainer, _ = make_trainer(tmp_path, bucketed(Listed(rows), max_tokens=64, buffer_examples=4, seed=0))
     attach(attach(trainer))
     reason = "each process reads the stream for itself: stock would cut up batches of the first one for all"
     assert trainer.memopt_changes == (
@@ -630,81 +434,184 @@ def test_attach_lets_every_process_read_for_itself_and_keeps_only_what_the_model
     assert set(next(iter(trainer.train_dataset))[0]) == {"input_ids", "labels"}
     settled, _ = make_trainer(tmp_path, make_stream("batches"), accelerator_config={"dispatch_batches": False})
     assert attach(settled).memopt_changes == (COUNTS_BATCHES, DIVIDES)
-    by_examples, _ = make_trainer(tmp_path, BucketedStream(rows, batch_size=4), per_device_train_batch_size=4)
+    by_examples, _ = make_trainer(tmp_path, bucketed(Listed(rows), batch_size=4), per_device_train_batch_size=4)
     assert COUNTS_BATCHES not in attach(by_examples).memopt_changes
-    assert set(next(iter(BucketedStream(rows, batch_size=1)))) == {"input_ids", "labels", "text"}
+    assert set(next(iter(bucketed(Listed(rows), batch_size=1)))) == {"input_ids", "labels", "text"}
 
 
 def test_attach_takes_the_seed_where_none_was_given(tmp_path):
-    stream = make_stream("batches")
-    stream.takes_seed = True
+    stream = make_stream("batches", seed=None)
     trainer, _ = make_trainer(tmp_path, stream, data_seed=9)
     assert attach(trainer).memopt_changes[0] == Change(
         "seed of the bucketed stream", 0, 9, "that of TrainingArguments(data_seed=...)"
     )
     assert stream.seed == 9
-    given, _ = make_trainer(tmp_path, make_stream("batches", seed=4), data_seed=9)
-    with pytest.raises(ValueError) as error:
-        attach(given)
-    assert str(error.value) == (
-        "seed=4 of the bucketed stream differs from data_seed=9 of the training arguments; expected one seed for the "
-        "order of the data. Leave seed out of bucketed(...)"
-    )
 
 
 CUT_UP = "=True would cut the batches of the bucketed stream up; expected False. Pass TrainingArguments(..., "
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "auto_find_batch_size": (
+        {},
         {"auto_find_batch_size": True},
         "length buckets and auto_find_batch_size are incompatible: it would shrink the batches that the buckets "
         "are made for; expected only one of them. Leave auto_find_batch_size out",
     ),
-    "dispatch_batches": (
-        {"accelerator_config": {"dispatch_batches": True}},
-        f'accelerator_config.dispatch_batches{CUT_UP}accelerator_config={{"dispatch_batches": False}})',
-    ),
-    "split_batches": (
-        {"accelerator_config": {"split_batches": True}},
-        f'accelerator_config.split_batches{CUT_UP}accelerator_config={{"split_batches": False}})',
-    ),
+    **{
+        name: (
+            {},
+            {"accelerator_config": {name: True}},
+            f'accelerator_config.{name}{CUT_UP}accelerator_config={{"{name}": False}})',
+        )
+        for name in ("dispatch_batches", "split_batches")
+    },
     "no divisor": (
+        {},
         {"per_device_train_batch_size": 3},
         "per_device_train_batch_size=3 does not divide the bucketed stream's batch_size=4; expected a divisor. "
         "Pass bucketed(..., batch_size=3)",
     ),
+    "joined": (
+        {"kind": "batches"},
+        {"per_device_train_batch_size": 8},
+        "per_device_train_batch_size=8 would join whole batches of the max_tokens view; expected 1. Pass "
+        "TrainingArguments(..., per_device_train_batch_size=1)",
+    ),
+    "world_size": (
+        {"world_size": 2},
+        {},
+        "world_size=2 of the bucketed stream differs from the run's 1; expected the same. Build it in the launched "
+        "script, or pass bucketed(..., world_size=1)",
+    ),
+    "seed": (
+        {"seed": 4},
+        {"data_seed": 9},
+        "seed=4 of the bucketed stream differs from data_seed=9 of the training arguments; expected one seed for the "
+        "order of the data. Leave seed out of bucketed(...)",
+    ),
+    "evaluation": (
+        {},
+        {},
+        "dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset itself. "
+        "Evaluate or predict stream.dataset",
+    ),
 }
 
 
-@pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED)
-def test_attach_refuses_arguments_that_spoil_the_stream(settings, message, tmp_path):
-    trainer, _ = make_trainer(tmp_path, make_stream("examples"), **settings)
+@pytest.mark.parametrize("name", REFUSED)
+def test_attach_refuses_what_spoils_the_stream(name, tmp_path):
+    of_stream, settings, message = REFUSED[name]
+    stream = make_stream(**{"kind": "examples", **of_stream})
+    trainer, _ = make_trainer(tmp_path, stream, **settings)
+    trainer.eval_dataset = {"dev": make_stream("examples")} if name == "evaluation" else None
     with pytest.raises(ValueError) as error:
         attach(trainer)
     assert str(error.value) == message
 
 
-def test_attach_refuses_joined_batches_another_world_size_and_endless_evaluation(tmp_path):
-    joined, _ = make_trainer(tmp_path, make_stream("batches"), per_device_train_batch_size=8)
-    with pytest.raises(ValueError, match=r"^per_device_train_batch_size=8 would join whole batches of the max_tokens "):
-        attach(joined)
-    apart, _ = make_trainer(tmp_path, make_stream("batches", world_size=2))
-    with pytest.raises(ValueError) as error:
-        attach(apart)
-    assert str(error.value) == (
-        "world_size=2 of the bucketed stream differs from the run's 1; expected the same. Build it in the launched "
-        "script, or pass bucketed(..., world_size=1)"
-    )
-    endless, _ = make_trainer(tmp_path, make_stream("batches"))
-    for evaluated in (make_stream("batches"), {"dev": make_stream("examples")}):
-        endless.eval_dataset = evaluated
-        with pytest.raises(ValueError) as error:
-            attach(endless)
-        assert str(error.value) == (
-            "dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset itself. "
-            "Evaluate or predict stream.dataset"
-        )
+# Rows and settings that are refused
+
+NO_IDS = (
+    "column='input_ids' does not hold token ids but values like {} in row 1 of the stream (pass 0); expected one flat "
+    'list of integers per row. Tokenise text without return_tensors: dataset.map(lambda row: tokenizer(row["text"])).'
+)
+EMPTY = (
+    "column='input_ids' is empty or null in row 1 of the stream (pass 0); expected 1 token or more. Drop such "
+    "rows: dataset.filter(lambda row: row['input_ids'])"
+)
+NO_ROOM = (
+    "{}={} has no room for row 1 of the stream (pass 0), {} tokens padded to {}; expected every example to fit. "
+    "Truncate it (tokenizer(..., truncation=True, max_length=...)), {}, or pass bucketed(..., "
+    'too_long="drop"), which counts them in stream.dropped'
+)
+BAD_ROWS: dict[str, tuple[Any, type[Exception], str]] = {
+    "missing": (
+        {"input_id": [1], "labels": 0},
+        ValueError,
+        "column='input_ids' is not in row 1 of the stream (pass 0); expected one of ['input_id', 'labels']. "
+        "Did you mean 'input_id'? Tokenise text first: dataset.map(lambda row: tokenizer(row[\"text\"])).",
+    ),
+    "text": ({"input_ids": "w1 w2"}, ValueError, NO_IDS.format("'w1 w2'")),
+    "nested": ({"input_ids": [[1, 2]]}, ValueError, NO_IDS.format("[[1, 2]]")),
+    "floats": ({"input_ids": np.ones(2)}, ValueError, NO_IDS.format("array([1., 1.])")),
+    "null": ({"input_ids": None}, ValueError, EMPTY),
+    "empty": ({"input_ids": []}, ValueError, EMPTY),
+    "no dict": (
+        ["w1"],
+        TypeError,
+        "row 1 of the stream (pass 0)=<list> has no columns; expected a dict with 'input_ids'. "
+        "Give dicts: {'input_ids': [...], 'labels': ...}.",
+    ),
+    "too long": ({"input_ids": [1] * 33}, ValueError, NO_ROOM.format("max_tokens", 32, 33, 40, "raise max_tokens")),
+    "above the last boundary": (
+        {"input_ids": [1] * 17},
+        ValueError,
+        NO_ROOM.format("boundaries[-1]", 16, 17, 24, "append a boundary"),
+    ),
+}
 
 
-def test_stock_itself_asks_for_max_steps(tmp_path):
-    with pytest.raises(ValueError, match="max_steps has to be specified"):
-        make_trainer(tmp_path, make_stream("examples"), max_steps=-1)
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_is_named(name):
+    row, kind, message = BAD_ROWS[name]
+    limit = {"batch_size": 2, "boundaries": [8, 16]} if "boundary" in name else {"max_tokens": 32}
+    with pytest.raises(kind) as error:
+        list(bucketed(Listed([{"input_ids": [1, 2]}, row]), **limit))
+    assert str(error.value) == message
+
+
+ONCE = (
+    "dataset=<{}> {}; expected a stream that starts over when it is iterated again. "
+    "Pass the function that makes the rows: datasets.IterableDataset.from_generator(make_rows)"
+)
+BEFOREHAND = (
+    "{} needs all lengths beforehand, which are unknown in a stream; expected it left out. "
+    "Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
+)
+BAD_CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "buffer": (
+        Rows(),
+        {"buffer_examples": 15, "world_size": 4},
+        "buffer_examples=15 is less than one batch for each of 4 processes; expected 16 or more. "
+        "Pass bucketed(..., buffer_examples=1600)",
+    ),
+    "column": (Rows(), {"column": 1}, "column=1 is invalid; expected a string. Pass column='input_ids'"),
+    "too_long": (
+        Rows(),
+        {"too_long": "cut"},
+        "too_long='cut' is invalid; expected 'error' or 'drop'. Pass too_long='drop'",
+    ),
+    "lengths": (Rows(), {"lengths": [3, 4]}, BEFOREHAND.format("lengths=[3, 4]")),
+    "n_buckets": (Rows(), {"n_buckets": 4}, BEFOREHAND.format("n_buckets=4")),
+    "boundaries": (Rows(), {"boundaries": "auto"}, BEFOREHAND.format("boundaries='auto'")),
+    "of streams": (
+        [example(0)],
+        {"buffer_examples": 100},
+        "buffer_examples=100 is for streams, and <list> can be indexed; expected it left out, since all lengths are "
+        "known. Leave it out",
+    ),
+    "read once": (iter([]), {}, ONCE.format("list_iterator", "can be read only once")),
+    "a number": (7, {}, ONCE.format("int", "cannot be iterated")),
+    "split": (
+        split_dataset_by_node(arrow_stream(), rank=0, world_size=2),
+        {},
+        "dataset=<IterableDataset> is split by node already, so a part of its examples would never be seen; expected "
+        "the whole stream in every process. Leave out split_dataset_by_node",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_what_is_no_stream_or_setting_of_one_is_refused(name):
+    dataset, settings, message = BAD_CALLS[name]
+    with pytest.raises((TypeError, ValueError)) as error:
+        bucketed(dataset, **{"batch_size": 4, **settings})
+    assert str(error.value) == message
+
+
+def test_a_stream_keeps_what_it_was_given():
+    rows = Dataset.from_list([example(0)]).to_iterable_dataset()
+    stream = bucketed(rows, batch_size=4, world_size=2, too_long="drop")
+    assert (stream.batch_size, stream.world_size, stream.buffer_examples) == (4, 2, 2 * 8192)
+    assert (stream.seed, stream.takes_seed, stream.too_long) == (0, True, "drop")
+    given = bucketed(Rows(), max_tokens=96, seed=3, buffer_examples=10, boundaries=[12, 24])
+    assert (given.seed, given.takes_seed, given.buffer_examples, given.boundaries) == (3, False, 10, [12, 24])

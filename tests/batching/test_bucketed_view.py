@@ -7,6 +7,7 @@ import json
 import pickle
 from typing import Any
 
+import noted_batches
 import numpy as np
 import pytest
 import torch
@@ -16,11 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from transformers import Trainer
 
 import tiny
-from hf_memopt.batching.collation import BucketedCollator
-from hf_memopt.batching.views import BucketedStream, bucketed, sorted_by_length
-from hf_memopt.binding import attach
-from hf_memopt.changes import Change
-from hf_memopt.plain_data import shown
+from hf_memopt import BucketedCollator, Change, attach, bucketed, sorted_by_length
 
 COUNT = 36
 LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]
@@ -37,18 +34,8 @@ VIEWS = {"examples": {"batch_size": 4, "n_buckets": 3}, "batches": {"max_tokens"
 def make_trainer(
     output_dir: Any, view: Any, *, sequential: bool = True, **settings: Any
 ) -> tuple[Trainer, list[list[int]]]:
-    """Return a trainer on a tiny BERT and the list that its forward passes fill with the examples of each batch."""
-    model, seen = tiny.bert(), []
-    model.register_forward_pre_hook(
-        lambda module, _, kwargs: seen.append((kwargs["input_ids"][:, 0] - 5).tolist()) if module.training else None,
-        with_kwargs=True,
-    )
-    settings.setdefault("per_device_train_batch_size", view.buckets.batch_size or 1)
-    if sequential:
-        settings.setdefault("train_sampling_strategy", "sequential")
-    settings = {"num_train_epochs": 2, "optim": "adamw_torch", **settings}
-    args = tiny.arguments(output_dir, learning_rate=1e-3, **settings)
-    return Trainer(model, args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer())), seen
+    defaults = {"num_train_epochs": 2, **({"train_sampling_strategy": "sequential"} if sequential else {})}
+    return noted_batches.make_trainer(output_dir, view, view.buckets.batch_size, **{**defaults, **settings})
 
 
 # In the stock Trainer; exact order and resume: test_exact_resume.py
@@ -80,18 +67,6 @@ def test_attach_takes_the_seed_from_the_arguments(kind, given, expected, tmp_pat
     same = bucketed(examples(), seed=expected, **VIEWS[kind])
     assert [view[i] for i in range(len(view))] == [same[i] for i in range(len(same))]
     assert list(view[0]) != before or kind == "examples"
-
-
-def test_a_seed_of_its_own_stays_unless_the_arguments_name_another(tmp_path):
-    view = bucketed(examples(), batch_size=4, seed=3)
-    assert attach(make_trainer(tmp_path, view)[0]).train_dataset.buckets.seed == 3
-    attach(make_trainer(tmp_path, view, data_seed=3)[0])
-    with pytest.raises(ValueError) as error:
-        attach(make_trainer(tmp_path, view, data_seed=4)[0])
-    assert str(error.value) == (
-        "seed=3 of the bucketed view differs from data_seed=4 of the training arguments; expected one seed for the "
-        "order of the data. Leave seed out of bucketed(...)"
-    )
 
 
 @pytest.mark.parametrize("kind", VIEWS)
@@ -137,6 +112,8 @@ def test_the_items_are_those_of_the_plan(kind, source):
     view = bucketed(source(rows), **VIEWS[kind])
     view.set_epoch(1)
     plan = view.buckets.plan(1)
+    assert view.indices_of(range(len(view))) == plan.flat().tolist()
+    assert view.indices_of([len(view)]) == view.indices_of([0])
     if kind == "examples":
         assert len(view) == COUNT
         assert [view[i] for i in range(COUNT)] == [rows[i] for i in plan.flat()]
@@ -165,14 +142,6 @@ def test_set_epoch_is_idempotent_and_pickles_and_copies_follow_it(kind):
         assert view.epoch == 1
 
 
-def test_persistent_workers_of_a_copied_view_see_the_new_epoch():
-    view = copy.deepcopy(bucketed(examples(), **VIEWS["batches"]))
-    loader = DataLoader(view, batch_size=1, num_workers=1, persistent_workers=True, collate_fn=lambda items: items[0])
-    for epoch in (0, 1):
-        view.set_epoch(epoch)
-        assert list(loader) == [view[i] for i in range(len(view))]
-
-
 def test_the_world_size_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert bucketed(examples(), batch_size=4).buckets.world_size == 3
@@ -197,19 +166,9 @@ def test_the_stock_random_sampler_is_refused(tmp_path):
     assert str(error.value) == out_of_order(shown)
     assert len(json.loads(shown)) == 4
     assert seen == []
-
-
-def test_a_shuffling_data_loader_is_refused():
-    view = bucketed(examples(), batch_size=4)
-    loader = DataLoader(view, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0), collate_fn=list)
     with pytest.raises(RuntimeError) as error:
-        list(loader)
-    first = torch.randperm(COUNT, generator=torch.Generator().manual_seed(0))
+        list(DataLoader(trainer.train_dataset, batch_size=4, shuffle=True, collate_fn=list))
     assert str(error.value).startswith("positions=[")
-    assert len(first) == COUNT
-    with pytest.raises(RuntimeError) as error:
-        view.__getitems__([5, 4])
-    assert str(error.value) == out_of_order("[5, 4]")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -254,13 +213,6 @@ def test_a_dataset_that_grew_or_shrank_is_refused(kind):
             )
 
 
-def test_a_batch_beyond_the_end_is_an_index_error():
-    view = bucketed(examples(), **VIEWS["batches"])
-    with pytest.raises(IndexError) as error:
-        view[len(view)]
-    assert str(error.value) == f"position={len(view)} is not a batch of this view; expected 0 to {len(view) - 1}"
-
-
 # What attach sets
 
 
@@ -298,6 +250,18 @@ REFUSED = {
         "per_device_train_batch_size=3 does not divide the bucketed view's batch_size=4; expected a divisor. "
         "Pass bucketed(..., batch_size=3)",
     ),
+    "world_size": (
+        "of two",
+        {},
+        "world_size=2 of the bucketed view differs from the run's 1; expected the same. Build it in the launched "
+        "script, or pass bucketed(..., world_size=1)",
+    ),
+    "seed": (
+        "seeded",
+        {"data_seed": 4},
+        "seed=3 of the bucketed view differs from data_seed=4 of the training arguments; expected one seed for the "
+        "order of the data. Leave seed out of bucketed(...)",
+    ),
     "joined batches": (
         "batches",
         {"per_device_train_batch_size": 8},
@@ -309,31 +273,11 @@ REFUSED = {
 
 @pytest.mark.parametrize(("kind", "settings", "message"), REFUSED.values(), ids=REFUSED)
 def test_attach_refuses_arguments_that_spoil_the_view(kind, settings, message, tmp_path):
-    trainer, _ = make_trainer(tmp_path, bucketed(examples(), **VIEWS[kind]), **settings)
+    others = {"of two": {"batch_size": 4, "world_size": 2}, "seeded": {"batch_size": 4, "seed": 3}}
+    trainer, _ = make_trainer(tmp_path, bucketed(examples(), **{**VIEWS, **others}[kind]), **settings)
     with pytest.raises(ValueError) as error:
         attach(trainer)
     assert str(error.value) == message
-
-
-def test_attach_refuses_another_world_size(tmp_path):
-    trainer, _ = make_trainer(tmp_path, bucketed(examples(), batch_size=4, world_size=2))
-    with pytest.raises(ValueError) as error:
-        attach(trainer)
-    assert str(error.value) == (
-        "world_size=2 of the bucketed view differs from the run's 1; expected the same. Build it in the launched "
-        "script, or pass bucketed(..., world_size=1)"
-    )
-
-
-def test_attach_refuses_a_collator_that_cannot_flatten(tmp_path):
-    trainer, _ = make_trainer(tmp_path, bucketed(examples(), **VIEWS["batches"]))
-    trainer.data_collator = list
-    with pytest.raises(ValueError) as error:
-        attach(trainer)
-    assert str(error.value) == (
-        "data_collator=<type> cannot flatten the whole batches of the max_tokens view; expected BucketedCollator. "
-        "Pass Trainer(..., data_collator=BucketedCollator(tokenizer))"
-    )
 
 
 def test_attach_refuses_a_view_as_evaluation_data_and_takes_its_dataset(tmp_path):
@@ -371,7 +315,7 @@ def test_an_attached_trainer_refuses_to_evaluate_a_view_or_a_stream(tmp_path):
         trainer.predict(bucketed(examples(), max_tokens=96))
     assert str(error.value) == NOT_FOR_EVALUATION
     with pytest.raises(ValueError) as error:
-        trainer.predict(BucketedStream(examples(), batch_size=4))
+        trainer.predict(bucketed(StartsOver(examples()), batch_size=4))
     assert str(error.value) == ENDLESS
 
 
@@ -379,14 +323,6 @@ ENDLESS = (
     "dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset itself. "
     "Evaluate or predict stream.dataset"
 )
-
-
-@pytest.mark.parametrize("kind", VIEWS)
-def test_a_view_has_the_column_names_of_its_dataset(kind):
-    dataset = Dataset.from_list(examples())
-    assert bucketed(dataset, **VIEWS[kind]).column_names == ["input_ids", "labels"]
-    assert bucketed(dataset.to_iterable_dataset(), batch_size=4).column_names == ["input_ids", "labels"]
-    assert not hasattr(bucketed(examples(), **VIEWS[kind]), "column_names")
 
 
 @pytest.mark.parametrize("kind", VIEWS)
@@ -405,8 +341,9 @@ def test_a_view_describes_its_dataset_and_has_none_of_its_methods(kind):
         sorted_by_length(dataset).remove_columns([])
     with pytest.raises(AttributeError, match=r"no attribute 'mapp'$"):
         _ = view.mapp
-    shorter = bucketed(dataset.remove_columns("labels"), **VIEWS[kind])
-    assert shorter.column_names == ["input_ids"]
+    assert view.column_names == ["input_ids", "labels"]
+    assert bucketed(dataset.to_iterable_dataset(), batch_size=4).column_names == ["input_ids", "labels"]
+    assert not hasattr(bucketed(examples(), **VIEWS[kind]), "column_names")
 
 
 @pytest.mark.parametrize(("kind", "item"), [("examples", "an example"), ("batches", "a batch")])
@@ -420,18 +357,12 @@ def test_positions_that_are_not_integers_are_refused(kind, item):
             "Read several with: [view[i] for i in range(3)]"
         )
     assert view[np.int64(1)] == view[torch.tensor(1)] == view[1]
+    with pytest.raises(IndexError) as error:
+        view[len(view)]
+    assert str(error.value) == f"position={len(view)} is not {item} of this view; expected 0 to {len(view) - 1}"
 
 
 # What bucketed refuses
-
-
-def test_a_stream_becomes_a_bucketed_stream():
-    stream = bucketed(Dataset.from_list(examples()).to_iterable_dataset(), batch_size=4, world_size=2, too_long="drop")
-    assert isinstance(stream, BucketedStream)
-    assert (stream.batch_size, stream.world_size, stream.buffer_examples) == (4, 2, 2 * 8192)
-    assert (stream.seed, stream.takes_seed, stream.too_long) == (0, True, "drop")
-    given = bucketed(StartsOver(examples()), max_tokens=96, seed=3, buffer_examples=10, boundaries=[12, 24])
-    assert (given.seed, given.takes_seed, given.buffer_examples, given.boundaries) == (3, False, 10, [12, 24])
 
 
 class StartsOver:
@@ -444,36 +375,6 @@ class StartsOver:
         return iter(self.rows)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("lengths", [3] * COUNT), ("n_buckets", 4), ("boundaries", "auto")], ids=str
-)
-def test_a_stream_takes_no_setting_that_needs_all_lengths(name, value):
-    with pytest.raises(ValueError) as error:
-        bucketed(StartsOver(examples()), batch_size=4, **{name: value})
-    assert str(error.value) == (
-        f"{name}={shown(value)} needs all lengths beforehand, which are unknown in a stream; expected it left out. "
-        "Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
-    )
-
-
-def test_a_dataset_takes_no_setting_of_streams():
-    with pytest.raises(ValueError) as error:
-        bucketed(examples(), batch_size=4, buffer_examples=100)
-    assert str(error.value) == (
-        "buffer_examples=100 is for streams, and <list> can be indexed; expected it left out, since all lengths are "
-        "known. Leave it out"
-    )
-
-
-def test_what_can_be_read_only_once_is_refused():
-    with pytest.raises(TypeError) as error:
-        bucketed(iter([]), batch_size=4)
-    assert str(error.value) == (
-        "dataset=<list_iterator> can be read only once; expected a stream that starts over when it is iterated again. "
-        "Pass the function that makes the rows: datasets.IterableDataset.from_generator(make_rows)"
-    )
-
-
 def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_column():
     with pytest.raises(ValueError) as error:
         bucketed(examples(), batch_size=4, lengths=[1, 2])
@@ -483,34 +384,3 @@ def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_col
     )
     view = bucketed(TensorDataset(torch.zeros(3, 2)), batch_size=2, lengths=[4, 5, 6])
     assert len(view) == 3
-
-
-@pytest.mark.parametrize("cell", [None, []])
-def test_a_null_or_empty_row_is_named(cell):
-    with pytest.raises(ValueError) as error:
-        bucketed(Dataset.from_dict({"input_ids": [[5], cell, [6, 7]]}), batch_size=2)
-    assert str(error.value) == (
-        "lengths[1]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
-        'dataset.filter(lambda row: row["input_ids"])'
-    )
-
-
-def test_bad_limits_are_refused_before_the_dataset_is_read():
-    with pytest.raises(ValueError) as error:
-        bucketed(None)
-    assert str(error.value) == (
-        "batch_size=None, max_tokens=None; expected exactly one of them. "
-        "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)"
-    )
-
-
-@pytest.mark.parametrize("size", [{"batch_size": 4}, {"max_tokens": 40}], ids=["batch_size", "max_tokens"])
-def test_indices_of_names_the_examples_that_an_item_holds(size) -> None:
-    dataset = [{"input_ids": [i] * (3 + i % 7)} for i in range(1, 22)]
-    view = bucketed(dataset, **size)
-    view.set_epoch(1)
-    for position in range(len(view)):
-        item = view[position]
-        rows = item if "max_tokens" in size else [item]
-        assert view.indices_of([position]) == [row["input_ids"][0] - 1 for row in rows]
-    assert view.indices_of([len(view)]) == view.indices_of([0])

@@ -11,12 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_memopt.batching.plan import LengthBuckets
-from hf_memopt.batching.plan.boundaries import optimal_boundaries
+from hf_memopt import LengthBuckets
 
 
 def round_up(length: int, multiple: int) -> int:
     return max(multiple, -(-length // multiple) * multiple)
+
+
+def boundaries_of(lengths: Any, n_buckets: int, multiple: int) -> np.ndarray:
+    return LengthBuckets(lengths, batch_size=1, n_buckets=n_buckets, pad_to_multiple_of=multiple).boundaries
 
 
 def padded_tokens(lengths: list[int], boundaries: Any) -> int:
@@ -24,7 +27,7 @@ def padded_tokens(lengths: list[int], boundaries: Any) -> int:
 
 
 @given(
-    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=12),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     n_buckets=st.integers(1, 4),
     multiple=st.sampled_from([1, 8]),
 )
@@ -35,7 +38,7 @@ def test_boundaries_pad_as_little_as_the_best_of_all_sets(lengths, n_buckets, mu
         for size in range(min(n_buckets, len(limits)))
         for chosen in combinations(limits[:-1], size)
     )
-    found = optimal_boundaries(np.array(lengths, np.int32), n_buckets, pad_to_multiple_of=multiple)
+    found = boundaries_of(lengths, n_buckets, multiple)
     assert len(found) <= n_buckets
     assert sorted(set(found.tolist())) == found.tolist()
     assert all(limit % multiple == 0 for limit in found)
@@ -44,8 +47,8 @@ def test_boundaries_pad_as_little_as_the_best_of_all_sets(lengths, n_buckets, mu
 
 
 def test_very_long_examples_are_put_on_a_coarser_grid():
-    lengths = np.random.default_rng(0).integers(0, 100_000, 5000).astype(np.int32)
-    found = optimal_boundaries(lengths, 8)
+    lengths = np.random.default_rng(0).integers(1, 100_000, 5000).astype(np.int32)
+    found = boundaries_of(lengths, 8, 8)
     assert len(found) == 8
     assert found[-1] >= lengths.max()
     even = np.arange(1, 9) * 12_504
@@ -144,23 +147,6 @@ def test_batches_of_a_group_span_neighbouring_lengths_only(lengths, settings):
         assert sum((between > classes.min()) & (between < classes.max())) <= 2
 
 
-@pytest.mark.parametrize("limit", [{"batch_size": 3}, {"max_tokens": 24}], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 9])
-def test_one_example_and_examples_of_one_token(limit, world_size):
-    assert batches_of(LengthBuckets([5], world_size=world_size, **limit), 0) == [[0]]
-    assert batches_of(LengthBuckets([1], world_size=world_size, **limit), 0) == [[0]]
-    batches = batches_of(LengthBuckets([1] * 7, world_size=world_size, **limit), 0)
-    assert sorted(i for batch in batches for i in batch) == list(range(7))
-    assert max(map(len, batches)) <= 3
-
-
-@given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS, epoch=st.integers(0, 3))
-def test_padding_efficiency_equals_the_slow_count(lengths, limit, settings, epoch):
-    buckets = LengthBuckets(lengths, **limit, **settings)
-    padded = sum(padded_size(batch, lengths, settings["pad_to_multiple_of"]) for batch in batches_of(buckets, epoch))
-    assert buckets.padding_efficiency(epoch) == pytest.approx(sum(lengths) / padded)
-
-
 def test_buckets_pad_far_less_than_a_random_order():
     lengths = np.random.default_rng(0).lognormal(3, 1, 4000).astype(np.int64) + 1
     shuffled = np.array_split(lengths, 125)
@@ -175,97 +161,6 @@ def test_auto_gives_every_bucket_four_batches_and_one_for_every_process():
     assert len(LengthBuckets(np.tile(lengths, 50), batch_size=16).boundaries) <= 63
     outlier = LengthBuckets([10] * 999 + [5001], max_tokens=5008)  # one long example must not spread over the others
     assert outlier.n_batches == 5
-
-
-def error_of(**settings: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        LengthBuckets(**{"lengths": [3, 4, 100], **settings})
-    return str(error.value)
-
-
-@pytest.mark.parametrize(("batch_size", "max_tokens"), [(None, None), (8, 64)])
-def test_both_or_neither_limit_is_refused(batch_size, max_tokens):
-    assert error_of(batch_size=batch_size, max_tokens=max_tokens) == (
-        f"batch_size={batch_size}, max_tokens={max_tokens}; expected exactly one of them. "
-        "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)"
-    )
-
-
-@pytest.mark.parametrize("name", ["batch_size", "max_tokens"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, "32", True])
-def test_a_limit_that_is_no_size_is_refused(name, value):
-    assert error_of(**{name: value}) == (
-        f"{name}={value!r} is invalid; expected an integer of 1 or more. Pass {name}=32"
-    )
-
-
-@pytest.mark.parametrize("name", ["pad_to_multiple_of", "n_buckets"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, "many", True])
-def test_a_count_below_one_is_refused(name, value):
-    assert error_of(batch_size=2, **{name: value}) == (
-        f"{name}={value!r} is invalid; expected an integer of 1 or more. Pass {name}=32"
-    )
-
-
-BELOW = ", below 2**63"
-
-
-@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, None])
-def test_a_seed_out_of_range_is_refused(seed):
-    assert error_of(batch_size=2, seed=seed) == (
-        f"seed={seed!r} is invalid; expected an integer of 0 or more{BELOW if seed == 2**63 else ''}. Pass seed=0"
-    )
-
-
-@pytest.mark.parametrize(("lengths", "shape"), [([], "(0,)"), ([[1, 2]], "(1, 2)"), (5, "()")])
-def test_lengths_of_another_shape_are_refused(lengths, shape):
-    assert error_of(lengths=lengths, batch_size=2) == (
-        f"lengths=<array of shape {shape}> is not one length per example; expected shape (examples,) with at least "
-        "one. Pass token_lengths(dataset)"
-    )
-
-
-@pytest.mark.parametrize(("lengths", "dtype"), [([1.0, 2.0], "float64"), ([True], "bool"), (["a"], "<U1")])
-def test_lengths_that_are_no_integers_are_refused(lengths, dtype):
-    assert error_of(lengths=lengths, batch_size=2) == (
-        f"lengths=<array of {dtype}> is not a number of tokens; expected integers. Pass token_lengths(dataset)"
-    )
-
-
-@pytest.mark.parametrize("length", [-1, 2**31])
-def test_a_length_out_of_range_is_named(length):
-    assert error_of(lengths=[4, length, 5], batch_size=2) == (
-        f"lengths[1]={length} is not a number of tokens; expected 1 to 2**31 - 1. Pass token_lengths(dataset)"
-    )
-
-
-def test_an_example_without_tokens_is_named():
-    assert error_of(lengths=[4, 0, 5], batch_size=2) == (
-        "lengths[1]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
-        'dataset.filter(lambda row: row["input_ids"])'
-    )
-
-
-def test_an_example_that_fits_into_no_batch_is_named():
-    for limit, longest in ({"max_tokens": 100}, 96), ({"max_tokens": 400, "boundaries": [50, 90]}, 90):
-        named = "max_tokens=100" if longest == 96 else "boundaries[-1]=90"
-        assert error_of(lengths=[3, 4, 100, 99], **limit) == (
-            f"lengths[2]=100 exceeds {longest} tokens, the longest row that {named} allows, as do 1 other examples; "
-            "expected every example to fit into a batch. Truncate (tokenizer(..., truncation=True, "
-            f"max_length={longest})), leave them out (too_long='drop') or raise {named.split('=')[0]}"
-        )
-    assert LengthBuckets([3, 4, 100], max_tokens=104, n_buckets=2).n_batches == 2
-    assert error_of(lengths=[300, 400], max_tokens=100, too_long="drop") == (
-        "lengths[1]=400 exceeds 96 tokens, the longest row that max_tokens=100 allows, as do 1 other examples; "
-        "expected every example to fit into a batch. Truncate (tokenizer(..., truncation=True, max_length=96)), leave "
-        "them out (too_long='drop') or raise max_tokens"
-    )
-
-
-def test_an_unknown_way_to_treat_long_examples_is_refused():
-    assert error_of(batch_size=2, too_long="cut") == (
-        "too_long='cut' is invalid; expected 'error' or 'drop'. Pass too_long='drop'"
-    )
 
 
 @given(lengths=LENGTHS, settings=SETTINGS, max_tokens=st.integers(8, 103))
@@ -307,24 +202,6 @@ def test_boundaries_bound_the_shapes(lengths, limit, settings, given_limits):
             assert len(in_group) == 1 or "batch_size" in limit  # a group of rests
         assert len(shapes) <= len(buckets.boundaries) + 4
         assert buckets.diagnostics(epoch).shapes == len(shapes)
-
-
-@pytest.mark.parametrize("boundaries", ["best", [], [[8, 16]], [0, 8], [16, 8], [8, 8], [8.5, 16.0]])
-def test_boundaries_that_are_no_limits_are_refused(boundaries):
-    assert error_of(batch_size=2, boundaries=boundaries) == (
-        f"boundaries={boundaries!r} is invalid; expected 'auto' or ascending integers of 1 or more. "
-        "Pass boundaries=[64, 128, 256]"
-    )
-
-
-def test_boundaries_against_other_settings_are_refused():
-    assert error_of(batch_size=2, boundaries=[64, 128], n_buckets=2) == (
-        "n_buckets=2, boundaries=[64, 128] both set the number of buckets; expected one of them. Leave n_buckets out"
-    )
-    assert error_of(max_tokens=120, boundaries=[64, 128]) == (
-        "boundaries[-1]=128 is above max_tokens=120; expected every limit to fit into one batch. Pass max_tokens=128 "
-        "or more"
-    )
 
 
 # What it is worth
@@ -369,6 +246,14 @@ def test_a_rest_smaller_than_the_ranks_is_shared_with_the_group_before():
     assert sizes == [2] * 13 + [3] * 3  # 16 batches: two steps of eight ranks, no batch read twice
 
 
+@pytest.mark.slow
+def test_every_order_inside_a_bucket_is_as_likely():
+    buckets = LengthBuckets([5] * 3, batch_size=3)
+    counts = np.unique([buckets.plan(epoch).flat().tolist() for epoch in range(6000)], axis=0, return_counts=True)[1]
+    assert len(counts) == 6
+    assert np.abs(counts - 1000).max() < 150  # five standard deviations
+
+
 def test_a_plan_does_not_depend_on_the_plans_before_it():
     lengths = np.random.default_rng(0).integers(1, 100, 1000)
     one, other = (LengthBuckets(lengths, max_tokens=800) for _ in range(2))
@@ -380,12 +265,96 @@ def test_a_plan_does_not_depend_on_the_plans_before_it():
     assert (kept.flat() == copied).all()
 
 
-@pytest.mark.slow
-def test_every_order_inside_a_bucket_is_as_likely():
-    buckets = LengthBuckets([5] * 3, batch_size=3)
-    counts = np.unique([buckets.plan(epoch).flat().tolist() for epoch in range(6000)], axis=0, return_counts=True)[1]
-    assert len(counts) == 6
-    assert np.abs(counts - 1000).max() < 150  # five standard deviations
+# What is refused
+
+COUNT = "is invalid; expected an integer of 1 or more. Pass"
+ARRAY = "is not a number of tokens; expected"
+TOO_LONG = (
+    "lengths[2]=100 exceeds {longest} tokens, the longest row that {limit} allows, as do 1 other examples; expected "
+    "every example to fit into a batch. Truncate (tokenizer(..., truncation=True, max_length={longest})), leave them "
+    "out (too_long='drop') or raise {name}"
+)
+LIMITS = (
+    "batch_size={}, max_tokens={}; expected exactly one of them. Pass batch_size=32 (examples per batch) or "
+    "max_tokens=4096 (padded tokens per batch)"
+)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"batch_size": None}, LIMITS.format(None, None)),
+    ({"batch_size": 8, "max_tokens": 64}, LIMITS.format(8, 64)),
+    *[
+        (
+            {"batch_size": None, name: value} if name == "max_tokens" else {name: value},
+            f"{name}={value!r} {COUNT} {name}=32",
+        )
+        for name in ("batch_size", "max_tokens", "pad_to_multiple_of", "n_buckets")
+        for other in ({"batch_size": None} if name == "max_tokens" else {},)
+        for value in (0, -1, 2.5, "32", True)
+    ],
+    *[
+        ({"seed": seed}, f"seed={seed!r} is invalid; expected an integer of 0 or more{below}. Pass seed=0")
+        for seed, below in ((-1, ""), (2**63, ", below 2**63"), (1.5, ""), (None, ""))
+    ],
+    *[
+        (
+            {"lengths": lengths},
+            f"lengths=<array of shape {shape}> is not one length per example; expected shape (examples,) with at least "
+            "one. Pass token_lengths(dataset)",
+        )
+        for lengths, shape in (([], "(0,)"), ([[1, 2]], "(1, 2)"), (5, "()"))
+    ],
+    *[
+        ({"lengths": lengths}, f"lengths=<array of {dtype}> {ARRAY} integers. Pass token_lengths(dataset)")
+        for lengths, dtype in (([1.0, 2.0], "float64"), ([True], "bool"), (["a"], "<U1"))
+    ],
+    *[
+        ({"lengths": [4, n, 5]}, f"lengths[1]={n} {ARRAY} 1 to 2**31 - 1. Pass token_lengths(dataset)")
+        for n in (-1, 2**31)
+    ],
+    (
+        {"lengths": [4, 0, 5]},
+        "lengths[1]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
+        'dataset.filter(lambda row: row["input_ids"])',
+    ),
+    ({"too_long": "cut"}, "too_long='cut' is invalid; expected 'error' or 'drop'. Pass too_long='drop'"),
+    (
+        {"batch_size": None, "max_tokens": 100},
+        TOO_LONG.format(longest=96, limit="max_tokens=100", name="max_tokens"),
+    ),
+    (
+        {"batch_size": None, "max_tokens": 400, "boundaries": [50, 90]},
+        TOO_LONG.format(longest=90, limit="boundaries[-1]=90", name="boundaries[-1]"),
+    ),
+    (
+        {"lengths": [300, 200, 400], "batch_size": None, "max_tokens": 100, "too_long": "drop"},
+        TOO_LONG.format(longest=96, limit="max_tokens=100", name="max_tokens")
+        .replace("[2]=100", "[2]=400")
+        .replace("1 other", "2 other"),
+    ),
+    *[
+        (
+            {"boundaries": limits},
+            f"boundaries={limits!r} is invalid; expected 'auto' or ascending integers of 1 or more. "
+            "Pass boundaries=[64, 128, 256]",
+        )
+        for limits in ("best", [], [[8, 16]], [0, 8], [16, 8], [8, 8], [8.5, 16.0])
+    ],
+    (
+        {"boundaries": [64, 128], "n_buckets": 2},
+        "n_buckets=2, boundaries=[64, 128] both set the number of buckets; expected one of them. Leave n_buckets out",
+    ),
+    (
+        {"batch_size": None, "max_tokens": 120, "boundaries": [64, 128]},
+        "boundaries[-1]=128 is above max_tokens=120; expected every limit to fit into one batch. Pass max_tokens=128 "
+        "or more",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[str(settings) for settings, _ in REFUSED])
+def test_what_is_refused_is_told_in_whole(settings, message):
+    with pytest.raises(ValueError) as error:
+        LengthBuckets(**{"lengths": [3, 4, 100, 99], "batch_size": 2, **settings})
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, None])

@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt.batching.exact_losses import TASKS, exact_loss
-from hf_memopt.changes import Change
+from hf_memopt import Change, exact_loss
 from two_ranks import run_pair
 
 pytestmark = [
@@ -336,14 +335,6 @@ def test_stock_alone_counts_a_label_that_gpt2_never_predicts(tmp_path):
     assert train_exactly(case, torch.float64, tmp_path, batches=full) <= 1e-12
 
 
-def test_stock_ignores_label_smoothing_beside_a_loss_that_is_not_bound(tmp_path):
-    case = CASES["bert, smoothed"]
-    trainer, recorder = make_trainer(case, torch.float64, tmp_path)
-    trainer.train()
-    plain = one_big_batch(CASES["bert"], torch.float64, micro_batches("class"))
-    assert relative_error(recorder.found, plain) <= 1e-12
-
-
 # What is counted
 
 
@@ -386,19 +377,6 @@ def test_without_a_count_it_is_the_models_own_loss(name):
     torch.testing.assert_close(exact_loss(model)((own.logits,), batch["labels"]), own.loss)
 
 
-@pytest.mark.parametrize("name", ["bert", "bert-tokens", "gpt2-lm", "bart"])
-def test_evaluation_gives_the_models_own_loss(name, tmp_path):
-    case = CASES[name]
-    batch = join(micro_batches(case.labels))
-    rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(sum(ROWS))]
-    trainer, _ = make_trainer(case, torch.float32, tmp_path, batches=[batch], per_device_eval_batch_size=len(rows))
-    trainer.data_collator = transformers.default_data_collator
-    bind(trainer)
-    own = seeded(case, torch.float32).eval()(**batch).loss
-    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(own.item(), rel=1e-6)
-    assert torch.equal(torch.from_numpy(trainer.predict(rows).label_ids), batch["labels"])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_logits_are_summed_in_float32(dtype):
     loss = exact_loss(bert_tokens())
@@ -407,16 +385,6 @@ def test_16_bit_logits_are_summed_in_float32(dtype):
     found = loss({"logits": logits}, labels, num_items_in_batch=torch.tensor(40))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, loss({"logits": logits.float()}, labels, 40), rtol=0, atol=0)
-
-
-def test_training_in_bfloat16_autocast(tmp_path):
-    for name in ("bert-mlm", "gpt2-lm"):
-        case = CASES[name]
-        trainer, recorder = make_trainer(case, torch.float32, tmp_path, bf16=True)
-        bind(trainer)
-        trainer.train()
-        reference = one_big_batch(case, torch.float32, micro_batches(case.labels))
-        assert relative_error(recorder.found, reference) < 0.02  # bfloat16 has 8 bits
 
 
 # What attach does
@@ -504,18 +472,6 @@ def test_heads_that_need_the_trainer_refuse_to_train_without(name, tmp_path):
     assert not hasattr(recorder, "found")
 
 
-def test_a_decoder_without_a_way_to_its_inputs_is_refused(tmp_path):
-    trainer, _ = make_trainer(CASES["bart"], torch.float32, tmp_path)
-    bind(trainer)
-    trainer.model.prepare_decoder_input_ids_from_labels = None
-    with pytest.raises(ValueError) as error:
-        trainer.train()
-    assert str(error.value) == (
-        "decoder_input_ids are missing, and BartForConditionalGeneration has no prepare_decoder_input_ids_from_labels; "
-        "expected them in the data. Leave compute_loss_func out, or add the column."
-    )
-
-
 def test_it_pickles_without_the_weights():
     for name in ("bert", "gpt2-lm", "bart"):
         loss = exact_loss(CASES[name].build(), label_smoothing=0.1)
@@ -546,28 +502,6 @@ def build(name: str, **settings: Any) -> torch.nn.Module:
         return head(head.config_class(**settings))
 
 
-@pytest.mark.parametrize(
-    ("name", "task"),
-    [
-        ("BertLMHeadModel", "causal-lm"),
-        ("OPTForCausalLM", "causal-lm"),
-        ("Qwen2ForCausalLM", "causal-lm"),
-        ("MixtralForCausalLM", "causal-lm"),
-        ("DistilBertForMaskedLM", "masked-lm"),
-        ("XLMWithLMHeadModel", "masked-lm"),
-        ("BartForSequenceClassification", "sequence-classification"),
-        ("T5ForSequenceClassification", "sequence-classification"),
-        ("Qwen2ForSequenceClassification", "sequence-classification"),
-        ("GPT2ForTokenClassification", "token-classification"),
-        ("MT5ForConditionalGeneration", "seq2seq-lm"),
-        ("PegasusForConditionalGeneration", "seq2seq-lm"),
-        ("MarianMTModel", "seq2seq-lm"),
-    ],
-)
-def test_the_task_of_a_head(name, task):
-    assert exact_loss(build(name)).task == task
-
-
 def test_a_subclass_without_a_forward_is_its_parent_and_another_can_be_named():
     assert exact_loss(SameHead(tiny.bert_config())).task == "sequence-classification"
     loss = exact_loss(NewHead(tiny.bert_config()), task="sequence-classification")
@@ -576,146 +510,125 @@ def test_a_subclass_without_a_forward_is_its_parent_and_another_can_be_named():
     assert loss((torch.zeros(1, 2, 3),), torch.tensor([[1, -100]]), 2).item() == pytest.approx(math.log(3) / 2)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "BertForQuestionAnswering",
-        "BertForMultipleChoice",
-        "BertForNextSentencePrediction",
-        "BertModel",
-        "BartForCausalLM",
-        "XLNetLMHeadModel",
-        "BrosForTokenClassification",
-        "ProphetNetForConditionalGeneration",
-        "WhisperForConditionalGeneration",
-        "MoonshineForConditionalGeneration",
-        "CsmForConditionalGeneration",
-        "NewHead",
-        "Linear",
-    ],
+TASKS = {
+    **dict.fromkeys(("BertLMHeadModel", "OPTForCausalLM", "Qwen2ForCausalLM", "MixtralForCausalLM"), "causal-lm"),
+    **dict.fromkeys(("DistilBertForMaskedLM", "XLMWithLMHeadModel"), "masked-lm"),
+    **dict.fromkeys(
+        (f"{name}ForSequenceClassification" for name in ("Bart", "T5", "Qwen2")), "sequence-classification"
+    ),
+    "GPT2ForTokenClassification": "token-classification",
+    **dict.fromkeys(("MT5ForConditionalGeneration", "PegasusForConditionalGeneration", "MarianMTModel"), "seq2seq-lm"),
+}
+UNKNOWN = (
+    *("BertForQuestionAnswering", "BertForMultipleChoice", "BertForNextSentencePrediction", "BertModel"),
+    *("BartForCausalLM", "XLNetLMHeadModel", "BrosForTokenClassification", "ProphetNetForConditionalGeneration"),
+    *("WhisperForConditionalGeneration", "MoonshineForConditionalGeneration", "CsmForConditionalGeneration"),
 )
-def test_heads_it_does_not_know_are_refused(name):
-    if name == "Linear":
-        model = torch.nn.Linear(2, 2)
-    else:
-        model = NewHead(tiny.bert_config()) if name == "NewHead" else build(name)
-    with pytest.raises(ValueError) as error:
-        exact_loss(model)
-    assert str(error.value) == (
-        f"model=<{name}> has a loss that exact_loss does not know; expected a transformers head for "
-        "sequence-classification, token-classification, masked-lm, causal-lm or seq2seq-lm. Leave compute_loss_func "
-        "out and call attach(trainer), which repairs the scale (a mean of the micro-batches' means), or name what the "
-        'head computes: exact_loss(model, task="token-classification")'
-    )
 
 
-@pytest.mark.parametrize(
-    ("head", "name", "value", "off"),
-    [
-        ("MixtralForCausalLM", "output_router_logits", True, "False"),
-        ("BambaForCausalLM", "z_loss_coefficient", 0.5, "0.0"),
-    ],
+@pytest.mark.parametrize("name", [*TASKS, *UNKNOWN])
+def test_the_task_of_a_head(name):
+    if name in TASKS:
+        assert exact_loss(build(name)).task == TASKS[name]
+        return
+    with pytest.raises(ValueError, match=rf"^model=<{name}> has a loss that exact_loss does not know; expected a tra"):
+        exact_loss(build(name))
+
+
+AUXILIARY = (
+    "{} gives {} an auxiliary loss, which is not a sum over labels; expected a model without. Leave compute_loss_func "
+    "out and call attach(trainer), or set: model.config.{}"
 )
-def test_auxiliary_losses_are_refused(head, name, value, off):
-    with pytest.raises(ValueError) as error:
-        exact_loss(build(head, **{name: value}))
-    assert str(error.value) == (
-        f"{name}={value!r} gives {head} an auxiliary loss, which is not a sum over labels; expected a model without. "
-        f"Leave compute_loss_func out and call attach(trainer), or set: model.config.{name} = {off}"
-    )
-
-
 LOGITS = torch.zeros(2, 4, 3)
 TOKEN_LABELS = torch.zeros(2, 4, dtype=torch.long)
-
-
-@pytest.mark.parametrize(
-    ("case", "outputs", "labels", "message"),
-    [
-        (
-            "bert-tokens",
-            {"logits": LOGITS},
-            None,
-            "labels=None reached exact_loss; expected a column called labels. "
-            'Call: dataset.rename_column("<its name>", "labels")',
-        ),
-        (
-            "bert-tokens",
-            {"scores": LOGITS},
-            TOKEN_LABELS,
-            "outputs=<dict> of BertForTokenClassification have no logits; expected logits and nothing else that adds "
-            "to the loss. Leave compute_loss_func out and call attach(trainer)",
-        ),
-        (
-            "llama-lm",
-            {"logits": LOGITS, "aux_loss": torch.tensor(1.0)},
-            TOKEN_LABELS,
-            "outputs=<dict> of LlamaForCausalLM have an auxiliary aux_loss; expected logits and nothing else that adds "
-            "to the loss. Leave compute_loss_func out and call attach(trainer)",
-        ),
-        (
-            "bart",
-            {"logits": LOGITS},
-            TOKEN_LABELS[:, :3],
-            "labels=<shape (2, 3)> do not fit the logits of BartForConditionalGeneration, (2, 4, 3), in seq2seq-lm; "
-            "expected (2, 4). Leave compute_loss_func out and call attach(trainer) if the model reads its labels in "
-            "its own way.",
-        ),
-        (
-            "bert",
-            {"logits": LOGITS[:, 0]},
-            TOKEN_LABELS,
-            "labels=<shape (2, 4)> do not fit the logits of BertForSequenceClassification, (2, 3), in "
-            "sequence-classification; expected (2,) or (2, 1). Leave compute_loss_func out and call attach(trainer) if "
-            "the model reads its labels in its own way.",
-        ),
-        (
-            "deberta-v2",
-            {"logits": LOGITS[:, 0]},
-            torch.zeros(2, 3),
-            "problem_type=None makes DebertaV2ForSequenceClassification take torch.float32 labels for soft targets, "
-            "unlike other heads; expected it to be set. Set: "
-            'model.config.problem_type = "multi_label_classification"',
-        ),
-    ],
+NOTHING_ELSE = (
+    "expected logits and nothing else that adds to the loss. Leave compute_loss_func out and call attach(trainer)"
 )
-def test_what_it_cannot_compute_is_refused(case, outputs, labels, message):
+OWN_WAY = "Leave compute_loss_func out and call attach(trainer) if the model reads its labels in its own way."
+BAD_CALLS: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: exact_loss(NewHead(tiny.bert_config())),
+        "model=<NewHead> has a loss that exact_loss does not know; expected a transformers head for "
+        "sequence-classification, token-classification, masked-lm, causal-lm or seq2seq-lm. Leave compute_loss_func "
+        "out and call attach(trainer), which repairs the scale (a mean of the micro-batches' means), or name what the "
+        'head computes: exact_loss(model, task="token-classification")',
+    ),
+    (
+        lambda: exact_loss(build("MixtralForCausalLM", output_router_logits=True)),
+        AUXILIARY.format("output_router_logits=True", "MixtralForCausalLM", "output_router_logits = False"),
+    ),
+    (
+        lambda: exact_loss(build("BambaForCausalLM", z_loss_coefficient=0.5)),
+        AUXILIARY.format("z_loss_coefficient=0.5", "BambaForCausalLM", "z_loss_coefficient = 0.0"),
+    ),
+    *[
+        (
+            lambda share=share: exact_loss(tiny.bert(), label_smoothing=share),
+            f"label_smoothing={share!r} is out of range; expected 0 <= label_smoothing < 1. "
+            "Call: exact_loss(model, label_smoothing=0.1)",
+        )
+        for share in (-0.1, 1, float("nan"))
+    ],
+    (
+        lambda: exact_loss(tiny.bert(), task="causal"),
+        "task='causal' is unknown; expected one of 'sequence-classification', 'token-classification', 'masked-lm', "
+        "'causal-lm', 'seq2seq-lm'. Did you mean 'causal-lm'? Pass task='sequence-classification'",
+    ),
+    (
+        lambda: exact_loss(tiny.bert(num_labels=1), label_smoothing=0.1)((torch.zeros(2, 1),), torch.zeros(2)),
+        "label_smoothing=0.1 has no meaning for regression; expected 0. Call: exact_loss(model, label_smoothing=0.0)",
+    ),
+    (
+        lambda: exact_loss(bert_tokens())({"logits": LOGITS}, None),
+        "labels=None reached exact_loss; expected a column called labels. "
+        'Call: dataset.rename_column("<its name>", "labels")',
+    ),
+    (
+        lambda: exact_loss(bert_tokens())({"scores": LOGITS}, TOKEN_LABELS),
+        f"outputs=<dict> of BertForTokenClassification have no logits; {NOTHING_ELSE}",
+    ),
+    (
+        lambda: exact_loss(tiny.llama())({"logits": LOGITS, "aux_loss": torch.tensor(1.0)}, TOKEN_LABELS),
+        f"outputs=<dict> of LlamaForCausalLM have an auxiliary aux_loss; {NOTHING_ELSE}",
+    ),
+    (
+        lambda: exact_loss(CASES["bart"].build())({"logits": LOGITS}, TOKEN_LABELS[:, :3]),
+        "labels=<shape (2, 3)> do not fit the logits of BartForConditionalGeneration, (2, 4, 3), in seq2seq-lm; "
+        f"expected (2, 4). {OWN_WAY}",
+    ),
+    (
+        lambda: exact_loss(tiny.bert())({"logits": LOGITS[:, 0]}, TOKEN_LABELS),
+        "labels=<shape (2, 4)> do not fit the logits of BertForSequenceClassification, (2, 3), in "
+        f"sequence-classification; expected (2,) or (2, 1). {OWN_WAY}",
+    ),
+    (
+        lambda: exact_loss(CASES["deberta-v2"].build())({"logits": LOGITS[:, 0]}, torch.zeros(2, 3)),
+        "problem_type=None makes DebertaV2ForSequenceClassification take torch.float32 labels for soft targets, "
+        "unlike other heads; expected it to be set. Set: "
+        'model.config.problem_type = "multi_label_classification"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CALLS, ids=range(len(BAD_CALLS)))
+def test_what_it_cannot_compute_is_refused(call, message):
     with pytest.raises(ValueError) as error:
-        exact_loss(CASES[case].build())(outputs, labels)
+        call()
     assert str(error.value) == message
 
 
-def test_smoothing_of_numbers_is_refused():
-    with pytest.raises(ValueError) as error:
-        exact_loss(tiny.bert(num_labels=1), label_smoothing=0.1)({"logits": torch.zeros(2, 1)}, torch.zeros(2))
-    assert str(error.value) == (
-        "label_smoothing=0.1 has no meaning for regression; expected 0. Call: exact_loss(model, label_smoothing=0.0)"
-    )
-
-
-@pytest.mark.parametrize("label_smoothing", [-0.1, 1, float("nan")])
-def test_smoothing_out_of_range_is_refused(label_smoothing):
-    with pytest.raises(ValueError) as error:
-        exact_loss(tiny.bert(), label_smoothing=label_smoothing)
-    assert str(error.value) == (
-        f"label_smoothing={label_smoothing!r} is out of range; expected 0 <= label_smoothing < 1. "
-        "Call: exact_loss(model, label_smoothing=0.1)"
-    )
-
-
-def test_an_unknown_task_is_refused():
-    with pytest.raises(ValueError) as error:
-        exact_loss(tiny.bert(), task="causal")
-    assert str(error.value) == (
-        f"task='causal' is unknown; expected one of {', '.join(map(repr, TASKS))}. Did you mean 'causal-lm'? "
-        "Pass task='sequence-classification'"
-    )
-
-
-def test_several_gpus_in_one_process_are_refused():
-    with pytest.raises(RuntimeError) as error:
+def test_several_gpus_in_one_process_and_a_decoder_without_inputs_are_refused(tmp_path):
+    with pytest.raises(RuntimeError, match=r"^n_gpu=2 GPUs are visible to this one process"):
         exact_loss(tiny.bert())({"logits": LOGITS[:, 0]}, torch.tensor([0, 1]), torch.tensor([[2], [2]]))
-    assert str(error.value).startswith("n_gpu=2 GPUs are visible to this one process")
+    trainer, _ = make_trainer(CASES["bart"], torch.float32, tmp_path)
+    bind(trainer)
+    trainer.model.prepare_decoder_input_ids_from_labels = None
+    with pytest.raises(ValueError) as error:
+        trainer.train()
+    assert str(error.value) == (
+        "decoder_input_ids are missing, and BartForConditionalGeneration has no prepare_decoder_input_ids_from_labels; "
+        "expected them in the data. Leave compute_loss_func out, or add the column."
+    )
 
 
 if __name__ == "__main__":

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from datasets import Dataset
+from noted_batches import make_trainer
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt.batching.collation import BucketedCollator
-from hf_memopt.batching.views import bucketed
-from hf_memopt.binding import attach
+from hf_memopt import attach, bucketed
 from two_ranks import run_pair
 
 COUNT, EPOCHS = 28, 2
@@ -102,25 +101,20 @@ def train(case: Case, folder: str, checkpoint: str | None = None) -> tuple[Train
         ]
     )
     view = bucketed(rows if case.attached else rows.remove_columns("text"), **VIEWS[case.kind])
-    model, seen = tiny.bert(), []
-    model.register_forward_pre_hook(
-        lambda module, _, kwargs: seen.append((kwargs["input_ids"][:, 0] - 5).tolist()) if module.training else None,
-        with_kwargs=True,
-    )
-    args = tiny.arguments(
+    trainer, seen = make_trainer(
         folder,
+        view,
+        view.buckets.batch_size,
         learning_rate=1e-2,
         num_train_epochs=EPOCHS,
         # Two processes cannot load optimizer state on a CPU in 5.8.1 and 5.17.0 (map_location "cpu:0"); SGD has none.
         optim="sgd" if "WORLD_SIZE" in os.environ else "adamw_torch",
         train_sampling_strategy="sequential",
-        per_device_train_batch_size=view.buckets.batch_size or 1,
         gradient_accumulation_steps=case.accumulation,
         save_strategy="no",
         **WORKERS[case.workers],
         **({"ddp_backend": "gloo"} if "WORLD_SIZE" in os.environ else {}),
     )
-    trainer = Trainer(model, args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer()))
     trainer.add_callback(SaveWhereCasesResume(case.accumulation))
     if case.attached:
         attach(trainer)

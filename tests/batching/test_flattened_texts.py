@@ -4,8 +4,7 @@ a refusal wherever texts would see each other.
 
 from __future__ import annotations
 
-import sys
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,57 +13,30 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
+from slow_cases import slow_except
+from test_packed_rows import tiny_model
+from transformers import DataCollatorWithFlattening, Trainer
 
 import tiny
-from hf_memopt.batching.collation import BucketedCollator
-from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.batching.plan import LengthBuckets, PackedRows
-from hf_memopt.batching.views import bucketed, sorted_by_length
-from hf_memopt.binding import attach
-from hf_memopt.changes import Change
-from hf_memopt.techniques.microbatching import MicrobatchCallback
+from hf_memopt import (
+    BucketedCollator,
+    Change,
+    LengthBuckets,
+    MicrobatchCallback,
+    attach,
+    bucketed,
+    exact_loss,
+    sorted_by_length,
+)
 
 COUNT, MAX_TOKENS = 36, 64
 LENGTHS = [(7 * i) % 23 + 2 for i in range(COUNT)]
 
-SMALL = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
-WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-OF_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, **WITHOUT_DROPOUT}
-APART = {  # that read position_ids in their masks, with absolute and with rotary positions
-    "llama": {},
-    "gpt2": OF_GPT2,
-    "mistral": {"num_key_value_heads": 2, "sliding_window": 4},
-    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 4},
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True},
-    "gpt_neox": {},
-    "phi": {},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
-}
-PACKED = {  # leak in stock, and are kept apart by the registered attention
-    "bert": {"is_decoder": True},
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-}
-LEAKING = {  # relative positions without position_ids, recurrence, convolution
-    "falcon": {},
-    "lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
-    "bloom": {"n_layer": 2, "n_head": 2},
-    "mamba": {"state_size": 4},
-    "jamba": {"num_key_value_heads": 2, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
-}
-ALONG = {"lfm2", "mamba", "jamba"}
-DEFAULT = {"llama", "gpt2", "falcon", "lfm2", "bert"}
-FAMILIES = [
-    pytest.param(name, own, id=name, marks=[] if name in DEFAULT else pytest.mark.slow)
-    for name, own in {**APART, **PACKED, **LEAKING}.items()
-]
+APART = ("llama", "gpt2", "mistral", "gemma3_text", "mixtral", "gpt_neox", "phi", "qwen3")  # by stock's masks
+PACKED = ("opt", "biogpt")  # leak in stock, and are kept apart by the registered attention
+LEAKING = ("bloom", "lfm2", "mamba", "jamba")
+ALONG = ("lfm2", "mamba", "jamba")  # by recurrence or convolution
+FAMILIES = slow_except(("llama", "gpt2", "opt", "bloom", "lfm2"), (*APART, *PACKED, *LEAKING))
 
 
 def examples() -> list[dict[str, Any]]:
@@ -77,14 +49,6 @@ def examples() -> list[dict[str, Any]]:
 
 def flattening(**settings: Any) -> BucketedCollator:
     return BucketedCollator(inner=DataCollatorWithFlattening(**settings))
-
-
-def causal_lm(name: str, **settings: Any) -> Any:
-    config = AutoConfig.for_model(name, **{**SMALL, **settings, "pad_token_id": 0, "eos_token_id": 3})
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # kernels that are not installed
-        return AutoModelForCausalLM.from_config(config)
 
 
 def make_trainer(
@@ -138,7 +102,7 @@ def test_a_step_is_that_of_padded_training(name, attention, is_exact, tmp_path):
     """
     weights, before = [], []
     for way in ("flattened", "padded"):
-        model = causal_lm(name, **APART[name]).double()
+        model = tiny_model(name).double()
         model.set_attn_implementation(attention)
         before.append(torch.cat([p.detach().clone().flatten() for p in model.parameters()]))
         if way == "flattened":
@@ -166,10 +130,10 @@ def test_a_step_is_that_of_padded_training(name, attention, is_exact, tmp_path):
 # ---- Texts that see each other --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "own"), FAMILIES)
-def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, own, tmp_path):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, tmp_path):
     """The slow reference: one text is changed, and the loss of another one in its row is looked at."""
-    model = causal_lm(name, **own)
+    model = tiny_model(name)
     trainer, _ = make_trainer(tmp_path, model, examples())
     losses = []
     for changed in (range(10, 17), range(30, 37)):
@@ -178,9 +142,9 @@ def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, own,
         model.config.output_router_logits = False
         with torch.no_grad():
             losses.append(float(model.eval()(**row).loss))
-    model.config.output_router_logits = own.get("output_router_logits", False)
+    model.config.output_router_logits = name == "mixtral"  # whose loss is over all tokens of a batch
     is_leaking = losses[0] != losses[1]
-    assert is_leaking == (name in {**PACKED, **LEAKING})
+    assert is_leaking == (name in (*PACKED, *LEAKING))
     attention = model.config._attn_implementation
     if name not in LEAKING:
         assert attach(trainer) is trainer
@@ -197,56 +161,53 @@ def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, own,
     )
 
 
-def test_a_model_that_returns_a_cache_gets_attention_within_texts(tmp_path):
-    model = tiny.llama()
-    trainer, _ = make_trainer(tmp_path, model, examples(), use_cache=True)
-    attach(trainer)
-    assert model.config._attn_implementation == "packed_sdpa"
-
-
-def test_a_row_without_position_ids_is_refused(tmp_path):
-    assert refusal(tmp_path, tiny.llama(), return_position_ids=False).startswith(
-        "where those of LlamaForCausalLM see each other"
-    )
-
-
-def test_other_positions_than_those_of_a_text_alone_are_refused(tmp_path):
-    if "position_ids_start" not in DataCollatorWithFlattening.__init__.__code__.co_varnames:
-        pytest.skip("this version of transformers counts from 0 only")
-    assert refusal(tmp_path, causal_lm("gpt2", **OF_GPT2), position_ids_start=5) == (
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "no positions": (
+        tiny.llama,
+        {"return_position_ids": False},
+        "where those of LlamaForCausalLM see each other (attention: 'sdpa'); expected a model whose layers keep apart "
+        "what position_ids count anew. Pad instead: BucketedCollator(tokenizer, causal_lm=True)",
+    ),
+    "other positions": (
+        lambda: tiny_model("gpt2"),
+        {"position_ids_start": 5},
         "where GPT2LMHeadModel does not compute what it computes for a text alone, as with other positions; expected "
         "the same. Call: DataCollatorWithFlattening(position_ids_start=2) if it counts positions from 2; else "
-        "Pad instead: BucketedCollator(tokenizer, causal_lm=True)"
-    )
-
-
-def test_labels_of_first_tokens_are_refused(tmp_path):
-    assert refusal(tmp_path, tiny.llama(), separator_id=7) == (
+        "Pad instead: BucketedCollator(tokenizer, causal_lm=True)",
+    ),
+    "labels of first tokens": (
+        tiny.llama,
+        {"separator_id": 7},
         "with labels [7, 7, 7] for their first tokens; expected -100, as nothing predicts them. "
-        "Call: DataCollatorWithFlattening(separator_id=-100)"
-    )
-
-
-def test_a_loss_that_counts_first_tokens_is_refused(tmp_path):
-    torch.manual_seed(0)
-    model = transformers.LlamaForTokenClassification(tiny.llama_config(num_labels=100))
-    assert refusal(tmp_path, model) == (
+        "Call: DataCollatorWithFlattening(separator_id=-100)",
+    ),
+    "a loss of first tokens": (
+        lambda: transformers.LlamaForTokenClassification(tiny.llama_config(num_labels=100)),
+        {},
         "and leaves out the label of their first tokens, which the loss of LlamaForTokenClassification counts; "
-        "expected a causal language model. Pad instead: BucketedCollator(tokenizer)"
-    )
+        "expected a causal language model. Pad instead: BucketedCollator(tokenizer)",
+    ),
+    "a class for a row": (
+        lambda: transformers.LlamaForSequenceClassification(tiny.llama_config(num_labels=3)),
+        {},
+        "which LlamaForSequenceClassification could not be trained on (ValueError: ",
+    ),
+    "no model": (lambda: torch.nn.Linear(2, 2), {}, "which Linear could not be trained on (AttributeError: "),
+}
 
 
-def test_a_model_that_cannot_read_the_row_is_refused(tmp_path):
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_keeps_no_texts_apart_is_refused_with_the_reason(name, tmp_path):
+    build, settings, message = REFUSED[name]
+    if not settings.keys() <= set(DataCollatorWithFlattening.__init__.__code__.co_varnames):
+        pytest.skip("this version of transformers counts from 0 only")
     torch.manual_seed(0)
-    found = refusal(tmp_path, transformers.LlamaForSequenceClassification(tiny.llama_config(num_labels=3)))
-    assert found.startswith("which LlamaForSequenceClassification could not be trained on (ValueError: ")
-    assert found.endswith(
-        "); expected a causal language model that takes position_ids. Pad instead: BucketedCollator(tokenizer)"
-    )
-
-
-def test_a_module_that_is_no_model_of_transformers_is_refused(tmp_path):
-    assert refusal(tmp_path, torch.nn.Linear(2, 2)).startswith("which Linear could not be trained on (AttributeError: ")
+    found = refusal(tmp_path, build(), **settings)
+    if not message.endswith("Error: "):
+        assert found == message
+        return
+    assert found.startswith(message)  # the rest is what the model raised
+    assert "; expected a causal language model that takes position_ids. Pad instead: BucketedCollator(tok" in found
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -273,7 +234,7 @@ def test_sharded_weights_are_not_checked_but_told(tmp_path):
 
 
 def test_the_check_leaves_no_trace(tmp_path):
-    model = causal_lm("gpt2", **OF_GPT2)
+    model = tiny_model("gpt2")
     frozen = model.transformer.wte.weight.requires_grad_(False)
     trainer, seen = make_trainer(tmp_path, model.train(), examples())
     state, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
@@ -305,7 +266,7 @@ def test_an_attached_view_packs_rows_up_to_the_budget(source, tmp_path):
     trainer, seen = make_trainer(tmp_path, tiny.llama(), view, num_train_epochs=2)
     padded = len(view)
     attach(attach(trainer)).train()
-    assert isinstance(view.buckets, PackedRows)
+    assert not isinstance(view.buckets, LengthBuckets)
     assert len(view) < padded
     assert len(seen) == 2 * len(view)
     assert {len(ids) for ids in seen} == {1}
@@ -336,27 +297,45 @@ def test_one_view_serves_a_padding_and_a_flattening_trainer(tmp_path):
     assert isinstance(view.buckets, LengthBuckets)
 
 
-def test_a_refused_seed_leaves_the_view_as_it_was(tmp_path):
-    view = bucketed(examples(), max_tokens=MAX_TOKENS, seed=3)
-    with pytest.raises(ValueError, match="seed=3 of the bucketed view differs from data_seed=4"):
-        attach(make_trainer(tmp_path, tiny.llama(), view, data_seed=4)[0])
-    assert isinstance(view.buckets, LengthBuckets)
-
-
-def test_boundaries_are_refused_at_attach(tmp_path):
-    view = bucketed(examples(), max_tokens=MAX_TOKENS, boundaries=[12, 32])
-    with pytest.raises(ValueError, match="these batches have no padding; expected none"):
-        attach(make_trainer(tmp_path, tiny.llama(), view)[0])
-
-
-def test_stocks_collator_alone_is_told_where_it_belongs(tmp_path):
-    view = bucketed(examples(), max_tokens=MAX_TOKENS)
-    with pytest.raises(ValueError) as error:
-        attach(make_trainer(tmp_path, tiny.llama(), view, DataCollatorWithFlattening())[0])
-    assert str(error.value) == (
+REFUSED_VIEWS: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
+    (
+        {"seed": 3},
+        flattening(),
+        {"data_seed": 4},
+        "seed=3 of the bucketed view differs from data_seed=4 of the training arguments; expected one seed for the "
+        "order of the data. Leave seed out of bucketed(...)",
+    ),
+    (
+        {"boundaries": [12, 32]},
+        flattening(),
+        {},
+        "boundaries=[12, 32] are what batches are padded to, and these batches have no padding; expected none. Leave "
+        "boundaries out of bucketed(...)",
+    ),
+    (
+        {},
+        DataCollatorWithFlattening(),
+        {},
         "data_collator=<DataCollatorWithFlattening> cannot flatten the whole batches of the max_tokens view; expected "
-        "BucketedCollator. Pass Trainer(..., data_collator=BucketedCollator(inner=DataCollatorWithFlattening()))"
-    )
+        "BucketedCollator. Pass Trainer(..., data_collator=BucketedCollator(inner=DataCollatorWithFlattening()))",
+    ),
+    (
+        {},
+        list,
+        {},
+        "data_collator=<type> cannot flatten the whole batches of the max_tokens view; expected BucketedCollator. "
+        "Pass Trainer(..., data_collator=BucketedCollator(tokenizer))",
+    ),
+]
+
+
+@pytest.mark.parametrize(("of_view", "collator", "settings", "message"), REFUSED_VIEWS, ids=range(len(REFUSED_VIEWS)))
+def test_attach_refuses_what_cannot_be_flattened(of_view, collator, settings, message, tmp_path):
+    view = bucketed(examples(), max_tokens=MAX_TOKENS, **of_view)
+    with pytest.raises(ValueError) as error:
+        attach(make_trainer(tmp_path, tiny.llama(), view, collator, **settings)[0])
+    assert str(error.value) == message
+    assert isinstance(view.buckets, LengthBuckets)  # as it was
 
 
 def test_micro_batches_are_refused_at_the_first_step(tmp_path):
@@ -372,20 +351,6 @@ def test_micro_batches_are_refused_at_the_first_step(tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["dataset", "sorted"])
-def test_an_evaluation_of_flattened_texts_is_that_of_padded_ones(kind, tmp_path):
-    dataset = Dataset.from_list(examples())
-    found = []
-    for collator in (flattening(), BucketedCollator(tiny.tokenizer())):
-        evaluated = sorted_by_length(dataset) if kind == "sorted" else dataset
-        model = tiny.llama().double()
-        trainer, _ = make_trainer(tmp_path, model, dataset, collator, per_device_eval_batch_size=COUNT)
-        trainer.eval_dataset = evaluated
-        metrics = attach(trainer).evaluate()
-        found.append(metrics["eval_loss_per_token" if kind == "sorted" else "eval_loss"])
-    assert found[0] == pytest.approx(found[1], rel=1e-6)  # losses are gathered in float32
-
-
 def test_several_processes_cannot_evaluate_sorted_texts_without_padding(tmp_path, monkeypatch):
     trainer, _ = make_trainer(tmp_path, tiny.llama(), examples())
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
@@ -396,57 +361,3 @@ def test_several_processes_cannot_evaluate_sorted_texts_without_padding(tmp_path
         "world_size=2 processes could not be left out; expected the dataset itself, as there is no padding that an "
         "order could save. Evaluate view.dataset"
     )
-
-
-# ---- Resume ---------------------------------------------------------------------------------------------------------
-
-
-def run(folder: Path, checkpoint: str | None = None) -> tuple[Trainer, list[list[int]]]:
-    view = bucketed(Dataset.from_list(examples()), max_tokens=MAX_TOKENS)
-    trainer, seen = make_trainer(
-        folder,
-        tiny.llama(),
-        view,
-        num_train_epochs=2,
-        save_strategy="steps",
-        save_steps=2,
-        ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,
-    )
-    attach(trainer).train(resume_from_checkpoint=checkpoint)
-    return trainer, [texts_of(ids, dict(enumerate(LENGTHS))) for ids in seen]
-
-
-def check_resume(folder: Path) -> list[list[int]]:
-    """Train, resume within the second epoch, compare; return the texts of every batch of the straight run."""
-    straight, seen = run(folder / "straight")
-    step = straight.state.max_steps // 2 + 1
-    step += step % 2
-    assert step < straight.state.max_steps
-    resumed, rest = run(folder / "resumed", str(folder / "straight" / f"checkpoint-{step}"))
-    assert rest == seen[step:]
-    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
-    return seen
-
-
-def test_a_resumed_run_is_the_straight_one(tmp_path):
-    check_resume(tmp_path)
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_packed_batches(tmp_path):
-    from two_ranks import run_pair
-
-    first, second = run_pair(tmp_path, __file__, str(tmp_path))
-    assert len(first) == len(second)
-    for epoch in (slice(0, len(first) // 2), slice(len(first) // 2, None)):
-        assert sorted(i for rank in (first, second) for texts in rank[epoch] for i in texts) == list(range(COUNT))
-
-
-if __name__ == "__main__":
-    import json
-    import os
-
-    folder = Path(sys.argv[1])
-    seen_by_rank = check_resume(folder)
-    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(seen_by_rank))

@@ -23,7 +23,6 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import BucketedCollator, attach, bucketed, packed, recipe
-from hf_memopt.batching.plan import PackedRows, best_fit
 from hf_memopt.binding import enable_checkpointing
 
 ROW = 48
@@ -57,10 +56,17 @@ def slow_best_fit(lengths: list[int], row_tokens: int) -> list[int]:
     return sorted(row_tokens - room for room in rooms)
 
 
+def view_of(lengths: Any, row_tokens: int, **settings: Any) -> Any:
+    """Return a packed view of texts of these lengths, whose tokens are (text, place)."""
+    rows = [{"input_ids": [1000 * i + k for k in range(n)]} for i, n in enumerate(lengths)]
+    return packed(rows, row_tokens, lengths=lengths, **settings)
+
+
 @given(lengths=LENGTHS, row_tokens=st.integers(64, 300))
 def test_rows_are_those_of_the_slow_rule(lengths, row_tokens):
-    rows = best_fit(np.array(lengths, dtype=np.int32), row_tokens)
-    assert sorted(np.bincount(rows, lengths).astype(int)) == slow_best_fit(lengths, row_tokens)
+    view = view_of(lengths, row_tokens)
+    filled = sorted(sum(len(text["input_ids"]) for text in view[i]) for i in range(len(view)))
+    assert filled == slow_best_fit(lengths, row_tokens)
 
 
 @given(
@@ -73,56 +79,53 @@ def test_rows_are_those_of_the_slow_rule(lengths, row_tokens):
 def test_every_token_is_in_exactly_one_row(lengths, row_tokens, world_size, too_long, seed):
     if too_long == "drop" and min(lengths) > row_tokens:
         return
-    rows = PackedRows(lengths, row_tokens=row_tokens, too_long=too_long, world_size=world_size, seed=seed)
-    expected = {(i, k) for i, n in enumerate(lengths) if too_long == "split" or n <= row_tokens for k in range(n)}
-    assert rows.dropped == (0 if too_long == "split" else sum(n > row_tokens for n in lengths))
+    view = view_of(lengths, row_tokens, too_long=too_long, world_size=world_size, seed=seed)
+    expected = [1000 * i + k for i, n in enumerate(lengths) if too_long == "split" or n <= row_tokens for k in range(n)]
+    assert view.buckets.dropped == (0 if too_long == "split" else sum(n > row_tokens for n in lengths))
     for epoch in range(2):
-        plan, found = rows.plan(epoch), []
-        for number in range(len(plan)):
-            texts = plan.batch(number)
-            assert 1 <= rows.text_lengths[texts].sum() <= row_tokens
-            for text in texts:
-                begin, length = int(rows.begins[text]), int(rows.text_lengths[text])
-                found += [(int(rows.examples[text]), k) for k in range(begin, begin + length)]
-        assert len(found) == len(expected)
-        assert set(found) == expected
-    assert rows.n_batches % world_size == 0 or len(rows.text_lengths) < rows.n_batches + world_size  # too few texts
+        view.set_epoch(epoch)
+        rows = [view[i] for i in range(len(view))]
+        assert all(1 <= sum(len(text["input_ids"]) for text in row) <= row_tokens for row in rows)
+        assert tokens_of(rows) == expected
+        assert all(text["input_ids"] == sorted(text["input_ids"]) for row in rows for text in row)
+        assert len(rows) % world_size == 0 or sum(map(len, rows)) < len(rows) + world_size  # too few texts
 
 
 def test_texts_of_equal_length_trade_places_and_the_order_depends_on_seed_and_epoch_alone():
     lengths = np.random.default_rng(0).integers(1, 40, 500)
 
-    def rows(epoch: int, seed: int = 0) -> list[list[int]]:
-        found = PackedRows(lengths, row_tokens=100, seed=seed)
-        plan = found.plan(epoch)
-        return [sorted(plan.batch(i).tolist()) for i in range(len(plan))]
+    def rows(epoch: int, seed: int = 0) -> list[tuple[int, ...]]:
+        view = view_of(lengths, 100, seed=seed)
+        view.set_epoch(epoch)
+        return [tuple(sorted(text["input_ids"][0] for text in view[i])) for i in range(len(view))]
 
     assert rows(1) == rows(1)
-    assert not set(map(tuple, rows(0))) & set(map(tuple, rows(1)))
-    assert not set(map(tuple, rows(0))) & set(map(tuple, rows(0, seed=1)))
+    assert not set(rows(0)) & set(rows(1))
+    assert not set(rows(0)) & set(rows(0, seed=1))
 
 
 @pytest.mark.parametrize("spread", [0.6, 1.1])
 def test_real_looking_lengths_fill_the_rows(spread):
     draws = np.random.default_rng(0).normal(np.log(300), spread, 50_000)
-    rows = PackedRows(np.clip(np.exp(draws), 1, 4096).astype(np.int32), row_tokens=4096)
-    assert rows.row_lengths.mean() >= 0.999 * 4096
+    lengths = np.clip(np.exp(draws), 1, 4096).astype(np.int32)
+    rows = len(packed([{}] * len(lengths), 4096, lengths=lengths))
+    assert lengths.sum() >= 0.999 * 4096 * rows
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("row_tokens", "message"),
     [
         (
-            {"row_tokens": 8},
+            8,
             "lengths[1]=9 exceeds row_tokens=8, as do 0 other examples; expected every text to fit into a row. Split "
             "them (too_long='split'), leave them out (too_long='drop') or raise row_tokens",
         ),
-        ({"row_tokens": 0}, "row_tokens=0 is invalid; expected an integer of 1 or more. Pass row_tokens=32"),
+        (0, "row_tokens=0 is invalid; expected an integer of 1 or more. Pass row_tokens=32"),
     ],
 )
-def test_settings_that_no_row_holds_are_refused(settings, message):
+def test_settings_that_no_row_holds_are_refused(row_tokens, message):
     with pytest.raises(ValueError) as error:
-        PackedRows([3, 9], **settings)
+        view_of([3, 9], row_tokens)
     assert str(error.value) == message
 
 

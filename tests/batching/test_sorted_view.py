@@ -5,7 +5,6 @@ Run under ``torch.distributed``'s environment it writes what every case gives to
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import pickle
@@ -22,13 +21,10 @@ import transformers
 from datasets import Dataset
 from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler, Subset
-from transformers import DataCollatorWithPadding, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import tiny
-from hf_memopt.batching.collation import BucketedCollator, RowReader
-from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.batching.views import bucketed, sorted_by_length
-from hf_memopt.binding import attach
+from hf_memopt import BucketedCollator, attach, bucketed, exact_loss, sorted_by_length
 from two_ranks import run_pair
 
 COUNT = 13
@@ -206,16 +202,6 @@ def test_results_are_those_of_each_example_alone_in_dataset_order(name, source, 
     assert output.metrics[f"test_loss_per_{case.unit}"] == metrics[f"eval_loss_per_{case.unit}"]
 
 
-def test_predictions_equal_those_of_the_plain_dataset(tmp_path):
-    examples = rows(COUNT, CASES["classes"].labels)
-    trainer = make_trainer("classes", tmp_path, None)
-    plain, by_view = trainer.predict(examples), trainer.predict(sorted_by_length(examples))
-    np.testing.assert_allclose(by_view.predictions, plain.predictions, rtol=0, atol=1e-6)
-    assert np.array_equal(by_view.label_ids, plain.label_ids)
-    assert by_view.metrics["test_loss"] == pytest.approx(plain.metrics["test_loss"], rel=1e-6)
-    assert by_view.metrics["test_indices"] == plain.metrics["test_indices"] == list(range(COUNT))
-
-
 def test_a_dataset_without_labels_gives_predictions_and_no_loss(tmp_path):
     examples = [{"input_ids": row["input_ids"]} for row in rows(COUNT, CASES["classes"].labels)]
     trainer = make_trainer("classes", tmp_path, None)
@@ -223,15 +209,6 @@ def test_a_dataset_without_labels_gives_predictions_and_no_loss(tmp_path):
     np.testing.assert_allclose(by_view.predictions, plain.predictions, rtol=0, atol=1e-6)
     assert by_view.label_ids is None
     assert without_speed(by_view.metrics) == {}
-
-
-@pytest.mark.parametrize("name", ["classes", "causal"])
-def test_the_loss_alone_is_exact_too(name, tmp_path):
-    examples = rows(COUNT, CASES[name].labels)
-    trainer = make_trainer(name, tmp_path, sorted_by_length(examples), trainer_compute_metrics=None)
-    metrics = trainer.evaluate()
-    assert set(without_speed(metrics)) == {"eval_loss", f"eval_loss_per_{CASES[name].unit}"}
-    assert metrics[f"eval_loss_per_{CASES[name].unit}"] == pytest.approx(reference(CASES[name], examples)[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["classes", "tokens", "causal", "seq2seq"])
@@ -327,6 +304,13 @@ def test_attaching_twice_and_two_trainers_stay_apart(tmp_path):
     assert one.args.average_tokens_across_devices is True
 
 
+def test_attaching_again_around_a_loop_of_the_users_restores_once(tmp_path):
+    trainer = make_trainer("classes", tmp_path, sorted_by_length(rows(COUNT, CASES["classes"].labels)))
+    attached = trainer.evaluation_loop
+    trainer.evaluation_loop = lambda *args, **kwargs: attached(*args, **kwargs)
+    assert attach(trainer).evaluate()["eval_indices"] == list(range(COUNT))
+
+
 def test_a_failed_evaluation_leaves_the_trainer_as_it_was(tmp_path):
     def failing(prediction: Any) -> dict[str, float]:
         raise ArithmeticError("no metrics")
@@ -364,40 +348,13 @@ def test_what_compute_metrics_changes_in_place_shows_in_the_output(tmp_path):
     assert (output.label_ids != IGNORED).all()
 
 
-def test_a_subset_of_a_view_keeps_its_own_order(tmp_path):
-    view = sorted_by_length(rows(COUNT, CASES["classes"].labels), restore_by_hand=True)
-    metrics = make_trainer("classes", tmp_path, Subset(view, [3, 1])).evaluate()
-    assert metrics["eval_indices"] == view.order[[3, 1]].tolist()
-
-
-@pytest.mark.parametrize("collator", [BucketedCollator, DataCollatorWithPadding])
-@pytest.mark.parametrize("source", [list, Dataset.from_list], ids=["list", "arrow"])
-def test_unused_columns_are_left_out_and_stay_in_the_view(source, collator, tmp_path):
-    examples = [{**row, "text": "no tensor"} for row in rows(COUNT, CASES["classes"].labels)]
-    view = sorted_by_length(source(examples))
-    trainer = make_trainer("classes", tmp_path, view)
-    trainer.data_collator = collator(tiny.tokenizer())
-    for _ in range(2):
-        assert trainer.evaluate()["eval_indices"] == list(range(COUNT))
-        assert view._reader.read([0]) == [examples[0]]
-
-
 def test_our_collator_reads_the_columns_straight_from_arrow(tmp_path, monkeypatch):
     def row_by_row(*_: Any) -> None:
         raise AssertionError("the rows were read one by one")
 
     view = sorted_by_length(Dataset.from_list(rows(COUNT, CASES["classes"].labels)))
-    monkeypatch.setattr(RowReader, "read", row_by_row)
+    monkeypatch.setattr(view._reader, "read", row_by_row)
     assert make_trainer("classes", tmp_path, view).evaluate()["eval_indices"] == list(range(COUNT))
-
-
-def test_a_collator_of_the_evaluation_alone_gets_rows(tmp_path):
-    view = sorted_by_length(rows(COUNT, CASES["classes"].labels))
-    trainer = make_trainer("classes", tmp_path, view)
-    expected = trainer.evaluate()["eval_indices"]
-    loader = DataLoader(view, batch_size=4, collate_fn=DataCollatorWithPadding(tiny.tokenizer()))
-    trainer.get_eval_dataloader = lambda *_: trainer.accelerator.prepare(loader)
-    assert trainer.evaluate()["eval_indices"] == expected
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
@@ -473,33 +430,6 @@ def test_a_loop_of_ones_own_says_that_it_restores_the_order(tmp_path):
             "restore_by_hand=True leaves predictions in the order of the view, and an attached Trainer restores that "
             "of the dataset; expected False. Pass sorted_by_length(dataset)"
         )
-
-
-def test_attaching_again_around_a_loop_of_the_users_restores_once(tmp_path):
-    trainer = make_trainer("classes", tmp_path, sorted_by_length(rows(COUNT, CASES["classes"].labels)))
-    attached = trainer.evaluation_loop
-    trainer.evaluation_loop = lambda *args, **kwargs: attached(*args, **kwargs)
-    assert attach(trainer).evaluate()["eval_indices"] == list(range(COUNT))
-
-
-def test_a_copied_trainer_does_not_restore_until_it_is_attached(tmp_path):
-    view = sorted_by_length(rows(COUNT, CASES["classes"].labels))
-    trainer = make_trainer("classes", tmp_path, view)
-    twin = copy.deepcopy(trainer)
-    with pytest.raises(RuntimeError) as error:
-        twin.evaluate()
-    assert str(error.value) == UNATTACHED
-    with torch.no_grad():
-        twin.model.classifier.bias += torch.tensor([9.0, 0.0, 0.0])
-    found = attach(twin).evaluate()
-    assert found["eval_indices"] == list(range(COUNT))
-    np.testing.assert_allclose(found["eval_logits"], np.array(trainer.evaluate()["eval_logits"]) + 9, atol=1e-4)
-
-
-def test_a_view_has_the_column_names_of_its_dataset():
-    examples = rows(3, CASES["classes"].labels)
-    assert sorted_by_length(Dataset.from_list(examples)).column_names == ["input_ids", "attention_mask", "labels"]
-    assert not hasattr(sorted_by_length(examples), "column_names")
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")  # what the test wants
@@ -586,55 +516,6 @@ def test_restore_order_goes_through_nests_and_leaves_its_input():
     assert of_view[0, 0] == 1.0
 
 
-@pytest.mark.parametrize("values", [np.zeros(2), torch.zeros(4, 3), np.array(1.0)])
-def test_restore_order_refuses_other_sizes(values):
-    view = sorted_by_length([{"input_ids": [1]}] * 3)
-    with pytest.raises(ValueError) as error:
-        view.restore_order((np.zeros(3), values))
-    assert str(error.value) == (
-        f"values=<array of shape {tuple(values.shape)}> has not one row for each of 3 examples; expected shape "
-        "(examples, ...). An output of the model that is none per example is left out by: "
-        'trainer.evaluate(ignore_keys=["aux_loss"])'
-    )
-
-
-def test_restore_order_refuses_what_is_no_array():
-    with pytest.raises(TypeError) as error:
-        sorted_by_length([{"input_ids": [1]}]).restore_order("text")
-    assert str(error.value) == (
-        "values=<str> cannot be put into another order; expected arrays, tensors, or tuples, lists and dicts of them. "
-        "Call: view.restore_order(np.array(values))"
-    )
-
-
-def test_bad_datasets_are_refused():
-    with pytest.raises(TypeError) as wrong_type:
-        sorted_by_length(iter([]))
-    assert str(wrong_type.value) == (
-        "dataset=<list_iterator> cannot be sorted; expected a map-style dataset with __len__ and __getitem__. "
-        "Load it without streaming=True"
-    )
-    with pytest.raises(ValueError) as wrong_lengths:
-        sorted_by_length([{"input_ids": [1]}], lengths=[1, 2])
-    assert str(wrong_lengths.value) == (
-        "lengths=<array of shape (2,)> does not belong to a dataset of 1 examples; expected one length per example. "
-        "Leave lengths out, or pass token_lengths(dataset)"
-    )
-
-
-def test_a_dataset_that_grew_is_refused():
-    examples = rows(3, CASES["classes"].labels)
-    view = sorted_by_length(examples, restore_by_hand=True)
-    examples.append(examples[0])
-    for read in (lambda: view[0], lambda: view.__getitems__([0])):
-        with pytest.raises(RuntimeError) as error:
-            read()
-        assert str(error.value) == (
-            "dataset=<4 examples> had 3 when the view was built; expected the same. "
-            "Build the view again: sorted_by_length(dataset)"
-        )
-
-
 # What attach refuses
 
 
@@ -670,20 +551,21 @@ def test_attach_and_predict_refuse_arguments_that_lose_the_order(settings, messa
     assert str(error.value) == message
 
 
-def test_another_sampler_is_refused(tmp_path, monkeypatch):
-    view = sorted_by_length(rows(5, CASES["classes"].labels))
+class Backwards(Sampler[int]):
+    def __init__(self, dataset: Any) -> None:
+        self.size = len(dataset)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(range(self.size))
+
+
+def test_another_sampler_training_and_a_dataset_that_grew_are_refused(tmp_path, monkeypatch):
+    examples = rows(5, CASES["classes"].labels)
+    view = sorted_by_length(examples)
     trainer = make_trainer("classes", tmp_path, view)
-
-    class Backwards(Sampler[int]):
-        def __init__(self, dataset: Any) -> None:
-            self.size = len(dataset)
-
-        def __len__(self) -> int:
-            return self.size
-
-        def __iter__(self) -> Iterator[int]:
-            return reversed(range(self.size))
-
     monkeypatch.setattr(trainer, "_get_eval_sampler", Backwards)
     with pytest.raises(ValueError) as error:
         trainer.evaluate()
@@ -692,16 +574,55 @@ def test_another_sampler_is_refused(tmp_path, monkeypatch):
         "into dataset order; expected SequentialSampler. Leave the evaluation sampler to the Trainer, or evaluate "
         "view.dataset"
     )
-
-
-def test_a_view_is_refused_as_training_data(tmp_path):
-    view = sorted_by_length(rows(5, CASES["classes"].labels))
     with pytest.raises(ValueError) as error:
         make_trainer("classes", tmp_path, None, trainer_train_dataset=view)
     assert str(error.value) == (
         "train_dataset=<SortedExamples> would show the longest examples first in every epoch; expected an order for "
         "training. Pass Trainer(..., train_dataset=bucketed(view.dataset, batch_size=32))"
     )
+    view = sorted_by_length(examples, restore_by_hand=True)
+    examples.append(examples[0])
+    for read in (lambda: view[0], lambda: view.__getitems__([0])):
+        with pytest.raises(RuntimeError) as error:
+            read()
+        assert str(error.value) == (
+            "dataset=<6 examples> had 5 when the view was built; expected the same. "
+            "Build the view again: sorted_by_length(dataset)"
+        )
+
+
+OTHER_SIZE = (
+    "values=<array of shape {}> has not one row for each of 3 examples; expected shape (examples, ...). An output of "
+    'the model that is none per example is left out by: trainer.evaluate(ignore_keys=["aux_loss"])'
+)
+BAD_CALLS: list[tuple[Callable[[Any], Any], str]] = [
+    *[
+        (lambda view, values=values: view.restore_order((np.zeros(3), values)), OTHER_SIZE.format(shape))
+        for values, shape in ((np.zeros(2), "(2,)"), (torch.zeros(4, 3), "(4, 3)"), (np.array(1.0), "()"))
+    ],
+    (
+        lambda view: view.restore_order("text"),
+        "values=<str> cannot be put into another order; expected arrays, tensors, or tuples, lists and dicts of them. "
+        "Call: view.restore_order(np.array(values))",
+    ),
+    (
+        lambda view: sorted_by_length(iter([])),
+        "dataset=<list_iterator> cannot be sorted; expected a map-style dataset with __len__ and __getitem__. "
+        "Load it without streaming=True",
+    ),
+    (
+        lambda view: sorted_by_length(view.dataset, lengths=[1, 2]),
+        "lengths=<array of shape (2,)> does not belong to a dataset of 3 examples; expected one length per example. "
+        "Leave lengths out, or pass token_lengths(dataset)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CALLS, ids=range(len(BAD_CALLS)))
+def test_what_cannot_be_sorted_or_restored_is_refused(call, message):
+    with pytest.raises((TypeError, ValueError)) as error:
+        call(sorted_by_length([{"input_ids": [1]}] * 3))
+    assert str(error.value) == message
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ from slow_cases import slow_except
 from test_bucketed_stream import COUNT, Passes, Rows, arrow_stream, identity, make_stream, make_trainer, one_core
 
 import tiny
-from hf_memopt.batching.views import BucketedStream, bucketed
-from hf_memopt.batching.views.stream_reading import LARGEST_BYTES, PLACES, SharedPlaces, _holds_rows_back
-from hf_memopt.binding import attach
+from hf_memopt import attach, bucketed
 from two_ranks import run_pair
 
 RANKS_PROGRAM = str(Path(__file__).parent / "stream_ranks.py")
@@ -83,8 +81,8 @@ SOURCES = {
     slow_except([("resumable", SIZES[0], None), ("arrow", SIZES[1], 1)], itertools.product(SOURCES, SIZES, (None, 1))),
 )
 def test_a_stream_goes_on_from_any_state(source, sizes, rank) -> None:
-    def stream() -> BucketedStream:
-        return BucketedStream(SOURCES[source](), buffer_examples=16, world_size=2, rank=rank, **sizes)
+    def stream() -> Any:
+        return bucketed(SOURCES[source](), buffer_examples=16, world_size=2, rank=rank, **sizes)
 
     def named(item: Any) -> Any:
         return [identity(row) for row in item] if "max_tokens" in sizes else identity(item)
@@ -115,7 +113,7 @@ def test_the_shares_of_all_ranks_are_every_example_once_a_pass(lengths, sizes, w
     found: Counter[Any] = Counter()
     for rank in range(world_size):
         shares = {"world_size": world_size, "rank": rank, "buffer_examples": buffer_examples}
-        items = list(BucketedStream(Passes(lengths, 2), **sizes, **shares))
+        items = list(bucketed(Passes(lengths, 2), **sizes, **shares))
         found += Counter(row["tag"] for item in items for row in ([item] if "batch_size" in sizes else item))
     assert found == Counter((number, i) for number in range(2) for i in range(len(lengths)))
 
@@ -123,8 +121,7 @@ def test_the_shares_of_all_ranks_are_every_example_once_a_pass(lengths, sizes, w
 def test_ranks_draw_batches_of_about_the_same_length_at_each_step() -> None:
     lengths = np.clip(np.exp(np.random.default_rng(0).normal(np.log(60), 0.85, 40_000)), 4, 512).astype(int).tolist()
     ranks = [
-        BucketedStream(Passes(lengths), batch_size=16, world_size=4, rank=rank, buffer_examples=1024)
-        for rank in range(4)
+        bucketed(Passes(lengths), batch_size=16, world_size=4, rank=rank, buffer_examples=1024) for rank in range(4)
     ]
     batches = [[len(row["input_ids"]) for row in itertools.islice(iter(rank), 8000)] for rank in ranks]
     widths = np.array(batches).reshape(4, 500, 16).max(axis=2)
@@ -137,13 +134,13 @@ def test_neither_the_state_nor_what_a_resumed_run_reads_grows_with_the_run() -> 
     sizes, read = [], []
     for batches in (100, 1000, 4000):
         counted = [0]
-        stream = BucketedStream(Resumable(50_000, counted), batch_size=4, buffer_examples=64)
+        stream = bucketed(Resumable(50_000, counted), batch_size=4, buffer_examples=64)
         for _ in itertools.islice(stream, 4 * batches):
             pass
         state = stream.state_dict()
         sizes.append(len(json.dumps(state)))
         counted[0] = 0
-        resumed = BucketedStream(Resumable(50_000, counted), batch_size=4, buffer_examples=64)
+        resumed = bucketed(Resumable(50_000, counted), batch_size=4, buffer_examples=64)
         resumed.load_state_dict(state)
         next(iter(resumed))
         read.append(counted[0])
@@ -154,12 +151,8 @@ def test_neither_the_state_nor_what_a_resumed_run_reads_grows_with_the_run() -> 
 def test_a_shuffle_buffer_of_datasets_is_read_again_and_not_lost() -> None:
     rows = Dataset.from_list([example(i) for i in range(COUNT)]).to_iterable_dataset(num_shards=4)
     shuffled = rows.shuffle(seed=0, buffer_size=5)
-    assert _holds_rows_back(shuffled._ex_iterable)
-    assert _holds_rows_back(shuffled.map(lambda row: row)._ex_iterable)
-    assert not _holds_rows_back(rows._ex_iterable)
-    assert not _holds_rows_back(rows.shuffle(seed=0, buffer_size=1)._ex_iterable)
     for source, exact in ((shuffled, False), (rows, True)):
-        stream = BucketedStream(source, batch_size=2, buffer_examples=8)
+        stream = bucketed(source, batch_size=2, buffer_examples=8)
         list(itertools.islice(stream, 2 * 10))
         assert (stream.state_dict()["place"]["dataset"] is not None) is exact
 
@@ -173,7 +166,7 @@ def test_each_worker_has_a_state_of_its_own_as_torchdata_asks_for() -> None:
             if states is not None:
                 torch.utils.data.get_worker_info().dataset.load_state_dict(states[worker])
 
-        stream = BucketedStream(arrow_stream(), batch_size=4, buffer_examples=16, rank=0, world_size=2)
+        stream = bucketed(arrow_stream(), batch_size=4, buffer_examples=16, rank=0, world_size=2)
 
         def with_state(items: list[Any]) -> tuple[list[int], Any]:
             return [identity(row) for row in items], torch.utils.data.get_worker_info().dataset.state_dict()
@@ -318,11 +311,11 @@ def test_two_processes_train_on_their_shares_and_resume_exactly(tmp_path) -> Non
 
 
 def test_states_that_do_not_fit_are_refused() -> None:
-    stream = BucketedStream(Rows(), batch_size=4, buffer_examples=16)
+    stream = bucketed(Rows(), batch_size=4, buffer_examples=16)
     state = stream.state_dict()
     assert state["turn"] == 0
     with pytest.raises(ValueError) as error:
-        BucketedStream(Rows(), batch_size=2, buffer_examples=16).load_state_dict(state)
+        bucketed(Rows(), batch_size=2, buffer_examples=16).load_state_dict(state)
     assert str(error.value) == (
         "state['batch_size']=4 belongs to another order than this stream's 2; expected the same lengths and settings. "
         "Build the stream as it was when the state was saved"
@@ -335,7 +328,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
 
 @one_core
 def test_the_position_is_asked_for_where_workers_read() -> None:
-    stream = BucketedStream(Rows(), batch_size=4, buffer_examples=16)
+    stream = bucketed(Rows(), batch_size=4, buffer_examples=16)
     next(iter(torch.utils.data.DataLoader(stream, batch_size=4, num_workers=1, collate_fn=len)))
     with pytest.raises(ValueError) as error:
         stream.state_dict()
@@ -369,26 +362,11 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path) -> None:
         'expected the rank of the run. Pass bucketed(..., rank=int(os.environ["RANK"]))'
     )
     with pytest.raises(ValueError) as error:
-        next(iter(BucketedStream(Passes([3]), batch_size=1, world_size=2, rank=1)))
+        next(iter(bucketed(Passes([3]), batch_size=1, world_size=2, rank=1)))
     assert str(error.value) == (
         "rank=1 of world_size=2 has no example in its share of the stream, and the other processes would wait for it; "
         "expected one example or more for each. Leave rank out"
     )
-
-
-def test_the_place_of_a_large_or_unusual_state_is_kept_without_it() -> None:
-    places = SharedPlaces()
-    place: Any = {"epoch": 0, "row": 0, "dataset": None, "group": 0, "turn": 0, "dropped": 0}
-    assert places.latest(0) is None
-    places.begin(place)
-    for state in ("x" * LARGEST_BYTES, np.zeros(2)):
-        places.add({**place, "dataset": state, "turn": 3})
-        assert places.latest(2) == place
-        assert places.latest(3) == {**place, "turn": 3}
-    for turn in range(4, 4 + PLACES):
-        places.add({**place, "dataset": {"shard": turn}, "turn": turn})
-    assert places.latest(100)["dataset"] == {"shard": 3 + PLACES}
-    assert places.latest(4) == place  # the others were overwritten: the beginning is further away, and as exact
 
 
 @pytest.mark.parametrize(
@@ -404,7 +382,7 @@ def test_the_place_of_a_large_or_unusual_state_is_kept_without_it() -> None:
     ],
 )
 def test_a_state_that_is_none_is_refused(changed, says) -> None:
-    stream = BucketedStream(Resumable(COUNT), batch_size=4, buffer_examples=16)
+    stream = bucketed(Resumable(COUNT), batch_size=4, buffer_examples=16)
     list(itertools.islice(stream, 12))
     state = stream.state_dict()
     place = changed.get("place", {})

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_memopt import PRESETS, Recipe, __version__
-from hf_memopt.batching.padding_costs import file_lengths, padding_report
+from hf_memopt.batching import file_lengths, padding_report
 from hf_memopt.cli import doctor
 from hf_memopt.cli.app import app
 from hf_memopt.cli.command import spinner

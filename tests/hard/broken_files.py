@@ -25,7 +25,7 @@ from transformers import Trainer
 
 import hf_memopt as m
 import tiny
-from hf_memopt.batching.padding_costs import data_file, file_lengths
+from hf_memopt.batching import data_file, file_lengths
 from hf_memopt.batching.views.stream_checkpoint import _saved_state
 from hf_memopt.binding.checkpoint_manifest import MANIFEST, why_not_whole
 from hf_memopt.devices import find_gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -12,8 +13,7 @@ import pytest
 from templates import CHATML, byte_tokenizer
 
 from hf_memopt import read_rows
-from hf_memopt.batching.padding_costs import data_file, file_lengths
-from hf_memopt.rows.read import FORMATS
+from hf_memopt.batching import data_file, file_lengths
 
 ASKED = [{"role": "user", "content": "2 + 2?"}]
 SAID = [{"role": "assistant", "content": "It is 4."}]
@@ -91,13 +91,17 @@ def test_without_a_tokenizer_words_of_what_is_read_are_counted(tmp_path: Any, fo
 
 
 def test_the_page_has_every_format_and_column() -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "lengths-and-padding.md").read_text(encoding="utf-8")
+    top = Path(__file__).parents[2]
+    page = top.joinpath("docs", "lengths-and-padding.md").read_text(encoding="utf-8")
     rows = {row.split(" | ")[0].strip("| "): row for row in page.splitlines() if row.startswith("| ")}
-    for one in FORMATS:
-        row = rows[one.name]
-        names = {name for part, usual in {**one.columns, **one.optional}.items() if part != "label" for name in usual}
-        if one.name == "tokens":  # masks and types of tokens are kept as they are
+    with top.joinpath("hf_memopt", "rows", "formats.csv").open(encoding="utf-8", newline="") as file:
+        formats = list(csv.DictReader(file))
+    for one in formats:
+        row = rows[one["format"]]
+        parts = [part.partition("=") for part in f"{one['columns']} {one['optional']}".split()]
+        names = {name for part, _, usual in parts if part != "label" for name in (usual or part).split("/")}
+        if one["format"] == "tokens":  # masks and types of tokens are kept as they are
             names &= {"input_ids", "labels", "start_positions", "end_positions"}
-            row += ", ".join(one.tasks)
-        assert {f"`{name}`" for name in names} <= set(re.findall(r"`\w+`", row)), one.name
-        assert all(task in row for task in one.tasks)
+            row += one["tasks"]
+        assert {f"`{name}`" for name in names} <= set(re.findall(r"`\w+`", row)), one
+        assert all(task in row for task in one["tasks"].split())

@@ -6,7 +6,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
 from templates import CHATML, TEMPLATES, THINKING, TOOLS, byte_tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -14,8 +13,6 @@ from transformers import EvalPrediction
 
 import tiny
 from hf_memopt import Rows, read_rows
-from hf_memopt.rows.labels import labels_of
-from hf_memopt.rows.metrics import metric_of
 
 TURNS = [
     {"role": "user", "content": "Hi é"},
@@ -189,37 +186,40 @@ LABELS = {
     "numbers as texts": (["10", "9", "100"], "single_label_classification", [1, 0, 2]),
     "bools": ([True, False], "single_label_classification", [1, 0]),
     "stars": ([1.0, 5.0, 2.0, 1.0], "single_label_classification", [0, 2, 1, 0]),
+    "20 whole floats": ([float(i) for i in range(20)], "single_label_classification", [*range(20)]),
+    "21 whole floats": ([float(i) for i in range(21)], "regression", [float(i) for i in range(21)]),
     "floats": ([0.5, 1.0], "regression", [0.5, 1.0]),
     "several": ([["a", "b"], [], ["b"]], "multi_label_classification", [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]),
     "vectors": ([[0, 0, 1], [1, 0, 0]], "multi_label_classification", [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]),
 }
 
 
+def of_split(train: list[Any], test: list[Any]) -> Rows:
+    """Return rows whose n-th label, of training or test, belongs to the text w<n>."""
+    parts = {
+        name: datasets.Dataset.from_list([{"text": f"w{at}", "label": label} for at, label in enumerate(labels)])
+        for name, labels in (("train", train), ("test", test))
+    }
+    return read_rows(datasets.DatasetDict(parts), tiny.tokenizer(), "sequence-classification")
+
+
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_by_their_type(name: str) -> None:
     values, kind, encoded = LABELS[name]
-    labels = labels_of(pa.chunked_array([values * 3]))
-    assert labels.kind == kind
-    assert [labels.encode(value) for value in values] == encoded
-    if labels.names:
-        assert labels.head["label2id"] == {name: at for at, name in labels.head["id2label"].items()}
+    found = of_split(values * 3, values)
+    assert found.head["problem_type"] == kind
+    assert found.evaluation["labels"][:] == encoded
+    if "id2label" in found.head:
+        assert found.head["label2id"] == {name: at for at, name in found.head["id2label"].items()}
+    if name == "20 whole floats":
+        assert found.notes[0].startswith("labels are floats but 20 whole numbers")
 
 
-def test_many_whole_floats_are_numbers() -> None:
-    assert labels_of(pa.chunked_array([[float(i) for i in range(21)] * 3])).kind == "regression"
-    assert labels_of(pa.chunked_array([[float(i) for i in range(20)] * 3])).note.startswith(
-        "labels are floats but 20 whole numbers"
-    )
-
-
-def test_classes_that_hardly_repeat_are_refused() -> None:
+def test_classes_that_hardly_repeat_or_were_not_trained_are_refused() -> None:
     with pytest.raises(ValueError, match="labels of 3 rows are 3 different classes, fewer than 2 rows for each"):
-        labels_of(pa.chunked_array([["a", "b", "c"]]))
-
-
-def test_an_unknown_class_is_named() -> None:
+        of_split(["a", "b", "c"], ["a"])
     with pytest.raises(ValueError, match=r"label='z' is not among the 2 classes of the training rows"):
-        labels_of(pa.chunked_array([["a", "b"] * 2])).encode("z")
+        of_split(["a", "b"] * 2, ["z"])
 
 
 def test_a_task_overrides_the_type() -> None:
@@ -351,37 +351,54 @@ def test_other_names_are_given() -> None:
 
 RIGHT = np.array([0, 1, 2, 1])
 FOUND = np.array([0, 1, 1, 1])
-METRICS: dict[str, tuple[Any, Any, dict[str, float]]] = {
-    "single_label_classification": (FOUND, RIGHT, {"accuracy": 0.75, "f1": (1 + 0.8 + 0) / 3}),
-    "token-classification": (FOUND, np.array([0, 1, -100, 1]), {"accuracy": 1.0, "f1": 1.0}),
-    "multi_label_classification": (
+ANSWERS = {"question": "q", "context": "abcd", "answers": {"text": ["cd"], "answer_start": [2]}}
+METRICS: dict[str, tuple[list[dict[str, Any]], str, Any, Any, dict[str, float]]] = {
+    "classes": (
+        [{"text": "w1", "label": i % 3} for i in range(6)],
+        "sequence-classification",
+        FOUND,
+        RIGHT,
+        {"accuracy": 0.75, "f1": (1 + 0.8 + 0) / 3},
+    ),
+    "several classes": (
+        [{"text": "w1", "label": ["a", "b"]}] * 4,
+        "sequence-classification",
         np.array([[1.0, -1.0], [2.0, 3.0]]),
         np.array([[1.0, 0.0], [1.0, 0.0]]),
         {"accuracy": 0.5, "f1": 0.8},
     ),
-    "regression": (
+    "numbers": (
+        [{"text": "w1", "label": 0.5}] * 4,
+        "sequence-classification",
         np.array([[1.0], [2.0], [3.0]]),
         np.array([2.0, 4.0, 6.0]),
         {"pearson": 1.0, "rmse": (14 / 3) ** 0.5},
     ),
-    "question-answering": ((FOUND, FOUND), (FOUND, RIGHT), {"exact_match": 0.75}),
+    "tags": (
+        [{"tokens": ["w1"], "ner_tags": [0]}] * 4,
+        "token-classification",
+        FOUND,
+        np.array([0, 1, -100, 1]),
+        {"accuracy": 1.0, "f1": 1.0},
+    ),
+    "answers": ([ANSWERS] * 4, "question-answering", (FOUND, FOUND), (FOUND, RIGHT), {"exact_match": 0.75}),
 }
 
 
-@pytest.mark.parametrize("kind", METRICS)
-def test_metrics(kind: str) -> None:
-    predictions, labels, expected = METRICS[kind]
-    metric = metric_of(kind)["metrics"]
-    assert metric(EvalPrediction(predictions, labels)) == pytest.approx(expected)
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics(name: str) -> None:
+    rows, task, predictions, labels, expected = METRICS[name]
+    metrics = read(rows, byte_tokenizer(), task).metrics
+    assert metrics is not None
+    assert metrics(EvalPrediction(predictions, labels)) == pytest.approx(expected)
 
 
-def test_generated_texts_are_compared() -> None:
+def test_generated_texts_are_compared_and_a_language_model_keeps_no_logits() -> None:
     tokenizer = byte_tokenizer()
     right = [tokenizer("ab")["input_ids"], [*tokenizer("c")["input_ids"], -100]]
     found = [tokenizer("ab")["input_ids"], [*tokenizer("d")["input_ids"], tokenizer.pad_token_id]]
-    metric = metric_of("seq2seq", tokenizer)["metrics"]
-    assert metric(EvalPrediction(np.array(found), np.array(right))) == {"exact_match": 0.5, "generated_tokens": 1.5}
-
-
-def test_a_language_model_keeps_no_logits() -> None:
-    assert metric_of("causal-lm") == {}
+    metrics = read([{"document": "ab", "summary": "c"}] * 2, tokenizer, "seq2seq").metrics
+    assert metrics is not None
+    assert metrics(EvalPrediction(np.array(found), np.array(right))) == {"exact_match": 0.5, "generated_tokens": 1.5}
+    text = read([{"text": "ab"}] * 2, tokenizer)
+    assert (text.metrics, text.kept_predictions, text.best_metric) == (None, None, "loss")

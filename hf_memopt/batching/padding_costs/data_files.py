@@ -45,54 +45,31 @@ METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "sta
 
 @dataclass(frozen=True)
 class DataFile:
-    """What a data file holds, by its schema.
+    """What a data file holds, by its schema."""
 
-    Attributes:
-        path: as it was given.
-        kind: ``"parquet"``, ``"arrow"``, ``"json"`` or ``"csv"``, as ``datasets`` calls its readers.
-        is_folder: whether ``path`` is a folder of such files.
-        is_saved: whether ``Dataset.save_to_disk`` wrote it.
-        column: of texts or token ids.
-        is_text: whether that column holds texts.
-        columns: all of its columns.
-        format: the name of the format of its rows, as ``read_rows`` calls it; "" where none fits.
-        parts: the column of each part of that format, as ``read_rows`` takes them by ``columns=``.
-        task: the first one whose rows are written so, where none was given.
-        sources: the files, or folders of saved datasets.
-    """
-
-    path: str
-    kind: str
-    is_folder: bool
-    is_saved: bool
-    column: str
-    is_text: bool
-    columns: tuple[str, ...]
-    format: str = ""
-    parts: Mapping[str, str] = field(default_factory=dict)
-    task: str | None = None
-    sources: Sequence[Path] = ()
+    path: str  # as it was given
+    kind: str  # "parquet", "arrow", "json" or "csv", as `datasets` calls its readers
+    is_folder: bool  # whether `path` is a folder of such files
+    is_saved: bool  # whether `Dataset.save_to_disk` wrote it
+    column: str  # the one of texts or token ids
+    is_text: bool  # whether that holds texts
+    columns: tuple[str, ...]  # all of them
+    format: str = ""  # of the rows, as `read_rows` calls it; "" where none fits
+    parts: Mapping[str, str] = field(default_factory=dict)  # the column of each part, as `read_rows` takes them
+    task: str | None = None  # the first one whose rows are written so, where none was given
+    sources: Sequence[Path] = ()  # the files, or folders of saved datasets
 
 
 @dataclass(frozen=True)
 class FileLengths:
-    """The result of ``file_lengths``.
+    """The result of ``file_lengths``."""
 
-    Attributes:
-        lengths: shape (examples,), without null and empty rows, which a bucketed view refuses.
-        unit: ``"tokens"``, or ``"words"`` where texts were split at white space.
-        columns: what was counted.
-        file: what was read.
-        null_rows: rows without a value in a column that they need.
-        empty_rows: rows of length 0, or with nothing to learn.
-    """
-
-    lengths: NDArray[np.int32]
-    unit: Literal["tokens", "words"]
-    columns: tuple[str, ...]
+    lengths: NDArray[np.int32]  # (examples,), without null and empty rows, which a bucketed view refuses
+    unit: Literal["tokens", "words"]  # words where texts were split at white space
+    columns: tuple[str, ...]  # what was counted
     file: DataFile
-    null_rows: int
-    empty_rows: int
+    null_rows: int  # without a value in a column that they need
+    empty_rows: int  # of length 0, or with nothing to learn
 
     @property
     def column(self) -> str:
@@ -128,21 +105,18 @@ def file_lengths(
     """Return the length of every example in a file, or in a folder of files of one kind.
 
     A folder is searched with its subfolders; hidden files and other kinds of files are skipped. A folder that
-    ``Dataset.save_to_disk`` wrote is read as that dataset. With a tokenizer the lengths are those of ``read_rows``. To
-    train an encoder-decoder, a row is as long as the longer of its source and its target.
+    ``Dataset.save_to_disk`` wrote is read as that dataset. With a tokenizer the lengths are those of ``read_rows``,
+    else words are counted. To train an encoder-decoder, a row is as long as the longer of its source and its target.
 
     Args:
         path: the file or folder.
         column: lists of token ids or texts; by default the columns of the first format that fits, else the only column
             of texts (with a tokenizer texts are preferred to ``input_ids``).
-        tokenizer: counts the tokens of texts, special tokens included: a folder or a name on the Hub for
-            ``AutoTokenizer``. Without it words are counted.
+        tokenizer: a folder or a name on the Hub for ``AutoTokenizer``.
         task: of the model's head, which decides where several formats fit; None for any.
 
     Raises:
-        ValueError: no such path, an unknown kind of file, files of several kinds, one that cannot be read, no such
-            column or no default one, no rows or only empty ones, rows that are not as their format says, or a tokenizer
-            that cannot be loaded.
+        ValueError: a path, a column, rows or a tokenizer that cannot be read.
     """
     from tqdm.auto import tqdm
 
@@ -186,8 +160,7 @@ def data_file(
 ) -> DataFile:
     """Return what a data file holds, without reading its rows; the columns are chosen as ``file_lengths`` does.
 
-    ``has_tokenizer``: texts are preferred to token ids. The other arguments are those of ``file_lengths``, and so
-    are the errors, but for what only the rows show.
+    With ``has_tokenizer`` texts are preferred to token ids. The errors too are those of ``file_lengths``.
     """
     try:
         kind, sources = _find(Path(path))
@@ -199,16 +172,9 @@ def data_file(
     with reading(sources[0], kind):
         schema, _ = open_source(sources[0], kind)
     found, column, is_text = _format_of(schema, sources[0], column, task, has_tokenizer=has_tokenizer)
-    file = DataFile(
-        os.fspath(path),
-        kind,
-        Path(path).is_dir(),
-        sources[0].is_dir(),
-        column,
-        is_text,
-        tuple(schema.names),
-        sources=sources,
-    )
+    is_saved = sources[0].is_dir()
+    names, are_in_folder = tuple(schema.names), Path(path).is_dir()
+    file = DataFile(os.fspath(path), kind, are_in_folder, is_saved, column, is_text, names, sources=sources)
     if found is None:
         return file
     form, parts = found
@@ -345,8 +311,7 @@ def _check_parts(schema: pa.Schema, parts: Mapping[str, str], source: Path, firs
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 

@@ -76,9 +76,7 @@ def open_source(source: Path, kind: str) -> tuple[pa.Schema, Read]:
         raise EOFError("the file is empty")
     if kind in ("csv", "json"):
         with pa.input_stream(str(source), compression="detect") as stream:
-            encoding = json.detect_encoding(
-                stream.read(4)
-            )  # it looks at zero bytes, which works for the header of a CSV file too
+            encoding = json.detect_encoding(stream.read(4))  # it looks at zero bytes, which works for CSV too
         if not encoding.startswith("utf-8"):
             raise UnicodeError(f"its encoding is {encoding}, not utf-8")
     openers = {"json": _open_json, "arrow": _open_arrow}

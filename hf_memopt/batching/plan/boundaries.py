@@ -1,5 +1,4 @@
-"""Choose the length limits of buckets that waste the fewest padded tokens, by dynamic programming; sort and shuffle by
-them.
+"""Choose the length limits of buckets that waste the fewest padded tokens, by dynamic programming; sort by them.
 
 Quantile or geometric limits pad more with as many buckets, so they are not offered.
 """
@@ -12,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 FINEST_GRID = 512  # distinct limits the dynamic programme considers: its cost grows with their square
-LONGEST_TABLE = 2**20  # longer examples are looked up by bisection instead of in a table
 
 
 def optimal_boundaries(
@@ -61,18 +59,11 @@ def optimal_boundaries(
 def bucket_numbers(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[Any]:
     """Return the bucket of every example, shape (examples,); ``len(boundaries)`` for those above the last limit."""
     dtype = np.uint8 if len(boundaries) < 2**8 else np.uint16  # argsort is a radix sort on both
-    longest = int(lengths.max())
-    if longest < LONGEST_TABLE:
-        table = np.searchsorted(boundaries, np.arange(longest + 1)).astype(dtype)
+    if len(lengths) > lengths.max():  # faster by a table of all lengths
+        table = np.searchsorted(boundaries, np.arange(int(lengths.max()) + 1)).astype(dtype)
         found: NDArray[Any] = table[lengths]
         return found
     return np.searchsorted(boundaries, lengths).astype(dtype)
-
-
-def bucket_ends(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each bucket ends in the order from the longest bucket to the shortest, shape (buckets,)."""
-    counts = np.bincount(bucket_numbers(lengths, boundaries), minlength=len(boundaries))
-    return np.cumsum(counts[: len(boundaries)][::-1])
 
 
 def by_bucket(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -81,11 +72,3 @@ def by_bucket(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDAr
     falling = numbers.dtype.type(len(boundaries)) - numbers  # 0: too long
     too_long = np.count_nonzero(falling == 0)
     return np.argsort(falling, kind="stable")[too_long:].astype(np.int32)
-
-
-def shuffle_buckets(order: NDArray[np.int32], ends: NDArray[np.int64], generator: np.random.Generator) -> None:
-    """Shuffle the examples inside each bucket, in place; the same state of the generator gives the same order."""
-    begin = 0
-    for end in ends.tolist():
-        generator.shuffle(order[begin:end])
-        begin = end

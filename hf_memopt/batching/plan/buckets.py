@@ -12,12 +12,13 @@ lengths that are unknown beforehand are the task of ``views/bucketed_stream.py``
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.batching.plan.boundaries import bucket_ends, by_bucket, optimal_boundaries, shuffle_buckets
+from hf_memopt.batching.plan.boundaries import bucket_numbers, by_bucket, optimal_boundaries
 from hf_memopt.batching.plan.checks import check_batch_limits, check_settings, checked_boundaries, checked_lengths
 
 MOST_BUCKETS = 63  # with the rest at the end that makes 64 shapes; padding hardly falls beyond
@@ -154,7 +155,9 @@ class LengthBuckets:
             self.boundaries = checked_boundaries(boundaries, max_tokens, n_buckets)
             fitting = self._fitting(int(self.boundaries[-1]))
         self.n_examples = len(fitting)
-        self._bucket_ends = bucket_ends(self.lengths, self.boundaries)
+        counts = np.bincount(bucket_numbers(self.lengths, self.boundaries), minlength=len(self.boundaries))
+        # where each bucket ends in the order from the longest bucket to the shortest, shape (buckets,)
+        self._bucket_ends = np.cumsum(counts[: len(self.boundaries)][::-1])
         self._cuts = self._cut()
 
     @property
@@ -194,16 +197,12 @@ class LengthBuckets:
 
     # ---- The batches, alike in every epoch --------------------------------------------------------------------------
 
-    def _rows_per_batch(self) -> NDArray[np.int64]:
-        if self.max_tokens is None:
-            return np.full(len(self.boundaries), self.batch_size, dtype=np.int64)
-        return np.maximum(1, self.max_tokens // self.boundaries)
-
     def _cut(self) -> _Cuts:
         # From the longest bucket downwards; a group is one batch for each process. The last group of a bucket takes the
         # longest examples of the next one, rather than being partial, so it is padded like its own bucket.
         found, position, total, rows = [np.zeros(1, dtype=np.int64)], 0, self.n_examples, 0
-        for end, size in zip(self._bucket_ends.tolist(), self._rows_per_batch()[::-1].tolist(), strict=True):
+        for end, limit in zip(self._bucket_ends.tolist(), self.boundaries[::-1].tolist(), strict=True):
+            size = self.batch_size or max(1, (self.max_tokens or 0) // limit)
             group = size * self.world_size
             groups = min(max(0, -(-(end - position) // group)), (total - position) // group)
             if groups:
@@ -250,7 +249,8 @@ class LengthBuckets:
         check_settings(epoch=epoch)
         generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         order = by_bucket(self.lengths, self.boundaries)
-        shuffle_buckets(order, self._bucket_ends, generator)
+        for begin, end in pairwise([0, *self._bucket_ends.tolist()]):
+            generator.shuffle(order[begin:end])
         starts, limits, whole = self._cuts
         groups = generator.permutation(whole // self.world_size)
         sequence = reading_order(groups, self._largest_groups(order), self.world_size, self.n_batches)

@@ -116,16 +116,11 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
     def _settings(self) -> dict[str, Any]:
         """Everything that the order depends on, but the epoch."""
         buckets = self.buckets
+        names = ("batch_size", "max_tokens", "pads_to_boundaries", "pad_to_multiple_of", "too_long", "seed")
         return {
             "kind": type(self).__name__,
-            "batch_size": buckets.batch_size,
-            "max_tokens": buckets.max_tokens,
+            **{name: getattr(buckets, name) for name in (*names, "world_size")},
             "boundaries": buckets.boundaries.tolist(),
-            "pads_to_boundaries": buckets.pads_to_boundaries,
-            "pad_to_multiple_of": buckets.pad_to_multiple_of,
-            "too_long": buckets.too_long,
-            "seed": buckets.seed,
-            "world_size": buckets.world_size,
             "rank": self.rank,
             "examples": len(buckets.lengths),
             "fingerprint": hashlib.sha256(buckets.lengths.astype("<i4").tobytes()).hexdigest()[:16],

@@ -189,11 +189,7 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
 
     def _batch(self, positions: Sequence[int]) -> tuple[NDArray[np.int32], int | None]:
         """Return the dataset's indices of the examples at positions of one batch, and what they are padded to."""
-        if len(self.dataset) != len(self.buckets.lengths):
-            raise RuntimeError(
-                f"dataset=<{len(self.dataset)} examples> had {len(self.buckets.lengths)} when the view was built; "
-                "expected the same. Build the view again: bucketed(dataset, ...)"
-            )
+        self.check_size(len(self.buckets.lengths), "bucketed(dataset, ...)")
         plan, found = self.plan, np.asarray(positions) % len(self)
         if self.has_whole_batches:
             batch = plan.batch(found[0])

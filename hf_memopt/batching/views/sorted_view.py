@@ -149,11 +149,7 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
                 "trainer.evaluate() or trainer.predict(). In a loop of your own pass sorted_by_length(..., "
                 "restore_by_hand=True) and call view.restore_order(predictions)"
             )
-        if len(self.dataset) != len(self):
-            raise RuntimeError(
-                f"dataset=<{len(self.dataset)} examples> had {len(self)} when the view was built; expected the same. "
-                "Build the view again: sorted_by_length(dataset)"
-            )
+        self.check_size(len(self), "sorted_by_length(dataset)")
 
     def restore_order(self, values: Any) -> Any:
         """Return values, which are in the order of this view, in the order of the dataset.

@@ -49,17 +49,13 @@ def random_numbers(seed: int, epoch: int, number: int, purpose: int = GROUPS) ->
 
 
 class StreamReader:
-    """The rows that one process reads of a stream, checked and measured.
+    """The rows that one process reads of a stream, checked and measured; ``notes``: the stream is told of the dropped.
 
-    Args:
-        stream: its dataset, which is not split, and its settings.
-        notes: whether the stream is told how many rows were dropped.
-        is_resumed: whether the first pass begins at a state of the dataset, which a copy of it takes.
-
-    Attributes:
-        is_empty: whether the pass has brought no example so far.
-        dropped: rows that were dropped so far, in all passes.
+    Where it ``is_resumed``, the first pass begins at a state of the dataset, which a copy of it takes.
     """
+
+    is_empty: bool  # whether the pass has brought no example so far
+    dropped: int  # rows that were dropped so far, in all passes
 
     def __init__(self, stream: BucketedStream, *, notes: bool, is_resumed: bool) -> None:
         self._stream, self._notes = stream, notes
@@ -225,8 +221,7 @@ def check_source(dataset: Any) -> None:
 # ---- Places ----------------------------------------------------------------------------------------------------------
 
 PLACES = 16  # the first is the beginning; 15 fillings of the buffer are more than workers prefetch
-LARGEST_BYTES = 2**16
-CHECKSUM_BYTES = 4
+LARGEST_BYTES, CHECKSUM_BYTES = 2**16, 4
 
 
 class Place(TypedDict):

@@ -41,6 +41,16 @@ def is_map_style(dataset: Any) -> bool:
 class DescribedByDataset:
     """Answer ``column_names``, ``features``, ``info`` and the like as ``self.dataset`` does, if it does."""
 
+    dataset: Any
+
+    def check_size(self, size: int, build: str) -> None:
+        """Raise RuntimeError where rows were added to the dataset, or taken, since the view was built."""
+        if len(self.dataset) != size:
+            raise RuntimeError(
+                f"dataset=<{len(self.dataset)} examples> had {size} when the view was built; expected the same. "
+                f"Build the view again: {build}"
+            )
+
     def __getattr__(self, name: str) -> Any:
         if name in DESCRIPTIONS:
             return getattr(vars(self)["dataset"], name)

@@ -41,7 +41,7 @@ def _padding(found: Plan, one: Candidate | None) -> dict[str, Any] | None:
     """Return what padding costs on the lengths, cut as planned; None where there are none."""
     if found.texts.lengths is None or one is None:
         return None
-    from hf_memopt.batching.padding_costs import padding_report
+    from hf_memopt.batching import padding_report
 
     report = padding_report(found.texts.lengths, batch_size=one.rows, max_length=found.texts.seq_len).as_dict()
     # A step is predicted at the mean padded length of buckets; other ways take as much longer as they compute tokens.

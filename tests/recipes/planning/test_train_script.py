@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import tiny
 from hf_memopt import Plan, PrecisionCallback, Recipe, custom_gpu, estimate_from_arguments, plan, read_rows, recipe
-from hf_memopt.batching import padding_costs
+from hf_memopt import batching as padding_costs
 from hf_memopt.cli.app import app
 from hf_memopt.devices import find_gpu
 from hf_memopt.recipes.planning.script import RowsFile, script_of

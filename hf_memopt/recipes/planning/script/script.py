@@ -33,7 +33,7 @@ from hf_memopt.units import format_bytes
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from hf_memopt.batching.padding_costs import DataFile
+    from hf_memopt.batching import DataFile
     from hf_memopt.recipes import Recipe
     from hf_memopt.recipes.planning import Plan
     from hf_memopt.recipes.planning.script.folder import RowsFile
@@ -44,7 +44,7 @@ NOT_REENTRANT = {"use_reentrant": False}
 
 def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") -> tuple[str | None, list[str]]:
     """Return the script of the chosen recipe, None where there is none for the task, and what it leaves to complete."""
-    from hf_memopt.batching.padding_costs import data_file
+    from hf_memopt.batching import data_file
 
     recipe, chosen, task = found.recipe, found.chosen, found.task
     file = None
