@@ -1,26 +1,22 @@
 """Read the rows of a dataset: as columns straight from Arrow for our collators, as its own rows for others.
 
 A view that ``attach`` has bound to a Trainer with our collator hands out a ``ColumnBatch``, which holds no Python
-object per token. Read so are numbers and flat lists of numbers, in the formats None, numpy and torch. Anything else, a
-batch with nulls, and another collator get the rows that the dataset itself returns, in a ``RowBatch``.
+object per token. Read so are numbers and flat lists of numbers without nulls, in the formats None, numpy and torch.
+Anything else, and another collator, gets the rows that the dataset itself returns, in a ``RowBatch``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import Dataset
 
-from hf_memopt.batching import LENGTH_COLUMN, is_list
+from hf_memopt.batching import LENGTH_COLUMN
 from hf_memopt.batching.collation.columns import Array, Column
-
-OF_TABLES = ("arrow", "polars")  # formats whose rows are tables, which no collator takes
 
 
 class RowBatch(list[Any]):
@@ -56,7 +52,7 @@ class RowReader:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._names: frozenset[str] | None = None
-        self._prepared: tuple[Any, Any, Dataset | None] | None = None  # format, dataset of rows, dataset of tables
+        self._prepared: tuple[Any, Any, ArrowColumns | None] | None = None  # format, dataset of rows, columns
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": None}
@@ -73,15 +69,10 @@ class RowReader:
         return batch
 
     def read_columns(self, indices: Sequence[int] | Array, width: int | None = None) -> ColumnBatch | RowBatch:
-        """Return the columns at ``indices`` straight from Arrow, or the rows where it does not have them as numbers."""
-        _, tables = self._sources()
-        if tables is not None and len(indices):
-            table = tables[np.asarray(indices).tolist()]
-            found = {name: _cells(table[name]) for name in table.column_names}
-            columns = {name: cells for name, cells in found.items() if cells is not None}
-            if len(columns) == len(found):
-                return ColumnBatch(columns, width)
-        return self.read(indices, width)
+        """Return the columns at ``indices`` straight from Arrow, or the rows where it does not have them all."""
+        _, arrow = self._sources()
+        columns = None if arrow is None else arrow.read(np.asarray(indices, dtype=np.int64))
+        return self.read(indices, width) if columns is None else ColumnBatch(columns, width)
 
     def _rows(self, indices: list[int]) -> list[Any]:
         (dataset, _), names = self._sources(), self._names
@@ -94,13 +85,13 @@ class RowReader:
             for row in rows
         ]
 
-    def _sources(self) -> tuple[Any, Dataset | None]:
-        """Return what to read rows and tables from, prepared again once the format was changed in place."""
+    def _sources(self) -> tuple[Any, ArrowColumns | None]:
+        """Return what to read rows and columns from, prepared again once the format was changed in place."""
         if type(self.dataset) is not Dataset:  # a subclass may read its rows in another way
             return self.dataset, None
         form = self.dataset.format
         if self._prepared is None or self._prepared[0] != form:
-            self._prepared = form, _of_rows(self.dataset, self._names), _of_tables(self.dataset, self._names)
+            self._prepared = form, *_prepare(self.dataset, self._names)
         return self._prepared[1:]
 
 
@@ -111,41 +102,91 @@ def cut_text(example: Mapping[str, Any], column: str, begin: int, length: int) -
     return {name: cell[begin : begin + length] if is_long[name] else cell for name, cell in example.items()}
 
 
-def _of_rows(dataset: Dataset, names: frozenset[str] | None) -> Dataset:
-    """Return the dataset with the columns among ``names``, None: all, and with rows that a collator takes."""
+def _prepare(dataset: Dataset, names: frozenset[str] | None) -> tuple[Dataset, ArrowColumns | None]:
     form = dataset.format
-    if form["type"] in OF_TABLES:
+    if form["type"] in ("arrow", "polars"):  # their rows are tables, which no collator takes
         dataset = dataset.with_format(None, form["columns"], form["output_all_columns"])
+    arrow = ArrowColumns.of(dataset, names)
     kept = [name for name in dataset.column_names if names is None or name in names]
     if names is None or form["type"] == "custom" or not kept:  # a transform sees all columns
-        return dataset
-    return dataset.select_columns(kept)
+        return dataset, arrow
+    return dataset.select_columns(kept), arrow
 
 
-def _of_tables(dataset: Dataset, names: frozenset[str] | None) -> Dataset | None:
-    """Return the dataset as tables of these columns; None where it must be read row by row."""
-    form, schema = dataset.format, dataset.data.schema
-    if form["type"] not in (None, "numpy", "torch", *OF_TABLES) or form["format_kwargs"]:
-        return None  # other containers, or other dtypes
-    if form["output_all_columns"] and set(form["columns"]) != set(schema.names):
-        return None  # the columns outside the format come last, and as Python lists
-    kept = [name for name in schema.names if name in form["columns"] and (names is None or name in names)]
-    kept = [name for name in kept if name != LENGTH_COLUMN]
-    is_number = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating)
-    kinds = [kind.value_type if is_list(kind) else kind for kind in (schema.field(name).type for name in kept)]
-    if not all(any(check(kind) for check in is_number) for kind in kinds):
-        return None
-    return dataset.with_format("arrow", kept)
+class ArrowColumns:
+    """The numeric columns of a table, read at any rows.
+
+    A mapped or memory-mapped dataset has a chunk for every 1000 rows, so a shuffled batch takes each of its rows from
+    another chunk, and joining chunks would copy the data. What is prepared once for every chunk makes reading a row a
+    look at two offsets and a slice.
+    """
+
+    def __init__(self, table: pa.Table, mapping: pa.Table | None = None) -> None:
+        batches = [batch for batch in table.to_batches() if batch.num_rows]  # no copy; cuts all columns alike
+        self._ends = np.cumsum([batch.num_rows for batch in batches])  # (chunks,): the row after each one's last
+        self._begins = np.append(0, self._ends)
+        self._chunks = {name: [_cells(batch[name]) for batch in batches] for name in table.column_names}
+        self._indices = None if mapping is None else ArrowColumns(mapping)
+
+    @classmethod
+    def of(cls, dataset: Dataset, names: frozenset[str] | None) -> ArrowColumns | None:
+        """Return the columns of ``dataset`` among ``names`` (None: all), or None if it must be read row by row."""
+        form, table = dataset.format, dataset.data.table
+        if form["type"] not in (None, "numpy", "torch") or form["format_kwargs"]:
+            return None  # other containers, or other dtypes
+        if form["output_all_columns"] and set(form["columns"]) != set(table.column_names):
+            return None  # the columns outside the format come last, and as Python lists
+        kept = [name for name in table.column_names if name in form["columns"] and (names is None or name in names)]
+        # `_indices` is the private mapping that shuffle, select, sort and filter leave: a table of one uint64 column
+        # (datasets 3.0 to 5.2; pinned by a test).
+        mapping = getattr(dataset, "_indices", None)
+        try:
+            return cls(table.select([name for name in kept if name != LENGTH_COLUMN]), getattr(mapping, "table", None))
+        except ValueError:
+            return None
+
+    def read(self, rows: Array) -> dict[str, Column] | None:
+        """Return the columns at ``rows``, or None where one is out of range."""
+        if self._indices is not None:
+            mapped = self._indices.read(rows)
+            if mapped is None:
+                return None
+            [column] = mapped.values()
+            rows = np.array(column, np.int64)
+        if not len(rows) or rows.min() < 0 or rows.max() >= self._begins[-1]:
+            return None
+        chunk = self._ends.searchsorted(rows, side="right")
+        places = [*zip(chunk.tolist(), (rows - self._begins[chunk]).tolist(), strict=True)]
+        return {name: [chunks[i][row] for i, row in places] for name, chunks in self._chunks.items()}
 
 
-def _cells(column: pa.ChunkedArray) -> Column | None:
-    """Return the numbers of every row, of lists as views of one array; None with nulls."""
-    cells = column.combine_chunks()
-    values = cells.flatten() if is_list(cells.type) else cells
-    if cells.null_count or values.null_count:
-        return None
-    numbers: Any = values.to_numpy(zero_copy_only=False)  # Arrow packs bools, eight to a byte: only they are copied
-    if values is cells:
-        return cast(Column, numbers)  # a row is a scalar of numpy
-    ends = np.cumsum(pc.list_value_length(cells).to_numpy()).tolist()
-    return [numbers[begin:end] for begin, end in pairwise([0, *ends])]
+def _cells(chunk: pa.Array) -> Any:
+    """Return what has the numbers of row r at [r], as a view wherever Arrow has them as numpy does.
+
+    Raises:
+        ValueError: a chunk of something else than numbers and flat lists of them, or with nulls.
+    """
+    kind = chunk.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    values = chunk.values if is_list else chunk.flatten() if pa.types.is_fixed_size_list(kind) else chunk
+    is_number = (
+        pa.types.is_boolean(values.type) or pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
+    )
+    if not is_number or chunk.null_count or values.null_count:
+        raise ValueError(f"it is a chunk of type {kind} with {values.null_count} nulls")
+    if is_list:
+        return _Lists(chunk.offsets, values)
+    numbers = values.to_numpy(zero_copy_only=False)  # Arrow packs bools, eight to a byte: only they are copied
+    return numbers if values is chunk else numbers.reshape(len(chunk), -1)
+
+
+class _Lists:
+    """The lists of a chunk. Those of a slice have the values of all rows, and offsets that begin where it was cut."""
+
+    def __init__(self, offsets: pa.Array, values: pa.Array) -> None:
+        self._offsets = memoryview(offsets.to_numpy())
+        self._values = values if pa.types.is_boolean(values.type) else values.to_numpy()
+
+    def __getitem__(self, row: int) -> Array:
+        found = self._values[self._offsets[row] : self._offsets[row + 1]]
+        return found if isinstance(found, np.ndarray) else found.to_numpy(zero_copy_only=False)
