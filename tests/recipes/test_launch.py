@@ -28,7 +28,7 @@ PLAIN = Recipe("mine", "tests", micro_batching=False, optim="adamw_torch")
 
 def launched(monkeypatch: pytest.MonkeyPatch, launch: Launch, recipe: Recipe = PLAIN, **more: Any) -> Any:
     """Return the ``TrainingArguments`` that each of the processes makes, without waiting for the others."""
-    monkeypatch.setattr("hf_memopt.recipes.effective_batch.process_count", lambda: launch.world_size)
+    monkeypatch.setattr("hf_memopt.recipes.resolved_arguments.process_count", lambda: launch.world_size)
     monkeypatch.setattr(TrainingArguments, "world_size", property(lambda args: launch.world_size))
     return recipe.training_arguments(**launch.training_arguments, use_cpu=True, **more)
 
