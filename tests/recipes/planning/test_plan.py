@@ -599,6 +599,7 @@ def test_json_has_every_candidate_with_bytes_seconds_verdict_and_reason() -> Non
 # ---- Bad input
 
 
+CONTEXT_BYTES = GPUS["RTX 3060 12GB"].context_bytes or 0
 BAD = [
     ({"goal": "fast"}, "goal='fast' is unknown; expected one of 'speed', 'memory', 'longest'. Pass goal='speed'"),
     ({"method": "adapter"}, "method='adapter' is unknown; expected one of 'auto', 'full', 'lora', 'qlora'."),
@@ -615,7 +616,7 @@ BAD = [
     ({"budget": "100GiB"}, "budget='100GiB' is more than the "),
     ({"budget": "lots"}, "budget='lots' is not an amount of memory; expected a number with one of the units"),
     ({"budget": -1}, "budget=-1 "),
-    ({"budget": "512MiB", "model": "bert-large-uncased"}, "is below the weights of bert-large-uncased, which take "),
+    ({"budget": CONTEXT_BYTES + 2**20, "method": "full"}, "is below the weights of LlamaForCausalLM, which take "),
     ({"os": "win"}, "os='win' is unknown; expected one of 'linux', 'windows', 'wsl'"),
     ({"host_memory": "much"}, "host_memory='much'"),
     ({"measured": "run.json"}, "measured='run.json' cannot be read: No such file or directory; expected a file that"),
