@@ -15,9 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import tiny
-from hf_memopt import Recipe, prepare_quantized
-from hf_memopt.batching.collation import SpeechCollator
-from hf_memopt.binding.model_changes.adapters import without_warnings_of_peft
+from hf_memopt import Recipe, SpeechCollator, prepare_quantized
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
@@ -100,16 +98,10 @@ def test_a_recipe_trains_saves_reloads_and_resumes(name: str, folder: Path, tmp_
     assert trainer.evaluate()["eval_loss"] < untrained
     resumed = trainer_of(chosen, folder, tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    if chosen.precision == "fp32":  # the values are bfloat16's, as published, and may be stored in 16 bits again
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.float32, torch.uint8}
     again = trained_weights(resumed.model)
     assert all(torch.equal(after[name], again[name]) for name in after)
-
-
-def test_of_quantised_weights_in_float32_nothing_has_16_bits(folder: Path, tmp_path: Path) -> None:
-    """The values are bfloat16's, as published: without the precision they would be stored in 16 bits again."""
-    trainer = trainer_of(RECIPES["QLoRA, float32"], folder, tmp_path)
-    trainer.train()
-    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32, torch.uint8}
-    assert all(p.grad is None or p.grad.isfinite().all() for p in trainer.model.parameters())
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -129,10 +121,7 @@ def test_what_a_recipe_trained_is_reloaded_and_merged(name: str, folder: Path, t
         prepare_quantized(reloaded)  # without bitsandbytes' kernel for inference on a CPU, which rounds otherwise
     scale = expected.abs().max()
     assert torch.equal(logits(reloaded), expected)
-    with without_warnings_of_peft(), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Merge lora module to .-bit linear may get different generations", UserWarning
-        )
+    with warnings.catch_warnings(action="ignore"):  # merging rounds the weights anew
         merged = reloaded.merge_and_unload()
     assert not any("lora_" in name for name, _ in merged.named_parameters())
     # the merged weight is rounded to the base's dtype: 8 bits of a bfloat16, or anew to 8 or 4 bits

@@ -28,10 +28,9 @@ from hf_memopt import (
     bucketed,
     gradient_release,
     measure,
+    plan,
 )
 from hf_memopt.binding import checkpointing_arguments
-from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS
-from hf_memopt.reports.measurement_file import read_measurement
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -187,15 +186,8 @@ def test_predicted_bytes_are_those_that_were_measured(kind: str, name: str, tmp_
         **{name: (size, found.predicted.phases[name]) for name, size in found.measured.phases.items()},
         "allocated": (found.measured.allocated_bytes, found.predicted.allocated_bytes),
     }
-    assert set(compared) >= {
-        "weights",
-        "gradients",
-        "optimizer state",
-        "activations and logits",
-        "load",
-        "forward",
-        "backward",
-    }
+    kept = {"weights", "gradients", "optimizer state", "activations and logits"}
+    assert set(compared) >= kept | {"load", "forward", "backward"}
     for measured, predicted in compared.values():
         assert predicted == pytest.approx(measured, rel=0.02)
 
@@ -228,7 +220,7 @@ def test_sizes_are_those_of_the_tensors(tmp_path: Any) -> None:
     assert found.measured.components["optimizer state"] == 2 * trained + 4 * count  # two moments, and the step count
     assert found.measured.components["weights"] == trained + sum(one.nbytes for one in trainer.model.buffers())
     assert found.measured.phases["load"] == found.measured.components["weights"]
-    assert (found.steps, len(found.step_seconds)) == (WARM_UP_STEPS + 3, 3)
+    assert (found.steps, len(found.step_seconds)) == (3 + 3, 3)
     assert found.tokens is not None
     assert 4 * 4 <= found.tokens <= 4 * LONGEST
     assert found.tokens_per_second == pytest.approx(found.tokens / (sum(found.step_seconds) / 3))
@@ -270,19 +262,13 @@ class FailsAt(TrainerCallback):
             raise self.error
 
 
-def test_out_of_memory_is_an_answer(tmp_path: Any) -> None:
+def test_out_of_memory_is_an_answer_and_another_error_is_not(tmp_path: Any) -> None:
     trainer = trainer_of(tmp_path, trainer_callbacks=[FailsAt(torch.OutOfMemoryError("CUDA out of memory. Tried"))])
     before = copy.deepcopy(trainer.model.state_dict())
     found = measure(trainer, steps=1)
     assert (found.fits, found.out_of_memory, found.steps) == (False, "forward", 1)
     assert "Out of memory in the forward phase, after 1 whole steps." in str(found).splitlines()
-    assert all(torch.equal(one, before[name]) for name, one in trainer.model.state_dict().items())
-    assert torch._C._len_torch_dispatch_stack() == 0
-
-
-def test_another_error_is_raised_and_the_trainer_is_as_before(tmp_path: Any) -> None:
-    trainer = trainer_of(tmp_path, trainer_callbacks=[FailsAt(KeyError("label"))])
-    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.callback_handler.callbacks[-1].error = KeyError("label")  # which is raised
     with pytest.raises(KeyError, match="label"):
         measure(trainer, steps=1)
     assert all(torch.equal(one, before[name]) for name, one in trainer.model.state_dict().items())
@@ -362,7 +348,7 @@ def measured(tmp_path_factory: Any) -> Measurement:
 def test_a_file_is_written_once_and_read_again(measured: Measurement, tmp_path: Any) -> None:
     path = tmp_path / "run.json"
     measured.write(path)
-    assert read_measurement(path) == measured
+    assert Measurement.from_json(path.read_text()) == measured
     with pytest.raises(
         ValueError, match=r"exists already; expected a new file\. Pass another name, or force=True to replace it"
     ):
@@ -400,7 +386,7 @@ def test_a_changed_file_is_refused(measured: Measurement, change: Any, message: 
     path = tmp_path / "run.json"
     path.write_text(json.dumps(told))
     with pytest.raises(ValueError) as error:
-        read_measurement(path)
+        plan("bert-base-uncased", gpu="T4", measured=path)
     assert message in str(error.value)
     assert str(error.value).startswith(f"measured={str(path)!r} is not a measurement (")
 
@@ -409,6 +395,6 @@ def test_a_file_that_is_not_there_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"measured='none\.json' cannot be read: No such file or directory; expected a"
     ):
-        read_measurement("none.json")
+        plan("bert-base-uncased", gpu="T4", measured="none.json")
     with pytest.raises(ValueError, match=r"measured=True cannot be a path .*; expected text or a pathlib\.Path\."):
-        read_measurement(True)  # type: ignore[arg-type]
+        plan("bert-base-uncased", gpu="T4", measured=True)  # type: ignore[arg-type]
