@@ -23,7 +23,6 @@ BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 def resolve_arguments(
     recipe: Recipe, effective_batch_size: int | None, overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    """Return fields of ``TrainingArguments``, and each decision that was made for them."""
     from hf_memopt.devices import accelerator_type
 
     _check_names(overrides)
@@ -218,7 +217,6 @@ def _released_batch(
 
 
 def _refuse(recipe: Recipe, setting: str) -> None:
-    """Raise for what a recipe asks for and a setting excludes."""
     for _, refusal in refused_fields(recipe, setting).values():
         raise ValueError(str(refusal))
 

@@ -19,7 +19,6 @@ import tiny
 from hf_memopt import (
     CheckpointingCallback,
     FreezeCallback,
-    FusedCrossEntropyCallback,
     Measurement,
     MemoryReportCallback,
     MicrobatchCallback,
@@ -179,7 +178,6 @@ COMPARED = [
 def test_predicted_bytes_are_those_that_were_measured(kind: str, name: str, tmp_path: Any) -> None:
     """On a CPU, without dropout, whose kernels differ; 2 %: CUDA's allocator rounds each tensor up."""
     found = measure(sized(kind, tmp_path, **SETTINGS[name]), steps=1)
-    assert found.predicted is not None
     assert found.seq_len == (LONGEST if kind == "bert" else 32)
     compared = {
         **{name: (size, found.predicted.components[name]) for name, size in found.measured.components.items()},
@@ -197,7 +195,6 @@ def test_predicted_bytes_are_those_that_were_measured(kind: str, name: str, tmp_
 def test_on_a_gpu_reserved_bytes_and_seconds_are_measured_too(kind: str, tmp_path: Any) -> None:
     found = measure(sized(kind, tmp_path, optim="adamw_torch_fused", use_cpu=False), steps=3)
     assert found.gpu != ""
-    assert found.predicted is not None
     assert found.measured.reserved_bytes >= found.measured.allocated_bytes  # type: ignore[operator]
     assert found.predicted.allocated_bytes == pytest.approx(found.measured.allocated_bytes, rel=0.05)
     assert found.measured.seconds is not None
@@ -221,7 +218,6 @@ def test_sizes_are_those_of_the_tensors(tmp_path: Any) -> None:
     assert found.measured.components["weights"] == trained + sum(one.nbytes for one in trainer.model.buffers())
     assert found.measured.phases["load"] == found.measured.components["weights"]
     assert (found.steps, len(found.step_seconds)) == (3 + 3, 3)
-    assert found.tokens is not None
     assert 4 * 4 <= found.tokens <= 4 * LONGEST
     assert found.tokens_per_second == pytest.approx(found.tokens / (sum(found.step_seconds) / 3))
     assert (found.gpu, found.measured.reserved_bytes, found.predicted.seconds) == ("", None, None)
@@ -300,16 +296,6 @@ def test_reports_are_set_aside_and_nothing_is_written(tmp_path: Any) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.slow
-def test_techniques_are_part_of_the_prediction(tmp_path: Any) -> None:
-    trainer = sized("llama", tmp_path, optim="adamw_torch_fused")
-    plain = measure(trainer, steps=1).predicted
-    fused = measure(attach(trainer, FusedCrossEntropyCallback(), CheckpointingCallback("full")), steps=1).predicted
-    assert plain is not None
-    assert fused is not None
-    assert fused.components["activations and logits"] < plain.components["activations and logits"] / 2
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -358,8 +344,6 @@ def test_a_file_is_written_once_and_read_again(measured: Measurement, tmp_path: 
 
 BROKEN: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda told: told.update(format=2), f"it has format 2, written by hf-memopt {hf_memopt.__version__}"),
-    (lambda told: told.update(format="1"), "it has format '1', written by hf-memopt"),
-    (lambda told: told.pop("format"), "it has format None, written by hf-memopt"),
     (lambda told: told.update(sped=1), "sped=1 is not a field of Measurement"),
     (lambda told: told.pop("gpu"), "gpu is missing; expected a string"),
     (lambda told: told["versions"].pop("torch"), "lack torch; expected all of"),

@@ -243,7 +243,6 @@ def test_the_whole_way_from_the_counters_of_a_gpu_to_a_plan(tmp_path: Path, monk
     trainer = transformers.Trainer(transformers.LlamaForCausalLM(config()), args, train_dataset=rows)
     found = measure(trainer, steps=2, path=tmp_path / "run.json")
     assert (found.gpu, found.device, found.total_bytes) == (GPU.name, "cuda:0", 500 * 2**20)
-    assert found.predicted is not None
     assert found.predicted.context_bytes == GPU.context_bytes
     assert found.predicted.low < found.predicted.seconds < found.predicted.high  # type: ignore[operator]
     assert "peak reserved" in found.table()

@@ -32,7 +32,6 @@ def estimated(recipe: Recipe, seq_len: int | None) -> Any:
 def test_the_map_is_that_of_direct_estimates() -> None:
     found = fitting_plan()
     chart, one = found.figures["fit_map"], found.chosen
-    assert one is not None
     assert one.seq_len in chart["lengths"]
     assert max(chart["lengths"]) <= 128  # the model's positions
     assert chart["rows"] == [1, 2, 4]
@@ -54,7 +53,6 @@ def test_the_map_is_that_of_direct_estimates() -> None:
 def test_alternatives_cost_what_direct_estimates_say() -> None:
     found = fitting_plan()
     one = found.chosen
-    assert one is not None
     choices = {choice["name"]: choice for choice in found.figures["choices"]}
     assert set(choices) == {name for name in vars(one.recipe) if name not in ("name", "purpose", "reasons")}
     assert all(choice["reason"] for choice in choices.values())

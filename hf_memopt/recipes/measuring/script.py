@@ -29,7 +29,6 @@ from typing import Any, NoReturn
 
 
 def main(result: str, steps: str, script: str, *arguments: str) -> None:
-    """Run the script until it trains; without that, end as it ends."""
     run_script(script, arguments, _Ending(Path(result), int(steps), script).change)
 
 

@@ -68,8 +68,6 @@ def fits_with_ease(one: Candidate) -> bool:
 
 @dataclass
 class _Tried:
-    """What is known of a set-up."""
-
     most: float  # rows with which it fits, or its plainer ones do; infinite where more of them are of no use
     least_cost: float  # seconds of an example at least, whatever the rows
     simulated: list[Candidate]  # candidates of the set-up, else those of its plainer ones with its smallest rows

@@ -131,12 +131,10 @@ class SetUp:
 
     @property
     def consents(self) -> tuple[str, ...]:
-        """The words of ``allow`` that it needs."""
         return tuple(dict.fromkeys(technique.consent for technique in self.techniques if technique.consent))
 
     @property
     def name(self) -> str:
-        """The method and its techniques in short."""
         method = {"full": "full", "freeze": "full", "lora": f"LoRA r{LORA_RANK}", "qlora": f"QLoRA r{LORA_RANK}"}
         shared = () if self.sharing is None else (self.sharing.title,)
         return ", ".join((method[self.stage], *(technique.name for technique in self.techniques), *shared))

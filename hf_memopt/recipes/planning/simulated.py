@@ -188,7 +188,6 @@ class Simulation:
         return [one for one in self._found.values() if one is not None]
 
     def allows(self, set_up: SetUp) -> bool:
-        """Return whether a set-up needs no word that was not given."""
         return set(set_up.consents) <= set(self.allow)
 
     def of(self, set_up: SetUp, rows: int) -> Candidate | None:
@@ -295,7 +294,6 @@ class Simulation:
         return not assumed
 
     def _priced(self, found: Estimate) -> StepTime:
-        """Return the time of an estimated step by which set-ups are ranked."""
         if found.step_time is not None:
             return found.step_time
         assert found.step_costs is not None  # there are none of some optimizers, which plan does not use

@@ -111,7 +111,6 @@ class StageSearch:
         return best_of(self._of(stage), simulation.goal)
 
     def _searched(self, stage: str, offload: bool = False, with_ease: bool = False) -> Candidate | None:
-        """Return the best of a stage after a search."""
         best = None
         for sharing in self.sharings:
             is_wanted = (sharing is not None and sharing.offload_params) is offload

@@ -39,8 +39,6 @@ def say(text: str, begins: str = "[memopt] ") -> None:
 
 
 class Running:
-    """Changes ``Trainer.train`` of this process."""
-
     def __init__(self, script: str, options: dict[str, Any]) -> None:
         self._script, self._options = script, options
         self.process, self.has_trained = os.getpid(), False

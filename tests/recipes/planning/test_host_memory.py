@@ -26,7 +26,6 @@ def streamed(memory: str, **options: Any) -> Plan:
 def test_layers_wait_on_the_host_where_nothing_else_fits() -> None:
     found = streamed("56MiB", host_memory="1GB")
     one = found.chosen
-    assert one is not None
     assert one.recipe.streamed
     assert not any(other.fits for other in found.candidates if not other.recipe.streamed)
     assert 60e6 < one.host_bytes < 1e8  # 10 bytes of 6.3 M parameters, with 8-bit state
@@ -43,7 +42,6 @@ def test_too_little_host_memory_is_said() -> None:
     found = streamed("56MiB", host_memory="50MB")
     assert found.chosen is None
     assert any("of host memory, and there are 47.7 MiB, as given" in note for note in found.notes)
-    assert found.shortfall is not None
     assert not found.shortfall.nearest.recipe.streamed
 
 
@@ -57,7 +55,6 @@ def test_it_is_not_looked_for_where_it_is_not_needed_or_refused(memory: str, opt
 
 def test_the_memory_of_this_machine_is_the_default() -> None:
     found = streamed("56MiB")
-    assert found.simulation is not None
     assert found.simulation.host_memory_bytes <= psutil.virtual_memory().total
     assert any("this machine's; host_memory= plans for another" in note for note in found.notes)
 
@@ -74,7 +71,6 @@ LARGE = [
 def test_models_larger_than_the_gpu(model: str, gpu: str, options: dict[str, Any], host_gib: int) -> None:
     full = {"method": "full", "allow": ("release_clipping", "bf16_weights"), "seq_len": 512}
     found = plan(model, gpu=gpu, **{**full, **options})
-    assert found.chosen is not None
     assert found.chosen.verdict == "fits"
     assert found.chosen.host_bytes == pytest.approx(host_gib * 2**30, rel=0.02)
 
@@ -97,31 +93,26 @@ def roomy() -> Plan:
 def test_tiles_make_rows_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     found = roomy()
     one = found.chosen
-    assert one is not None
     assert (one.recipe.tiled, one.recipe.offload) == (True, True)
     assert found.allow == one.consents == ()
-    assert found.simulation is not None
     asked = {"batch_size": 1, "seq_len": one.seq_len, "gpu": found.gpu}
     assert estimate(found.simulation.model, recipe=one.recipe, **asked).total_bytes == one.total_bytes
     assert "hf_memopt.TiledLayersCallback()" in str(found.script())
     monkeypatch.setattr("hf_memopt.recipes.planning.planner.can_tile", lambda *_: False)
     plain = longest().chosen
-    assert plain is not None
-    assert (one.seq_len or 0) > 1.3 * (plain.seq_len or 0)
+    assert one.seq_len > 1.3 * plain.seq_len
 
 
 def test_the_host_holds_the_inputs_of_layers() -> None:
     """In page-locked memory, a power of two for each layer; less memory makes rows shorter."""
     found = roomy().chosen
-    assert found is not None
     settings = {"batch_size": 1, "precision": "fp32", "checkpointing": {"offload": True}}
     model = tiny.llama_config(max_position_embeddings=4096)
     host_bytes = [estimate(model, seq_len=tokens, **settings).host_bytes for tokens in (1024, 1032, 2048)]
     assert 2 * host_bytes[0] == host_bytes[1] == host_bytes[2] > 0
     less = longest(host_memory=found.host_bytes // 3).chosen
-    assert less is not None
     assert not less.recipe.offload or less.host_bytes <= found.host_bytes // 3
-    assert (less.seq_len or 0) < (found.seq_len or 0)
+    assert less.seq_len < found.seq_len
     enough = longest(host_memory=2 * found.host_bytes)
     assert any("of host memory are used, as given" in note for note in enough.notes)
 
@@ -131,7 +122,6 @@ def test_dropout_within_mlps_leaves_tiles_out() -> None:
     for dropout in (0.1, 0.0):
         config.resid_pdrop = dropout
         found = longest(config)
-        assert found.simulation is not None
         assert found.simulation.facts.tiles is (dropout == 0)
 
 

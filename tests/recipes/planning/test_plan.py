@@ -30,7 +30,6 @@ def equally_fast(one: float, other: float) -> bool:
 def check_what_is_said(found: Plan) -> None:
     """Hold what a plan says of its choice against its rows."""
     one = found.chosen
-    assert one is not None
     said, fitting = " ".join(str(found).split()), [other for other in found.candidates if other.fits]
     is_beaten = any(other.cost < one.cost and not equally_fast(other.cost, one.cost) for other in fitting)
     assert not is_beaten or f"of {'full training' if one.stage == 'full' else 'LoRA'} that fit" in said
@@ -45,7 +44,6 @@ def check_what_is_said(found: Plan) -> None:
 @pytest.mark.parametrize("memory", ["130MiB", *(pytest.param(f"{size}MiB", marks=slow) for size in range(66, 130, 8))])
 def test_full_training_is_recommended_where_it_fits_with_ease(memory: str) -> None:
     found = planned(memory)
-    assert found.chosen is not None
     full = [one for one in found.candidates if one.stage == "full"]
     assert (found.chosen.stage == "full") is any(map(is_easy, full))
     assert found.chosen.stage != "full" or is_easy(found.chosen)
@@ -119,7 +117,6 @@ def test_an_expert_would_take_the_plan(line: str) -> None:
     model, seq_len, gpu = asked.split(", ")
     method = "lora" if model == "flan-t5-xl" else "auto"
     found = plan(model, gpu=gpu, seq_len=None if seq_len == "-" else int(seq_len), method=method)
-    assert found.chosen is not None
     assert f"{found.chosen.name}, {found.chosen.batch}" == expected
     assert str(found.source).endswith(ORGANISATIONS.get(model, model))  # which from_pretrained takes
     check_what_is_said(found)
@@ -138,7 +135,6 @@ FULL = [
 @pytest.mark.parametrize(("model", "gpu", "batch", "most_gib"), FULL)
 def test_the_largest_full_fine_tuning_of_a_gpu(model: str, gpu: str, batch: int, most_gib: float) -> None:
     found = plan(model, gpu=gpu, seq_len=512, effective_batch_size=batch, method="full", allow=CONSENTS)
-    assert found.chosen is not None
     assert found.chosen.fits
     assert (found.recipe.lora, found.recipe.freeze, found.recipe.gradient_release) == (None, (), True)
     assert found.chosen.total_bytes <= most_gib * 2**30
@@ -154,7 +150,6 @@ def test_a_larger_budget_is_never_worse() -> None:
         budget = (gpu.context_bytes or 0) + size * 2**20
         chosen = plan(config(), gpu=gpu, budget=budget, seq_len=64, effective_batch_size=2, method="full").chosen
         if last is not None and last.fits:
-            assert chosen is not None
             assert chosen.fits
             is_simpler = chosen.simplicity < last.simplicity and equally_fast(chosen.cost, last.cost)
             assert chosen.cost <= last.cost or is_simpler
@@ -178,7 +173,6 @@ def test_a_word_of_consent_changes_only_what_it_says(memory: str, allow: str) ->
         }
         assert {word for word, is_used in used.items() if is_used} <= {allow, *one.consents}
         assert one.recipe.lora is None
-    assert found.chosen is not None
     assert found.chosen.consents == ()
 
 
@@ -194,7 +188,6 @@ def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
     assert "; needs your consent: allow=(" in fitting[0].reason
     assert f"? Bigger lever, with your consent: allow={fitting[0].consents[0]}" in asked.table(300)
     allowed = planned("72MiB", method="full", allow=fitting[0].consents)
-    assert allowed.chosen is not None
     assert allowed.chosen.fits
     assert set(allowed.recipe.reasons) >= {"optim", "per_device_train_batch_size"}
 
@@ -220,11 +213,9 @@ def test_what_checkpointing_would_cost_and_free_is_told(layers: int, memory: str
     gpu = custom_gpu(parse_bytes(memory) + (custom_gpu("1GiB", "7.0").context_bytes or 0), "7.0")
     found = plan(model, gpu=gpu, seq_len=128, effective_batch_size=32, method="full")
     without = found.chosen
-    assert without is not None
     name, rows = f"{without.name}, checkpointing", without.rows
     [refused] = [one for one in found.candidates if (one.name, one.rows) == (name, rows)]
     assert any(one.name == name for one in shown(found))
-    assert refused.seconds is not None
     assert without.seconds is not None
     assert refused.seconds > 1.05 * without.seconds
     assert refused.reason == (
@@ -236,7 +227,6 @@ def test_what_checkpointing_would_cost_and_free_is_told(layers: int, memory: str
 
 def test_what_is_not_used_gives_no_reason() -> None:
     found = plan(tiny.bert_config(), gpu=custom_gpu("4GiB", "8.6"), task="sequence-classification", seq_len=32)
-    assert found.chosen is not None
     unused = [one for one in TECHNIQUES.values() if one.why and not one.pays_for and one.title not in found.chosen.name]
     assert unused
     assert found.recipe.reasons
@@ -269,7 +259,6 @@ def test_what_does_not_work_on_a_system_is_left_out(system: str, monkeypatch: py
 
 def test_what_works_on_linux_alone_is_told_where_it_is_used() -> None:
     found = planned("72MiB", method="full")
-    assert found.chosen is not None
     used = [one.name for one in found.chosen.techniques if one.name in LINUX_ONLY]
     assert used
     assert found.notes[-len(used) :] == tuple(
@@ -318,7 +307,6 @@ def test_of_a_mixture_of_experts_no_time_is_told(gpu: str, precision: str) -> No
     """Autocast leaves experts' products in float32, so TF32 ranks first where it is faster than float32."""
     sizes = {**EXPERTS, "vocab_size": 4000, "num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
     found = plan(transformers.MixtralConfig(**sizes), gpu=gpu, seq_len=512, effective_batch_size=4, method="full")
-    assert found.chosen is not None
     assert found.chosen.seconds is None
     assert found.chosen.recipe.precision == precision
     assert (
@@ -376,7 +364,6 @@ def test_weights_that_are_loaded_in_float16_already_are_noted() -> None:
 def test_of_a_gpu_without_known_rates_time_is_told_for_its_own_kind_alone(capability: str, is_told: bool) -> None:
     gpu = custom_gpu("12GB", capability)
     found = plan(config(), gpu=gpu, seq_len=64, effective_batch_size=8, method="full")
-    assert found.chosen is not None
     assert (found.chosen.seconds is not None) is is_told
     assert ("Speed" in str(found)) is is_told
     known = "times are those of RTX 3060 12GB: custom 12.00 GiB has no known rates"
@@ -432,7 +419,6 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     found = planned("14MiB", method="full", effective_batch_size=8)
     assert (found.fits, found.chosen) == (False, None)
     short = found.shortfall
-    assert short is not None
     assert short.lacks_bytes == -short.nearest.spare_bytes > 0
     assert short.gpu
     assert short.longest is None
@@ -448,8 +434,6 @@ def test_where_nothing_fits_it_says_what_would() -> None:
 def test_the_longest_rows_that_would_fit_fit_and_the_next_do_not() -> None:
     model, gpu = config(64, 2, 512, positions=8192), gpu_of("40MiB")
     short = plan(model, gpu=gpu, method="full", seq_len=4096, effective_batch_size=1).shortfall
-    assert short is not None
-    assert short.longest is not None
     room = gpu.usable_bytes - short.nearest.margin_bytes
     for length, fits in ((short.longest, True), (short.longest + 8, False)):
         one = estimate(model, batch_size=1, seq_len=length, recipe=short.nearest.recipe, gpu=gpu)
@@ -461,12 +445,10 @@ def test_the_batch_that_would_fit_fits_and_the_next_does_not() -> None:
     """Of 24 layers, the gradients that accumulation holds are larger than the margin and the rows of a small batch."""
     options = {"layers": 24, "method": "full", "allow": CONSENTS}
     found = planned("150MiB", effective_batch_size=64, **options)
-    assert found.shortfall is not None
     batch = found.shortfall.batch or 0
     assert 1 < batch < 64
     assert f"an effective batch of {batch}" in str(found)
     fitting = planned("150MiB", effective_batch_size=batch, **options).chosen
-    assert fitting is not None
     assert fitting.fits
     assert fitting.recipe.gradient_release
     larger = planned("150MiB", effective_batch_size=batch + 1, **options).chosen
@@ -476,7 +458,6 @@ def test_the_batch_that_would_fit_fits_and_the_next_does_not() -> None:
 @slow
 def test_the_smallest_gpu_that_would_fit_fits_and_a_smaller_one_does_not() -> None:
     found = plan("Llama-3.1-8B", gpu="RTX 3050 4GB", seq_len=512)
-    assert found.shortfall is not None
     near, fitting = found.shortfall.nearest, GPUS[found.shortfall.gpu]
     smaller = [one for one in GPUS.values() if one.bf16 and one.memory_bytes < fitting.memory_bytes]
     for gpu in (fitting, max((one for one in smaller if one.context_bytes), key=lambda one: one.memory_bytes)):
@@ -494,7 +475,6 @@ def test_time_is_that_of_the_mean_padded_length() -> None:
     found = plan(config(), gpu=gpu, lengths=lengths, effective_batch_size=8, method="full")
     assert not found.notes
     one = found.chosen
-    assert one is not None
     assert (found.texts.seq_len, found.texts.rows) == (128, 400)
     ordered = np.sort(lengths)
     widths = [-(-int(ordered[first : first + 8].max()) // 8) * 8 for first in range(0, 400, 8)]
@@ -515,12 +495,9 @@ def test_the_longest_rows_keep_the_lengths_that_are_given() -> None:
     options = {"goal": "longest", "method": "full", "seq_len": None, "lengths": lengths}
     roomy = planned("400MiB", **options)
     assert (roomy.texts.seq_len, roomy.texts.rows, roomy.texts.cut) == (200, 64, 0)
-    assert roomy.texts.width is not None
     assert roomy.texts.width < 200  # of which the seconds are
-    assert roomy.chosen is not None
     assert roomy.chosen.tokens == 2 * np.mean(lengths)
     cut = planned("66MiB", **options)
-    assert cut.chosen is not None
     assert (cut.texts.seq_len, cut.texts.cut) == (cut.chosen.seq_len, 10)
     assert f"rows are cut to {cut.texts.seq_len} tokens, which cuts 15.6 % of them" in cut.notes
 

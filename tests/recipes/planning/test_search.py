@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import re
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -78,7 +79,6 @@ def test_the_winner_is_that_of_an_exhaustive_search(memory: str, batch: int, opt
 def test_full_training_before_lora_is_the_best_that_fits_with_ease(memory: str) -> None:
     with_ease = exhaustive(memory, 4, with_ease=True)
     found = planned(memory, effective_batch_size=4).chosen
-    assert found is not None
     assert with_ease is None or named(found) == with_ease
     assert (found.stage == "full") is (with_ease is not None)
 
@@ -86,8 +86,6 @@ def test_full_training_before_lora_is_the_best_that_fits_with_ease(memory: str) 
 @pytest.mark.slow
 def test_the_longest_rows_are_those_of_an_exhaustive_search() -> None:
     found = planned("90MiB", method="full", goal="longest").chosen
-    assert found is not None
-    assert found.seq_len is not None
     assert named(found) == exhaustive("90MiB", 2, seq_len=found.seq_len)
     assert exhaustive("90MiB", 2, seq_len=found.seq_len + 8) is None
 
@@ -162,6 +160,18 @@ def test_of_equally_fast_set_ups_the_first_in_this_order_wins() -> None:
     assert max(simplicity.values()) < min(one.simplicity for one in every if one.consents)
 
 
+@pytest.mark.parametrize(("times", "is_simpler_best"), [(1.04, True), (1.08, False)])
+def test_of_candidates_within_5_percent_the_simpler_is_the_best(
+    times: float, is_simpler_best: bool, found: Plan
+) -> None:
+    one = next(one for one in found.candidates if one.fits)
+    simpler = replace(one, simplicity=(0, 0, 0), ranking_seconds=times)
+    faster = replace(one, simplicity=(0, 1, 0), ranking_seconds=1.0)
+    too_large = replace(faster, ranking_seconds=0.5, usable_bytes=one.total_bytes)
+    assert best_of([faster, too_large, simpler]) is (simpler if is_simpler_best else faster)
+    assert best_of([too_large]) is None
+
+
 @pytest.mark.parametrize("task", ["masked-lm", "sequence-classification"])
 def test_a_set_up_has_no_reason_for_what_it_leaves_off(task: str) -> None:
     is_language_model = task == "masked-lm"
@@ -192,7 +202,6 @@ def test_settled_verdicts_are_those_of_a_full_simulation(seed: int) -> None:
     asked = set()
 
     def spare(count: int, length: int | None) -> int:
-        assert length is not None
         asked.add((count, length))
         return int(room - 10 - per_token * count * length)
 

@@ -168,7 +168,6 @@ def test_the_script_of_every_method_runs_as_it_is(name: str, model: Path, work: 
     found = plan(model, gpu=gpu_of("200MiB"), **options)
     assert found.chosen is not None
     written = found.write("run", data="train.jsonl")
-    assert written.script is not None
     trainer = run_script(written.script)
     assert trainer.state.global_step == 3 * 6
     check_against_recipe(trainer, recipe(written.recipe))
@@ -364,7 +363,6 @@ def test_the_rows_of_a_script_are_those_of_read_rows(name: str, found: Plan, wor
         Path(f"data/{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
     written = replace(found, task=task).write("run", data="data", column=column)
     assert written.notes == ()
-    assert written.script is not None
     tree = ast.parse(written.script.read_text())
     last = next(at for at, node in enumerate(tree.body) if ast.unparse(node).startswith("rows = "))
     names: dict[str, Any] = {}
