@@ -259,12 +259,13 @@ class FailsAt(TrainerCallback):
 
 
 def test_out_of_memory_is_an_answer_and_another_error_is_not(tmp_path: Any) -> None:
-    trainer = trainer_of(tmp_path, trainer_callbacks=[FailsAt(torch.OutOfMemoryError("CUDA out of memory. Tried"))])
+    failing = FailsAt(torch.OutOfMemoryError("CUDA out of memory. Tried"))
+    trainer = trainer_of(tmp_path, trainer_callbacks=[failing])
     before = copy.deepcopy(trainer.model.state_dict())
     found = measure(trainer, steps=1)
     assert (found.fits, found.out_of_memory, found.steps) == (False, "forward", 1)
     assert "Out of memory in the forward phase, after 1 whole steps." in str(found).splitlines()
-    trainer.callback_handler.callbacks[-1].error = KeyError("label")  # which is raised
+    failing.error = KeyError("label")  # which is raised
     with pytest.raises(KeyError, match="label"):
         measure(trainer, steps=1)
     assert all(torch.equal(one, before[name]) for name, one in trainer.model.state_dict().items())
