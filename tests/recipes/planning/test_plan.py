@@ -41,7 +41,7 @@ def check_what_is_said(found: Plan) -> None:
 # ---- Full training, LoRA, QLoRA
 
 
-@pytest.mark.parametrize("memory", ["130MiB", *(pytest.param(f"{size}MiB", marks=slow) for size in range(66, 130, 8))])
+@pytest.mark.parametrize("memory", ["130MiB", *(pytest.param(f"{size}MiB", marks=slow) for size in (66, 90, 114))])
 def test_full_training_is_recommended_where_it_fits_with_ease(memory: str) -> None:
     found = planned(memory)
     full = [one for one in found.candidates if one.stage == "full"]
@@ -143,20 +143,6 @@ def test_the_largest_full_fine_tuning_of_a_gpu(model: str, gpu: str, batch: int,
 # ---- What is asked for
 
 
-@slow
-def test_a_larger_budget_is_never_worse() -> None:
-    gpu, last = gpu_of("500MiB"), None
-    for size in (66, 70, 76, 84, 96, 120, 160, 240, 400):
-        budget = (gpu.context_bytes or 0) + size * 2**20
-        chosen = plan(config(), gpu=gpu, budget=budget, seq_len=64, effective_batch_size=2, method="full").chosen
-        if last is not None and last.fits:
-            assert chosen.fits
-            is_simpler = chosen.simplicity < last.simplicity and equally_fast(chosen.cost, last.cost)
-            assert chosen.cost <= last.cost or is_simpler
-        last = chosen
-    assert last is not None
-
-
 WORDS = [("66MiB", "bf16_weights"), ("70MiB", "release_clipping"), ("70MiB", "freeze"), ("62MiB", "shorter")]
 
 
@@ -192,25 +178,15 @@ def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
     assert set(allowed.recipe.reasons) >= {"optim", "per_device_train_batch_size"}
 
 
-@slow
-def test_shorter_rows_are_used_only_where_nothing_else_fits() -> None:
-    longer = {"seq_len": 256, "effective_batch_size": 4, "method": "full"}
-    assert planned("300MiB", **longer, allow=("shorter", *CONSENTS)).texts.seq_len == 256
-    cut = planned("62MiB", **longer, allow="shorter")
-    assert cut.texts.seq_len in (128, 64)
-    assert cut.fits
-
-
 # ---- What is said
 
 
 LADDER_A = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 
 
-@pytest.mark.parametrize(("layers", "memory"), [(2, "1250MiB"), pytest.param(24, "14GiB", marks=slow)])
-def test_what_checkpointing_would_cost_and_free_is_told(layers: int, memory: str) -> None:
-    model = transformers.BertConfig(**LADDER_A, num_hidden_layers=layers, vocab_size=21128)
-    gpu = custom_gpu(parse_bytes(memory) + (custom_gpu("1GiB", "7.0").context_bytes or 0), "7.0")
+def test_what_checkpointing_would_cost_and_free_is_told() -> None:
+    model = transformers.BertConfig(**LADDER_A, num_hidden_layers=2, vocab_size=21128)
+    gpu = custom_gpu(parse_bytes("1250MiB") + (custom_gpu("1GiB", "7.0").context_bytes or 0), "7.0")
     found = plan(model, gpu=gpu, seq_len=128, effective_batch_size=32, method="full")
     without = found.chosen
     name, rows = f"{without.name}, checkpointing", without.rows

@@ -18,6 +18,7 @@ import torch
 import transformers
 from command_line import invoked
 from installed import install
+from slow_cases import slow_except
 from tiny_plans import gpu_of
 
 import tiny
@@ -311,31 +312,18 @@ def test_the_script_of_whisper_knows_language_and_task(method: str, work: Path) 
 # ---- The rows
 
 INTEGERS = [{"text": f"w{5 + at} w6", "label": at % 12} for at in range(48)]
+CHAT = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
 FORMATS: dict[str, tuple[str, list[dict[str, Any]], str | None]] = {
-    "text": ("causal-lm", [{"text": "w5 w6"}], None),
     "odd name": ("causal-lm", [{"other": 1, "w\u2028 'x\"": "w5 w6"}], "w\u2028 'x\""),
-    "messages": (
-        "causal-lm",
-        [{"messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]}],
-        None,
-    ),
-    "ShareGPT": (
-        "causal-lm",
-        [{"conversations": [{"from": "human", "value": "w5"}, {"from": "gpt", "value": "w6"}]}],
-        None,
-    ),
+    "messages": ("causal-lm", [{"messages": CHAT}], None),
     "prompt": ("causal-lm", [{"prompt": "w5 w6 ", "completion": "w7"}], None),
-    "instruction": ("causal-lm", [{"instruction": "w5", "input": "w6", "output": "w7"}], None),
     "token ids": ("causal-lm", [{"ids": [5, 6, 7] * 20, "labels": [-100, 6, 7] * 20}], "ids"),
     "masked": ("masked-lm", [{"content": "w5 w6"}], None),
     "integers": ("sequence-classification", INTEGERS, None),
     "floats": ("sequence-classification", [{"text": "w5", "label": at / 3} for at in range(24)], None),
-    "pairs": ("sequence-classification", [{"premise": "w5", "hypothesis": "w6", "label": "no"}], None),
     "named": ("sequence-classification", [{"title": "w5", "body": "w6 w7", "stars": 1}], "body"),
-    "several": ("sequence-classification", [{"text": "w5", "labels": ["a", "b"]}], None),
     "tags": ("token-classification", [{"words": ["w5", "w6"], "pos_tags": ["A", "B"]}], None),
     "answers": ("question-answering", [COLUMNS["question-answering"]], None),
-    "translation": ("seq2seq", [{"translation": {"en": "w5", "de": "w6"}}], None),
     "dialogue": ("seq2seq", [{"dialogue": "w5", "summary": "w6"}], None),
 }
 
@@ -352,9 +340,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 QUICK = ("odd name", "messages", "integers", "named", "dialogue")
 
 
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS if name not in QUICK)]
-)
+@pytest.mark.parametrize("name", slow_except(QUICK, FORMATS))
 def test_the_rows_of_a_script_are_those_of_read_rows(name: str, found: Plan, work: Path) -> None:
     task, rows, column = FORMATS[name]
     made = rows if len(rows) > 1 else rows * 24
