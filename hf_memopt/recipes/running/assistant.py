@@ -304,6 +304,6 @@ def _trainings(tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
     statements = [one for one in ast.walk(tree) if isinstance(one, whole)]
     for one in sorted(statements, key=lambda statement: statement.lineno):
         for call in ast.walk(one):
-            is_train = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "train"
-            if is_train and isinstance(call.func.value, ast.Name) and call.func.value.id in names:  # type: ignore[attr-defined]
-                yield one, call.func.value.id  # type: ignore[attr-defined]
+            match call:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="train")) if name in names:
+                    yield one, name
