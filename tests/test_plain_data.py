@@ -202,7 +202,7 @@ def test_what_is_read_is_data() -> None:
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 trusted.add(ast.unparse(node.value))
     assert found == {
-        ("recipes/measuring/scripts.py", "compile"),  # the script that hf-memopt measure and run are asked to run
-        ("recipes/measuring/scripts.py", "exec"),
+        ("recipes/measuring/script.py", "compile"),  # the script that hf-memopt measure and run are asked to run
+        ("recipes/measuring/script.py", "exec"),
     }
     assert trusted == {"False"}

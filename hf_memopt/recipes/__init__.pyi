@@ -1,4 +1,3 @@
-from .effective_batch import largest_divisor as largest_divisor
 from .launch import NAMES as NAMES
 from .launch import STRATEGIES as STRATEGIES
 from .launch import Launch as Launch
@@ -7,6 +6,7 @@ from .presets import PRESETS as PRESETS
 from .presets import preset_rows as preset_rows
 from .presets import recipe as recipe
 from .recipe_class import Recipe as Recipe
+from .resolved_arguments import largest_divisor as largest_divisor
 from .resolved_arguments import sixteen_bits_here as sixteen_bits_here
 from .resolved_arguments import stock_arguments as stock_arguments
 from .wired_trainer import callbacks_of as callbacks_of

@@ -18,7 +18,7 @@ from hf_memopt.batching.views import (
 from hf_memopt.binding.model import is_causal_lm, unwrap_model
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
-from hf_memopt.recipes.effective_batch import process_count
+from hf_memopt.recipes.resolved_arguments import process_count
 from hf_memopt.rows import fitting_format
 
 if TYPE_CHECKING:

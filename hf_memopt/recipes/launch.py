@@ -20,7 +20,7 @@ from hf_memopt.binding.compatibility import is_of_bitsandbytes, refusal_of, refu
 from hf_memopt.changes import Change
 from hf_memopt.memory.distributed import ZERO_STAGES, zero_options
 from hf_memopt.plain_data import Count, check_value, check_word, checked_path
-from hf_memopt.recipes.effective_batch import cut_effective_batch
+from hf_memopt.recipes.resolved_arguments import cut_effective_batch
 from hf_memopt.technique_list import Refusal
 from hf_memopt.whole_files import write_whole
 

@@ -1,15 +1,18 @@
 """The presets: a ``Recipe`` for every common size of GPU, and the functions that return them.
 
-They are set-ups for encoders. What fits with one of them also fits with every preset for a larger GPU, by the estimate
-(``preset_fits.json``, ``tests/recipes/test_preset_fits.py``). Where activations have to shrink for that, a preset has
-smaller micro-batches or checkpointing, whichever is predicted to be faster. None of the memory figures has been
-measured on a GPU yet. For any other model ``recipe(name, model=...)`` returns what ``plan`` chooses for it.
+They are set-ups for encoders, in ``presets.json`` as ``Recipe.to_json`` writes them. What fits with one of them also
+fits with every preset for a larger GPU, by the estimate (``preset_fits.json``, ``tests/recipes/test_preset_fits.py``).
+Where activations have to shrink for that, a preset has smaller micro-batches or checkpointing, whichever is predicted
+to be faster. None of the memory figures has been measured on a GPU yet. For any other model ``recipe(name, model=...)``
+returns what ``plan`` chooses for it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,72 +26,13 @@ if TYPE_CHECKING:
 
     from hf_memopt.devices import Gpu
 
-HOLDS = "encoders of up to BERT-large's size at 512 tokens; computed, memory not yet measured on a GPU"
 
-EIGHT_BIT = "about a quarter of AdamW's state: 2 bytes per parameter instead of 8, embeddings apart"
-WHY_OPTIM = {
-    "adamw_8bit": EIGHT_BIT,
-    "paged_adamw_8bit": f"{EIGHT_BIT}; paged: what does not fit moves to the host instead of running out of memory",
-    "adamw_torch_fused": "the full 32-bit state fits, and one fused kernel is fastest",
-}
-RECOMPUTED = "faster than the smaller passes that long rows would need to fit without it"
-NO_ROOM = "weights, gradients and state leave too little room for activations"
+def _packaged() -> list[Recipe]:
+    text = resources.files("hf_memopt.recipes").joinpath("presets.json").read_text(encoding="utf-8")
+    return [Recipe(**fields) for fields in json.loads(text)]
 
 
-def _preset(
-    gib: int, gpus: str, optim: str, rows: int, eval_rows: int, checkpointing: str = "", **other: int
-) -> Recipe:
-    """Return the preset for a size of GPU; ``checkpointing``: why activations are recomputed, "" where they are not."""
-    times = {8: "4 times", 16: "twice"}.get(rows, "")
-    fit = "at a time" if checkpointing else "of 512 tokens fit without recomputing"
-    of_rows = f"activations of {rows} examples {fit}, {times} per step"
-    reasons = {
-        "per_device_train_batch_size": of_rows if times else "the whole effective batch fits into one pass",
-        "per_device_eval_batch_size": "the logits of many examples fit"
-        if eval_rows > 32
-        else "logits and scores of few examples at a time",
-        "optim": WHY_OPTIM[optim],
-        "checkpointing": checkpointing,
-        "autocast_cache": "under checkpointing it would hold a copy of every weight from forward to backward",
-        "eval_accumulation_steps": "evaluation outputs move to the host after every few batches, so they never pile up "
-        "on the GPU",
-        "dataloader_num_workers": "a fast GPU would wait for the next batch",
-    }
-    fields: dict[str, Any] = {
-        "per_device_train_batch_size": rows,
-        "optim": optim,
-        **({} if eval_rows == 32 else {"per_device_eval_batch_size": eval_rows}),
-        **({"checkpointing": True, "autocast_cache": False} if checkpointing else {}),
-        **other,
-    }
-    return Recipe(
-        name=f"{gib}gb-gpu",
-        purpose=f"{gpus} ... ({HOLDS})",
-        reasons={name: reasons[name] for name in fields},
-        **fields,
-    )
-
-
-PAGED, PLAIN = "paged_adamw_8bit", "adamw_torch_fused"
-_PRESETS = (
-    _preset(4, "GTX 1650, RTX 3050 Laptop", PAGED, 8, 8, NO_ROOM, eval_accumulation_steps=4),
-    _preset(6, "GTX 1660, RTX 2060, RTX 3050 6GB", PAGED, 16, 16, RECOMPUTED, eval_accumulation_steps=8),
-    _preset(8, "RTX 3060 Ti, RTX 4060, P4", "adamw_8bit", 16, 16, RECOMPUTED, eval_accumulation_steps=16),
-    _preset(12, "RTX 3060 12GB, RTX 4070, TITAN Xp", "adamw_8bit", 8, 8, eval_accumulation_steps=16),
-    _preset(16, "T4, P100, V100 16GB, RTX 4080", PLAIN, 8, 16, eval_accumulation_steps=16),
-    _preset(24, "RTX 3090, RTX 4090, A10, L4", PLAIN, 16, 16, eval_accumulation_steps=32),
-    _preset(40, "A100 40GB, L40S", PLAIN, 32, 32, dataloader_num_workers=2),
-    _preset(80, "A100 80GB, H100", PLAIN, 32, 128, dataloader_num_workers=4),
-    Recipe(
-        name="cpu",
-        purpose="no accelerator (what saves time on a CPU is padding less)",
-        reasons={
-            "per_device_train_batch_size": "host memory is rarely short; larger passes use the cores better",
-            "optim": "bitsandbytes' 8-bit step is slower than this one on a CPU (see the demo's table)",
-        },
-    ),
-)
-PRESETS: Mapping[str, Recipe] = FixedMapping({preset.name: preset for preset in _PRESETS})
+PRESETS: Mapping[str, Recipe] = FixedMapping({one.name: one for one in _packaged()})
 """Every preset by its name; ``recipe("auto")`` chooses among them."""
 
 # A "12 GB" GPU reports a little less than 12 GiB, and a driver keeps some of that: 8 % below the name still counts.
@@ -133,7 +77,6 @@ def recipe(name: str | os.PathLike[str], model: Any = None, *, seq_len: int | No
         )
     if model is None or name == "cpu":  # what a CPU can hold is not estimated
         return PRESETS[name]
-
     return fitting_recipe(PRESETS[name], model, seq_len=seq_len, gpu=_smallest_gpu(name))
 
 

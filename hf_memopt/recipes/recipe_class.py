@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -154,7 +154,8 @@ class Recipe:
             if isinstance(names := getattr(self, name), list):  # JSON has no tuples
                 object.__setattr__(self, name, tuple(names))
         check_fields(self)
-        _check_together(self)
+        for problem in _contradictions(self):
+            raise ValueError(problem)
 
     def replace(self, **changed: Any) -> Recipe:
         """Return the recipe with other values; a changed field loses its reason, which was for the old value.
@@ -175,10 +176,11 @@ class Recipe:
 
     def choices(self) -> list[tuple[str, Any, str]]:
         """Return the name of each choice, its value and its reason."""
-        return [(name, getattr(self, name), self.reason_of(name)) for name in self._shown]
+        names = [item.name for item in fields(self) if "why" in item.metadata]
+        return [(name, getattr(self, name), self.reason_of(name)) for name in names]
 
     def __str__(self) -> str:
-        width = max(map(len, self._shown))
+        width = max(len(name) for name, _, _ in self.choices())
         lines = [f"  {name:<{width}}  {value!r:<20}  {reason}" for name, value, reason in self.choices()]
         return "\n".join([f"{self.name}: {self.purpose}", *lines])
 
@@ -191,22 +193,16 @@ class Recipe:
 
         table = Table("setting", "value", "reason", title=escape(f"{self.name}: {self.purpose}"), title_justify="left")
         table.box, table.show_edge, table.pad_edge = box.SIMPLE_HEAD, False, False
-        for name in self._shown:
-            table.add_row(name, escape(repr(getattr(self, name))), escape(self.reason_of(name)))
+        for name, value, reason in self.choices():
+            table.add_row(name, escape(repr(value)), escape(reason))
         return printed_html(lambda console: console.print(table))
-
-    @property
-    def _shown(self) -> list[str]:
-        return [item.name for item in fields(self) if "why" in item.metadata]
 
     def reason_of(self, name: str) -> str:
         """Return why a field has its value: the recipe's own reason, else that of its default."""
         choices = {item.name: item for item in fields(self) if "why" in item.metadata}
         check_word("name", name, choices)
-        if name in self.reasons:
-            return self.reasons[name]
-        why: str = choices[name].metadata["why"]
-        return why if getattr(self, name) == choices[name].default else "chosen by the caller"
+        is_default = getattr(self, name) == choices[name].default
+        return self.reasons.get(name, choices[name].metadata["why"] if is_default else "chosen by the caller")
 
     def to_json(self) -> str:
         """Return the recipe as JSON text, for ``from_json``."""
@@ -437,51 +433,42 @@ class Recipe:
 # ---- Fields that contradict each other ------------------------------------------------------------------------------
 
 
-def _check_together(recipe: Recipe) -> None:
-    """Raise ValueError for fields of which each is valid by itself; the message begins with the one to change."""
-    _check_adapters(recipe)
+def _contradictions(recipe: Recipe) -> Iterator[str]:
+    """Yield what is wrong with fields of which each is valid by itself; a text begins with the one to change."""
+    for name, default in (("lora_alpha", None), ("lora_targets", "auto")):
+        if recipe.lora is None and (value := getattr(recipe, name)) != default:
+            yield f"{name}={value!r}, lora=None add no adapters; expected their rank. Pass lora=16"
+    refuse_without_adapters(recipe.load_in, recipe.lora)
+    if recipe.quantize_experts and recipe.load_in != "nf4":
+        yield (
+            f"quantize_experts=True, load_in={recipe.load_in!r} do not fit each other: experts are put into 4 bits "
+            "where linear layers are; expected both. Pass load_in='nf4', lora=16"
+        )
+    if recipe.lora_targets == ():
+        yield "lora_targets=() names no layer; expected 'auto', or names of layers. Pass lora_targets='auto'"
     if recipe.weights_dtype == "float16" and recipe.lora is None:
-        raise ValueError(
+        yield (
             "weights_dtype='float16', lora=None train float16 weights, whose gradients torch's scaler refuses; "
             "expected bfloat16 or float32 for weights that are trained. Pass weights_dtype='float32', or lora=16"
         )
     if recipe.rounding != "nearest" and not recipe.trains_16_bits:
         trained = "adapters, which are float32" if recipe.lora is not None else "float32 weights"
-        raise ValueError(
+        yield (
             f"rounding={recipe.rounding!r} is for 16-bit weights, and this recipe trains {trained}; expected "
             f"'nearest'. Pass rounding='nearest', or weights_dtype='bfloat16', lora=None"
         )
     if recipe.offload and not recipe.checkpointing:
-        raise ValueError(
+        yield (
             "offload=True, checkpointing=False offload nothing: what goes to the host are the inputs of checkpointed "
             "layers; expected checkpointing. Pass checkpointing=True"
         )
     if recipe.every_n_layers > 1 and not recipe.checkpointing:
-        raise ValueError(
+        yield (
             f"every_n_layers={recipe.every_n_layers}, checkpointing=False recompute nothing; expected checkpointing. "
             "Pass checkpointing=True"
         )
     for name, (_, refusal) in refused_fields(recipe, recipe.precision).items():
-        raise ValueError(
+        yield (
             f"{name}={getattr(recipe, name)!r}, precision={recipe.precision!r} are incompatible: {refusal.reason}; "
             "expected another precision. Pass precision='auto'"
-        )
-
-
-def _check_adapters(recipe: Recipe) -> None:
-    if recipe.lora is None:
-        for name, default in (("lora_alpha", None), ("lora_targets", "auto")):
-            if getattr(recipe, name) != default:
-                raise ValueError(
-                    f"{name}={getattr(recipe, name)!r}, lora=None add no adapters; expected their rank. Pass lora=16"
-                )
-    refuse_without_adapters(recipe.load_in, recipe.lora)
-    if recipe.quantize_experts and recipe.load_in != "nf4":
-        raise ValueError(
-            f"quantize_experts=True, load_in={recipe.load_in!r} do not fit each other: experts are put into 4 bits "
-            "where linear layers are; expected both. Pass load_in='nf4', lora=16"
-        )
-    if recipe.lora_targets == ():
-        raise ValueError(
-            "lora_targets=() names no layer; expected 'auto', or names of layers. Pass lora_targets='auto'"
         )

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from hf_memopt import Recipe
 from two_ranks import run_pair
 
 PROGRAM = str(Path(__file__).parent / "bad_launches.py")
@@ -49,15 +46,3 @@ def test_every_rank_says_what_is_wrong_and_none_hangs(tmp_path) -> None:
     one, other = run_pair(tmp_path, PROGRAM, str(tmp_path), timeout_seconds=120)
     assert one == other
     assert one == MESSAGES
-
-
-@pytest.mark.parametrize(("world_size", "fitting"), [(3, 33), (5, 30), (64, 64)])
-def test_a_number_of_processes_that_does_not_divide_the_effective_batch(world_size, fitting) -> None:
-    recipe = Recipe("mine", "tests", optim="adamw_torch", micro_batching=False)
-    with pytest.raises(ValueError) as error:
-        recipe.distributed(world_size)
-    assert str(error.value) == (
-        f"world_size={world_size} on {world_size} processes does not divide the effective batch of 32; expected a "
-        f"divisor. Call recipe.replace(effective_batch_size={fitting}).distributed(...)"
-    )
-    assert recipe.replace(effective_batch_size=fitting).distributed(world_size).world_size == world_size

@@ -8,33 +8,22 @@ import peft
 import pytest
 import torch
 import transformers
+from tiny_plans import config, gpu_of
 from torch import nn
 
-import tiny
-from hf_memopt import GPUS, PRESETS, Recipe, custom_gpu, estimate, recipe
+from hf_memopt import GPUS, PRESETS, Recipe, estimate, recipe
 from hf_memopt.devices import against_float16
-from hf_memopt.recipes import presets
 from hf_memopt.recipes.presets import fitting_recipe
-from hf_memopt.units import parse_bytes
+from hf_memopt.units import format_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 4000}
+CONFIG = config(layers=4)
 PRESET = Recipe("tiny-gpu", "a test", effective_batch_size=16, per_device_train_batch_size=16, precision="bf16")
 
 
-def config() -> transformers.LlamaConfig:
-    return tiny.llama_config(**SIZES, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256)
-
-
-def gpu_of(memory: str) -> Any:
-    """Return a GPU with so much for torch's allocator, beside a context."""
-    context_bytes = custom_gpu("1GiB", "8.6").context_bytes
-    return custom_gpu(parse_bytes(memory) + context_bytes, "8.6", name=f"a GPU with {memory}")
-
-
 def fitting(memory: str, model: Any = None, seq_len: int = 64) -> Recipe:
-    return fitting_recipe(PRESET, config() if model is None else model, seq_len=seq_len, gpu=gpu_of(memory))
+    return fitting_recipe(PRESET, CONFIG if model is None else model, seq_len=seq_len, gpu=gpu_of(memory))
 
 
 LADDER = [  # memory of torch's allocator, and what is chosen for it
@@ -52,7 +41,7 @@ def test_what_is_chosen_fits_and_has_its_reasons(memory: str, lora: int | None, 
     assert found.effective_batch_size == PRESET.effective_batch_size
     assert found.effective_batch_size % rows == 0
     gpu = gpu_of(memory)
-    assert estimate(config(), batch_size=rows, seq_len=64, recipe=found, gpu=gpu).fits
+    assert estimate(CONFIG, batch_size=rows, seq_len=64, recipe=found, gpu=gpu).fits
     assert found.purpose.endswith(", computed and not measured")
     names = ("lora", "load_in", "weights_dtype", "checkpointing", "optim", "fused_cross_entropy")
     assert all(found.reasons[name] for name in names if getattr(found, name) != getattr(PRESET, name))
@@ -64,7 +53,7 @@ def test_a_preset_computes_in_float32_what_overflows_in_float16() -> None:
         vocab_size=4000, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
     )
     preset = PRESET.replace(precision="auto")
-    for model, gpu, precision in ((t5, "T4", "fp32"), (t5, "RTX 4080", "auto"), (config(), "T4", "auto")):
+    for model, gpu, precision in ((t5, "T4", "fp32"), (t5, "RTX 4080", "auto"), (CONFIG, "T4", "auto")):
         found = fitting_recipe(preset, model, seq_len=64, gpu=GPUS[gpu])
         assert (found.lora, found.precision) == (None, precision)
         why = against_float16(config=t5) if precision == "fp32" else preset.reason_of("precision")
@@ -85,7 +74,7 @@ def test_what_cannot_fit_is_refused() -> None:
 
 def test_a_module_is_fitted_as_its_configuration_and_keeps_its_weights() -> None:
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config())
+    model = transformers.LlamaForCausalLM(CONFIG)
     before = [parameter.data_ptr() for parameter in model.parameters()]
     assert fitting("600MiB", model) == fitting("600MiB")
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
@@ -93,7 +82,7 @@ def test_a_module_is_fitted_as_its_configuration_and_keeps_its_weights() -> None
 
 @pytest.mark.slow
 def test_a_model_with_adapters_keeps_them() -> None:
-    adapted = Recipe("one", "a test", lora=16).prepare_model(transformers.LlamaForCausalLM(config()))
+    adapted = Recipe("one", "a test", lora=16).prepare_model(transformers.LlamaForCausalLM(CONFIG))
     assert isinstance(adapted, peft.PeftModel)
     found = fitting("150MiB", adapted)
     assert (found.lora, found.load_in, found.weights_dtype) == (None, None, "float32")
@@ -102,20 +91,15 @@ def test_a_model_with_adapters_keeps_them() -> None:
 def test_a_preset_without_a_model_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipe("8gb-gpu") is PRESETS["8gb-gpu"]
     assert recipe("cpu", model=nn.Linear(2, 2)) is PRESETS["cpu"]  # what a CPU can hold is not estimated
-    with pytest.raises(ValueError) as error:
-        recipe("8gb-gpu", seq_len=512)
-    assert str(error.value) == (
-        "seq_len=512 is the length of a model's texts, and model=None; expected both. "
-        "Call: recipe('8gb-gpu', model='Llama-3.2-1B', seq_len=512)"
-    )
     monkeypatch.setattr("hf_memopt.devices.current_gpu", lambda: None)
     assert recipe("auto", model="bert-base-uncased").name == recipe("auto").name == "cpu"
 
 
 def test_the_gpu_of_a_preset_is_the_smallest_of_its_size() -> None:
-    gpu = presets._smallest_gpu("16gb-gpu")
-    assert gpu.usable_bytes < 16 * 2**30
-    assert gpu.name == "16gb-gpu"
+    least = min(gpu.usable_bytes for gpu in GPUS.values() if gpu.memory_bytes == 16 * 2**30)
+    purpose = recipe("16gb-gpu", CONFIG, seq_len=64).purpose
+    assert " on 16gb-gpu: " in purpose
+    assert f" of {format_bytes(least)}, computed" in purpose
 
 
 @pytest.mark.slow

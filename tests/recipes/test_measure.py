@@ -19,7 +19,6 @@ import tiny
 from hf_memopt import (
     CheckpointingCallback,
     FreezeCallback,
-    FusedCrossEntropyCallback,
     Measurement,
     MemoryReportCallback,
     MicrobatchCallback,
@@ -28,10 +27,9 @@ from hf_memopt import (
     bucketed,
     gradient_release,
     measure,
+    plan,
 )
 from hf_memopt.binding import checkpointing_arguments
-from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS
-from hf_memopt.reports.measurement_file import read_measurement
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -180,22 +178,14 @@ COMPARED = [
 def test_predicted_bytes_are_those_that_were_measured(kind: str, name: str, tmp_path: Any) -> None:
     """On a CPU, without dropout, whose kernels differ; 2 %: CUDA's allocator rounds each tensor up."""
     found = measure(sized(kind, tmp_path, **SETTINGS[name]), steps=1)
-    assert found.predicted is not None
     assert found.seq_len == (LONGEST if kind == "bert" else 32)
     compared = {
         **{name: (size, found.predicted.components[name]) for name, size in found.measured.components.items()},
         **{name: (size, found.predicted.phases[name]) for name, size in found.measured.phases.items()},
         "allocated": (found.measured.allocated_bytes, found.predicted.allocated_bytes),
     }
-    assert set(compared) >= {
-        "weights",
-        "gradients",
-        "optimizer state",
-        "activations and logits",
-        "load",
-        "forward",
-        "backward",
-    }
+    kept = {"weights", "gradients", "optimizer state", "activations and logits"}
+    assert set(compared) >= kept | {"load", "forward", "backward"}
     for measured, predicted in compared.values():
         assert predicted == pytest.approx(measured, rel=0.02)
 
@@ -205,7 +195,6 @@ def test_predicted_bytes_are_those_that_were_measured(kind: str, name: str, tmp_
 def test_on_a_gpu_reserved_bytes_and_seconds_are_measured_too(kind: str, tmp_path: Any) -> None:
     found = measure(sized(kind, tmp_path, optim="adamw_torch_fused", use_cpu=False), steps=3)
     assert found.gpu != ""
-    assert found.predicted is not None
     assert found.measured.reserved_bytes >= found.measured.allocated_bytes  # type: ignore[operator]
     assert found.predicted.allocated_bytes == pytest.approx(found.measured.allocated_bytes, rel=0.05)
     assert found.measured.seconds is not None
@@ -228,8 +217,7 @@ def test_sizes_are_those_of_the_tensors(tmp_path: Any) -> None:
     assert found.measured.components["optimizer state"] == 2 * trained + 4 * count  # two moments, and the step count
     assert found.measured.components["weights"] == trained + sum(one.nbytes for one in trainer.model.buffers())
     assert found.measured.phases["load"] == found.measured.components["weights"]
-    assert (found.steps, len(found.step_seconds)) == (WARM_UP_STEPS + 3, 3)
-    assert found.tokens is not None
+    assert (found.steps, len(found.step_seconds)) == (3 + 3, 3)
     assert 4 * 4 <= found.tokens <= 4 * LONGEST
     assert found.tokens_per_second == pytest.approx(found.tokens / (sum(found.step_seconds) / 3))
     assert (found.gpu, found.measured.reserved_bytes, found.predicted.seconds) == ("", None, None)
@@ -270,19 +258,14 @@ class FailsAt(TrainerCallback):
             raise self.error
 
 
-def test_out_of_memory_is_an_answer(tmp_path: Any) -> None:
-    trainer = trainer_of(tmp_path, trainer_callbacks=[FailsAt(torch.OutOfMemoryError("CUDA out of memory. Tried"))])
+def test_out_of_memory_is_an_answer_and_another_error_is_not(tmp_path: Any) -> None:
+    failing = FailsAt(torch.OutOfMemoryError("CUDA out of memory. Tried"))
+    trainer = trainer_of(tmp_path, trainer_callbacks=[failing])
     before = copy.deepcopy(trainer.model.state_dict())
     found = measure(trainer, steps=1)
     assert (found.fits, found.out_of_memory, found.steps) == (False, "forward", 1)
     assert "Out of memory in the forward phase, after 1 whole steps." in str(found).splitlines()
-    assert all(torch.equal(one, before[name]) for name, one in trainer.model.state_dict().items())
-    assert torch._C._len_torch_dispatch_stack() == 0
-
-
-def test_another_error_is_raised_and_the_trainer_is_as_before(tmp_path: Any) -> None:
-    trainer = trainer_of(tmp_path, trainer_callbacks=[FailsAt(KeyError("label"))])
-    before = copy.deepcopy(trainer.model.state_dict())
+    failing.error = KeyError("label")  # which is raised
     with pytest.raises(KeyError, match="label"):
         measure(trainer, steps=1)
     assert all(torch.equal(one, before[name]) for name, one in trainer.model.state_dict().items())
@@ -312,16 +295,6 @@ def test_reports_are_set_aside_and_nothing_is_written(tmp_path: Any) -> None:
     assert report.summary == summary
     assert trainer.state.log_history == []
     assert list((tmp_path / "out").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_techniques_are_part_of_the_prediction(tmp_path: Any) -> None:
-    trainer = sized("llama", tmp_path, optim="adamw_torch_fused")
-    plain = measure(trainer, steps=1).predicted
-    fused = measure(attach(trainer, FusedCrossEntropyCallback(), CheckpointingCallback("full")), steps=1).predicted
-    assert plain is not None
-    assert fused is not None
-    assert fused.components["activations and logits"] < plain.components["activations and logits"] / 2
 
 
 @pytest.mark.parametrize(
@@ -362,7 +335,7 @@ def measured(tmp_path_factory: Any) -> Measurement:
 def test_a_file_is_written_once_and_read_again(measured: Measurement, tmp_path: Any) -> None:
     path = tmp_path / "run.json"
     measured.write(path)
-    assert read_measurement(path) == measured
+    assert Measurement.from_json(path.read_text()) == measured
     with pytest.raises(
         ValueError, match=r"exists already; expected a new file\. Pass another name, or force=True to replace it"
     ):
@@ -372,8 +345,6 @@ def test_a_file_is_written_once_and_read_again(measured: Measurement, tmp_path: 
 
 BROKEN: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda told: told.update(format=2), f"it has format 2, written by hf-memopt {hf_memopt.__version__}"),
-    (lambda told: told.update(format="1"), "it has format '1', written by hf-memopt"),
-    (lambda told: told.pop("format"), "it has format None, written by hf-memopt"),
     (lambda told: told.update(sped=1), "sped=1 is not a field of Measurement"),
     (lambda told: told.pop("gpu"), "gpu is missing; expected a string"),
     (lambda told: told["versions"].pop("torch"), "lack torch; expected all of"),
@@ -400,7 +371,7 @@ def test_a_changed_file_is_refused(measured: Measurement, change: Any, message: 
     path = tmp_path / "run.json"
     path.write_text(json.dumps(told))
     with pytest.raises(ValueError) as error:
-        read_measurement(path)
+        plan("bert-base-uncased", gpu="T4", measured=path)
     assert message in str(error.value)
     assert str(error.value).startswith(f"measured={str(path)!r} is not a measurement (")
 
@@ -409,6 +380,6 @@ def test_a_file_that_is_not_there_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"measured='none\.json' cannot be read: No such file or directory; expected a"
     ):
-        read_measurement("none.json")
+        plan("bert-base-uncased", gpu="T4", measured="none.json")
     with pytest.raises(ValueError, match=r"measured=True cannot be a path .*; expected text or a pathlib\.Path\."):
-        read_measurement(True)  # type: ignore[arg-type]
+        plan("bert-base-uncased", gpu="T4", measured=True)  # type: ignore[arg-type]

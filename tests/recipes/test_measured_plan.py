@@ -146,45 +146,43 @@ def test_the_set_up_that_was_measured_needs_what_was_measured(predicted: Figures
     assert after.step_time.seconds == pytest.approx(taken.measured.seconds)
 
 
-def test_bytes_are_not_lowered(predicted: Figures) -> None:
-    found, after, words, notes = corrected(measurement(predicted, reserved=0.75))
-    assert after.peak_reserved_bytes == found.peak_reserved_bytes
-    assert words == ("context", "seconds")
-    assert "run.json: reserved bytes stay as predicted: 25.0 % less was measured" in notes
+A100 = find_gpu("A100 80GB")
+OTHER = {"parameters": 10**9}
+BOTH = ("context", "reserved", "seconds")
+CORRECTED = [  # what the measurement differs in, the recipe, what is corrected, the error that is left, what is said
+    (
+        {"reserved": 0.75},
+        {},
+        ("context", "seconds"),
+        0.04,
+        "reserved bytes stay as predicted: 25.0 % less was measured",
+    ),
+    (OTHER, {}, ("context", "seconds"), 0.17, "reserved bytes stay as predicted: another model"),
+    ({**OTHER, "gpu": A100.name}, {}, ("context",), None, "seconds stay as predicted"),
+    ({"predicted": None}, {}, ("context",), None, "has no prediction, so neither seconds nor reserved bytes are"),
+    ({}, {}, BOTH, 0.04, "seconds x 1.500"),
+    ({}, {"optim": "adamw_8bit"}, BOTH, 0.11, "reserved bytes x 1.25"),
+    ({}, {"precision": "fp32"}, BOTH, 0.11, "CUDA's context is 300.0 MiB, as measured"),
+    ({"reserved": 1.0, "out_of_memory": "backward"}, {}, BOTH, 0.04, "as memory ran out there"),
+]
 
 
-def test_memory_that_ran_out_makes_the_set_up_too_large(predicted: Figures) -> None:
-    _, after, _, notes = corrected(measurement(predicted, reserved=1.0, out_of_memory="backward"))
-    assert after.fits is False
-    assert "as memory ran out there" in notes
-
-
-def test_another_model_corrects_what_is_the_gpus_alone(predicted: Figures) -> None:
-    found, after, words, notes = corrected(measurement(predicted, parameters=10**9))
-    assert words == ("context", "seconds")
-    assert after.peak_reserved_bytes == found.peak_reserved_bytes
-    assert after.step_time.high == pytest.approx(1.17 * after.step_time.seconds)
-    assert "run.json: reserved bytes stay as predicted: another model" in notes
-
-
-def test_a_gpu_whose_time_is_known_better_is_not_corrected_by_another_model(predicted: Figures) -> None:
-    a100 = find_gpu("A100 80GB")
-    found, after, words, notes = corrected(measurement(predicted, parameters=10**9, gpu=a100.name), a100)
-    assert words == ("context",)
-    assert after.step_time == found.step_time
-    assert "run.json: seconds stay as predicted" in notes
-
-
-def test_the_range_is_wider_for_another_set_up(predicted: Figures) -> None:
-    for of_recipe, error in (({}, 0.04), ({"optim": "adamw_8bit"}, 0.11), ({"precision": "fp32"}, 0.11)):
-        _, after, _, _ = corrected(measurement(predicted), **of_recipe)
+@pytest.mark.parametrize(("changed", "of_recipe", "expected", "error", "says"), CORRECTED)
+def test_what_a_measurement_corrects(
+    changed: Any, of_recipe: Any, expected: Any, error: float | None, says: str, predicted: Figures
+) -> None:
+    factors = {name: changed[name] for name in ("reserved",) if name in changed}
+    others = {name: value for name, value in changed.items() if name not in factors}
+    gpu = find_gpu(changed.get("gpu", GPU.name))
+    found, after, words, notes = corrected(replace(measurement(predicted, **factors), **others), gpu, **of_recipe)
+    assert words == expected
+    assert f"run.json: {says}" in notes or says in notes
+    assert (after.peak_reserved_bytes > found.peak_reserved_bytes) is ("reserved" in expected)
+    assert after.fits is not ("out_of_memory" in changed)
+    if error is None:
+        assert after.step_time == found.step_time
+    else:
         assert after.step_time.high == pytest.approx((1 + error) * after.step_time.seconds)
-
-
-def test_without_a_prediction_only_the_context_is_corrected(predicted: Figures) -> None:
-    _, _, words, notes = corrected(replace(measurement(predicted), predicted=None))
-    assert words == ("context",)
-    assert "run.json has no prediction, so neither seconds nor reserved bytes are corrected" in notes
 
 
 @pytest.mark.parametrize(
@@ -245,7 +243,6 @@ def test_the_whole_way_from_the_counters_of_a_gpu_to_a_plan(tmp_path: Path, monk
     trainer = transformers.Trainer(transformers.LlamaForCausalLM(config()), args, train_dataset=rows)
     found = measure(trainer, steps=2, path=tmp_path / "run.json")
     assert (found.gpu, found.device, found.total_bytes) == (GPU.name, "cuda:0", 500 * 2**20)
-    assert found.predicted is not None
     assert found.predicted.context_bytes == GPU.context_bytes
     assert found.predicted.low < found.predicted.seconds < found.predicted.high  # type: ignore[operator]
     assert "peak reserved" in found.table()

@@ -1,16 +1,66 @@
-"""Which models fit with each preset: the file is what the estimate says, and a larger GPU never does worse."""
+"""The presets hold what they are meant for, by the estimate, and the file of what fits with them says the same."""
 
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from slow_cases import slow_except
 
-from hf_memopt import GPUS, PRESETS
+from hf_memopt import GPUS, PRESETS, estimate, find_gpu, recipe
 from hf_memopt.cli.presets_command import LARGEST_BATCH, PresetFits, largest_batch, preset_fits, preset_fits_table
+
+SMALLEST_GPUS = {
+    "4gb-gpu": ("GTX 1650", "RTX 3050 4GB"),
+    "6gb-gpu": ("RTX 2060", "RTX 4050 Laptop"),
+    "8gb-gpu": ("RTX 3050 8GB",),
+    "12gb-gpu": ("RTX 3060 12GB",),
+    "16gb-gpu": ("T4",),
+    "24gb-gpu": ("A10",),
+    "40gb-gpu": ("A100 40GB",),
+    "80gb-gpu": ("H100",),
+}
+QUICK = ("GTX 1650", "RTX 3050 8GB", "T4")  # checkpointing and paged state, 8-bit state, the full state
+PAIRS = [(name, gpu) for name, gpus in SMALLEST_GPUS.items() for gpu in gpus]
+
+
+@pytest.mark.parametrize(("name", "gpu"), slow_except([one for one in PAIRS if one[1] in QUICK], PAIRS))
+def test_bert_large_at_512_tokens_fits_the_smallest_gpus_of_a_preset(name, gpu) -> None:
+    chosen = recipe(name)
+    assert "(encoders of up to BERT-large's size at 512 tokens; computed" in chosen.purpose
+    found = estimate(
+        "bert-large-uncased",
+        batch_size=chosen.per_device_train_batch_size,
+        seq_len=512,
+        recipe=chosen,
+        gpu=gpu,
+    )
+    assert found.fits, found.table()
+    assert found.settings.gradient_accumulation_steps * found.batch_size == 32
+
+
+@pytest.mark.parametrize("name", SMALLEST_GPUS)
+def test_a_preset_names_known_gpus_of_its_size(name) -> None:
+    named = recipe(name).purpose.split(" ...")[0].split(", ")
+    for gpu in named:
+        assert find_gpu(gpu).memory_bytes >= int(name.removesuffix("gb-gpu")) * 2**30
+
+
+def test_looking_a_preset_up_loads_neither_the_estimate_nor_the_plan() -> None:
+    code = "import sys, hf_memopt; hf_memopt.recipe('4gb-gpu'); print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    rooms = ("hf_memopt.memory", "hf_memopt.recipes.planning", "hf_memopt.recipes.measuring", "torch", "transformers")
+    loaded = [name for name in done.stdout.splitlines() if name.startswith(rooms)]
+    assert loaded == []
+
+
+# ---- What fits with them
+
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,9 +145,9 @@ def test_the_table_names_the_largest_batch() -> None:
             "model": "m",
             "seq_len": None,
             "effective_batch_size": batch,
-            "total_bytes": dict(zip(presets, both, strict=True)),
+            "total_bytes": {"4gb-gpu": small, "8gb-gpu": large},
         }
-        for batch, both in sizes.items()
+        for batch, (small, large) in sizes.items()
     )
     assert preset_fits_table(PresetFits(presets, rows, {}))[1] == ["m", "", "8", "32"]
     assert preset_fits_table(PresetFits(presets, rows[1:], {}))[1] == ["m", "", "-", "32"]

@@ -85,7 +85,6 @@ class StepRecorder(TrainerCallback):
             self.context_bytes = read_context(self.meter.device)
 
     def _watch(self) -> UndoHandle:
-        """Override the Trainer's methods, and be its last callback."""
         trainer, handler = self._trainer, self._trainer.callback_handler
         own = [one for one in handler.callbacks if not isinstance(one, _REPORTING)]
         handler.callbacks[:] = [one for one in own if not type(one).__module__.startswith(_SINKS)]
@@ -214,7 +213,6 @@ class LongestRows:
         self._order: np.ndarray | None = None
 
     def reading(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make the training loader, and remember it."""
         self._loader = before(*args, **kwargs)
         lengths = self.lengths(getattr(self._loader, "dataset", None))
         self._order = None if lengths is None else np.argsort(-lengths, kind="stable")
@@ -259,11 +257,9 @@ class StepMeter(PeakMeter):
         """Stop counting: what remains of the run is timed."""
 
     def allocated_bytes(self) -> int:
-        """Return the bytes that tensors hold now."""
         return read_memory(self.device).allocated_bytes or 0
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         torch.get_device_module(self.device).synchronize()
 
 
@@ -302,6 +298,5 @@ class TrackedMeter(StepMeter):
 
 
 def meter_of(device: torch.device) -> StepMeter:
-    """Return the meter for a run on a device."""
     measured = measured_device(device)
     return TrackedMeter(measured) if measured.type == "cpu" else StepMeter(measured)

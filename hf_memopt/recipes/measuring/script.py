@@ -11,6 +11,7 @@ Limitations: what a callback writes in the middle of a step; a process that the 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import json
 import multiprocessing
@@ -18,16 +19,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any, NoReturn
-
-from hf_memopt.recipes.measuring.scripts import run_script
 
 
 def main(result: str, steps: str, script: str, *arguments: str) -> None:
-    """Run the script until it trains; without that, end as it ends."""
     run_script(script, arguments, _Ending(Path(result), int(steps), script).change)
 
 
@@ -104,6 +105,90 @@ def _measured(trainer: Any, steps: int, train: Callable[[], Any]) -> dict[str, s
     recorder = StepRecorder(trainer, steps)
     recorder.run(train)
     return {"figures": measurement_of(trainer, recorder).to_json()}
+
+
+# ---- Somebody's script, run as ``python`` does ----------------------------------------------------------------------
+
+
+_MODULE = "transformers.trainer"  # defines Trainer; seen in transformers 5.8.1 to 5.23.0
+
+
+def run_script(
+    script: str, arguments: Sequence[str], change: Callable[[Any], None], *, is_module: bool = False
+) -> None:
+    """Run a script, or with ``is_module`` a module by its name, as ``__main__``; ``change`` gets ``Trainer``.
+
+    An error is printed without the frames of this package, and exits with 1 as Python does.
+    """
+    if _MODULE in sys.modules:
+        change(sys.modules[_MODULE].Trainer)
+    else:
+        sys.meta_path.insert(0, _AtImport(change))
+    main = ModuleType("__main__")
+    try:
+        code = _code_of_module(script, main) if is_module else _code_of_file(script, main)
+        sys.argv[:] = [script if main.__spec__ is None else str(main.__file__), *arguments]
+        sys.modules["__main__"] = main
+        exec(code, vars(main))
+    except Exception as error:
+        own = error.__traceback__
+        while own is not None and own.tb_frame.f_code.co_filename == __file__:
+            own = own.tb_next
+        if sys.excepthook is sys.__excepthook__:
+            from hf_memopt.notices import printable
+
+            print(printable("".join(traceback.format_exception(error.with_traceback(own)))), end="", file=sys.stderr)
+        else:
+            sys.excepthook(type(error), error.with_traceback(own), own)
+        sys.exit(1)
+
+
+def _code_of_file(script: str, main: ModuleType) -> CodeType:
+    main.__file__ = os.path.abspath(script)
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    return compile(Path(main.__file__).read_bytes(), main.__file__, "exec")
+
+
+def _code_of_module(name: str, main: ModuleType) -> CodeType:
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ImportError as error:
+        problem = f"Error while finding module specification for {name!r} ({type(error).__name__}: {error})"
+        sys.exit(f"{sys.executable}: {problem}")
+    loader: Any = None if spec is None else spec.loader
+    if spec is None or not hasattr(loader, "get_code"):
+        sys.exit(f"{sys.executable}: No module named {name}")
+    main.__spec__, main.__file__, main.__package__ = spec, spec.origin, spec.parent
+    found: CodeType = loader.get_code(spec.name)
+    return found
+
+
+class _AtImport:
+    """Finds the module of ``Trainer`` as the import system does, and calls a function with the class."""
+
+    def __init__(self, then: Callable[[Any], None]) -> None:
+        self._then = then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            loader: Any = spec.loader
+            run = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                self._then(module.Trainer)
+
+            loader.exec_module = exec_module
+        return spec
 
 
 if __name__ == "__main__":

@@ -59,7 +59,6 @@ class Corrections:
 
     @property
     def seconds_factor(self) -> float | None:
-        """Measured / predicted seconds; None where one of them is unknown."""
         measured, predicted = self.measurement.measured, self.measurement.predicted
         if predicted is None or not measured.seconds or not predicted.seconds:
             return None
@@ -77,7 +76,6 @@ class Corrections:
         return max(needed / predicted.reserved_bytes, 1.0)
 
     def applied(self, found: Estimate, recipe: Recipe) -> Estimate:
-        """Return the estimate of a recipe, corrected."""
         words = self.words(found, recipe)
         if "reserved" in words:
             found = replace(found, peak_reserved_bytes=math.ceil(found.peak_reserved_bytes * self.bytes_factor))

@@ -38,7 +38,6 @@ class Shortfall:
 
 
 def shortfall_of(simulation: Simulation, set_ups: Sequence[SetUp], budget: Any) -> Shortfall:
-    """Return what is missing."""
     own = [one for one in simulation.candidates if not one.consents and not one.host_lacks_bytes]
     _check_methods(own, simulation)
     least = min(own, key=lambda one: one.total_bytes)

@@ -49,7 +49,6 @@ def print_plan(found: Plan, console: Console, wording: Callable[[str], str] = la
 
 
 def _lines(found: Plan, width: int, wording: Callable[[str], str]) -> Iterator[tuple[str, str]]:
-    """Yield the lines of the text, each with its style."""
     width = max(width, LEAST_COLUMNS)
     yield from _filled(_heading(found), width)
     yield "", ""
@@ -180,7 +179,6 @@ def _table(found: Plan, width: int) -> Iterator[tuple[str, str]]:
 
 
 def _is_timed(rows: Iterable[Candidate]) -> bool:
-    """Return whether a row has a speed to show."""
     return any(one.seconds is not None and one.verdict != "over" for one in rows)
 
 
@@ -235,7 +233,6 @@ def _recommended(found: Plan) -> Iterator[str]:
 
 
 def _with_consent(found: Plan) -> Iterator[str]:
-    """Yield what fits and needs words of ``allow`` that were not given."""
     chosen, totals = found.chosen, {(one.techniques, one.rows): one.total_bytes for one in reversed(found.candidates)}
     for one in (lever for lever in shown_candidates(found) if lever.consents):
         times = less = ""

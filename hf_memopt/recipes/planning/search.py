@@ -68,8 +68,6 @@ def fits_with_ease(one: Candidate) -> bool:
 
 @dataclass
 class _Tried:
-    """What is known of a set-up."""
-
     most: float  # rows with which it fits, or its plainer ones do; infinite where more of them are of no use
     least_cost: float  # seconds of an example at least, whatever the rows
     simulated: list[Candidate]  # candidates of the set-up, else those of its plainer ones with its smallest rows
@@ -116,8 +114,7 @@ def most_rows(
     found: dict[int, Candidate] = {}
 
     def spare_bytes(rows: int) -> int | None:
-        one = simulation.of(set_up, rows)
-        if one is None:
+        if (one := simulation.of(set_up, rows)) is None:
             return None
         found[rows] = one
         return _room(one, simulation)
@@ -150,7 +147,8 @@ def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation) -> None
                 continue
             least = min([least, *(one.total_bytes for one in known if one.fits)])
             near.append(set_up)
-        if all(one.context_bytes + sum(one.components.values()) > _within(least) for one in known):
+        within = least / (1 - SAME_FRACTION)  # as `equally_fast` counts
+        if all(one.context_bytes + sum(one.components.values()) > within for one in known):
             too_much.update(set_up.plainer)
     for set_up in near:
 
@@ -158,15 +156,10 @@ def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation) -> None
             one = simulation.of(set_up, rows)
             if one is None:
                 return None
-            return int(min(_within(least), one.usable_bytes - one.margin_bytes)) - one.total_bytes
+            return int(min(least / (1 - SAME_FRACTION), one.usable_bytes - one.margin_bytes)) - one.total_bytes
 
         counts = row_counts(set_up, simulation.share)
         largest_that_fits(counts, spare_bytes, first=(counts[0], counts[-1]))
-
-
-def _within(least: float) -> float:
-    """Return the most bytes that count as no more than ``least``, as ``equally_fast`` counts."""
-    return least / (1 - SAME_FRACTION)
 
 
 def best_of(candidates: Iterable[Candidate], goal: str = "speed") -> Candidate | None:

@@ -41,15 +41,9 @@ class Technique:
 
 
 AUTOCAST = "matrix products in 16 bits, weights and updates in float32"
-EXPERTS = Technique(
-    "4-bit experts",
-    {"quantize_experts": True},
-    "bitsandbytes quantises linear layers, and would leave the experts in 16 bits",
-    "rounding",
-)
 
 
-def _levers() -> tuple[Technique, ...]:
+def _packaged() -> tuple[Technique, ...]:
     found: dict[str, Technique] = {}
     for row in packaged_rows("hf_memopt.recipes.planning", "levers.csv"):
         pairs = (pair.split("=") for pair in row["sets"].split())
@@ -61,17 +55,11 @@ def _levers() -> tuple[Technique, ...]:
     return tuple(found.values())
 
 
-LEVERS = _levers()
+*LEVERS, TF32, EXPERTS = _packaged()
 """Of set-ups that are as good as each other, the one whose last lever comes first here is the simpler."""
-FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, TILES, PAGED, PAGED_EIGHT_BIT, OFFLOAD, *_STREAMED = LEVERS
-STREAMED, STREAMED_EMBEDDINGS = _STREAMED
+FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, TILES, PAGED, PAGED_EIGHT_BIT, *ON_HOST = LEVERS
+OFFLOAD, STREAMED, STREAMED_EMBEDDINGS = ON_HOST
 LINUX_ONLY = SEGMENTS, PAGED, PAGED_EIGHT_BIT
-TF32 = Technique(
-    "tf32",
-    {"precision": "tf32"},
-    "products of float32 matrices keep 10 bits of each factor's mantissa, and nothing is stored in 16 bits",
-    "rounding",
-)
 
 
 def _planned(one: Any) -> Technique:
@@ -143,12 +131,10 @@ class SetUp:
 
     @property
     def consents(self) -> tuple[str, ...]:
-        """The words of ``allow`` that it needs."""
         return tuple(dict.fromkeys(technique.consent for technique in self.techniques if technique.consent))
 
     @property
     def name(self) -> str:
-        """The method and its techniques in short."""
         method = {"full": "full", "freeze": "full", "lora": f"LoRA r{LORA_RANK}", "qlora": f"QLoRA r{LORA_RANK}"}
         shared = () if self.sharing is None else (self.sharing.title,)
         return ", ".join((method[self.stage], *(technique.name for technique in self.techniques), *shared))
@@ -194,7 +180,7 @@ class SetUp:
 
 def on_host(techniques: Iterable[Technique]) -> list[Technique]:
     """Return those with which optimizer state or activations wait in host memory."""
-    return [one for one in techniques if one in (PAGED, PAGED_EIGHT_BIT, OFFLOAD, STREAMED, STREAMED_EMBEDDINGS)]
+    return [one for one in techniques if one in (PAGED, PAGED_EIGHT_BIT, *ON_HOST)]
 
 
 def set_ups(

@@ -35,7 +35,6 @@ class Sharing:
 
     @property
     def title(self) -> str:
-        """Its name in a table."""
         return TITLES[self.strategy] + (" with offload" if self.offload_params else "")
 
     @property

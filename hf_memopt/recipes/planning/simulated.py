@@ -68,17 +68,15 @@ class Candidate:
 
     @property
     def rows(self) -> int:
-        """Examples of a micro-batch."""
         return self.recipe.per_device_train_batch_size
 
     @property
     def total_bytes(self) -> int:
-        """Reserved bytes and context, as ``Estimate.total_bytes``."""
         return self.reserved_bytes + self.context_bytes
 
     @property
     def spare_bytes(self) -> int:
-        """What is left of the GPU, the margin included; negative for what is missing."""
+        """The margin included; negative for what is missing."""
         return self.usable_bytes - self.total_bytes
 
     @property
@@ -104,7 +102,6 @@ class Candidate:
 
     @property
     def batch(self) -> str:
-        """Examples of a micro-batch times micro-batches."""
         return f"{self.rows} x {self.accumulation_steps}"
 
     @property
@@ -118,7 +115,6 @@ class Candidate:
         return same and {*self.techniques} - {*to.techniques} == {technique} and {*to.techniques} < {*self.techniques}
 
     def says(self) -> str:
-        """Return the verdict with its figure."""
         if self.host_lacks_bytes:
             has = format_bytes(self.host_bytes - self.host_lacks_bytes)
             return f"needs {format_bytes(self.host_bytes)} of host memory, which has {has}"
@@ -186,16 +182,12 @@ class Simulation:
     def __post_init__(self) -> None:
         self.priced_on = priced_on(self.gpu)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "announce": str}  # what shows progress belongs to this process
-
     @property
     def candidates(self) -> list[Candidate]:
         """Every set-up that was simulated, with its micro-batch, in the order of the simulations."""
         return [one for one in self._found.values() if one is not None]
 
     def allows(self, set_up: SetUp) -> bool:
-        """Return whether a set-up needs no word that was not given."""
         return set(set_up.consents) <= set(self.allow)
 
     def of(self, set_up: SetUp, rows: int) -> Candidate | None:
@@ -220,7 +212,6 @@ class Simulation:
         return self.host_memory_bytes - found.host_bytes if is_counted else sys.maxsize
 
     def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:
-        """Return the estimate of a recipe."""
         self.count += 1
         steps = recipe.effective_batch_size // (recipe.per_device_train_batch_size * self.world_size)
         shared = {} if self.sharing is None else {"world_size": self.world_size, **asdict(self.sharing)}
@@ -303,7 +294,6 @@ class Simulation:
         return not assumed
 
     def _priced(self, found: Estimate) -> StepTime:
-        """Return the time of an estimated step by which set-ups are ranked."""
         if found.step_time is not None:
             return found.step_time
         assert found.step_costs is not None  # there are none of some optimizers, which plan does not use

@@ -111,7 +111,6 @@ class StageSearch:
         return best_of(self._of(stage), simulation.goal)
 
     def _searched(self, stage: str, offload: bool = False, with_ease: bool = False) -> Candidate | None:
-        """Return the best of a stage after a search."""
         best = None
         for sharing in self.sharings:
             is_wanted = (sharing is not None and sharing.offload_params) is offload
@@ -163,11 +162,10 @@ class StageSearch:
         for set_up in least_set_ups(in_memory) if chosen is None else ():
             self.simulation.of(set_up, row_counts(set_up, self.simulation.share)[0])
         asking: dict[tuple[str, ...], SetUp] = {}
-        for stage in stages:
-            for one in self.set_ups(stage, with_consents=True):
-                is_plain = not one.recipe.offload and not one.recipe.expandable_segments
-                if is_plain and not self.simulation.allows(one):
-                    asking[one.consents] = one  # the later, the less it needs
+        for one in (one for stage in stages for one in self.set_ups(stage, with_consents=True)):
+            is_plain = not one.recipe.offload and not one.recipe.expandable_segments
+            if is_plain and not self.simulation.allows(one):
+                asking[one.consents] = one  # the later, the less it needs
         for set_up in asking.values():
             weights = attrgetter("weights_dtype", "load_in", "lora")
             same = (one for one in self.simulation.candidates if weights(one.recipe) == weights(set_up.recipe))

@@ -56,7 +56,6 @@ SECONDS_BETWEEN = 30.0  # two lines of a run
 
 @contextmanager
 def assisted(trainer: Trainer, script: str, options: dict[str, Any], say: Callable[..., None]) -> Iterator[None]:
-    """Attach to a Trainer for one ``train()``, and say what was predicted, seen and done."""
     watch = _Watch(trainer, options["gpu"], say)
     used = [*ALWAYS, *(watch.changes_that_fit() if options["apply"] else ())]
     allowed = watch.allow(options["allow"])
@@ -151,7 +150,6 @@ class _Watch(TrainerCallback):
         return used
 
     def training_step(self, before: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Look at a batch before it runs."""
         shape = BatchShape.of(inputs, count_tokens=False)
         if not self._has_begun:
             self._has_begun = True
@@ -164,7 +162,6 @@ class _Watch(TrainerCallback):
         return before(model, inputs, *args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to count."""
         self._began = self._told = time.monotonic()
         self._first_step = state.global_step
 
@@ -195,7 +192,6 @@ class _Watch(TrainerCallback):
         return reserved + ((self._gpu.context_bytes or 0) if self._gpu is not None else 0)
 
     def say_what_was_done(self, added: list[Any]) -> None:
-        """Say what the run came to."""
         tally: Any = next((one.tally for one in added if hasattr(one, "tally")), None)
         if tally is not None and tally.failures:
             self._say(
@@ -308,6 +304,6 @@ def _trainings(tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
     statements = [one for one in ast.walk(tree) if isinstance(one, whole)]
     for one in sorted(statements, key=lambda statement: statement.lineno):
         for call in ast.walk(one):
-            is_train = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "train"
-            if is_train and isinstance(call.func.value, ast.Name) and call.func.value.id in names:  # type: ignore[attr-defined]
-                yield one, call.func.value.id  # type: ignore[attr-defined]
+            match call:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="train")) if name in names:
+                    yield one, name

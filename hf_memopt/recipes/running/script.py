@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hf_memopt.recipes.measuring.scripts import run_script
+from hf_memopt.recipes.measuring.script import run_script
 
 
 def main(options: str, script: str, *arguments: str) -> None:
@@ -39,8 +39,6 @@ def say(text: str, begins: str = "[memopt] ") -> None:
 
 
 class Running:
-    """Changes ``Trainer.train`` of this process."""
-
     def __init__(self, script: str, options: dict[str, Any]) -> None:
         self._script, self._options = script, options
         self.process, self.has_trained = os.getpid(), False

@@ -75,7 +75,6 @@ def check_folder(directory: str | os.PathLike[str], *, force: bool = False, besi
 def write_plan(
     found: Plan, directory: str | os.PathLike[str], *, force: bool = False, rows: RowsFile | None = None
 ) -> Written:
-    """Write the files; see ``Plan.write``."""
     from hf_memopt.recipes.planning.script import script_of
 
     recipe, launch = found.recipe, found.launch

@@ -92,7 +92,6 @@ def _call(head: str, inner: Sequence[str], end: str, reason: str) -> list[str]:
 
 
 def _arguments(code: str) -> list[str]:
-    """Return the code of each argument of a call."""
     source = f"_({code.strip()})"
     call: Any = ast.parse(source, mode="eval").body
     ordered = sorted((*call.args, *call.keywords), key=lambda one: one.col_offset)
@@ -100,7 +99,6 @@ def _arguments(code: str) -> list[str]:
 
 
 def _filled(arguments: Sequence[str], indent: str) -> list[str]:
-    """Return lines of as many arguments as fit."""
     lines: list[str] = []
     for one in arguments:
         if lines and len(lines[-1]) + len(one) + 2 <= COLUMNS:

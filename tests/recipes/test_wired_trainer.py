@@ -1,0 +1,209 @@
+"""``Recipe.trainer``: the stock ``Trainer`` with arguments, data, collator and callbacks wired."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+
+import tiny
+from hf_memopt import (
+    BucketedCollator,
+    EmbeddingBitsCallback,
+    MemoryReportCallback,
+    MicrobatchCallback,
+    Recipe,
+    bucketed,
+    gradient_release,
+    recipe,
+)
+from hf_memopt.recipes import callbacks_of
+
+
+def dataset(count: int = 16) -> Dataset:
+    lengths = [4 + (7 * i) % 17 for i in range(count)]
+    return Dataset.from_list(
+        [{"input_ids": [5 + (i * j) % 90 for j in range(n)], "labels": i % 3} for i, n in enumerate(lengths)]
+    )
+
+
+def kind(data: Any) -> str:
+    return type(data).__name__
+
+
+def wired(tmp_path: Any, chosen: Recipe, data: Any, **settings: Any) -> Any:
+    quiet = {"output_dir": str(tmp_path), "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    return chosen.trainer(
+        model=settings.pop("model", None) or tiny.bert(),
+        train_dataset=data,
+        processing_class=settings.pop("processing_class", tiny.tokenizer()),
+        training_arguments={**quiet, "use_cpu": True, **settings.pop("training_arguments", {})},
+        **settings,
+    )
+
+
+def test_the_trainer_is_stock_and_everything_is_wired(tmp_path) -> None:
+    mine = transformers.TrainerCallback()
+    trainer = wired(tmp_path, recipe("8gb-gpu"), dataset(), callbacks=[mine], training_arguments={"data_seed": 7})
+    assert type(trainer) is transformers.Trainer
+    assert kind(trainer.train_dataset) == "BucketedView"
+    assert trainer.train_dataset.buckets.batch_size == trainer.args.per_device_train_batch_size == 16
+    assert trainer.train_dataset.buckets.seed == 7
+    assert trainer.args.train_sampling_strategy == "sequential"
+    assert isinstance(trainer.data_collator, BucketedCollator)
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert EmbeddingBitsCallback in kinds
+    assert MemoryReportCallback in kinds
+    assert mine in trainer.callback_handler.callbacks
+    names = [change.name for change in trainer.memopt_changes]
+    assert names == ["seed of the bucketed view", "model_accepts_loss_kwargs", "autocast_cache"]
+
+
+STOCK_ORDER = [  # rows, whether to bucket them
+    (None, True),
+    ([{"inputs_embeds": torch.zeros(4, 32), "labels": 0}] * 4, True),
+    (dataset(), False),
+]
+
+
+@pytest.mark.parametrize(("rows", "bucketing"), STOCK_ORDER)
+def test_data_that_cannot_be_bucketed_is_read_in_stock_order(tmp_path, rows, bucketing) -> None:
+    collator = transformers.default_data_collator if isinstance(rows, list) else None
+    trainer = wired(tmp_path, recipe("cpu").replace(bucketing=bucketing), rows, data_collator=collator)
+    assert trainer.train_dataset is rows
+    assert trainer.args.train_sampling_strategy == "random"
+
+
+def test_evaluation_is_sorted_by_length_and_its_results_are_in_dataset_order(tmp_path) -> None:
+    rows = [{"input_ids": [5] * (1 + 5 * i % 17), "labels": i % 3} for i in range(20)]
+    chosen, model = recipe("cpu"), tiny.bert()
+    sorted_one = wired(tmp_path, chosen, dataset(), model=model, eval_dataset=rows)
+    assert kind(sorted_one.eval_dataset) == "SortedExamples"
+    plain = wired(tmp_path, chosen.replace(bucketing=False), dataset(), model=model, eval_dataset=rows)
+    assert plain.eval_dataset is rows
+    assert sorted_one.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+    expected = plain.predict(rows)
+    found = sorted_one.predict(sorted_one.eval_dataset)
+    assert (found.label_ids == expected.label_ids).all()
+    assert found.predictions == pytest.approx(expected.predictions, abs=1e-6)
+
+
+def test_evaluation_that_cannot_be_put_back_into_order_is_left_alone(tmp_path) -> None:
+    rows = [{"input_ids": [5, 6], "labels": 0}] * 4
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    several = wired(tmp_path, recipe("cpu"), dataset(), eval_dataset={"one": rows, "other": stream}).eval_dataset
+    assert kind(several["one"]) == "SortedExamples"
+    assert several["other"] is stream
+    given = {"dataloader_drop_last": True}
+    assert wired(tmp_path, recipe("cpu"), dataset(), eval_dataset=rows, training_arguments=given).eval_dataset is rows
+
+
+def test_a_bucketed_view_as_evaluation_data_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError) as error:
+        wired(tmp_path, recipe("cpu"), dataset(), eval_dataset=bucketed(dataset(), batch_size=4))
+    assert str(error.value) == (
+        "dataset=<BucketedView> is in shuffled order, and predictions would be in that order too; expected the "
+        "dataset itself, or sorted by length. Evaluate or predict sorted_by_length(view.dataset)"
+    )
+
+
+def test_a_view_of_whole_batches_gets_the_arguments_that_fit_it(tmp_path) -> None:
+    view = bucketed(dataset(), max_tokens=256)
+    trainer = wired(tmp_path, recipe("4gb-gpu"), view, training_arguments={"gradient_accumulation_steps": 3})
+    assert trainer.train_dataset is view
+    args = trainer.args
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (1, 3)
+    assert args.train_sampling_strategy == "sequential"
+
+
+def test_a_stream_is_bucketed_where_it_names_its_columns(tmp_path) -> None:
+    stream = Dataset.from_list([{"input_ids": [5] * (1 + i % 9), "labels": i % 3} for i in range(40)])
+    chosen, steps = recipe("cpu").replace(effective_batch_size=4), {"max_steps": 3}
+    trainer = wired(tmp_path, chosen, stream.to_iterable_dataset(), training_arguments=steps)
+    assert kind(trainer.train_dataset) == "BucketedStream"
+    assert trainer.train().global_step == 3
+
+    class Nameless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(stream)
+
+    assert isinstance(wired(tmp_path, chosen, Nameless(), training_arguments=steps).train_dataset, Nameless)
+
+
+def test_a_causal_model_without_labels_learns_its_tokens_and_says_so(tmp_path) -> None:
+    unlabelled = dataset().remove_columns("labels")
+    trainer = wired(tmp_path, recipe("cpu"), unlabelled, model=tiny.llama(), training_arguments={"max_steps": 1})
+    assert trainer.data_collator.causal_lm
+    change = next(change for change in trainer.memopt_changes if change.name == "labels")
+    assert (change.new, change.reason) == (
+        "input_ids",
+        "LlamaForCausalLM predicts tokens, and the data has no labels of its own",
+    )
+    assert trainer.train().training_loss > 0
+
+
+@pytest.mark.parametrize("model", [tiny.llama, tiny.bert])
+def test_labels_of_the_data_or_another_model_leave_labels_alone(tmp_path, model) -> None:
+    data = dataset() if model is tiny.llama else dataset().remove_columns("labels")
+    if model is tiny.llama:
+        data = data.map(lambda row: {"labels": row["input_ids"]})
+    trainer = recipe("cpu").trainer(
+        model=model(),
+        train_dataset=data if model is tiny.llama else None,
+        processing_class=tiny.tokenizer(),
+        training_arguments={"output_dir": str(tmp_path), "use_cpu": True},
+    )
+    assert not trainer.data_collator.causal_lm
+    assert "labels" not in [change.name for change in getattr(trainer, "memopt_changes", ())]
+
+
+def test_a_model_of_images_needs_no_processing_class(tmp_path) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, num_labels=3
+    )
+    images = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 3} for i in range(32)]
+    model = transformers.ViTForImageClassification(config)
+    trainer = wired(
+        tmp_path, recipe("cpu"), images, model=model, processing_class=None, training_arguments={"max_steps": 1}
+    )
+    assert trainer.train().global_step == 1
+
+
+def test_the_8_bit_names_are_those_that_stock_knows() -> None:
+    names = {item.value for item in transformers.training_args.OptimizerNames if item.value.endswith("8bit")}
+    other_makers = {"adamw_torch_8bit"} | {name for name in names if name.startswith("galore")}
+    made = {name: callbacks_of(recipe("cpu"), name) for name in names}
+    found = {name for name, own in made.items() if any(isinstance(one, EmbeddingBitsCallback) for one in own)}
+    assert found == names - other_makers
+
+
+def test_what_cannot_work_with_what_the_caller_asks_for_is_left_out_and_told(tmp_path) -> None:
+    released = (gradient_release(torch.optim.SGD), {"lr": 0.1})
+    arguments = {"max_grad_norm": 0}
+    trainer = wired(tmp_path, recipe("cpu"), dataset(), training_arguments=arguments, optimizer_cls_and_kwargs=released)
+    assert not any(isinstance(c, MicrobatchCallback) for c in trainer.callback_handler.callbacks)
+    assert [str(change) for change in trainer.memopt_changes if change.name == "micro-batching"] == [
+        "micro-batching: True -> False (incompatible with gradient release: gradients have to stay until the last "
+        "micro-batch, and a weight that has stepped cannot be taken back)"
+    ]
+
+
+def test_a_callback_of_the_callers_own_is_refused_not_left_out(tmp_path) -> None:
+    released = (gradient_release(torch.optim.SGD), {"lr": 0.1})
+    with pytest.raises(ValueError) as error:
+        wired(
+            tmp_path,
+            recipe("cpu").replace(micro_batching=False),
+            dataset(),
+            training_arguments={"max_grad_norm": 0},
+            optimizer_cls_and_kwargs=released,
+            callbacks=[MicrobatchCallback()],
+        )
+    assert str(error.value) == (
+        "gradient release and micro-batching are incompatible: gradients have to stay until the last micro-batch, "
+        "and a weight that has stepped cannot be taken back; expected only one of them. Take MicrobatchCallback out of "
+        "callbacks="
+    )
