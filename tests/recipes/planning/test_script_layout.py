@@ -12,7 +12,7 @@ import pytest
 import tiny_plans
 
 from hf_memopt import Plan
-from hf_memopt.batching import padding_costs
+from hf_memopt import batching as padding_costs
 from hf_memopt.devices import find_gpu
 from hf_memopt.recipes.planning.script import RowsFile, script_of
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
