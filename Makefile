@@ -10,7 +10,7 @@ HARD_ARGS ?= -m "not nightly"
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-hard test-compat test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table dist clean
+.PHONY: demo test test-full test-hard test-compat test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time fit-data table dist clean
 
 demo: $(READY)            ## the main job: a GPU that is too small, which a CPU pretends to be, trains on real text
 	$(BIN)/python -m hf_memopt demo
@@ -83,6 +83,9 @@ bench-published: $(READY) ## predicted memory against what other people measured
 
 bench-step-time: $(READY) ## predicted seconds of a step against what other people measured on GPUs
 	$(BIN)/python benchmarks/step_time.py
+
+fit-data: $(READY)        ## docs/does-it-fit.html and .parquet; goes on where it stopped, at most 90 CPU minutes
+	$(BIN)/python benchmarks/fit_data.py
 
 table: $(READY)           ## the generated parts of README, and what fits with each preset
 	$(BIN)/python benchmarks/preset_fits.py

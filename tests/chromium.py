@@ -67,6 +67,7 @@ class Chromium:
         self.call("Page.navigate", url=path.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
+        self.value("window.ready")  # a promise, where a page has to unpack its figures
 
     def value(self, expression: str) -> Any:
         """Return what a JavaScript expression is on the page."""

@@ -200,7 +200,9 @@ REFUSED: list[tuple[Callable[..., Gpu], tuple[Any, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "given", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value))[:40])
+@pytest.mark.parametrize(
+    ("function", "given", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value))[:40]
+)
 def test_what_is_no_gpu_is_refused(function, given, message):
     with pytest.raises(ValueError) as error:
         function(*given)

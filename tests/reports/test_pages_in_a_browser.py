@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import fit_page
 import numpy as np
 import pytest
 from chromium import Chromium
@@ -135,10 +136,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory, text: str, short: Plan) -> d
     for call in calls:
         done = CliRunner().invoke(app, ["report", *call])
         assert done.exit_code == 0, done.output
-    return {name: folder / f"{name}.html" for name in [*files, "difference"]}
+    return {"does it fit": fit_page.PAGE} | {name: folder / f"{name}.html" for name in [*files, "difference"]}
 
 
-NAMES = ("plan", "missing", "long", "run", "lost", "estimate", "difference")
+NAMES = ("does it fit", "plan", "missing", "long", "run", "lost", "estimate", "difference")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,13 +20,15 @@ segments: without it 2 of the 63 plans of ``benchmarks/unchanged.py`` were faste
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.memory.step_time import SAME_FRACTION, equally_fast
 from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS, SetUp, Technique, on_host
+from hf_memopt.units import format_duration
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
@@ -44,7 +46,10 @@ def row_counts(set_up: SetUp, share: int) -> list[int]:
 
 def search(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
     """Simulate set-ups of one method until the best of them, each after its plainer ones, is among the candidates."""
-    if not set_ups or not _can_fit(set_ups, simulation):
+    if not set_ups:
+        return
+    simulation.place = f"{len(set_ups)} set-ups, first whether any fits: "
+    if not _can_fit(set_ups, simulation):
         return
     if simulation.with_ease:
         set_ups = [one for one in set_ups if not on_host(one.techniques)]
@@ -66,6 +71,17 @@ def fits_with_ease(one: Candidate) -> bool:
     return one.fits and one.spare_bytes >= EASE_SHARE * one.usable_bytes and not on_host(one.techniques)
 
 
+def _counted(set_ups: Sequence[SetUp], simulation: Simulation) -> Iterator[SetUp]:
+    """Yield the set-ups, and have ``announce`` say the number of each and what those before it took."""
+    began = time.monotonic()
+    for number, set_up in enumerate(set_ups):
+        left = (time.monotonic() - began) / max(number, 1) * (len(set_ups) - number)
+        soon = f", at most {format_duration(left)} left of this method" if number and left >= 1 else ""
+        simulation.place = f"{number + 1} of {len(set_ups)}{soon}: "
+        yield set_up
+    simulation.place = ""
+
+
 @dataclass
 class _Tried:
     most: float  # rows with which it fits, or its plainer ones do; infinite where more of them are of no use
@@ -78,7 +94,7 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
     known: dict[tuple[Technique, ...], _Tried] = {}
     fitting: list[Candidate] = []
     too_large = set()  # what is held in any case
-    for set_up in set_ups:
+    for set_up in _counted(set_ups, simulation):
         if set_up.held in too_large:
             continue
         plainer = {plain: known[plain] for plain in set_up.plainer if plain in known}
@@ -138,7 +154,7 @@ def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation) -> None
     least = math.inf
     too_much: set[tuple[Technique, ...]] = set()
     near = []
-    for set_up in reversed(set_ups):
+    for set_up in _counted(set_ups[::-1], simulation):
         counts, known = row_counts(set_up, simulation.share), []
         if set_up.techniques not in too_much:
             ends = [simulation.of(set_up, rows) for rows in dict.fromkeys((counts[0], counts[-1]))]

@@ -165,6 +165,7 @@ class Simulation:
     announce: Callable[[str], object] = str  # called before each simulation with a text
     measured: Corrections | None = None  # what corrects the estimates; None for nothing
     count: int = 0  # simulations so far
+    place: str = ""  # of the set-up in its search, as `announce` says it
     refused: dict[SetUp, str] = field(default_factory=dict)  # the set-ups that could not be simulated, and why
     time_unknown: str = ""  # why no time is predicted, and which is assumed instead; "" where one is predicted
     parameters: int = 0
@@ -194,7 +195,7 @@ class Simulation:
         """Return the set-up with micro-batches of ``rows``; None where it cannot be simulated (see ``refused``)."""
         key = set_up.techniques, rows, self.texts.seq_len, self.sharing
         if key not in self._found:
-            self.announce(f"{self.count + 1}: {set_up.name}, {rows} at a time")
+            self.announce(f"{self.place}{set_up.name}, {rows} at a time")
             self._found[key] = self._simulated(set_up, set_up.with_rows(rows))
         return self._found[key]
 

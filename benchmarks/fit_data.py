@@ -1,0 +1,73 @@
+"""Write the page "Does it fit?" and its data: python benchmarks/fit_data.py (``make fit-data``)
+
+``docs/does-it-fit.html`` answers without a network or a server; ``docs/does-it-fit.parquet`` has its points. Every
+well-known model that is not in the data is simulated and put there, so that a run goes on where it stopped; all of them
+take about an hour of one CPU. The page says how far random points between the simulated ones are off.
+
+python benchmarks/fit_data.py --only 'Qwen2.5*'   # simulate these again
+python benchmarks/fit_data.py --page              # simulate nothing
+python benchmarks/fit_data.py --check 60          # as many random points against simulations; appends to results/
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatch
+
+import fit_page
+import results_file
+import torch
+from fit_points import Row, Subject, errors_of, names, points_of, random_point
+from rich.progress import track
+
+
+def simulated(name: str) -> list[Row]:
+    """Return the rows of a model, with the CPU seconds that each took."""
+    began = time.process_time()
+    rows = list(points_of(Subject.of(name)))
+    return [{**row, "cpu_seconds": (time.process_time() - began) / len(rows)} for row in rows]
+
+
+def checked(rows: Sequence[Row], count: int) -> dict[str, float]:
+    """Return how far random points of all rows, GPUs and lengths are from simulations of them."""
+    chance = random.Random(count)
+    found: dict[str, list[float]] = {"allocated": [], "total": [], "seconds": []}
+    for _ in track(range(count), description="Simulating random points"):
+        for name, error in errors_of(random_point(rows, chance)).items():
+            found[name].append(abs(error))
+    figures: dict[str, float] = {"points": count}
+    for name, errors in found.items():
+        figures |= {f"{name}_median": statistics.median(errors), f"{name}_worst": max(errors)}
+    return figures
+
+
+def main() -> None:
+    """Simulate what is missing, then write data and page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", metavar="PATTERN", help="models by name, simulated again")
+    parser.add_argument("--check", type=int, metavar="POINTS", help="random points to simulate in full")
+    parser.add_argument("--page", action="store_true", help="only write page and data of what was simulated")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = fit_page.read_data()
+    wanted = [name for name in names() if fnmatch(name, asked.only or "*")]
+    if not asked.only:
+        wanted = [name for name in wanted if name not in {row["model"] for row in rows}]
+    for name in track([] if asked.page or asked.check else wanted, description="Simulating models"):
+        rows = [row for row in rows if row["model"] != name] + simulated(name)
+        rows.sort(key=lambda row: names().index(row["model"]))
+        fit_page.write_data(rows)
+    if asked.check:
+        figures = {"models": len({row["model"] for row in rows})} | checked(rows, asked.check)
+        results_file.show("fit_data", figures, json.dumps(figures))
+    print(f"{sum(row['cpu_seconds'] for row in rows) / 60:.0f} CPU minutes of simulation are in the data")
+    fit_page.write(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+// The answers of the page "Does it fit?": lines between simulated points, as `parts_at` of fit_points.py draws them.
+const UNIT = 2 ** 16, GIB = 2 ** 30, LARGER_WORKSPACES = 2 * (32 * 2 ** 20 - (8 * 2 ** 20 + 2 ** 17));
+const [CONTEXT, UNUSED] = ["CUDA context", "reserved, not in use"];
+const TITLES = {full: "full fine-tuning", lora: "LoRA", qlora: "QLoRA"};
+const WORDS = {fits: "It fits", tight: "Too close to tell", over: "It does not fit"};
+const at = (id) => document.getElementById(id);
+const gib = (size) => (size / GIB).toFixed(2);
+const three = (value) => Number(value.toPrecision(3)).toLocaleString("en");
+
+async function unpacked(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+}
+
+function between(lengths, values, length) {
+  if (length === null || length <= (lengths[0] ?? 0)) return values[0];
+  const place = lengths.findIndex((one) => length <= one);
+  if (place < 0) return values.at(-1);
+  const share = (length - lengths[place - 1]) / (lengths[place] - lengths[place - 1]);
+  return values[place - 1] + (values[place] - values[place - 1]) * share;
+}
+
+async function started() {
+  const known = JSON.parse(new TextDecoder().decode(await unpacked(FIGURES)));
+  const steps = new Int16Array(await unpacked(SECONDS));
+  const rows = new Map(known.rows.map((row) => [[row.model, row.method, row.kernels].join(), row]));
+  const names = [...document.querySelectorAll("#bar g[data-part]")].map((mark) => mark.dataset.part);
+  const components = names.slice(1, -1);
+
+  function rowOf(model, method, gpu) {
+    return rows.get([model, method, known.gpus[gpu].kernels].join());
+  }
+
+  // Bytes by part, and the verdict; null where it was not simulated.
+  function answer(model, gpu, method, length) {
+    const row = rowOf(model, method, gpu), card = known.gpus[gpu];
+    if (!row || row.reason) return null;
+    const parts = {[CONTEXT]: card.context};
+    let allocated = 0;
+    components.forEach((name, place) => {
+      let size = UNIT * between(row.lengths, row.components.map((sizes) => sizes[place]), length);
+      if (name === "workspace" && card.large) size += LARGER_WORKSPACES;
+      allocated += parts[name] = size;
+    });
+    parts[UNUSED] = Math.max((between(row.simulated, row.shares, length) - 1) * allocated, 0);
+    const total = Object.values(parts).reduce((sum, size) => sum + size, 0), spare = card.usable - total;
+    return {parts, total, spare, verdict: spare < 0 ? "over" : spare < card.margin ? "tight" : "fits"};
+  }
+
+  function secondsOf(model, gpu, method, length) {
+    const row = rowOf(model, method, gpu);
+    if (row.at === null) return null;
+    const last = known.order[row.kernels].indexOf(gpu), count = row.lengths.length;
+    const own = row.lengths.map((_, place) => {
+      let step = 0;
+      for (let one = 0; one <= last; one++) step += steps[row.at + one * count + place];
+      return 1e-4 * 2 ** (step / 256);
+    });
+    return between(row.lengths, own, length);
+  }
+
+  // What is asked for: of the address, and changed by the form.
+  const asked = {model: "Qwen2.5-1.5B", gpu: "RTX 3060 12GB", method: "lora", length: "512"};
+  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+    const isKnown = {model: () => known.rows.some((row) => row.model === value), gpu: () => value in known.gpus,
+                     method: () => known.methods.includes(value), length: () => Number(value) > 0}[name];
+    if (isKnown?.()) asked[name] = value;
+  }
+
+  function show() {
+    const {model, gpu, method} = asked, card = known.gpus[gpu];
+    const first = known.rows.find((row) => row.model === model && row.lengths), row = rowOf(model, method, gpu);
+    const lengths = first?.lengths ?? [null], hasText = lengths[0] !== null;
+    const [low, high] = [lengths[0] ?? 0, lengths.at(-1) ?? 0];
+    const given = Math.round(Number(asked.length)) || low;
+    const length = hasText ? Math.min(Math.max(given, low), high) : null;
+    at("model").value = model;
+    at("gpu").value = gpu;
+    document.querySelector(`input[value="${method}"]`).checked = true;
+    if (document.activeElement !== at("length")) at("length").value = length ?? "";
+    Object.assign(at("length"), {min: low, max: high, disabled: !hasText});
+    at("length-note").textContent = !hasText ? "Its inputs have one size; there is no length to choose."
+      : given === length ? `${low} to ${high.toLocaleString("en")} tokens.`
+      : `${given.toLocaleString("en")} is outside ${low} to ${high.toLocaleString("en")} tokens, which were simulated; shown for ${length.toLocaleString("en")}.`;
+    history.replaceState(null, "", `#${new URLSearchParams({...asked, length: length ?? ""})}`);
+
+    const found = answer(model, gpu, method, length);
+    const what = `${model}, ${TITLES[method]}${hasText ? `, rows of ${length.toLocaleString("en")} tokens` : ""}, on ${gpu}`;
+    at("headline").textContent = what;
+    const verdict = found?.verdict ?? "tight";
+    at("verdict").className = `verdict is-${verdict}`;
+    at("badge").className = `badge ${verdict}`;
+    at("badge").textContent = found ? WORDS[verdict] : "Not simulated";
+    document.title = `${found ? WORDS[verdict] : "Not simulated"}: ${what}`;
+    at("total").textContent = found ? `${gib(found.total)} of ${gib(card.usable)} GiB` : "-";
+    at("spare").textContent = !found ? (row?.reason ?? "This set-up was not simulated.")
+      : `${gib(Math.abs(found.spare))} GiB ${found.spare < 0 ? "too much" : "to spare"}`;
+    const seconds = found && secondsOf(model, gpu, method, length);
+    at("seconds").textContent = seconds ? `${three(seconds)} s` : "-";
+    at("speed").textContent = !seconds ? "not predicted for this model"
+      : hasText ? `${three(known.examples * length / seconds)} tokens/s` : `${three(known.examples / seconds)} images/s`;
+    at("parameters").textContent = first ? `${three(first.parameters / 1e9)} B` : "-";
+    at("precision").textContent = found ? `computed in ${row.precision}` : "";
+    at("micro").textContent = found ? `${row.rows} x ${known.examples / row.rows}` : "-";
+    at("steps").textContent = found ? "rows x accumulation steps" : "";
+    draw(found, card, gpu);
+    map(model, gpu, method, length, lengths);
+    const fitting = Object.keys(known.gpus).filter((name) => answer(model, name, method, length)?.verdict === "fits");
+    fitting.sort((one, other) => known.gpus[one].usable - known.gpus[other].usable);
+    at("others").textContent = fitting.slice(0, 8).join(", ") || "None of the GPUs of this page.";
+    const option = hasText ? ` -s ${length}` : "";
+    at("command").firstElementChild.textContent = `hf-memopt plan ${model} --gpu "${gpu}"${option} --method ${method}`;
+  }
+
+  function draw(found, card, gpu) {
+    const whole = 1.04 * Math.max(card.usable, found?.total ?? 0), cells = at("parts").rows;
+    let left = 0;
+    names.forEach((name, place) => {
+      const size = found?.parts[name] ?? 0, mark = document.querySelector(`#bar g[data-part="${name}"]`);
+      const [x, width] = [1000 * left / whole, 1000 * size / whole];
+      mark.firstElementChild.textContent = `${name}: ${gib(size)} GiB`;
+      mark.lastElementChild.setAttribute("d", `M${x} 4h${width}v52h${-width}z`);
+      cells[place].lastElementChild.textContent = gib(size);
+      left += size;
+    });
+    cells[names.length].lastElementChild.textContent = gib(left);
+    const line = 1000 * card.usable / whole;
+    at("line").setAttribute("d", `M${line} 0v60`);
+    at("axis-end").textContent = `red line: ${gpu}, ${gib(card.usable)} GiB usable; the bar ends at ${gib(whole)} GiB`;
+  }
+
+  function map(model, gpu, method, length, lengths) {
+    const powers = lengths[0] === null ? [null] : [64, 128, 256, 512, 1024, 2048, 4096]
+      .filter((one) => one >= lengths[0] && one <= lengths.at(-1));
+    const cell = (kind, text, name = "") => Object.assign(document.createElement(kind), {textContent: text, className: name});
+    const head = document.createElement("tr");
+    head.append(cell("th", "tokens"), ...powers.map((one) => cell("th", one?.toLocaleString("en") ?? "-", "n")));
+    at("map").tHead.replaceChildren(head);
+    at("map").tBodies[0].replaceChildren(...known.methods.map((one) => {
+      const row = document.createElement("tr");
+      row.append(cell("td", TITLES[one]), ...powers.map((tokens) => {
+        const found = answer(model, gpu, one, tokens);
+        const here = one === method && tokens === length ? " here" : "";
+        return cell("td", found ? gib(found.total) : "-", `n ${found?.verdict ?? ""}${here}`);
+      }));
+      return row;
+    }));
+  }
+
+  at("asked").addEventListener("input", (event) => {
+    const {id, name, value} = event.target;
+    asked[name || id] = value;
+    show();
+  });
+  at("length").addEventListener("change", show);
+  at("asked").addEventListener("submit", (event) => event.preventDefault());
+  window.fit = {answer, secondsOf, known};
+  show();
+}
+
+window.ready = started();

@@ -1,0 +1,333 @@
+"""Simulate what every well-known model needs: the points of ``docs/does-it-fit.html`` (``fit_data.py`` writes it).
+
+Each model is asked for three methods: full, LoRA, QLoRA, with checkpointing and, for language models, the fused loss.
+One recording serves all GPUs of a kind of kernels. Four lengths are recorded, and between them bytes and operations are
+polynomials of the length: of each moment of a step, and of each operation, not of their sums and peaks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from math import log2
+from random import Random
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+
+from hf_memopt import GPUS, Estimate, Gpu, NotEstimableError, estimate, find_gpu
+from hf_memopt.binding.model import head_for, task_of
+from hf_memopt.components import COMPONENTS, CONTEXT, UNUSED
+from hf_memopt.devices import against_float16
+from hf_memopt.memory import precision_for
+from hf_memopt.memory.cuda import workspace_bytes
+from hf_memopt.memory.models import known_models, load_model, most_tokens
+from hf_memopt.memory.recording import keeping_models
+from hf_memopt.memory.step_time import Operation, StepCosts
+from hf_memopt.memory.tracking import Timeline, phase_spans
+
+METHODS = {"full": {}, "lora": {"lora": 16}, "qlora": {"lora": 16, "load_in": "nf4"}}
+EFFECTIVE_BATCH = 8
+LONGEST = 4096
+STEPS_OF_AN_OCTAVE = 2.5  # so near that a line between two lengths is 1 % off a parabola at most
+PARTS = 16  # of a phase, see `moments_of`
+LARGER_WORKSPACES_BYTES = sum(workspace_bytes((9, 0))) - sum(workspace_bytes((8, 6)))
+
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """GPUs that run the same kernels, and the one that stands for them."""
+
+    name: str
+    simulated_on: str
+
+    @property
+    def gpus(self) -> list[str]:
+        """The names of these GPUs, of NVIDIA, with tensor cores for 16 bits."""
+        return [name for name, gpu in GPUS.items() if kernels_of(gpu) is self]
+
+
+BFLOAT16 = Kernels("bf16", "RTX 3090")
+FLOAT16 = Kernels("fp16", "T4")
+KERNELS = (BFLOAT16, FLOAT16)
+
+
+def kernels_of(gpu: Gpu) -> Kernels | None:
+    """Return the kernels that a GPU runs; None for AMD's, and for those without tensor cores."""
+    if gpu.context_bytes is None or against_float16(gpu.name) or gpu.compute_capability < (7, 0):
+        return None
+    return BFLOAT16 if gpu.bf16 else FLOAT16
+
+
+def has_large_workspace(gpu: Gpu) -> bool:
+    """Return whether cuBLAS takes 32 MiB for a handle on a GPU, in place of 8."""
+    return gpu.compute_capability >= (9, 0)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A well-known model, and the rows that it is asked for."""
+
+    name: str
+    task: str
+    rows: int  # of a micro-batch: stock's default, or one row of a language model
+    lengths: tuple[int | None, ...]  # that are simulated first, ascending; (None,) for a model without text
+
+    @classmethod
+    def of(cls, name: str) -> Subject:
+        """Return the subject of a name."""
+        model = load_model(name).model
+        task = task_of(model)
+        traits = head_for(task).traits
+        rows = 1 if "vocabulary" in traits else EFFECTIVE_BATCH
+        if "text" not in traits:
+            return cls(name, str(task), rows, (None,))
+        longest = min(most_tokens(model) or 2048, LONGEST)
+        shortest = 128 if longest > 2048 else 64
+        octaves = log2(longest / shortest) / 3
+        between = [8 * round(shortest * 2 ** (step * octaves) / 8) for step in (1, 2)]
+        return cls(name, str(task), rows, (shortest, *between, longest))
+
+    @property
+    def shown_lengths(self) -> tuple[int | None, ...]:
+        """The lengths that the page has, and draws lines between."""
+        shortest, longest = self.lengths[0], self.lengths[-1]
+        if shortest is None or longest is None:
+            return (None,)
+        steps = round(STEPS_OF_AN_OCTAVE * log2(longest / shortest))
+        between = [round(shortest * (longest / shortest) ** (step / steps)) for step in range(steps + 1)]
+        return tuple(sorted({*between, *(length for length in self.lengths if length is not None)}))
+
+
+def settings_of(subject: Subject, method: str, gpu: Gpu) -> dict[str, Any]:
+    """Return the arguments of ``estimate`` but for the length."""
+    precision, dtype, _ = precision_for(subject.name, gpu, None)
+    found: dict[str, Any] = {
+        "model": subject.name,
+        "batch_size": subject.rows,
+        "gpu": gpu.name,
+        "precision": precision,
+        "gradient_accumulation_steps": EFFECTIVE_BATCH // subject.rows,
+        "checkpointing": True,
+        "fused_cross_entropy": "vocabulary" in head_for(subject.task).traits,
+        "expandable_segments": True,  # without them reserved bytes jump between neighbouring lengths
+        **METHODS[method],
+    }
+    if method == "lora":
+        found["weights_dtype"] = dtype
+    if method == "qlora" and has_experts(subject.name):
+        found["quantize_experts"] = True
+    return found
+
+
+def has_experts(name: str) -> bool:
+    """Return whether a well-known model has fused experts, which bitsandbytes' linears are not."""
+    return any(hasattr(module, "has_gate") for module in load_model(name).model.modules())  # of its experts interface
+
+
+# ---- The points of one model
+
+
+def points_of(subject: Subject) -> Iterator[dict[str, Any]]:
+    """Yield a row for each method and kernels, or one with the reason why it cannot be simulated."""
+    with keeping_models():
+        for method, kernels in product(METHODS, KERNELS):
+            asked = {"model": subject.name, "method": method, "kernels": kernels.name}
+            try:
+                yield asked | _points(subject, method, kernels)
+            except (NotEstimableError, ValueError) as error:
+                yield asked | {"reason": str(error).splitlines()[0]}
+
+
+def _points(subject: Subject, method: str, kernels: Kernels) -> dict[str, Any]:
+    asked = settings_of(subject, method, find_gpu(kernels.simulated_on))
+    if subject.rows == 1:
+        asked["gradient_accumulation_steps"] = 2  # the passes after the second are like it
+    found = {length: estimate(**asked, seq_len=length) for length in subject.lengths}
+    first = found[subject.lengths[0]]
+    moments = {length: moments_of(one.timeline) for length, one in found.items()}
+    return {
+        "parameters": first.parameters,
+        "trainable": first.trainable_parameters,
+        "precision": first.settings.precision,
+        "rows": subject.rows,
+        "task": subject.task,
+        "simulated": list(subject.lengths),
+        "lengths": list(subject.shown_lengths),
+        "components": [fullest(moments, length) for length in subject.shown_lengths],
+        "reserved_share": [found[length].peak_reserved_bytes / found[length].peak_allocated_bytes for length in found],
+        "seconds": seconds_of(subject, found, kernels),
+    }
+
+
+def moments_of(timeline: Timeline) -> np.ndarray:
+    """Return the fullest moment of every part of the phases, (parts, components): each is a polynomial of the length.
+
+    The peak of a phase is not, as it may be another moment of it at another length.
+    """
+    allocated, rows = timeline.allocated, []
+    for first, end, _ in phase_spans(timeline):
+        for low, high in pairwise(np.linspace(first, end, PARTS + 1).astype(int)):
+            rows.append(timeline.components[low + int(allocated[low : max(high, low + 1)].argmax())])
+    return np.array(rows, dtype=float)
+
+
+def fullest(moments: Mapping[int | None, np.ndarray], length: int | None) -> list[int]:
+    """Return the components of the moment that has most bytes at a length."""
+    if length in moments:
+        at = moments[length]
+    else:
+        assert length is not None
+        nodes, weights = near(length, moments)
+        at = sum(weight * moments[node] for node, weight in zip(nodes, weights, strict=True))
+    found: list[int] = at[at.sum(axis=1).argmax()].round().astype(int).tolist()
+    return found
+
+
+def near(length: int, known: Iterable[int | None]) -> tuple[list[int], list[float]]:
+    """Return the three known lengths nearest to one, and the weights of the parabola through them.
+
+    Examples:
+        >>> near(2, [1, 3, 5, 9])
+        ([1, 3, 5], [0.375, 0.75, -0.125])
+    """
+    nodes = sorted((node for node in known if node is not None), key=lambda node: (abs(node - length), node))[:3]
+    weights = []
+    for node in nodes:
+        weight = 1.0
+        for other in nodes:
+            weight *= 1.0 if other == node else (length - other) / (node - other)
+        weights.append(weight)
+    return nodes, weights
+
+
+# ---- Seconds
+
+
+def seconds_of(subject: Subject, found: Mapping[int | None, Estimate], kernels: Kernels) -> dict[str, list[float]]:
+    """Return the seconds of a step of ``EFFECTIVE_BATCH`` rows at the shown lengths, by GPU; empty where unknown."""
+    if any(one.step_time is None or one.step_costs is None for one in found.values()):
+        return {}
+    costs = {length: whole_step(one.step_costs) for length, one in found.items() if one.step_costs is not None}
+    shown = {length: costs_at(length, costs) for length in subject.shown_lengths}
+    rows = {}
+    for name in kernels.gpus:
+        seconds = {length: one.on(name).seconds for length, one in shown.items() if one is not None}
+        lengths = list(seconds)
+        rows[name] = [
+            float(f"{between(lengths, list(seconds.values()), length):.4g}") for length in subject.shown_lengths
+        ]
+    return rows
+
+
+def whole_step(costs: StepCosts) -> StepCosts:
+    """Return the costs of a step of ``EFFECTIVE_BATCH`` rows, of one whose second micro-batch stands for the others."""
+    micro_batches = EFFECTIVE_BATCH * costs.micro_batches / costs.examples
+    *others, (times, operations) = costs.passes
+    passes = (*others, (times + micro_batches - costs.micro_batches, operations))
+    return replace(costs, passes=passes, micro_batches=micro_batches, examples=EFFECTIVE_BATCH)
+
+
+def costs_at(length: int | None, known: Mapping[int | None, StepCosts]) -> StepCosts | None:
+    """Return the costs at a length, recorded or between recorded ones; None where these are of other operations."""
+    if length in known:
+        return known[length]
+    assert length is not None
+    nodes, weights = near(length, known)
+    found = [known[node] for node in nodes]
+    passes = []
+    for same in zip(*(one.passes for one in found), strict=True):
+        operations = [list(of_pass.items()) for _, of_pass in same]
+        if len({len(one) for one in operations}) > 1:
+            return None
+        mixed: Counter[Operation] = Counter()
+        for alike in zip(*operations, strict=True):
+            mixed[_mixed([cost for cost, _ in alike], weights)] += alike[0][1]
+        passes.append((same[0][0], mixed))
+    return replace(found[0], passes=tuple(passes), tokens=None)
+
+
+def _mixed(alike: Sequence[Operation], weights: Sequence[float]) -> Operation:
+    flops = sum(weight * cost.flops for weight, cost in zip(weights, alike, strict=True))
+    moved = sum(weight * cost.moved_bytes for weight, cost in zip(weights, alike, strict=True))
+    return alike[0]._replace(flops=max(flops, 0.0), moved_bytes=max(moved, 0.0))
+
+
+# ---- Between the points
+
+
+def parts_at(row: Row, gpu: Gpu, length: int | None) -> dict[str, int]:
+    """Return what a row of ``points_of`` says a length needs on a GPU, by the names of pictures, as the page does."""
+    sizes = [between(row["lengths"], sizes, length) for sizes in zip(*row["components"], strict=True)]
+    components = dict(zip(COMPONENTS, map(round, sizes), strict=True))
+    if has_large_workspace(gpu):
+        components["workspace"] += LARGER_WORKSPACES_BYTES
+    allocated = sum(components.values())
+    share = between(row["simulated"], row["reserved_share"], length)
+    return {CONTEXT: gpu.context_bytes or 0, **components, UNUSED: round((share - 1) * allocated)}
+
+
+def between(lengths: Sequence[int | None], values: Sequence[float], length: int | None) -> float:
+    """Return the value on the line between the two lengths around it; that of the nearest end outside.
+
+    Examples:
+        >>> between([128, 1024], [10.0, 38.0], 512), between([None], [10.0], None)
+        (22.0, 10.0)
+    """
+    if length is None or length <= (lengths[0] or 0):
+        return values[0]
+    for place, (low, high) in enumerate(pairwise(lengths)):
+        if low is not None and high is not None and length <= high:
+            return values[place] + (values[place + 1] - values[place]) * (length - low) / (high - low)
+    return values[-1]
+
+
+# ---- Random points
+
+
+@dataclass(frozen=True)
+class Point:
+    """A question to the page."""
+
+    row: Row
+    gpu: Gpu
+    length: int | None
+
+
+def random_point(rows: Sequence[Row], chance: Random) -> Point:
+    """Return a model, method and GPU of the rows, and a length in whole eights that the page has."""
+    row = chance.choice([row for row in rows if "reason" not in row])
+    [gpus] = [kernels.gpus for kernels in KERNELS if kernels.name == row["kernels"]]
+    low, high = row["lengths"][0], row["lengths"][-1]
+    length = None if low is None else 8 * chance.randint(-(-low // 8), high // 8)
+    return Point(row, find_gpu(chance.choice(gpus)), length)
+
+
+def errors_of(point: Point) -> dict[str, float]:
+    """Return by how much, as a share, allocated bytes, total and seconds of the page differ from a simulation."""
+    row, gpu = point.row, point.gpu
+    subject = Subject(row["model"], row["task"], row["rows"], ())
+    found = estimate(**settings_of(subject, row["method"], gpu), seq_len=point.length)
+    parts = parts_at(row, gpu, point.length)
+    allocated = sum(size for name, size in parts.items() if name in COMPONENTS)
+    errors = {
+        "allocated": allocated / found.peak_allocated_bytes - 1,
+        "total": sum(parts.values()) / found.total_bytes - 1,
+    }
+    if found.step_time is not None and row["seconds"]:
+        seconds = between(row["lengths"], row["seconds"][gpu.name], point.length)
+        errors["seconds"] = seconds / found.step_time.seconds - 1
+    return errors
+
+
+def names() -> list[str]:
+    """Return the names of all models, in the order of the table."""
+    return list(known_models())

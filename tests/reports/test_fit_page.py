@@ -1,0 +1,62 @@
+"""The page "Does it fit?": its points against simulations, and what its script answers against its points."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import fit_page
+import pytest
+from chromium import Chromium
+from fit_points import Row, errors_of, parts_at, random_point
+
+TWO_PAGES_BYTES = 40 * 2**20  # of the allocator with expandable segments
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return fit_page.read_data()
+
+
+def small(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.get("parameters", 1e12) < 4e8]
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
+def test_a_random_point_is_that_of_a_simulation(rows: list[Row], seed: int) -> None:
+    point = random_point(small(rows) if seed < 4 else rows, Random(seed))
+    parts, found = parts_at(point.row, point.gpu, point.length), errors_of(point)
+    assert abs(found["allocated"]) < 0.01
+    assert abs(found["total"]) < max(0.01, TWO_PAGES_BYTES / sum(parts.values()))
+    assert abs(found.get("seconds", 0.0)) < 0.1
+
+
+def test_the_page_is_that_of_the_data(rows: list[Row]) -> None:
+    assert fit_page.PAGE.read_text(encoding="utf-8") == fit_page.page_of(rows)
+    assert sum(path.stat().st_size for path in (fit_page.PAGE, fit_page.DATA)) < 3e6
+
+
+def test_the_script_answers_as_the_points_say(browser: Chromium, rows: list[Row]) -> None:
+    browser.open(fit_page.PAGE, 1280)
+    chance = Random(0)
+    for point in (random_point(rows, chance) for _ in range(40)):
+        asked = json.dumps([point.row["model"], point.gpu.name, point.row["method"], point.length])
+        found: dict[str, Any] = browser.value(f"fit.answer(...{asked})")
+        expected = parts_at(point.row, point.gpu, point.length)
+        assert found["parts"] == pytest.approx(expected, abs=2 * fit_page.UNIT_BYTES, rel=2e-4)
+        if point.row["seconds"]:
+            told = browser.value(f"fit.secondsOf(...{asked})")
+            own = fit_page.between(point.row["lengths"], point.row["seconds"][point.gpu.name], point.length)
+            assert told == pytest.approx(own, rel=3e-3)
+
+
+def test_what_is_chosen_is_in_the_address(browser: Chromium, rows: list[Row]) -> None:
+    browser.open(fit_page.PAGE, 1280)
+    choose = "const box = document.getElementById('{}'); box.value = '{}';"
+    choose += " box.dispatchEvent(new Event('input', {{bubbles: true}}))"
+    browser.value(f"(() => {{ {choose.format('gpu', 'T4')} }})()")
+    browser.value(f"(() => {{ {choose.format('length', '100000')} }})()")
+    assert "gpu=T4" in browser.value("location.hash")
+    assert "outside 128 to 4,096 tokens" in browser.value("document.getElementById('length-note').textContent")
+    assert browser.value("document.getElementById('headline').textContent").endswith("rows of 4,096 tokens, on T4")
