@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from accelerate.utils import send_to_device
+from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_memopt.batching import token_lengths
@@ -60,6 +61,7 @@ class StepRecorder(TrainerCallback):
         self._trainer, self._timed_steps = trainer, timed_steps
         self.longest = LongestRows()  # the rows that come first
         self._ended = 0.0
+        self._shown: Any = None  # the progress bar
         self.meter = meter_of(trainer.args.device)
         self.steps = 0  # optimizer steps that were finished
         self.phase = "load"  # that runs now, by the names of an `Estimate`'s phases
@@ -73,7 +75,9 @@ class StepRecorder(TrainerCallback):
 
     def run(self, train: Callable[[], Any]) -> None:
         """Let ``train`` take the steps. Memory that runs out ends them; the list of callbacks is changed for good."""
-        with self._watch():
+        steps = WARM_UP_STEPS + self._timed_steps
+        # on a terminal alone, and gone at the end
+        with self._watch(), tqdm(desc="measuring", total=steps, unit="step", disable=None, leave=False) as self._shown:
             try:
                 train()
             except Exception as error:
@@ -190,6 +194,7 @@ class StepRecorder(TrainerCallback):
         if self.steps == MEMORY_STEPS and self.meter.device.type == "cpu":
             self.meter.end()
         self.meter.skip()  # the gradients are gone now
+        self._shown.update()
         self._ended = time.perf_counter()
         self.phase = "forward"
         self.on_epoch_end(args, state, control)
