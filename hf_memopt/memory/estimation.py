@@ -345,7 +345,7 @@ def settings_of_recipe(recipe: Any, overrides: Mapping[str, Any]) -> StepSetting
 def with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:
     if settings.precision != "auto":
         return settings
-    scaled = "fp32" if settings.gradient_release else "fp16"  # released gradients cannot wait for the scaler
+    scaled = "fp16" if settings.can_scale_loss else "fp32"
     native = "fp32" if gpu is None else "bf16" if gpu.bf16 else scaled
     is_plain = gpu is not None and (gpu.compute_capability < (7, 0) or against_float16(gpu.name))  # choose_precision
     return settings.replace(precision="fp32" if is_plain and settings.weights_dtype != "float16" else native)

@@ -221,6 +221,11 @@ class StepSettings:
             )
 
     @property
+    def can_scale_loss(self) -> bool:
+        """Whether float16 can be trained: released gradients cannot wait for the scaler."""
+        return not self.gradient_release
+
+    @property
     def engine(self) -> str:
         """The strategy, with ``"auto"`` resolved; "" in one process."""
         if self.world_size == 1:

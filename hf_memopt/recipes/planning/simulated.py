@@ -183,6 +183,9 @@ class Simulation:
     def __post_init__(self) -> None:
         self.priced_on = priced_on(self.gpu)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "announce": str}  # what shows progress belongs to this process
+
     @property
     def candidates(self) -> list[Candidate]:
         """Every set-up that was simulated, with its micro-batch, in the order of the simulations."""
