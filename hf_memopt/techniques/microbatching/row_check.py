@@ -28,7 +28,7 @@ from torch import nn
 
 from hf_memopt.binding.losses import foreign_hooks, is_listed_module
 from hf_memopt.binding.undo import KeptState, RandomState, set_attribute
-from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
+from hf_memopt.devices.readings import is_out_of_memory
 from hf_memopt.techniques.microbatching.module_call import (
     PLAIN,
     ChangesItselfError,
@@ -36,6 +36,7 @@ from hf_memopt.techniques.microbatching.module_call import (
     Layout,
     ModuleCall,
 )
+from hf_memopt.techniques.microbatching.step_state import attempt
 
 DROPOUTS = (
     *("p", "dropout", "attention_dropout", "activation_dropout", "hidden_dropout"),
@@ -62,16 +63,18 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
             raise DependentRowsError(f"{name} would see parts of a batch, without a graph")
     if (reason := call.reason_against()) is not None:
         raise DependentRowsError(reason)
+
+    def checked(count: int) -> Layout:
+        with torch.no_grad(), _repeatable(call) as restart:
+            return _Check(call, count, restart).layout(min(size, count - 1), draw)
+
     count = call.rows
-    while True:
-        try:
-            with torch.no_grad(), _repeatable(call) as restart:
-                return _Check(call, count, restart).layout(min(size, count - 1), draw)
-        except Exception as error:
-            if not is_out_of_memory(error) or count == 2:
-                raise
-        free_failed_step()
+    while count > 2:
+        layout, _ = attempt(checked, count)
+        if layout is not None:
+            return layout
         count = max(2, count // 2)
+    return checked(count)
 
 
 @contextmanager
