@@ -232,9 +232,7 @@ class _JoinedRows:
     """The outputs of a batch whose rows come in micro-batches, in one tensor each."""
 
     def __init__(self, rows: int, padding: int) -> None:
-        self.rows = rows
-        self.padding = padding
-        self.done = 0
+        self.rows, self.padding, self.done = rows, padding, 0
         self.losses: list[tuple[int, torch.Tensor]] = []  # each with the row at which its micro-batch ends
         self.logits: Any = None
         self.labels: Any = None
@@ -242,9 +240,7 @@ class _JoinedRows:
     def add(self, predict: Callable[[Any], tuple[Any, Any, Any]], part: Any, stop: int) -> None:
         """Add loss, logits and labels of a part, the rows up to ``stop``; on an error nothing was added."""
         loss, logits, labels = predict(part)
-        joined_logits = self._place(self.logits, logits, stop)
-        self.labels = self._place(self.labels, labels, stop)
-        self.logits = joined_logits
+        self.logits, self.labels = self._place(self.logits, logits, stop), self._place(self.labels, labels, stop)
         if loss is not None:
             self.losses.append((stop, loss))
         self.done = stop

@@ -39,25 +39,18 @@ LARGEST_CHANGE = 1e-5  # of the sum of an output's absolute values, when a part 
 
 
 class PartsFailedError(torch.OutOfMemoryError):
-    """Memory ran out inside a part that cannot be made smaller where it ran.
-
-    ``rows`` and ``columns`` are the part's; ``columns`` is None for images and sounds.
-    """
+    """Memory ran out inside a part that cannot be made smaller where it ran."""
 
     def __init__(self, rows: int, columns: int | None, text: str) -> None:
         super().__init__(text)
-        self.rows, self.columns = rows, columns
+        self.rows, self.columns = rows, columns  # of the part, columns None for images and sounds
 
 
 class Size(NamedTuple):
-    """How many rows a part may have, and what is told when that was too many.
+    """How many rows a part may have, and what is told when that was too many."""
 
-    ``rows``: gives the most rows of a part of so many columns; ``failed``: is told rows, columns and the seconds lost,
-    and lowers what ``rows`` gives.
-    """
-
-    rows: Callable[[int | None], int]
-    failed: Callable[[int, int | None, float], None]
+    rows: Callable[[int | None], int]  # gives the most rows of a part of so many columns
+    failed: Callable[[int, int | None, float], None]  # gets rows, columns and seconds lost; lowers what `rows` gives
 
 
 def run_rows_in_parts(call: ModuleCall, layout: Layout, size: Size) -> Any:
@@ -155,7 +148,7 @@ class _Parts:
             stop = min(start + self.size.rows(self.call.columns), self.call.rows)
             states, begin = self._capture(), time.perf_counter()
             leaves = self.call.rows_from(self.layout.into, start, stop)
-            found, text = attempt(self.call.run_with_spec, leaves)
+            found, text = attempt(self.call.run, leaves)
             if found is None:
                 self._lower(stop - start, str(text), begin)
                 for state in states:
@@ -262,7 +255,7 @@ class _Parts:
             with ExitStack() as stack:
                 for kind, dtype, is_enabled in self._autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
-                outputs = self.call.run(leaves)
+                outputs, _ = self.call.run(leaves)
             for before, after in zip(part.sums, _sums(outputs), strict=bool(part.sums)):
                 if bool((before - after).abs().max() > LARGEST_CHANGE * before[1]):
                     raise DependentRowsError(
