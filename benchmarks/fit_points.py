@@ -26,7 +26,7 @@ from hf_memopt.components import COMPONENTS, CONTEXT, UNUSED
 from hf_memopt.devices import against_float16
 from hf_memopt.memory import precision_for
 from hf_memopt.memory.cuda import workspace_bytes
-from hf_memopt.memory.models import known_models, load_model, most_tokens
+from hf_memopt.memory.models import DEFAULT_LENGTH, default_length, known_models, load_model, most_tokens
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.step_time import Operation, StepCosts
 from hf_memopt.memory.tracking import Timeline, phase_spans
@@ -90,11 +90,12 @@ class Subject:
         rows = 1 if "vocabulary" in traits else EFFECTIVE_BATCH
         if "text" not in traits:
             return cls(name, str(task), rows, (None,))
-        longest = min(most_tokens(model) or 2048, LONGEST)
-        shortest = 128 if longest > 2048 else 64
+        pictures = max((default_length(model) or 0) - DEFAULT_LENGTH, 0)  # tokens of them, in each row
+        longest = min(most_tokens(model) or 2048, LONGEST + pictures)
+        shortest = (128 if longest > 2048 else 64) + 8 * -(-pictures // 8)
         octaves = log2(longest / shortest) / 3
         between = [8 * round(shortest * 2 ** (step * octaves) / 8) for step in (1, 2)]
-        return cls(name, str(task), rows, (shortest, *between, longest))
+        return cls(name, str(task), rows, tuple(dict.fromkeys((shortest, *between, longest))))
 
     @property
     def shown_lengths(self) -> tuple[int | None, ...]:
@@ -116,7 +117,7 @@ def settings_of(subject: Subject, method: str, gpu: Gpu) -> dict[str, Any]:
         "gpu": gpu.name,
         "precision": precision,
         "gradient_accumulation_steps": EFFECTIVE_BATCH // subject.rows,
-        "checkpointing": True,
+        "checkpointing": bool(load_model(subject.name).model.supports_gradient_checkpointing),
         "fused_cross_entropy": "vocabulary" in head_for(subject.task).traits,
         "expandable_segments": True,  # without them reserved bytes jump between neighbouring lengths
         **METHODS[method],
