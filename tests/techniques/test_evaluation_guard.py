@@ -28,10 +28,11 @@ from hf_memopt.batching.collation.collators import DynamicPaddingCollator
 from hf_memopt.batching.views import sorted_by_length
 from hf_memopt.binding import attach
 from hf_memopt.devices.readings import read_memory, read_process
-from hf_memopt.techniques.evaluation import guard as kept_outputs
+from hf_memopt.techniques.evaluation import outputs as kept_outputs
 from hf_memopt.techniques.evaluation.guard import (
     EvaluationGuardCallback,
     class_predictions,
+    guard_evaluation,
     recover_predictions,
 )
 from two_ranks import run_pair
@@ -401,7 +402,7 @@ def test_handles_do_not_keep_a_trainer_alive(tmp_path: Path) -> None:
     callback = EvaluationGuardCallback()
     trainers = [token_trainer(tmp_path) for _ in range(3)]
     attach(trainers[0], callback)
-    handles = [callback.handle, EvaluationGuardCallback().bind(trainers[1]), recover_predictions(trainers[2])]
+    handles = [callback.handle, guard_evaluation(trainers[1]), recover_predictions(trainers[2])]
     references = [weakref.ref(trainer.model) for trainer in trainers]
     trainers.clear()
     gc.collect()
@@ -507,8 +508,8 @@ def test_sorted_views_and_recovery(tmp_path: Path) -> None:
 
 def test_nested_outputs_are_counted() -> None:
     nested = {"a": torch.rand(2, 5, 3), "b": (torch.arange(2), torch.rand(2, 4).bfloat16()), "c": None}
-    assert kept_outputs._tensor_bytes(nested) == 2 * (5 * 3 * 4 + 8 + 4 * 2)
-    assert kept_outputs._tensor_bytes(nested, on_host=True) == 2 * (5 * 3 * 4 + 8 + 4 * 4)
+    assert kept_outputs.tensor_bytes(nested) == 2 * (5 * 3 * 4 + 8 + 4 * 2)
+    assert kept_outputs.tensor_bytes(nested, on_host=True) == 2 * (5 * 3 * 4 + 8 + 4 * 4)
 
 
 def test_outputs_are_moved_before_the_card_is_full() -> None:
@@ -522,7 +523,7 @@ def test_outputs_are_moved_before_the_card_is_full() -> None:
     trainer: Any = SimpleNamespace(
         args=args, preprocess_logits_for_metrics=None, accelerator=SimpleNamespace(num_processes=1)
     )
-    outputs = kept_outputs._KeptOutputs(trainer, None, 4000, range(8), "Evaluation")
+    outputs = kept_outputs.KeptOutputs(trainer, None, "", 4000, range(8), "Evaluation")
     steps = []
     for columns in (10, 25, 10, 2000):
         outputs.reduce_and_check(torch.zeros(10, columns), None)
@@ -533,7 +534,7 @@ def test_outputs_are_moved_before_the_card_is_full() -> None:
 def test_arguments_are_the_users_after_an_evaluation(tmp_path: Path) -> None:
     trainer = token_trainer(tmp_path)
     arguments = trainer.args.to_dict()
-    handle = EvaluationGuardCallback("argmax").bind(trainer)
+    handle = guard_evaluation(trainer, "argmax")
     trainer.evaluate()
     assert trainer.args.to_dict() == arguments
     assert pickle.loads(pickle.dumps(trainer.args)).to_dict() == arguments
@@ -648,7 +649,7 @@ def test_50_000_classes_stay_below_200_megabytes(tmp_path: Path) -> None:
     )
     trainer.evaluate(rows[:1])  # what torch keeps from its first call on
     row_bytes = tokens * classes * 4
-    with EvaluationGuardCallback("argmax").bind(trainer):
+    with guard_evaluation(trainer, "argmax"):
         rise_bytes, _ = rise_of_peak(lambda: trainer.evaluate(rows))
         guarded = trainer.evaluate(rows[:few])
     stock_bytes, stock = rise_of_peak(lambda: trainer.evaluate(rows[:few]))

@@ -24,11 +24,11 @@ from transformers import EarlyStoppingCallback, Trainer, default_data_collator
 import tiny
 from hf_memopt import EvaluationGuardCallback, attach, sorted_by_length
 from hf_memopt.devices.readings import read_memory
-from hf_memopt.techniques.evaluation import guard as kept_outputs
+from hf_memopt.techniques.evaluation import outputs as kept_outputs
 from hf_memopt.techniques.evaluation.metric_check import FOR_CLASSES
 from two_ranks import run_pair
 
-LOGGER = "hf_memopt.techniques.evaluation.guard"
+LOGGER = "hf_memopt.techniques.evaluation.outputs"
 REMEDY = f"Let it take both: {FOR_CLASSES}; or pass EvaluationGuardCallback(reduce=None), or another reduce"
 
 

@@ -31,7 +31,7 @@ from hf_memopt.binding import attach
 from hf_memopt.changes import Change
 from hf_memopt.techniques.microbatching import MicrobatchCallback
 from hf_memopt.techniques.microbatching.limits import MOST_FAILED_TRIES, Limit, Tally, microbatch_limits
-from hf_memopt.techniques.microbatching.microbatch import SAVED
+from hf_memopt.techniques.microbatching.microbatch import SAVED, run_in_microbatches
 from hf_memopt.techniques.microbatching.splitting import cut, take_rows
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
 
@@ -476,7 +476,7 @@ def test_lowering_ends_with_micro_batches_that_fit_or_one_row(lengths: list[int]
     for _ in range(tries):
         limit.note_step(was_split=True)
     for round_number in range(60):
-        groups = [list(range(len(lengths)))] if limit.limit is None else cut([lengths], max_tokens=limit.limit)
+        groups = [list(range(len(lengths)))] if limit.limit is None else cut(lengths, max_tokens=limit.limit)
         sizes = [(len(rows) * max(lengths[row] for row in rows), len(rows)) for rows in groups]
         too_large = next(((tokens, rows) for tokens, rows in sizes if tokens > room), None)
         if too_large is None or too_large[1] == 1:
@@ -714,15 +714,13 @@ def test_the_handle_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:
-    whole, split = run(CASES["bert"], tmp_path), make(CASES["bert"], tmp_path)
+    whole, split, changes = run(CASES["bert"], tmp_path), make(CASES["bert"], tmp_path), []
     scarcity = Scarcity(limit=30)
     scarcity.watch(split.model)
     before = dict(vars(split))
-    callback = MicrobatchCallback(max_tokens=60)
-    handle = callback.bind(split)
-    changes = callback.changes
+    handle = run_in_microbatches(split, microbatch_limits(max_tokens=60), changes=changes)
     with pytest.raises(ValueError, match=r"^trainer=<Trainer> runs in micro-batches already; expected"):
-        MicrobatchCallback().bind(split)
+        run_in_microbatches(split)
     split.train()
     assert [(change.old, change.new) for change in changes] == [(60, 18)]
     assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
@@ -734,7 +732,7 @@ def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:
 
 def test_the_function_refuses_settings_that_became_incompatible(tmp_path: Path) -> None:
     trainer = make(CASES["bert"], tmp_path)
-    attach(trainer, MicrobatchCallback())
+    run_in_microbatches(trainer)
     trainer.args.neftune_noise_alpha = 5.0
     with pytest.raises(ValueError, match=r"^micro-batching and NEFTune"):
         trainer.train()

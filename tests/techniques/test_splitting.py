@@ -14,7 +14,7 @@ from torch import nn
 
 import tiny
 from hf_memopt.techniques.microbatching import row_count, row_lengths, splittable_batch_reason, splittable_reason
-from hf_memopt.techniques.microbatching.splitting import cut, sequence_lengths, take_rows
+from hf_memopt.techniques.microbatching.splitting import cut, decoder_lengths, take_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 LIMIT = st.none() | st.integers(1, 120)
@@ -42,7 +42,7 @@ def test_as_few_groups_as_the_limits_allow_then_as_little_padding(
     sizes = {"min_size": len(encoder), "max_size": len(encoder)}
     decoder = [0] * len(encoder) if data is None else data.draw(st.lists(st.integers(0, 30), **sizes))
     total = [one + other for one, other in zip(encoder, decoder, strict=True)]
-    groups = cut([encoder, decoder], max_tokens=max_tokens, max_examples=max_examples)
+    groups = cut(total, max_tokens=max_tokens, max_examples=max_examples, decoder_lengths=decoder)
 
     def is_allowed(micro_batch: list[int]) -> bool:
         fits = max_tokens is None or padded_tokens(micro_batch, encoder, decoder) <= max_tokens or len(micro_batch) == 1
@@ -61,19 +61,19 @@ def test_as_few_groups_as_the_limits_allow_then_as_little_padding(
 
 
 def test_without_a_limit_all_rows_are_one_micro_batch() -> None:
-    assert cut([[3, 9, 5]]) == [[1, 2, 0]]
+    assert cut([3, 9, 5]) == [[1, 2, 0]]
 
 
 def test_no_rows_are_no_micro_batch() -> None:
-    assert cut([[]], max_tokens=8) == []
+    assert cut([], max_tokens=8) == []
 
 
 def test_a_row_above_the_limit_is_a_micro_batch_of_its_own() -> None:
-    assert cut([[4, 100, 4, 101]], max_tokens=8) == [[3], [1], [0, 2]]
+    assert cut([4, 100, 4, 101], max_tokens=8) == [[3], [1], [0, 2]]
 
 
 def test_the_rest_is_not_a_tiny_micro_batch_if_another_cut_pads_less() -> None:
-    assert cut([[10, 10, 2, 2]], max_examples=3) == [[0, 1], [2, 3]]  # three and one would pad 32 tokens instead of 24
+    assert cut([10, 10, 2, 2], max_examples=3) == [[0, 1], [2, 3]]  # three and one would pad 32 tokens instead of 24
 
 
 # ---- what a micro-batch holds
@@ -145,7 +145,7 @@ def test_the_length_of_a_row_is_its_width_alone(lengths: list[int], data: Any) -
         micro_batch = take_rows(batch, [row])
         assert length == micro_batch["input_ids"].shape[1] + (micro_batch["labels"].shape[1] if seq2seq else 0)
     of_decoder = [take_rows(batch, [row])["labels"].shape[1] for row in range(len(lengths))]
-    assert sequence_lengths(batch)[1:] == ([of_decoder] if seq2seq else [])
+    assert decoder_lengths(batch) == (of_decoder if seq2seq else None)
 
 
 def text(rows: int = 3, columns: int = 10, real: int = 4, **others: Any) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def test_both_sides_of_an_encoder_decoder_are_trimmed_by_themselves() -> None:
     labels[0, :6], labels[1, :2], labels[2, :3] = 1, 1, 1
     batch = text(decoder_input_ids=decoder, labels=labels)
     assert row_lengths(batch) == [4 + 6, 4 + 2, 4 + 3]
-    assert sequence_lengths(batch) == [[4, 4, 4], [6, 2, 3]]
+    assert decoder_lengths(batch) == [6, 2, 3]
     shapes = {name: tuple(value.shape) for name, value in take_rows(batch, [1, 2]).items()}
     assert shapes == {
         "input_ids": (2, 4),
@@ -229,7 +229,7 @@ def test_both_sides_of_an_encoder_decoder_are_trimmed_by_themselves() -> None:
 def test_a_decoder_with_a_mask_of_pairs_keeps_its_columns() -> None:
     labels = torch.full((3, 7), -100)
     batch = text(labels=labels, decoder_input_ids=labels + 100, decoder_attention_mask=torch.ones(3, 1, 7, 7))
-    assert sequence_lengths(batch) == [[4, 4, 4], [7, 7, 7]]
+    assert decoder_lengths(batch) == [7, 7, 7]
     micro_batch = take_rows(batch, [1])
     assert {name: tuple(value.shape) for name, value in micro_batch.items()} == {
         "input_ids": (1, 4),
@@ -258,7 +258,7 @@ def test_multiple_choice_counts_the_tokens_of_all_choices() -> None:
 def test_images_have_no_length() -> None:
     batch = {"pixel_values": torch.rand(2, 3, 4, 4), "labels": torch.tensor([0, 1])}
     assert row_lengths(batch) is None
-    assert sequence_lengths(batch) == []
+    assert decoder_lengths(batch) is None
     assert row_count(batch) == 2
     assert take_rows(batch, [1])["labels"].tolist() == [1]
 

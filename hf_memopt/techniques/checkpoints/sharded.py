@@ -1,19 +1,24 @@
 """Write and read checkpoints without taking more memory than training does.
 
-Stock transformers 5.8 to 5.23 copies no weight and no optimizer state on the device when it saves (``test_saving.py``
-proves it), and resumed weights go from a mapped file into the parameters one by one. What it does not do well, and what
-``ShardedCheckpointCallback`` does about it:
+What stock transformers 5.8 to 5.23 already does well is left to it. Saving copies no weight and no optimizer state on
+the device (``test_saving.py`` proves it), ``torch.save`` moves one storage at a time to the host, resumed weights
+go from a mapped file into the parameters one by one, and torch's own optimizers load their state without a second copy.
+What it does not do well, and what ``ShardedCheckpointCallback`` does about it:
 
 - *Weights on the host.* safetensors copies all tensors of one file from the GPU to the host before it writes the first
   (0.8.0), and stock's files hold up to 50 GB. Files of 1 GB bound the copies.
 - *Converted weights.* Mixture-of-experts checkpoints are saved in their hub's names, expert by expert: a copy of up to
   two thirds of the experts on the GPU. Stock cannot resume from it, nor from vision-language checkpoints in such names
-  (https://github.com/huggingface/transformers/issues/48805). A checkpoint to resume from keeps the names that the model
-  trains under, also where it is pushed to the hub during training; ``from_pretrained`` reads both.
+  (it reads them under names that the model does not have, with a warning only:
+  https://github.com/huggingface/transformers/issues/48805). A checkpoint to resume from keeps the names that the model
+  trains under; ``from_pretrained`` reads both. So does what is pushed to the hub *during* training, a copy of it; the
+  final push has the hub's names.
 - *State on the host.* Stock reads ``optimizer.pt`` whole into the memory of the host and then moves it to the GPU.
   Here the file is mapped: its pages are the file's own and the system may drop them at any time.
-- *State of bitsandbytes.* Its ``load_state_dict`` begins with a deep copy of everything. Here it copies part by part,
-  and what was paged is paged again (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1344).
+- *State of bitsandbytes.* Its ``load_state_dict`` begins with a deep copy of everything: on the host with one GPU, on
+  the GPU itself with several processes, where stock reads the file straight into each. Here it copies part by part.
+- *Paged state.* bitsandbytes loads it into ordinary memory of the GPU, so a run that fits may not fit once it is
+  resumed (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1344). Here it is paged again.
 - *State of an earlier run.* A Trainer that trains a second time holds the old state until the new one is loaded.
 
 All files have stock's format: either side reads what the other wrote, except names that stock itself cannot read back.
@@ -61,8 +66,8 @@ def save_in_shards(model: PreTrainedModel, *, max_shard_bytes: int) -> UndoHandl
     """
 
     def save_pretrained(before: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        folder = Path(save_directory)
         options: dict[str, Any] = {"max_shard_size": max_shard_bytes}
+        folder = Path(save_directory)
         if folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
             options["save_original_format"] = False
         is_main_process = args[0] if args else kwargs.get("is_main_process", True)
@@ -120,12 +125,7 @@ def load_optimizer_state(
     entries = state_dict["state"]
     loaded: dict[Any, Any] = {}
     while entries:
-        part: dict[Any, Any] = {}
-        while entries and sum(tensor.nbytes for tensor in tensors_in(part)) < part_bytes:
-            key = next(iter(entries))
-            part[key] = entries.pop(key)
-        load({**state_dict, "state": part})
-        part.clear()
+        load({**state_dict, "state": _take_part(entries, part_bytes)})
         for parameter, state in optimizer.state.items():
             if torch.is_tensor(parameter) and parameter.device.type != "cpu":
                 page_state(optimizer, state)
@@ -142,6 +142,17 @@ def page_state(optimizer: Any, state: dict[str, Any]) -> None:
             buffer = optimizer.get_state_buffer(value, dtype=value.dtype)
             if getattr(buffer, "is_paged", False):
                 state[name] = buffer.copy_(value)
+
+
+def _take_part(entries: dict[Any, Any], part_bytes: int) -> dict[Any, Any]:
+    """Take entries out, from the first on, until they have ``part_bytes``."""
+    part: dict[Any, Any] = {}
+    size_bytes = 0
+    while entries and size_bytes < part_bytes:
+        key = next(iter(entries))
+        part[key] = entries.pop(key)
+        size_bytes += sum(tensor.nbytes for tensor in tensors_in(part[key]))
+    return part
 
 
 def _off_the_file(value: Any) -> Any:

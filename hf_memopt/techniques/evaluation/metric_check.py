@@ -31,16 +31,6 @@ LARGEST_STATE_BYTES = 2**26  # of a tensor or an array that is copied, to be put
 FOR_CLASSES = "ids = p.predictions if p.predictions.ndim == p.label_ids.ndim else p.predictions.argmax(-1)"
 
 
-def function_of(trainer: Any) -> Any:
-    """Return ``compute_metrics`` as it takes a single batch: below the view that puts predictions in order."""
-    return getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
-
-
-def name_of(function: Any) -> str:
-    """Return how a function is shown."""
-    return f"<{getattr(function, '__name__', type(function).__name__)}>"
-
-
 def why_whole(
     trainer: Any, reduce: Reduce, name: str, whole: Any, rest: Mapping[str, Any], rows: int, few: int
 ) -> tuple[str, ...]:
@@ -50,8 +40,8 @@ def why_whole(
     the model's outputs for a batch, of which ``rows`` are taken, and ``few`` may be copied on the GPU; ``rest`` are its
     ``label_ids``, ``inputs`` and ``losses``, None for what the function does not get.
     """
-    function = function_of(trainer)
-    shown = f"reduce={name} and compute_metrics={name_of(function)}"
+    function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
+    shown = f"reduce={name} and compute_metrics=<{getattr(function, '__name__', type(function).__name__)}>"
     if trainer.args.batch_eval_metrics:
         return _of_state(shown, "batch_eval_metrics=True keeps no predictions, so reducing them saves nothing")
     kept = KeptState(largest_copy_bytes=LARGEST_STATE_BYTES, what="a check of compute_metrics")

@@ -28,12 +28,12 @@ from transformers import Trainer
 from hf_memopt.binding.losses import HookChangesError, KnownLoss, full_name, known_loss, observed_hooks
 from hf_memopt.binding.model import IGNORED_LABEL, unwrap_parallel
 from hf_memopt.binding.undo import UndoHandle, function_below, override_method, set_attribute, undo_all
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching import (
     Backbones,
     Size,
     StepState,
-    attempt,
     copied_batch,
     count_rows,
     row_lengths,
@@ -110,7 +110,7 @@ class _Recovery:
         # whatever has to be put back before a user's own step runs again
         state = None if is_stock else StepState(self._trainer())
         if self._rows_that_fit is None or count_rows(inputs) <= self._rows_that_fit:
-            output, message = attempt(predict, inputs)
+            output, message = _attempt(predict, inputs)
             if message is None:
                 return output
             self._put_back(state, message)
@@ -125,8 +125,9 @@ class _Recovery:
                 while joined.done < joined.rows:
                     stop = min(joined.rows, joined.done + (self._rows_that_fit or joined.rows))
                     part = select_rows(inputs, slice(joined.done, stop), joined.rows)
-                    _, message = attempt(joined.add, predict, part, stop)
+                    _, message = _attempt(joined.add, predict, part, stop)
                     if message is not None:
+                        free_failed_step()
                         self._shrink(inputs, joined.done, stop, message)
         except HookChangesError:
             return self._predict_in_parts(model, inputs, predict, state)
@@ -139,7 +140,7 @@ class _Recovery:
         """Predict the whole batch, with the rows of the backbone in parts."""
         while True:
             with self._backbones.cut(unwrap_parallel(model), is_training=False) as seen:
-                output, message = attempt(predict, inputs)
+                output, message = _attempt(predict, inputs)
             if message is None:
                 return output
             self._put_back(state, message)
@@ -150,6 +151,7 @@ class _Recovery:
             self._shrink(inputs, 0, min(largest, self._rows_that_fit or largest), message)
 
     def _put_back(self, state: StepState | None, message: str) -> None:
+        free_failed_step()
         if state is None:
             return
         if (changed := state.lost()) is not None:
@@ -202,6 +204,16 @@ def _unsplit_error(batch: int, rows: int, reason: str) -> torch.OutOfMemoryError
     )
 
 
+def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
+    """Return the result of a call, or the first line of its out-of-memory error; nothing keeps the error alive."""
+    try:
+        return call(*args), None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, str(error).partition("\n")[0]
+
+
 def _generation_padding(model: Any) -> int:
     """Return the token with which ``generate`` fills up the shorter texts of a batch."""
     config = getattr(model, "generation_config", None)
@@ -232,7 +244,9 @@ class _JoinedRows:
     """The outputs of a batch whose rows come in micro-batches, in one tensor each."""
 
     def __init__(self, rows: int, padding: int) -> None:
-        self.rows, self.padding, self.done = rows, padding, 0
+        self.rows = rows
+        self.padding = padding
+        self.done = 0
         self.losses: list[tuple[int, torch.Tensor]] = []  # each with the row at which its micro-batch ends
         self.logits: Any = None
         self.labels: Any = None
@@ -240,7 +254,9 @@ class _JoinedRows:
     def add(self, predict: Callable[[Any], tuple[Any, Any, Any]], part: Any, stop: int) -> None:
         """Add loss, logits and labels of a part, the rows up to ``stop``; on an error nothing was added."""
         loss, logits, labels = predict(part)
-        self.logits, self.labels = self._place(self.logits, logits, stop), self._place(self.labels, labels, stop)
+        joined_logits = self._place(self.logits, logits, stop)
+        self.labels = self._place(self.labels, labels, stop)
+        self.logits = joined_logits
         if loss is not None:
             self.losses.append((stop, loss))
         self.done = stop

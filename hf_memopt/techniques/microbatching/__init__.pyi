@@ -9,4 +9,3 @@ from .splitting import row_count as row_count
 from .splitting import row_lengths as row_lengths
 from .splitting import select_rows as select_rows
 from .step_state import StepState as StepState
-from .step_state import attempt as attempt

@@ -75,8 +75,12 @@ class ModuleCall:
             choices.append(found[:1] if index == self._main else (*found, None))
         return islice(product(*choices), MOST_LAYOUTS)
 
-    def run(self, leaves: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
-        """Run the module; return its outputs, flattened, and what puts them together again."""
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """Run the module; return its outputs, flattened."""
+        return self.run_with_spec(leaves)[0]
+
+    def run_with_spec(self, leaves: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
+        """The same with what puts them together again."""
         args, kwargs = tree_unflatten(list(leaves), self._spec)
         with warnings.catch_warnings():
             if not torch.is_grad_enabled():  # no graph is wanted, whatever reentrant checkpointing thinks of that
@@ -97,7 +101,7 @@ class ModuleCall:
         """Run the module with copies of the inputs of some rows; return its outputs, flattened."""
         given = self.rows_from(into, start, stop)
         copies = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in given]
-        found, _ = self.run(copies)
+        found = self.run(copies)
         for leaf, other in zip(given, copies, strict=True):
             if torch.is_tensor(leaf) and other._version and not torch.equal(leaf, other):
                 raise ChangesItselfError(

@@ -28,7 +28,7 @@ from torch import nn
 
 from hf_memopt.binding.losses import foreign_hooks, is_listed_module
 from hf_memopt.binding.undo import KeptState, RandomState, set_attribute
-from hf_memopt.devices.readings import is_out_of_memory
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.module_call import (
     PLAIN,
     ChangesItselfError,
@@ -36,7 +36,6 @@ from hf_memopt.techniques.microbatching.module_call import (
     Layout,
     ModuleCall,
 )
-from hf_memopt.techniques.microbatching.step_state import attempt
 
 DROPOUTS = (
     *("p", "dropout", "attention_dropout", "activation_dropout", "hidden_dropout"),
@@ -63,22 +62,21 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
             raise DependentRowsError(f"{name} would see parts of a batch, without a graph")
     if (reason := call.reason_against()) is not None:
         raise DependentRowsError(reason)
-
-    def checked(count: int) -> Layout:
-        with torch.no_grad(), _repeatable(call) as restart:
-            return _Check(call, count, restart).layout(min(size, count - 1), draw)
-
     count = call.rows
-    while count > 2:
-        layout, _ = attempt(checked, count)
-        if layout is not None:
-            return layout
+    while True:
+        try:
+            with torch.no_grad(), _repeatable(call) as restart:
+                return _Check(call, count, restart).layout(min(size, count - 1), draw)
+        except Exception as error:
+            if not is_out_of_memory(error) or count == 2:
+                raise
+        free_failed_step()
         count = max(2, count // 2)
-    return checked(count)
 
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Drop nothing inside the context."""
     with ExitStack() as stack:
         for module in model.modules():
             for name in DROPOUTS:
@@ -119,6 +117,7 @@ class _Check:
         self._call, self._count, self._restart = call, count, restart
 
     def layout(self, size: int, draw: random.Random | None) -> Layout:
+        """Return the first layout under which parts of ``size`` rows give what the whole gives."""
         reasons: list[str] = []
         for into in self._call.candidates():
             try:
@@ -132,6 +131,7 @@ class _Check:
         raise DependentRowsError(reasons[0])
 
     def _compared(self, into: tuple[int | None, ...], size: int, draw: random.Random | None, limit: float) -> Layout:
+        """Return the layout, given the dimensions of the rows in the inputs and the largest error tolerated."""
         ends = [*range(0, self._count, size), self._count]
         try:
             whole = self._run(into, 0, self._count)
@@ -185,7 +185,7 @@ class _Check:
             ]
             is_last = number == len(exchanges) - 1
             before = _state_of(self._call.module) if is_last else {}
-            found, _ = self._call.run(moved)  # with other random numbers too
+            found = self._call.run(moved)  # with other random numbers too
             if is_last:
                 _refuse_changes(self._call.module, before)
             for index, (value, other, dim) in enumerate(zip(whole, found, layout.out, strict=True)):
@@ -264,14 +264,19 @@ def _rows_of(index: int, whole: Any, parts: Sequence[Any], sizes: Sequence[int],
         name = type(whole).__name__
         raise DependentRowsError(f"its output {index} is a {name}, which has no rows")
     rows = sum(sizes)
-
-    def joins(dim: int) -> bool:
-        of_row, rest = divmod(whole.shape[dim], rows)
-        before, after = whole.shape[:dim], whole.shape[dim + 1 :]
-        shapes = [(*before, of_row * size, *after) for size in sizes]
-        return of_row > 0 and rest == 0 and [part.shape for part in parts] == shapes
-
-    dim = next(filter(joins, range(whole.dim())), None)
+    fitting = (
+        d
+        for d, entries in enumerate(whole.shape)
+        if entries
+        and entries % rows == 0
+        and all(
+            part.dim() == whole.dim()
+            and part.shape[d] * rows == entries * size
+            and part.select(d, 0).shape == parts[0].select(d, 0).shape
+            for part, size in zip(parts, sizes, strict=True)
+        )
+    )
+    dim = next(fitting, None)
     joined = [*parts] if dim is None else [torch.cat(list(parts), dim)]
     error = max((_difference(whole, value) for value in joined), default=0.0)
     if error > limit:
@@ -328,6 +333,7 @@ def _mark(value: Any) -> Any:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """Return the name of what changed."""
     for name, value in after.items():
         old = before.get(name)
         is_same = torch.equal(old, value) if torch.is_tensor(value) and torch.is_tensor(old) else bool(old == value)

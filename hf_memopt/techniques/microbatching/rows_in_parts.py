@@ -32,25 +32,32 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from hf_memopt.binding.undo import RandomState
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall
-from hf_memopt.techniques.microbatching.step_state import attempt
 
 LARGEST_CHANGE = 1e-5  # of the sum of an output's absolute values, when a part is run again
 
 
 class PartsFailedError(torch.OutOfMemoryError):
-    """Memory ran out inside a part that cannot be made smaller where it ran."""
+    """Memory ran out inside a part that cannot be made smaller where it ran.
+
+    ``rows`` and ``columns`` are the part's; ``columns`` is None for images and sounds.
+    """
 
     def __init__(self, rows: int, columns: int | None, text: str) -> None:
         super().__init__(text)
-        self.rows, self.columns = rows, columns  # of the part, columns None for images and sounds
+        self.rows, self.columns = rows, columns
 
 
 class Size(NamedTuple):
-    """How many rows a part may have, and what is told when that was too many."""
+    """How many rows a part may have, and what is told when that was too many.
 
-    rows: Callable[[int | None], int]  # gives the most rows of a part of so many columns
-    failed: Callable[[int, int | None, float], None]  # gets rows, columns and seconds lost; lowers what `rows` gives
+    ``rows``: gives the most rows of a part of so many columns; ``failed``: is told rows, columns and the seconds lost,
+    and lowers what ``rows`` gives.
+    """
+
+    rows: Callable[[int | None], int]
+    failed: Callable[[int, int | None, float], None]
 
 
 def run_rows_in_parts(call: ModuleCall, layout: Layout, size: Size) -> Any:
@@ -148,13 +155,16 @@ class _Parts:
             stop = min(start + self.size.rows(self.call.columns), self.call.rows)
             states, begin = self._capture(), time.perf_counter()
             leaves = self.call.rows_from(self.layout.into, start, stop)
-            found, text = attempt(self.call.run, leaves)
-            if found is None:
-                self._lower(stop - start, str(text), begin)
+            text = None
+            try:
+                outputs, self.spec = self.call.run_with_spec(leaves)
+            except Exception as error:
+                text = self._text_of(error, stop - start)
+            if text is not None:  # the except block has ended, and with it the frames that hold tensors
+                self._halve(stop - start, begin)
                 for state in states:
                     state.restore()
                 continue
-            outputs, self.spec = found
             is_random = any(not one.is_same(two) for one, two in zip(states, self._capture(), strict=True))
             if len(outputs) != len(self.layout.out):
                 raise DependentRowsError("it returns another number of values than when it was checked")
@@ -170,10 +180,17 @@ class _Parts:
         # a copy: an output of a node of the graph is a tensor of its own
         return values[0].clone() if dim is None else torch.cat(values, dim)
 
-    def _lower(self, rows: int, text: str, begin: float, *, is_random: bool = False) -> None:
-        """Lower the size after so many rows ran out of memory, or raise if fewer of them do not help."""
-        if rows == 1 or is_random:
-            raise PartsFailedError(rows, self.call.columns, text)
+    def _text_of(self, error: Exception, rows: int) -> str:
+        """Return the first line of an out-of-memory error that fewer rows may help against; raise any other."""
+        if not is_out_of_memory(error):
+            raise error
+        text = str(error).partition("\n")[0]
+        if rows == 1:
+            raise PartsFailedError(1, self.call.columns, text) from None
+        return text
+
+    def _halve(self, rows: int, begin: float) -> None:
+        free_failed_step()
         self.size.failed(rows, self.call.columns, time.perf_counter() - begin)
 
     # ---- Backward ---------------------------------------------------------------------------------------------------
@@ -222,23 +239,26 @@ class _Parts:
             for name, alias in used.items()
             if name not in counted
         ]
-
-        def run() -> None:
+        for state in part.states:
+            state.restore()
+        text, fresh, begin = None, {}, time.perf_counter()
+        try:
             fresh = {i: self._input(part, self.call.leaves, i).detach().requires_grad_() for i in sums}
             runner.run(used, lambda: self._run_part(part, gradients, fresh))
             for i, leaf in fresh.items():
                 if leaf.grad is not None:
                     self._input(part, sums, i).add_(leaf.grad)
-
-        for state in part.states:
-            state.restore()
-        begin = time.perf_counter()
-        _, text = attempt(run)
-        for hook in hooks:
-            hook.remove()
+        except Exception as error:
+            text = self._text_of(error, part.stop - part.start)
+            if part.is_random:
+                raise PartsFailedError(part.stop - part.start, self.call.columns, text) from None
+        finally:
+            for hook in hooks:
+                hook.remove()
         if text is None:
             return
-        self._lower(part.stop - part.start, text, begin, is_random=part.is_random)
+        fresh.clear()
+        self._halve(part.stop - part.start, begin)
         for half in part.halves():
             self._again(runner, half, gradients, aliases, sums, counted | done)
 
@@ -255,7 +275,7 @@ class _Parts:
             with ExitStack() as stack:
                 for kind, dtype, is_enabled in self._autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
-                outputs, _ = self.call.run(leaves)
+                outputs = self.call.run(leaves)
             for before, after in zip(part.sums, _sums(outputs), strict=bool(part.sums)):
                 if bool((before - after).abs().max() > LARGEST_CHANGE * before[1]):
                     raise DependentRowsError(

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +36,6 @@ TEXT_NAMES = (
 
 DECODER_NAMES = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids")
 """The same for the decoder of an encoder-decoder model, to which its labels belong."""
-
-SEQUENCE_NAMES = {*TEXT_NAMES, *DECODER_NAMES}
 
 MULTIPLE = 8  # widths at which tensor cores are fast
 
@@ -75,20 +74,21 @@ def copied_batch(inputs: Any) -> Any:
     return copied
 
 
-def sequence_lengths(inputs: Mapping[str, Any]) -> list[list[int]]:
-    """Return the tokens that each row takes in a micro-batch of its own, shape (sequences, rows).
-
-    The sequences are the text (of an encoder-decoder model the encoder's) and the decoder's; none for images and
-    sounds. A row reaches up to its last column that is not padding, rounded up to a multiple of 8 where the batch's own
-    length is one, or has all columns where none may be cut off. Waits for the device once per sequence.
-    """
-    return [_lengths(inputs, sequence) for sequence in _sequences(inputs)]
-
-
 def row_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
-    """Return the tokens of each row in all sequences, shape (rows,); None without any."""
-    lengths = sequence_lengths(inputs)
-    return list(map(sum, zip(*lengths, strict=True))) if lengths else None
+    """Return the tokens that each row of a batch takes in a micro-batch of its own, shape (rows,).
+
+    That is up to its last column that is not padding, the decoder's sequence added to the encoder's, each rounded up to
+    a multiple of 8 where the batch's own length is one; all columns where none may be cut off. Waits for the device
+    once.
+    """
+    columns = _columns_needed(inputs, _sequences(inputs))
+    return [sum(row) for row in zip(*columns, strict=True)] if columns else None
+
+
+def decoder_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
+    """Return the decoder's part of ``row_lengths``, shape (rows,); None for a batch with one sequence or none."""
+    sequences = _sequences(inputs)
+    return _columns_needed(inputs, sequences[1:])[0] if len(sequences) > 1 else None
 
 
 def take_rows(inputs: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
@@ -101,10 +101,10 @@ def take_rows(inputs: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
         >>> take_rows({"input_ids": ids, "attention_mask": mask}, [1])
         {'input_ids': tensor([[8]]), 'attention_mask': tensor([[1]])}
     """
+    sequences = _sequences(inputs)
     trimmed = dict(inputs)
-    for sequence in _sequences(inputs):
-        lengths = _lengths(inputs, sequence)
-        needed = max(lengths[row] for row in rows)
+    for sequence, columns in zip(sequences, _columns_needed(inputs, sequences), strict=True):
+        needed = max(columns[row] for row in rows)
         if needed < sequence.columns:
             trimmed.update({name: inputs[name][:, :needed].contiguous() for name in sequence.names})
     selected: dict[str, Any] = select_rows(trimmed, list(rows), row_count(inputs))
@@ -128,13 +128,18 @@ def select_rows(value: Any, rows: list[int] | slice, count: int) -> Any:
 # ---- Sequences ------------------------------------------------------------------------------------------------------
 
 
-class _Sequence(NamedTuple):
-    """The tensors of a batch that share one sequence of tokens."""
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """The tensors of a batch that share one sequence of tokens.
 
-    names: tuple[str, ...]  # those with one column per token
-    # those among them that mark the columns which are not padding, (batch, seq) each; none if no column may be cut off
+    ``names``: those with one column per token. ``marking``: those among them that mark the columns which are not
+    padding, (batch, seq) each; empty if no column may be cut off. ``columns``: tokens per row.
+    """
+
+    names: tuple[str, ...]
     marking: tuple[str, ...]
-    columns: int  # tokens per row
+    columns: int
+    device: torch.device
 
 
 def _sequences(inputs: Mapping[str, Any]) -> list[_Sequence]:
@@ -162,20 +167,25 @@ def _sequence(
     rows = like.shape[0]
     # ids of multiple choice have shape (batch, choices, seq)
     columns = like.shape[1] if like.is_floating_point() else like.shape[1:].numel()
-    given = {name: inputs[name] for name in names if torch.is_tensor(inputs.get(name))}
-    shared = tuple(name for name, value in given.items() if value.dim() > 1 and value.shape[1] == columns)
+    shared = tuple(name for name in names if _has_columns(inputs.get(name), columns))
     marking = tuple(name for name in shared if name == "labels" or name.endswith("attention_mask"))
     may_cut = (
         all(inputs[name].shape == (rows, columns) and not inputs[name].is_floating_point() for name in marking)
         and ("attention_mask" in marking if needs_mask else bool(marking))
         and "start_positions" not in inputs
-        # no tensor that would not be trimmed has as many columns, in whichever dimension
-        and not any(
-            columns in value.shape[1:] and not (name in SEQUENCE_NAMES and value.shape[1] == columns)
-            for name, value in tensors_by_name(inputs)
-        )
+        and not any(_may_need(name, value, columns) for name, value in tensors_by_name(inputs))
     )
-    return _Sequence(shared, marking if may_cut else (), columns)
+    return _Sequence(shared, marking if may_cut else (), columns, like.device)
+
+
+def _has_columns(value: Any, columns: int) -> bool:
+    return torch.is_tensor(value) and value.dim() > 1 and value.shape[1] == columns
+
+
+def _may_need(name: str, value: torch.Tensor, columns: int) -> bool:
+    """Return whether a tensor that would not be trimmed has as many columns, in whichever dimension."""
+    is_known = name in (*TEXT_NAMES, *DECODER_NAMES) and _has_columns(value, columns)
+    return columns in value.shape[1:] and not is_known
 
 
 def tensors_by_name(inputs: Mapping[Any, Any], within: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -187,51 +197,64 @@ def tensors_by_name(inputs: Mapping[Any, Any], within: str = "") -> Iterator[tup
             yield from tensors_by_name(value, f"{within}{name}.")
 
 
-def _lengths(inputs: Mapping[str, Any], sequence: _Sequence) -> list[int]:
-    """Return how many columns of each row are needed, 1 at least; shape (rows,)."""
+def _columns_needed(inputs: Mapping[str, Any], sequences: Sequence[_Sequence]) -> list[list[int]]:
+    """Return how many columns of each row are needed, 1 at least, for each sequence; shape (sequences, rows)."""
+    last = [_last_columns(inputs, sequence) for sequence in sequences]
+    found: list[list[int]] = torch.stack(last).tolist() if last else []
+    return found
+
+
+def _last_columns(inputs: Mapping[str, Any], sequence: _Sequence) -> torch.Tensor:
     if not sequence.marking:
-        return [sequence.columns] * row_count(inputs)
+        return torch.full((row_count(inputs),), sequence.columns, device=sequence.device)  # (batch,)
     # (batch, seq) each
-    counts = torch.stack([inputs[name] != (IGNORED_LABEL if name == "labels" else 0) for name in sequence.marking])
-    numbers = torch.arange(1, sequence.columns + 1, device=counts.device)
-    needed = (counts.any(0) * numbers).amax(1).clamp(min=1)  # (batch,): the last column that counts
+    counts = [inputs[name] != (IGNORED_LABEL if name == "labels" else 0) for name in sequence.marking]
+    numbers = torch.arange(1, sequence.columns + 1, device=sequence.device)
+    needed = (torch.stack(counts).any(0) * numbers).amax(1).clamp(min=1)  # (batch,): the last column that counts
     if sequence.columns % MULTIPLE == 0:
         needed = (needed + MULTIPLE - 1) // MULTIPLE * MULTIPLE
-    found: list[int] = needed.tolist()
-    return found
+    return needed
 
 
 # ---- Cuts -----------------------------------------------------------------------------------------------------------
 
 
 def cut(
-    lengths: Sequence[Sequence[int]], *, max_tokens: int | None = None, max_examples: int | None = None
+    lengths: Sequence[int],
+    *,
+    max_tokens: int | None = None,
+    max_examples: int | None = None,
+    decoder_lengths: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Split the rows of a batch into as few micro-batches as the limits allow, with as little padding as possible.
 
     The rows are sorted by length, the longest first, and neighbours share a micro-batch. Its padded tokens are its rows
-    times the longest of them, in each sequence apart.
+    times the longest of them, encoder and decoder apart.
 
     Args:
-        lengths: tokens of each row, shape (sequences, rows), as ``sequence_lengths`` gives them.
+        lengths: tokens of each row, as ``row_lengths`` gives them; ``[1] * rows`` where it gives None.
         max_tokens: most padded tokens of a micro-batch; a longer row gets one of its own.
         max_examples: most rows of a micro-batch.
+        decoder_lengths: the decoder's part of the lengths, as ``decoder_lengths`` gives it.
 
     Returns:
         The rows of each micro-batch. Every row is in exactly one; rows of one length stay in their order.
 
     Examples:
-        >>> cut([[3, 9, 2, 8, 3]], max_tokens=18)
+        >>> cut([3, 9, 2, 8, 3], max_tokens=18)
         [[1, 3], [0, 4, 2]]
     """
-    tokens = np.asarray(lengths, dtype=np.int64)
-    order = np.argsort(-tokens.sum(0), kind="stable")
-    starts = _best_starts(tokens[:, order], max_tokens, max_examples or len(order))
-    return [order[start:end].tolist() for start, end in pairwise([*starts, len(order)])]
+    total = np.asarray(lengths, dtype=np.int64)
+    decoder = np.zeros_like(total) if decoder_lengths is None else np.asarray(decoder_lengths, dtype=np.int64)
+    order = np.argsort(-total, kind="stable")
+    starts = _best_starts((total - decoder)[order], decoder[order], max_tokens, max_examples or len(total))
+    return [order[start:end].tolist() for start, end in pairwise([*starts, len(total)])]
 
 
-def _best_starts(tokens: NDArray[np.int64], max_tokens: int | None, max_examples: int) -> list[int]:
-    """Return where each micro-batch of the sorted rows begins, given their ``tokens``, shape (sequences, rows).
+def _best_starts(
+    encoder: NDArray[np.int64], decoder: NDArray[np.int64], max_tokens: int | None, max_examples: int
+) -> list[int]:
+    """Return where each micro-batch of the sorted rows begins.
 
     Dynamic programming over prefixes: the best split of rows 0 to ``end`` is the best split of rows 0 to ``start``, and
     one micro-batch from there on, for the best ``start``. A micro-batch costs its padded tokens and a constant above
@@ -239,16 +262,14 @@ def _best_starts(tokens: NDArray[np.int64], max_tokens: int | None, max_examples
     Rows are sorted, so the micro-batches to try at each ``end`` are those whose padded tokens, which fall with
     ``start``, are within the limit; one row is always allowed.
     """
-    count = tokens.shape[1]
-    per_micro_batch = 2 * count * int(tokens.sum(0).max(initial=0)) + 1
+    count = len(encoder)
+    per_micro_batch = 2 * count * int((encoder + decoder).max(initial=0)) + 1
     cost = np.zeros(count + 1, dtype=np.int64)  # of the best split of the first rows
     start_of_last = np.zeros(count + 1, dtype=np.int64)
     for end in range(1, count + 1):
         first = max(0, end - max_examples)
-        # of the last micro-batch, if it begins at first, first + 1, ...
-        rows = np.arange(end - first, 0, -1)
-        longest = np.maximum.accumulate(tokens[:, first:end][:, ::-1], axis=1)[:, ::-1].sum(0)
-        padded = rows * longest
+        rows = np.arange(end - first, 0, -1)  # of the last micro-batch, if it begins at first, first + 1, ...
+        padded = rows * (_longest_from(encoder[first:end]) + _longest_from(decoder[first:end]))
         if max_tokens is not None:
             padded = padded[-max(1, int((padded <= max_tokens).sum())) :]  # the fewer rows, the fewer tokens
         candidates = cost[end - len(padded) : end] + padded + per_micro_batch
@@ -261,7 +282,18 @@ def _best_starts(tokens: NDArray[np.int64], max_tokens: int | None, max_examples
     return starts[::-1]
 
 
+def _longest_from(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each position the longest of the rows from there on, shape (rows,)."""
+    return np.maximum.accumulate(lengths[::-1])[::-1]
+
+
 def padded_tokens(inputs: Mapping[str, Any], rows: Sequence[int]) -> int | None:
-    """Return what ``cut`` counts for a micro-batch; None for a batch without a sequence of tokens."""
-    lengths = sequence_lengths(inputs)
-    return len(rows) * sum(max(of_rows[row] for row in rows) for of_rows in lengths) if lengths else None
+    """Return what ``cut`` counts for a micro-batch: rows times the longest row, encoder and decoder apart.
+
+    None for a batch without a sequence of tokens.
+    """
+    lengths, of_decoder = row_lengths(inputs), decoder_lengths(inputs)
+    if lengths is None:
+        return None
+    decoder = of_decoder or [0] * len(lengths)
+    return len(rows) * (max(lengths[row] - decoder[row] for row in rows) + max(decoder[row] for row in rows))

@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hf_memopt.binding import checkpointing_arguments
+from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.losses import HookChangesError, KnownLoss, has_stock_step, known_loss
 from hf_memopt.binding.model import unwrap_parallel
 from hf_memopt.binding.undo import override_method
@@ -58,14 +59,19 @@ PACKED = "its examples are packed"
 
 
 class _Failure(NamedTuple):
-    """What ran out of memory."""
+    """What ran out of memory.
 
-    position: int  # of its accumulation step in the window
-    size: int  # rows
-    columns: int | None  # of each; None for images and sounds
-    text: str  # the error's first line
-    row: int | None = None  # the first of the batch, where it is known
-    hint: str = ""  # why smaller parts would not help
+    ``position``: of its accumulation step in the window; ``size``: its rows, of so many ``columns`` (None for images
+    and sounds); ``text``: the error's first line; ``row``: the first of the batch, where it is known; ``hint``: why
+    smaller parts would not help.
+    """
+
+    position: int
+    size: int
+    columns: int | None
+    text: str
+    row: int | None = None
+    hint: str = ""
 
     @property
     def smaller(self) -> str:
@@ -80,8 +86,11 @@ class MicrobatchedStep:
     The *window* is the list of accumulation steps since the last optimizer step. Their gradients are added up in
     ``parameter.grad``, and a failed backward pass leaves there a part that cannot be separated again. So after out of
     memory all gradients are dropped and the whole window is repeated, from the random numbers with which it began.
-    The trainer is not kept alive.
+
+    For the arguments see ``run_in_microbatches``; the trainer is not kept alive.
     """
+
+    technique = "micro-batching"
 
     def __init__(
         self,
@@ -117,7 +126,8 @@ class MicrobatchedStep:
     # ---- Overrides --------------------------------------------------------------------------------------------------
 
     def train(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Look the loss up again, since the model may be new, and count anew."""
+        """Check the settings again, which may have changed, and look the loss up again: the model may be new."""
+        check_compatibility(self._trainer(), cast(TrainerCallback, self))
         self._begin_run()
         self._tally.restart()
         begin = time.perf_counter()

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,24 +23,6 @@ from transformers import Trainer
 from hf_memopt.binding.losses import is_listed_module
 from hf_memopt.binding.undo import KeptState, RandomState
 from hf_memopt.changes import CHANGES
-from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
-
-Found = TypeVar("Found")
-
-
-def attempt(call: Callable[..., Found], *args: Any) -> tuple[Found | None, str | None]:
-    """Return the result of a call and None, or None and the first line of its out-of-memory error.
-
-    Nothing keeps the error alive then, and with it the frames that hold the tensors of the failed call.
-    """
-    try:
-        return call(*args), None
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        text = str(error).partition("\n")[0]
-    free_failed_step()
-    return None, text
 
 
 class StepState:

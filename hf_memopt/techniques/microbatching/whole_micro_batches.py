@@ -24,18 +24,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.binding.losses import KnownLoss, observed_hooks
 from hf_memopt.binding.undo import override_method
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.limits import Limit, are_set
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
 from hf_memopt.techniques.microbatching.row_check import without_dropout
 from hf_memopt.techniques.microbatching.splitting import (
     copied_batch,
     cut,
+    decoder_lengths,
     row_count,
     row_lengths,
-    sequence_lengths,
     take_rows,
 )
-from hf_memopt.techniques.microbatching.step_state import StepState, attempt
+from hf_memopt.techniques.microbatching.step_state import StepState
 
 Items = torch.Tensor | int | None
 """``num_items_in_batch``, as ``training_step`` gets it."""
@@ -104,10 +105,7 @@ class WholeMicroBatches:
         if len(groups) + repeats == 1:
             return [(groups[0], 1.0)]
         if not self.is_verified:
-            arguments = trainer, step.model, step.inputs, step.num_items_in_batch, loss
-            _, ran_out = attempt(verify_stated_loss, *arguments, ROWS)
-            if ran_out is not None:
-                verify_stated_loss(*arguments, 2)  # fewer rows say nothing
+            verify_stated_loss(trainer, step.model, step.inputs, step.num_items_in_batch, loss)
             self.is_verified = True
         weights = loss.row_weights(step.inputs)
         if weights is None:  # losses add up
@@ -148,10 +146,11 @@ def groups_of(inputs: Mapping[str, Any], limits: Mapping[str, Limit]) -> list[li
     if not are_set(limits):
         return [every_row]
     most = {name: limit.limit for name, limit in limits.items()}
-    if lengths := sequence_lengths(inputs):
-        groups = cut(lengths, **most)
+    lengths = row_lengths(inputs)
+    if lengths is None:
+        groups = cut([1] * len(every_row), max_examples=most["max_examples"])
     else:
-        groups = cut([[1] * len(every_row)], max_examples=most["max_examples"])
+        groups = cut(lengths, **most, decoder_lengths=decoder_lengths(inputs))
     return groups if len(groups) > 1 else [every_row]
 
 
@@ -200,13 +199,23 @@ SMALLEST = 1e-2  # of the largest of all: that of an attention's key bias is 0 b
 
 
 def verify_stated_loss(
-    trainer: Any, model: nn.Module, inputs: Mapping[str, Any], items: Any, loss: KnownLoss, most_rows: int
+    trainer: Any, model: nn.Module, inputs: Mapping[str, Any], items: Any, loss: KnownLoss, most_rows: int = ROWS
 ) -> None:
     """Raise NotSplittableError unless a few rows of a batch have the gradients that the stated loss gives.
 
     They are compared with those of the rows taken alone, weighted as stated: in training mode, without dropout. The
     Trainer, its model and all generators are left as they were.
     """
+    try:
+        return _verify(trainer, model, inputs, items, loss, most_rows)
+    except Exception as error:
+        if not is_out_of_memory(error) or most_rows <= 2:  # fewer rows say nothing
+            raise
+    free_failed_step()
+    verify_stated_loss(trainer, model, inputs, items, loss, most_rows // 2)
+
+
+def _verify(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any, loss: KnownLoss, most_rows: int) -> None:
     lengths = row_lengths(inputs) or [1] * row_count(inputs)
     rows = sorted(range(len(lengths)), key=lambda row: lengths[row])[:most_rows]
     batch = take_rows(inputs, rows)

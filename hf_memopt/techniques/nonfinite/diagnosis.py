@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
@@ -36,13 +36,13 @@ MOST_NAMES = 3  # of weights in a report
 Found = TypeVar("Found")
 
 
-class StepInputs(NamedTuple):
-    """The arguments of one ``training_step``, the random number generators before it, and its outcome."""
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The arguments of one ``training_step``, and the state of the random number generators before it."""
 
     inputs: Mapping[str, Any]
     num_items_in_batch: Any
     random_state: RandomState
-    is_loss_bad: torch.Tensor  # 0-dimensional, not read yet
 
 
 def diagnose(
@@ -160,8 +160,9 @@ class Watch:
     def __init__(self, model: nn.Module, rows: int) -> None:
         self.is_loss_finite = True
         self.bad_gradients: tuple[str, ...] = ()  # the weights whose gradients are not finite
-        # where values stop being finite, as fields of a report; none outside the model
-        self.forward: dict[str, Any] = {}
+        self.forward: dict[
+            str, Any
+        ] = {}  # where values stop being finite, as fields of a report; none outside the model
         self.backward: dict[str, Any] = {}  # the same of gradients
         self._rows = rows
         self._names = {module: name for name, module in model.named_modules()}

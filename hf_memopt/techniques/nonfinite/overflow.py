@@ -6,9 +6,12 @@ learning-rate schedule go on. Under fp16 the gradient scaler drops steps by itse
 these are only counted, unless that goes on. In such a step the schedule waits, as accelerate means it to; with a fused
 optimizer, stock's default, accelerate does not notice the skip.
 
-Detection waits for the device once per optimizer step, and takes the gradient norm that stock computes anyway. Stock's
-``TrainingArguments(debug="underflow_overflow")`` waits at every module, and does not see a loss or a gradient that is
-not finite.
+Detection waits for the device once per optimizer step. The gradient norm is the one that stock computes at every step
+anyway.
+
+Stock's ``TrainingArguments(debug="underflow_overflow")`` is enough to look at a forward pass that overflows, in a run
+that may stop there: it prints the largest values of every module up to the first one that is not finite, and raises. It
+waits for the device at every module, and does not see a loss or a gradient that is not finite.
 
 Under FSDP2 a step is dropped in all processes, and the report says what is seen without repeating it: the accumulation
 step and its examples, bad weights and columns, the weights whose gradients were bad.
@@ -25,9 +28,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import Trainer
@@ -98,13 +101,17 @@ class OverflowCallback(TechniqueCallback):
     ) -> None:
         check_value("max_nonfinite_steps", max_nonfinite_steps, Count, 10)
         check_value("max_in_a_row", max_in_a_row, Count, 3)
-        self.max_nonfinite_steps, self.max_in_a_row = max_nonfinite_steps, max_in_a_row
+        self.max_nonfinite_steps = max_nonfinite_steps
+        self.max_in_a_row = max_in_a_row
         self.report_dir = None if report_dir is None else checked_path("report_dir", report_dir)
         super().__init__(max_nonfinite_steps, max_in_a_row=max_in_a_row, report_dir=self.report_dir)
         self.reports: list[OverflowReport] = []
-        self.nonfinite_steps = self.skipped_steps = 0
-        self._in_a_row = self._skips_in_a_row = 0
+        self.nonfinite_steps = 0
+        self.skipped_steps = 0
+        self._in_a_row = 0
+        self._skips_in_a_row = 0
         self._window: list[StepInputs] = []  # since the last optimizer step
+        self._is_loss_bad: list[torch.Tensor] = []  # for each of them, 0-dimensional
         self._norm: torch.Tensor | float | None = None
         self._of_step: list[UndoHandle] = []  # what is put back when it ends
         self._of_run: list[UndoHandle] = []
@@ -135,7 +142,8 @@ class OverflowCallback(TechniqueCallback):
         """Remember the inputs and the loss of each accumulation step."""
         random_state = RandomState.capture(self.binding.trainer.args.device)
         loss: torch.Tensor = before(model, inputs, num_items_in_batch)
-        self._window.append(StepInputs(inputs, num_items_in_batch, random_state, ~torch.isfinite(loss)))
+        self._window.append(StepInputs(inputs, num_items_in_batch, random_state))
+        self._is_loss_bad.append(~torch.isfinite(loss))
         return loss
 
     def _clip_grad_norm(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -159,14 +167,12 @@ class OverflowCallback(TechniqueCallback):
         """Forget the step before, which may have raised."""
         self._end_step()
 
-    on_step_end = on_step_begin
-
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Read the flags of the step, and drop it if it is not finite."""
         if not self._window:
             return
         trainer = self.binding.trainer
-        reading = read_step([step.is_loss_bad for step in self._window], self._norm, trainer.accelerator)
+        reading = read_step(self._is_loss_bad, self._norm, trainer.accelerator)
         self._skips_in_a_row = self._skips_in_a_row + 1 if reading.is_skipped else 0
         if reading.is_skipped:
             self.skipped_steps += 1
@@ -186,6 +192,10 @@ class OverflowCallback(TechniqueCallback):
             self._end_run()
             raise RuntimeError(self._why_stopped(state.global_step + 1, path))
 
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Release the batch and the schedule."""
+        self._end_step()
+
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Log the counts."""
         self._end_run()
@@ -202,7 +212,7 @@ class OverflowCallback(TechniqueCallback):
         remove_all(self._of_run)
 
     def _end_step(self) -> None:
-        self._window, self._norm = [], None
+        self._window, self._is_loss_bad, self._norm = [], [], None
         remove_all(self._of_step)
 
     # ---- A non-finite step ------------------------------------------------------------------------------------------
@@ -257,7 +267,8 @@ class OverflowCallback(TechniqueCallback):
         )
 
 
-class StepReading(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StepReading:
     """The flags of an optimizer step; the same in all processes except for ``is_loss_bad``."""
 
     is_loss_bad: tuple[bool, ...]  # for each accumulation step of this process, whether its loss was not finite
