@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import Trainer
+from transformers.models.bert.modeling_bert import BertEncoder
 
 import tiny
 from hf_memopt.binding import attach
@@ -534,3 +535,33 @@ def test_accumulation_is_repeated_with_the_logged_loss_of_stock(tmp_path: Path) 
     assert scarcity.errors == 1
     assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
     assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_part_that_runs_out_in_a_model_inside_the_backbone_is_halved(
+    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bert inside of the classifier, which is called without labels: a failure there is the part's, not the step's."""
+    stock, left = BertEncoder.forward, [0]
+
+    def forward(self: BertEncoder, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError(OUT)
+        return stock(self, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(BertEncoder, "forward", forward)
+
+    def run(*callbacks: Any) -> dict[str, torch.Tensor]:
+        sizes = {"per_device_train_batch_size": 8, "max_steps": 1, "optim": "sgd", "learning_rate": 0.1}
+        trainer = own("penalty")(model=tiny.bert(), args=tiny.arguments(tmp_path, **sizes), train_dataset=tiny.rows(8))
+        attach(trainer, *callbacks)
+        trainer.train()
+        return trainer.model.state_dict()
+
+    expected = run()
+    left[0] = failures
+    found = run(MicrobatchCallback(max_examples=4))
+    assert left == [0]
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=FLOAT32, atol=FLOAT32)

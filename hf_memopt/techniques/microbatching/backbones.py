@@ -97,29 +97,32 @@ class Backbones:
         step = CutStep()
         self._steps += is_training
         self._is_checked = self._steps == 2 or self._draw.random() < CHECKED_STEPS
-        call: Callable[..., Any] = step.noting_out_of_memory
+        call: Callable[..., Any] = self._forward
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to import it takes a second
             # checks and parts are no graph: a compiled model runs its backbone as it is written
             call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             for name, module in self.modules_of(model):
-                forward = partial(call, partial(self._forward, name, module, step))
-                stack.enter_context(override_method(module, "forward", forward))
+                stack.enter_context(override_method(module, "forward", partial(call, name, module, step)))
             yield step
 
     def _forward(
         self, name: str, module: nn.Module, step: CutStep, before: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._is_inside:
+        if self._is_inside:  # where a part that runs out of memory is run again, so that nothing is noted
             return before(*args, **kwargs)
+        return step.noting_out_of_memory(self._run, name, module, step, before, args, kwargs)
+
+    def _run(
+        self, name: str, module: nn.Module, step: CutStep, before: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         call = ModuleCall(module, partial(self._run_inside, before), args, kwargs)
         layout = self._layout_of(name, call, step, kwargs)
         if layout is None:
             return before(*args, **kwargs)
-        found = run_rows_in_parts(call, layout, self._size)
         step.cut += 1
         step.names[name or type(module).__name__] = None
-        return found
+        return run_rows_in_parts(call, layout, self._size)
 
     def _layout_of(self, name: str, call: ModuleCall, step: CutStep, kwargs: dict[str, Any]) -> Layout | None:
         """Return where the rows of a call are; None, and note it, if the call has to run whole."""
