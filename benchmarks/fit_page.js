@@ -1,5 +1,5 @@
 // The answers of the page "Does it fit?": lines between simulated points, as `parts_at` of fit_points.py draws them.
-const UNIT = 2 ** 16, GIB = 2 ** 30, LARGER_WORKSPACES = 2 * (32 * 2 ** 20 - (8 * 2 ** 20 + 2 ** 17));
+const UNIT = 2 ** 16, GIB = 2 ** 30;
 const [CONTEXT, UNUSED] = ["CUDA context", "reserved, not in use"];
 const TITLES = {full: "full fine-tuning", lora: "LoRA", qlora: "QLoRA"};
 const WORDS = {fits: "It fits", tight: "Too close to tell", over: "It does not fit"};
@@ -39,7 +39,7 @@ async function started() {
     let allocated = 0;
     components.forEach((name, place) => {
       let size = UNIT * between(row.lengths, row.components.map((sizes) => sizes[place]), length);
-      if (name === "workspace" && card.large) size += LARGER_WORKSPACES;
+      if (name === "workspace" && card.large) size += known.larger_workspaces;
       allocated += parts[name] = size;
     });
     parts[UNUSED] = Math.max((between(row.simulated, row.shares, length) - 1) * allocated, 0);

@@ -17,11 +17,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import results_file
-from fit_points import EFFECTIVE_BATCH, KERNELS, METHODS, between, has_large_workspace, kernels_of
+from fit_points import (
+    EFFECTIVE_BATCH,
+    KERNELS,
+    LARGER_WORKSPACES_BYTES,
+    METHODS,
+    between,
+    has_large_workspace,
+    kernels_of,
+)
 
 import hf_memopt
 from hf_memopt import GPUS
-from hf_memopt.components import COMPONENTS, CONTEXT, MARGIN_SHARE, UNUSED
+from hf_memopt.components import COMPONENTS, CONTEXT, UNUSED
 from hf_memopt.memory import margin_of
 from hf_memopt.memory.models import known_models
 from hf_memopt.plotting import DARK, LIGHT
@@ -201,6 +209,6 @@ def figures_of(rows: Sequence[Row]) -> tuple[dict[str, Any], np.ndarray]:
         "order": {kernels.name: kernels.gpus for kernels in KERNELS},
         "methods": list(METHODS),
         "examples": EFFECTIVE_BATCH,
-        "margin_share": MARGIN_SHARE,
+        "larger_workspaces": LARGER_WORKSPACES_BYTES,
     }
     return figures, np.concatenate(logarithms or [np.zeros(0, np.int16)])

@@ -143,7 +143,7 @@ def test_an_unknown_name_tells_why_and_what_is_nearest(
 
 @pytest.fixture
 def hub_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Have a hub that the process is not told to leave alone, at an address and behind proxies of the test."""
+    """Let the process ask a hub, at an address and behind proxies that the test gives."""
 
     def set_up(connect: Any, endpoint: str = "https://hub.example", proxies: Any = None) -> None:
         monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
