@@ -247,7 +247,7 @@ def costs_at(length: int | None, known: Mapping[int | None, StepCosts]) -> StepC
     passes = []
     for same in zip(*(one.passes for one in found), strict=True):
         operations = [list(of_pass.items()) for _, of_pass in same]
-        if len({len(one) for one in operations}) > 1:
+        if len({tuple((cost.kind, cost.dtype, cost.kernels) for cost, _ in one) for one in operations}) > 1:
             return None
         mixed: Counter[Operation] = Counter()
         for alike in zip(*operations, strict=True):
