@@ -42,7 +42,8 @@ def checked(rows: Sequence[Row], count: int) -> dict[str, float]:
             found[name].append(abs(error))
     figures: dict[str, float] = {"points": count}
     for name, errors in found.items():
-        figures |= {f"{name}_median": statistics.median(errors), f"{name}_worst": max(errors)}
+        within = sum(error <= 0.01 for error in errors) / len(errors)
+        figures |= {f"{name}_median": statistics.median(errors), f"{name}_worst": max(errors), f"{name}_within_1": within}
     return figures
 
 
