@@ -7,6 +7,7 @@ polynomials of the length: of each moment of a step, and of each operation, not 
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ EFFECTIVE_BATCH = 8
 LONGEST = 4096
 STEPS_OF_AN_OCTAVE = 2.5  # so near that a line between two lengths is 1 % off a parabola at most
 PARTS = 16  # of a phase, see `moments_of`
+NOT_SIZES = {"rope_parameters", "rope_theta", "max_position_embeddings", "initializer_range", "transformers_version"}
 LARGER_WORKSPACES_BYTES = sum(workspace_bytes((9, 0))) - sum(workspace_bytes((8, 6)))
 
 
@@ -98,6 +100,12 @@ class Subject:
         return cls(name, str(task), rows, tuple(dict.fromkeys((shortest, *between, longest))))
 
     @property
+    def shape(self) -> str:
+        """What decides its points: the class, sizes and lengths, without ids of tokens and the base of positions."""
+        model = load_model(self.name).model
+        return json.dumps([type(model).__name__, _sizes(model.config.to_dict()), self.lengths], default=str)
+
+    @property
     def shown_lengths(self) -> tuple[int | None, ...]:
         """The lengths that the page has, and draws lines between."""
         shortest, longest = self.lengths[0], self.lengths[-1]
@@ -106,6 +114,14 @@ class Subject:
         steps = round(STEPS_OF_AN_OCTAVE * log2(longest / shortest))
         between = [round(shortest * (longest / shortest) ** (step / steps)) for step in range(steps + 1)]
         return tuple(sorted({*between, *(length for length in self.lengths if length is not None)}))
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _sizes(value) if isinstance(value, dict) else value
+        for name, value in sorted(config.items())
+        if name not in NOT_SIZES and not name.endswith("_token_id")
+    }
 
 
 def settings_of(subject: Subject, method: str, gpu: Gpu) -> dict[str, Any]:
