@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import peft
 import pytest
 import torch
 import torch._functorch.config as functorch
-import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -185,149 +182,14 @@ def test_the_handle_puts_a_model_that_was_checkpointed_back_as_it_was(policy: st
     assert attributes(model) == before
 
 
-def test_the_handle_keeps_no_model_alive() -> None:
-    model = build("bert")
-    handle = checkpoint_layers(model, "selective")
-    reference = weakref.ref(model)
-    del model
-    gc.collect()
-    assert reference() is None
-    handle.remove()
-
-
 # ---- Refusals -------------------------------------------------------------------------------------------------------
 
 
-HINTS = {"fulll": "full", "every_0": "every_2", "first_-1": "first_8", "every_2.5": "every_2", "FIRST_2": "first_8"}
-
-
-def unknown(policy: Any, *, rest: str = "") -> str:
-    hint = f" Did you mean {HINTS[policy]!r}?" if policy in HINTS else ""
-    return (
-        f"policy={policy!r} is unknown; expected 'full', 'selective', 'every_<n>' or 'first_<k>' with a number from 1"
-        f"{rest}.{hint} Pass policy='full'"
-    )
-
-
-def unsupported(name: str) -> str:
-    return (
-        f"policy='full' cannot be applied: {name} does not support checkpointing; expected a model of transformers "
-        "with supports_gradient_checkpointing=True. Save memory otherwise, for example: freeze(model, 'embeddings'), "
-        "or MicrobatchCallback(max_examples=1)"
-    )
-
-
-def one_by_one(policy: str, name: str) -> str:
-    return (
-        f"policy={policy!r} needs layers that are switched one by one, and {name} has no stack of transformers' "
-        "GradientCheckpointingLayer; expected 'full' or 'selective'. Pass policy='full'"
-    )
-
-
-class OldStyle(transformers.PreTrainedModel):
-    """Checkpoints by a flag of its own, in no layer of transformers' class."""
-
-    config_class = transformers.BertConfig
-    supports_gradient_checkpointing = True
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.layers = nn.ModuleList([nn.Linear(2, 2)])
-        self.gradient_checkpointing = False
-        self.post_init()
-
-
-class Layer(GradientCheckpointingLayer):
-    """A layer that nothing counts."""
-
-
-class InNoStack(OldStyle):
-    """Has a checkpointing layer, but in no list."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.layers = nn.ModuleDict({"only": Layer()})
-
-
-class OtherStack(InNoStack):
-    """Its only list is one of other layers."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.others = nn.ModuleList([nn.Linear(2, 2)])
-
-
-@pytest.mark.parametrize(
-    ("make", "policy", "message"),
-    [
-        *((lambda: build("bert"), policy, unknown(policy)) for policy in (*HINTS, 2, None)),
-        (
-            lambda: build("bert"),
-            "budget_0.5",
-            "policy='budget_0.5' is for torch.compile, not for the layers of a model; expected 'full', 'every_<n>', "
-            "'first_<k>' or 'selective'. Pass CheckpointingCallback('budget_0.5') to a Trainer with "
-            "torch_compile=True, or call: activation_memory_budget(0.5)",
-        ),
-        (lambda: heads_of_albert(), "full", unsupported("AlbertForSequenceClassification")),
-        (lambda: nn.Linear(2, 2), "full", unsupported("Linear")),
-        *((lambda: OldStyle(tiny.bert_config()), one, one_by_one(one, "OldStyle")) for one in ("first_1", "every_1")),
-        (lambda: InNoStack(tiny.bert_config()), "first_1", one_by_one("first_1", "InNoStack")),
-        (lambda: OtherStack(tiny.bert_config()), "first_1", one_by_one("first_1", "OtherStack")),
-        (
-            lambda: build("t5"),
-            "first_3",
-            "policy='first_3' exceeds the 2 layers of encoder.block and the 2 layers of decoder.block of "
-            "T5ForConditionalGeneration; expected a number from 1 to 2. Pass policy='first_2'",
-        ),
-        (
-            lambda: build("t5"),
-            "every_5",
-            "policy='every_5' exceeds the 4 layers of T5ForConditionalGeneration; expected a number from 1 to 4. "
-            "Pass policy='every_4'",
-        ),
-    ],
-)
-def test_policies_that_a_model_cannot_have(make: Any, policy: Any, message: str) -> None:
-    model = make()
-    before = attributes(model)
-    with pytest.raises(ValueError) as error:
-        checkpoint_layers(model, policy)
-    assert str(error.value) == message
-    assert attributes(model) == before
-
-
-def heads_of_albert() -> nn.Module:
-    return transformers.AlbertForSequenceClassification(transformers.AlbertConfig(**heads.TINY, embedding_size=8))
-
-
-def test_a_callback_knows_budgets_too() -> None:
-    with pytest.raises(ValueError) as error:
-        CheckpointingCallback("budget_2")
-    rest, hint = ", 'budget_<share from 0 to 1>'", " Did you mean 'budget_0.5'?"
-    assert str(error.value) == unknown("budget_2", rest=rest).replace(" Pass", f"{hint} Pass")
-
-
-def test_offload_is_refused_where_it_cannot_work() -> None:
-    both = (
-        "policy='selective', offload=True are incompatible: what the policy keeps within the layers stays on the GPU; "
-        "expected 'full', 'every_<n>' or 'first_<k>'. Pass offload=False"
-    )
-    for make in (partial(checkpoint_layers, build("bert")), CheckpointingCallback):
-        with pytest.raises(ValueError) as error:
-            make(policy="selective", offload=True)
-        assert str(error.value) == both
-    no_accelerator = (
-        "offload=True moves activations from an accelerator to the host, and there is no accelerator; expected a GPU "
-        "that torch can use. Pass offload=False"
-    )
-    too_old = (
-        f"offload=True is not known to transformers {transformers.__version__}; expected 5.17 or newer. "
-        "Call: pip install -U transformers"
-    )
-    if not torch.accelerator.is_available():
-        with pytest.raises(ValueError) as error:
-            checkpoint_layers(build("bert"), "full", offload=True)
-        assert str(error.value) == (no_accelerator if can_offload_checkpoints() else too_old)
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
+def test_offload_needs_an_accelerator() -> None:
+    says = "there is no accelerator" if can_offload_checkpoints() else "is not known to transformers"
+    with pytest.raises(ValueError, match=f"^offload=True .*{says}.*; expected .* "):
+        checkpoint_layers(build("bert"), "full", offload=True)
 
 
 # ---- Estimates ------------------------------------------------------------------------------------------------------
@@ -399,16 +261,6 @@ def test_the_policy_replaces_that_of_the_arguments_and_says_so(
     ]
 
 
-def test_reentrant_checkpointing_in_the_arguments_is_refused(tmp_path: Path) -> None:
-    reentrant = checkpointing_arguments(use_reentrant=True)
-    with pytest.raises(ValueError) as error:
-        train(tmp_path, CheckpointingCallback(), **reentrant)
-    assert str(error.value) == (
-        "checkpointing policy and reentrant checkpointing are incompatible: policies need the non-reentrant "
-        'variant; expected only one of them. Leave activation_checkpointing_kwargs={"use_reentrant": True} out'
-    )
-
-
 # ---- The budget of torch.compile ------------------------------------------------------------------------------------
 
 
@@ -464,30 +316,3 @@ def test_a_budget_is_set_within_training_steps_alone(tmp_path: Path, fails: bool
     assert callback.handle is not None
     callback.handle.remove()
     assert "training_step" not in vars(trainer)
-
-
-def test_a_budget_needs_attach_and_can_be_attached_again(tmp_path: Path) -> None:
-    callback = CheckpointingCallback("budget_0.25")
-    trainer = attach(budget_trainer(tmp_path, callback, Watched()))
-    assert callback.handle is not None
-    callback.handle.remove()
-    with pytest.raises(RuntimeError) as error:
-        trainer.train()
-    assert str(error.value) == (
-        "CheckpointingCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
-        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
-    )
-    attach(trainer)
-    trainer.model.inside.clear()  # attach has probed the loss
-    trainer.train()
-    assert trainer.model.inside == [0.25, 0.25]
-
-
-def test_a_budget_needs_a_compiled_model(tmp_path: Path) -> None:
-    trainer = budget_trainer(tmp_path, CheckpointingCallback("budget_0.5"), Watched(), torch_compile=False)
-    with pytest.raises(ValueError) as error:
-        attach(trainer)
-    assert str(error.value) == (
-        "policy='budget_0.5' is a choice that torch.compile makes, and torch_compile=False; expected a compiled model. "
-        "Set torch_compile=True, or pass policy='selective'"
-    )

@@ -121,19 +121,6 @@ def test_an_evaluation_of_the_loss_alone_has_stocks_loss_bit_for_bit_and_no_logi
     assert np.array_equal(predicted.predictions, expected.predictions)
 
 
-def test_a_metric_that_stock_would_never_call_is_refused(tmp_path: Any) -> None:
-    args = tiny.arguments(tmp_path, prediction_loss_only=True)
-    given = {"eval_dataset": texts(8), "data_collator": default_data_collator, "callbacks": [fused()]}
-    trainer = Trainer(model=tiny.llama(), args=args, compute_metrics=len, **given)
-    with pytest.raises(ValueError) as error:
-        attach(trainer)
-    assert str(error.value) == (
-        "compute_metrics=<built-in function len> is never called with prediction_loss_only=True; expected one of "
-        "them. Pass prediction_loss_only=False, per_device_eval_batch_size=1, eval_accumulation_steps=1: evaluation "
-        "keeps logits then"
-    )
-
-
 def test_label_smoothing_of_the_trainer_makes_real_logits_and_says_so(tmp_path: Any) -> None:
     plain = trained(tmp_path, label_smoothing_factor=0.1)
     with pytest.warns(UserWarning, match="fused no loss") as warned:
@@ -163,30 +150,3 @@ def test_the_handle_and_a_copy_of_the_trainer_leave_stock(tmp_path: Any) -> None
     assert type(copy.deepcopy(trainer.model)(ids).logits) is torch.Tensor
     callback.handle.remove()
     assert type(trainer.model(ids).logits) is torch.Tensor
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda folder: Trainer(tiny.bert(), tiny.arguments(folder), callbacks=[fused()]),
-            "model=<BertForSequenceClassification> has no output embeddings; expected a causal, masked or "
-            "sequence-to-sequence language model. Leave fuse_cross_entropy out: a small head has small logits",
-        ),
-        (
-            lambda _: FusedCrossEntropyCallback(chunk_bytes=0),
-            "chunk_bytes=0 is invalid; expected an integer of 1 or more, or None. Pass chunk_bytes=67108864",
-        ),
-    ],
-)
-def test_what_is_refused_at_once(call: Any, message: str, tmp_path: Any) -> None:
-    with pytest.raises(ValueError) as error:
-        call(tmp_path)
-    assert str(error.value) == message
-
-
-def test_settings_are_refused_without_attach_too(tmp_path: Any) -> None:
-    args = tiny.arguments(tmp_path)
-    args.use_liger_kernel = True
-    with pytest.raises(ValueError, match="fused cross-entropy and Liger kernel are incompatible"):
-        fused().on_train_begin(args, None, None, model=tiny.llama())

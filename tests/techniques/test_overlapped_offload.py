@@ -47,7 +47,7 @@ def assert_same(one: Any, other: Any) -> None:
     assert all(torch.equal(one[1][name], other[1][name]) for name in other[1])
 
 
-@pytest.mark.parametrize("seed", slow_except(range(12), range(200)))
+@pytest.mark.parametrize("seed", slow_except(range(5), range(200)))
 @pytest.mark.parametrize("kind", ["full", "LoRA", "tiles"])
 def test_late_copies_change_no_bit(kind: str, seed: int) -> None:
     """Each copy runs as late as its event lets it, and its source and target are watched."""
@@ -72,7 +72,7 @@ def test_late_copies_change_no_bit(kind: str, seed: int) -> None:
 @pytest.mark.parametrize("without", ["Inputs._fetch", "Inputs.unpack", "Inputs._let_go"])
 def test_each_wait_is_needed(without: str) -> None:
     """A race is found where it is left out."""
-    plain, failed = model(), 0
+    plain = model()
     for seed in range(20):
         ours = copy.deepcopy(plain)
         overlap_offload(ours, LateLanes(seed, without))
@@ -82,8 +82,8 @@ def test_each_wait_is_needed(without: str) -> None:
             gc.collect()
             assert_same(trained(ours), trained(plain))
         except AssertionError:
-            failed += 1
-    assert failed
+            return
+    pytest.fail("no race was found")
 
 
 class Counting(Lanes):

@@ -4,8 +4,10 @@ cache, and master weights.
 
 from __future__ import annotations
 
+import ast
 import csv
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,11 @@ from hf_memopt.units import format_bytes
 # ---- Which precision ------------------------------------------------------------------------------------------------
 
 Play = Callable[..., None]
+HERE = Path(__file__).parent
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
 @pytest.fixture
@@ -46,91 +53,24 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     return play
 
 
-T4, RTX = ("cuda", "Tesla T4", (7, 5)), ("cuda", "RTX 3050", (8, 6), True)
-NONE = "this CPU has no bfloat16 instructions, so 16 bit would only be slower"
-EMULATES = "only emulates bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("machine", "use_cpu", "chosen", "reason"),
-    [
-        (T4, False, "fp16", f"Tesla T4 (compute capability 7.5) {EMULATES}"),
-        (("cuda", "Tesla V100", (7, 0)), False, "fp16", f"Tesla V100 (compute capability 7.0) {EMULATES}"),
-        (RTX, False, "bf16", "RTX 3050 (compute capability 8.6) computes bfloat16 natively"),
-        (
-            ("cuda", "Tesla P4", (6, 1)),
-            False,
-            "fp32",
-            f"Tesla P4 (compute capability 6.1) {EMULATES}, and it has no tensor cores for float16",
-        ),
-        (
-            ("cuda", "NVIDIA GeForce GTX 1650", (7, 5)),
-            False,
-            "fp32",
-            f"NVIDIA GeForce GTX 1650 (compute capability 7.5) {EMULATES}, and GTX 16 is unsafe in float16: its "
-            "convolutions return NaN (https://github.com/pytorch/pytorch/issues/58123)",
-        ),
-        (RTX, True, "fp32", NONE),
-        (("cpu",), False, "fp32", NONE),
-        (("cpu", "", (0, 0), False, None), False, "fp32", NONE),
-        *(
-            (
-                ("cpu", "", (0, 0), False, [name]),
-                False,
-                "bf16",
-                f"this CPU multiplies bfloat16 ({name}); the gain is not yet measured",
-            )
-            for name in ("amx_bf16", "avx512_bf16")
-        ),
-        (("mps",), False, "fp32", None),
-        (("npu",), False, "fp32", None),
-    ],
-)
-def test_the_precision_of_a_machine(play: Play, machine: Any, use_cpu: bool, chosen: str, reason: str | None) -> None:
-    play(*machine)
-    found = choose_precision(use_cpu=use_cpu)
+@pytest.mark.parametrize("row", rows_of(HERE / "machines.csv"), ids=lambda row: row["machine"])
+def test_the_precision_of_a_machine(play: Play, row: dict[str, str]) -> None:
+    play(*ast.literal_eval(row["machine"]))
+    found, chosen = choose_precision(use_cpu=row["use_cpu"] == "yes"), row["chosen"]
     assert (found.name, found.bf16, found.fp16) == (chosen, chosen == "bf16", chosen == "fp16")
-    assert reason in (None, found.reason)
+    assert row["reason"] in ("...", found.reason)
 
 
-@pytest.mark.parametrize(
-    ("machine", "asked", "message"),
-    [
-        (
-            ("cpu",),
-            {"bf16": False, "fp16": True},
-            "fp16=True cannot train on this machine, whose device is 'cpu'; expected a GPU with a gradient scaler. "
-            "Leave fp16 out: this machine trains in fp32",
-        ),
-        (
-            T4,
-            {"bf16": True, "fp16": False},
-            "bf16=True is emulated here: Tesla T4 (compute capability 7.5) only emulates bfloat16; expected fp16. "
-            "Leave bf16 out",
-        ),
-        (
-            RTX,
-            {"bf16": True, "fp16": True},
-            "bf16=True, fp16=True are given together; expected one of them. Drop one: preset(..., bf16=True)",
-        ),
-        (T4, {"bf16": False, "fp16": True}, None),
-        (RTX, {"bf16": True, "fp16": False}, None),
-        (RTX, {"bf16": False, "fp16": True}, None),
-    ],
-)
-def test_a_precision_that_a_machine_cannot_train_in(play: Play, machine: Any, asked: Any, message: Any) -> None:
-    play(*machine)
-    if message is None:
-        assert check_precision(**asked) is None
-        return
-    with pytest.raises(ValueError) as error:
-        check_precision(**asked)
-    assert str(error.value) == message
+@pytest.mark.parametrize("row", rows_of(HERE / "asked_precisions.csv"), ids=lambda row: " ".join(row.values())[:60])
+def test_a_precision_that_a_machine_cannot_train_in(play: Play, row: dict[str, str]) -> None:
+    play(*ast.literal_eval(row["machine"]))
+    with pytest.raises(ValueError) if row["says"] else nullcontext() as error:
+        check_precision(**{name: name in row["asked"] for name in ("bf16", "fp16")})
+    assert row["says"] in ("", str(error and error.value))
 
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "hf_memopt/devices/float16_overflow.csv"
-OVERFLOWING = list(csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines()))
+OVERFLOWING = rows_of(ROOT / "hf_memopt/devices/float16_overflow.csv")
 
 
 @pytest.mark.parametrize("row", OVERFLOWING, ids=lambda row: row["name"])
@@ -437,11 +377,10 @@ def test_what_is_frozen_first_stays_in_16_bits(make: Any, callbacks: list[Any], 
     assert found == {True: torch.float32, False: torch.bfloat16}
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
 @pytest.mark.parametrize("way", ["model", "model_init", "attached later"])
-def test_a_resumed_run_with_master_weights_equals_a_straight_one(tmp_path: Path, way: str, optim: str) -> None:
+def test_a_resumed_run_with_master_weights_equals_a_straight_one(tmp_path: Path, way: str) -> None:
     """The checkpoint's float32 weights and states are loaded into float32 parameters."""
-    settings = {"bf16": True, "optim": optim, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 1}
+    settings = {"bf16": True, "optim": "adamw_torch", "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 1}
     models = []
     for resume in (None, str(tmp_path / "checkpoint-1")):
         callback = PrecisionCallback()
@@ -452,18 +391,3 @@ def test_a_resumed_run_with_master_weights_equals_a_straight_one(tmp_path: Path,
         models.append(trainer.model)
     assert tiny.largest_difference(*models) == 0.0
     assert dtypes(models[1]) == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("settings", "rule"),
-    [
-        ({"autocast_cache": 1}, "True or False, or 'auto'. Pass autocast_cache='auto'"),
-        ({"autocast_cache": None}, "True or False, or 'auto'. Pass autocast_cache='auto'"),
-        ({"master_weights": "auto"}, "True or False. Pass master_weights=True"),
-    ],
-)
-def test_unknown_values(settings: dict[str, Any], rule: str) -> None:
-    ((name, value),) = settings.items()
-    with pytest.raises(ValueError) as error:
-        PrecisionCallback(**settings)
-    assert str(error.value) == f"{name}={value!r} is invalid; expected {rule}"

@@ -17,14 +17,12 @@ import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from datasets import Dataset
 from slow_cases import slow_except
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 import tiny
 from hf_memopt import (
     ExpertsConfig,
     Recipe,
-    StepSettings,
     attach,
     checkpoint_layers,
     estimate,
@@ -299,51 +297,7 @@ def test_saving_the_whole_model_is_refused(tmp_path: Path) -> None:
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).train()(IDS).logits, model(IDS).logits)
 
 
-class Quantised(nn.Module):
-    """Experts that another quantiser has packed."""
-
-    is_transposed = has_gate = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.zeros(2, 64, 64, dtype=torch.uint8), requires_grad=False)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: tiny.llama(), "has no fused experts of 16 or 32 bits"),
-        (lambda: mixture("llama4_text", num_hidden_layers=1), "does not use transformers' experts interface"),
-        (lambda: mixture(hidden_size=20, intermediate_size=20, num_attention_heads=2), "expected a multiple of 64"),
-        (lambda: nn.Sequential(Quantised()), "it is quantised already, as torch.uint8"),
-    ],
-)
-def test_bad_models_are_refused_and_left_as_they_are(model: Any, message: str) -> None:
-    found = model()
-    before = {name: one.data_ptr() for name, one in found.named_parameters()}
-    with pytest.raises(ValueError, match=message):
-        quantize_experts(found)
-    assert {name: one.data_ptr() for name, one in found.named_parameters()} == before
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="double_quant='yes'"):
-        quantize_experts(mixture(), "yes")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="load_in_4bit=False, bnb_4bit_quant_type='nf4' are not for experts"):
-        ExpertsConfig()
-    with pytest.raises(ValueError, match="bnb_4bit_quant_type='fp4'"):
-        ExpertsConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")
-    for call in (lambda: StepSettings(quantize_experts=True), lambda: Recipe("a", "b", quantize_experts=True)):
-        with pytest.raises(ValueError, match="quantize_experts=True, load_in=None do not fit each other"):
-            call()
-
-
 # ---- Plans -----------------------------------------------------------------------------------------------------------
-
-
-def test_sharding_is_refused() -> None:
-    with pytest.raises(ValueError, match="strategy='fsdp2' are incompatible: it cuts parameters"):
-        StepSettings(quantize_experts=True, load_in="nf4", lora=4, world_size=2, strategy="fsdp2")
 
 
 def test_plans_put_experts_into_four_bits() -> None:

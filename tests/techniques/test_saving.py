@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import peft
 import pytest
 import torch
+from test_sharded_checkpoints import CASES, llama
 from transformers import TrainerCallback
 
 import tiny
@@ -38,41 +38,20 @@ class WatchSaving(TrainerCallback):
         self.saved += 1
 
 
-def bert() -> torch.nn.Module:
-    return tiny.bert(vocab_size=2048)
-
-
-def untied() -> torch.nn.Module:
-    return tiny.llama(vocab_size=2048)
-
-
-def tied() -> torch.nn.Module:
-    return tiny.llama(vocab_size=2048, tie_word_embeddings=True)
-
-
-def lora() -> torch.nn.Module:
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=["q_proj", "v_proj"])
-    return peft.get_peft_model(untied(), config)
-
-
-CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "AdamW": (untied, {"optim": "adamw_torch"}),
-    "AdamW 8-bit": (untied, {"optim": "adamw_bnb_8bit"}),
-    "Adafactor": (untied, {"optim": "adafactor"}),
-    "tied weights": (tied, {"optim": "adamw_torch"}),
-    "LoRA": (lora, {"optim": "adamw_torch"}),
-    "only the model": (untied, {"optim": "adamw_torch", "save_only_model": True}),
-    "classification": (bert, {"optim": "adamw_torch"}),
+SAVED: dict[str, tuple[Any, dict[str, Any]]] = {
+    **CASES,
+    "only the model": (llama, {"save_only_model": True}),
+    "classification": (tiny.bert, {}),
 }
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks by that name
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SAVED)
 def test_saving_copies_no_weight_and_no_state(tmp_path, case) -> None:
     """On a card each tensor then moves to the host by itself, which frees nothing there and takes nothing."""
-    build, settings = CASES[case]
+    build, settings = SAVED[case]
     watch, model = WatchSaving(), build()
-    label = 1 if build is bert else [5, 6, 7, 8]
+    label = 1 if build is tiny.bert else [5, 6, 7, 8]
     tiny.train(
         model,
         [{"input_ids": [5, 6, 7, 8], "labels": label}] * 2,
@@ -81,7 +60,7 @@ def test_saving_copies_no_weight_and_no_state(tmp_path, case) -> None:
         save_strategy="steps",
         save_steps=1,
         trainer_callbacks=[watch],
-        **settings,
+        **{"optim": "adamw_torch", **settings},
     )
     born = watch.tracker.sizes[watch.known :]
     assert watch.saved == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import pickle
 import sys
 import weakref
 from contextlib import nullcontext
@@ -16,7 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
-from slow_cases import resumes_on_a_cpu, slow_except
+from slow_cases import slow_except
 from torch import nn
 from transformers import Trainer
 
@@ -32,7 +30,6 @@ from hf_memopt.techniques.checkpoints.sharded import (
     page_state,
     save_in_shards,
 )
-from two_ranks import run_pair
 
 # PEFT asks transformers 5.23 by the older name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -534,112 +531,4 @@ def test_setting_is_put_back_when_there_is_no_state(tmp_path, monkeypatch, damag
     assert "load_state_dict" not in vars(built.optimizer.optimizer)
 
 
-def test_mapping_nests_and_leaves_the_setting_as_it_was() -> None:
-    from torch.utils.serialization import config
-
-    with mapped_loading():
-        with mapped_loading():
-            assert config.load.mmap is True
-        assert config.load.mmap is True
-    assert config.load.mmap is False
-
-
-# ---- The callback ---------------------------------------------------------------------------------------------------
-
-
-def test_unbound_callback_is_refused(tmp_path) -> None:
-    args = tiny.arguments(tmp_path, **RUN)
-    built = Trainer(model=llama(), args=args, train_dataset=ROWS, callbacks=[ShardedCheckpointCallback()])
-    expected = (
-        "ShardedCheckpointCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
-        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
-    )
-    with pytest.raises(RuntimeError) as error:
-        built.train()
-    assert str(error.value) == expected
-
-
-def test_handle_gives_the_trainer_back(tmp_path) -> None:
-    callback = ours()
-    built = Trainer(model=llama(), args=tiny.arguments(tmp_path, **RUN), train_dataset=ROWS)
-    before = set(vars(built))
-    attach(built, callback)
-    attach(built)
-    overridden = {"save_model", "create_scheduler", "train"}
-    assert overridden <= set(vars(built))
-    callback.handle.remove()
-    assert "create_scheduler" not in vars(built)
-    built.memopt_handle.remove()  # of the manifests too
-    assert overridden.isdisjoint(vars(built))
-    assert before <= set(vars(built))
-
-
-def test_moves_to_another_trainer_once_it_was_taken_off(tmp_path) -> None:
-    callback = ours()
-    first = trainer(llama(), tmp_path / "1", callback)
-    callback.handle.remove()
-    second = trainer(llama(), tmp_path / "2", callback)
-    assert "create_scheduler" not in vars(first)
-    second.train()
-    assert (tmp_path / "2/checkpoint-2/model.safetensors.index.json").is_file()
-    with pytest.raises(RuntimeError, match="never bound to its trainer"):
-        first.train()
-
-
-def test_copy_is_unused_with_the_same_setting(tmp_path) -> None:
-    callback = ShardedCheckpointCallback("70KB")
-    built = trainer(llama(), tmp_path, callback)
-    copy = pickle.loads(pickle.dumps(callback))
-    assert (copy.max_shard_bytes, copy.handle) == (70_000, None)
-    assert pickle.loads(pickle.dumps(built.args)).to_dict() == built.args.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            "much",
-            "max_shard_bytes='much' is not an amount of memory; expected a number with one of the units "
-            "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB. Write, for example, '4GB' or '3.5GiB'.",
-        ),
-        (-1, "max_shard_bytes=-1 is negative; expected 0 bytes or more. Write, for example, '4GB'."),
-        (
-            0,
-            "max_shard_bytes=0 is invalid; expected 1 byte or more. Write, for example, max_shard_bytes='1GB'.",
-        ),
-    ],
-    ids=["text", "negative", "zero"],
-)
-def test_size_that_is_none_is_refused(given, message) -> None:
-    with pytest.raises(ValueError) as error:
-        ShardedCheckpointCallback(given)
-    assert str(error.value) == message
-
-
 # ---- Two processes --------------------------------------------------------------------------------------------------
-
-
-@resumes_on_a_cpu
-def test_two_processes_resume(tmp_path) -> None:
-    """One writes, both read, and both end up with the weights of the straight run."""
-    for rank in run_pair(tmp_path, __file__, str(tmp_path)):
-        assert rank == {"difference": 0.0, "files": True}
-
-
-def run_rank(folder: Path) -> None:
-    """Train, resume and write what was found, as one of two processes."""
-    gc.freeze()  # the Trainer collects garbage at the start of each run, 0.5 s with all that was imported
-    straight, resumed = llama(), llama()
-    settings = {"optim": "adamw_bnb_8bit", "ddp_find_unused_parameters": False}
-    trainer(straight, folder / "out", ours(), **settings).train()
-    built = trainer(resumed, folder / "out", ours(), **settings)
-    built.train(str(folder / "out/checkpoint-2"))
-    found = {
-        "difference": tiny.largest_difference(straight, resumed),
-        "files": (folder / "out/checkpoint-2/model.safetensors.index.json").is_file(),
-    }
-    (folder / f"rank{built.args.process_index}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]))

@@ -14,7 +14,6 @@ import torch
 from bitsandbytes.optim.optimizer import GlobalOptimManager
 from torch import nn
 from transformers import Trainer
-from transformers.optimization import Adafactor
 
 import tiny
 from hf_memopt import (
@@ -280,73 +279,6 @@ def test_a_copy_goes_on_as_the_original(copied: Callable[[Any], Any]) -> None:
 
 
 # ---- refused
-
-
-FIX = "Call sixteen_bit_optimizer(torch.optim.AdamW)."
-NOT_KNOWN = (
-    "has a step that is not known to work element by element; expected the step of Adam, AdamW, SGD, RMSprop or "
-    f"Adagrad in torch.optim, or of these or Lion in bitsandbytes. {FIX}"
-)
-RELEASED = (
-    "releases gradients already; expected a plain class, which gradient_release takes afterwards. Call "
-    "gradient_release(sixteen_bit_optimizer(torch.optim.AdamW))."
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "problem"),
-    [
-        *((kind, NOT_KNOWN) for kind in (Adafactor, torch.optim.Adafactor, torch.optim.SparseAdam)),
-        (of_bitsandbytes.AdEMAMix8bit, NOT_KNOWN),
-        (sixteen_bit_optimizer(torch.optim.SGD), f"is for 16-bit weights already; expected a plain class. {FIX}"),
-        (gradient_release(torch.optim.SGD), RELEASED),
-    ],
-)
-def test_classes_that_are_refused(kind: Any, problem: str) -> None:
-    with pytest.raises(ValueError) as error:
-        sixteen_bit_optimizer(kind)
-    assert str(error.value) == f"optimizer_class={kind.__module__}.{kind.__qualname__} {problem}"
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (
-            lambda _: sixteen_bit_optimizer("adamw"),
-            TypeError,
-            "optimizer_class='adamw' is not a class of optimizers; expected a subclass of torch.optim.Optimizer. "
-            f"{FIX}",
-        ),
-        (
-            lambda _: sixteen_bit_optimizer(torch.optim.SGD, "nearest"),
-            ValueError,
-            "rounding='nearest' is unknown; expected one of 'stochastic', 'kahan'. Pass rounding='stochastic'",
-        ),
-        (
-            lambda _: sixteen_bit_optimizer(of_bitsandbytes.LAMB8bit)([nn.Parameter(torch.ones(2))]),
-            ValueError,
-            "max_unorm=1.0 needs the norm of a whole update; expected 0.0, as of AdamW. Call "
-            "sixteen_bit_optimizer(bitsandbytes.optim.AdamW).",
-        ),
-        (
-            lambda _: sixteen_bit_optimizer(torch.optim.SGD)([nn.Parameter(torch.ones(2, 3).half())]),
-            ValueError,
-            "dtype=torch.float16 of a parameter of shape (2, 3) cannot be trained: float16 gradients need a scaler, "
-            "which needs float32 weights; expected bfloat16 or float32. Load the model with dtype=torch.bfloat16.",
-        ),
-        (
-            lambda folder: rounded_optimizer(tiny.arguments(folder, optim="lomo"), tiny.bert()),
-            ValueError,
-            "16-bit weights and layer-wise optimizer are incompatible: it has a step of its own within the backward "
-            "pass, which is not one element by element; expected only one of them. Choose another optim, with "
-            "released_optimizer(args, model, rounding=...)",
-        ),
-    ],
-)
-def test_what_is_refused(call: Callable[[Path], Any], kind: type[Exception], message: str, tmp_path: Path) -> None:
-    with pytest.raises(kind) as error:
-        call(tmp_path)
-    assert str(error.value) == message
 
 
 def test_the_class() -> None:

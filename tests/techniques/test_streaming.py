@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -316,16 +314,6 @@ def test_embeddings_on_the_host_are_trained_there(monkeypatch: pytest.MonkeyPatc
     assert "forward" not in vars(model.model.embed_tokens)
 
 
-def test_a_model_is_let_go_with_its_handle() -> None:
-    model = llama()
-    reference, handle = weakref.ref(model), weakref.ref(stream_layers(model))
-    backward(model)
-    del model
-    gc.collect()
-    assert reference() is None
-    assert handle() is None
-
-
 # ---- Rows in parts --------------------------------------------------------------------------------------------------
 
 
@@ -360,140 +348,7 @@ def test_a_position_bias_that_all_rows_share_is_not_joined(rows: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda model: model(IDS, output_attentions=True),
-            "rows=4 would give single parts to the hooks inside LlamaDecoderLayer, which record attentions or router "
-            "logits; expected output_attentions=False and output_router_logits=False. Pass rows=None to stream_layers",
-        ),
-        (
-            lambda model: model(IDS[:, :8]),
-            "rows=4 cannot cut a batch of 8 rows of 8 tokens: either dimension may be the rows; expected another "
-            "number of rows. Pass rows=None to stream_layers, or pad to another length",
-        ),
-        (
-            lambda model: model.to(torch.bfloat16),
-            "dtype=torch.bfloat16 cannot be given to streamed weights of torch.float32; expected a model that has its "
-            "dtype before stream_layers. Load it with dtype=..., or call handle.remove() first",
-        ),
-    ],
-)
-def test_what_a_streamed_model_cannot_do(call: Any, message: str) -> None:
-    model = llama(attn_implementation="eager")
-    stream_layers(model, rows=4)
-    with pytest.raises(ValueError) as error:
-        call(model)
-    assert str(error.value) == message
-
-
 # ---- Refused --------------------------------------------------------------------------------------------------------
-
-
-def wrapped(kind: type) -> Any:
-    made = kind.__new__(kind)
-    nn.Module.__init__(made)
-    made.module = llama()
-    return made
-
-
-def changed(change: Any) -> Any:
-    model = llama()
-    change(model)
-    return model
-
-
-def shares(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-
-
-SHARED = (
-    "shares a parameter between two layers, or between a layer and the rest; expected layers that own their weights. "
-    "Clone the shared one: layer.weight = nn.Parameter(layer.weight.detach().clone())"
-)
-REFUSED = {
-    "two layers": (
-        lambda: llama(num_hidden_layers=2),
-        "has 2 repeated layers; expected 3 or more, since two are on the device at any time. Train it without "
-        "StreamedLayersCallback",
-    ),
-    "streamed": (
-        lambda: changed(stream_layers),
-        "is streamed already; expected a plain model. Call remove() of its handle first",
-    ),
-    "DataParallel": (
-        lambda: wrapped(nn.DataParallel),
-        "is wrapped by DataParallel; expected one process and one device. Pass model.module",
-    ),
-    "DDP": (
-        lambda: wrapped(nn.parallel.DistributedDataParallel),
-        "is wrapped by DistributedDataParallel; expected one process and one device. Pass model.module",
-    ),
-    "compiled": (
-        lambda: torch.compile(llama(), backend="eager"),
-        "is compiled, and compiled code keeps its weights; expected a plain model. Leave torch.compile out",
-    ),
-    "sharded": (
-        lambda: changed(lambda model: setattr(model.lm_head.weight, "device_mesh", None)),
-        "has sharded weights (FSDP2 or tensor parallelism); expected whole ones. Leave the sharding out",
-    ),
-    "device_map": (
-        lambda: changed(lambda model: setattr(model.model.layers[1], "_hf_hook", object())),
-        "has hooks of accelerate that move its weights; expected none. Load it without device_map",
-    ),
-    "meta": (
-        lambda: llama().to("meta"),
-        "has weights on meta, which have no values; expected loaded weights. Load it without device_map",
-    ),
-    "shared": (lambda: changed(shares), SHARED),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_streamed_is_refused_by_name(case: str) -> None:
-    build, text = REFUSED[case]
-    model = build()
-    with pytest.raises(ValueError) as error:
-        stream_layers(model)
-    assert str(error.value) == f"model=<{type(model).__name__}> {text}"
-
-
-TIED = (
-    "embeddings_on_host=True cannot be used with tied embeddings, which the head needs on the device; expected weights "
-    "of their own. Pass embeddings_on_host=False"
-)
-PREFETCH = "prefetch=-1 is invalid; expected an integer of 0 or more. Pass prefetch=1"
-ROWS = "rows=0 is invalid; expected an integer of 1 or more, or None. Pass rows=8"
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: stream_layers(llama(tie_word_embeddings=True), embeddings_on_host=True), TIED),
-        (lambda: stream_layers(llama(), prefetch=-1), PREFETCH),
-        (lambda: StreamedLayersCallback(prefetch=-1), PREFETCH),
-        (lambda: stream_layers(llama(), rows=0), ROWS),
-        (lambda: StreamedLayersCallback(rows=0), ROWS),
-    ],
-)
-def test_wrong_values(call: Any, text: str) -> None:
-    with pytest.raises(ValueError) as error:
-        call()
-    assert str(error.value) == text
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [({"fsdp": "full_shard"}, "FSDP2"), ({"deepspeed": "zero.json"}, "DeepSpeed"), ({"torch_compile": True}, "")],
-)
-def test_engines_are_refused_when_training_begins(settings: dict[str, Any], name: str, tmp_path: Path) -> None:
-    """Also where nobody called attach."""
-    args = tiny.arguments(tmp_path)
-    vars(args).update(settings)
-    name = name or "torch.compile"
-    with pytest.raises(ValueError, match=f"^streamed layers and {name} are incompatible: "):
-        StreamedLayersCallback().on_train_begin(args, None, None, model=llama())
 
 
 def test_too_little_host_memory_is_said_before_the_first_step(tmp_path: Path, monkeypatch: Any) -> None:
@@ -517,19 +372,6 @@ def test_accelerate_finds_the_device_that_computes_in_a_device_map() -> None:
     assert model.hf_device_map == {"": torch.device("cpu")}
     handle.remove()
     assert model.hf_device_map == {"": "cpu"}
-
-
-def test_fp16_is_refused_for_weights_that_are_trained(tmp_path: Path) -> None:
-    model, args = llama(), tiny.arguments(tmp_path)
-    args.fp16 = True
-    with pytest.raises(ValueError) as error:
-        StreamedLayersCallback().on_train_begin(
-            args, None, None, model=model, optimizer=torch.optim.SGD([model.lm_head.weight])
-        )
-    assert str(error.value) == (
-        "fp16=True scales gradients on the GPU, and those of streamed layers are on the host; expected bf16, or "
-        "adapters alone to train. Set bf16=True"
-    )
 
 
 @pytest.mark.parametrize("way", ["load_state_dict", "an attribute"])

@@ -9,7 +9,7 @@ import auto_heads
 import peft
 import pytest
 import torch
-from slow_cases import slow_except
+from architectures import cases, head
 
 from hf_memopt import stream_layers
 from hf_memopt.binding import enable_checkpointing
@@ -19,25 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*(fan_in_fan_out|(rank|alpha)_pattern)"),
 ]
-CAUSAL, MASKED, SEQ2SEQ = "causal language model", "masked language model", "sequence to sequence"
-TASKS = dict.fromkeys(("bert", "distilbert", "modernbert"), MASKED) | dict.fromkeys(("t5", "bart"), SEQ2SEQ)
-FAST = ("llama", "gpt2", "t5", "bert", "qwen3_moe")
-SLOW = (
-    *("apertus", "arcee", "bloom", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon", "gemma2", "gemma3_text"),
-    *("glm4", "gpt_neox", "gpt_oss", "granite", "helium", "lfm2", "mistral", "mixtral", "mpt", "olmo2", "olmoe"),
-    *("opt", "phi", "phi3", "qwen2_moe", "qwen3", "stablelm", "starcoder2", "distilbert"),
-    *("modernbert", "bart"),
-)
-
-
-def head(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
-    """Return a tiny model of four layers in float64, and a batch."""
-    for name in [name for name in auto_heads.SIZES if "layer" in name and auto_heads.SIZES[name] == 2]:
-        monkeypatch.setitem(auto_heads.SIZES, name, 4)
-    monkeypatch.setitem(auto_heads.SIZES, "vocab_size", 128)
-    task = TASKS.get(kind, CAUSAL)
-    model = auto_heads.build(task, kind, dict(auto_heads.heads(task))[kind])
-    return model, auto_heads.batch(task, model)
+SIZES = {name: 4 for name, size in auto_heads.SIZES.items() if "layer" in name and size == 2} | {"vocab_size": 128}
 
 
 def adapted(model: Any) -> Any:
@@ -65,9 +47,9 @@ def trained(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", ["full", "LoRA"])
-@pytest.mark.parametrize("kind", slow_except(FAST, (*FAST, *SLOW)))
+@pytest.mark.parametrize("kind", cases("streamed"))
 def test_an_architecture_is_trained_as_with_whole_weights(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = head(kind, monkeypatch)
+    model, batch = head(kind, SIZES, monkeypatch)
     model = adapted(model) if way == "LoRA" else model
     whole = copy.deepcopy(model)
     if whole.supports_gradient_checkpointing:
@@ -77,7 +59,3 @@ def test_an_architecture_is_trained_as_with_whole_weights(kind: str, way: str, m
     assert same(found, expected)
     largest = max(sum(t.nbytes for t in layer.host_tensors()) for layer in ring.layers)
     assert 0 < ring.peak_bytes <= 2 * largest
-
-
-def test_thirty_architectures_are_compared() -> None:
-    assert len({*FAST, *SLOW}) == len((*FAST, *SLOW)) >= 30

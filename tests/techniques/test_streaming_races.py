@@ -54,7 +54,7 @@ def run(lanes: Lanes, prefetch: int, *, released: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize("released", [False, True])
-@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(500, marks=pytest.mark.slow)])
 def test_late_copies_change_nothing(count: int, released: bool) -> None:
     expected, late = run(Lanes("cpu"), 1, released=released), 0
     for seed in range(count):
@@ -71,13 +71,14 @@ TWICE = {"Ring.deliver"}  # of a weight that Ring.use has waited for
 
 @pytest.mark.parametrize(("wait", "released"), [*((one, False) for one in PARKED), *((one, True) for one in RELEASED)])
 def test_a_wait_left_out_is_caught(wait: str, released: bool) -> None:
-    expected, caught = run(Lanes("cpu"), 1, released=released), 0
+    expected = run(Lanes("cpu"), 1, released=released)
     for seed in range(9):
         try:
-            caught += not same(run(LateLanes(seed, without=wait), seed % 3, released=released), expected)
+            if not same(run(LateLanes(seed, without=wait), seed % 3, released=released), expected):
+                return
         except AssertionError:
-            caught += 1
-    assert caught
+            return
+    pytest.fail("no race was found")
 
 
 def test_every_wait_is_one_of_those_left_out() -> None:

@@ -90,12 +90,3 @@ def test_stochastic_rounding_steps_on_the_device(tmp_path: Path) -> None:
         models.append(model)
     assert tiny.largest_difference(*models) == 0.0
     assert tiny.largest_difference(models[0], llama().bfloat16()) > 0.0
-
-
-def test_a_paged_optimizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as error:
-        train(tmp_path, gradient_release(bitsandbytes.optim.PagedAdamW), {}, streamed=True)
-    assert str(error.value) == (
-        "optim=<ReleasedPagedAdamW> pages its state, and that of streamed layers is on the host already; expected an "
-        "optimizer without pages. Set optim='adamw_bnb_8bit'"
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +9,24 @@ import auto_heads
 import pytest
 import torch
 import transformers
+from architectures import ARCHITECTURES, cases, head
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
-from slow_cases import slow_except
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 import tiny
 from hf_memopt import TiledLayersCallback, attach, checkpoint_layers, tile_layers
-from hf_memopt.binding import checkpointing_arguments, enable_checkpointing
+from hf_memopt.binding import enable_checkpointing
 from language_models import distance, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
-CAUSAL, MASKED, SEQ2SEQ = "causal language model", "masked language model", "sequence to sequence"
-FAST = {
-    "llama": "mlp",
-    "gemma2": "mlp",
-    "gpt2": "mlp",
-    "gpt_neox": "mlp",
-    "qwen3_moe": "mlp.experts",
-    "gpt_oss": "mlp.experts",
-    "bert": "feed_forward_chunk",
-    "t5": "layer",
-}
-SLOW = (
-    *("afmoe", "apertus", "arcee", "bitnet", "bloom", "cohere2", "ctrl", "cwm", "deepseek_v2", "diffllama"),
-    *("ernie4_5_moe", "exaone4", "falcon", "gemma3_text", "glm4", "glm4_moe", "granite", "helium", "jamba", "lfm2"),
-    *("llama4_text", "minimax", "mixtral", "mpt", "nemotron", "olmo2", "olmoe", "persimmon", "phi", "phi3", "phimoe"),
-    *("qwen2_moe", "recurrent_gemma", "stablelm", "starcoder2", "deepseek_v4", "distilbert", "modernbert", "umt5"),
-    *("albert", "switch_transformers"),
-)
-TASKS = dict.fromkeys(("bert", "distilbert", "modernbert", "albert"), MASKED)
-TASKS |= dict.fromkeys(("t5", "umt5", "switch_transformers"), SEQ2SEQ)
 IN_FLOAT32 = ("deepseek_v4",)  # which connects its layers in float32, whatever the weights are
 IDS = torch.randint(5, 99, (2, 37), generator=torch.Generator().manual_seed(0))
 
 
-def head(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
-    """Return a tiny model in float64, its MLPs three times as wide as it, and a batch of 60 tokens, some of padding."""
-    for name in [
-        name for name in auto_heads.SIZES if "inter" in name or "ff" in name or name in ("n_inner", "d_inner")
-    ]:
-        monkeypatch.setitem(auto_heads.SIZES, name, 96)
-    monkeypatch.setitem(auto_heads.SIZES, "hidden_dim", 96)
-    task = TASKS.get(kind, CAUSAL)
-    name = dict(auto_heads.heads(task))[kind]
-    model = auto_heads.build(task, kind, name)
-    return model, auto_heads.batch(task, model)
+WIDE = [name for name in auto_heads.SIZES if "inter" in name or "ff" in name]
+SIZES = dict.fromkeys((*WIDE, "n_inner", "d_inner", "hidden_dim"), 96)  # of MLPs, three times as wide as the model
 
 
 def trained(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -78,10 +47,10 @@ def of_llama(model: Any, ids: torch.Tensor = IDS) -> tuple[torch.Tensor, dict[st
 # ---- Exactness ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", slow_except(FAST, (*FAST, *SLOW)))
+@pytest.mark.parametrize("kind", cases("tiled"))
 def test_losses_and_gradients_are_those_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of 12 positions or experts of 24 tokens are at least two tiles; with and without checkpointing."""
-    model, batch = head(kind, monkeypatch)
+    model, batch = head(kind, SIZES, monkeypatch)
     most = 1e-7 if kind in IN_FLOAT32 else 1e-12
     for is_checkpointed in (False, True):
         if is_checkpointed:
@@ -94,11 +63,7 @@ def test_losses_and_gradients_are_those_of_the_whole(kind: str, monkeypatch: pyt
             found, tiled = trained(model, batch)
         assert abs(found - loss) <= most
         assert distance(tiled, whole) <= most
-    assert all(name.rstrip("0123456789").rstrip(".").endswith(FAST.get(kind, "")) for name in names)
-
-
-def test_forty_architectures_are_compared() -> None:
-    assert len({*FAST, *SLOW}) == len((*FAST, *SLOW)) >= 40
+    assert all(name.rstrip("0123456789").rstrip(".").endswith(ARCHITECTURES[kind]["tiled_module"]) for name in names)
 
 
 def test_routers_are_not_tiled_and_their_scores_are_recorded_once() -> None:
@@ -233,12 +198,10 @@ def test_reentrant_checkpointing_becomes_non_reentrant_and_back() -> None:
 
 def test_the_trainer_s_checkpointing_becomes_non_reentrant(tmp_path: Path) -> None:
     """Stock's default of transformers 5.8, which no argument asks for."""
-    args = tiny.arguments(tmp_path, max_steps=1, per_device_train_batch_size=2, **checkpointing_arguments())
+    args = tiny.arguments(tmp_path, max_steps=1, per_device_train_batch_size=2)
     rows = [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
     trainer = attach(Trainer(tiny.llama(), args, train_dataset=rows, callbacks=[TiledLayersCallback(8)]))
-    enable = functools.partial(enable_checkpointing, trainer.model, {"use_reentrant": True})
-    trainer.add_callback(_At(enable))
-    trainer.callback_handler.callbacks.sort(key=lambda callback: isinstance(callback, TiledLayersCallback))
+    enable_checkpointing(trainer.model, {"use_reentrant": True})
     trainer.train()
     options = [layer._gradient_checkpointing_func.keywords for layer in trainer.model.model.layers]
     assert options == [{"use_reentrant": False}] * 2
@@ -247,16 +210,6 @@ def test_the_trainer_s_checkpointing_becomes_non_reentrant(tmp_path: Path) -> No
         "2 modules, such as model.layers.0.mlp: 'all positions at once' -> 'tiles of 8 tokens' (each works on each "
         "position alone)"
     )
-
-
-class _At(TrainerCallback):
-    """Calls a function when training begins."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.function = function
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.function()
 
 
 # ---- What is asked ---------------------------------------------------------------------------------------------------
@@ -377,75 +330,3 @@ def test_most_kept_bytes_come_first() -> None:
     model = tiny.llama(intermediate_size=128)
     model.model.layers[1].mlp = type(model.model.layers[1].mlp)(tiny.llama_config(intermediate_size=256))
     assert tile_layers(model).modules == {"model.layers.1.mlp": 4096, "model.layers.0.mlp": 2048}
-
-
-# ---- Refused ---------------------------------------------------------------------------------------------------------
-
-XLNET = {"vocab_size": 99, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 128, "dropout": 0.0}
-OPT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 128}
-OPT |= {"word_embed_proj_dim": 32, "dropout": 0.0}
-GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 2}
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: tile_layers(llama(), 0),
-            "tile_tokens=0 is invalid; expected an integer of 1 or more, or None. Pass tile_tokens=1024",
-        ),
-        (
-            lambda: TiledLayersCallback(-1),
-            "tile_tokens=-1 is invalid; expected an integer of 1 or more, or None. Pass tile_tokens=1024",
-        ),
-        (
-            lambda: tile_layers(transformers.XLNetLMHeadModel(transformers.XLNetConfig(**XLNET))),
-            "model=<XLNetLMHeadModel> does not tile: transformer.word_embedding takes (positions, rows, ...); expected "
-            "MLPs or experts that take (rows, positions, ...). Save memory otherwise: checkpoint_layers(model)",
-        ),
-        (
-            lambda: tile_layers(transformers.OPTForCausalLM(transformers.OPTConfig(**OPT))),
-            "model=<OPTForCausalLM> does not tile: no module works on each position alone and keeps much for it (OPT "
-            "and BART have none for their MLP); expected MLPs or experts that take (rows, positions, ...). Save memory "
-            "otherwise: checkpoint_layers(model)",
-        ),
-        (
-            lambda: tile_layers(transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))),
-            "model=<GPT2LMHeadModel> does not tile: transformer.h.0.mlp has dropout above 0, and tiles would draw "
-            "other random numbers; expected none within an MLP. Set it to 0 in the model's configuration, and "
-            "lora_dropout=0",
-        ),
-        (
-            lambda: tile_layers(transformers.ViTModel(transformers.ViTConfig(hidden_size=48, num_hidden_layers=1))),
-            "model=<ViTModel> does not tile: it takes pixel_values; expected a text model of transformers. Train it "
-            "without tiles",
-        ),
-    ],
-)
-def test_bad_input_is_refused(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        call()
-    assert str(error.value) == message
-
-
-def broken() -> Any:
-    model = llama()
-    model.model.layers[0].mlp = nn.Linear(5, 5)
-    return model
-
-
-def with_dropout() -> Any:
-    config = LoraConfig(lora_dropout=0.1, target_modules="all-linear")
-    return get_peft_model(tiny.llama(intermediate_size=128), config)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (broken, r"does not tile: it fails for random token ids \(.*\); expected a text model "),
-        (with_dropout, "base_model.model.model.layers.0.mlp has dropout above 0, "),
-    ],
-)
-def test_what_is_found_out_by_asking_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tile_layers(make())

@@ -17,7 +17,6 @@ from hf_memopt import Change, FreezeCallback, GradualUnfreezeCallback
 from hf_memopt.binding import checkpointing_arguments
 
 SCHEDULE = {0: "classifier", 1: ["layers:1", "bert.pooler"], 3: "base"}
-EXAMPLE = "schedule={0: 'classifier', 100: 'layers:10-11', 200: ['layers:0-9', 'embeddings']}"
 HEAD = ("classifier.",)
 UPPER = (*HEAD, "bert.encoder.layer.1.", "bert.pooler.")
 ALL = ("",)
@@ -174,76 +173,6 @@ def test_the_handle_undoes_all_stages(tmp_path: Path) -> None:
 
 
 # ---- Refused --------------------------------------------------------------------------------------------------------
-
-
-def no_stage(schedule: Any) -> tuple[Any, str]:
-    return schedule, f"schedule={schedule!r} names no stage; expected patterns by step. Write {EXAMPLE}"
-
-
-def no_step(step: Any) -> tuple[Any, str]:
-    return {step: "base"}, (
-        f"schedule={{{step!r}: 'base'}} has the key {step!r}, which is not a step; expected an integer of 0 or more, "
-        f"or a fraction of the run below 1.0. Write {EXAMPLE}"
-    )
-
-
-NO_PATTERN = (
-    "patterns=[] is empty; expected one pattern or several. Write, for example, patterns=['embeddings', 'layers:0-3']."
-)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [no_stage({}), no_stage("base"), *map(no_step, (-1, 1.0, float("nan"), True, "0")), ({0: []}, NO_PATTERN)],
-)
-def test_malformed_schedules(schedule: Any, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        GradualUnfreezeCallback(schedule)
-    assert str(error.value) == message
-
-
-def frozen_by_hand() -> nn.Module:
-    model = tiny.bert()
-    model.bert.pooler.requires_grad_(False)
-    return model
-
-
-POOLER = {0: "classifier", 2: "bert.pooler"}
-NOT_HELD = (
-    "schedule={0: ('classifier',), 2: ('bert.pooler',)} names 2 parameters that the optimizer does not hold, beginning "
-    "with bert.pooler.dense.weight; expected parameters that were trainable when it was built. Freeze them by the "
-    "schedule alone, without FreezeCallback, and begin with: model.requires_grad_(True)"
-)
-
-
-@pytest.mark.parametrize(
-    ("make", "schedule", "callbacks", "message"),
-    [
-        (frozen_by_hand, POOLER, [], NOT_HELD),
-        (tiny.bert, POOLER, [FreezeCallback("bert.pooler")], NOT_HELD),
-        (
-            tiny.bert,
-            {2: ["base", "classifier"]},
-            [],
-            "schedule={2: ('base', 'classifier')} leaves BertForSequenceClassification nothing to train at step 0; "
-            f"expected at least one trainable parameter. Name the head for step 0, for example: {EXAMPLE}",
-        ),
-        (
-            tiny.bert,
-            {0.5: "layers:0-11"},
-            [],
-            "patterns='layers:0-11' exceeds the layers of BertForSequenceClassification; expected indices within 0-1 "
-            "(bert.encoder.layer). Write 'layers:0-1', or name the layers of one stack.",
-        ),
-    ],
-)
-def test_what_cannot_be_trained(make: Any, schedule: Any, callbacks: Any, message: str, tmp_path: Path) -> None:
-    model = make()
-    before = trainable(model)
-    with pytest.raises(ValueError) as error:
-        make_trainer(model, tmp_path, GradualUnfreezeCallback(schedule), *callbacks).train()
-    assert str(error.value) == message
-    assert callbacks or trainable(model) == before
 
 
 def test_several_processes_are_refused_without_attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

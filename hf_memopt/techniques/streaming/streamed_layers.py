@@ -132,6 +132,8 @@ def stream_layers(
     ring = Ring(lanes or Lanes(target), prefetch)
     ring.layers = [StreamedLayer(layer, ring, adapters, rows) for layer in layers]
     _check_shared(model, ring)
+    if embeddings_on_host:
+        _check_untied(model)
     if ring.lanes.device.type != "meta":  # of a simulation
         _to_host(ring)
     overrides = [
@@ -279,8 +281,8 @@ def _to_host(ring: Ring) -> None:
             layer.to_host()
 
 
-def _keep_embeddings(model: Any, ring: Ring) -> list[UndoHandle]:
-    """Let the input embeddings compute on the host; autograd brings their gradient there."""
+def _check_untied(model: Any) -> None:
+    """Refuse embeddings that another module needs on the device."""
     embeddings = model.get_input_embeddings()
     inside, owned = {*embeddings.modules()}, {*embeddings.parameters()}
     others = [p for module in model.modules() if module not in inside for p in module._parameters.values()]
@@ -289,6 +291,11 @@ def _keep_embeddings(model: Any, ring: Ring) -> list[UndoHandle]:
             "embeddings_on_host=True cannot be used with tied embeddings, which the head needs on the device; expected "
             "weights of their own. Pass embeddings_on_host=False"
         )
+
+
+def _keep_embeddings(model: Any, ring: Ring) -> list[UndoHandle]:
+    """Let the input embeddings compute on the host; autograd brings their gradient there."""
+    embeddings = model.get_input_embeddings()
     embeddings.to("cpu")
 
     def forward(before: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
