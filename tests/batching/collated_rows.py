@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import datasets
+import heads
 import numpy as np
 import torch
 import transformers
@@ -85,60 +86,21 @@ SIDES = st.sampled_from(["right", "left"])
 @cache
 def t5() -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=100,
-            d_model=32,
-            d_kv=16,
-            d_ff=64,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            pad_token_id=0,
-            eos_token_id=3,
-            decoder_start_token_id=0,
-        )
-    ).eval()
+    return heads.HEADS["t5"].build().eval()
 
 
 @cache
 def bart() -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    return transformers.BartForConditionalGeneration(
-        transformers.BartConfig(
-            vocab_size=100,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            max_position_embeddings=64,
-            dropout=0.0,
-            pad_token_id=0,
-            bos_token_id=2,
-            eos_token_id=3,
-            decoder_start_token_id=3,
-            forced_eos_token_id=None,
-        )
-    ).eval()
+    model = heads.HEADS["bart"].build().eval()
+    model.config.decoder_start_token_id = SEP
+    return model
 
 
 @cache
 def gpt2() -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 100,
-        "n_positions": 64,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 2,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-    }
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout)).eval()
+    return transformers.GPT2LMHeadModel(heads.HEADS["gpt2"].build().config).eval()
 
 
 @cache

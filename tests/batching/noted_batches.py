@@ -1,7 +1,8 @@
-"""A Trainer on a tiny BERT that notes which examples each of its batches holds."""
+"""A Trainer on a tiny BERT that notes which examples each of its batches holds, and the smallest stream."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import Trainer
@@ -22,3 +23,13 @@ def make_trainer(
     given = {"per_device_train_batch_size": batch_size or 1, "optim": "adamw_torch", "learning_rate": 1e-3, **settings}
     args = tiny.arguments(output_dir, **given)
     return Trainer(model, args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer())), seen
+
+
+class Listed:
+    """The smallest stream: no length, no index."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)

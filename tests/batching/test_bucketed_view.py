@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
+from tables import refuses, table, whole
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 from transformers import Trainer
 
@@ -39,18 +40,6 @@ def make_trainer(
 
 
 # In the stock Trainer; exact order and resume: test_exact_resume.py
-
-
-@pytest.mark.parametrize("kind", VIEWS)
-def test_an_attached_trainer_reads_every_example_and_tells_what_a_sample_is(kind, tmp_path):
-    trainer, seen = make_trainer(tmp_path, bucketed(examples(), **VIEWS[kind]), gradient_accumulation_steps=2)
-    result = attach(attach(trainer)).train()
-    assert sum(map(len, seen)) == 2 * COUNT
-    assert result.metrics["epoch"] == 2.0
-    told = [str(change) for change in trainer.memopt_changes if "sample" in change.name]
-    reason = "an item of a max_tokens= view is a whole batch"
-    expected = str(Change("samples in the Trainer's log", "examples", "batches", reason))
-    assert told == ([] if kind == "examples" else [expected])
 
 
 @pytest.mark.parametrize(("given", "expected"), [({"seed": 7}, 7), ({"seed": 7, "data_seed": 5}, 5)])
@@ -152,10 +141,7 @@ def test_the_world_size_comes_from_the_environment(monkeypatch):
 
 
 def out_of_order(start: str) -> str:
-    return (
-        f"positions={start} ... read a bucketed view out of order; expected one after the other, or the buckets are "
-        'lost. Pass TrainingArguments(..., train_sampling_strategy="sequential"), or shuffle=False to a DataLoader'
-    )
+    return whole("positions={positions}", positions=start)
 
 
 def test_the_stock_random_sampler_is_refused(tmp_path):
@@ -185,13 +171,11 @@ def test_the_wrap_around_of_even_batches_is_allowed(world_size, count):
 
 def test_more_positions_than_a_batch_are_refused():
     for kind, most in (("examples", 4), ("batches", 1)):
-        with pytest.raises(RuntimeError) as error:
-            bucketed(examples(), **VIEWS[kind]).__getitems__(list(range(most + 1)))
-        assert str(error.value) == (
-            f"positions=<{most + 1} at once> are more than a batch of this view; expected at most {most}. Pass "
-            f"TrainingArguments(..., per_device_train_batch_size={most}); with several GPUs launch one process per "
-            "GPU: torchrun --nproc_per_node=<GPUs> your_script.py. A view is for training: to evaluate pass "
-            "sorted_by_length(view.dataset)"
+        refuses(
+            RuntimeError,
+            whole("positions=<{count}", count=most + 1, most=most),
+            bucketed(examples(), **VIEWS[kind]).__getitems__,
+            list(range(most + 1)),
         )
 
 
@@ -205,12 +189,7 @@ def test_a_dataset_that_grew_or_shrank_is_refused(kind):
     ):
         change()
         for read in (lambda: view[0], lambda: view.__getitems__([0])):
-            with pytest.raises(RuntimeError) as error:
-                read()
-            assert str(error.value) == (
-                f"dataset=<{count} examples> had {COUNT} when the view was built; expected the same. "
-                "Build the view again: bucketed(dataset, ...)"
-            )
+            refuses(RuntimeError, whole("dataset=<{count} examples>", count=count, had=COUNT), read)
 
 
 # What attach sets
@@ -227,7 +206,11 @@ def test_an_attached_trainer_reads_the_view_in_its_own_order(kind, strategy, tmp
     attach(attach(trainer))
     changes = [change for change in trainer.memopt_changes if change.name == "train_sampling_strategy"]
     assert changes == [Change("train_sampling_strategy", old, "sequential", reason)]
-    trainer.train()
+    told = [str(change) for change in trainer.memopt_changes if "sample" in change.name]
+    reason = "an item of a max_tokens= view is a whole batch"
+    sample = str(Change("samples in the Trainer's log", "examples", "batches", reason))
+    assert told == ([] if kind == "examples" else [sample])
+    assert trainer.train().metrics["epoch"] == 1.0
     plan = bucketed(examples(), **VIEWS[kind], seed=trainer.args.seed).plan
     assert seen == [plan.batch(i).tolist() for i in range(len(plan))]
     trainer.memopt_handle.remove()
@@ -237,47 +220,14 @@ def test_an_attached_trainer_reads_the_view_in_its_own_order(kind, strategy, tmp
 # What attach refuses
 
 
-REFUSED = {
-    "auto_find_batch_size": (
-        "batches",
-        {"auto_find_batch_size": True},
-        "length buckets and auto_find_batch_size are incompatible: it would shrink the batches that the buckets "
-        "are made for; expected only one of them. Leave auto_find_batch_size out",
-    ),
-    "no divisor": (
-        "examples",
-        {"per_device_train_batch_size": 3},
-        "per_device_train_batch_size=3 does not divide the bucketed view's batch_size=4; expected a divisor. "
-        "Pass bucketed(..., batch_size=3)",
-    ),
-    "world_size": (
-        "of two",
-        {},
-        "world_size=2 of the bucketed view differs from the run's 1; expected the same. Build it in the launched "
-        "script, or pass bucketed(..., world_size=1)",
-    ),
-    "seed": (
-        "seeded",
-        {"data_seed": 4},
-        "seed=3 of the bucketed view differs from data_seed=4 of the training arguments; expected one seed for the "
-        "order of the data. Leave seed out of bucketed(...)",
-    ),
-    "joined batches": (
-        "batches",
-        {"per_device_train_batch_size": 8},
-        "per_device_train_batch_size=8 would join whole batches of the max_tokens view; expected 1. "
-        "Pass TrainingArguments(..., per_device_train_batch_size=1)",
-    ),
-}
+REFUSED = {name: tuple(row) for name, *row in table("batching/tables/refused_view")}
 
 
 @pytest.mark.parametrize(("kind", "settings", "message"), REFUSED.values(), ids=REFUSED)
 def test_attach_refuses_arguments_that_spoil_the_view(kind, settings, message, tmp_path):
     others = {"of two": {"batch_size": 4, "world_size": 2}, "seeded": {"batch_size": 4, "seed": 3}}
     trainer, _ = make_trainer(tmp_path, bucketed(examples(), **{**VIEWS, **others}[kind]), **settings)
-    with pytest.raises(ValueError) as error:
-        attach(trainer)
-    assert str(error.value) == message
+    refuses(ValueError, message, attach, trainer)
 
 
 def test_attach_refuses_a_view_as_evaluation_data_and_takes_its_dataset(tmp_path):
@@ -290,17 +240,12 @@ def test_attach_refuses_a_view_as_evaluation_data_and_takes_its_dataset(tmp_path
         )
         view = bucketed(examples(), batch_size=8)
         for trainer.eval_dataset in ({"one": view}, view):
-            with pytest.raises(ValueError) as error:
-                attach(trainer)
-            assert str(error.value) == NOT_FOR_EVALUATION
+            refuses(ValueError, NOT_FOR_EVALUATION, attach, trainer)
         trainer.eval_dataset = trainer.eval_dataset.dataset
         assert attach(trainer) is trainer
 
 
-NOT_FOR_EVALUATION = (
-    "dataset=<BucketedView> is in shuffled order, and predictions would be in that order too; expected the dataset "
-    "itself, or sorted by length. Evaluate or predict sorted_by_length(view.dataset)"
-)
+NOT_FOR_EVALUATION = whole("dataset=<BucketedView>")
 
 
 def test_an_attached_trainer_refuses_to_evaluate_a_view_or_a_stream(tmp_path):
@@ -308,21 +253,12 @@ def test_an_attached_trainer_refuses_to_evaluate_a_view_or_a_stream(tmp_path):
     attach(trainer)
     view = bucketed(examples(), batch_size=4)
     for evaluate in (trainer.predict, trainer.evaluate, lambda view: trainer.evaluate({"one": view})):
-        with pytest.raises(ValueError) as error:
-            evaluate(view)
-        assert str(error.value) == NOT_FOR_EVALUATION
-    with pytest.raises(ValueError) as error:
-        trainer.predict(bucketed(examples(), max_tokens=96))
-    assert str(error.value) == NOT_FOR_EVALUATION
-    with pytest.raises(ValueError) as error:
-        trainer.predict(bucketed(StartsOver(examples()), batch_size=4))
-    assert str(error.value) == ENDLESS
+        refuses(ValueError, NOT_FOR_EVALUATION, evaluate, view)
+    refuses(ValueError, NOT_FOR_EVALUATION, trainer.predict, bucketed(examples(), max_tokens=96))
+    refuses(ValueError, ENDLESS, trainer.predict, bucketed(noted_batches.Listed(examples()), batch_size=4))
 
 
-ENDLESS = (
-    "dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset itself. "
-    "Evaluate or predict stream.dataset"
-)
+ENDLESS = whole("dataset=<BucketedStream>")
 
 
 @pytest.mark.parametrize("kind", VIEWS)
@@ -350,37 +286,27 @@ def test_a_view_describes_its_dataset_and_has_none_of_its_methods(kind):
 def test_positions_that_are_not_integers_are_refused(kind, item):
     view = bucketed(examples(), **VIEWS[kind])
     for position in (slice(0, 3), "0", 1.0, None, [0, 1]):
-        with pytest.raises(TypeError) as error:
-            view[position]
-        assert str(error.value) == (
-            f"position={position!r} is not an integer; expected the position of {item}. "
-            "Read several with: [view[i] for i in range(3)]"
-        )
+        refuses(TypeError, whole("position={position!r}", position=position, item=item), view.__getitem__, position)
     assert view[np.int64(1)] == view[torch.tensor(1)] == view[1]
-    with pytest.raises(IndexError) as error:
-        view[len(view)]
-    assert str(error.value) == f"position={len(view)} is not {item} of this view; expected 0 to {len(view) - 1}"
+    refuses(
+        IndexError,
+        f"position={len(view)} is not {item} of this view; expected 0 to {len(view) - 1}",
+        view.__getitem__,
+        len(view),
+    )
 
 
 # What bucketed refuses
 
 
-class StartsOver:
-    """The smallest stream: no length, no index."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Any:
-        return iter(self.rows)
-
-
 def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_column():
-    with pytest.raises(ValueError) as error:
-        bucketed(examples(), batch_size=4, lengths=[1, 2])
-    assert str(error.value) == (
-        f"lengths=<array of shape (2,)> does not belong to a dataset of {COUNT} examples; expected one length per "
-        "example. Leave lengths out, or pass token_lengths(dataset)"
+    refuses(
+        ValueError,
+        whole("lengths=<array of shape (2,)> does not belong to a dataset of {count}", count=COUNT),
+        bucketed,
+        examples(),
+        batch_size=4,
+        lengths=[1, 2],
     )
     view = bucketed(TensorDataset(torch.zeros(3, 2)), batch_size=2, lengths=[4, 5, 6])
     assert len(view) == 3

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import refuses, table
 
 from hf_memopt import LengthBuckets
 
@@ -90,8 +91,10 @@ def test_every_example_is_in_exactly_one_batch_of_an_epoch(lengths, limit, setti
 @given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS)
 def test_the_order_depends_on_seed_and_epoch_alone(lengths, limit, settings):
     one, other = (LengthBuckets(lengths, **limit, **settings) for _ in range(2))
-    other.plan(3)
+    kept = other.plan(3).flat()
+    copied = kept.copy()
     assert batches_of(one, 1) == batches_of(other, 1)
+    assert (kept == copied).all()
     assert batches_of(pickle.loads(pickle.dumps(one)), 1) == batches_of(one, 1)
 
 
@@ -254,111 +257,21 @@ def test_every_order_inside_a_bucket_is_as_likely():
     assert np.abs(counts - 1000).max() < 150  # five standard deviations
 
 
-def test_a_plan_does_not_depend_on_the_plans_before_it():
-    lengths = np.random.default_rng(0).integers(1, 100, 1000)
-    one, other = (LengthBuckets(lengths, max_tokens=800) for _ in range(2))
-    kept = one.plan(0)
-    copied = kept.flat().copy()
-    for epoch in (4, 2, 0):
-        one.plan(epoch)
-    assert (one.plan(3).flat() == other.plan(3).flat()).all()
-    assert (kept.flat() == copied).all()
-
-
 # What is refused
 
-COUNT = "is invalid; expected an integer of 1 or more. Pass"
-ARRAY = "is not a number of tokens; expected"
-TOO_LONG = (
-    "lengths[2]=100 exceeds {longest} tokens, the longest row that {limit} allows, as do 1 other examples; expected "
-    "every example to fit into a batch. Truncate (tokenizer(..., truncation=True, max_length={longest})), leave them "
-    "out (too_long='drop') or raise {name}"
-)
-LIMITS = (
-    "batch_size={}, max_tokens={}; expected exactly one of them. Pass batch_size=32 (examples per batch) or "
-    "max_tokens=4096 (padded tokens per batch)"
-)
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"batch_size": None}, LIMITS.format(None, None)),
-    ({"batch_size": 8, "max_tokens": 64}, LIMITS.format(8, 64)),
-    *[
-        (
-            {"batch_size": None, name: value} if name == "max_tokens" else {name: value},
-            f"{name}={value!r} {COUNT} {name}=32",
-        )
-        for name in ("batch_size", "max_tokens", "pad_to_multiple_of", "n_buckets")
-        for other in ({"batch_size": None} if name == "max_tokens" else {},)
-        for value in (0, -1, 2.5, "32", True)
-    ],
-    *[
-        ({"seed": seed}, f"seed={seed!r} is invalid; expected an integer of 0 or more{below}. Pass seed=0")
-        for seed, below in ((-1, ""), (2**63, ", below 2**63"), (1.5, ""), (None, ""))
-    ],
-    *[
-        (
-            {"lengths": lengths},
-            f"lengths=<array of shape {shape}> is not one length per example; expected shape (examples,) with at least "
-            "one. Pass token_lengths(dataset)",
-        )
-        for lengths, shape in (([], "(0,)"), ([[1, 2]], "(1, 2)"), (5, "()"))
-    ],
-    *[
-        ({"lengths": lengths}, f"lengths=<array of {dtype}> {ARRAY} integers. Pass token_lengths(dataset)")
-        for lengths, dtype in (([1.0, 2.0], "float64"), ([True], "bool"), (["a"], "<U1"))
-    ],
-    *[
-        ({"lengths": [4, n, 5]}, f"lengths[1]={n} {ARRAY} 1 to 2**31 - 1. Pass token_lengths(dataset)")
-        for n in (-1, 2**31)
-    ],
-    (
-        {"lengths": [4, 0, 5]},
-        "lengths[1]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
-        'dataset.filter(lambda row: row["input_ids"])',
-    ),
-    ({"too_long": "cut"}, "too_long='cut' is invalid; expected 'error' or 'drop'. Pass too_long='drop'"),
-    (
-        {"batch_size": None, "max_tokens": 100},
-        TOO_LONG.format(longest=96, limit="max_tokens=100", name="max_tokens"),
-    ),
-    (
-        {"batch_size": None, "max_tokens": 400, "boundaries": [50, 90]},
-        TOO_LONG.format(longest=90, limit="boundaries[-1]=90", name="boundaries[-1]"),
-    ),
-    (
-        {"lengths": [300, 200, 400], "batch_size": None, "max_tokens": 100, "too_long": "drop"},
-        TOO_LONG.format(longest=96, limit="max_tokens=100", name="max_tokens")
-        .replace("[2]=100", "[2]=400")
-        .replace("1 other", "2 other"),
-    ),
-    *[
-        (
-            {"boundaries": limits},
-            f"boundaries={limits!r} is invalid; expected 'auto' or ascending integers of 1 or more. "
-            "Pass boundaries=[64, 128, 256]",
-        )
-        for limits in ("best", [], [[8, 16]], [0, 8], [16, 8], [8, 8], [8.5, 16.0])
-    ],
-    (
-        {"boundaries": [64, 128], "n_buckets": 2},
-        "n_buckets=2, boundaries=[64, 128] both set the number of buckets; expected one of them. Leave n_buckets out",
-    ),
-    (
-        {"batch_size": None, "max_tokens": 120, "boundaries": [64, 128]},
-        "boundaries[-1]=128 is above max_tokens=120; expected every limit to fit into one batch. Pass max_tokens=128 "
-        "or more",
-    ),
-]
+REFUSED = table("batching/tables/refused_buckets")
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[str(settings) for settings, _ in REFUSED])
 def test_what_is_refused_is_told_in_whole(settings, message):
-    with pytest.raises(ValueError) as error:
-        LengthBuckets(**{"lengths": [3, 4, 100, 99], "batch_size": 2, **settings})
-    assert str(error.value) == message
+    refuses(ValueError, message, LengthBuckets, **{"lengths": [3, 4, 100, 99], "batch_size": 2, **settings})
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, None])
 def test_an_epoch_out_of_range_is_refused(epoch):
-    with pytest.raises(ValueError) as error:
-        LengthBuckets([3, 4], batch_size=2).plan(epoch)
-    assert str(error.value) == (f"epoch={epoch!r} is invalid; expected an integer of 0 or more. Pass epoch=0")
+    refuses(
+        ValueError,
+        f"epoch={epoch!r} is invalid; expected an integer of 0 or more. Pass epoch=0",
+        LengthBuckets([3, 4], batch_size=2).plan,
+        epoch,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from collated_rows import (
     as_kind,
     assert_same,
     bart,
+    bert,
     ids_of,
     llama,
     reference,
@@ -23,11 +25,8 @@ from collated_rows import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorWithPadding,
-    default_data_collator,
-)
+from tables import refuses, table, whole
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, default_data_collator
 
 import tiny
 from hf_memopt import BucketedCollator, DynamicPaddingCollator
@@ -273,3 +272,70 @@ def test_label_smoothing_trains_an_encoder_decoder_in_the_stock_trainer(build, t
     smoothing = {"label_smoothing_factor": 0.1, "per_device_train_batch_size": 2}
     tiny.train(model, rows, tmp_path, trainer_data_collator=collator, **smoothing)
     assert tiny.largest_difference(model, build()) > 1e-6
+
+
+# What is refused
+
+
+ROW = {"input_ids": [5, 6]}
+BAD_FEATURES = [
+    *table("batching/tables/refused_rows"),
+    ([{"input_ids": np.array([5.0])}], whole("features[0]['input_ids']=array")),
+]
+
+
+@pytest.mark.parametrize(("features", "message"), BAD_FEATURES, ids=[str(features) for features, _ in BAD_FEATURES])
+def test_bad_rows_are_named_with_column_row_and_fix(features, message):
+    refuses((TypeError, ValueError), message, DynamicPaddingCollator(tiny.tokenizer()), features)
+
+
+INNER = "expected inner= alone. Set it on the inner collator, or leave inner out."
+BAD_SETTINGS = [
+    *table("batching/tables/refused_settings_of_collators"),
+    *[
+        (
+            {"inner": default_data_collator, **given},
+            f"inner=default_data_collator pads by itself, so {', '.join(given)} would be ignored; {INNER}",
+        )
+        for given in ({"mlm_probability": 0.15}, {"causal_lm": True, "position_ids": True})
+    ],
+    (
+        {"tokenizer": tiny.tokenizer(pad_token=None)},
+        whole("tokenizer={name} has", name=type(tiny.tokenizer()).__name__),
+    ),
+    (
+        {"tokenizer": tiny.tokenizer(mask_token=None), "mlm_probability": 0.15},
+        whole("mlm_probability=0.15 needs", name=type(tiny.tokenizer()).__name__),
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS, ids=range(len(BAD_SETTINGS)))
+def test_bad_settings_are_refused_at_construction(settings, message):
+    refuses((TypeError, ValueError), message, BucketedCollator, **{"tokenizer": tiny.tokenizer(), **settings})
+
+
+BAD_LABELS: list[tuple[dict[str, Any], list[dict[str, Any]], str]] = [
+    (
+        {"model": bert("TokenClassification", num_labels=3)},
+        tokenized([2, 3], label=[[1, 0], [1, 1, 0, 0]]),
+        whole("features[1]['label']"),
+    ),
+    ({"mlm_probability": 0.15}, [{**ROW, "label": 1}], whole("mlm_probability=0.15 draws")),
+    ({"causal_lm": True}, [{**ROW, "label": 1}], whole("causal_lm=True needs")),
+]
+
+
+@pytest.mark.parametrize(("settings", "rows", "message"), BAD_LABELS, ids=["tokens", "mlm", "causal"])
+def test_labels_that_the_model_cannot_use_are_refused(settings, rows, message):
+    refuses(ValueError, message, DynamicPaddingCollator(tiny.tokenizer(), **settings), rows)
+
+
+def test_causal_lm_with_an_encoder_decoder_is_refused_and_changes_nothing():
+    collator = DynamicPaddingCollator(tiny.tokenizer(), causal_lm=True)
+    for refused in (
+        lambda: collator.adapt(t5()),
+        lambda: DynamicPaddingCollator(tiny.tokenizer(), causal_lm=True, model=t5()),
+    ):
+        refuses(ValueError, whole("causal_lm=True copies"), refused)
+    assert collator([ROW])["labels"].tolist() == [[5, 6] + [-100] * 6]

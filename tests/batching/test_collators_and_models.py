@@ -13,7 +13,6 @@ from collated_rows import (
     CLS,
     LENGTHS,
     LOSS_TOLERANCE,
-    MASK,
     PAD,
     SEP,
     SIDES,
@@ -29,6 +28,7 @@ from collated_rows import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -176,21 +176,6 @@ def test_padding_changes_no_loss_of_an_encoder_decoder(build, sides, lengths, da
     assert_padding_changes_no_loss(model, collator, rows, targets)
 
 
-def test_left_padding_in_stock_does_change_the_loss_of_gpt2_by_positions_and_by_the_first_label():
-    rows = [{"input_ids": row} for row in ids_of([3, 20])]
-    tokenizer = tiny.tokenizer("left")
-    batch = DynamicPaddingCollator(tokenizer, causal_lm=True, position_ids=True)(rows)
-    with torch.no_grad():
-        right = gpt2()(**DynamicPaddingCollator(tiny.tokenizer(), causal_lm=True)(rows)).loss
-        repaired = gpt2()(**batch).loss
-        stock = DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=8)(rows)
-        stock_with_positions = gpt2()(**stock, position_ids=batch["position_ids"]).loss
-        stock_with_our_labels = gpt2()(**{**stock, "labels": batch["labels"]}).loss
-    assert abs(repaired - right) < LOSS_TOLERANCE
-    assert abs(stock_with_positions - right) > 1e-4
-    assert abs(stock_with_our_labels - right) > 1e-4
-
-
 # Positions and what depends on the model
 
 
@@ -206,41 +191,7 @@ def test_position_ids_count_real_tokens_on_either_side_and_skip_padding_of_the_d
     assert collator(own)["position_ids"].tolist() == [[0, 0, 3, 4]]
 
 
-GPT = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-
-
-ENCODER = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
-
-
-POSITIONS = [  # model class, configuration, whether it needs position_ids
-    ("BertForMaskedLM", ENCODER, True),
-    ("ElectraForMaskedLM", ENCODER, True),
-    ("AlbertForMaskedLM", {**ENCODER, "embedding_size": 16}, True),
-    (
-        "DistilBertForMaskedLM",
-        {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 64},
-        True,
-    ),
-    ("DebertaV2ForMaskedLM", ENCODER, True),
-    ("GPT2LMHeadModel", GPT, True),
-    ("OpenAIGPTLMHeadModel", GPT, True),
-    ("CTRLLMHeadModel", {**GPT, "dff": 64}, True),
-    ("XGLMForCausalLM", {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 2}, True),
-    ("RobertaForMaskedLM", ENCODER, False),
-    ("CamembertForMaskedLM", ENCODER, False),
-    ("EsmForMaskedLM", {**ENCODER, "mask_token_id": MASK}, False),
-    ("ModernBertForMaskedLM", ENCODER, False),
-    ("LlamaForCausalLM", {**ENCODER, "num_key_value_heads": 2}, False),
-    ("GPTNeoXForCausalLM", ENCODER, False),
-    ("OPTForCausalLM", {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}, False),
-    ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 2}, False),
-]
+POSITIONS = table("batching/tables/models_and_positions")
 
 
 # DeBERTa of transformers 5.8 still calls torch.jit.script, which torch 2.13 deprecates.

@@ -15,6 +15,7 @@ from datasets import Dataset, Features, LargeList, List, Value
 from datasets.table import InMemoryTable
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import refuses, table, whole
 from torch.utils.data import Subset
 
 import tiny
@@ -126,55 +127,25 @@ def test_what_is_private_of_datasets_is_where_it_was():
 
 OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
 MAP = 'dataset.map(lambda row: tokenizer(row["text"]))'
-ARROW_TYPES = [
-    (["w1 w2"], "of type string"),
-    ([5], "of type int64"),
-    ([[5.5]], "of type list<double>"),
-    ([[True]], "of type list<bool>"),
-    ([["w1"]], "of type list<string>"),
-    ([[[5], [6, 7]]], "of type list<list<item: int64>>"),
-    ([None], "of type null"),
-]
-ROWS = [
-    ("w1 w2", "like 'w1 w2' in row 1"),
-    (5, "like 5 in row 1"),
-    ([5.5], "like [5.5] in row 1"),
-    ([5, 5.5], "like [5, 5.5] in row 1"),
-    ([True], "like [True] in row 1"),
-    (["w1"], "like ['w1'] in row 1"),
-    ([[5], [6, 7]], "like [[5], [6, 7]] in row 1"),
+NO_IDS = [
+    *table("batching/tables/no_token_ids"),
     (np.array([5.5]), "like array([5.5]) in row 1"),
     (np.array([[5, 6]]), "like array([[5, 6]]) in row 1"),
     (torch.tensor([True]), "like tensor([True]) in row 1"),
 ]
 
 
-def message(found: str) -> str:
-    return (
-        f"column='input_ids' does not hold token ids but values {found}; expected one flat list of integers per row. "
-        f"Tokenise text without return_tensors: {MAP}. {OTHERS}"
-    )
-
-
-@pytest.mark.parametrize(("cells", "found"), [*ARROW_TYPES, *ROWS], ids=[found for _, found in (*ARROW_TYPES, *ROWS)])
+@pytest.mark.parametrize(("cells", "found"), NO_IDS, ids=[found for _, found in NO_IDS])
 def test_a_column_of_something_else_is_refused(cells, found):
     dataset = [{"input_ids": [5]}, {"input_ids": cells}]
     if "of type" in found:
         dataset = Dataset(InMemoryTable(pa.table({"input_ids": pa.array(cells)})))
-    with pytest.raises(ValueError) as error:
-        token_lengths(dataset)
-    assert str(error.value) == message(found)
+    refuses(ValueError, whole("column='input_ids' does", found=found, map=MAP, others=OTHERS), token_lengths, dataset)
 
 
 EMPTY = "dataset=<0 examples> is empty; expected at least one example. Check the filter that made it"
-MISSING = (
-    "column='input_ids' is not in {}; expected one of ['inputs_ids', 'length']. Did you mean 'inputs_ids'? Tokenise "
-    f"text first: {MAP}. {OTHERS}"
-)
-NO_COLUMNS = (
-    "row 0=<tuple> has no columns; expected a dict with 'input_ids'. Give dicts: {'input_ids': [...], 'labels': "
-    f"...}}. {OTHERS}"
-)
+MISSING = whole("column='input_ids' is", map=MAP, others=OTHERS)
+NO_COLUMNS = whole("row 0=<tuple> has no", others=OTHERS)
 WRONG = [{"inputs_ids": [5], "length": 1}]
 REFUSED: list[tuple[Any, Any, str]] = [
     ([], "input_ids", EMPTY),
@@ -192,9 +163,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize(("dataset", "column", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_what_cannot_be_counted_is_told_in_whole(dataset, column, message):
-    with pytest.raises((TypeError, ValueError)) as error:
-        token_lengths(dataset, column)
-    assert str(error.value) == message
+    refuses((TypeError, ValueError), message, token_lengths, dataset, column)
 
 
 ROW = {"input_ids": [5, 6], "label": 1}
@@ -215,8 +184,6 @@ def test_what_is_indexed_by_column_is_refused(name):
         lambda: bucketed(table, batch_size=1, lengths=[1] * len(table)),
         lambda: sorted_by_length(table),
     ):
-        with pytest.raises(TypeError) as error:
-            read()
-        assert str(error.value) == (
-            f"dataset=<{name}> is indexed by column; expected rows: dataset[0] an example. Pass {fix}"
+        refuses(
+            TypeError, f"dataset=<{name}> is indexed by column; expected rows: dataset[0] an example. Pass {fix}", read
         )

@@ -19,6 +19,7 @@ import transformers
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import refuses, table, whole
 from transformers import Trainer
 
 import tiny
@@ -115,18 +116,12 @@ def test_real_looking_lengths_fill_the_rows(spread):
 @pytest.mark.parametrize(
     ("row_tokens", "message"),
     [
-        (
-            8,
-            "lengths[1]=9 exceeds row_tokens=8, as do 0 other examples; expected every text to fit into a row. Split "
-            "them (too_long='split'), leave them out (too_long='drop') or raise row_tokens",
-        ),
+        (8, whole("lengths[1]=9 exceeds")),
         (0, "row_tokens=0 is invalid; expected an integer of 1 or more. Pass row_tokens=32"),
     ],
 )
 def test_settings_that_no_row_holds_are_refused(row_tokens, message):
-    with pytest.raises(ValueError) as error:
-        view_of([3, 9], row_tokens)
-    assert str(error.value) == message
+    refuses(ValueError, message, view_of, [3, 9], row_tokens)
 
 
 # ---- Views and streams ----------------------------------------------------------------------------------------------
@@ -191,10 +186,8 @@ def test_one_label_per_text_is_refused():
     with pytest.raises(ValueError) as error:
         BucketedCollator(tiny.tokenizer())([row])
     first = row[0]
-    assert str(error.value) == (
-        f"features[0]['labels']={first['labels']} cannot share a row with other texts; expected one value for each of "
-        f"{len(first['input_ids'])} tokens, none of them padding. Train on padded rows: bucketed(dataset, ...), or "
-        "leave the column out."
+    assert str(error.value) == whole(
+        "features[0]['labels']={value}", value=first["labels"], count=len(first["input_ids"])
     )
 
 
@@ -213,91 +206,10 @@ SIZES = {
     "bos_token_id": 2,
     "eos_token_id": 3,
 }
-OF_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attention_dropout": 0.0, "dropout": 0.0}
-WINDOWS = {"sliding_window": 4}
-DECODERS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": WINDOWS,
-    "qwen3": {},
-    "gemma2": {**WINDOWS, "query_pre_attn_scalar": 8},
-    "gemma3_text": WINDOWS,
-    "gpt2": {**OF_GPT2, "resid_pdrop": 0.0},
-    "gpt_neox": {},
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "biogpt": {"activation_dropout": 0.0},
-    "phi3": {},
-    "olmo2": {},
-    "cohere": {},
-    "granite": {},
-    "stablelm": {},
-    "starcoder2": {},
-    "mixtral": EXPERTS,
-    "qwen3_moe": EXPERTS,
-    "gpt_oss": {**EXPERTS, **WINDOWS},
-    "llama4_text": {**EXPERTS, "attention_chunk_size": 8, "intermediate_size_mlp": 64},
-    **{
-        name: {}
-        for name in ("qwen2", "gemma", "olmo", "olmo3", "helium", "nemotron", "glm", "glm4", "smollm3", "arcee")
-    },
-    **{name: {} for name in ("ernie4_5", "persimmon", "seed_oss", "hunyuan_v1_dense", "apertus")},
-    "phi": {"embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    "cohere2": WINDOWS,
-    "exaone4": WINDOWS,
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
-    "olmoe": EXPERTS,
-    "granitemoe": EXPERTS,
-    "phimoe": EXPERTS,
-    "gpt_bigcode": {**OF_GPT2, "resid_pdrop": 0.0},
-    "gptj": {**OF_GPT2, "resid_pdrop": 0.0, "rotary_dim": 8},  # this and the next two: stock's masks
-    "codegen": {**OF_GPT2, "resid_pdrop": 0.0, "rotary_dim": 8},
-    "gpt_neo": {
-        **{"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4},
-        **{"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0},
-    },
-}
-ENCODERS: dict[str, dict[str, Any]] = {
-    "bert": {},
-    "roberta": {},
-    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "sinusoidal_pos_embds": False},
-    "electra": {"embedding_size": 32},
-    "modernbert": {"local_attention": 4, "cls_token_id": 2, "sep_token_id": 3},
-    "albert": {"embedding_size": 16},
-    "esm": {"mask_token_id": 4},
-    **{name: {} for name in ("camembert", "xlm-roberta", "ernie", "nomic_bert", "eurobert")},
-}
-REFUSED: dict[str, dict[str, Any]] = {  # by what their message names
-    "mamba": {"state_size": 4},
-    "mamba2": {"state_size": 4, "num_heads": 8, "n_groups": 1},
-    "falcon_h1": {
-        **{"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
-    },
-    "jamba": {
-        **{"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-        **{"use_mamba_kernels": False, "num_experts": 2},
-    },
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
-    "qwen3_next": {
-        **EXPERTS,
-        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8},
-        **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
-        "shared_expert_intermediate_size": 32,
-    },
-    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
-    "rwkv": {"attention_hidden_size": 32},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "bloom": {"n_layer": 2, "n_head": 4},
-    "falcon": {"alibi": True},
-    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
-    "fnet": {},
-    "funnel": {"block_sizes": [1, 1], "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64},
-    "convbert": {"embedding_size": 32},
-    "mpnet": {},
-    "layoutlm": {},
-    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
-    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
-}
+DECODERS = dict(table("batching/tables/decoders"))
+ENCODERS = dict(table("batching/tables/encoders"))
+REFUSED = dict(table("batching/tables/refused_models"))
 
 
 LEAKS_IN_STOCK = {"opt", "biogpt", "gpt_oss", *ENCODERS}
@@ -366,9 +278,7 @@ def test_packed_texts_have_the_losses_and_gradients_of_each_alone(name, tmp_path
         trainer.memopt_handle.remove()
         leak = (model(**row).logits - packed_logits).norm() / packed_logits.norm()
     assert (leak > 1e-3) == (name in LEAKS_IN_STOCK)
-    alone = total(
-        [{name: torch.tensor([values]) for name, values in text.items()} for text in texts],
-    )
+    alone = total([{name: torch.tensor([values]) for name, values in text.items()} for text in texts])
     limit = 1e-12 if name in {"llama", "gpt2", "bert", "roberta", "opt"} else 1e-6
     assert whole[0] == pytest.approx(alone[0], rel=limit)
     assert (whole[1] - alone[1]).norm() <= limit * alone[1].norm()

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
-from test_stream_scale import arrow_stream, example
+from test_stream_scale import arrow_stream
 
-from hf_memopt.batching.views.stream_reading import LARGEST_BYTES, PLACES, SharedPlaces, _holds_rows_back
+from hf_memopt.batching.views.stream_reading import LARGEST_BYTES, PLACES, SharedPlaces
 
 
 def test_the_place_of_a_large_or_unusual_state_is_kept_without_it() -> None:
@@ -25,15 +24,6 @@ def test_the_place_of_a_large_or_unusual_state_is_kept_without_it() -> None:
         places.add({**place, "dataset": {"shard": turn}, "turn": turn})
     assert places.latest(100)["dataset"] == {"shard": 3 + PLACES}
     assert places.latest(4) == place  # the others were overwritten: the beginning is further away, and as exact
-
-
-def test_a_shuffle_buffer_of_datasets_is_seen() -> None:
-    rows = Dataset.from_list([example(i) for i in range(8)]).to_iterable_dataset(num_shards=4)
-    shuffled = rows.shuffle(seed=0, buffer_size=5)
-    assert _holds_rows_back(shuffled._ex_iterable)
-    assert _holds_rows_back(shuffled.map(lambda row: row)._ex_iterable)
-    assert not _holds_rows_back(rows._ex_iterable)
-    assert not _holds_rows_back(rows.shuffle(seed=0, buffer_size=1)._ex_iterable)
 
 
 def test_the_private_names_it_relies_on_are_there():

@@ -12,6 +12,7 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
+from tables import refuses, table, whole
 from transformers import Trainer
 
 import tiny
@@ -19,7 +20,6 @@ from hf_memopt import MicrobatchCallback, attach, gradient_release
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.technique_list import TECHNIQUES, VARIANTS
 
-SHARED = {"ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False}
 RELEASED = gradient_release(torch.optim.SGD), {"lr": 0.1}
 
 
@@ -53,53 +53,21 @@ def test_what_is_refused_is_of_known_techniques() -> None:
 
 # ---- Settings -------------------------------------------------------------------------------------------------------
 
-OF_RELEASE: list[tuple[dict[str, Any], str]] = [
-    ({}, ""),
-    ({"gradient_accumulation_steps": 2}, "gradient release and accumulation"),
-    ({"max_grad_norm": 1.0}, "gradient release and norm clipping"),
-    ({"max_grad_norm": None}, ""),
+OF_CHECKPOINTING = [
     (checkpointing_arguments(use_reentrant=True), "gradient release and reentrant checkpointing"),
     (checkpointing_arguments(use_reentrant=False), ""),
     ({list(checkpointing_arguments())[1]: {"use_reentrant": True}}, ""),  # not switched on
 ]
-OF_MICRO_BATCHES: list[tuple[dict[str, Any], str]] = [
-    ({}, ""),
-    ({"neftune_noise_alpha": 5.0}, "micro-batching and NEFTune"),
-    *(
-        ({"optim": optim}, "micro-batching and layer-wise optimizer")
-        for optim in ("lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise")
-    ),
-    ({"optim": "galore_adamw"}, ""),
-    ({"auto_find_batch_size": True}, "micro-batching and auto_find_batch_size"),
-    (SHARED, ""),
-]
-TWO_PROCESSES: list[tuple[dict[str, Any], str]] = [
-    (SHARED, ""),
-    *(
-        (flags, "micro-batching and DDP, default flags")
-        for flags in (
-            {},
-            {"ddp_broadcast_buffers": False},
-            {"ddp_find_unused_parameters": False},
-            {**SHARED, "ddp_find_unused_parameters": True},
-        )
-    ),
-]
+SETTINGS = [*table("binding/tables/settings_and_techniques"), *(("release", 1, *row) for row in OF_CHECKPOINTING)]
 
 
-@pytest.mark.parametrize(("arguments", "pair"), OF_RELEASE, ids=str)
-def test_settings_that_gradient_release_cannot_have(tmp_path: Any, arguments: dict[str, Any], pair: str) -> None:
-    assert refused(make_trainer(tmp_path, arguments=arguments, optimizer_cls_and_kwargs=RELEASED)) == pair
-
-
-@pytest.mark.parametrize(("arguments", "pair"), OF_MICRO_BATCHES, ids=str)
-def test_settings_that_micro_batching_cannot_have(tmp_path: Any, arguments: dict[str, Any], pair: str) -> None:
-    assert refused(make_trainer(tmp_path, MicrobatchCallback(), arguments=arguments)) == pair
-
-
-@pytest.mark.parametrize(("arguments", "pair"), TWO_PROCESSES, ids=str)
-def test_several_processes_by_their_flags(tmp_path: Any, arguments: dict[str, Any], pair: str) -> None:
-    assert refused(make_trainer(tmp_path, MicrobatchCallback(), arguments=arguments, world_size=2)) == pair
+@pytest.mark.parametrize(("technique", "world_size", "arguments", "pair"), SETTINGS, ids=str)
+def test_settings_that_a_technique_cannot_have(
+    tmp_path: Any, technique: str, world_size: int, arguments: dict[str, Any], pair: str
+) -> None:
+    callbacks, optimizer = ([], RELEASED) if technique == "release" else ([MicrobatchCallback()], None)
+    given = {"arguments": arguments, "optimizer_cls_and_kwargs": optimizer, "world_size": world_size}
+    assert refused(make_trainer(tmp_path, *callbacks, **given)) == pair
 
 
 # ---- Engines --------------------------------------------------------------------------------------------------------
@@ -151,13 +119,7 @@ def test_optimizers_of_bitsandbytes_are_seen(
 
 def test_a_callback_to_come_is_checked_with_what_is_there(tmp_path: Any) -> None:
     trainer = attach(make_trainer(tmp_path, optimizer_cls_and_kwargs=RELEASED))
-    with pytest.raises(ValueError) as error:
-        attach(trainer, MicrobatchCallback())
-    assert str(error.value) == (
-        "gradient release and micro-batching are incompatible: gradients have to stay until the last micro-batch, "
-        "and a weight that has stepped cannot be taken back; expected only one of them. Take MicrobatchCallback out of "
-        "callbacks="
-    )
+    refuses(ValueError, whole("gradient release and"), attach, trainer, MicrobatchCallback())
 
 
 def test_a_trainer_that_has_no_model_yet_is_checked(tmp_path: Any) -> None:

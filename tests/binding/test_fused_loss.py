@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tables import refuses, whole
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import BertForMaskedLM
@@ -44,13 +45,7 @@ def test_logits_of_weights_that_are_gone_are_refused() -> None:
     output = model(input_ids=IDS, labels=IDS)
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
-    with pytest.raises(RuntimeError) as error:
-        output.logits.argmax(-1)
-    assert str(error.value) == (
-        "logits of shape (2, 9, 100) are read after a tensor of shape (100, 32) that they are computed from was "
-        "changed, by an optimizer step for example; expected to be read before. Read them before loss.backward(), "
-        "or keep them there: logits = outputs.logits.detach().clone()"
-    )
+    refuses(RuntimeError, whole("logits of shape (2,"), output.logits.argmax, -1)
 
 
 def test_evaluation_and_no_gradients_give_plain_logits() -> None:
@@ -89,12 +84,7 @@ def test_a_second_backward_without_retaining_is_refused() -> None:
     fuse_cross_entropy(model)
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
-    with pytest.raises(RuntimeError) as error:
-        loss.backward()
-    assert str(error.value) == (
-        "loss.backward() was called a second time and the gradients of the first were given away; expected one "
-        "backward pass, or retain_graph=True in all but the last. Call loss.backward(retain_graph=True) first"
-    )
+    refuses(RuntimeError, whole("loss.backward() was"), loss.backward)
 
 
 def test_the_private_names_of_torch() -> None:
@@ -148,10 +138,7 @@ def test_adapters_on_the_head(when: str, before: bool) -> None:
         assert distance(found, expected) <= 1e-6  # stock rounds the logits to float32
         return
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
-    assert [str(change) for change in handle.record.changes()] == [
-        "fused cross entropy: 'no logits' -> 'real logits' "
-        "(another activation is added to them: LoRA on the head, or a term of the user's)"
-    ]
+    assert [str(change) for change in handle.record.changes()] == [whole("fused cross entropy:")]
 
 
 # ---- Copies ---------------------------------------------------------------------------------------------------------
@@ -229,67 +216,20 @@ class QuantisedLinear(nn.Linear):
         return super().forward(input)
 
 
-REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
-    (
-        "no module",
-        lambda: "gpt2",
-        TypeError,
-        "model='gpt2' is not a torch.nn.Module; expected the model to train. Pass the model that from_pretrained "
-        "returns",
-    ),
-    (
-        "no output embeddings",
-        tiny.bert,
-        ValueError,
-        "model=<BertForSequenceClassification> has no output embeddings; expected a causal, masked or "
-        "sequence-to-sequence language model. Leave fuse_cross_entropy out: a small head has small logits",
-    ),
-    (
-        "no linear layer",
-        lambda: _with_head(OwnHead()),
-        TypeError,
-        "model=<LlamaForCausalLM> has the output embeddings <OwnHead>, which is not a linear layer; expected "
-        "torch.nn.Linear. Leave fuse_cross_entropy out",
-    ),
-    (
-        "quantised",
-        lambda: _with_head(QuantisedLinear(32, 100)),
-        TypeError,
-        "model=<LlamaForCausalLM> has a head of class QuantisedLinear, whose weights are not a plain matrix; expected "
-        'torch.nn.Linear. Leave the head out of the quantisation: llm_int8_skip_modules=["lm_head"]',
-    ),
-    (
-        "sharded",
-        _sharded,
-        ValueError,
-        "model=<LlamaForCausalLM> has a head whose weight is sharded over processes, of shape (0,) here; expected all "
-        "of the vocabulary in each process. Leave fuse_cross_entropy out under FSDP, DeepSpeed ZeRO-3 and tensor "
-        "parallelism",
-    ),
-    (
-        "moved between devices",
-        _moved,
-        ValueError,
-        "model=<LlamaForCausalLM> has a head that accelerate moves between devices; expected the whole model on one. "
-        'Load it with device_map={"": 0}',
-    ),
-    (
-        "compiled",
-        lambda: torch.compile(llama(), backend="eager"),
-        ValueError,
-        "model=<OptimizedModule> is compiled, and logits without storage break its graph; expected a model that is "
-        "not. Leave torch.compile out",
-    ),
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: "gpt2", "model='gpt2' is not"),
+    (tiny.bert, "model=<BertForSequenceClassification>"),
+    (lambda: _with_head(OwnHead()), "model=<LlamaForCausalLM> has the"),
+    (lambda: _with_head(QuantisedLinear(32, 100)), "model=<LlamaForCausalLM> has a head of"),
+    (_sharded, "model=<LlamaForCausalLM> has a head whose"),
+    (_moved, "model=<LlamaForCausalLM> has a head that"),
+    (lambda: torch.compile(llama(), backend="eager"), "model=<OptimizedModule>"),
 ]
 
 
-@pytest.mark.parametrize(("name", "make", "kind", "message"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_what_cannot_be_fused_is_refused(
-    name: str, make: Callable[[], Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind) as error:
-        fuse_cross_entropy(make())
-    assert str(error.value) == message
+@pytest.mark.parametrize(("make", "start"), REFUSED, ids=[start for _, start in REFUSED])
+def test_what_cannot_be_fused_is_refused(make: Callable[[], Any], start: str) -> None:
+    refuses((TypeError, ValueError), whole(start), fuse_cross_entropy, make())
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, -1, True, 1.5, "64MiB"])
@@ -304,7 +244,4 @@ def test_a_masked_model_fuses_its_bias() -> None:
     expected = gradients(model(input_ids=IDS, labels=IDS).loss, model)
     handle = fuse_cross_entropy(model)
     assert distance(gradients(model(input_ids=IDS, labels=IDS).loss, model), expected) <= 1e-7  # stock's float32
-    assert [str(change) for change in handle.record.changes()] == [
-        "cross entropy: 'logits of the whole batch' -> 'chunks of at most 64.0 MiB of logits or as many bytes as the "
-        "hidden states' (cls.predictions.decoder and the loss are one operation over labelled rows)"
-    ]
+    assert [str(change) for change in handle.record.changes()] == [whole("cross entropy: 'logits")]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tables import whole
 from torch.utils.checkpoint import checkpoint
 
 import tiny
@@ -411,10 +412,7 @@ def test_an_operation_in_place_below_torchs_python_is_refused_with_a_remedy() ->
     assert repr(logits) == "DeferredLogits(shape=(2, 9, 100), dtype=torch.float64)"
     with pytest.raises(RuntimeError) as error:
         in_place(logits)
-    assert str(error.value) == (
-        "mul_ was called below torch's Python functions to change logits that are fused with the loss; expected an "
-        "operation that makes new ones. Make them real first: logits = logits.view_as(logits)"
-    )
+    assert str(error.value) == whole("mul_ was called below")
     with pytest.raises(RuntimeError):  # TorchScript keeps no message
         scripted_in_place(logits)
     variables = {"logits": logits}

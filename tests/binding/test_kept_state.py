@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
+from tables import whole
 from torch import nn
 from transformers import Trainer
 
@@ -171,11 +172,7 @@ def test_what_cannot_be_put_back_or_seen_is_said(tmp_path: Path) -> None:
     trainer = Trainer(model=nn.Sequential(model), args=tiny.arguments(tmp_path))
     with pytest.warns(UserWarning, match="put back") as caught, undisturbed(trainer, trainer.model):
         trainer.model(torch.ones(1))
-    assert [str(warning.message) for warning in caught] == [
-        "Counting._buffers['mean'], 1 MiB, was changed by a probe of the loss and is too large to be put back; "
-        "expected at most 1 MiB, or no change outside of training. Change it in training mode alone: "
-        "if model.training: ..."
-    ]
+    assert [str(warning.message) for warning in caught] == [whole("Counting._buffers['mean'],")]
     assert (float(model.mean[0]), model.passes) == (1.0, 0)
     for unseen in (iter([1]), np.zeros(LARGEST_COPY_BYTES)):
         kept = KeptState()
