@@ -164,6 +164,8 @@ def assert_same(kind: type[Trainer], folder: Path, callback: MicrobatchCallback,
     parts = trained(kind, folder, callback, **settings)
     assert callback.tally.cut_steps == BATCHES
     assert 0.0 <= tiny.largest_difference(whole.model, parts.model) <= FLOAT32
+    assert vars(parts.accelerator).keys() == vars(whole.accelerator).keys()
+    assert all("forward" not in vars(module) for module in parts.model.modules())
     return parts
 
 
