@@ -410,6 +410,12 @@ def test_sorted_views_and_recovery(tmp_path: Path) -> None:
         assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=TOLERANCE)
 
 
+def test_nested_outputs_are_counted() -> None:
+    nested = {"a": torch.rand(2, 5, 3), "b": (torch.arange(2), torch.rand(2, 4).bfloat16()), "c": None}
+    assert kept_outputs.tensor_bytes(nested) == 2 * (5 * 3 * 4 + 8 + 4 * 2)
+    assert kept_outputs.tensor_bytes(nested, on_host=True) == 2 * (5 * 3 * 4 + 8 + 4 * 4)
+
+
 def test_outputs_are_moved_before_the_card_is_full() -> None:
     """On the CPU there is no card to move them from, so the device is a fake one here."""
     args = SimpleNamespace(
