@@ -353,7 +353,7 @@ class WritesMore(TrainerCallback):
     def on_save(self, args, state, control, **kwargs) -> None:
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         (folder / "training_args.bin").unlink()
-        (folder / "notes.txt").write_text("mine", encoding="utf-8")
+        (folder / "notes.txt").write_text("mine" * 2**17, encoding="utf-8")  # longer than what is read at once
 
 
 def test_what_a_callback_changes_in_on_save_is_in_the_manifest(tmp_path) -> None:
@@ -364,7 +364,7 @@ def test_what_a_callback_changes_in_on_save_is_in_the_manifest(tmp_path) -> None
     files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
     assert set(files) == {path.name for path in folder.iterdir()} - {MANIFEST}
     assert why_not_whole(folder) is None
-    (folder / "notes.txt").write_text("more", encoding="utf-8")
+    (folder / "notes.txt").write_text("Mine" + "mine" * (2**17 - 1), encoding="utf-8")
     found, saved = described(folder / "notes.txt"), files["notes.txt"]
     assert why_not_whole(folder) == f"its notes.txt has {found}, and was saved with {saved}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import pickle
 import re
 import sys
 import time
@@ -54,7 +53,8 @@ def make(
     of_trainer = {"compute_loss_func": settings.pop("loss")(model)} if "loss" in settings else {}
     if scarcity is not None:
         scarcity.watch(model)
-    steps = settings.pop("max_steps", 3)
+    steps, has_scaler = settings.pop("max_steps", 3), settings.pop("scaler", False)
+    collator = settings.pop("collator", None) or Pad(case.side)
     size = settings.pop("per_device_train_batch_size", 6)
     arguments = tiny.arguments(
         folder,
@@ -69,9 +69,11 @@ def make(
         model=model.double() if double else model,
         args=arguments,
         train_dataset=case.rows(size * 3 * arguments.gradient_accumulation_steps),
-        data_collator=Pad(case.side),
+        data_collator=collator,
         **of_trainer,
     )
+    if has_scaler:
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
     return attach(trainer, *([] if callback is None else [callback]))
 
 
@@ -105,20 +107,6 @@ def test_weights_and_losses_are_those_of_the_unsplit_run(name: str, tmp_path: Pa
     assert split.data_collator.seen == whole.data_collator.seen
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [("bert", "backward"), ("bert-tokens", "forward"), ("llama", "forward"), ("llama", "backward"), ("t5", "backward")],
-)
-def test_accumulation_is_repeated_from_its_first_step(name: str, where: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"gradient_accumulation_steps": 3, "max_steps": 2}
-    whole = run(CASES[name], tmp_path, **settings)
-    scarcity = Scarcity(calls=(2, 5), where=where)  # in the second of three, and again within its repetition
-    split = run(CASES[name], tmp_path, MicrobatchCallback(), scarcity, **settings)
-    assert scarcity.errors == 2
-    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
-    assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6)
-
-
 class Stream(IterableDataset[dict[str, Any]]):
     """Four batches of six: with three of them to a step, stock leaves one of each epoch to the next epoch's step."""
 
@@ -129,80 +117,97 @@ class Stream(IterableDataset[dict[str, Any]]):
         return iter(self.rows)
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_what_an_epoch_leaves_to_the_next_is_repeated_too(name: str, tmp_path: Path) -> None:
-    case = CASES[name]._replace(rows=lambda count: Stream(CASES[name].rows(count)))
-    whole = run(case, tmp_path, gradient_accumulation_steps=3)
-    scarcity = Scarcity(calls=(6,))  # in the second epoch's first step
-    split = run(case, tmp_path, MicrobatchCallback(), scarcity, gradient_accumulation_steps=3)
-    assert scarcity.errors == 1
+@pytest.mark.parametrize(
+    ("name", "where", "calls", "settings"),
+    [
+        *(
+            (name, where, (2, 5), {"max_steps": 2})  # in the second of three, and again within its repetition
+            for name, where in (
+                *(("bert", "backward"), ("bert-tokens", "forward")),
+                *(("llama", "forward"), ("llama", "backward"), ("t5", "backward")),
+            )
+        ),
+        *((name, "stream", (6,), {}) for name in ("bert", "llama")),  # in the second epoch's first step
+    ],
+)
+def test_accumulation_is_repeated_from_its_first_step(
+    name: str, where: str, calls: tuple[int, ...], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    case = CASES[name]
+    if where == "stream":
+        case, where = case._replace(rows=lambda count: Stream(CASES[name].rows(count))), "forward"
+    whole = run(case, tmp_path, gradient_accumulation_steps=3, **settings)
+    scarcity = Scarcity(calls=calls, where=where)
+    split = run(case, tmp_path, MicrobatchCallback(), scarcity, gradient_accumulation_steps=3, **settings)
+    assert scarcity.errors == len(calls)
     assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
-
-
-@pytest.mark.parametrize("name", ["bert", "t5"])
-def test_adamw_in_float64_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
-    settings = {"double": True, "optim": "adamw_torch", "learning_rate": 1e-2, "gradient_accumulation_steps": 2}
-    whole = run(CASES[name], tmp_path, **settings)
-    split = run(CASES[name], tmp_path, MicrobatchCallback(max_tokens=24), **settings)
-    assert tiny.largest_difference(whole.model, split.model) <= FLOAT64
-
-
-@pytest.mark.parametrize("name", ["bert-tokens", "llama"])
-def test_an_exact_loss_of_uneven_accumulation_steps_stays_exact(name: str, tmp_path: Path) -> None:
-    settings = {"loss": exact_loss, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}
-    whole = run(CASES[name], tmp_path, **settings)
-    split = run(CASES[name], tmp_path, MicrobatchCallback(max_tokens=12), **settings)
-    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
-
-
-def test_a_limit_of_examples_splits_too(tmp_path: Path) -> None:
-    scarcity = Scarcity()
-    run(CASES["bert"], tmp_path, MicrobatchCallback(max_examples=4), scarcity)
-    assert scarcity.count == 3 * 2
-    images = Scarcity()
-    whole = run(CASES["vit"], tmp_path)
-    split = run(CASES["vit"], tmp_path, MicrobatchCallback(max_tokens=16, max_examples=4), images)
-    assert images.count == 3 * 2
-    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
-
-
-def test_rows_without_a_label_add_nothing(tmp_path: Path) -> None:
-    whole = run(CASES["bert-tokens"], tmp_path)
-    split = run(CASES["bert-tokens"], tmp_path, MicrobatchCallback(max_examples=1))  # the loss of such a row is 0 / 0
     assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6)
-    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
 
 
-def test_a_limit_that_everything_fits_trains_whole_batches_without_their_padding(tmp_path: Path) -> None:
-    scarcity = Scarcity(limit=72)
-    split = run(CASES["bert"], tmp_path, MicrobatchCallback(max_tokens=72), scarcity)
-    whole = run(CASES["bert"], tmp_path)
-    assert (scarcity.count, scarcity.errors) == (3, 0)
-    assert tiny.largest_difference(whole.model, split.model) == 0.0
+class WithOutputs(Trainer):
+    """Ask for the outputs with the loss, as a subclass that logs metrics does."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss, outputs = self.compute_loss(
+            model, self._prepare_inputs(inputs), return_outputs=True, num_items_in_batch=num_items_in_batch
+        )
+        assert outputs["logits"].shape[0] == len(inputs["input_ids"])
+        self.accelerator.backward(loss)
+        return loss.detach()
 
 
-def test_bf16_autocast_and_dropout_repeat_bit_for_bit(tmp_path: Path) -> None:
+class NoComputeLoss(Trainer):
+    """Compute the loss without compute_loss."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = model(**inputs)["loss"]
+        loss.backward()
+        return loss.detach()
+
+
+def target_rows(count: int) -> list[dict[str, Any]]:
+    return [{"input_ids": [5, 6, 7], "targets": [0, 1, -100 if i % 2 else 2]} for i in range(count)]
+
+
+ADAMW = {"double": True, "optim": "adamw_torch", "learning_rate": 1e-2, "gradient_accumulation_steps": 2}
+UNEVEN = {"loss": exact_loss, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}
+TARGETS = Case(heads.NamedTargets, target_rows)
+EXACT: dict[str, tuple[Case, dict[str, Any], dict[str, Any], float]] = {
+    "bert, AdamW in float64": (CASES["bert"], {"max_tokens": 24}, ADAMW, FLOAT64),
+    "t5, AdamW in float64": (CASES["t5"], {"max_tokens": 24}, ADAMW, FLOAT64),
+    "an exact loss of uneven steps": (CASES["bert-tokens"], {"max_tokens": 12}, UNEVEN, FLOAT32),
+    "a causal one": (CASES["llama"], {"max_tokens": 12}, UNEVEN, FLOAT32),
+    "images": (CASES["vit"], {"max_tokens": 16, "max_examples": 4}, {}, FLOAT32),
+    "rows without a label": (CASES["bert-tokens"], {"max_examples": 1}, {}, FLOAT32),  # whose loss is 0 / 0
+    "all fits, without its padding": (CASES["bert"], {"max_tokens": 72}, {}, 0.0),
+    "a gradient scaler": (CASES["llama"], {"max_tokens": 24}, {"scaler": True}, FLOAT32),
+    "a loss with outputs": (CASES["bert"], {"max_tokens": 24}, {"trainer_class": WithOutputs}, FLOAT32),
+    "no compute_loss": (CASES["bert"], {"max_tokens": 24}, {"trainer_class": NoComputeLoss}, FLOAT32),
+    "labels of another name": (
+        # entries of its embedding are up to 4
+        TARGETS, {"max_examples": 1, "backbone": "embedding"}, {"label_names": ["targets"]}, 4 * FLOAT32
+    ),
+}  # fmt: skip
+PASSES = {"images": 6, "all fits, without its padding": 3}  # of the three steps
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_under_a_limit_weights_and_losses_are_those_of_the_unsplit_run(name: str, tmp_path: Path) -> None:
+    case, limits, settings, tolerance = EXACT[name]
+    whole, scarcity = run(case, tmp_path, **settings), Scarcity() if name in PASSES else None
+    split = run(case, tmp_path, MicrobatchCallback(**limits), scarcity, **settings)
+    assert scarcity is None or scarcity.count == PASSES[name]
+    assert tiny.largest_difference(whole.model, split.model) <= tolerance
+    assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6)
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_a_repeated_step_draws_the_random_numbers_of_the_first_try(is_bf16: bool, tmp_path: Path) -> None:
     case = Case(lambda: tiny.bert(hidden_dropout_prob=0.1), mixed_rows)
-    runs = [run(case, tmp_path, MicrobatchCallback(max_tokens=30), bf16=True) for _ in range(2)]
-    assert tiny.largest_difference(runs[0].model, runs[1].model) == 0.0
-
-
-def test_a_repeated_step_draws_the_random_numbers_of_the_first_try(tmp_path: Path) -> None:
-    case = Case(lambda: tiny.bert(hidden_dropout_prob=0.1), mixed_rows)
-    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 1}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 1, "bf16": is_bf16}
     known = run(case, tmp_path, MicrobatchCallback(max_tokens=36), **settings)
     found = run(case, tmp_path, MicrobatchCallback(), Scarcity(calls=(2,), where="backward"), **settings)  # 72, then 36
     assert tiny.largest_difference(known.model, found.model) == 0.0
-
-
-def test_the_gradient_scaler_works_over_micro_batches(tmp_path: Path) -> None:
-    finished = []
-    for callback in (None, MicrobatchCallback(max_tokens=24)):
-        trainer = make(CASES["llama"], tmp_path, callback)
-        trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
-        trainer.train()
-        finished.append(trainer)
-    assert tiny.largest_difference(finished[0].model, finished[1].model) <= FLOAT32
 
 
 @pytest.mark.gpu
@@ -311,40 +316,13 @@ def test_an_example_that_does_not_fit_is_named_and_leaves_no_trace(where: str, t
     assert all(torch.equal(before[name], weight) for name, weight in trainer.model.state_dict().items())
 
 
-def test_other_errors_pass(tmp_path: Path) -> None:
-    def fail(model: nn.Module, args: Any, outputs: Any) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError("size mismatch")
-
-    trainer = make(CASES["bert"], tmp_path, MicrobatchCallback())
-    trainer.model.register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match=r"^size mismatch$"):
-        trainer.train()
-
-
-def test_evaluation_recovers_too(tmp_path: Path) -> None:
-    whole = run(CASES["bert"], tmp_path)
-    trainer = make(CASES["bert"], tmp_path, MicrobatchCallback())
-    trainer.train()
-
-    def refuse(module: nn.Module, args: Any) -> None:
-        if module is trainer.model.bert.embeddings.word_embeddings and len(args[0]) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    handle = nn.modules.module.register_module_forward_pre_hook(refuse)
-    rows = mixed_rows(12)
-    expected, found = whole.evaluate(rows)["eval_loss"], trainer.evaluate(rows)["eval_loss"]
-    handle.remove()
-    assert found == pytest.approx(expected, abs=1e-6)
-
-
 # ---- Limits --------------------------------------------------------------------------------------------------------
 
 
 def test_each_change_of_the_limit_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = MicrobatchCallback()
     with caplog.at_level(logging.INFO, "hf_memopt"):
-        run(CASES["bert"], tmp_path, callback, Scarcity(limit=30))
+        trainer = run(CASES["bert"], tmp_path, callback, scarcity := Scarcity(limit=30))
     assert callback.changes == [
         Change("max_tokens", None, 36, "out of memory at step 1"),
         Change("max_tokens", 36, 18, "out of memory at step 1"),
@@ -363,6 +341,8 @@ def test_each_change_of_the_limit_is_one_line(tmp_path: Path, caplog: pytest.Log
         r"step on: MicrobatchCallback\(max_tokens=18\)",
         summary,
     )
+    trainer.train()  # a second run keeps the limit
+    assert scarcity.errors == len(lines)
 
 
 def test_memory_that_runs_out_while_rows_are_taken_is_recovered(
@@ -510,70 +490,10 @@ def test_a_resumed_run_starts_with_the_limit_and_equals_the_straight_run(tmp_pat
     assert asdict(callback.limits["max_tokens"]) == saved_in(tmp_path / "straight/checkpoint-3")["max_tokens"]
     assert saved_in(tmp_path / "other/checkpoint-3") == saved_in(tmp_path / "straight/checkpoint-3")
     assert tiny.largest_difference(straight.model, resumed.model) == 0.0
-
-
-def test_a_limit_set_anew_wins_over_the_checkpoint(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
-    run(CASES["bert"], tmp_path, MicrobatchCallback(), Scarcity(limit=40), **settings)
-    callback = MicrobatchCallback(max_tokens=60)
-    trainer = make(CASES["bert"], tmp_path, callback, **settings)
-    trainer.train(resume_from_checkpoint=True)
-    assert callback.limits["max_tokens"].limit == 60
-
-
-# ---- The weight of a micro-batch ------------------------------------------------------------------------------------
-
-
-# ---- Steps and losses of a user's -----------------------------------------------------------------------------------
-
-
-class WithOutputs(Trainer):
-    """Ask for the outputs with the loss, as a subclass that logs metrics does."""
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        loss, outputs = self.compute_loss(
-            model, self._prepare_inputs(inputs), return_outputs=True, num_items_in_batch=num_items_in_batch
-        )
-        assert outputs["logits"].shape[0] == len(inputs["input_ids"])
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-
-def test_a_loss_with_outputs_is_weighted_too(tmp_path: Path) -> None:
-    whole = run(CASES["bert"], tmp_path, trainer_class=WithOutputs)
-    split = run(CASES["bert"], tmp_path, MicrobatchCallback(max_tokens=24), trainer_class=WithOutputs)
-    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
-
-
-class Popping(Trainer):
-    """Take a column of its own out of the batch, as a subclass that weighs examples does."""
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        assert inputs.pop("weights").shape == inputs["labels"].shape
-        return super().training_step(model, inputs, num_items_in_batch)
-
-
-def test_a_step_that_empties_its_batch_can_be_repeated(tmp_path: Path) -> None:
-    case = CASES["bert"]._replace(rows=lambda count: [{**row, "weights": 1.0} for row in mixed_rows(count)])
-    settings: dict[str, Any] = {"trainer_class": Popping, "remove_unused_columns": False}
-    whole = run(case, tmp_path, **settings)
-    split = run(case, tmp_path, MicrobatchCallback(), Scarcity(limit=40), **settings)
-    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
-
-
-class OwnLoss(Trainer):
-    """Compute the loss without compute_loss."""
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        loss = model(**inputs)["loss"]
-        loss.backward()
-        return loss.detach()
-
-
-def test_a_step_that_computes_its_loss_by_itself_is_cut_below_it(tmp_path: Path) -> None:
-    whole = run(CASES["bert"], tmp_path, trainer_class=OwnLoss)
-    split = run(CASES["bert"], tmp_path, MicrobatchCallback(max_tokens=24), trainer_class=OwnLoss)
-    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+    anew = MicrobatchCallback(max_tokens=60)  # wins over the checkpoint
+    trainer = make(CASES["bert"], tmp_path / "anew", anew, **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-2"))
+    assert anew.limits["max_tokens"].limit == 60
 
 
 # ---- Refusals ------------------------------------------------------------------------------------------------------
@@ -616,31 +536,10 @@ def test_a_part_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_memory_that_runs_out_where_nothing_can_be_cut_says_why(tmp_path: Path) -> None:
-    callback = MicrobatchCallback(backbone="norm")
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        run(Case(_normed_with_config, mixed_rows), tmp_path, callback, Scarcity(limit=24))
-    assert str(error.value).startswith(
-        "memory ran out at step 1 (CUDA out of memory. Tried to allocate 2.00 GiB.), and smaller parts do not help: "
-    )
-
-
 def _normed_with_config() -> Normed:
     model = Normed()
     model.config = tiny.bert_config()
     return model
-
-
-def test_labels_of_another_name_are_cut_below_the_loss(tmp_path: Path) -> None:
-    rows = [{"input_ids": [5, 6, 7], "targets": [0, 1, -100 if i % 2 else 2]} for i in range(8)]
-    args = tiny.arguments(tmp_path, label_names=["targets"], per_device_train_batch_size=4)
-    models = []
-    for callbacks in ([], [MicrobatchCallback(max_examples=1, backbone="embedding")]):
-        torch.manual_seed(0)
-        trainer = attach(Trainer(model=heads.NamedTargets(), args=args, train_dataset=rows, callbacks=callbacks))
-        trainer.train()
-        models.append(trainer.model)
-    assert tiny.largest_difference(*models) <= FLOAT32
 
 
 def _packed(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -649,68 +548,43 @@ def _packed(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor([ids]), "position_ids": torch.tensor([positions]), "labels": torch.tensor([ids])}
 
 
-def test_a_packed_batch_that_does_not_fit_says_that_it_is_one_row(tmp_path: Path) -> None:
-    trainer = make(CASES["llama"], tmp_path, MicrobatchCallback(), Scarcity(calls=(2,)))
-    trainer.data_collator = _packed
-    with pytest.raises(torch.OutOfMemoryError, match="its examples are packed into one row, as position_ids shows"):
-        trainer.train()
-    assert trainer.state.global_step == 1
+UNCUT = Case(_normed_with_config, mixed_rows)
+UNDER_A_VIEW = CASES["bert"]._replace(rows=lambda _: bucketed(mixed_rows(12), batch_size=6))
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("case", "scarce", "settings", "message"),
     [
-        (
-            {"max_tokens": value},
-            f"max_tokens={value!r} is invalid; expected an integer of 1 or more, or 'auto', or None. "
-            "Pass max_tokens=4096",
-        )
-        for value in (0, -1, 2.5, True, "4096")
-    ]
-    + [
-        (
-            {"max_examples": value},
-            f"max_examples={value!r} is invalid; expected an integer of 1 or more, or None. Pass max_examples=8",
-        )
-        for value in (0, -1, 2.5, True, "auto")
+        (UNCUT, {"limit": 24}, {"backbone": "norm"}, "memory ran out at step 1 .*, and smaller parts do not help: "),
+        (CASES["llama"], {"calls": (2,)}, {"collator": _packed}, ".* packed into one row, as position_ids shows"),
+        (UNDER_A_VIEW, {"limit": 11}, {}, r"example (0|6) of the dataset given to bucketed\(\) has 12 tokens "),
     ],
-    ids=str,
+    ids=["nothing can be cut", "packed", "an example under a view"],
 )
-def test_limits_are_validated_at_once(settings: dict[str, Any], message: str) -> None:
+def test_memory_that_cannot_be_spared_says_why(
+    case: Case, scarce: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    callback = MicrobatchCallback(backbone=settings.pop("backbone", None))
+    with pytest.raises(torch.OutOfMemoryError, match=f"^{message}"):
+        make(case, tmp_path, callback, Scarcity(**scarce), **settings).train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"max_tokens": 0}, "an integer of 1 or more, or 'auto', or None. Pass max_tokens=4096"),
+        ({"max_examples": "auto"}, "an integer of 1 or more, or None. Pass max_examples=8"),
+    ],
+)
+def test_limits_are_validated_at_once(settings: dict[str, Any], expected: str) -> None:
+    assert MicrobatchCallback("auto").limits == {"max_tokens": Limit(), "max_examples": Limit()}
     with pytest.raises(ValueError) as error:
         MicrobatchCallback(**settings)
-    assert str(error.value) == message
-
-
-def test_training_without_attach_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(
-        model=tiny.bert(), args=tiny.arguments(tmp_path), train_dataset=mixed_rows(4), callbacks=[MicrobatchCallback()]
-    )
-    with pytest.raises(RuntimeError) as error:
-        trainer.train()
-    assert str(error.value) == (
-        "MicrobatchCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
-        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
-    )
-
-
-def test_no_limit_is_the_default() -> None:
-    for callback in (MicrobatchCallback(), MicrobatchCallback(None), MicrobatchCallback("auto", None)):
-        assert callback.limits == {"max_tokens": Limit(), "max_examples": Limit()}
+    [(name, value)] = settings.items()
+    assert str(error.value) == f"{name}={value!r} is invalid; expected {expected}"
 
 
 # ---- The trainer ---------------------------------------------------------------------------------------------------
-
-
-def test_the_handle_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
-    trainer = make(CASES["bert"], tmp_path)
-    before = dict(vars(trainer))
-    callback = MicrobatchCallback()
-    attach(trainer, callback)
-    attach(trainer)
-    assert callback.handle is not None
-    callback.handle.remove()
-    assert {**vars(trainer), "memopt_handle": None} == {**before, "memopt_handle": None}
 
 
 def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:
@@ -728,72 +602,10 @@ def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:
     handle.remove()
     assert {name for name in vars(split) if name not in before} <= {"_created_lr_scheduler"} | vars(whole).keys()
     assert not {"training_step", "compute_loss", "prediction_step"} & vars(split).keys()
-
-
-def test_the_function_refuses_settings_that_became_incompatible(tmp_path: Path) -> None:
-    trainer = make(CASES["bert"], tmp_path)
-    run_in_microbatches(trainer)
-    trainer.args.neftune_noise_alpha = 5.0
+    run_in_microbatches(split)
+    split.args.neftune_noise_alpha = 5.0  # became incompatible
     with pytest.raises(ValueError, match=r"^micro-batching and NEFTune"):
-        trainer.train()
-
-
-def test_an_example_under_a_bucketed_view_is_named_by_the_dataset(tmp_path: Path) -> None:
-    trainer = make(CASES["bert"], tmp_path, max_steps=1)
-    view = bucketed(mixed_rows(12), batch_size=6)
-    trainer.train_dataset = view
-    attach(trainer, MicrobatchCallback())
-    Scarcity(limit=11).watch(trainer.model)
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"^example (0|6) of the dataset given to bucketed\(\) has 12 tokens "
-    ):
-        trainer.train()
-
-
-def test_a_callback_that_was_taken_off_moves_to_another_trainer(tmp_path: Path) -> None:
-    callback = MicrobatchCallback(max_tokens=24)
-    first = make(CASES["bert"], tmp_path, callback)
-    callback.handle.remove()
-    second = make(CASES["bert"], tmp_path, callback)
-    assert "training_step" not in vars(first)
-    with pytest.raises(RuntimeError, match="never bound to its trainer"):
-        first.train()
-    second.train()
-    assert second.state.global_step == 3
-
-
-def test_two_trainers_do_not_disturb_each_other(tmp_path: Path) -> None:
-    callbacks = MicrobatchCallback(), MicrobatchCallback()
-    one = make(CASES["bert"], tmp_path, callbacks[0], Scarcity(limit=40))
-    other = make(CASES["llama"], tmp_path, callbacks[1], Scarcity(limit=25))
-    one.train()
-    other.train()
-    assert [callback.limits["max_tokens"].limit for callback in callbacks] == [36, 18]
-    whole = run(CASES["llama"], tmp_path)
-    assert tiny.largest_difference(whole.model, other.model) <= FLOAT32
-
-
-def test_a_trainer_is_not_kept_alive(tmp_path: Path) -> None:
-    callback = MicrobatchCallback(max_tokens=24)
-    trainer = run(CASES["bert"], tmp_path, callback)
-    alive = weakref.ref(trainer)
-    del trainer
-    gc.collect()
-    assert alive() is None
-
-
-def test_a_pickled_callback_is_an_unused_copy(tmp_path: Path) -> None:
-    callback = MicrobatchCallback(max_tokens=24, max_examples=4)
-    run(CASES["bert"], tmp_path, callback)
-    copy = pickle.loads(pickle.dumps(callback))
-    assert (copy.max_tokens, copy.max_examples, copy.handle, copy.changes) == (24, 4, None, [])
-
-
-def test_a_second_run_keeps_the_limit(tmp_path: Path) -> None:
-    callback, scarcity = MicrobatchCallback(), Scarcity(limit=40)
-    trainer = run(CASES["bert"], tmp_path, callback, scarcity)
-    trainer.train()
-    assert scarcity.errors == 1
+        split.train()
 
 
 def test_nothing_is_waited_for_while_whole_batches_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import math
 import os
-import pickle
 import sys
-import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -105,6 +102,16 @@ def test_without_it_the_same_step_destroys_the_weights(tmp_path: Any) -> None:
     assert not all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+def test_resume_equals_the_straight_run(tmp_path: Any) -> None:
+    trainers = []
+    for seed, checkpoint in ((0, None), (1, str(tmp_path / "checkpoint-2"))):
+        model = nonfinite_models.make_nonfinite(tiny.llama(seed=seed), "forward")
+        settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        trainers.append(nonfinite_models.make_trainer(model, nonfinite_models.rows(bad=(5,)), tmp_path, **settings))
+        attach(trainers[-1], OverflowCallback()).train(resume_from_checkpoint=checkpoint)
+    assert tiny.largest_difference(trainers[0].model, trainers[1].model) == 0.0
+
+
 def test_a_run_without_findings_is_bit_equal(tmp_path: Any) -> None:
     settings = {"gradient_accumulation_steps": 2, "logging_strategy": "steps", "logging_steps": 1, "max_grad_norm": 1.0}
     plain = nonfinite_models.make_trainer(
@@ -119,26 +126,6 @@ def test_a_run_without_findings_is_bit_equal(tmp_path: Any) -> None:
     assert logs[0] == logs[1]
     assert callback.reports == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_resume_equals_the_straight_run(tmp_path: Any) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    straight = run(
-        tmp_path,
-        nonfinite_models.make_nonfinite(tiny.llama(), "forward"),
-        nonfinite_models.rows(bad=(5,)),
-        OverflowCallback(),
-        **settings,
-    )
-    resumed = nonfinite_models.make_trainer(
-        nonfinite_models.make_nonfinite(tiny.llama(seed=1), "forward"),
-        nonfinite_models.rows(bad=(5,)),
-        tmp_path,
-        **settings,
-    )
-    attach(resumed, OverflowCallback())
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
 
 
 # ---- Cost -----------------------------------------------------------------------------------------------------------
@@ -184,26 +171,13 @@ def logged_losses(trainer: Trainer) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-def test_the_log_stays_finite_by_the_filter_of_stock(tmp_path: Any) -> None:
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_the_log_is_what_the_filter_of_stock_makes_of_it(tmp_path: Any, is_filtered: bool) -> None:
     settings = {"logging_strategy": "steps", "logging_steps": 1, "gradient_accumulation_steps": 2}
     model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
-    trainer = run(tmp_path, model, nonfinite_models.rows(24, bad=(13,)), OverflowCallback(), **settings)
-    assert all(loss < 10 for loss in logged_losses(trainer))  # NaN is not
-
-
-def test_who_does_not_filter_sees_the_loss_as_it_is(tmp_path: Any) -> None:
-    settings = {"logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False}
-    callback = OverflowCallback()
-    trainer = run(
-        tmp_path,
-        nonfinite_models.make_nonfinite(tiny.llama(), "forward"),
-        nonfinite_models.rows(8, bad=(5,)),
-        callback,
-        **settings,
-    )
-    first, second = logged_losses(trainer)
-    assert not math.isnan(first)
-    assert math.isnan(second)
+    dataset = nonfinite_models.rows(16, bad=(13,))
+    trainer = run(tmp_path, model, dataset, OverflowCallback(), logging_nan_inf_filter=is_filtered, **settings)
+    assert [loss < 10 for loss in logged_losses(trainer)] == [True, is_filtered]  # NaN is not
 
 
 # ---- Stopping -------------------------------------------------------------------------------------------------------
@@ -239,12 +213,12 @@ def test_it_stops_after_some_steps_in_a_row(tmp_path: Any, caplog: pytest.LogCap
     assert window_of(trainer) == []
 
 
-def test_it_stops_after_some_steps_in_all(tmp_path: Any) -> None:
-    callback = OverflowCallback(2)
-    trainer = nonfinite_models.make_trainer(
-        nonfinite_models.make_nonfinite(tiny.llama(), "forward"), nonfinite_models.rows(bad=(5, 13)), tmp_path
-    )
-    attach(trainer, callback)
+def test_it_stops_after_some_steps_in_all_of_a_run(tmp_path: Any) -> None:
+    callback, model = OverflowCallback(2), nonfinite_models.make_nonfinite(tiny.llama(), "forward")
+    trainer = run(tmp_path, model, nonfinite_models.rows(bad=(5,)), callback)
+    trainer.train()  # which counts anew
+    assert (callback.nonfinite_steps, len(callback.reports)) == (1, 1)
+    trainer.train_dataset = nonfinite_models.rows(bad=(5, 13))
     with pytest.raises(RuntimeError) as error:
         trainer.train()
     assert str(error.value) == (
@@ -277,15 +251,6 @@ def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path: Any, mo
     callback.max_nonfinite_steps = 10
     trainer.train()
     assert len(json.loads(path.read_text())) == 3
-
-
-def test_a_second_run_counts_anew(tmp_path: Any) -> None:
-    callback = OverflowCallback(2)
-    trainer = run(
-        tmp_path, nonfinite_models.make_nonfinite(tiny.llama(), "forward"), nonfinite_models.rows(bad=(5,)), callback
-    )
-    trainer.train()
-    assert (callback.nonfinite_steps, len(callback.reports)) == (1, 1)
 
 
 # ---- The loss scale of fp16 -----------------------------------------------------------------------------------------
@@ -383,84 +348,24 @@ def test_fp16_of_the_t5_family_is_warned_of_once(tmp_path: Any) -> None:
     attach(trainer)  # warnings are errors here
 
 
-def test_autocast_overflows_where_float16_weights_do_not(tmp_path: Any) -> None:
-    """T5's ``wo`` stays float32 beside float16 weights; under autocast its product is float16."""
-    model = tiny_t5()
-    layer = model.encoder.block[0].layer[-1].DenseReluDense
-    torch.nn.init.constant_(layer.wi.weight, 3.0)
-    torch.nn.init.constant_(layer.wo.weight, 3e4)
-    model.save_pretrained(tmp_path)
-    half = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
-
-    def product_of(built: Any, *, autocast: bool) -> torch.Tensor:
-        found: list[torch.Tensor] = []
-        product = built.encoder.block[0].layer[-1].DenseReluDense.wo
-        hook = product.register_forward_hook(lambda module, inputs, output: found.append(output))
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
-            built.eval()(input_ids=torch.arange(8)[None], decoder_input_ids=torch.zeros(1, 1, dtype=torch.long))
-        hook.remove()
-        return found[0]
-
-    for built in (model, half):
-        plain, mixed = product_of(built, autocast=False), product_of(built, autocast=True)
-        assert (plain.dtype, bool(plain.isfinite().all())) == (torch.float32, True)
-        assert (mixed.dtype, bool(mixed.isinf().any())) == (torch.float16, True)
-
-
-def test_fp16_weights_under_fp16_are_refused(tmp_path: Any) -> None:
+def test_what_cannot_work_is_refused(tmp_path: Any) -> None:
+    for name, default, value in (("max_nonfinite_steps", 10, 0), ("max_in_a_row", 3, "3")):
+        with pytest.raises(ValueError) as error:
+            OverflowCallback(**{name: value})
+        assert (
+            str(error.value) == f"{name}={value!r} is invalid; expected an integer of 1 or more. Pass {name}={default}"
+        )
+    trainer = nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(4), tmp_path)
+    attach(trainer, OverflowCallback())
+    trainer.args.optim = "lomo"  # became incompatible
+    with pytest.raises(ValueError, match=r"^non-finite detection and layer-wise optimizer are incompatible: "):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
     trainer = Trainer(model=tiny.bert().half(), args=tiny.arguments(tmp_path, fp16=True), train_dataset=tiny.rows(4))
     with pytest.raises(ValueError, match=r"^fp16=True cannot train bert\.embeddings"):
         attach(trainer, OverflowCallback())
 
 
-def test_unbound_it_refuses_to_train(tmp_path: Any) -> None:
-    trainer = nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(4), tmp_path, OverflowCallback())
-    expected = (
-        "OverflowCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
-        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
-    )
-    with pytest.raises(RuntimeError) as error:
-        trainer.train()
-    assert str(error.value) == expected
-    attach(trainer).train()
-    other = nonfinite_models.make_trainer(
-        tiny.llama(), nonfinite_models.rows(4), tmp_path, *trainer.callback_handler.callbacks[1:2]
-    )
-    with pytest.raises(RuntimeError) as error:
-        other.train()
-    assert str(error.value) == expected
-
-
-def test_settings_that_became_incompatible_are_refused(tmp_path: Any) -> None:
-    trainer = attach(
-        nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(4), tmp_path), OverflowCallback()
-    )
-    trainer.args.optim = "lomo"
-    with pytest.raises(ValueError, match=r"^non-finite detection and layer-wise optimizer are incompatible: "):
-        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
-
-
-@pytest.mark.parametrize(("name", "default"), [("max_nonfinite_steps", 10), ("max_in_a_row", 3)])
-@pytest.mark.parametrize("value", [0, 2.0, True, "3"], ids=["zero", "float", "bool", "text"])
-def test_bad_limits(name: str, default: int, value: Any) -> None:
-    with pytest.raises(ValueError) as error:
-        OverflowCallback(**{name: value})
-    assert str(error.value) == (f"{name}={value!r} is invalid; expected an integer of 1 or more. Pass {name}={default}")
-
-
-# ---- Binding --------------------------------------------------------------------------------------------------------
-
-
-def test_the_handle_leaves_trainer_and_arguments_as_they_were(tmp_path: Any) -> None:
-    trainer = attach(nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(8), tmp_path))
-    callback = OverflowCallback()
-    trainer.add_callback(callback)
-    before = dict(vars(trainer)), dict(vars(trainer.accelerator)), trainer.args.to_json_string()
-    attach(trainer)
-    before[0]["memopt_handle"] = trainer.memopt_handle
-    assert trainer.training_step.__name__ == "training_step"
-    callback.handle.remove()
-    assert (dict(vars(trainer)), dict(vars(trainer.accelerator)), trainer.args.to_json_string()) == before
+# ---- Beside others ---------------------------------------------------------------------------------------------------
 
 
 def test_beside_micro_batching_it_sees_whole_batches_once(tmp_path: Any) -> None:
@@ -491,64 +396,6 @@ def test_a_run_may_have_an_accelerator_of_its_own(tmp_path: Any) -> None:
     trainer.train()
     assert [report.case for report in callback.reports] == ["gradient"]
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-
-def test_taken_off_it_leaves_the_first_trainer_alone(tmp_path: Any) -> None:
-    callback = OverflowCallback()
-    one, other = (nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(4), tmp_path) for _ in range(2))
-    attach(one, callback)
-    callback.handle.remove()
-    attach(other, callback)
-    assert "training_step" not in vars(one)
-    assert "clip_grad_norm_" not in vars(one.accelerator)
-    other.train()
-
-
-def test_two_trainers_do_not_disturb_each_other(tmp_path: Any) -> None:
-    callbacks = OverflowCallback(), OverflowCallback()
-    models = [nonfinite_models.make_nonfinite(tiny.llama(), "forward") for _ in range(2)]
-    trainers = [
-        attach(nonfinite_models.make_trainer(model, nonfinite_models.rows(8, bad=bad), tmp_path / str(i)), callback)
-        for i, (model, bad, callback) in enumerate(zip(models, ((5,), ()), callbacks, strict=True))
-    ]
-    for trainer in trainers:
-        trainer.train()
-    assert [callback.nonfinite_steps for callback in callbacks] == [1, 0]
-
-
-def test_it_keeps_no_batch_and_no_trainer_alive(tmp_path: Any) -> None:
-    callback = OverflowCallback()
-    trainer = run(tmp_path, tiny.llama(), nonfinite_models.rows(4), callback)
-    assert window_of(trainer) == []
-    reference = weakref.ref(trainer)
-    callback.handle.remove()
-    trainer.remove_callback(callback)
-    del trainer
-    gc.collect()
-    assert reference() is None
-
-
-def test_pickled_it_is_unused_and_has_the_same_settings(tmp_path: Any) -> None:
-    callback = OverflowCallback(5, max_in_a_row=2, report_dir=tmp_path)
-    attach(nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(4), tmp_path), callback)
-    copied = pickle.loads(pickle.dumps(callback))
-    assert (copied.max_nonfinite_steps, copied.max_in_a_row, copied.report_dir) == (5, 2, tmp_path)
-    assert copied.handle is None
-
-
-def test_all_of_it_is_taken_off_again(tmp_path: Any) -> None:
-    model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
-    recorder, callback = Recorder(), OverflowCallback()
-    trainer = nonfinite_models.make_trainer(model, nonfinite_models.rows(24, bad=(5,)), tmp_path, recorder)
-    before = list(trainer.callback_handler.callbacks)
-    attach(trainer, callback).train()
-    assert recorder.moved() == [True, False, True, True, True, True]
-    assert (callback.nonfinite_steps, [report.where for report in callback.reports]) == (1, [nonfinite_models.PLACE])
-    trainer.memopt_handle.remove()
-    trainer.memopt_handle.remove()
-    assert trainer.callback_handler.callbacks == before
-    assert "training_step" not in vars(trainer)
-    assert "clip_grad_norm_" not in vars(trainer.accelerator)
 
 
 # ---- Several processes ----------------------------------------------------------------------------------------------

@@ -43,38 +43,29 @@ def of_llama(tmp_path: Any, kind: str, bad: tuple[int, ...] = (9, 11), **setting
     )
 
 
-def test_forward(tmp_path: Any) -> None:
-    (report,) = of_llama(tmp_path, "forward", gradient_accumulation_steps=2)
-    assert (report.step, report.case, report.accumulation_step, report.rows, report.examples) == (
-        2,
-        "forward",
-        0,
-        (1, 3),
-        (9, 11),
-    )
-    assert (report.where, report.module_class, report.dtype) == (nonfinite_models.PLACE, "NonfiniteLinear", "float32")
-    assert 0 < report.largest_input < 1
-    assert report.precision == "fp32"
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+IN_A_MODULE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "forward": ("forward", ACCUMULATED, {"step": 2, "dtype": "float32", "precision": "fp32"}),
+    "gradient": ("gradient", ACCUMULATED, {"step": 2, "dtype": "float32"}),
+    "bfloat16": ("forward", {"bf16": True}, {"step": 3, "dtype": "bfloat16", "precision": "bf16"}),
+    **{
+        f"checkpointing, use_reentrant={value}": ("gradient", checkpointing_arguments(use_reentrant=value), {"step": 3})
+        for value in (False, True)
+    },
+}
 
 
-def test_gradient(tmp_path: Any) -> None:
-    (report,) = of_llama(tmp_path, "gradient", gradient_accumulation_steps=2)
-    assert (report.step, report.case, report.accumulation_step, report.rows, report.examples) == (
-        2,
-        "gradient",
-        0,
-        (1, 3),
-        (9, 11),
-    )
-    assert (report.where, report.module_class) == (nonfinite_models.PLACE, "NonfiniteLinear")
-    assert report.parameters[0] == "model.embed_tokens.weight"
-    assert report.dtype == "float32"
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_under_checkpointing(tmp_path: Any, use_reentrant: bool) -> None:
-    (report,) = of_llama(tmp_path, "gradient", **checkpointing_arguments(use_reentrant=use_reentrant))
-    assert (report.case, report.rows, report.where) == ("gradient", (1, 3), nonfinite_models.PLACE)
+@pytest.mark.parametrize("case", IN_A_MODULE)
+def test_the_module_and_the_examples_are_named(tmp_path: Any, case: str) -> None:
+    kind, settings, expected = IN_A_MODULE[case]
+    (report,) = of_llama(tmp_path, kind, **settings)
+    assert (report.case, report.where, report.module_class) == (kind, nonfinite_models.PLACE, "NonfiniteLinear")
+    assert (report.accumulation_step, report.rows, report.examples) == (0, (1, 3), (9, 11))
+    assert {name: getattr(report, name) for name in expected} == expected
+    if kind == "forward":
+        assert 0 < report.largest_input < 1
+    else:
+        assert report.parameters[0] == "model.embed_tokens.weight"
 
 
 def test_gradient_of_a_tied_weight_accuses_the_right_module(tmp_path: Any) -> None:
@@ -124,13 +115,6 @@ def test_values_made_between_modules_accuse_the_module_around(tmp_path: Any) -> 
     (*_, report) = found(model, nonfinite_models.rows(4), tmp_path)
     assert (report.case, report.where, report.module_class) == ("forward", "model.layers.0.mlp", "Between")
     assert report.rows == (0, 1, 2, 3)
-
-
-def test_bfloat16(tmp_path: Any) -> None:
-    (report,) = of_llama(tmp_path, "forward", bf16=True)
-    assert (report.case, report.where, report.dtype, report.precision) == (
-        "forward", nonfinite_models.PLACE, "bfloat16", "bf16"
-    )  # fmt: skip
 
 
 def test_loss_of_ignored_labels(tmp_path: Any) -> None:

@@ -164,12 +164,9 @@ def assert_same(kind: type[Trainer], folder: Path, callback: MicrobatchCallback,
     parts = trained(kind, folder, callback, **settings)
     assert callback.tally.cut_steps == BATCHES
     assert 0.0 <= tiny.largest_difference(whole.model, parts.model) <= FLOAT32
+    assert vars(parts.accelerator).keys() == vars(whole.accelerator).keys()
+    assert all("forward" not in vars(module) for module in parts.model.modules())
     return parts
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_over_the_batch_is_exact(name: str, tmp_path: Path) -> None:
-    assert_same(own(name), tmp_path, MicrobatchCallback(max_examples=2))
 
 
 # ---- Steps ----------------------------------------------------------------------------------------------------------
@@ -182,19 +179,6 @@ class MakesItsBatches(OwnLoss):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return super().training_step(model, collate(inputs), num_items_in_batch)
-
-
-class WithOutputs(OwnLoss):
-    """Asks for the outputs with the loss, as a subclass that logs metrics does."""
-
-    loss = staticmethod(hard_examples)
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        model.train()
-        loss, outputs = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
-        assert outputs["logits"].shape[0] == ROWS
-        self.accelerator.backward(loss)
-        return loss.detach()
 
 
 class Popping(Trainer):
@@ -217,7 +201,7 @@ class NoComputeLoss(Trainer):
 
 
 @pytest.mark.parametrize("limit", [None, 2])
-@pytest.mark.parametrize("kind", [MakesItsBatches, WithOutputs, Popping, NoComputeLoss])
+@pytest.mark.parametrize("kind", [MakesItsBatches, Popping, NoComputeLoss])
 def test_a_step_of_its_own_is_exact(kind: type[Trainer], limit: int | None, tmp_path: Path) -> None:
     """With a limit, and without one when memory runs out in the first step."""
     model, scarcity = tiny.bert(), Scarcity(limit=30)
@@ -299,125 +283,6 @@ class KeepsAMean(OwnLoss):
         return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize("kind", [Attacks, AttacksAll, Teaches, KeepsAMean])
-def test_a_step_that_changes_weights_is_exact_under_a_limit(kind: type[Trainer], tmp_path: Path) -> None:
-    assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2))
-
-
-@pytest.mark.parametrize(("kind", "call"), [(Attacks, 2), (AttacksAll, 2), (Teaches, 1)])
-def test_memory_that_runs_out_after_a_change_is_raised_and_the_remedy_helps(
-    kind: Any, call: int, tmp_path: Path
-) -> None:
-    model = tiny.bert()
-    Scarcity(calls=(call,)).watch(model)
-    trainer = make(kind, tmp_path, MicrobatchCallback(), model=model)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        trainer.train()
-    found = re.fullmatch(
-        rf"memory ran out at step 1 \({re.escape(OUT)}\), and the step cannot be repeated, since "
-        rf"{re.escape(kind.changed)} was changed within it; expected parts that fit from the beginning. Start with "
-        r"smaller ones: (MicrobatchCallback\(max_tokens=\d+\))",
-        str(error.value),
-    )
-    assert found is not None, error.value
-    assert_same(kind, tmp_path, eval(found[1]))
-
-
-def test_a_running_mean_is_put_back_for_the_repetition(tmp_path: Path) -> None:
-    model, scarcity = tiny.bert(), Scarcity(calls=(2,), where="backward")
-    scarcity.watch(model)
-    whole = trained(KeepsAMean, tmp_path)
-    parts = trained(KeepsAMean, tmp_path, MicrobatchCallback(), model=model)
-    assert scarcity.errors == 1
-    assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
-
-
-class Swallows(OwnLoss):
-    """Skips a batch that does not fit, as some loops do."""
-
-    loss = staticmethod(in_batch_negatives)
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        try:
-            return super().training_step(model, inputs, num_items_in_batch)
-        except torch.OutOfMemoryError:
-            return torch.zeros(())
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_that_swallows_the_error_is_repeated_all_the_same(where: str, tmp_path: Path) -> None:
-    model, scarcity = tiny.bert(), Scarcity(calls=(2,), where=where)
-    scarcity.watch(model)
-    whole = trained(Swallows, tmp_path)
-    parts = trained(Swallows, tmp_path, MicrobatchCallback(), model=model)
-    assert scarcity.errors == 1
-    assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
-
-
-# ---- Stated losses --------------------------------------------------------------------------------------------------
-
-
-def plain_mean(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    return functional.cross_entropy(logits, inputs["labels"])
-
-
-LOSSES_STATED = [
-    (plain_mean, "mean over rows"),
-    (plain_mean, "mean over labels"),
-    (weighted_mean, "mean over weight"),
-    (masked_tokens, "mean over loss_mask"),
-]
-
-
-@pytest.mark.parametrize(("loss", "text"), LOSSES_STATED)
-def test_a_stated_loss_runs_whole_micro_batches(loss: Any, text: str, tmp_path: Path) -> None:
-    model = tiny.bert()
-    scarcity = Scarcity()
-    scarcity.watch(model)
-    kind = type("Stated", (OwnLoss,), {"loss": staticmethod(loss)})
-    assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2, loss=text), model=model)
-    assert scarcity.count == 2 * BATCHES + 5  # and once: four rows together, and each alone
-
-
-def test_a_stated_loss_is_verified_with_the_rows_that_fit(tmp_path: Path) -> None:
-    model = tiny.bert()
-    scarcity = Scarcity(calls=(1,))
-    scarcity.watch(model)
-    kind = type("Stated", (OwnLoss,), {"loss": staticmethod(plain_mean)})
-    assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2, loss="mean over rows"), model=model)
-    assert (scarcity.errors, scarcity.count) == (1, 1 + 3 + 2 * BATCHES)
-
-
-@pytest.mark.parametrize(
-    ("loss", "text"),
-    [(weighted_mean, "mean over rows"), (in_batch_negatives, "mean over labels"), (plain_mean, "sum")],
-)
-def test_a_wrong_statement_is_raised_with_the_weight_that_shows_it(loss: Any, text: str, tmp_path: Path) -> None:
-    kind = type("Stated", (OwnLoss,), {"loss": staticmethod(loss)})
-    trainer = make(kind, tmp_path, MicrobatchCallback(max_examples=2, loss=text))
-    with pytest.raises(NotSplittableError) as error:
-        trainer.train()
-    assert re.sub(r"by [-\d.e+]+ ", "by # ", str(error.value)) == (
-        "model=BertForSequenceClassification cannot be trained in micro-batches: its loss is not what is stated "
-        f"(stated as loss={text!r}): the gradient of bert.embeddings.word_embeddings.weight for 4 rows differs by # "
-        "from that of the rows alone; expected rows that do not depend on each other. Leave loss= out: "
-        "MicrobatchCallback() then cuts below the loss, whatever it is."
-    )
-    assert trainer.state.global_step == 0
-
-
-def test_an_unknown_statement_is_refused_at_once() -> None:
-    with pytest.raises(ValueError) as error:
-        MicrobatchCallback(loss="mean over")
-    assert str(error.value).startswith(
-        "loss='mean over' is unknown; expected one of sum, mean over rows, mean over labels, mean over shifted labels, "
-        "or 'mean over <column of the batch>'."
-    )
-
-
-# ---- Names ----------------------------------------------------------------------------------------------------------
-
-
 class TwoTowers(nn.Module):
     """A model of a user, without any class of transformers."""
 
@@ -441,13 +306,117 @@ class Norms(TwoTowers):
         return {"logits": logits - logits.mean(0)}
 
 
-def test_a_module_of_a_user_is_named(tmp_path: Path) -> None:
-    callback = MicrobatchCallback(max_examples=2, backbone="encoder")
-    assert_same(own("in_batch_negatives"), tmp_path, callback, model=Norms())
+EXACT: dict[str, tuple[type[Trainer], dict[str, Any], Callable[[], nn.Module]]] = {
+    **{name: (own(name), {}, tiny.bert) for name in LOSSES},
+    **{kind.__name__: (kind, {}, tiny.bert) for kind in (Attacks, AttacksAll, Teaches, KeepsAMean)},
+    "a named module": (own("in_batch_negatives"), {"backbone": "encoder"}, Norms),
+    "rows that are independent": (own("in_batch_negatives"), {}, TwoTowers),
+    "children": (own("penalty"), {}, Norms),
+}
 
 
-def test_a_model_of_a_user_whose_rows_are_independent_needs_no_name(tmp_path: Path) -> None:
-    assert_same(own("in_batch_negatives"), tmp_path, MicrobatchCallback(max_examples=2), model=TwoTowers())
+@pytest.mark.parametrize("name", EXACT)
+def test_a_loss_over_the_batch_is_exact(name: str, tmp_path: Path) -> None:
+    kind, settings, build = EXACT[name]
+    assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2, **settings), model=build())
+
+
+@pytest.mark.parametrize(("kind", "call"), [(Attacks, 2), (AttacksAll, 2), (Teaches, 1)])
+def test_memory_that_runs_out_after_a_change_is_raised_and_the_remedy_helps(
+    kind: Any, call: int, tmp_path: Path
+) -> None:
+    model = tiny.bert()
+    Scarcity(calls=(call,)).watch(model)
+    trainer = make(kind, tmp_path, MicrobatchCallback(), model=model)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.train()
+    found = re.fullmatch(
+        rf"memory ran out at step 1 \({re.escape(OUT)}\), and the step cannot be repeated, since "
+        rf"{re.escape(kind.changed)} was changed within it; expected parts that fit from the beginning. Start with "
+        r"smaller ones: (MicrobatchCallback\(max_tokens=\d+\))",
+        str(error.value),
+    )
+    assert found is not None, error.value
+    assert_same(kind, tmp_path, eval(found[1]))
+
+
+class Swallows(OwnLoss):
+    """Skips a batch that does not fit, as some loops do."""
+
+    loss = staticmethod(in_batch_negatives)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        except torch.OutOfMemoryError:
+            return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "where", "steps"),
+    [
+        (KeepsAMean, 2, "backward", 1),
+        *((Swallows, 2, where, 1) for where in ("forward", "backward")),
+        (own("hard_examples"), 3, "backward", 3),  # the last of the first window
+    ],
+)
+def test_a_step_that_runs_out_is_repeated_as_it_began(
+    kind: type[Trainer], call: int, where: str, steps: int, tmp_path: Path
+) -> None:
+    settings = {"gradient_accumulation_steps": steps, "logging_strategy": "steps", "logging_steps": 1}
+    model, scarcity = tiny.bert(), Scarcity(calls=(call,), where=where)
+    scarcity.watch(model)
+    whole = trained(kind, tmp_path, **settings)
+    parts = trained(kind, tmp_path, MicrobatchCallback(), model=model, **settings)
+    assert scarcity.errors == 1
+    assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
+    assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-6)
+
+
+# ---- Stated losses --------------------------------------------------------------------------------------------------
+
+
+def plain_mean(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    return functional.cross_entropy(logits, inputs["labels"])
+
+
+@pytest.mark.parametrize(
+    ("loss", "text", "calls"),
+    [
+        (plain_mean, "mean over rows", ()),
+        (plain_mean, "mean over rows", (1,)),  # verified with the rows that fit
+        (plain_mean, "mean over labels", ()),
+        (weighted_mean, "mean over weight", ()),
+        (masked_tokens, "mean over loss_mask", ()),
+    ],
+)
+def test_a_stated_loss_is_verified_and_runs_whole_micro_batches(
+    loss: Any, text: str, calls: tuple[int, ...], tmp_path: Path
+) -> None:
+    model, scarcity = tiny.bert(), Scarcity(calls=calls)
+    scarcity.watch(model)
+    kind = type("Stated", (OwnLoss,), {"loss": staticmethod(loss)})
+    assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2, loss=text), model=model)
+    verified = 1 + 3 if calls else 5  # two rows together and each alone, or four
+    assert (scarcity.errors, scarcity.count) == (len(calls), verified + 2 * BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [(weighted_mean, "mean over rows"), (in_batch_negatives, "mean over labels"), (plain_mean, "sum")],
+)
+def test_a_wrong_statement_is_raised_with_the_weight_that_shows_it(loss: Any, text: str, tmp_path: Path) -> None:
+    kind = type("Stated", (OwnLoss,), {"loss": staticmethod(loss)})
+    trainer = make(kind, tmp_path, MicrobatchCallback(max_examples=2, loss=text))
+    with pytest.raises(NotSplittableError) as error:
+        trainer.train()
+    assert re.sub(r"by [-\d.e+]+ ", "by # ", str(error.value)) == (
+        "model=BertForSequenceClassification cannot be trained in micro-batches: its loss is not what is stated "
+        f"(stated as loss={text!r}): the gradient of bert.embeddings.word_embeddings.weight for 4 rows differs by # "
+        "from that of the rows alone; expected rows that do not depend on each other. Leave loss= out: "
+        "MicrobatchCallback() then cuts below the loss, whatever it is."
+    )
+    assert trainer.state.global_step == 0
 
 
 def test_an_unknown_name_lists_the_nearest(tmp_path: Path) -> None:
@@ -458,10 +427,6 @@ def test_an_unknown_name_lists_the_nearest(tmp_path: Path) -> None:
         "backbone='encodr' is no module of TwoTowers; expected the name of one, or its end. Did you mean 'encoder'? "
         "Print them: [name for name, _ in model.named_modules()]"
     )
-
-
-def test_the_children_of_a_model_without_a_backbone_are_cut(tmp_path: Path) -> None:
-    assert_same(own("penalty"), tmp_path, MicrobatchCallback(max_examples=2), model=Norms())
 
 
 # ---- Evaluation -----------------------------------------------------------------------------------------------------
@@ -524,17 +489,6 @@ def test_an_evaluation_of_which_only_one_row_fits_says_why_it_cannot_be_compared
         f"({OUT}); expected a batch that fits. Lower it: "
         "TrainingArguments(..., per_device_eval_batch_size=2)"
     )
-
-
-def test_accumulation_is_repeated_with_the_logged_loss_of_stock(tmp_path: Path) -> None:
-    settings = {"gradient_accumulation_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
-    model, scarcity = tiny.bert(), Scarcity(calls=(3,), where="backward")  # the last of the first window
-    scarcity.watch(model)
-    whole = trained(own("hard_examples"), tmp_path, **settings)
-    parts = trained(own("hard_examples"), tmp_path, MicrobatchCallback(), model=model, **settings)
-    assert scarcity.errors == 1
-    assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
-    assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2])

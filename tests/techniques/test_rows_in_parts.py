@@ -18,7 +18,6 @@ import row_models
 import torch
 from row_models import ARCHITECTURES, ROWS, STEPS, TRAINED, WORDS
 from torch import nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
@@ -28,7 +27,6 @@ from hf_memopt.techniques.microbatching import Backbones, MicrobatchCallback, Si
 from hf_memopt.techniques.microbatching import backbones as backbones_module
 from hf_memopt.techniques.microbatching.backbones import CutStep
 from hf_memopt.techniques.microbatching.module_call import DependentRowsError, ModuleCall
-from hf_memopt.techniques.microbatching.row_check import check_rows
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError
 from two_ranks import run_pair
 
@@ -272,40 +270,34 @@ def test_what_parts_would_change_is_refused_and_runs_as_if_never_checked(name: s
         assert torch.equal(value, parts.model.state_dict()[key]), key
 
 
-@pytest.mark.parametrize("groups", [[0, 0, 1, 1, 2, 2, 3], [0, 0, 0, 1, 1, 1, 2], [0, 1, 2, 3, 4, 5, 6]])
-def test_groups_are_refused_though_they_come_apart_at_no_cut_or_have_one_row_each(groups: list[int]) -> None:
-    """The check gives rows the content of others, and their group with it."""
-    outcome = run(step_with(groups=torch.tensor(groups)), with_body(grouped), names=["body"])
+COUNTS = torch.zeros(ROWS)
+SPANS = [torch.tensor(2.0)] * ROWS  # entries that are equal here, where no value shows to which rows they belong
+INPUTS_REFUSED: dict[str, tuple[Mix, Any, str]] = {
+    # which come apart at no cut, or have one row each: the check gives rows the content of others, and their group too
+    **{
+        f"groups {groups}": (grouped, torch.tensor(groups), "rows depend on each other: ")
+        for groups in ([0, 0, 1, 1, 2, 2, 3], [0, 0, 0, 1, 1, 1, 2], [0, 1, 2, 3, 4, 5, 6])
+    },
+    "a list with an entry for each row": (
+        lambda body, hidden, spans: hidden * torch.stack(spans)[: len(hidden), None, None],
+        SPANS,
+        "its input groups is a list with an entry for each row, and only tensors are cut",
+    ),
+    "an input changed in place": (
+        lambda body, hidden, counts: hidden * counts.add_(1)[:, None, None],
+        COUNTS,
+        "it changes an input of shape (7,) in place, which parts would change twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS_REFUSED)
+def test_inputs_that_cannot_be_cut_are_refused(name: str) -> None:
+    mix, given, reason = INPUTS_REFUSED[name]
+    outcome = run(step_with(groups=given), with_body(mix), names=["body"])
     assert outcome.seen.cut == 0
-    assert reasons(outcome.seen)[0].startswith("body: rows depend on each other: ")
-
-
-def test_a_list_with_an_entry_for_each_row_is_refused() -> None:
-    """Its entries may be equal in the first batch, where no value shows to which rows they belong."""
-    model = with_body(lambda body, hidden, spans: hidden * torch.stack(spans)[: len(hidden), None, None])
-    step = step_with(groups=[torch.tensor(2.0)] * ROWS)  # type: ignore[arg-type]
-    assert list(run(step, model, names=["body"]).seen.reasons) == [
-        "body: its input groups is a list with an entry for each row, and only tensors are cut"
-    ]
-
-
-def test_an_input_that_is_changed_in_place_is_refused_and_changed_once() -> None:
-    model = with_body(lambda body, hidden, counts: hidden * counts.add_(1)[:, None, None])
-    counts = torch.zeros(ROWS)
-    outcome = run(step_with(groups=counts), model, names=["body"])
-    assert list(outcome.seen.reasons) == [
-        "body: it changes an input of shape (7,) in place, which parts would change twice"
-    ]
-    assert counts.tolist() == [1] * ROWS
-
-
-def test_a_check_leaves_no_trace() -> None:
-    model = with_body(lambda body, hidden, ids: functional.dropout(hidden, body.p))
-    before, numbers = copy.deepcopy(model.state_dict()), drawn()
-    call = ModuleCall(model.body, model.body.forward, (), {"input_ids": IDS})
-    assert check_rows(call, PART) == ((0,), (0,))
-    assert (model.body.p, drawn(), model.body.training) == (0.5, numbers, True)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert reasons(outcome.seen)[0].startswith(f"body: {reason}")
+    assert name != "an input changed in place" or COUNTS.tolist() == [1] * ROWS  # once
 
 
 def named_hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -564,16 +556,6 @@ def test_exact_together_with(name: str) -> None:
     assert_exact(step, build(), tolerance)
 
 
-def test_evaluation_gives_the_same_without_a_graph() -> None:
-    model = _llama().eval()
-    expected = model(**INPUTS, use_cache=False).logits
-    with torch.no_grad(), in_parts(PART).cut(model) as seen:
-        found = model(**INPUTS, use_cache=False).logits
-    assert seen.cut == 1
-    assert not found.requires_grad
-    assert torch.allclose(found, expected, rtol=0, atol=FLOAT64)
-
-
 def test_hooks_of_weights_run_once_per_backward_pass() -> None:
     model, counts = _llama(), dict[str, int]()
     for name, weight in model.named_parameters():
@@ -590,27 +572,33 @@ def test_hooks_of_weights_run_once_per_backward_pass() -> None:
 # ---- What the backward pass refuses ---------------------------------------------------------------------------------
 
 
-def _moved(model: Any, change: Callable[[torch.Tensor], object]) -> None:
-    loss = _loss(model)
-    with torch.no_grad():
-        change(model.model.layers[1].mlp.up_proj.weight)
-    loss.backward()
+def _moved(change: Callable[[torch.Tensor], object]) -> Callable[[Any], None]:
+    def step(model: Any) -> None:
+        loss = _loss(model)
+        with torch.no_grad():
+            change(model.model.layers[1].mlp.up_proj.weight)
+        loss.backward()
+
+    return step
 
 
 def _second_derivative(model: Any) -> None:
     torch.autograd.grad(_loss(model), list(model.parameters()), create_graph=True)
 
 
-CHANGED = (
-    "model.layers.1.mlp.up_proj.weight was changed between the forward and the backward pass, so that parts would be"
-)
+def _shared(model: Any) -> None:
+    hidden, shared = model.body(input_ids=IDS)
+    (hidden.sum() + shared.square().sum()).backward()
+
+
 BACKWARD: dict[str, tuple[Callable[[Any], None], str]] = {
     "a weight changed": (
-        lambda model: _moved(model, lambda weight: weight.add_(0.1)),
-        f"{CHANGED} run again with other weights",
+        _moved(lambda weight: weight.add_(0.1)),
+        "layers.1.mlp.up_proj.weight was changed between the forward and the backward pass, so that parts would be run "
+        "again with other weights",
     ),
     "a weight changed through .data": (
-        lambda model: _moved(model, lambda weight: weight.data.add_(0.1)),
+        _moved(lambda weight: weight.data.add_(0.1)),
         "a part that was run again gave other values: a weight, a buffer or a generator changed between the forward "
         "and the backward pass",
     ),
@@ -618,32 +606,28 @@ BACKWARD: dict[str, tuple[Callable[[Any], None], str]] = {
         _second_derivative,
         "the gradient itself is differentiated (create_graph=True), and parts have no second derivative",
     ),
+    "what all rows share": (
+        _shared,
+        "the loss uses an output of shape (8, 8) that all rows share, whose gradient parts cannot pass on",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_a_backward_pass_that_would_be_wrong_is_refused(name: str) -> None:
     step, message = BACKWARD[name]
-    model = _llama()
-    with in_parts(PART).cut(model), pytest.raises(DependentRowsError) as error:
+    model = with_body(lambda body, hidden, ids: (hidden, body.linear.weight * 2)) if step is _shared else _llama()
+    names = ["body"] if step is _shared else []
+    with in_parts(PART, names).cut(model) as seen, pytest.raises(DependentRowsError) as error:
         step(model)
-    assert str(error.value).removeprefix("model.") == message.removeprefix("model.")
-
-
-def test_a_gradient_of_what_all_rows_share_is_refused() -> None:
-    model = with_body(lambda body, hidden, ids: (hidden, body.linear.weight * 2))
-    with in_parts(PART, ["body"]).cut(model) as seen:
-        hidden, shared = model.body(input_ids=IDS)
-        loss = hidden.sum() + shared.square().sum()
     assert seen.cut == 1
-    with pytest.raises(DependentRowsError) as error:
-        loss.backward()
-    assert str(error.value) == (
-        "the loss uses an output of shape (8, 8) that all rows share, whose gradient parts cannot pass on"
-    )
+    assert str(error.value).removeprefix("model.") == message
 
 
 # ---- Out of memory --------------------------------------------------------------------------------------------------
+
+
+OUT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 class FailingAt(TorchDispatchMode):
@@ -656,7 +640,7 @@ class FailingAt(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         if self.count == self.place + 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise torch.OutOfMemoryError(OUT)
         return func(*args, **(kwargs or {}))
 
 
@@ -686,9 +670,6 @@ class Halving:
             self.step(self.model)
         assert seen.cut > 0
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}, mode.count
-
-
-OUT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def _stepping(name: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
@@ -734,57 +715,45 @@ def test_a_part_that_drew_random_numbers_is_halved_forward_and_not_backward(monk
     assert {(rows, columns, text) for rows, columns, text in raised} == {(4, 10, OUT), (3, 10, OUT)}
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_nothing_of_a_failed_part_is_alive_when_it_runs_again(where: str) -> None:
-    alive: list[weakref.ref[torch.Tensor]] = []
-    counts: list[int] = []
-    failing = {"left": 0}
+class Failing:
+    """A body that runs out of memory so many times, and counts what of its failed parts is alive when it runs."""
 
-    def fail(*args: Any) -> None:
-        if failing["left"]:
-            failing["left"] -= 1
-            raise torch.OutOfMemoryError(OUT)
+    def __init__(self, where: str) -> None:
+        self.where, self.left = where, 0
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+        self.counts: set[int] = set()
 
-    def mix(body: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        counts.append(sum(reference() is not None for reference in alive))
-        alive.append(weakref.ref(hidden))
-        if where == "forward" and len(hidden) == 4:
-            fail()
-        if where == "backward" and hidden.requires_grad:
-            hidden.register_hook(fail)
+    def fail(self, *args: Any) -> None:
+        if self.left:
+            self.left -= 1
+            raise torch.OutOfMemoryError(f"{OUT}\nGPU 0 has")
+
+    def mix(self, body: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        self.counts.add(sum(reference() is not None for reference in self.alive))
+        self.alive.append(weakref.ref(hidden))
+        if self.where == "forward":
+            self.fail()
+        elif hidden.requires_grad:
+            hidden.register_hook(self.fail)
         return hidden * 2
 
-    halving = Halving(with_body(mix), step_with(), ["body"])
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_nothing_of_a_failed_part_is_alive_when_it_runs_again_and_one_row_is_raised(where: str) -> None:
+    failing = Failing(where)
+    halving = Halving(with_body(failing.mix), step_with(), ["body"])
     expected, _ = halving.run()
-    alive.clear()
-    counts.clear()
-    failing["left"] = 1
+    failing.alive.clear()
+    failing.counts.clear()
+    failing.left = 1
     gc.disable()  # what a later collection frees may be too late
     try:
         found, _ = halving.run()
     finally:
         gc.enable()
-    assert (failing["left"], len(halving.failed)) == (0, 1)
-    assert set(counts) == {0}
+    assert (failing.left, len(halving.failed), failing.counts) == (0, 1, {0})
     assert worst(found, expected) <= FLOAT64
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_one_row_that_does_not_fit_is_raised(where: str) -> None:
-    def fail(*args: Any) -> None:
-        if is_full:
-            raise torch.OutOfMemoryError(f"{OUT}\nGPU 0 has")
-
-    def mix(body: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        if where == "forward":
-            fail()
-        elif hidden.requires_grad:
-            hidden.register_hook(fail)
-        return hidden * 2
-
-    is_full = False
-    halving = Halving(with_body(mix), step_with(), ["body"])
-    is_full = True
+    failing.left = 10**9
     with pytest.raises(PartsFailedError) as error:
         halving.run()
     assert (error.value.rows, error.value.columns, str(error.value)) == (1, row_models.COLUMNS, OUT)
@@ -812,40 +781,38 @@ def test_rows_that_depend_on_each_other_from_some_step_on_are_found(monkeypatch:
         )
 
 
+class Counted:
+    """A body that counts its rows."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def mix(self, body: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        self.rows += len(hidden)
+        return hidden
+
+    def of(self, model: nn.Module, backbones: Backbones, ids: torch.Tensor, *, autocast: bool = False) -> int:
+        """Return how many rows ran in a step that was cut."""
+        self.rows = 0
+        with backbones.cut(model) as seen, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            model(input_ids=ids)
+        assert seen.cut == 1
+        return self.rows
+
+
 @pytest.mark.parametrize("is_autocast", [False, True])
 def test_a_check_runs_no_more_passes_than_promised(is_autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """3 + 2 log2(8) for a new kind of call, 4 for a later check, each with all rows; one row more under autocast."""
     monkeypatch.setattr(backbones_module, "CHECKED_STEPS", 1)
-    rows: list[int] = []
-
-    def count(body: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        rows.append(len(hidden))
-        return hidden
-
-    model, backbones = with_body(count).float(), in_parts(PART, ["body"])
-    ids = row_models.classified(8).inputs["input_ids"]
-    for checked in (9, 4, 4):
-        rows.clear()
-        with backbones.cut(model) as seen, torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
-            model(input_ids=ids)
-        assert seen.cut == 1
-        assert sum(rows) <= (checked + 1) * 8 + is_autocast  # and once in parts
+    counted, backbones = Counted(), in_parts(PART, ["body"])
+    model, ids = with_body(counted.mix).float(), row_models.classified(8).inputs["input_ids"]
+    for checked in (9, 4, 4):  # and once in parts
+        assert counted.of(model, backbones, ids, autocast=is_autocast) <= (checked + 1) * 8 + is_autocast
 
 
 def test_another_kind_of_call_is_checked_and_another_size_is_not() -> None:
-    rows: list[int] = []
-
-    def count(body: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        rows.append(len(hidden))
-        return hidden
-
-    model, backbones = with_body(count), in_parts(PART, ["body"])
-    for _ in range(2):
-        with backbones.cut(model):
-            model(input_ids=IDS)
-    for ids, is_checked in ((IDS[:5, :6], False), (IDS[:, :ROWS], True), (IDS.int(), True)):
-        rows.clear()
-        with backbones.cut(model) as seen:
-            model(input_ids=ids)
-        assert seen.cut == 1
-        assert (sum(rows) > len(ids)) == is_checked
+    counted, backbones = Counted(), in_parts(PART, ["body"])
+    model = with_body(counted.mix)
+    kinds = (IDS, True), (IDS, True), (IDS[:5, :6], False), (IDS[:, :ROWS], True), (IDS.int(), True)
+    for ids, is_checked in kinds:
+        assert (counted.of(model, backbones, ids) > len(ids)) == is_checked

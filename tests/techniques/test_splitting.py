@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,20 +61,17 @@ def test_as_few_groups_as_the_limits_allow_then_as_little_padding(
     assert cost(groups) == best
 
 
-def test_without_a_limit_all_rows_are_one_micro_batch() -> None:
-    assert cut([3, 9, 5]) == [[1, 2, 0]]
-
-
-def test_no_rows_are_no_micro_batch() -> None:
-    assert cut([], max_tokens=8) == []
-
-
-def test_a_row_above_the_limit_is_a_micro_batch_of_its_own() -> None:
-    assert cut([4, 100, 4, 101], max_tokens=8) == [[3], [1], [0, 2]]
-
-
-def test_the_rest_is_not_a_tiny_micro_batch_if_another_cut_pads_less() -> None:
-    assert cut([10, 10, 2, 2], max_examples=3) == [[0, 1], [2, 3]]  # three and one would pad 32 tokens instead of 24
+@pytest.mark.parametrize(
+    ("lengths", "limits", "groups"),
+    [
+        ([3, 9, 5], {}, [[1, 2, 0]]),
+        ([], {"max_tokens": 8}, []),
+        ([4, 100, 4, 101], {"max_tokens": 8}, [[3], [1], [0, 2]]),  # rows above the limit by themselves
+        ([10, 10, 2, 2], {"max_examples": 3}, [[0, 1], [2, 3]]),  # three and one would pad 32 tokens instead of 24
+    ],
+)
+def test_groups(lengths: list[int], limits: dict[str, int], groups: list[list[int]]) -> None:
+    assert cut(lengths, **limits) == groups
 
 
 # ---- what a micro-batch holds
@@ -128,13 +126,6 @@ def test_a_micro_batch_equals_what_the_collator_makes_of_its_rows(lengths: list[
             assert_same(take_rows(batch, rows), collated([lengths[row] for row in rows], multiple, seq2seq))
 
 
-def test_a_width_that_is_a_multiple_of_eight_stays_one() -> None:
-    batch = {"input_ids": torch.ones(2, 16, dtype=torch.long), "attention_mask": torch.zeros(2, 16, dtype=torch.long)}
-    batch["attention_mask"][0, :9] = batch["attention_mask"][1, :3] = 1
-    assert row_lengths(batch) == [16, 8]
-    assert take_rows(batch, [1])["input_ids"].shape == (1, 8)
-
-
 @given(st.lists(st.integers(1, 15), min_size=1, max_size=6), st.data())
 def test_the_length_of_a_row_is_its_width_alone(lengths: list[int], data: Any) -> None:
     seq2seq = data.draw(st.booleans())
@@ -155,112 +146,92 @@ def text(rows: int = 3, columns: int = 10, real: int = 4, **others: Any) -> dict
     return {"input_ids": torch.ones(rows, columns, dtype=torch.long), "attention_mask": mask, **others}
 
 
-def test_left_padded_rows_keep_their_columns() -> None:
-    batch = text()
-    batch["attention_mask"] = batch["attention_mask"].flip(1)
-    assert row_lengths(batch) == [10, 10, 10]
-    assert take_rows(batch, [2, 0])["input_ids"].shape == (2, 10)
+def filled(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.long)
 
 
-KEPT: dict[str, dict[str, Any]] = {
-    "no mask": {"attention_mask": None},
-    "mask of pairs": {"attention_mask": torch.zeros(3, 1, 10, 10)},
-    "mask for a prefix too": {"attention_mask": torch.zeros(3, 14, dtype=torch.long)},
-    "one mask for all rows": {"attention_mask": torch.zeros(1, 10, dtype=torch.long)},
-    "labels that count": {"labels": torch.zeros(3, 10, dtype=torch.long)},
-    "one score for each column": {"labels": torch.zeros(3, 10)},
-    "a tensor of unknown name": {"teacher_logits": torch.zeros(3, 10, 5)},
-    "one in a nested dict": {"teacher": {"logits": torch.zeros(3, 10, 5)}},
-    "a known name in a nested dict": {"teacher": {"input_ids": torch.zeros(3, 10)}},
-    "a mask of pairs of unknown name": {"bias": torch.zeros(3, 1, 10, 10)},
-}
+def labelled(rows: int, columns: int, *counting: tuple[int, slice | int]) -> torch.Tensor:
+    """Return labels of which these, by row and column, count."""
+    labels = torch.full((rows, columns), -100)
+    for row, column in counting:
+        labels[row, column] = 5
+    return labels
 
 
-@pytest.mark.parametrize("case", KEPT)
-def test_no_column_is_cut_where_it_might_count(case: str) -> None:
-    batch = {name: value for name, value in text(**KEPT[case]).items() if value is not None}
-    micro_batch = take_rows(batch, [1])
-    assert row_lengths(batch) == [10, 10, 10]
-    assert micro_batch["input_ids"].shape == (1, 10)
+WHOLE = [10, 10, 10]
+DECODED = labelled(3, 7, (0, slice(6)), (1, slice(2)), (2, slice(3)))
+PAIRS = {"decoder_input_ids": filled(3, 7), "decoder_attention_mask": torch.ones(3, 1, 7, 7)}
+EIGHTS = torch.stack([(torch.arange(16) < 9).long(), (torch.arange(16) < 3).long()])
+Shapes = dict[str, tuple[int, ...]]
+TRIMMED: dict[str, tuple[dict[str, Any], list[int] | None, list[int] | None, list[int], Shapes]] = {
+    # no column is cut off where it might count
+    **{
+        name: (text(**others), WHOLE, None, [1], {"input_ids": (1, 10)})
+        for name, others in {
+            "padding on the left": {"attention_mask": text()["attention_mask"].flip(1)},
+            "no mask": {"attention_mask": None},
+            "mask of pairs": {"attention_mask": torch.zeros(3, 1, 10, 10)},
+            "mask for a prefix too": {"attention_mask": torch.zeros(3, 14, dtype=torch.long)},
+            "one mask for all rows": {"attention_mask": torch.zeros(1, 10, dtype=torch.long)},
+            "labels that count": {"labels": torch.zeros(3, 10, dtype=torch.long)},
+            "one score for each column": {"labels": torch.zeros(3, 10)},
+            "a tensor of unknown name": {"teacher_logits": torch.zeros(3, 10, 5)},
+            "one in a nested dict": {"teacher": {"logits": torch.zeros(3, 10, 5)}},
+            "a known name in a nested dict": {"teacher": {"input_ids": torch.zeros(3, 10)}},
+            "a mask of pairs of unknown name": {"bias": torch.zeros(3, 1, 10, 10)},
+            "a loss over columns": {"start_positions": torch.zeros(3), "end_positions": torch.ones(3)},
+        }.items()
+    },
+    "a width that is a multiple of eight stays one": (
+        {"input_ids": filled(2, 16), "attention_mask": EIGHTS}, [16, 8], None, [1],
+        {"input_ids": (1, 8), "attention_mask": (1, 8)},
+    ),
+    "a label outside of the mask": (
+        text(labels=labelled(3, 10, (1, 6))), [4, 7, 4], None, [0, 1],
+        {"input_ids": (2, 7), "attention_mask": (2, 7), "labels": (2, 7)},
+    ),
+    "embeddings and shared positions": (
+        {**text(inputs_embeds=torch.rand(3, 10, 6), position_ids=torch.arange(10)[None]), "input_ids": None},
+        [4, 4, 4], None, [0, 2], {"inputs_embeds": (2, 4, 6), "attention_mask": (2, 4), "position_ids": (1, 4)},
+    ),
+    "no token at all": (text(real=0), [1, 1, 1], None, [0], {"input_ids": (1, 1), "attention_mask": (1, 1)}),
+    "both sides of an encoder-decoder": (
+        text(decoder_input_ids=filled(3, 7), labels=DECODED), [10, 6, 7], [6, 2, 3], [1, 2],
+        {"input_ids": (2, 4), "attention_mask": (2, 4), "decoder_input_ids": (2, 3), "labels": (2, 3)},
+    ),
+    "a decoder with a mask of pairs": (
+        text(labels=labelled(3, 7), **PAIRS), [11, 11, 11], [7, 7, 7], [1],
+        {"input_ids": (1, 4), "attention_mask": (1, 4), "labels": (1, 7), "decoder_input_ids": (1, 7),
+         "decoder_attention_mask": (1, 1, 7, 7)},
+    ),
+    "frames of sound beside text": (
+        {"input_features": torch.rand(2, 80, 30), "labels": torch.tensor([[5, 6, -100], [7, 8, 9]])},
+        [2, 3], None, [0], {"input_features": (1, 80, 30), "labels": (1, 2)},
+    ),
+    "tokens of all choices": (
+        {"input_ids": filled(2, 4, 5), "labels": torch.tensor([0, 3])}, [20, 20], None, [1],
+        {"input_ids": (1, 4, 5), "labels": (1,)},
+    ),
+    "images": (
+        {"pixel_values": torch.rand(2, 3, 4, 4), "labels": torch.tensor([0, 1])}, None, None, [1],
+        {"pixel_values": (1, 3, 4, 4), "labels": (1,)},
+    ),
+}  # fmt: skip
 
 
-def test_columns_that_a_label_needs_stay_and_the_others_go() -> None:
-    labels = torch.full((3, 10), -100)
-    labels[1, 6] = 5  # outside the mask of 4 columns
-    batch = text(labels=labels)
-    assert row_lengths(batch) == [4, 7, 4]
-    assert {name: tuple(value.shape) for name, value in take_rows(batch, [0, 1]).items()} == {
-        "input_ids": (2, 7),
-        "attention_mask": (2, 7),
-        "labels": (2, 7),
-    }
-
-
-def test_embeddings_and_shared_positions_are_trimmed_with_the_mask() -> None:
-    batch = text(inputs_embeds=torch.rand(3, 10, 6), position_ids=torch.arange(10)[None])
-    del batch["input_ids"]
-    micro_batch = take_rows(batch, [0, 2])
-    assert torch.equal(micro_batch["inputs_embeds"], batch["inputs_embeds"][[0, 2], :4])
-    assert torch.equal(micro_batch["position_ids"], torch.arange(4)[None])
-
-
-def test_a_row_without_any_token_keeps_one_column() -> None:
-    batch = text(real=0)
-    assert row_lengths(batch) == [1, 1, 1]
-    assert take_rows(batch, [0])["input_ids"].shape == (1, 1)
-
-
-def test_both_sides_of_an_encoder_decoder_are_trimmed_by_themselves() -> None:
-    decoder = torch.ones(3, 7, dtype=torch.long)
-    labels = torch.full((3, 7), -100)
-    labels[0, :6], labels[1, :2], labels[2, :3] = 1, 1, 1
-    batch = text(decoder_input_ids=decoder, labels=labels)
-    assert row_lengths(batch) == [4 + 6, 4 + 2, 4 + 3]
-    assert decoder_lengths(batch) == [6, 2, 3]
-    shapes = {name: tuple(value.shape) for name, value in take_rows(batch, [1, 2]).items()}
-    assert shapes == {
-        "input_ids": (2, 4),
-        "attention_mask": (2, 4),
-        "decoder_input_ids": (2, 3),
-        "labels": (2, 3),
-    }
-
-
-def test_a_decoder_with_a_mask_of_pairs_keeps_its_columns() -> None:
-    labels = torch.full((3, 7), -100)
-    batch = text(labels=labels, decoder_input_ids=labels + 100, decoder_attention_mask=torch.ones(3, 1, 7, 7))
-    assert decoder_lengths(batch) == [7, 7, 7]
-    micro_batch = take_rows(batch, [1])
-    assert {name: tuple(value.shape) for name, value in micro_batch.items()} == {
-        "input_ids": (1, 4),
-        "attention_mask": (1, 4),
-        "labels": (1, 7),
-        "decoder_input_ids": (1, 7),
-        "decoder_attention_mask": (1, 1, 7, 7),
-    }
-
-
-def test_audio_keeps_its_frames_and_loses_columns_of_its_text() -> None:
-    labels = torch.tensor([[5, 6, -100], [7, 8, 9]])
-    batch = {"input_features": torch.rand(2, 80, 30), "labels": labels}
-    assert row_lengths(batch) == [2, 3]
-    micro_batch = take_rows(batch, [0])
-    assert micro_batch["input_features"].shape == (1, 80, 30)
-    assert micro_batch["labels"].tolist() == [[5, 6]]
-
-
-def test_multiple_choice_counts_the_tokens_of_all_choices() -> None:
-    batch = {"input_ids": torch.ones(2, 4, 5, dtype=torch.long), "labels": torch.tensor([0, 3])}
-    assert row_lengths(batch) == [20, 20]
-    assert take_rows(batch, [1])["input_ids"].shape == (1, 4, 5)
-
-
-def test_images_have_no_length() -> None:
-    batch = {"pixel_values": torch.rand(2, 3, 4, 4), "labels": torch.tensor([0, 1])}
-    assert row_lengths(batch) is None
-    assert decoder_lengths(batch) is None
-    assert row_count(batch) == 2
-    assert take_rows(batch, [1])["labels"].tolist() == [1]
+@pytest.mark.parametrize("case", TRIMMED)
+def test_padding_that_no_row_needs_is_cut_off_and_nothing_else(case: str) -> None:
+    batch, lengths, of_decoder, rows, shapes = TRIMMED[case]
+    batch = {name: value for name, value in batch.items() if value is not None}
+    assert (row_lengths(batch), decoder_lengths(batch)) == (lengths, of_decoder)
+    micro_batch = take_rows(batch, rows)
+    found = {name: tuple(value.shape) for name, value in micro_batch.items() if torch.is_tensor(value)}
+    assert {**found, **shapes} == found
+    assert lengths == WHOLE or found == shapes
+    for name, shape in shapes.items():
+        columns = slice(None) if len(shape) < 2 else slice(shape[1])
+        kept = batch[name] if len(shape) < 2 else batch[name][:, columns]
+        assert torch.equal(micro_batch[name], kept if len(kept) == 1 else kept[rows])
 
 
 @pytest.mark.parametrize(
@@ -329,22 +300,11 @@ def test_the_loss_of_a_micro_batch_is_that_of_its_rows_in_the_batch(build: Calla
 # ---- what cannot be cut
 
 
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2))
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return self.body(pixel_values)
-
-
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
-def test_batch_norm_in_training_mode_cannot_be_cut(norm: type[nn.Module]) -> None:
-    model = Convolution()
-    model.body[1] = norm(2)
-    assert splittable_reason(model) == f"{norm.__name__} body.1 takes its statistics over the rows of a batch"
-    model.body.eval()
-    assert splittable_reason(model) is None
+def normed(norm: type[nn.Module], *, trains: bool = True) -> nn.Module:
+    model = nn.Module()
+    model.body = nn.Sequential(nn.Conv2d(3, 2, 1), norm(2)).train(trains)
+    model.forward = lambda pixel_values: model.body(pixel_values)
+    return model
 
 
 def clip() -> nn.Module:
@@ -355,81 +315,71 @@ def clip() -> nn.Module:
     return transformers.CLIPModel(config)
 
 
-class Wrapped(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.clip = module
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.clip.get_text_features(input_ids)
-
-
-def test_contrastive_models_cannot_be_cut() -> None:
-    reason = "the loss of CLIPModel compares the rows of a batch with each other"
-    assert splittable_reason(clip()) == reason
-    assert splittable_reason(Wrapped(clip())) is None  # another loss upon its features
+def of_features() -> nn.Module:
+    """Return another loss upon CLIP's features."""
+    model = nn.Module()
+    model.clip = clip()
+    model.forward = lambda input_ids: model.clip.get_text_features(input_ids)
+    return model
 
 
-def test_attention_that_short_rows_change_cannot_be_cut() -> None:
+def big_bird() -> nn.Module:
     sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     config = transformers.BigBirdConfig(**sizes, num_attention_heads=1, block_size=2, attention_type="block_sparse")
-    model = transformers.BigBirdForSequenceClassification(config)
-    assert splittable_reason(model) == (
-        "the sparse attention of BigBirdForSequenceClassification becomes full, for good, once all rows are short"
-    )
-    model(input_ids=torch.ones(1, 4, dtype=torch.long))
-    assert model.bert.attention_type == "original_full"
+    return transformers.BigBirdForSequenceClassification(config)
 
 
-def test_padding_stays_where_the_loss_is_over_columns() -> None:
-    batch = {**text(), "start_positions": torch.zeros(3), "end_positions": torch.ones(3)}
-    assert take_rows(batch, [1])["input_ids"].shape == (1, 10)
-
-
-@pytest.mark.parametrize("build", [tiny.bert, tiny.llama, gpt2, t5], ids=lambda build: build.__name__)
-def test_these_models_can_be_cut(build: Callable[[], nn.Module]) -> None:
-    assert splittable_reason(build().train()) is None
-
-
-PACKED: dict[str, dict[str, Any]] = {
-    "position_ids": {"position_ids": torch.tensor([[0, 1, 2, 0, 1]])},
-    "seq_idx": {"seq_idx": torch.tensor([[0, 0, 0, 1, 1]])},
-    "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 3, 5])},
+MODELS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
+    **{
+        norm.__name__: (partial(normed, norm), f"{norm.__name__} body.1 takes its statistics over the rows of a batch")
+        for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    },
+    "a norm kept as it is": (partial(normed, nn.BatchNorm2d, trains=False), None),
+    "contrastive": (clip, "the loss of CLIPModel compares the rows of a batch with each other"),
+    "features": (of_features, None),
+    "attention that short rows change": (
+        big_bird,
+        "the sparse attention of BigBirdForSequenceClassification becomes full, for good, once all rows are short",
+    ),
+    **{build.__name__: (build, None) for build in (tiny.bert, tiny.llama, gpt2, t5)},
 }
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_rows_cannot_be_cut(name: str) -> None:
-    batch = {"input_ids": torch.ones(1, 5, dtype=torch.long), **PACKED[name]}
-    assert splittable_batch_reason(batch) == f"its examples are packed into one row, as {name} shows"
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_cannot_be_cut(case: str) -> None:
+    build, reason = MODELS[case]
+    model = build()
+    assert splittable_reason(model if "norm" in case.lower() else model.train()) == reason
+    if case == "attention that short rows change":
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+        assert model.bert.attention_type == "original_full"
 
 
-def test_what_the_flattening_collator_returns_cannot_be_cut() -> None:
-    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
-    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=False)(rows)
-    assert splittable_batch_reason(batch) == "its examples are packed into one row, as position_ids shows"
-
-
-def test_tensors_without_one_entry_per_row_cannot_be_cut() -> None:
-    patches = text(pixel_values=torch.rand(12, 6), image_grid_thw=torch.ones(3, 3))
-    assert splittable_batch_reason(patches) == (
-        "pixel_values of shape (12, 6) does not have one entry for each of the 3 rows"
-    )
-    nested = text(vision={"patches": torch.rand(12, 6)})
-    assert splittable_batch_reason(nested) == (
-        "vision.patches of shape (12, 6) does not have one entry for each of the 3 rows"
-    )
-    by_axis = text(position_ids=torch.zeros(3, 3, 10))
-    assert splittable_batch_reason(by_axis) == (
-        "position_ids of shape (3, 3, 10) does not have one entry for each of the 3 rows"
-    )
-
-
-@pytest.mark.parametrize(
-    "others",
-    [{}, {"position_ids": torch.arange(10)[None]}, {"seq_idx": torch.zeros(3, 10)}, {"scale": torch.tensor(2.0)}],
-    ids=["plain", "shared positions", "packed rows, several of them", "scalar"],
+ONE = {"input_ids": filled(1, 5)}
+FLATTENED = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=False)(
+    [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
 )
-def test_these_batches_can_be_cut(others: dict[str, Any]) -> None:
-    assert splittable_batch_reason(text(**others)) is None
-    assert splittable_batch_reason({name: value[:1] for name, value in text().items()}) is None
+IN_ONE_ROW = "its examples are packed into one row, as {} shows"
+NO_ENTRIES = "{} of shape {} does not have one entry for each of the 3 rows"
+BATCHES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "position_ids": ({**ONE, "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}, IN_ONE_ROW.format("position_ids")),
+    "seq_idx": ({**ONE, "seq_idx": torch.tensor([[0, 0, 0, 1, 1]])}, IN_ONE_ROW.format("seq_idx")),
+    "cu_seq_lens": ({**ONE, "cu_seq_lens_q": torch.tensor([0, 3, 5])}, IN_ONE_ROW.format("cu_seq_lens_q")),
+    "stock's flattening": (FLATTENED, IN_ONE_ROW.format("position_ids")),
+    "patches": (text(pixel_values=torch.rand(12, 6)), NO_ENTRIES.format("pixel_values", (12, 6))),
+    "patches in a dict": (text(vision={"patches": torch.rand(12, 6)}), NO_ENTRIES.format("vision.patches", (12, 6))),
+    "positions by axis": (
+        text(position_ids=torch.zeros(3, 3, 10)), NO_ENTRIES.format("position_ids", (3, 3, 10))
+    ),
+    "plain": (text(), None),
+    "one row": (text(rows=1), None),
+    "shared positions": (text(position_ids=torch.arange(10)[None]), None),
+    "packed rows, several of them": (text(seq_idx=torch.zeros(3, 10)), None),
+    "a scalar": (text(scale=torch.tensor(2.0)), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_batches_that_cannot_be_cut(case: str) -> None:
+    batch, reason = BATCHES[case]
+    assert splittable_batch_reason(batch) == reason
