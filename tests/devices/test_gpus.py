@@ -15,25 +15,17 @@ import pytest
 import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
+from tables import tables
 
 from hf_memopt.devices import GPUS, Gpu, PeakRates, current_gpu, custom_gpu, find_gpu
+
+TABLES = tables(__file__)
 
 GIB = 2**30
 MIB = 2**20
 
 # https://developer.nvidia.com/cuda-gpus and https://developer.nvidia.com/cuda-legacy-gpus, by the beginnings of names.
-NVIDIA_SAYS = {
-    "6.0": "P100",
-    "6.1": "GTX 10|TITAN X|Quadro P|P40?$",
-    "7.0": "V100|TITAN V",
-    "7.5": "T4|T1000|GTX 16|RTX 20[678]0|TITAN RTX|Quadro RTX",
-    "8.0": "A100|A30",
-    "8.6": "A2$|A10G?$|A16|A40|RTX 2050|RTX 30[5-9]0|RTX A",
-    "8.9": "L4|RTX 40[5-9]0|RTX .* Ada",
-    "9.0": "H100|H200",
-    "10.0": "B200",
-    "12.0": "RTX 50[5-9]0|RTX PRO",
-}
+NVIDIA_SAYS = TABLES["compute capabilities"]
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
@@ -209,31 +201,7 @@ def test_what_is_no_gpu_is_refused(function, given, message):
     assert str(error.value) == message
 
 
-SMALLER = "so that what fits it fits both"
-
-
-@pytest.mark.parametrize(
-    ("name", "taken", "why", "others"),
-    [
-        ("RTX 3050", "RTX 3050 8GB", "(2022; that of 6 GB: 2024)", "RTX 3050 6GB, RTX 3050 Laptop 6GB, RTX 3050 4GB"),
-        ("3060", "RTX 3060 12GB", "(2021; that of 8 GB: 2022)", "RTX 3060 8GB, RTX 3060 Laptop 6GB"),
-        ("NVIDIA GeForce RTX 3060", "RTX 3060 12GB", "(2021; that of 8 GB: 2022)", "RTX 3060 8GB, RTX 3060 Laptop 6GB"),
-        (
-            "RTX 3080",
-            "RTX 3080 (10 GB)",
-            "(2020; that of 12 GB: 2022)",
-            "RTX 3080 Laptop 16GB, RTX 3080 12GB, RTX 3080 Laptop 8GB",
-        ),
-        ("RTX 2060", "RTX 2060 (6 GB)", "(2019; that of 12 GB: 2021)", "RTX 2060 12GB"),
-        ("V100-SXM2", "V100 16GB", "(2017; that of 32 GB: 2018)", "V100 32GB"),
-        ("Colab A100", "A100 40GB", SMALLER, "A100 80GB"),
-        ("rtx 4060 ti", "RTX 4060 Ti 8GB", SMALLER, "RTX 4060 Ti 16GB"),
-        ("rtx 5060 ti", "RTX 5060 Ti 8GB", SMALLER, "RTX 5060 Ti 16GB"),
-        ("3080 laptop", "RTX 3080 Laptop 8GB", SMALLER, "RTX 3080 Laptop 16GB"),
-        ("RTX 4070", "RTX 4070 (12 GB)", "the one of a desktop", "RTX 4070 Laptop (8 GB)"),
-        ("RTX 4090", "RTX 4090 (24 GB)", "the one of a desktop", "RTX 4090 Laptop (16 GB)"),
-    ],
-)
+@pytest.mark.parametrize(("name", "taken", "why", "others"), TABLES["names of several sizes"])
 def test_a_name_of_several_sizes_is_the_usual_one_and_says_so(name, taken, why, others):
     found = find_gpu(name)
     [note] = found.notes
@@ -324,24 +292,7 @@ def install_gpu(monkeypatch, name, total_bytes, capability):
     monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
-CURRENT = [
-    # the driver's name, MiB and capability; the name in the table, or None and the bytes of its context
-    ("NVIDIA GeForce RTX 3050 Laptop GPU", 3759, (8, 6), "RTX 3050 4GB"),
-    ("NVIDIA GeForce RTX 3050", 7800, (8, 6), "RTX 3050 8GB"),
-    ("NVIDIA GeForce RTX 3060", 11910, (8, 6), "RTX 3060 12GB"),
-    ("NVIDIA GeForce RTX 3060", 5938, (8, 6), "RTX 3060 Laptop 6GB"),
-    ("Tesla V100-SXM2-16GB", 16160, (7, 0), "V100 16GB"),
-    ("NVIDIA GeForce RTX 4090", 24564, (8, 9), "RTX 4090"),  # Windows
-    ("NVIDIA GeForce RTX 4060", 7940, (8, 9), "RTX 4060"),
-    ("NVIDIA GeForce RTX 4060 Laptop GPU", 7806, (8, 9), "RTX 4060 Laptop"),
-    ("NVIDIA GeForce RTX 4060 Ti", 7840, (8, 9), "RTX 4060 Ti 8GB"),
-    ("NVIDIA GeForce RTX 3080", 12040, (8, 6), "RTX 3080 12GB"),
-    ("NVIDIA RTX A4500 Embedded", 15985, (8, 6), 224 * MIB),
-    ("NVIDIA GeForce RTX 4070 Laptop GPU", 11900, (8, 9), 256 * MIB),  # rebuilt with more memory
-    ("NVIDIA GeForce RTX 3070", 15800, (8, 6), 224 * MIB),  # rebuilt with twice the memory
-    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4864, (8, 0), 409 * MIB),
-    ("NVIDIA GB300", 282000, (10, 3), None),
-]
+CURRENT = TABLES["current GPUs"]
 
 
 @pytest.mark.parametrize(("driver_name", "total_mib", "capability", "expected"), CURRENT)
@@ -360,7 +311,7 @@ def test_a_current_gpu_is_what_the_driver_says_and_the_tables_rest(
         known = "unknown" if expected is None else "derived from the GPUs of compute capability {}.{}"
         source = f"this machine; context: {known.format(*capability)}"
         sizes = {**here, "memory_bytes": total_bytes, "context_bytes": expected}
-        assert gpu == Gpu(driver_name, **sizes, compute_capability=capability, source=source)
+        assert gpu == Gpu(driver_name, **sizes, compute_capability=tuple(capability), source=source)
 
 
 @pytest.mark.parametrize(("driver_name", "known_mib"), [("NVIDIA L4", 236), ("NVIDIA RTX 2500 Ada Generation", 256)])
