@@ -12,51 +12,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent / "upstream"
 
-TESTS = """\
-import os
-
-import pytest
-import torch
-from transformers import Trainer, TrainingArguments
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(2))
-
-    def forward(self, x, labels=None):
-        return {"loss": (self.weight * x).sum(-1).mean()}
-
-
-def trainer(folder):
-    arguments = TrainingArguments(str(folder), report_to="none", use_cpu=True, max_steps=1)
-    return Trainer(Model(), arguments, train_dataset=[{"x": [1.0, 2.0]}] * 8)
-
-
-def test_an_unused_trainer_stays_as_it_is(tmp_path):
-    assert not hasattr(trainer(tmp_path), "memopt_changes")
-
-
-def test_nothing_stands_over_a_trainer(tmp_path):
-    made = trainer(tmp_path)
-    made.train()
-    assert not hasattr(made, "memopt_changes"), "it was attached"
-
-
-@pytest.mark.skipif(os.environ["HF_MEMOPT_UPSTREAM"] != "stock", reason="needs stock")
-def test_needs_stock():
-    pass
-
-
-@pytest.mark.skipif(os.environ["HF_MEMOPT_UPSTREAM"] == "stock", reason="needs attach")
-def test_needs_attach():
-    pass
-
-
-def test_fails_always():
-    assert False
-"""
+TESTS = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
 
 
 @pytest.fixture
