@@ -81,31 +81,8 @@ def test_finds_what_walking_every_node_finds(name: str) -> None:
     assert set(read_docstrings([("any", file)])) == texts_by_walk(file)
 
 
-def test_finds_definitions_inside_blocks(tmp_path: Path) -> None:
-    source = '''
-if 1:
-    def a(): "in if"
-try:
-    pass
-except ValueError:
-    def b(): "in except"
-match 1:
-    case 1:
-        async def c():
-            """  in match
-            second line
-            """
-with x:
-    class D:
-        "in with"
-        def method(self):
-            def inner(): "in method"
-def none(): pass
-def blank(): "   "
-def no_text(): 1
-'''
-    file = tmp_path / "blocks.py"
-    file.write_text(source)
+def test_finds_definitions_inside_blocks() -> None:
+    file = Path(__file__).with_name("blocks.txt")
     texts = {"in if", "in except", "in match\nsecond line", "in with", "in method"}
     assert set(read_docstrings([("blocks", file)])) == texts == texts_by_walk(file)
 
