@@ -199,17 +199,7 @@ def test_each_gpu_is_a_line_of_the_table(monkeypatch, tmp_path) -> None:
     ]
     (tmp_path / "GPUs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     monkeypatch.setattr(results_file, "RESULTS", tmp_path)
-    assert figures.estimate_errors().splitlines() == [
-        "| GPU | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
-        "| worst | not measured |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
-        "| GPU A | 2 | 0.75 | 1.00 | 1.00 | -1.00 | 3.00 | 4.00 | 4.50 | 6.00 | 1 oom, 2 skipped |",
-        "| GPU B | 1 | 0.25 | 0.25 | 0.25 | 0.00 | - | - | - | - | 0 |",
-        "",
-        "Errors of the prediction in percent of what was measured; all but `worst under` without sign. `total` is what "
-        "the GPU holds for the process, predicted as reserved bytes and the context measured after a first kernel. "
-        "With torch 2.13.0, cuda 12.8 (`make bench-gpu`).",
-    ]
+    assert figures.estimate_errors().splitlines() == TABLES["table of GPUs"]
 
 
 @pytest.mark.parametrize(("changed", "line"), TABLES["lines"])

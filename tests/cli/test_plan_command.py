@@ -101,14 +101,15 @@ def test_what_cannot_be_planned_is_said_as_an_error_and_a_hint(options: tuple[st
 LORA = "LoRA could not be simulated for {model}: its pass fails"
 
 
-@pytest.mark.parametrize("as_json", [(), ("--json",)], ids=["text", "json"])
 @pytest.mark.parametrize(
-    ("gpu", "method", "said"),
+    ("gpu", "method", "as_json", "said"),
     [
-        ("24GiB", "lora", f"{LORA}. Measure a few steps of your own script instead: hf-memopt measure train.py"),
         (
-            "160MiB",
-            "auto",
+            *("24GiB", "lora", ["--json"]),
+            f"{LORA}. Measure a few steps of your own script instead: hf-memopt measure train.py",
+        ),
+        (
+            *("160MiB", "auto", []),
             "full training does not fit, and LoRA and QLoRA could not be simulated for {model}: its pass fails. "
             "To plan what can be simulated, pass --method full",
         ),
@@ -116,7 +117,7 @@ LORA = "LoRA could not be simulated for {model}: its pass fails"
     ids=["no method", "one method"],
 )
 def test_what_could_not_be_simulated_is_no_answer(
-    gpu: str, method: str, said: str, as_json: tuple[str, ...], model: str, monkeypatch: pytest.MonkeyPatch
+    gpu: str, method: str, as_json: list[str], said: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 2, as for what cannot be planned: not known to fit, and not known not to."""
 

@@ -202,8 +202,7 @@ def test_the_task_is_of_a_useful_size(task: DocstringTask) -> None:
 
 
 def test_the_default_tokenizer_on_the_real_texts(task: DocstringTask) -> None:
-    one, other = (train_tokenizer(task.train_texts) for _ in range(2))
-    assert one.get_vocab() == other.get_vocab()
+    one = train_tokenizer(task.train_texts)
     assert 1000 < len(one) <= VOCABULARY_TOKENS
     assert [one.pad_token_id, one.cls_token_id, one.sep_token_id, one.mask_token_id] == [0, 2, 3, 4]
     lengths = [len(ids) for ids in one(list(task.test_texts), truncation=True)["input_ids"]]

@@ -6,16 +6,14 @@ import csv
 import dataclasses
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
-from tables import tables
+from tables import refusals, tables
 
 from hf_memopt.devices import GPUS, Gpu, PeakRates, current_gpu, custom_gpu, find_gpu
 
@@ -44,54 +42,54 @@ def is_amd(gpu: Gpu) -> bool:
 # ---- the table
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
-def test_a_row_is_plausible(gpu):
-    assert GPUS[gpu.name] is gpu
-    assert gpu.memory_bytes % GIB == 0
-    assert 0.9 * gpu.memory_bytes < gpu.usable_bytes < gpu.memory_bytes
-    assert gpu.context_bytes is None or 100 * MIB < gpu.context_bytes < GIB
-    assert 80e9 <= gpu.bandwidth_bytes_per_second <= 8e12
-    size = re.search(r"(\d+)GB", gpu.name)
-    assert size is None or int(size.group(1)) * GIB == gpu.memory_bytes
-    assert bool(gpu.notes) == is_amd(gpu)
+def test_rows_are_plausible():
+    for gpu in GPUS.values():
+        assert GPUS[gpu.name] is gpu
+        assert gpu.memory_bytes % GIB == 0
+        assert 0.9 * gpu.memory_bytes < gpu.usable_bytes < gpu.memory_bytes
+        assert gpu.context_bytes is None or 100 * MIB < gpu.context_bytes < GIB
+        assert 80e9 <= gpu.bandwidth_bytes_per_second <= 8e12
+        size = re.search(r"(\d+)GB", gpu.name)
+        assert size is None or int(size.group(1)) * GIB == gpu.memory_bytes
+        assert bool(gpu.notes) == is_amd(gpu)
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
-def test_every_figure_has_a_source(gpu):
-    parts = dict(part.split(": ", 1) for part in gpu.source.split("; "))
-    assert re.fullmatch(r"https://\S+|that of the simulated kernels", parts.pop("compute capability"))
-    page = parts.pop("size, bandwidth, bus, multiprocessors and clock")
-    assert re.fullmatch(r"https://www\.techpowerup\.com/gpu-specs/[a-z0-9-]+\.c\d+", page)
-    assert re.fullmatch(r"https://\S+", parts.pop("operations per clock"))
-    if gpu.sustained_fraction < 1:
-        assert re.fullmatch(r"https://\S+", parts.pop("clock under a long load"))
-    assert list(parts) == ["usable memory", "context"]
-    for text in parts.values():
-        assert re.fullmatch(r"https://\S+( \((H100 NVL|gfx950)\))?|derived from the GPUs .*|unknown", text)
-    assert ("unknown" in gpu.source) == (gpu.context_bytes is None)
+def test_every_figure_has_a_source():
+    for gpu in GPUS.values():
+        parts = dict(part.split(": ", 1) for part in gpu.source.split("; "))
+        assert re.fullmatch(r"https://\S+|that of the simulated kernels", parts.pop("compute capability"))
+        page = parts.pop("size, bandwidth, bus, multiprocessors and clock")
+        assert re.fullmatch(r"https://www\.techpowerup\.com/gpu-specs/[a-z0-9-]+\.c\d+", page)
+        assert re.fullmatch(r"https://\S+", parts.pop("operations per clock"))
+        if gpu.sustained_fraction < 1:
+            assert re.fullmatch(r"https://\S+", parts.pop("clock under a long load"))
+        assert list(parts) == ["usable memory", "context"]
+        for text in parts.values():
+            assert re.fullmatch(r"https://\S+( \((H100 NVL|gfx950)\))?|derived from the GPUs .*|unknown", text)
+        assert ("unknown" in gpu.source) == (gpu.context_bytes is None)
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['gpu']}, {row['figure']}")
-def test_figures_are_the_published_ones(row):
-    gpu, (figure, _, dtype), value = GPUS[row["gpu"]], row["figure"].partition(" in "), float(row["value"])
-    if figure == "multiprocessors":
-        assert gpu.multiprocessors == value
-    elif figure == "context":  # of the message that the row names: the table's is rounded to MiB
-        assert abs(gpu.context_bytes / MIB - value) <= 1
-    else:  # printed with two or three digits
-        assert getattr(gpu.peak_flops_per_second, dtype) / 1e12 == pytest.approx(value, rel=0.013)
+def test_figures_are_the_published_ones():
+    for row in PUBLISHED:
+        gpu, (figure, _, dtype), value = GPUS[row["gpu"]], row["figure"].partition(" in "), float(row["value"])
+        if figure == "multiprocessors":
+            assert gpu.multiprocessors == value
+        elif figure == "context":  # of the message that the row names: the table's is rounded to MiB
+            assert abs(gpu.context_bytes / MIB - value) <= 1
+        else:  # printed with two or three digits
+            assert getattr(gpu.peak_flops_per_second, dtype) / 1e12 == pytest.approx(value, rel=0.013)
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
-def test_rates_are_in_the_ratios_of_their_formats(gpu):
-    rates = gpu.peak_flops_per_second
-    assert 1e12 < rates.fp32 < 200e12
-    assert rates.bf16 in (None, rates.fp16)
-    assert (rates.bf16 is None) == (
-        not gpu.bf16 or ("Laptop" in gpu.name and re.search(r"RTX A\d|Ada", gpu.name) is not None)
-    )
-    assert rates.tf32 is None or rates.fp16 == 2 * rates.tf32
-    assert rates.fp16 is None or rates.fp16 >= rates.fp32
+def test_rates_are_in_the_ratios_of_their_formats():
+    for gpu in GPUS.values():
+        rates = gpu.peak_flops_per_second
+        assert 1e12 < rates.fp32 < 200e12
+        assert rates.bf16 in (None, rates.fp16)
+        assert (rates.bf16 is None) == (
+            not gpu.bf16 or ("Laptop" in gpu.name and re.search(r"RTX A\d|Ada", gpu.name) is not None)
+        )
+        assert rates.tf32 is None or rates.fp16 == 2 * rates.tf32
+        assert rates.fp16 is None or rates.fp16 >= rates.fp32
 
 
 def test_a_rate_that_nobody_published_is_none():
@@ -140,65 +138,8 @@ def test_case_separators_and_maker_do_not_count(name, dashes, maker):
     assert find_gpu(name.lower().replace(" ", "-" if dashes else "  ")).name == name
 
 
-def unknown(name: object, hint: str = "") -> str:
-    return (
-        f"gpu={name!r} is not a GPU of the table; expected one of its {len(GPUS)} names, which hf-memopt gpus lists, "
-        f"or a size.{hint} Pass its size: gpu='8GB'"
-    )
-
-
-OF_OTHERS = (
-    "gpu={!r} is a GPU of Apple, Intel or AMD's Radeon series, for which nothing is predicted; expected one of NVIDIA "
-    "or an Instinct. Pass gpu='RTX 3060 12GB'"
-)
-SEVERAL = "gpu={!r} is the name of {} GPUs; expected that of one, and their number. Pass gpu={!r} and world_size={}"
-NO_MEMORY = (
-    "memory={!r} is not an amount of memory; expected a number with one of the units B, KB, MB, GB, TB, KiB, MiB, GiB, "
-    "TiB. Write, for example, '4GB' or '3.5GiB'."
-)
-NO_SIZE = "memory={!r} is too {} for a GPU; expected 1.0 MiB to 1048576.00 GiB. Pass memory='4GiB'."
-NO_CAPABILITY = (
-    "compute_capability={!r} is not a compute capability; expected major.minor as in "
-    "https://developer.nvidia.com/cuda-gpus. Pass compute_capability='7.5'."
-)
-COUNTED = [("2x T4", "T4", 2), ("2 x RTX 3090", "RTX 3090", 2), ("GPU T4 x2", "GPU T4", 2), ("4x-H100", "H100", 4)]
-NEAREST = {"RTX 3065": "RTX 3060 12GB", "NVIDIA GeForce RTX 4060 Lap": "RTX 4060 Laptop", "GTX 4090": "RTX 4090"}
-CAPABILITIES = ("", "8", "86", 86, "sm_86", "8.66", 2.0, True, (8,), (8, 6, 0), float("nan"))
-REFUSED: list[tuple[Callable[..., Gpu], tuple[Any, ...], str]] = [
-    *(
-        (find_gpu, (name,), OF_OTHERS.format(name))
-        for name in ("Apple M2", "mps", "M3 Max", "RX 5700", "Intel Arc A770")
-    ),
-    *(
-        (find_gpu, (name,), SEVERAL.format(name, count, one, count))
-        for name, one, count in (*COUNTED, ("A100*8", "A100", 8))
-    ),
-    *((find_gpu, (name,), unknown(name, f" Did you mean {meant!r}?")) for name, meant in NEAREST.items()),
-    *(
-        (find_gpu, (name,), unknown(name))
-        for name in ("MX450", "GTX 970", "RTX 6090", "RTX", "2x\nMX450", "", 4090, None)
-    ),
-    (
-        find_gpu,
-        ("RTX 6000",),
-        "gpu='RTX 6000' matches several GPUs; expected one of: RTX PRO 6000, RTX 6000 Ada, Quadro RTX 6000. "
-        "Pass gpu='RTX PRO 6000'.",
-    ),
-    *((custom_gpu, (memory,), NO_MEMORY.format(memory)) for memory in ("", "4", "4 quarks", None, 4.0, True)),
-    (custom_gpu, (-1,), "memory=-1 is negative; expected 0 bytes or more. Write, for example, '4GB'."),
-    *((custom_gpu, (memory,), NO_SIZE.format(memory, "little")) for memory in (0, 4, "512KiB")),  # 4 GB were meant
-    (custom_gpu, ("1025TiB",), NO_SIZE.format("1025TiB", "much")),
-    *((custom_gpu, ("4GiB", capability), NO_CAPABILITY.format(capability)) for capability in CAPABILITIES),
-]
-
-
-@pytest.mark.parametrize(
-    ("function", "given", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value))[:40]
-)
-def test_what_is_no_gpu_is_refused(function, given, message):
-    with pytest.raises(ValueError) as error:
-        function(*given)
-    assert str(error.value) == message
+def test_what_is_no_gpu_is_refused():
+    assert refusals(__file__, find_gpu=find_gpu, custom_gpu=custom_gpu) == 44
 
 
 @pytest.mark.parametrize(("name", "taken", "why", "others"), TABLES["names of several sizes"])
