@@ -75,7 +75,7 @@ NAMES = ("does it fit", "plan", "missing", "long", "run", "lost", "estimate", "d
 DRAWN = {
     **dict.fromkeys(("plan", "wide"), "peak ladder map timeline padding"),
     **{"missing": "peak ladder map timeline", "wide run": "peak timeline", "lost": "alive peak timeline"},
-    "difference": "total",
+    "difference": "total curves",
 }
 """The sections of a page that have pictures."""
 
