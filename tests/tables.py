@@ -1,4 +1,4 @@
-"""The tables of a file of tests, in JSON, and the calls that are refused: in files of the same name beside it."""
+"""The tables of a file of tests, in JSON, and the calls that are refused: in files beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def refusals(test_file: str, **names: Any) -> int:
     Lines may be broken anywhere; ``...`` stands for what depends on versions.
     """
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    path = str(Path(test_file).with_suffix(".txt"))
+    name = Path(test_file).stem.removeprefix("test_")
+    path = str(Path(test_file).with_name(f"refused_{name}.txt"))  # pytest runs each text that is called test
     found = doctest.testfile(path, module_relative=False, globs=names, optionflags=flags, encoding="utf-8")
     assert found.failed == 0
     return found.attempted

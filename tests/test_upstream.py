@@ -14,7 +14,7 @@ from tables import tables
 HERE = Path(__file__).resolve().parent / "upstream"
 
 LINES = tables(__file__)
-TESTS = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+TESTS = Path(__file__).with_name("upstream_checkout.txt").read_text(encoding="utf-8")
 
 
 @pytest.fixture
