@@ -5,30 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from tables import tables
 
 from hf_memopt import Estimate, Gpu, StepSettings
 from hf_memopt.memory.hints import Hint as Hint
 from hf_memopt.memory.tracking import COMPONENTS, Timeline
+
+TABLES = tables(__file__)
 
 MIB = 2**20
 SMALL = Gpu("GPU 4GB", 4096 * MIB, 3891 * MIB, 400 * MIB, (8, 6), "made up for the tests")
 
 # Name of the phase and, event by event, MiB of weights, gradients, optimizer state, activations, logits and loss,
 # temporaries, workspace, inputs; the peak is the first event of the second backward pass.
-EVENTS = [
-    ("load", (600, 0, 0, 0, 0, 0, 0, 0)),
-    ("load", (600, 0, 0, 0, 0, 0, 16, 0)),
-    ("forward", (600, 0, 0, 0, 0, 0, 16, 1)),
-    ("forward", (600, 0, 0, 700, 50, 0, 16, 1)),
-    ("backward", (600, 300, 0, 300, 0, 20, 16, 1)),
-    ("optimizer", (600, 600, 150, 0, 0, 0, 16, 1)),
-    ("forward", (600, 0, 150, 0, 0, 0, 16, 1)),
-    ("forward", (600, 0, 150, 700, 50, 0, 16, 1)),
-    ("backward", (600, 75, 150, 700, 50, 33, 16, 1)),
-    ("backward", (600, 300, 150, 300, 0, 20, 16, 1)),
-    ("optimizer", (600, 600, 150, 0, 0, 0, 16, 1)),
-    ("evaluation", (600, 0, 150, 0, 90, 10, 16, 1)),
-]
+EVENTS = TABLES["events"]
 
 
 def hand_made(scale: int = 1, **changed: Any) -> Estimate:

@@ -23,6 +23,7 @@ LENGTH = 12
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TINY = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 LABEL = {"num_labels": 3}
+PLACES = {"max_position_embeddings": 64}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 
 
@@ -73,45 +74,8 @@ def image_examples(count: int) -> list[dict[str, Any]]:
     return [{"pixel_values": image, "labels": i % 3} for i, image in enumerate(images)]
 
 
-def _roberta() -> torch.nn.Module:
-    config = transformers.RobertaConfig(**TINY, **NO_DROPOUT, **LABEL, **SPECIAL, max_position_embeddings=64)
-    return transformers.RobertaForSequenceClassification(config)
-
-
-def _distilbert() -> torch.nn.Module:
-    sizes = {"vocab_size": 100, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 64}
-    dropouts = {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
-    return transformers.DistilBertForSequenceClassification(transformers.DistilBertConfig(**sizes, **dropouts, **LABEL))
-
-
-def _deberta() -> torch.nn.Module:
-    config = transformers.DebertaV2Config(**TINY, **NO_DROPOUT, **LABEL, max_position_embeddings=64)
-    return transformers.DebertaV2ForSequenceClassification(config)
-
-
-def _gpt2() -> torch.nn.Module:
-    sizes = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes, **dropouts, **LABEL, **SPECIAL))
-
-
-def _t5() -> torch.nn.Module:
-    sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-    special = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **special, dropout_rate=0.0))
-
-
-def _bart() -> torch.nn.Module:
-    sizes = {"vocab_size": 100, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    special = {**SPECIAL, "decoder_start_token_id": 0, "forced_eos_token_id": None, "max_position_embeddings": 64}
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **layers, **special, dropout=0.0))
-
-
-def _vit() -> torch.nn.Module:
-    sizes = {key: value for key, value in TINY.items() if key != "vocab_size"}
-    config = transformers.ViTConfig(**sizes, **NO_DROPOUT, **LABEL, image_size=8, patch_size=4)
-    return transformers.ViTForImageClassification(config)
+def _head(kind: str, config: str, **settings: Any) -> Callable[[], torch.nn.Module]:
+    return lambda: getattr(transformers, kind)(getattr(transformers, config)(**settings))
 
 
 class NamedTargets(torch.nn.Module):
@@ -146,23 +110,43 @@ def _sentences(count: int) -> list[dict[str, Any]]:
     return tiny.rows(count, LENGTH)
 
 
+CLASSES = {**NO_DROPOUT, **LABEL}
+DISTIL = {"vocab_size": 100, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 64}
+DISTIL |= {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0, **LABEL}
+GPT = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, **LABEL, **SPECIAL}
+GPT |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+T5 = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+T5 |= {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0}
+BART = {"vocab_size": 100, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0, **SPECIAL}
+BART |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+BART |= {"decoder_start_token_id": 0, "forced_eos_token_id": None, "max_position_embeddings": 64}
+VIT = {**{key: value for key, value in TINY.items() if key != "vocab_size"}, "image_size": 8, "patch_size": 4}
+BUILT = {
+    "roberta": _head("RobertaForSequenceClassification", "RobertaConfig", **TINY, **CLASSES, **SPECIAL, **PLACES),
+    "distilbert": _head("DistilBertForSequenceClassification", "DistilBertConfig", **DISTIL),
+    "deberta-v2": _head("DebertaV2ForSequenceClassification", "DebertaV2Config", **TINY, **CLASSES, **PLACES),
+    "bert-tokens": lambda: transformers.BertForTokenClassification(tiny.bert_config()),
+    "bert-mlm": lambda: transformers.BertForMaskedLM(tiny.bert_config()),
+    "gpt2": _head("GPT2ForSequenceClassification", "GPT2Config", **GPT),
+    "llama": lambda: transformers.LlamaForSequenceClassification(tiny.llama_config(num_labels=3)),
+    "t5": _head("T5ForConditionalGeneration", "T5Config", **T5),
+    "bart": _head("BartForConditionalGeneration", "BartConfig", **BART),
+    "vit": _head("ViTForImageClassification", "ViTConfig", **VIT, **CLASSES),
+    "bert-qa": lambda: transformers.BertForQuestionAnswering(tiny.bert_config(num_labels=2)),
+}
+OF_TOKENS = {
+    "bert-tokens": token_examples,
+    "bert-mlm": masked_examples,
+    "t5": seq2seq_examples,
+    "bart": seq2seq_examples,
+}
+EXACT = {"vit": image_examples, "bert-qa": span_examples}
 HEADS = {
     "bert": Head(tiny.bert, _sentences, True),
-    "roberta": Head(_roberta, _sentences, True),
-    "distilbert": Head(_distilbert, _sentences, True),
-    "deberta-v2": Head(_deberta, _sentences, True),
-    "bert-tokens": Head(lambda: transformers.BertForTokenClassification(tiny.bert_config()), token_examples, True),
-    "bert-mlm": Head(lambda: transformers.BertForMaskedLM(tiny.bert_config()), masked_examples, True),
-    "gpt2": Head(_gpt2, _sentences, True),
-    "llama": Head(
-        lambda: transformers.LlamaForSequenceClassification(tiny.llama_config(num_labels=3)), _sentences, True
-    ),
-    "t5": Head(_t5, seq2seq_examples, True),
-    "bart": Head(_bart, seq2seq_examples, True),
-    "vit": Head(_vit, image_examples, False),
-    "bert-qa": Head(
-        lambda: transformers.BertForQuestionAnswering(tiny.bert_config(num_labels=2)), span_examples, False
-    ),
+    **{
+        name: Head(build, {**OF_TOKENS, **EXACT}.get(name, _sentences), name not in EXACT)
+        for name, build in BUILT.items()
+    },
     "llama-causal-lm": Head(tiny.llama, causal_examples, False),
     "own mean": Head(lambda: OwnLoss(counts=False), _sentences, True),
     "own sum": Head(lambda: OwnLoss(counts=True), _sentences, False),

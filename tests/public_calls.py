@@ -20,11 +20,14 @@ import transformers
 from bitsandbytes.nn import Linear4bit
 from bitsandbytes.optim import AdamW8bit
 from datasets import Dataset
+from tables import tables
 from tiny_plans import fitting_plan, missing_plan
 from transformers import Trainer
 
 import hf_memopt as m
 import tiny
+
+TABLES = tables(__file__)
 
 __all__ = ["CALLS", "Call"]
 
@@ -500,22 +503,5 @@ CALLS: dict[str, Call] = {
 
 TAKE_ARRAYS = ("lengths", "boundaries", "dataset", "train_dataset", "features", "state", "text")
 
-UNCALLED = {
-    "GPUS": "a mapping",
-    "PRESETS": "a mapping",
-    "MissingExtraError": "an exception",
-    "NotEstimableError": "an exception",
-    "Change": "made by the package",
-    "Estimate": "made by the package",
-    "Gpu": "made by custom_gpu and find_gpu",
-    "Measurement": "made by measure, and read from JSON",
-    "MemoryReading": "made by the package",
-    "PaddingReport": "made by padding_report",
-    "Rows": "made by read_rows",
-    "Plan": "made by plan",
-    "DynamicPaddingCollator": "BucketedCollator under its former name",
-    "LeanCheckpointCallback": "ShardedCheckpointCallback under its former name",
-    "TiedEmbeddingCallback": "takes no argument",
-    "use_expandable_segments": "takes no argument",
-}
+UNCALLED = TABLES["uncalled"]
 """Public names that no malformed argument can reach."""

@@ -1,8 +1,10 @@
-"""Tables beside the tests: rows of literals, and whole messages that a test names by how they begin."""
+"""Tables beside the tests: values of a file of tests (JSON), rows of literals (TSV), whole messages, refused calls."""
 
 from __future__ import annotations
 
 import ast
+import doctest
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,6 +13,11 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
+
+
+def tables(test_file: str) -> Any:
+    """Return the tables of a test's file by their names; call it with ``__file__``."""
+    return json.loads(Path(test_file).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def table(name: str) -> list[tuple[Any, ...]]:
@@ -41,3 +48,16 @@ def refuses(kind: Any, message: str, call: Callable[..., Any], *args: Any, **kwa
     with pytest.raises(kind) as error:
         call(*args, **kwargs)
     assert str(error.value) == message
+
+
+def refusals(test_file: str, **names: Any) -> int:
+    """Check that every call of a test's text file is refused with its whole message; return how many there are.
+
+    Lines may be broken anywhere; ``...`` stands for what depends on versions.
+    """
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    name = Path(test_file).stem.removeprefix("test_")
+    path = str(Path(test_file).with_name(f"refused_{name}.txt"))  # pytest runs each text that is called test
+    found = doctest.testfile(path, module_relative=False, globs=names, optionflags=flags, encoding="utf-8")
+    assert found.failed == 0
+    return found.attempted

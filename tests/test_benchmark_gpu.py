@@ -25,8 +25,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from slow_cases import slow_except
+from tables import tables
 
 import tiny
+
+TABLES = tables(__file__)
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = {"gpu": "GPU A", "device": "cuda", "commit": "abc", "versions": {"torch": "2.13.0", "cuda": "12.8"}}
@@ -196,31 +199,10 @@ def test_each_gpu_is_a_line_of_the_table(monkeypatch, tmp_path) -> None:
     ]
     (tmp_path / "GPUs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     monkeypatch.setattr(results_file, "RESULTS", tmp_path)
-    assert figures.estimate_errors().splitlines() == [
-        "| GPU | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
-        "| worst | not measured |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
-        "| GPU A | 2 | 0.75 | 1.00 | 1.00 | -1.00 | 3.00 | 4.00 | 4.50 | 6.00 | 1 oom, 2 skipped |",
-        "| GPU B | 1 | 0.25 | 0.25 | 0.25 | 0.00 | - | - | - | - | 0 |",
-        "",
-        "Errors of the prediction in percent of what was measured; all but `worst under` without sign. `total` is what "
-        "the GPU holds for the process, predicted as reserved bytes and the context measured after a first kernel. "
-        "With torch 2.13.0, cuda 12.8 (`make bench-gpu`).",
-    ]
+    assert figures.estimate_errors().splitlines() == TABLES["table of GPUs"]
 
 
-@pytest.mark.parametrize(
-    ("changed", "line"),
-    [
-        ({"errors": {"allocated": -0.5, "weights": 9.0}}, "allocated -0.50 %, weights +9.00 %, 0.500 s a step"),
-        ({"status": "oom", "reason": "CUDA out of memory"}, "oom: CUDA out of memory; predicted 2.00 GiB reserved"),
-        ({"status": "crash", "reason": "exit code 1\nTypeError: no", "predicted": None}, "crash: TypeError: no"),
-        (
-            {"predicted": None, "reason": "not predicted: ValueError: no"},
-            "measured 1.00 GiB allocated, not predicted: ValueError: no",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changed", "line"), TABLES["lines"])
 def test_the_line_of_a_case_has_its_errors_or_its_reason(changed: dict[str, Any], line: str) -> None:
     assert gpu.line_of(figures_of(**changed)) == line
 
@@ -245,17 +227,17 @@ def child(monkeypatch, tmp_path) -> Any:
     return run
 
 
-def test_a_crash_is_a_row_with_the_end_of_its_stderr_and_its_prediction(child) -> None:
-    row = child(WRITES + PREDICTED + "print(*range(9), sep='\\n', file=sys.stderr); sys.exit(3)")
-    assert row["status"] == "crash"
-    assert row["reason"] == "exit code 3\n3\n4\n5\n6\n7\n8"
-    assert row["predicted"] == {"reserved_bytes": 5}
-    assert row["measured"] is None
-
-
-def test_a_process_that_dies_of_a_signal_is_a_row(child) -> None:
-    row = child("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert (row["status"], row["reason"], row["predicted"]) == ("crash", "exit code -9\n", None)
+@pytest.mark.parametrize(
+    ("script", "reason", "predicted"),
+    [
+        (f"{PREDICTED}print(*range(9), sep='\\n', file=sys.stderr); sys.exit(3)", "exit code 3\n3\n4\n5\n6\n7\n8", 5),
+        ("os.kill(os.getpid(), 9)", "exit code -9\n", None),
+    ],
+)
+def test_a_crash_is_a_row_with_the_end_of_its_stderr_and_its_prediction(child, script, reason, predicted) -> None:
+    row = child(WRITES + script)
+    assert (row["status"], row["reason"], row["measured"]) == ("crash", reason, None)
+    assert row["predicted"] == (predicted and {"reserved_bytes": predicted})
 
 
 def test_a_process_that_hangs_is_ended_and_a_row(child) -> None:

@@ -14,9 +14,12 @@ import published_changes as changes
 import pytest
 import torch
 import torch.nn.functional as F
+from tables import tables
 
 import tiny
 from hf_memopt.memory.optimizers import ParameterFacts
+
+TABLES = tables(__file__)
 
 
 def measurement(**changed: Any) -> dict[str, Any]:
@@ -55,35 +58,7 @@ def test_the_given_files_are_read() -> None:
             assert cases.configuration_of(case)
 
 
-UNKNOWN = {
-    "a key of the row": (
-        {"attn_implementation": "eager"},
-        "attn_implementation='eager' is not a field of Case; expected",
-    ),
-    "a setting": (
-        {"settings": {"attention": "eager"}},
-        "settings='attention' is unknown; expected one of 'model', 'batch_size', 'seq_len', ",
-    ),
-    "another spelling": (
-        {"settings": {"padding": "TRUE"}},
-        "padding='TRUE' is invalid; expected True or False, or None. Pass padding=None",
-    ),
-    "a size as text": ({"settings": {"batch_size": "8"}}, "batch_size='8' is invalid; expected an integer of 1 or "),
-    "a number as text": (
-        {"lora": {"r": "16.0", "target_modules": "all-linear"}},
-        "r='16.0' is invalid; expected an integer of 1 or more. Pass another r",
-    ),
-    "an option of LoRA": ({"lora": {"rank": 16}}, "lora='rank' is unknown; expected one of 'r', 'target_modules', "),
-    "a meter": (
-        {"what": "NVML"},
-        "what='NVML' is unknown; expected one of 'allocated', 'reserved', 'NVML whole card', ",
-    ),
-    "a loop": ({"loop": "trainer"}, "loop='trainer' is invalid; expected 'Trainer', 'SFTTrainer', 'manual' or "),
-    "of quantisation": (
-        {"quantization": "nf4", "quantization_config": {"double_quant": True}},
-        "quantization_config='double_quant' is unknown; expected one of 'load_in_8bit', ",
-    ),
-}
+UNKNOWN = TABLES["unknown"]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -274,12 +249,7 @@ def test_what_lies_outside_of_torch_is_that_of_the_smallest_run() -> None:
     assert published.environment_errors(rows) == [0.0, -0.5]
 
 
-TWO_GPUS = {
-    "bigcode/gpt_bigcode-santacoder none full 4 x 2": 0.01,
-    "mistralai/Mistral-7B-v0.1 none full 2 x 2": 0.01,
-    "mistralai/Mistral-7B-v0.1 none lora 2 x 2": 0.03,
-    "mistralai/Mistral-7B-v0.1 baseline-peft-bnb lora 2 x 2": 0.1,
-}
+TWO_GPUS = TABLES["two GPUs"]
 
 
 @pytest.mark.slow

@@ -29,52 +29,36 @@ def plot(purpose: str) -> Callable[[Path], None]:
     return PICTURES[purpose]().plot
 
 
-def test_a_picture_that_fails_leaves_nothing_behind(plot, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_a_picture_that_fails_or_is_interrupted_leaves_the_older_one(plot, tmp_path, monkeypatch, failure) -> None:
     figure = pytest.importorskip("matplotlib.figure")
 
-    def full(self: Any, stream: Any, **_: Any) -> None:
+    def fails(self: Any, stream: Any, **_: Any) -> None:
         stream.write(b"half")
-        raise OSError(28, "No space left on device")
+        raise failure
 
-    monkeypatch.setattr(figure.Figure, "savefig", full)
+    monkeypatch.setattr(figure.Figure, "savefig", fails)
     picture = tmp_path / "p.png"
     picture.write_text("an older one")
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError if isinstance(failure, OSError) else KeyboardInterrupt) as error:
         plot(picture)
-    assert str(error.value) == (
-        f"plot={str(picture)!r} cannot be written (No space left on device); expected a writable folder with free "
-        "space. Pass another file"
-    )
+    if isinstance(failure, OSError):
+        assert str(error.value) == (
+            f"plot={str(picture)!r} cannot be written (No space left on device); expected a writable folder with free "
+            "space. Pass another file"
+        )
     assert [entry.read_text() for entry in tmp_path.iterdir()] == ["an older one"]
 
 
-def test_an_interrupted_picture_leaves_the_older_one(plot, tmp_path, monkeypatch) -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(figure.Figure, "savefig", interrupted)
-    picture = tmp_path / "p.png"
-    picture.write_text("an older one")
-    with pytest.raises(KeyboardInterrupt):
-        plot(picture)
-    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["an older one"]
+MISSING = "is a folder or is in a missing one; expected a file in an existing folder. Pass {} to write it here"
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("p.gif", "is not a kind of picture; expected a name that ends in .png, .svg or .pdf. Pass p.png"),
-        (
-            "none/p.png",
-            "is a folder or is in a missing one; expected a file in an existing folder. Pass p.png to write it here",
-        ),
-        (
-            "folder.png",
-            "is a folder or is in a missing one; expected a file in an existing folder. Pass folder.png to write it "
-            "here",
-        ),
+        ("none/p.png", MISSING.format("p.png")),
+        ("folder.png", MISSING.format("folder.png")),
     ],
 )
 def test_a_picture_of_another_kind_or_in_a_missing_folder_is_refused(plot, tmp_path, name, message) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from printed_errors import in_one_line
 from rich.console import Console
+from tables import tables
 from typer.testing import CliRunner
 
 from hf_memopt import PRESETS, Recipe, __version__
@@ -25,20 +26,10 @@ from hf_memopt.cli.command import spinner
 from hf_memopt.errors import MissingExtraError
 from tiny import tokenizer
 
+TABLES = tables(__file__)
+
 runner = CliRunner()
 GIB = 2**30
-
-
-def test_version_and_help() -> None:
-    assert runner.invoke(app, ["--version"]).output == f"hf-memopt {__version__}\n"
-    help_text = runner.invoke(app, ["--help"]).output
-    assert all(command in help_text for command in ("demo", "presets", "lengths", "doctor"))
-
-
-def test_presets_lists_them_all() -> None:
-    result = runner.invoke(app, ["presets"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0
-    assert all(name in result.output for name in PRESETS)
 
 
 def test_one_preset_is_explained() -> None:
@@ -65,54 +56,7 @@ def test_presets_as_json() -> None:
     assert Recipe.from_json(one) == PRESETS["8gb-gpu"]
 
 
-def test_an_unknown_preset_ends_with_2_and_its_message() -> None:
-    result = runner.invoke(app, ["presets", "9gb"])
-    assert result.exit_code == 2
-    assert in_one_line(result.stderr).startswith("'9gb' is not a preset; expected one of 4gb-gpu, ")
-
-
-ANSWERED_AT_ONCE = {
-    "--help": (0, ""),
-    "estimate --help": (0, ""),
-    "gpus": (0, ""),
-    "gpus quark": (2, "'quark' is in no name of the 162 GPUs; "),
-    "presets": (0, ""),
-    "presets --json": (0, ""),
-    "presets 4gb-gpu": (0, ""),
-    "presets --model gpt2": (2, "--model gpt2 has no preset to begin with; "),
-    "presets 9gb": (2, "'9gb' is not a preset; "),
-    "estimate --list-models": (0, ""),
-    "estimate bert-larg --seq-len 8": (2, "'bert-larg' is neither a well-known name nor a folder, "),
-    "estimate gpt2 --gpu RTX-9999": (2, "--gpu RTX-9999 "),
-    "estimate gpt2 --gpu-memory 4": (2, "--gpu-memory 4 is not an amount of memory; "),
-    "estimate gpt2 --preset 9gb": (2, "--preset 9gb is not a preset; "),
-    "estimate gpt2 --precision fp17": (2, "--precision fp17 is invalid; "),
-    "estimate gpt2 --optim adamm": (2, "--optim adamm is not an optimizer whose memory is known; "),
-    "estimate gpt2 --optim adamw_anyprecision": (2, "not estimable: --optim adamw_anyprecision: "),
-    "estimate gpt2 --precision fp16 --optim lomo": (2, "--optim lomo, --precision fp16 "),
-    "estimate gpt2 --task mlm": (2, "--task mlm is unknown; "),
-    "estimate gpt2 --compare --task mlm": (2, "--task mlm is unknown; "),
-    "estimate gpt2 --seq-len 1000001": (2, "--seq-len 1000001 is too large to simulate; "),
-    "estimate gpt2 --plot timeline.gif": (2, "--plot timeline.gif is not a kind of picture; "),
-    "estimate gpt2 --load-in nf4": (2, "--load-in nf4, no --lora leave nothing to train: "),
-    "estimate gpt2 --weights bf61": (2, "--weights bf61 is invalid; "),
-    "estimate gpt2 --tokenizer gpt2": (2, "--tokenizer gpt2 is for a data file, and there is none; "),
-    "estimate gpt2 --preset 4gb-gpu --batch-size 5": (2, "--batch-size 5 does not divide the 32 examples "),
-    "report missing.json": (2, "'missing.json' does not exist; expected the output folder of a run, or the JSON of a "),
-    "report missing other.json": (
-        2,
-        "'missing' does not exist; expected the output folder of a run, or the JSON of a ",
-    ),
-    "lengths data.csv --plot lengths.gif": (2, "--plot lengths.gif is not a kind of picture; "),
-    "plan gpt2 --gpu T4 --plot plan.gif": (2, "--plot plan.gif is not a kind of picture; "),
-    "plan gpt2 --gpu MX450": (2, "--gpu MX450 is not a GPU of the table; "),
-    "plan gpt2 --lora 16": (2, "No such option: --lora. Pass --method lora"),
-    "plan train.py": (2, "'train.py' is a script; "),
-    "lengths missing.jsonl": (2, "'missing.jsonl' does not exist; "),
-    "estimate gpt2 --data missing.jsonl": (2, "--data missing.jsonl does not exist; "),
-    "plan gpt2 --data missing.jsonl": (2, "--data missing.jsonl does not exist; "),
-    "plan gpt2 --gpu T4 --data missing.jsonl": (2, "--data missing.jsonl does not exist; "),
-}
+ANSWERED_AT_ONCE = TABLES["answered at once"]
 
 
 def test_tables_and_checks_of_options_need_nothing_heavy(tmp_path: Path) -> None:
@@ -221,13 +165,6 @@ def test_lengths_in_a_terminal_without_block_characters(reviews) -> None:
     assert max(map(len, text.splitlines()[1:])) <= 80  # after the line with the path
 
 
-def test_presets_in_a_narrow_terminal_cut_no_word() -> None:
-    result = runner.invoke(app, ["presets"], env={"COLUMNS": "60"})
-    assert "…" not in result.output
-    assert all(f"{recipe.optim} " in result.output for recipe in PRESETS.values())
-    assert "--gradient-accumulation-steps" in runner.invoke(app, ["estimate", "--help"], env={"COLUMNS": "60"}).output
-
-
 def test_lengths_in_a_narrow_terminal_cuts_no_figure(reviews) -> None:
     result = runner.invoke(app, ["lengths", str(reviews)], env={"COLUMNS": "60"})
     assert result.exit_code == 0
@@ -238,25 +175,7 @@ def test_lengths_in_a_narrow_terminal_cuts_no_figure(reviews) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--column", "txt"],
-            "--column txt is not in {path!r}; expected one of ['text']. Did you mean 'text'? Pass --column NAME",
-        ),
-        (
-            ["--plot", "lengths.gif"],
-            "--plot lengths.gif is not a kind of picture; expected a name that ends in .png, .svg or .pdf. "
-            "Pass lengths.png",
-        ),
-        (
-            ["--max-tokens", "16"],
-            "--max-tokens 16 cannot hold the longest example, lengths[6]=37, padded to 40; expected every example to "
-            "fit into one batch. Pass --max-tokens 40, or cut: --max-length 16",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), TABLES["bad input of lengths"])
 def test_bad_input_of_lengths_ends_with_2_an_error_and_a_hint(reviews, options, message) -> None:
     pytest.importorskip("matplotlib")
     picture = reviews.with_name("p.png")
@@ -407,17 +326,19 @@ def test_doctor_refuses_an_unsupported_transformers(monkeypatch, version) -> Non
     assert (found.level, found.found, found.advice) == ("error", version, "pip install 'transformers<6,>=5.8'")
 
 
-def test_doctor_names_a_missing_package(monkeypatch) -> None:
+def test_doctor_gives_the_command_for_what_is_missing(monkeypatch) -> None:
     real = doctor.importlib.metadata.version
 
     def version(name: str) -> str:
-        if name == "datasets":
+        if name in ("datasets", "peft", "matplotlib"):
             raise doctor.importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-    found = broken(monkeypatch, "datasets")
-    assert (found.level, found.found, found.advice) == ("error", "not installed", "pip install datasets")
+    found = {finding.subject: (finding.level, finding.found, finding.advice) for finding in doctor.examine()}
+    assert found["datasets"] == ("error", "not installed", "pip install datasets")
+    assert found["peft"] == ("ok", "not installed; needed for LoRA only", "pip install 'hf-memopt[peft]'")
+    assert found["matplotlib"] == ("ok", "not installed; needed for pictures only", "pip install 'hf-memopt[plot]'")
 
 
 def test_doctor_names_a_checkout_that_is_not_installed(monkeypatch) -> None:
@@ -485,20 +406,6 @@ def test_doctor_names_who_holds_the_gpu(monkeypatch, free, level, advice) -> Non
     assert (finding.subject, finding.level, finding.advice) == ("GPU memory", level, advice)
     assert finding.found.startswith(f"{free // GIB}.00 GiB of 12.00 GiB free; held by python (process 41) 1.00 GiB; ")
     assert finding.found.endswith("python (process 44) 1.00 GiB; 2 more")
-
-
-def test_doctor_gives_the_command_for_a_missing_extra(monkeypatch) -> None:
-    real = doctor.importlib.metadata.version
-
-    def version(name: str) -> str:
-        if name in ("peft", "matplotlib"):
-            raise doctor.importlib.metadata.PackageNotFoundError(name)
-        return real(name)
-
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-    found = {finding.subject: (finding.level, finding.found, finding.advice) for finding in doctor.examine()}
-    assert found["peft"] == ("ok", "not installed; needed for LoRA only", "pip install 'hf-memopt[peft]'")
-    assert found["matplotlib"] == ("ok", "not installed; needed for pictures only", "pip install 'hf-memopt[plot]'")
 
 
 @pytest.mark.parametrize(("free", "level"), [(9 * GIB, "ok"), (2 * GIB, "warning")])

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 from printed_errors import in_one_line
 from rich.console import Console
+from tables import tables
 from typer.testing import CliRunner
 
 import tiny
+from hf_memopt import PRESETS
 from hf_memopt.cli.app import app
 from hf_memopt.cli.command import Flag, in_flags, print_coloured
 from hf_memopt.cli.lengths_command import length_of_data, lengths_of_data
+
+TABLES = tables(__file__)
 
 runner = CliRunner()
 FLAGS = {
@@ -28,24 +32,7 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("seq_len=9 is odd; expected 8. Pass seq_len=8.", "--seq-len 9 is odd; expected 8. Pass --seq-len 8."),
-        ("gpu='RTX 3050', memory='4GiB' clash", "--gpu 'RTX 3050', --gpu-memory 4GiB clash"),
-        ("model='gpt-2' is unknown. Pass model='gpt2'", "'gpt-2' is unknown. Pass 'gpt2'"),
-        ("gpu='a name that is cut... is", "--gpu 'a name that is cut... is"),
-        ("checkpointing=True, compare=True", "--checkpointing, --compare"),
-        ("checkpointing=False, compare=False", "--no-checkpointing, no --compare"),
-        ("gpu=None", "no --gpu"),
-        ("give seq_len, a gpu or memory", "give --seq-len, a gpu or memory"),
-        ("freeze(model, gpu=1)", "freeze(model, --gpu 1)"),
-        ("Pass gpu=custom_gpu('4GiB', '7.5')", "Pass gpu=custom_gpu('4GiB', '7.5')"),
-        ("path '/data/seq_len/model=1' and my_seq_len", "path '/data/seq_len/model=1' and my_seq_len"),
-        ("seq_len='a, b'; x", "--seq-len 'a, b'; x"),
-        ("ALLOC_CONF=seq_len:True may help", "ALLOC_CONF=seq_len:True may help"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), TABLES["flags"])
 def test_parameters_become_flags(text: str, expected: str) -> None:
     assert in_flags(text, FLAGS) == expected
 
@@ -67,7 +54,7 @@ def test_the_help_of_estimate_is_grouped_and_whole(columns: str) -> None:
 def test_the_presets_and_what_fits_cut_no_word(columns: str, widest: int) -> None:
     shown = runner.invoke(app, ["presets"], env={"COLUMNS": columns}).stdout
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= widest
-    assert all(word in shown.split() for word in ("paged_adamw_8bit", "12gb-gpu", "optimizer", "adamw_torch_fused"))
+    assert {"optimizer", *PRESETS, *(recipe.optim for recipe in PRESETS.values())} <= set(shown.split())
     assert re.search(r"^bert-large-uncased +512( +any){8}$", shown, re.MULTILINE)
     assert "Llama-3.1-8B" not in shown  # no small preset has room for it; plan says what has
     assert re.search(r"^GPU of \.\.\. GB +tokens +4 +6 +8 +12 +16 +24 +40 +80$", shown, re.MULTILINE)
@@ -93,17 +80,7 @@ def test_commands_are_listed_in_groups() -> None:
     assert set(re.findall(r"^  (\w+)  ", shown, re.MULTILINE)) >= {*COMMANDS, "plan"}
 
 
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        ("demo", ["-o", "-e", "-n"]),
-        ("presets", ["-m", "-s"]),
-        ("lengths", ["-c", "-t", "-b", "-p"]),
-        ("estimate", ["-g", "-b", "-s", "-d", "-p"]),
-        ("report", ["-o"]),
-        ("measure", ["-n", "-o"]),
-    ],
-)
+@pytest.mark.parametrize(("command", "options"), TABLES["letters"])
 def test_frequent_options_have_a_letter(command: str, options: list[str]) -> None:
     shown = runner.invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
     assert re.findall(r"^  (-\w), --", shown, re.MULTILINE) == options

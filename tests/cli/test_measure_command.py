@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 from printed_errors import in_one_line
+from tables import tables
 from typer.testing import CliRunner
 
 from hf_memopt.cli.app import app
+
+TABLES = tables(__file__)
 
 BEGIN = """
 import os, sys
@@ -109,13 +112,7 @@ NEVER = (
     "{script!r} never called Trainer.train() ({ended}); expected a script that trains with the stock Trainer. "
     "Run it by itself: python {script}\n"
 )
-UNMEASURED = [
-    ("x = 1\n", "it ended with exit code 0", ""),
-    ("import sys\nsys.exit(3)\n", "it ended with exit code 3", ""),
-    ("import os\nos.kill(os.getpid(), 9)\n", "it was killed by SIGKILL", ""),
-    ("x = 1\nraise KeyError('data')\n", "it ended with exit code 1", "KeyError: 'data'"),
-    ("def f(:\n", "it ended with exit code 1", "SyntaxError: invalid syntax"),
-]
+UNMEASURED = TABLES["unmeasured"]
 
 
 @pytest.mark.parametrize(("text", "ended", "shown"), UNMEASURED)
@@ -129,19 +126,7 @@ def test_a_script_that_never_trains_is_exit_code_2(
     assert (capfd.readouterr().err.splitlines() or [""])[-1] == shown
 
 
-FAILING = [
-    (
-        TRAIN.replace("rows", "[{'input_ids': [500], 'labels': 0}] * 64"),
-        "{script!r} fails in its first steps (IndexError: index out of range in self); expected steps that run. "
-        "Run it by itself: python {script}\n",
-    ),
-    (
-        "args._n_gpu = 2\n" + TRAIN,
-        "n_gpu=2 GPUs are visible to this one process, so the Trainer would use torch.nn.DataParallel; expected one "
-        "process per GPU. Launch: torchrun --nproc_per_node=2 your_script.py (or show it one GPU only: "
-        "CUDA_VISIBLE_DEVICES=0 python your_script.py)\n",
-    ),
-]
+FAILING = TABLES["failing"]
 
 
 @pytest.mark.slow
@@ -174,8 +159,3 @@ def test_bad_options_are_refused_before_the_script_runs(
     assert found.exit_code == 2
     assert message in in_one_line(found.output)
     assert "RAN" not in found.output
-
-
-def test_options_are_checked_without_torch() -> None:
-    code = "import sys, hf_memopt.cli.measure_command, hf_memopt.cli.plan_command; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

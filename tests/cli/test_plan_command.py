@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from printed_errors import in_one_line
+from tables import tables
 from typer.testing import CliRunner
 
 import tiny
 from hf_memopt import NotEstimableError, estimate, plan
 from hf_memopt.cli.app import app
 from hf_memopt.recipes.planning import simulated as simulation
+
+TABLES = tables(__file__)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -86,18 +89,7 @@ def test_a_report_that_is_there_is_refused_before_the_search(
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--goal", "fast"), "--goal fast is unknown; expected one of"),
-        (("--method", "full,lora"), "is unknown; expected one of 'auto', 'full', 'lora', 'qlora'."),
-        (("--allow", "freeze", "--method", "lora"), "contradict each other"),
-        (("--effective-batch", "10", "--world-size", "4"), "--effective-batch 10 cannot be cut over --world-size 4"),
-        (("--column", "text"), "--column text is for a data file, and there is none"),
-        (("--gpu", "RTX 99"), "is not a GPU of the table"),
-        (("--measured", "run.json"), "--measured run.json cannot be read: No such file or directory; expected a file"),
-    ],
-)
+@pytest.mark.parametrize(("options", "says"), TABLES["cannot be planned"])
 def test_what_cannot_be_planned_is_said_as_an_error_and_a_hint(options: tuple[str, ...], says: str) -> None:
     gpu = () if "--gpu" in options else ("--gpu", "RTX 3060 12GB")
     found = run("bert-base-uncased", *gpu, *options)
@@ -109,14 +101,15 @@ def test_what_cannot_be_planned_is_said_as_an_error_and_a_hint(options: tuple[st
 LORA = "LoRA could not be simulated for {model}: its pass fails"
 
 
-@pytest.mark.parametrize("as_json", [(), ("--json",)], ids=["text", "json"])
 @pytest.mark.parametrize(
-    ("gpu", "method", "said"),
+    ("gpu", "method", "as_json", "said"),
     [
-        ("24GiB", "lora", f"{LORA}. Measure a few steps of your own script instead: hf-memopt measure train.py"),
         (
-            "160MiB",
-            "auto",
+            *("24GiB", "lora", ["--json"]),
+            f"{LORA}. Measure a few steps of your own script instead: hf-memopt measure train.py",
+        ),
+        (
+            *("160MiB", "auto", []),
             "full training does not fit, and LoRA and QLoRA could not be simulated for {model}: its pass fails. "
             "To plan what can be simulated, pass --method full",
         ),
@@ -124,7 +117,7 @@ LORA = "LoRA could not be simulated for {model}: its pass fails"
     ids=["no method", "one method"],
 )
 def test_what_could_not_be_simulated_is_no_answer(
-    gpu: str, method: str, said: str, as_json: tuple[str, ...], model: str, monkeypatch: pytest.MonkeyPatch
+    gpu: str, method: str, as_json: list[str], said: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 2, as for what cannot be planned: not known to fit, and not known not to."""
 

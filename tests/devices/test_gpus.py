@@ -6,34 +6,24 @@ import csv
 import dataclasses
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
+from tables import refusals, tables
 
 from hf_memopt.devices import GPUS, Gpu, PeakRates, current_gpu, custom_gpu, find_gpu
+
+TABLES = tables(__file__)
 
 GIB = 2**30
 MIB = 2**20
 
 # https://developer.nvidia.com/cuda-gpus and https://developer.nvidia.com/cuda-legacy-gpus, by the beginnings of names.
-NVIDIA_SAYS = {
-    "6.0": "P100",
-    "6.1": "GTX 10|TITAN X|Quadro P|P40?$",
-    "7.0": "V100|TITAN V",
-    "7.5": "T4|T1000|GTX 16|RTX 20[678]0|TITAN RTX|Quadro RTX",
-    "8.0": "A100|A30",
-    "8.6": "A2$|A10G?$|A16|A40|RTX 2050|RTX 30[5-9]0|RTX A",
-    "8.9": "L4|RTX 40[5-9]0|RTX .* Ada",
-    "9.0": "H100|H200",
-    "10.0": "B200",
-    "12.0": "RTX 50[5-9]0|RTX PRO",
-}
+NVIDIA_SAYS = TABLES["compute capabilities"]
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
@@ -52,54 +42,54 @@ def is_amd(gpu: Gpu) -> bool:
 # ---- the table
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
-def test_a_row_is_plausible(gpu):
-    assert GPUS[gpu.name] is gpu
-    assert gpu.memory_bytes % GIB == 0
-    assert 0.9 * gpu.memory_bytes < gpu.usable_bytes < gpu.memory_bytes
-    assert gpu.context_bytes is None or 100 * MIB < gpu.context_bytes < GIB
-    assert 80e9 <= gpu.bandwidth_bytes_per_second <= 8e12
-    size = re.search(r"(\d+)GB", gpu.name)
-    assert size is None or int(size.group(1)) * GIB == gpu.memory_bytes
-    assert bool(gpu.notes) == is_amd(gpu)
+def test_rows_are_plausible():
+    for gpu in GPUS.values():
+        assert GPUS[gpu.name] is gpu
+        assert gpu.memory_bytes % GIB == 0
+        assert 0.9 * gpu.memory_bytes < gpu.usable_bytes < gpu.memory_bytes
+        assert gpu.context_bytes is None or 100 * MIB < gpu.context_bytes < GIB
+        assert 80e9 <= gpu.bandwidth_bytes_per_second <= 8e12
+        size = re.search(r"(\d+)GB", gpu.name)
+        assert size is None or int(size.group(1)) * GIB == gpu.memory_bytes
+        assert bool(gpu.notes) == is_amd(gpu)
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
-def test_every_figure_has_a_source(gpu):
-    parts = dict(part.split(": ", 1) for part in gpu.source.split("; "))
-    assert re.fullmatch(r"https://\S+|that of the simulated kernels", parts.pop("compute capability"))
-    page = parts.pop("size, bandwidth, bus, multiprocessors and clock")
-    assert re.fullmatch(r"https://www\.techpowerup\.com/gpu-specs/[a-z0-9-]+\.c\d+", page)
-    assert re.fullmatch(r"https://\S+", parts.pop("operations per clock"))
-    if gpu.sustained_fraction < 1:
-        assert re.fullmatch(r"https://\S+", parts.pop("clock under a long load"))
-    assert list(parts) == ["usable memory", "context"]
-    for text in parts.values():
-        assert re.fullmatch(r"https://\S+( \((H100 NVL|gfx950)\))?|derived from the GPUs .*|unknown", text)
-    assert ("unknown" in gpu.source) == (gpu.context_bytes is None)
+def test_every_figure_has_a_source():
+    for gpu in GPUS.values():
+        parts = dict(part.split(": ", 1) for part in gpu.source.split("; "))
+        assert re.fullmatch(r"https://\S+|that of the simulated kernels", parts.pop("compute capability"))
+        page = parts.pop("size, bandwidth, bus, multiprocessors and clock")
+        assert re.fullmatch(r"https://www\.techpowerup\.com/gpu-specs/[a-z0-9-]+\.c\d+", page)
+        assert re.fullmatch(r"https://\S+", parts.pop("operations per clock"))
+        if gpu.sustained_fraction < 1:
+            assert re.fullmatch(r"https://\S+", parts.pop("clock under a long load"))
+        assert list(parts) == ["usable memory", "context"]
+        for text in parts.values():
+            assert re.fullmatch(r"https://\S+( \((H100 NVL|gfx950)\))?|derived from the GPUs .*|unknown", text)
+        assert ("unknown" in gpu.source) == (gpu.context_bytes is None)
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['gpu']}, {row['figure']}")
-def test_figures_are_the_published_ones(row):
-    gpu, (figure, _, dtype), value = GPUS[row["gpu"]], row["figure"].partition(" in "), float(row["value"])
-    if figure == "multiprocessors":
-        assert gpu.multiprocessors == value
-    elif figure == "context":  # of the message that the row names: the table's is rounded to MiB
-        assert abs(gpu.context_bytes / MIB - value) <= 1
-    else:  # printed with two or three digits
-        assert getattr(gpu.peak_flops_per_second, dtype) / 1e12 == pytest.approx(value, rel=0.013)
+def test_figures_are_the_published_ones():
+    for row in PUBLISHED:
+        gpu, (figure, _, dtype), value = GPUS[row["gpu"]], row["figure"].partition(" in "), float(row["value"])
+        if figure == "multiprocessors":
+            assert gpu.multiprocessors == value
+        elif figure == "context":  # of the message that the row names: the table's is rounded to MiB
+            assert abs(gpu.context_bytes / MIB - value) <= 1
+        else:  # printed with two or three digits
+            assert getattr(gpu.peak_flops_per_second, dtype) / 1e12 == pytest.approx(value, rel=0.013)
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
-def test_rates_are_in_the_ratios_of_their_formats(gpu):
-    rates = gpu.peak_flops_per_second
-    assert 1e12 < rates.fp32 < 200e12
-    assert rates.bf16 in (None, rates.fp16)
-    assert (rates.bf16 is None) == (
-        not gpu.bf16 or ("Laptop" in gpu.name and re.search(r"RTX A\d|Ada", gpu.name) is not None)
-    )
-    assert rates.tf32 is None or rates.fp16 == 2 * rates.tf32
-    assert rates.fp16 is None or rates.fp16 >= rates.fp32
+def test_rates_are_in_the_ratios_of_their_formats():
+    for gpu in GPUS.values():
+        rates = gpu.peak_flops_per_second
+        assert 1e12 < rates.fp32 < 200e12
+        assert rates.bf16 in (None, rates.fp16)
+        assert (rates.bf16 is None) == (
+            not gpu.bf16 or ("Laptop" in gpu.name and re.search(r"RTX A\d|Ada", gpu.name) is not None)
+        )
+        assert rates.tf32 is None or rates.fp16 == 2 * rates.tf32
+        assert rates.fp16 is None or rates.fp16 >= rates.fp32
 
 
 def test_a_rate_that_nobody_published_is_none():
@@ -148,92 +138,11 @@ def test_case_separators_and_maker_do_not_count(name, dashes, maker):
     assert find_gpu(name.lower().replace(" ", "-" if dashes else "  ")).name == name
 
 
-def unknown(name: object, hint: str = "") -> str:
-    return (
-        f"gpu={name!r} is not a GPU of the table; expected one of its {len(GPUS)} names, which hf-memopt gpus lists, "
-        f"or a size.{hint} Pass its size: gpu='8GB'"
-    )
+def test_what_is_no_gpu_is_refused():
+    assert refusals(__file__, find_gpu=find_gpu, custom_gpu=custom_gpu) == 44
 
 
-OF_OTHERS = (
-    "gpu={!r} is a GPU of Apple, Intel or AMD's Radeon series, for which nothing is predicted; expected one of NVIDIA "
-    "or an Instinct. Pass gpu='RTX 3060 12GB'"
-)
-SEVERAL = "gpu={!r} is the name of {} GPUs; expected that of one, and their number. Pass gpu={!r} and world_size={}"
-NO_MEMORY = (
-    "memory={!r} is not an amount of memory; expected a number with one of the units B, KB, MB, GB, TB, KiB, MiB, GiB, "
-    "TiB. Write, for example, '4GB' or '3.5GiB'."
-)
-NO_SIZE = "memory={!r} is too {} for a GPU; expected 1.0 MiB to 1048576.00 GiB. Pass memory='4GiB'."
-NO_CAPABILITY = (
-    "compute_capability={!r} is not a compute capability; expected major.minor as in "
-    "https://developer.nvidia.com/cuda-gpus. Pass compute_capability='7.5'."
-)
-COUNTED = [("2x T4", "T4", 2), ("2 x RTX 3090", "RTX 3090", 2), ("GPU T4 x2", "GPU T4", 2), ("4x-H100", "H100", 4)]
-NEAREST = {"RTX 3065": "RTX 3060 12GB", "NVIDIA GeForce RTX 4060 Lap": "RTX 4060 Laptop", "GTX 4090": "RTX 4090"}
-CAPABILITIES = ("", "8", "86", 86, "sm_86", "8.66", 2.0, True, (8,), (8, 6, 0), float("nan"))
-REFUSED: list[tuple[Callable[..., Gpu], tuple[Any, ...], str]] = [
-    *(
-        (find_gpu, (name,), OF_OTHERS.format(name))
-        for name in ("Apple M2", "mps", "M3 Max", "RX 5700", "Intel Arc A770")
-    ),
-    *(
-        (find_gpu, (name,), SEVERAL.format(name, count, one, count))
-        for name, one, count in (*COUNTED, ("A100*8", "A100", 8))
-    ),
-    *((find_gpu, (name,), unknown(name, f" Did you mean {meant!r}?")) for name, meant in NEAREST.items()),
-    *(
-        (find_gpu, (name,), unknown(name))
-        for name in ("MX450", "GTX 970", "RTX 6090", "RTX", "2x\nMX450", "", 4090, None)
-    ),
-    (
-        find_gpu,
-        ("RTX 6000",),
-        "gpu='RTX 6000' matches several GPUs; expected one of: RTX PRO 6000, RTX 6000 Ada, Quadro RTX 6000. "
-        "Pass gpu='RTX PRO 6000'.",
-    ),
-    *((custom_gpu, (memory,), NO_MEMORY.format(memory)) for memory in ("", "4", "4 quarks", None, 4.0, True)),
-    (custom_gpu, (-1,), "memory=-1 is negative; expected 0 bytes or more. Write, for example, '4GB'."),
-    *((custom_gpu, (memory,), NO_SIZE.format(memory, "little")) for memory in (0, 4, "512KiB")),  # 4 GB were meant
-    (custom_gpu, ("1025TiB",), NO_SIZE.format("1025TiB", "much")),
-    *((custom_gpu, ("4GiB", capability), NO_CAPABILITY.format(capability)) for capability in CAPABILITIES),
-]
-
-
-@pytest.mark.parametrize(
-    ("function", "given", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value))[:40]
-)
-def test_what_is_no_gpu_is_refused(function, given, message):
-    with pytest.raises(ValueError) as error:
-        function(*given)
-    assert str(error.value) == message
-
-
-SMALLER = "so that what fits it fits both"
-
-
-@pytest.mark.parametrize(
-    ("name", "taken", "why", "others"),
-    [
-        ("RTX 3050", "RTX 3050 8GB", "(2022; that of 6 GB: 2024)", "RTX 3050 6GB, RTX 3050 Laptop 6GB, RTX 3050 4GB"),
-        ("3060", "RTX 3060 12GB", "(2021; that of 8 GB: 2022)", "RTX 3060 8GB, RTX 3060 Laptop 6GB"),
-        ("NVIDIA GeForce RTX 3060", "RTX 3060 12GB", "(2021; that of 8 GB: 2022)", "RTX 3060 8GB, RTX 3060 Laptop 6GB"),
-        (
-            "RTX 3080",
-            "RTX 3080 (10 GB)",
-            "(2020; that of 12 GB: 2022)",
-            "RTX 3080 Laptop 16GB, RTX 3080 12GB, RTX 3080 Laptop 8GB",
-        ),
-        ("RTX 2060", "RTX 2060 (6 GB)", "(2019; that of 12 GB: 2021)", "RTX 2060 12GB"),
-        ("V100-SXM2", "V100 16GB", "(2017; that of 32 GB: 2018)", "V100 32GB"),
-        ("Colab A100", "A100 40GB", SMALLER, "A100 80GB"),
-        ("rtx 4060 ti", "RTX 4060 Ti 8GB", SMALLER, "RTX 4060 Ti 16GB"),
-        ("rtx 5060 ti", "RTX 5060 Ti 8GB", SMALLER, "RTX 5060 Ti 16GB"),
-        ("3080 laptop", "RTX 3080 Laptop 8GB", SMALLER, "RTX 3080 Laptop 16GB"),
-        ("RTX 4070", "RTX 4070 (12 GB)", "the one of a desktop", "RTX 4070 Laptop (8 GB)"),
-        ("RTX 4090", "RTX 4090 (24 GB)", "the one of a desktop", "RTX 4090 Laptop (16 GB)"),
-    ],
-)
+@pytest.mark.parametrize(("name", "taken", "why", "others"), TABLES["names of several sizes"])
 def test_a_name_of_several_sizes_is_the_usual_one_and_says_so(name, taken, why, others):
     found = find_gpu(name)
     [note] = found.notes
@@ -324,24 +233,7 @@ def install_gpu(monkeypatch, name, total_bytes, capability):
     monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
-CURRENT = [
-    # the driver's name, MiB and capability; the name in the table, or None and the bytes of its context
-    ("NVIDIA GeForce RTX 3050 Laptop GPU", 3759, (8, 6), "RTX 3050 4GB"),
-    ("NVIDIA GeForce RTX 3050", 7800, (8, 6), "RTX 3050 8GB"),
-    ("NVIDIA GeForce RTX 3060", 11910, (8, 6), "RTX 3060 12GB"),
-    ("NVIDIA GeForce RTX 3060", 5938, (8, 6), "RTX 3060 Laptop 6GB"),
-    ("Tesla V100-SXM2-16GB", 16160, (7, 0), "V100 16GB"),
-    ("NVIDIA GeForce RTX 4090", 24564, (8, 9), "RTX 4090"),  # Windows
-    ("NVIDIA GeForce RTX 4060", 7940, (8, 9), "RTX 4060"),
-    ("NVIDIA GeForce RTX 4060 Laptop GPU", 7806, (8, 9), "RTX 4060 Laptop"),
-    ("NVIDIA GeForce RTX 4060 Ti", 7840, (8, 9), "RTX 4060 Ti 8GB"),
-    ("NVIDIA GeForce RTX 3080", 12040, (8, 6), "RTX 3080 12GB"),
-    ("NVIDIA RTX A4500 Embedded", 15985, (8, 6), 224 * MIB),
-    ("NVIDIA GeForce RTX 4070 Laptop GPU", 11900, (8, 9), 256 * MIB),  # rebuilt with more memory
-    ("NVIDIA GeForce RTX 3070", 15800, (8, 6), 224 * MIB),  # rebuilt with twice the memory
-    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4864, (8, 0), 409 * MIB),
-    ("NVIDIA GB300", 282000, (10, 3), None),
-]
+CURRENT = TABLES["current GPUs"]
 
 
 @pytest.mark.parametrize(("driver_name", "total_mib", "capability", "expected"), CURRENT)
@@ -360,7 +252,7 @@ def test_a_current_gpu_is_what_the_driver_says_and_the_tables_rest(
         known = "unknown" if expected is None else "derived from the GPUs of compute capability {}.{}"
         source = f"this machine; context: {known.format(*capability)}"
         sizes = {**here, "memory_bytes": total_bytes, "context_bytes": expected}
-        assert gpu == Gpu(driver_name, **sizes, compute_capability=capability, source=source)
+        assert gpu == Gpu(driver_name, **sizes, compute_capability=tuple(capability), source=source)
 
 
 @pytest.mark.parametrize(("driver_name", "known_mib"), [("NVIDIA L4", 236), ("NVIDIA RTX 2500 Ada Generation", 256)])

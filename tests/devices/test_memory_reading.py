@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from played_allocator import PlayedAllocator
 
 from hf_memopt.devices.readings import (
     MemoryReading,
@@ -27,11 +28,11 @@ GIB = 2**30
 MIB = 2**20
 
 
-class FakeGpu:
+class FakeGpu(PlayedAllocator):
     """A stand-in for ``torch.cuda`` (or ``torch.xpu``) with ``count`` equal GPUs and one allocator."""
 
     def __init__(self, monkeypatch, kind="cuda", count=2, current_device=0, initialized=True):
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        super().__init__()
         self.free_bytes, self.total_bytes, self.calls = 10 * GIB, 16 * GIB, []
         self.properties = SimpleNamespace(name="Fake 16", total_memory=self.total_bytes, uuid="1234-abcd")
         module = getattr(torch, kind)
@@ -47,26 +48,13 @@ class FakeGpu:
         }.items():
             monkeypatch.setattr(module, name, answer)
 
-    def allocate(self, size):
-        self.allocated += size
-        self.reserved = max(self.reserved, self.allocated)
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-
-    def free(self, size):
-        self.allocated -= size
-
     def stats(self, device):
         self.calls.append(("stats", device))
-        return {
-            "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak_allocated}, "small_pool": {}},
-            "reserved_bytes": {"all": {"current": self.reserved, "peak": self.peak_reserved}, "small_pool": {}},
-            "num_ooms": 0,
-        }
+        return super().stats(device)
 
     def reset(self, device):
         self.calls.append(("reset", device))
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+        super().reset(device)
 
     def ask_driver(self, device):
         self.calls.append(("driver", str(device)))
@@ -257,7 +245,7 @@ def test_a_run_on_an_accelerator_that_tells_nothing_is_measured_on_the_host(monk
 def test_an_accelerator_reading_holds_the_allocators_and_the_drivers_figures(monkeypatch, kind):
     gpu = FakeGpu(monkeypatch, kind)
     fake_nvml(monkeypatch, by_uuid=())
-    gpu.allocate(3 * GIB)
+    gpu.hold(3 * GIB)
     gpu.free(2 * GIB)
     found = read_memory(f"{kind}:1")
     assert found == MemoryReading(
@@ -286,7 +274,7 @@ def test_an_accelerator_reading_holds_the_allocators_and_the_drivers_figures(mon
 
 def test_a_driver_that_tells_no_free_memory_gives_none(monkeypatch):
     gpu = FakeGpu(monkeypatch, "xpu")
-    gpu.allocate(MIB)
+    gpu.hold(MIB)
 
     def refuse(device):
         raise RuntimeError("The device doesn't support querying the available free memory")
@@ -318,7 +306,7 @@ TOLD = {
 def test_nvml_is_asked_by_uuid_and_else_the_driver(monkeypatch, name):
     settings, used_bytes, context_bytes = TOLD[name]
     gpu = FakeGpu(monkeypatch)
-    gpu.allocate(100 * MIB)
+    gpu.hold(100 * MIB)
     gpu.free(60 * MIB)  # still reserved
     fake_nvml(monkeypatch, **settings)
     assert read_device_used(CARD) == used_bytes
@@ -332,7 +320,7 @@ def test_where_torch_holds_nothing_the_driver_is_not_asked(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     fake_nvml(monkeypatch, by_uuid=())
     assert read_device_used(CARD) is None
-    gpu.allocate(MIB)
+    gpu.hold(MIB)
     assert read_device_used(CARD) == 6 * GIB
 
 
@@ -354,7 +342,7 @@ def test_only_cuda_has_a_context_that_nvml_tells(monkeypatch):
     asked = fake_nvml(monkeypatch, processes=[OURS])
     assert read_context(torch.device("cpu")) is read_context(torch.device("xpu", 0)) is None
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    gpu.allocate(MIB)
+    gpu.hold(MIB)
     assert read_context(CARD) is None
     assert read_device_used(CARD) == 6 * GIB
     assert asked == []
@@ -404,14 +392,14 @@ def test_mps_tells_what_is_held_now_but_no_peaks(monkeypatch):
 def test_meter_gives_each_span_its_own_peak_with_one_question_per_span(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     meter = PeakMeter(torch.device("cuda", 1))
-    gpu.allocate(100)
+    gpu.hold(100)
     assert meter.read() == {"peak_allocated_bytes": 100, "peak_reserved_bytes": 100}
-    gpu.allocate(50)
+    gpu.hold(50)
     gpu.free(50)
-    gpu.allocate(20)
+    gpu.hold(20)
     assert meter.read() == {"peak_allocated_bytes": 150, "peak_reserved_bytes": 150}
     assert meter.read() == {"peak_allocated_bytes": 120, "peak_reserved_bytes": 150}
-    gpu.allocate(1000)
+    gpu.hold(1000)
     gpu.free(1000)
     meter.skip()
     assert meter.read() == {"peak_allocated_bytes": 120, "peak_reserved_bytes": 1120}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import doctest
 import pickle
 import resource
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from played_allocator import PlayedAllocator
 from transformers import Trainer, TrainerCallback
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import TrainOutput
@@ -29,32 +29,10 @@ WEIGHTS, STATE, TRAIN_FORWARD, OPTIMIZER, EVALUATION = 1000 * MIB, 200 * MIB, 50
 PASSES = WEIGHTS + STATE + TRAIN_FORWARD
 
 
-class FakeGpu:
-    """torch.cuda's allocator in four numbers; NVML tells ``used_bytes``."""
+class FakeGpu(PlayedAllocator):
+    """A GPU of which NVML tells ``used_bytes``."""
 
-    def __init__(self):
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        self.used_bytes = 9 * GIB
-
-    def hold(self, size):
-        self.allocated += size
-        self.reserved = max(self.reserved, self.allocated)
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-
-    def touch(self, size):
-        """Allocate and free: only the peak remembers."""
-        self.hold(size)
-        self.allocated -= size
-
-    def stats(self, device):
-        return {
-            "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak_allocated}},
-            "reserved_bytes": {"all": {"current": self.reserved, "peak": self.peak_reserved}},
-        }
-
-    def reset(self, device):
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+    used_bytes = 9 * GIB
 
 
 class Sink(TrainerCallback):
@@ -525,7 +503,3 @@ def test_summary_of_something_else_is_refused_before_anything_is_printed(capsys,
         "Call print_summary(trainer.train())."
     )
     assert capsys.readouterr().out == ""
-
-
-def test_examples_in_the_docstrings_hold():
-    assert doctest.testmod(sys.modules[MemoryReportCallback.__module__]).failed == 0

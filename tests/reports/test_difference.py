@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import Chromium
 from hand_made_runs import MIB, estimate_data, finished_run, lost_run
-from html_page import EVIL, SHOWN, Page
+from html_page import EVIL, Page
 from printed_errors import in_one_line
 from rich.console import Console
 from typer.testing import CliRunner
@@ -149,18 +148,3 @@ def test_what_cannot_be_compared_is_refused(files: tuple[Path, Path], tmp_path: 
         assert found.exit_code == 2, found.output
         assert says.rstrip(".") in " ".join(in_one_line(found.output).split())
     assert there.read_text() == "kept"
-
-
-@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 400])
-def test_a_browser_shows_a_difference_without_complaint(
-    browser: Chromium, tmp_path: Path, files: tuple[Path, Path], width: int
-) -> None:
-    path = tmp_path / "grew.html"
-    path.write_text(difference_page(compare(*map(read_side, files))))
-    browser.open(path, width)
-    shown = browser.value(SHOWN)
-    assert browser.complaints() == []
-    assert shown["width"] <= width
-    assert [section for section, *_ in shown["pictures"]] == ["total"]
-    assert shown["cut"] == []
-    assert shown["wide"] == []

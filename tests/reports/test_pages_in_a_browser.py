@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from chromium import Chromium
 from hand_made_runs import estimate_data, finished_run, lost_run
+from html_page import SHOWN
 from typer.testing import CliRunner
 
 from hf_memopt import Plan
@@ -23,82 +24,9 @@ from hf_memopt.cli.app import app
 from hf_memopt.components import COLOURS
 from hf_memopt.plotting import DARK, LIGHT
 
-LOOKED_AT = """(() => {
-    const shown = (one) => one.checkVisibility();
-    const number = (colour) => (colour.match(/[\\d.]+/g) || []).map(Number);
-    const light = (colour) => {
-        const [red, green, blue] = number(colour).map((part) => part / 255)
-            .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
-    };
-    const contrast = (one, other) => {
-        const [low, high] = [light(one), light(other)].sort((a, b) => a - b);
-        return (high + 0.05) / (low + 0.05);
-    };
-    const opaque = (colour) => colour.startsWith("rgb") && !(number(colour)[3] < 0.5);
-    const behind = (text) => {  // what is painted under the middle of a text
-        text.scrollIntoView({block: "center"});
-        const box = text.getBoundingClientRect();
-        const found = document.elementsFromPoint(box.left + box.width / 2, box.top + box.height / 2);
-        for (const one of found) {
-            const style = getComputedStyle(one);
-            const isPath = one.tagName === "path" || one.tagName === "use";
-            if (isPath && opaque(style.fill) && style.fillOpacity > 0.5 && style.opacity > 0.5) return style.fill;
-            if (!isPath && opaque(style.backgroundColor)) return style.backgroundColor;
-        }
-        return getComputedStyle(document.body).backgroundColor;
-    };
-    const pale = [];
-    const drawn = [...document.querySelectorAll(".picture svg text")].filter(shown);
-    const written = [...document.querySelectorAll("main *")].filter((one) => shown(one) && !one.closest("svg")
-        && [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim()));
-    for (const one of [...drawn, ...written]) {
-        const style = getComputedStyle(one);
-        const ratio = contrast(drawn.includes(one) ? style.fill : style.color, behind(one));
-        if (ratio < 4.5) pale.push(`${one.textContent.slice(0, 40)}: ${ratio.toFixed(2)}`);
-    }
-    const over = [];
-    for (const svg of document.querySelectorAll(".picture svg")) {
-        const texts = [...svg.querySelectorAll("text")].filter((one) => shown(one) && one.textContent.trim());
-        const boxes = texts.map((one) => one.getBoundingClientRect());
-        const whole = svg.getBoundingClientRect();
-        texts.forEach((one, place) => {
-            const mine = boxes[place];
-            if (mine.left < whole.left - 2 || mine.right > whole.right + 2) over.push(`${one.textContent} is cut`);
-            for (let other = place + 1; other < texts.length; other++) {
-                const its = boxes[other];
-                const wide = Math.min(mine.right, its.right) - Math.max(mine.left, its.left);
-                const high = Math.min(mine.bottom, its.bottom) - Math.max(mine.top, its.top);
-                const least = Math.min(mine.width * mine.height, its.width * its.height);
-                if (wide > 0 && high > 0 && wide * high > 0.2 * least)
-                    over.push(`${svg.closest("section").id}: ${one.textContent} | ${texts[other].textContent}`);
-            }
-        });
-    }
-    const boxes = [...document.querySelectorAll("main *")].filter((one) => shown(one) && !one.closest("svg"));
-    return {
-        over, pale,
-        sideways: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-        wide: boxes.filter((one) => one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(".scroll, pre"))
-            .map((one) => one.tagName + "." + one.className),
-        clipped: [...document.querySelectorAll("pre, .scroll")].filter(shown)
-            .filter((one) => one.scrollHeight > one.clientHeight + 1 || one.scrollWidth > one.clientWidth + 1)
-            .map((one) => one.textContent.trim().slice(0, 60)),
-    };
-})()"""
+LOOKED_AT = Path(__file__).with_name("looked_at.js").read_text(encoding="utf-8")
 
-READ_BY_KEYS = """(() => [...document.querySelectorAll(".picture")].map((box) => {
-    const press = (key) => box.dispatchEvent(new KeyboardEvent("keydown", {key}));
-    const svg = [...box.children].find((one) => one.getClientRects().length);
-    const titles = [...svg.querySelectorAll("title")].map((one) => one.textContent), read = [];
-    box.focus();
-    press("Home");
-    for (const _ of titles) {
-        read.push(box.nextElementSibling.textContent);
-        press("ArrowRight");
-    }
-    return {name: box.closest("section").id, isFocused: document.activeElement === box, titles, read};
-}))()"""
+READ_BY_KEYS = Path(__file__).with_name("read_by_keys.js").read_text(encoding="utf-8")
 
 
 def curve() -> dict[str, Any]:
@@ -126,6 +54,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory, text: str, short: Plan) -> d
         "long": long,
         "run": finished_run(curve=curve()),
         "other": finished_run(curve=curve(), model="Another"),
+        "wide": {**told, "model": "x" * 200},
+        "wide run": finished_run(model="x" * 200),
         "lost": lost_run(),
         "estimate": estimate_data(hints=hints, notes=["evaluation is not included"], parameters=1_235_814_400),
     }
@@ -142,13 +72,26 @@ def pages(tmp_path_factory: pytest.TempPathFactory, text: str, short: Plan) -> d
 NAMES = ("does it fit", "plan", "missing", "long", "run", "lost", "estimate", "difference")
 
 
-@pytest.mark.parametrize("name", NAMES)
+DRAWN = {
+    **dict.fromkeys(("plan", "wide"), "peak ladder map timeline padding"),
+    **{"missing": "peak ladder map timeline", "wide run": "peak timeline", "lost": "alive peak timeline"},
+    "difference": "total curves",
+}
+"""The sections of a page that have pictures."""
+
+
+@pytest.mark.parametrize("name", [*NAMES, "wide", "wide run"])
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
 def test_a_page_can_be_read(browser: Chromium, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
     browser.open(pages[name], width, dark=dark)
     found = browser.value(LOOKED_AT)
     assert {what: found[what] for what in ("over", "pale", "wide")} == {"over": [], "pale": [], "wide": []}
     assert found["sideways"] <= 0
+    if name in DRAWN:
+        shown = browser.value(SHOWN)
+        assert [section for section, *_ in shown["pictures"]] == DRAWN[name].split()
+        assert all(wide > 300 and high > 60 for _, wide, high in shown["pictures"])
+        assert (shown["cut"], shown["wide"]) == ([], [])
     assert browser.complaints() == []
 
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from hand_made_runs import estimate_data
+from tables import tables
 
 from hf_memopt.reports.difference import compare, read_side
 from hf_memopt.reports.plan import read_plan_text
+
+TABLES = tables(__file__)
 
 
 def changed(text: str, place: str, value: Any) -> str:
@@ -20,32 +23,15 @@ def changed(text: str, place: str, value: Any) -> str:
     inner: Any = told
     for part in path:
         inner = inner[part]
-    if value is DELETED:
+    if value == DELETED:
         del inner[last]
     else:
         inner[last] = value
     return json.dumps(told)
 
 
-DELETED = ...  # instead of a value: the field is taken out
-NONSENSE = [
-    ("format", 99, "cannot be read as a plan (it has format 99, written by hf-memopt "),
-    ("format", DELETED, "(it has format None, written by hf-memopt "),
-    ("candidates", DELETED, "(it has no candidates)"),
-    ("gpu", DELETED, "(it has no gpu)"),
-    ("candidates.0.total_bytes", "much", "(candidates[0].total_bytes='much' is invalid; expected an integer of 0 or"),
-    ("candidates.0.verdict", "maybe", "candidates[0].verdict='maybe' is invalid; expected 'fits', 'tight' or 'over'"),
-    ("candidates.0.components.weights", -1, "(candidates[0].components.weights=-1 is invalid; expected an integer"),
-    ("candidates", {}, "(candidates={} is invalid; expected a list)"),
-    ("usable_bytes", 0, "(usable_bytes=0 is invalid; expected an integer of 1 or more)"),
-    ("chosen", None, "(it has both a chosen set-up and a shortfall, or neither)"),
-    ("shown", [10**6], "(it has a place in shown that is none of its candidates)"),
-    ("figures.fit_map.rows", [1], "(it has a figures.fit_map without one cell for each of rows and lengths)"),
-    ("figures.timeline.positions", [0.5], "(it has a figures.timeline with lists of different lengths)"),
-    ("figures.padding.histogram.edges", [0], "(it has a figures.padding.histogram without one edge more than counts)"),
-    ("figures.choices.0.reason", None, "(figures.choices[0].reason=None is invalid; expected a string)"),
-    ("notes", "none", "(notes='none' is invalid; expected a list)"),
-]
+DELETED = "DELETED"  # instead of a value: the field is taken out
+NONSENSE = TABLES["nonsense"]
 
 
 @pytest.mark.parametrize(("place", "value", "says"), NONSENSE, ids=[f"{place}-{value}" for place, value, _ in NONSENSE])

@@ -203,30 +203,6 @@ def test_where_no_report_can_be_written_is_said_first(tmp_path: Path, found: Pla
 # ---- In a browser ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_shows_it_without_complaint(
-    browser: Chromium, found: Plan, short: Plan, text: str, tmp_path: Path, width: int
-) -> None:
-    pages = {
-        "fits": text,
-        "over": short.to_json(figures=True),
-        "long": json.dumps({**json.loads(text), "model": "x" * 200}),
-    }
-    for name, told in pages.items():
-        path = tmp_path / f"{name}.html"
-        path.write_text(page_of(told))
-        browser.open(path, width)
-        shown = browser.value(SHOWN)
-        assert browser.complaints() == []
-        assert shown["window"] == width
-        assert shown["width"] <= width, name
-        drawn = ["peak", "ladder", "map", "timeline", "padding"]
-        assert [section for section, *_ in shown["pictures"]] == (drawn[:-1] if name == "over" else drawn)
-        assert all(wide > 300 and high > 60 for _, wide, high in shown["pictures"])
-        assert shown["cut"] == []
-        assert shown["wide"] == []
-
-
 def test_dark_and_copy(browser: Chromium, text: str, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(page_of(text))

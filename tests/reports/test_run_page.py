@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import Chromium
 from hand_made_runs import finished_run, lost_run
-from html_page import EVIL, SHOWN, Page
+from html_page import EVIL, Page
 from printed_errors import in_one_line
 from typer.testing import CliRunner
 
@@ -129,20 +128,3 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: Any, says: str) -> N
     assert found.exit_code == 2
     assert says.rstrip(".") in in_one_line(found.output)
     assert list(tmp_path.glob("*.html")) == []
-
-
-@pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_shows_runs_without_complaint(browser: Chromium, tmp_path: Path, width: int) -> None:
-    pages = {"finished": finished_run(), "lost": lost_run(), "long": finished_run(model="x" * 200)}
-    for name, told in pages.items():
-        path = tmp_path / f"{name}.html"
-        path.write_text(page_of(told))
-        browser.open(path, width)
-        shown = browser.value(SHOWN)
-        assert browser.complaints() == []
-        assert shown["width"] <= width, name
-        sections = ["alive", "peak", "timeline"] if name == "lost" else ["peak", "timeline"]
-        assert [section for section, *_ in shown["pictures"]] == sections
-        assert all(wide > 300 and high > 60 for _, wide, high in shown["pictures"])
-        assert shown["cut"] == []
-        assert shown["wide"] == []

@@ -10,32 +10,13 @@ from typing import Any
 
 import datasets
 import pytest
+from tables import tables
 from templates import CHATML, byte_tokenizer
 
 from hf_memopt import read_rows
 from hf_memopt.batching import data_file, file_lengths
 
-ASKED = [{"role": "user", "content": "2 + 2?"}]
-SAID = [{"role": "assistant", "content": "It is 4."}]
-ROWS: dict[tuple[str, str], dict[str, Any]] = {
-    ("text", "causal-lm"): {"text": "one two", "label": 1},
-    ("text", "masked-lm"): {"content": "one two"},
-    ("conversation", "causal-lm"): {"messages": [*ASKED, *SAID], "tools": None},
-    ("prompt and completion", "causal-lm"): {"prompt": "one two", "completion": " three"},
-    ("instruction", "causal-lm"): {"instruction": "Add.", "input": "2 2", "output": "4", "text": "all of it"},
-    ("text and label", "sequence-classification"): {"text": "one two", "label": 1},
-    ("pair of texts", "sequence-classification"): {"premise": "one two", "hypothesis": "three", "label": "yes"},
-    ("tokens and tags", "token-classification"): {"tokens": ["one", "two"], "ner_tags": [0, 0]},
-    ("question and answers", "question-answering"): {
-        "question": "one?",
-        "context": "one two three",
-        "answers": {"text": ["two"], "answer_start": [4]},
-    },
-    ("source and target", "seq2seq"): {"document": "one two three", "summary": "one"},
-    ("translation", "seq2seq"): {"translation": {"en": "one two", "de": "eins zwei"}},
-    ("tokens", "seq2seq"): {"input_ids": [1, 2, 3], "labels": [4, 5, 6, 7]},
-    ("tokens", "causal-lm"): {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
-}
+ROWS = {(format_name, task): row for format_name, task, row in tables(__file__)["rows"]}
 
 
 def grown(value: Any, times: int) -> Any:

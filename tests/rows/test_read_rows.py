@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from tables import tables
 from templates import CHATML, TEMPLATES, THINKING, TOOLS, byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import EvalPrediction
@@ -14,12 +15,9 @@ from transformers import EvalPrediction
 import tiny
 from hf_memopt import Rows, read_rows
 
-TURNS = [
-    {"role": "user", "content": "Hi é"},
-    {"role": "assistant", "content": "Hello ü"},
-    {"role": "user", "content": "2+2?"},
-    {"role": "assistant", "content": "It is 4."},
-]
+TABLES = tables(__file__)
+
+TURNS = TABLES["turns"]
 
 
 @pytest.fixture(autouse=True)
@@ -95,28 +93,13 @@ def test_conversations_of_sharegpt_are_the_same_rows() -> None:
     assert mine.train[0] == others.train[0]
 
 
-WRITTEN = {
-    "prompt": ({"prompt": "2+2=", "completion": "4"}, None, "2+2=4</s>", ["4</s>"]),
-    "conversational prompt": (
-        {"prompt": TURNS[:3], "completion": TURNS[3:]},
-        CHATML,
-        None,
-        ["It is 4.<|im_end|>\n</s>"],
-    ),
-    "instruction": (
-        {"instruction": "Add.", "input": "2 2", "output": "4"},
-        CHATML,
-        "<|im_start|>user\nAdd.\n\n2 2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n</s>",
-        ["4<|im_end|>\n</s>"],
-    ),
-    "instruction, no template": ({"instruction": "Add.", "input": "", "output": "4"}, None, None, ["4</s>"]),
-}
+WRITTEN = TABLES["completions"]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_completion_is_learned(name: str) -> None:
     row, template, text, parts = WRITTEN[name]
-    tokenizer = byte_tokenizer("</s>", template)
+    tokenizer = byte_tokenizer("</s>", template and TEMPLATES[template].text)
     made = read([row] * 2, tokenizer).train[0]
     assert learned(made, tokenizer) == parts
     if text is not None:
@@ -178,20 +161,7 @@ def test_a_template_that_writes_a_message_twice_is_refused() -> None:
 
 # ---- Labels
 
-LABELS = {
-    "ids stay": ([0, 1, 2, 10, *range(3, 10)], "single_label_classification", [0, 1, 2, 10, *range(3, 10)]),
-    "gaps": ([3, 1, 5, 1], "single_label_classification", [1, 0, 2, 0]),
-    "negative": ([-1, 1, 1, -1], "single_label_classification", [0, 1, 1, 0]),
-    "texts": (["b", "a", "c"], "single_label_classification", [1, 0, 2]),
-    "numbers as texts": (["10", "9", "100"], "single_label_classification", [1, 0, 2]),
-    "bools": ([True, False], "single_label_classification", [1, 0]),
-    "stars": ([1.0, 5.0, 2.0, 1.0], "single_label_classification", [0, 2, 1, 0]),
-    "20 whole floats": ([float(i) for i in range(20)], "single_label_classification", [*range(20)]),
-    "21 whole floats": ([float(i) for i in range(21)], "regression", [float(i) for i in range(21)]),
-    "floats": ([0.5, 1.0], "regression", [0.5, 1.0]),
-    "several": ([["a", "b"], [], ["b"]], "multi_label_classification", [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]),
-    "vectors": ([[0, 0, 1], [1, 0, 0]], "multi_label_classification", [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]),
-}
+LABELS = TABLES["labels"]
 
 
 def of_split(train: list[Any], test: list[Any]) -> Rows:
