@@ -119,8 +119,8 @@ class Subject:
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _sizes(value) if isinstance(value, dict) else value
-        for name, value in sorted(config.items())
-        if name not in NOT_SIZES and not name.endswith("_token_id")
+        for name, value in sorted(config.items(), key=str)
+        if name not in NOT_SIZES and not str(name).endswith("_token_id")
     }
 
 
