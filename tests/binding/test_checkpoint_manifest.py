@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
 import sys
 import warnings
@@ -352,6 +353,8 @@ class WritesMore(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs) -> None:
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        # a run that is killed here resumes: the manifest is the last file, and has the state of the run too
+        assert set(json.loads((folder / MANIFEST).read_bytes())["files"]) == {*os.listdir(folder)} - {MANIFEST}
         (folder / "training_args.bin").unlink()
         (folder / "notes.txt").write_text("mine" * 2**17, encoding="utf-8")  # longer than what is read at once
 
