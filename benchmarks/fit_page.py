@@ -60,7 +60,7 @@ def write(rows: Sequence[Row]) -> None:
 def write_data(rows: Sequence[Row]) -> None:
     """Write the Parquet file, whole or not at all."""
     part = DATA.with_suffix(".part")
-    pq.write_table(table_of(rows), part, compression="zstd", compression_level=19)
+    pq.write_table(table_of(rows), part, compression="brotli", compression_level=11)
     part.replace(DATA)
 
 

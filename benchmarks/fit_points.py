@@ -37,6 +37,7 @@ EFFECTIVE_BATCH = 8
 LONGEST = 4096
 STEPS_OF_AN_OCTAVE = 2.5  # so near that a line between two lengths is 1 % off a parabola at most
 PARTS = 16  # of a phase, see `moments_of`
+TOKEN_BY_TOKEN = {"mamba"}  # in transformers' own code: thousands of operations a token, hours of recording a model
 NOT_SIZES = {"rope_parameters", "rope_theta", "max_position_embeddings", "initializer_range", "transformers_version"}
 LARGER_WORKSPACES_BYTES = sum(workspace_bytes((9, 0))) - sum(workspace_bytes((8, 6)))
 
@@ -155,13 +156,22 @@ def has_experts(name: str) -> bool:
 
 def points_of(subject: Subject) -> Iterator[dict[str, Any]]:
     """Yield a row for each method and kernels, or one with the reason why it cannot be simulated."""
+    is_simulated = load_model(subject.name).model.config.model_type not in TOKEN_BY_TOKEN
     with keeping_models():
         for method, kernels in product(METHODS, KERNELS):
             asked = {"model": subject.name, "method": method, "kernels": kernels.name}
+            if not is_simulated:
+                yield asked | {"reason": f"not simulated: its layers compute token by token. {ask_for(subject.name)}"}
+                continue
             try:
                 yield asked | _points(subject, method, kernels)
             except (NotEstimableError, ValueError) as error:
                 yield asked | {"reason": str(error).splitlines()[0]}
+
+
+def ask_for(name: str) -> str:
+    """Return the command that answers for one length."""
+    return f"Call: hf-memopt estimate {name} --seq-len 128 --batch-size 1 --gpu T4"
 
 
 def _points(subject: Subject, method: str, kernels: Kernels) -> dict[str, Any]:
