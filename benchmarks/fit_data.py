@@ -1,9 +1,9 @@
 """Write the page "Does it fit?" and its data: python benchmarks/fit_data.py (``make fit-data``)
 
 ``docs/does-it-fit.html`` answers without a network or a server; ``docs/does-it-fit.parquet`` has its points. Every
-well-known model that is not in the data is simulated and put there, so that a run goes on where it stopped. All of them
-take four hours of one CPU, half of it for a dozen hybrids, mixtures of experts and models of pictures. The page says
-how far random points between them are off.
+well-known model that is not in the data is simulated and put there, so that a run goes on where it stopped. All but
+DeepSeek-V3 take four hours of one CPU, half of it for a dozen hybrids, mixtures of experts and models of pictures.
+The page says how far random points between them are off.
 
 python benchmarks/fit_data.py --only 'Qwen2.5*'   # simulate these again
 python benchmarks/fit_data.py --page              # simulate nothing

@@ -161,17 +161,13 @@ def points_of(subject: Subject) -> Iterator[dict[str, Any]]:
         for method, kernels in product(METHODS, KERNELS):
             asked = {"model": subject.name, "method": method, "kernels": kernels.name}
             if not is_simulated:
-                yield asked | {"reason": f"not simulated: its layers compute token by token. {ask_for(subject.name)}"}
+                command = f"hf-memopt estimate {subject.name} --seq-len 128 --batch-size 1 --gpu T4"
+                yield asked | {"reason": f"not simulated: its layers compute token by token. Call: {command}"}
                 continue
             try:
                 yield asked | _points(subject, method, kernels)
             except (NotEstimableError, ValueError) as error:
                 yield asked | {"reason": str(error).splitlines()[0]}
-
-
-def ask_for(name: str) -> str:
-    """Return the command that answers for one length."""
-    return f"Call: hf-memopt estimate {name} --seq-len 128 --batch-size 1 --gpu T4"
 
 
 def _points(subject: Subject, method: str, kernels: Kernels) -> dict[str, Any]:
