@@ -79,6 +79,19 @@ def format_bytes(size_bytes: int) -> str:
     return f"{to_gib(size_bytes):.2f} GiB"
 
 
+def format_count(count: int) -> str:
+    """Return how many parameters, with three digits from a million on.
+
+    Examples:
+        >>> format_count(1_543_714_304), format_count(999_885_952), format_count(22_713_216), format_count(4_386)
+        ('1.54 B', '1.00 B', '22.7 M', '4,386')
+    """
+    if count < 10**6:
+        return f"{count:,}"
+    value, unit = (count / 10**9, "B") if count >= 999.5e6 else (count / 10**6, "M")
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
 def format_number(value: float) -> str:
     """Return a rate or a size with three digits at least, and no decimals from 100 on.
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from hf_memopt.json_fields import check_format
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, checked_path, from_object, parse_object, shown
-from hf_memopt.units import format_bytes, percent
+from hf_memopt.units import format_bytes, format_count, percent
 from hf_memopt.whole_files import check_target, write_whole, writing
 
 FORMAT = 1
@@ -243,7 +243,7 @@ def _heading(found: Measurement) -> Iterator[str]:
     shape = f"{found.batch_size} x {found.accumulation_steps} examples"
     length = "" if found.seq_len is None else f" of {found.seq_len} tokens"
     settings = ", ".join([found.method, found.precision, found.optim, *(["checkpointing"] * found.checkpointing)])
-    yield f"{found.model}, {found.parameters / 1e6:,.1f} M parameters, on {found.gpu or 'a CPU'}: {settings}"
+    yield f"{found.model}, {format_count(found.parameters)} parameters, on {found.gpu or 'a CPU'}: {settings}"
     yield f"{found.steps} steps, the largest of {shape}{length}, {len(found.step_seconds)} of them timed"
 
 

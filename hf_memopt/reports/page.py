@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_memopt.plotting import DARK, LIGHT, Theme
 from hf_memopt.reports.pictures import PHASE_SHADES, colours_of
-from hf_memopt.units import format_bytes, format_duration, format_number, percent, to_gib
+from hf_memopt.units import format_bytes, format_count, format_duration, format_number, percent, to_gib
 from hf_memopt.whole_files import check_target, write_whole, writing
 
 
@@ -66,6 +66,7 @@ def rendered(template: str, view: Mapping[str, Any], pictures: Mapping[str, str]
     }
     environment.filters |= {
         "bytes": format_bytes,
+        "count_of": format_count,
         "duration": format_duration,
         "gib": lambda size: f"{to_gib(size):.2f}",
         "number": format_number,

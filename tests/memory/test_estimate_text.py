@@ -41,7 +41,7 @@ def test_the_whole_table() -> None:
     assert found.table() == (
         "bert-large: batch 32 x 128, 4 accumulation steps, fp32, adamw_torch_fused, sdpa\n"
         "attention\n"
-        "335.1 M parameters, 1.1 M trainable; 7.6 TFLOP per optimizer step\n"
+        "335 M parameters, 1.05 M trainable; 7.6 TFLOP per optimizer step\n"
         "\n"
         " component              at the peak    share\n"
         " ─────────────────────────────────────────────────────\n"
@@ -166,7 +166,7 @@ def test_the_set_up_in_one_line(settings, text) -> None:
 def test_adapters_are_counted_apart() -> None:
     found = hand_made(settings={"lora": 16}, parameters=8_072_204_288, trainable_parameters=41_943_040)
     assert found.table().splitlines()[1] == (
-        "8.0 B parameters, 41.9 M trainable in adapters; 7.6 TFLOP per optimizer step"
+        "8.03 B parameters, 41.9 M trainable in adapters; 7.6 TFLOP per optimizer step"
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.components import COLOURS, COMPONENTS, CONTEXT, MARGIN_SHARE, parts_of
 from hf_memopt.reports.difference import ESTIMATE_FORMAT
 from hf_memopt.technique_list import asked_by
-from hf_memopt.units import format_bytes, percent
+from hf_memopt.units import format_bytes, format_count, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -119,15 +119,10 @@ def _parameters(estimate: Estimate) -> str:
     """Return how many parameters there are and are trained; adapters apart, since a model is known by its own size."""
     trained, everything = estimate.trainable_parameters, estimate.parameters
     if estimate.settings.lora is not None and not estimate.settings.freeze:  # all that is trained is PEFT's
-        return f"{_count(everything - trained)} parameters, {_count(trained)} trainable in adapters"
-    return f"{_count(everything)} parameters, {'all' if trained == everything else _count(trained)} trainable"
-
-
-def _count(elements: int) -> str:
-    for factor, sign in ((10**9, "B"), (10**6, "M")):
-        if elements >= factor:
-            return f"{elements / factor:,.1f} {sign}"
-    return f"{elements:,}"
+        return f"{format_count(everything - trained)} parameters, {format_count(trained)} trainable in adapters"
+    return (
+        f"{format_count(everything)} parameters, {'all' if trained == everything else format_count(trained)} trainable"
+    )
 
 
 def describe(estimate: Estimate) -> str:

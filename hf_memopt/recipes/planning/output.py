@@ -16,7 +16,7 @@ from hf_memopt.recipes.planning.search import best_of
 from hf_memopt.recipes.planning.set_ups import CHECKPOINTING
 from hf_memopt.recipes.planning.sharing import sharing_text
 from hf_memopt.reports.plan import FORMAT
-from hf_memopt.units import format_bytes, to_gib
+from hf_memopt.units import format_bytes, format_count, to_gib
 from hf_memopt.units import format_duration as _duration
 from hf_memopt.units import format_number as _number
 
@@ -91,10 +91,8 @@ def _filled(paragraphs: Iterable[str], width: int, style: str = "") -> Iterator[
 
 def _heading(found: Plan) -> Iterator[str]:
     gpu, texts = found.gpu, found.texts
-    kind = "bf16" if gpu.bf16 else "no bf16"
-    count = found.parameters
-    size = f"{count / 1e9:.2f} B" if count >= 10**9 else f"{count / 1e6:,.0f} M"
-    yield f"{found.model}, {size} parameters, on {gpu.name}: {format_bytes(gpu.usable_bytes)} usable, {kind}"
+    usable = f"{format_bytes(gpu.usable_bytes)} usable, {'bf16' if gpu.bf16 else 'no bf16'}"
+    yield f"{found.model}, {format_count(found.parameters)} parameters, on {gpu.name}: {usable}"
     rows = ""
     if texts.lengths is not None:
         rows = f"{texts.rows:,} rows, mean {texts.tokens:.0f} tokens, padded {texts.width}; "
@@ -261,9 +259,7 @@ def _short(found: Plan) -> Iterator[str]:
     if short.batch is not None:
         what.append(f"an effective batch of {short.batch}")
     if short.parameters >= 10**6:
-        size = short.parameters
-        shown = f"{size / 1e9:.1f} B" if size >= 10**9 else f"{size / 1e6:.0f} M"
-        what.append(f"a model of about {shown} parameters")
+        what.append(f"a model of about {format_count(short.parameters)} parameters")
     if short.gpu:
         what.append(f"a larger GPU: {short.gpu}")
     if what:

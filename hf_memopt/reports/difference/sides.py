@@ -26,7 +26,7 @@ from hf_memopt.reports.run import (
     run_file_of,
     total_bytes,
 )
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, format_count
 
 Kind = Literal["plan", "run", "estimate", "measurement"]
 VERDICTS = {"fits": "fits", "tight": "fits, with little to spare", "over": "does not fit"}
@@ -246,7 +246,7 @@ def _parameters(told: EstimateData) -> str:
     count, trained = told.get("parameters"), told.get("trainable_parameters")
     if count is None:
         return ""
-    return f"{count / 1e6:,.1f} M" + (f", {trained / 1e6:,.1f} M trained" if trained not in (None, count) else "")
+    return format_count(count) + (f", {format_count(trained)} trained" if trained not in (None, count) else "")
 
 
 def _fix(hint: HintData) -> str:
