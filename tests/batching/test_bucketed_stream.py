@@ -360,7 +360,7 @@ with open(f"{sys.argv[1]}/rank{straight.args.process_index}.json", "w") as file:
 """
 
 
-@pytest.mark.parametrize("names", [["examples", "batches"], pytest.param(["batches, workers"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [["batches"], pytest.param(["examples", "batches, workers"], marks=pytest.mark.slow)])
 def test_two_processes_read_the_stream_between_them_and_resume_exactly(names, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{WORKER}")

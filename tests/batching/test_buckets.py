@@ -150,13 +150,6 @@ def test_batches_of_a_group_span_neighbouring_lengths_only(lengths, settings):
         assert sum((between > classes.min()) & (between < classes.max())) <= 2
 
 
-def test_buckets_pad_far_less_than_a_random_order():
-    lengths = np.random.default_rng(0).lognormal(3, 1, 4000).astype(np.int64) + 1
-    shuffled = np.array_split(lengths, 125)
-    random = lengths.sum() / sum(len(batch) * round_up(int(batch.max()), 8) for batch in shuffled)
-    assert LengthBuckets(lengths, batch_size=32).padding_efficiency() > 2 * random
-
-
 def test_auto_gives_every_bucket_four_batches_and_one_for_every_process():
     lengths = np.random.default_rng(0).integers(1, 500, 1000)
     for world_size, most in [(1, 15), (4, 15), (6, 10), (100, 8)]:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Sampler, Subset
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import tiny
-from hf_memopt import BucketedCollator, attach, bucketed, exact_loss, sorted_by_length
+from hf_memopt import BucketedCollator, attach, bucketed, sorted_by_length
 from two_ranks import run_pair
 
 COUNT = 13
@@ -240,15 +240,6 @@ def test_a_loss_of_the_user_that_divides_by_the_count_is_exact(tmp_path):
     view = sorted_by_length(examples)
     metrics = make_trainer("causal", tmp_path, view, trainer_compute_loss_func=summed).evaluate()
     assert metrics["eval_loss_per_token"] == pytest.approx(reference(CASES["causal"], examples)[1], rel=1e-6)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_with_exact_loss_too(name, tmp_path):
-    examples = rows(COUNT, CASES[name].labels)
-    model = CASES[name].build()
-    given = {"trainer_compute_loss_func": exact_loss(model)}
-    metrics = make_trainer(name, tmp_path, sorted_by_length(examples), **given).evaluate()
-    assert metrics[f"eval_loss_per_{CASES[name].unit}"] == pytest.approx(reference(CASES[name], examples)[1], rel=1e-6)
 
 
 def test_batches_without_any_label_do_not_count(tmp_path):

@@ -388,12 +388,3 @@ def test_reentrant_backward_keeps_the_mode() -> None:
     x = meta(4, 8, requires_grad=True)
     ran = under_cuda(lambda: checkpoint(lambda t: F.dropout(t, 0.1) * 2, x, use_reentrant=True), x, backward=True)
     assert ran.operators.count("native_dropout") == 2  # and its recomputation
-
-
-def test_nothing_of_the_users_is_changed_by_the_mode() -> None:
-    random_state = torch.get_rng_state()
-    flags = torch.backends.cuda.flash_sdp_enabled(), torch.is_grad_enabled(), torch.get_default_dtype()
-    attention((8, 0), BF16, mask=torch.bool, dropout_p=0.1)
-    allocated(lambda: F.dropout(meta(4), 0.1), autocast=BF16)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert flags == (torch.backends.cuda.flash_sdp_enabled(), torch.is_grad_enabled(), torch.get_default_dtype())

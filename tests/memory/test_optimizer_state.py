@@ -261,13 +261,6 @@ def test_every_name_is_estimable_or_says_why_not() -> None:
             of_model(tiny.bert(), optim=optim)
 
 
-def test_stock_cannot_build_layerwise_galore_adafactor(tmp_path: Any) -> None:
-    skip_missing("galore")
-    with pytest.raises(ValueError) as error:
-        built(model_of(torch.float32), "galore_adafactor_layerwise", tmp_path, **LOW_RANK)
-    assert str(error.value) == "Cannot combine manual `lr` and `relative_step=True` options"
-
-
 def test_galore_says_what_is_not_counted() -> None:
     note = "GaLore: the workspace of cuSOLVER's singular value decomposition is not counted"
     for optim, is_said in (("galore_adamw", True), ("apollo_adamw", False)):

@@ -233,17 +233,6 @@ def test_evaluation_before_training_and_what_attach_runs_are_no_loading(gpu, tmp
     assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + EVALUATION
 
 
-def test_training_after_an_evaluation_that_broke_off_logs_its_own_phases(gpu, tmp_path):
-    _, trainer = bound(gpu, tmp_path)
-    batches = iter([None])
-    failing = trainer.model.register_forward_pre_hook(lambda *_: next(batches))
-    with pytest.raises(StopIteration):
-        trainer.evaluate()
-    failing.remove()
-    trainer.train()
-    assert set(memory_of(trainer.state.log_history[0])) == set(FIRST_LOG)
-
-
 def test_each_evaluation_set_has_its_own_keys(gpu, tmp_path):
     _, trainer = bound(gpu, tmp_path)
     metrics = trainer.evaluate({"a": tiny.rows(4), "b": tiny.rows(4)})

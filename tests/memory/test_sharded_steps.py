@@ -101,7 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt2, fused": {**GPT2, "batch": (8, 96), "chunk_bytes": 100_000},
 }
-FAST = ("llama", "llama, fused, micro-batches and accumulation")
+FAST = ("llama, fused, micro-batches and accumulation",)
 
 
 @contextmanager

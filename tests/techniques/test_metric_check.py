@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import EarlyStoppingCallback, Trainer, default_data_collator
+from transformers import Trainer, default_data_collator
 
 import tiny
 from hf_memopt import EvaluationGuardCallback, attach, sorted_by_length
@@ -99,26 +99,6 @@ def test_an_ordinary_function_gets_whole_predictions_and_one_notice(
         f"Predictions stay whole, 192 B of host memory. {REMEDY}."
     )
     assert "for one batch it returns {'accuracy': 0.0} of whole predictions and {'accuracy': 0.5} of reduced" in second
-
-
-def test_early_stopping_and_the_best_model_are_those_of_stock(tmp_path: Path) -> None:
-    training = {
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "num_train_epochs": 8,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "accuracy",
-        "learning_rate": 0.3,
-    }
-    found = []
-    for make_one, folder in ((make, "stock"), (guarded, "guarded")):
-        trainer = make_one(tmp_path / folder, usual, EarlyStoppingCallback(2), **training)
-        trainer.train()
-        best = Path(trainer.state.best_model_checkpoint).name
-        log = [(entry["epoch"], entry["eval_accuracy"]) for entry in trainer.state.log_history if "eval_loss" in entry]
-        found.append((log, best, [weight.tolist() for weight in trainer.model.parameters()]))
-    assert found[0] == found[1]
-    assert 2 < len(found[0][0]) < 8
 
 
 def test_what_does_not_fit_whole_is_refused_with_both_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

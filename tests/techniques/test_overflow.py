@@ -96,12 +96,6 @@ def test_a_dropped_step_leaves_weights_and_state_bit_equal(tmp_path: Any, optim:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-def test_without_it_the_same_step_destroys_the_weights(tmp_path: Any) -> None:
-    model = nonfinite_models.make_nonfinite(tiny.llama(), "gradient")
-    nonfinite_models.make_trainer(model, nonfinite_models.rows(16, bad=(9,)), tmp_path).train()
-    assert not all(parameter.isfinite().all() for parameter in model.parameters())
-
-
 def test_resume_equals_the_straight_run(tmp_path: Any) -> None:
     trainers = []
     for seed, checkpoint in ((0, None), (1, str(tmp_path / "checkpoint-2"))):
@@ -279,13 +273,6 @@ def test_skips_in_search_of_a_scale_are_counted_and_the_schedule_waits(tmp_path:
     assert recorder.epochs == [sum(moved[: step + 1]) for step in range(6)]
     assert (callback.nonfinite_steps, callback.reports) == (0, [])
     assert "step" not in vars(trainer.lr_scheduler)
-
-
-def test_stock_lets_the_schedule_run_on_in_a_skipped_step_of_a_fused_optimizer(tmp_path: Any) -> None:
-    recorder = Recorder()
-    half_precision_trainer(tmp_path, 2.0**22, recorder, optim="adamw_torch_fused", max_steps=2).train()
-    assert recorder.epochs == [1, 2]
-    assert recorder.moved() == [False, False]
 
 
 def test_a_search_for_a_scale_without_end_is_a_finding(tmp_path: Any) -> None:

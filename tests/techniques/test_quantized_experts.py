@@ -153,6 +153,7 @@ def test_streamed_layers_fetch_stacks_too() -> None:
 # ---- Bytes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mixtral_and_qwen_fit() -> None:
     settings = {"batch_size": 1, "seq_len": 512, "lora": 16, "load_in": "nf4", "gpu": "RTX 4090", "precision": "bf16"}
     settings |= {"checkpointing": True, "autocast_cache": False, "lora_targets": ("q_proj", "v_proj")}

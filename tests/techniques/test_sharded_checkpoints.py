@@ -108,7 +108,7 @@ def peak(tracker: StorageTracker) -> int:
 # ---- Resume equals the straight run, whoever wrote and whoever reads ------------------------------------------------
 
 
-@pytest.mark.parametrize("case", slow_except(("AdamW 8-bit", "LoRA"), CASES))
+@pytest.mark.parametrize("case", slow_except(("AdamW 8-bit",), CASES))
 def test_resume_equals_straight_run(tmp_path, case) -> None:
     build, settings = CASES[case]
     straight, resumed, by_stock, from_stock = (build() for _ in range(4))
@@ -199,7 +199,7 @@ def test_final_model_keeps_the_names_of_the_hub(tmp_path) -> None:
 
 def test_weights_of_an_earlier_run_do_not_shadow_new_ones(tmp_path) -> None:
     """Stock reads model.safetensors before an index, so an old one would be resumed from."""
-    trainer(tiny.llama(seed=7, vocab_size=512), tmp_path).train()
+    trainer(tiny.llama(seed=7, vocab_size=512), tmp_path, max_steps=2).train()
     assert (tmp_path / "checkpoint-2/model.safetensors").is_file()
     straight, resumed = llama(), llama()
     trainer(straight, tmp_path, ours()).train()
@@ -449,14 +449,6 @@ def test_state_is_paged_again() -> None:
     state = {"state1": large}
     page_state(unpaged, state)
     assert state["state1"] is large
-
-
-def test_mark_of_paged_state_survives_the_file(tmp_path) -> None:
-    """Why loaded state must never be taken for paged by its mark, which bitsandbytes would."""
-    tensor = torch.zeros(4)
-    tensor.is_paged = True
-    torch.save({"state1": tensor}, tmp_path / "optimizer.pt")
-    assert torch.load(tmp_path / "optimizer.pt", weights_only=True)["state1"].is_paged
 
 
 # ---- The file is mapped ---------------------------------------------------------------------------------------------

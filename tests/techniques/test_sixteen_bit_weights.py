@@ -279,11 +279,3 @@ def test_a_copy_goes_on_as_the_original(copied: Callable[[Any], Any]) -> None:
 
 
 # ---- refused
-
-
-def test_the_class() -> None:
-    kind = sixteen_bit_optimizer(torch.optim.AdamW)
-    assert kind is sixteen_bit_optimizer(torch.optim.AdamW, "stochastic")
-    assert kind is not sixteen_bit_optimizer(torch.optim.AdamW, "kahan")
-    assert issubclass(kind, torch.optim.AdamW)
-    assert (kind.__name__, kind.technique, kind.rounding) == ("SixteenBitAdamW", "16-bit weights", "stochastic")

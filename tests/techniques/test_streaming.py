@@ -331,7 +331,7 @@ def test_rows_in_parts_fetch_no_more(rows: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-15)  # sums of float64 in another order
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1])
 def test_a_position_bias_that_all_rows_share_is_not_joined(rows: int) -> None:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 3, "vocab_size": 100}

@@ -274,13 +274,6 @@ class Asked(nn.Module):
         return much(hidden) if shift is None else much(hidden) + shift
 
 
-@pytest.mark.parametrize("kind", [Mixing, Carrying, Counting, Choosing])
-def test_what_does_not_work_on_each_position_alone_is_not_tiled(kind: type[nn.Module]) -> None:
-    model = llama()
-    model.model.layers[1].mlp = kind()
-    assert [*tile_layers(model, 8).modules] == ["model.layers.0.mlp"]
-
-
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_attention_that_rounding_hides_is_seen(kind: str) -> None:
     """Of new weights in 16 bits the attention adds less to a layer than a rounding of its output."""
