@@ -211,10 +211,6 @@ def flat(gradients: Any) -> torch.Tensor:
     return torch.cat([gradient.flatten().double() for gradient in gradients if gradient is not None])
 
 
-def relative_error(gradient: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((gradient - reference).norm() / reference.norm())
-
-
 # In the stock Trainer
 
 
@@ -266,7 +262,7 @@ def train_exactly(case: Case, dtype: torch.dtype, output_dir: Any, **settings: A
     bind(trainer)
     trainer.train()
     reference = one_big_batch(case, dtype, settings.get("batches") or micro_batches(case.labels))
-    return relative_error(recorder.found, reference)
+    return float((recorder.found - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize(

@@ -61,29 +61,9 @@ class Case(NamedTuple):
     unit: str
 
 
-def of_class(logits: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Cross-entropy of one row."""
-    return functional.cross_entropy(logits[None], label[None]), 1
-
-
-def of_number(logits: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Squared error of one row."""
-    return (logits[0] - label) ** 2, 1
-
-
-def of_targets(logits: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Binary cross-entropy of one row: the mean over its targets."""
-    return functional.binary_cross_entropy_with_logits(logits, label), 1
-
-
 def of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Summed cross-entropy of one row's counted labels."""
     return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), int((labels != -100).sum())
-
-
-def of_next_tokens(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The same, each label against the prediction made one token before it."""
-    return of_tokens(logits[:-1], labels[1:])
 
 
 def seeded(build: Callable[[], Any], scale: float = 3.0) -> Callable[[], Any]:
@@ -101,18 +81,30 @@ def seeded(build: Callable[[], Any], scale: float = 3.0) -> Callable[[], Any]:
 
 
 CASES = {
-    "classes": Case(seeded(tiny.bert), lambda i, ids: (i * i) % 3, of_class, "example"),
-    "regression": Case(seeded(lambda: tiny.bert(num_labels=1)), lambda i, ids: i / 3, of_number, "example"),
+    "classes": Case(
+        seeded(tiny.bert),
+        lambda i, ids: (i * i) % 3,
+        lambda logits, label: (functional.cross_entropy(logits[None], label[None]), 1),
+        "example",
+    ),
+    "regression": Case(
+        seeded(lambda: tiny.bert(num_labels=1)),
+        lambda i, ids: i / 3,
+        lambda logits, label: ((logits[0] - label) ** 2, 1),
+        "example",
+    ),
     "targets": Case(
         seeded(lambda: tiny.bert(problem_type="multi_label_classification")),
         lambda i, ids: [float(i % 2), 1.0, float(i % 3 == 0)],
-        of_targets,
+        lambda logits, label: (functional.binary_cross_entropy_with_logits(logits, label), 1),
         "example",
     ),
     "tokens": Case(
         seeded(lambda: transformers.BertForTokenClassification(tiny.bert_config())), some_ignored, of_tokens, "token"
     ),
-    "causal": Case(seeded(tiny.llama), lambda i, ids: ids, of_next_tokens, "token"),
+    "causal": Case(
+        seeded(tiny.llama), lambda i, ids: ids, lambda logits, labels: of_tokens(logits[:-1], labels[1:]), "token"
+    ),
     "seq2seq": Case(
         seeded(heads.HEADS["t5"].build, 1.0), lambda i, ids: [*ids[i % 5 :: -1], 5 + i % 7, 3], of_tokens, "token"
     ),

@@ -144,6 +144,12 @@ class ExactAllocator:
     def rename(self, key: Hashable, new_key: Hashable) -> None:
         self._sizes[new_key] = self._sizes.pop(key)
 
+    def state(self) -> object:
+        return object()  # unlike every other: each pass is replayed
+
+    def empty_cache(self) -> None:
+        pass
+
 
 def replayed_peak(trace: StepTrace, settings: StepSettings) -> int:
     """Return the most that the replayed steps of a recording hold, without optimizer, rounding and cuBLAS."""

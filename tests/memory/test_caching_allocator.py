@@ -150,9 +150,6 @@ def test_whole_runs_event_by_event(monkeypatch: pytest.MonkeyPatch, run: dict[st
     assert np.array_equal(torchs.timeline.components, ours.timeline.components)
 
 
-# ---- Figures of real GPUs, and by hand ------------------------------------------------------------------------------
-
-
 def filled(*sizes: int, **arguments: Any) -> CachingAllocator:
     """Return an allocator with a block of each size, under the keys 0, 1, 2 ..."""
     allocator = CachingAllocator(**arguments)

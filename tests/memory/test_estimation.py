@@ -75,9 +75,6 @@ def figure(found: Estimate, name: str) -> int:
     return found.components[name] if name in COMPONENTS else getattr(found, name)
 
 
-# ---- Monotone -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [tiny.bert_config, tiny.llama_config], ids=["bert", "llama"])
 @settings(max_examples=4)
 @given(
@@ -100,8 +97,6 @@ def test_more_never_takes_less(
     assert large.flops > small.flops
     assert large.parameters >= small.parameters
 
-
-# ---- Techniques -----------------------------------------------------------------------------------------------------
 
 SHARES = TABLES["shares"]
 """What is changed: figures as shares of those of the plain step, from and to."""
@@ -170,8 +165,6 @@ def test_evaluation_gathers_logits() -> None:
     assert "evaluation not included: give eval_batch_size" not in every.notes
 
 
-# ---- Models ---------------------------------------------------------------------------------------------------------
-
 KNOWN = (
     *("bert-base-uncased", "chinese-macbert-base", "all-MiniLM-L6-v2", "roberta-base", "xlm-roberta-base"),
     *("deberta-v3-small", "distilbert-base-uncased", "ModernBERT-base", "electra-small-discriminator"),
@@ -209,9 +202,6 @@ def test_two_estimates_share_nothing_that_can_be_changed() -> None:
     assert other.timeline.components.any()
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.batch_size = 3  # type: ignore[misc]
-
-
-# ---- The model given ------------------------------------------------------------------------------------------------
 
 
 def state_of(model: Any) -> Any:
@@ -314,9 +304,6 @@ def test_code_that_needs_data_is_not_estimable(question: Any) -> None:
     )
 
 
-# ---- The dtype of weights -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_module_tells_its_own_dtype(dtype: str) -> None:
     model = tiny.bert().to(getattr(torch, dtype))
@@ -334,9 +321,6 @@ def test_16_bit_weights_under_the_gradient_scaler_may_be_there_where_they_do_not
     sizes = {"batch_size": 2, "seq_len": 8, "precision": "fp16", "weights_dtype": "bfloat16"}
     found = estimate(tiny.bert_config(), prepare=(train_the_head_only,), **sizes)
     assert found.trainable_parameters == 3 * 33
-
-
-# ---- GPUs -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_gpu_decides_precision_fit_and_context() -> None:
@@ -419,9 +403,6 @@ def test_a_gpu_on_which_the_allocator_must_give_back_fits_with_a_note() -> None:
         f"it fits because the allocator returns unused blocks to the driver {count} time(s) in three steps, which "
         "costs time; PYTORCH_ALLOC_CONF=expandable_segments:True may avoid it"
     )
-
-
-# ---- Recipes ---------------------------------------------------------------------------------------------
 
 
 def test_a_recipe_and_its_overrides() -> None:

@@ -110,8 +110,6 @@ def recorded(family: str, device: str, attention: str, semantics: Any = HostSema
     return record(model, inputs, settings, semantics, evaluate=settings.eval_batch_size is not None)
 
 
-# ---- Real CPU tensors -----------------------------------------------------------------------------------------------
-
 PAIRS = [
     (family, attention)
     for family in ("bert", "gpt2", "llama", "t5", "vit")
@@ -229,9 +227,6 @@ def test_adapters_of_the_settings_are_pefts_to_the_byte(family: str, dtype: str,
     assert gradients[0] == gradients[1] != []
 
 
-# ---- The real CPU allocator -----------------------------------------------------------------------------------------
-
-
 def real_peak(family: str, attention: str, given: dict[str, Any], **size: int) -> int:
     """Return the peak of torch's CPU allocator in a plain training step."""
     settings = StepSettings(**given)
@@ -274,9 +269,6 @@ def test_tracker_has_the_peak_of_the_cpu_allocator(
 ) -> None:
     tracked = peak_bytes(recorded(family, "meta", attention, **step))
     assert 0 <= real_peak(family, attention, step) - tracked <= own_bytes
-
-
-# ---- Real autocast --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
@@ -344,6 +336,3 @@ def test_composites_allocate_under_emulated_autocast_what_they_do_under_the_real
         assert model.dtype == torch.bfloat16
         found.append((peak_bytes(trace), made(trace)))
     assert found[0] == found[1]
-
-
-# ---- torch's MemTracker ---------------------------------------------------------------------------------------------

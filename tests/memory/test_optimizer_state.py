@@ -158,9 +158,6 @@ def in_blocks(sizes: list[int]) -> int:
     return sum(-(-size // 512) * 512 for size in sizes)
 
 
-# ---- Against the real classes
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
 def test_state_is_byte_exact(case: str, dtype: torch.dtype, tmp_path: Any, monkeypatch: Any) -> None:
@@ -230,9 +227,6 @@ def test_state_of_rounded_weights(optim: str, rounding: str, mixed: bool, tmp_pa
     assert state_bytes(found) == in_blocks(sizes)
 
 
-# ---- What lies on the host
-
-
 @pytest.mark.parametrize("optim", ["paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_8bit", "paged_ademamix_8bit"])
 def test_paged_state_begins_at_100_000_elements(optim: str) -> None:
     """Pins the bound where nothing is paged without a GPU: bitsandbytes 0.50.0 and 0.50.2."""
@@ -249,9 +243,6 @@ def test_paged_state_begins_at_100_000_elements(optim: str) -> None:
 
 def of_config(config: Any, optim: str) -> Estimate:
     return estimate(config, batch_size=1, seq_len=8, gpu="RTX 3090", max_grad_norm=0, optim=optim, embedding_bits=8)
-
-
-# ---- Names and arguments
 
 
 def test_every_name_is_estimable_or_says_why_not() -> None:

@@ -54,9 +54,6 @@ def made(trace: StepTrace, part: RecordedPass, *, backward: bool = False) -> lis
     return [(number, delta) for number, delta in trace.tracker.events[begin:end] if delta > 0]
 
 
-# ---- What is what ---------------------------------------------------------------------------------------------------
-
-
 def test_weights_are_those_of_the_model_once_in_the_order_of_loading() -> None:
     """``model.to(device)`` moves children before the parameters of a module itself; tied weights are one storage."""
     tied = on_meta(tiny.llama, tie_word_embeddings=True)
@@ -210,9 +207,6 @@ def test_experts_with_float32_weights_run(precision: str) -> None:
     assert of_experts <= set(sizes_of(trace, trace.gradients))
     backward = [delta for _, delta in made(trace, part, backward=True)]
     assert [backward.count(size) for size in of_experts] == [1, 1]  # nothing is copied to the weights' layout
-
-
-# ---- What is refused, and that nothing is left behind ---------------------------------------------------------------
 
 
 class Reads(nn.Module):

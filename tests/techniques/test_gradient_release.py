@@ -47,9 +47,6 @@ def _no_accelerate_state() -> Iterator[None]:
     GradientState._reset_state()
 
 
-# ---- bit for bit, in a plain loop
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
@@ -83,10 +80,6 @@ def released(optimizer_class: Any = SGD, model: nn.Module | None = None, lr: flo
     """Return a model and its released optimizer."""
     model = network() if model is None else model
     return model, gradient_release(optimizer_class, **given)(model.parameters(), lr=lr)
-
-
-def all_released(model: nn.Module) -> bool:
-    return all(parameter.grad is None for parameter in model.parameters())
 
 
 def none_released(model: nn.Module) -> bool:
@@ -150,9 +143,6 @@ def test_torchao(name: str) -> None:
     assert tiny.largest_difference(*models) == 0.0
 
 
-# ---- bit for bit, with the stock Trainer
-
-
 def causal_rows(count: int = 16) -> list[dict[str, Any]]:
     return [{**row, "labels": row["input_ids"]} for row in tiny.rows(count)]
 
@@ -169,10 +159,6 @@ def albert() -> nn.Module:
 def wide_bert() -> nn.Module:
     """Its embeddings and its layers are large enough for 8-bit states."""
     return tiny.bert(hidden_size=64)
-
-
-def tied_llama() -> nn.Module:
-    return tiny.llama(tie_word_embeddings=True)
 
 
 def make_trainer(
@@ -194,7 +180,7 @@ def make_trainer(
         (wide_bert, 1, {"optim": "paged_adamw_8bit"}),
         (wide_bert, 1, {"optim": "adamw_torch", "adam_beta1": 0.8, "bf16": True, **checkpointing_arguments()}),
         (wide_bert, 2, {"optim": "adamw_8bit"}),
-        (tied_llama, 1, {"rows": causal_rows()}),
+        (lambda: tiny.llama(tie_word_embeddings=True), 1, {"rows": causal_rows()}),
         (albert, 1, {}),
     ],
     ids=["fused", "paged", "bf16-checkpointing", "second run", "tied", "shared layers"],
@@ -227,9 +213,6 @@ def test_checkpoints_go_both_ways(tmp_path: Path, optim: str) -> None:
         assert tiny.largest_difference(straight, resumed) == 0.0
 
 
-# ---- memory
-
-
 class LiveGradients:
     """Hooks, put before the optimizer's, that note how many bytes of gradients live when one has been computed."""
 
@@ -258,9 +241,6 @@ def test_only_the_largest_gradient_lives_and_the_estimate_knows(tmp_path: Path) 
     assert peaks == [sum(sizes_bytes), max(sizes_bytes)] == [919_808, 131_072]
     norms = 2 * 4 + 1  # 256 bytes each; the allocator that is replayed gives out 512 at least
     assert estimated == [919_808 + norms * 256, 131_072]
-
-
-# ---- clipping
 
 
 def test_each_tensor_is_clipped_by_itself() -> None:
@@ -293,9 +273,6 @@ def test_a_parameter_that_still_had_its_gradient_is_clipped_too() -> None:
     assert (model[0].weight - before).norm().item() == pytest.approx(0.5, rel=1e-4)  # 1e-6 is added to the norm
     backward(model)
     assert model[0].weight.grad is None  # it has a hook now
-
-
-# ---- the optimizer as an object
 
 
 def test_step_hooks_run_once_per_step() -> None:
@@ -384,9 +361,6 @@ def test_an_optimizer_that_is_gone_steps_no_more() -> None:
     assert none_released(model)
 
 
-# ---- errors in the backward pass
-
-
 class Failing(SGD):
     """Fails as soon as it is told to."""
 
@@ -408,7 +382,7 @@ def test_an_error_surfaces_from_the_backward_pass() -> None:
     optimizer.fails = False
     optimizer.step()
     backward(model)
-    assert all_released(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_two_released_optimizers_of_one_parameter() -> None:

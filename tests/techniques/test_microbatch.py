@@ -90,9 +90,6 @@ def logged(trainer: Trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-# ---- Exact ----------------------------------------------------------------------------------------------------------
-
-
 QUICK = ("bert-tokens", "bert-questions", "llama", "llama-left", "llama-smoothed", "t5", "vit")
 
 
@@ -239,9 +236,6 @@ def test_a_gpu_that_is_really_full_recovers(tmp_path: Path) -> None:
     assert tiny.largest_difference(whole.model, trainer.model) <= 1e-6  # a GPU adds in another order
 
 
-# ---- What is held, what is left ------------------------------------------------------------------------------------
-
-
 class Activations:
     """Keep weak references to the outputs of a module, by training pass, and whether a weight has a gradient then."""
 
@@ -318,9 +312,6 @@ def test_an_example_that_does_not_fit_is_named_and_leaves_no_trace(where: str, t
     assert error.value.__context__ is None
     assert all(weight.grad is None for weight in trainer.model.parameters())
     assert all(torch.equal(before[name], weight) for name, weight in trainer.model.state_dict().items())
-
-
-# ---- Limits --------------------------------------------------------------------------------------------------------
 
 
 def test_each_change_of_the_limit_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -475,9 +466,6 @@ def test_lowering_ends_with_micro_batches_that_fit_or_one_row(lengths: list[int]
         pytest.fail("never ended")
 
 
-# ---- Resume --------------------------------------------------------------------------------------------------------
-
-
 def saved_in(checkpoint: Path) -> Any:
     return json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"][SAVED]
 
@@ -497,9 +485,6 @@ def test_a_resumed_run_starts_with_the_limit_and_equals_the_straight_run(tmp_pat
     trainer = make(CASES["bert"], tmp_path / "anew", anew, **settings)
     trainer.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-2"))
     assert anew.limits["max_tokens"].limit == 60
-
-
-# ---- Refusals ------------------------------------------------------------------------------------------------------
 
 
 class Normed(nn.Module):
@@ -585,9 +570,6 @@ def test_limits_are_validated_at_once(settings: dict[str, Any], expected: str) -
         MicrobatchCallback(**settings)
     [(name, value)] = settings.items()
     assert str(error.value) == f"{name}={value!r} is invalid; expected {expected}"
-
-
-# ---- The trainer ---------------------------------------------------------------------------------------------------
 
 
 def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:

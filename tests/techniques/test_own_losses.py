@@ -157,9 +157,6 @@ def assert_same(kind: type[Trainer], folder: Path, callback: MicrobatchCallback,
     return parts
 
 
-# ---- Steps ----------------------------------------------------------------------------------------------------------
-
-
 class MakesItsBatches(OwnLoss):
     """Gets a list of rows in its step, as trainers do that generate."""
 
@@ -361,9 +358,6 @@ def test_a_step_that_runs_out_is_repeated_as_it_began(
     assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-6)
 
 
-# ---- Stated losses --------------------------------------------------------------------------------------------------
-
-
 def plain_mean(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
     return functional.cross_entropy(logits, inputs["labels"])
 
@@ -415,9 +409,6 @@ def test_an_unknown_name_lists_the_nearest(tmp_path: Path) -> None:
         "backbone='encodr' is no module of TwoTowers; expected the name of one, or its end. Did you mean 'encoder'? "
         "Print them: [name for name, _ in model.named_modules()]"
     )
-
-
-# ---- Evaluation -----------------------------------------------------------------------------------------------------
 
 
 class PopsLabels(OwnLoss):

@@ -105,9 +105,6 @@ def peak(tracker: StorageTracker) -> int:
     return most
 
 
-# ---- Resume equals the straight run, whoever wrote and whoever reads ------------------------------------------------
-
-
 @pytest.mark.parametrize("case", slow_except(("AdamW 8-bit",), CASES))
 def test_resume_equals_straight_run(tmp_path, case) -> None:
     build, settings = CASES[case]
@@ -170,9 +167,6 @@ def test_second_run_of_one_trainer_resumes(tmp_path) -> None:
     after = [parameter.detach().clone() for parameter in straight.parameters()]
     built.train(str(tmp_path / "checkpoint-2"))
     assert all(torch.equal(one, other) for one, other in zip(after, straight.parameters(), strict=True))
-
-
-# ---- Files ----------------------------------------------------------------------------------------------------------
 
 
 def test_files_are_bounded_and_a_small_model_is_one_file(tmp_path) -> None:
@@ -246,9 +240,6 @@ def test_interrupted_saving_leaves_the_old_weights_or_no_checkpoint(tmp_path, mo
             trainer(llama(), tmp_path).train(str(folder))
 
 
-# ---- What saving takes ----------------------------------------------------------------------------------------------
-
-
 class OnCard(nn.Parameter):
     """A parameter that says it is on a card, so that what is copied to the host can be seen without one."""
 
@@ -301,9 +292,6 @@ def test_experts_are_not_copied_on_the_card(tmp_path) -> None:
         peaks[name] = peak(tracker)
     copied = 0 if transformers.__version__.startswith("5.8.") else experts * 2 // 3
     assert peaks == {"stock": copied, "checkpoint-2": 0}
-
-
-# ---- What resuming takes --------------------------------------------------------------------------------------------
 
 
 def stepped(optimizer_class: Any, **options: Any) -> tuple[list[nn.Parameter], Any]:
@@ -451,9 +439,6 @@ def test_state_is_paged_again() -> None:
     assert state["state1"] is large
 
 
-# ---- The file is mapped ---------------------------------------------------------------------------------------------
-
-
 def mapping_at(address: int) -> str:
     """Return the line of this process's memory map that an address lies in; it ends with the file, if there is one."""
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -521,6 +506,3 @@ def test_setting_is_put_back_when_there_is_no_state(tmp_path, monkeypatch, damag
         assert seen == [False, False]
     assert config.load.mmap is False
     assert "load_state_dict" not in vars(built.optimizer.optimizer)
-
-
-# ---- Two processes --------------------------------------------------------------------------------------------------

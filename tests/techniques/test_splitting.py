@@ -21,9 +21,6 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 LIMIT = st.none() | st.integers(1, 120)
 
 
-# ---- which rows go together
-
-
 def padded_tokens(rows: Sequence[int], encoder: Sequence[int], decoder: Sequence[int]) -> int:
     return len(rows) * (max(encoder[row] for row in rows) + max(decoder[row] for row in rows))
 
@@ -59,9 +56,6 @@ def test_as_few_groups_as_the_limits_allow_then_as_little_padding(
     ] == order  # every row once, the longest first, ties in order
     assert all(map(is_allowed, groups))
     assert cost(groups) == best
-
-
-# ---- what a micro-batch holds
 
 
 def padded(rows: Sequence[Sequence[int]], value: int, multiple: int, side: str = "right") -> torch.Tensor:
@@ -243,9 +237,6 @@ def test_a_batch_without_tensors_is_refused() -> None:
     )
 
 
-# ---- the columns that were cut do not count
-
-
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(vocab_size=100, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=2)
     return transformers.GPT2LMHeadModel(config)
@@ -256,9 +247,6 @@ def t5() -> nn.Module:
         vocab_size=100, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
     )
     return transformers.T5ForConditionalGeneration(config)
-
-
-# ---- what cannot be cut
 
 
 def normed(norm: type[nn.Module], *, trains: bool = True) -> nn.Module:

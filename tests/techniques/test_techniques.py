@@ -46,9 +46,6 @@ def difference(one: Any, other: Any) -> float:
     return tiny.largest_difference(one.trainer.model, other.trainer.model)
 
 
-# ---- Each alone -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Callable[[str], Any]:
     """What a technique trains by itself: one run for all tests that compare with it."""
@@ -241,9 +238,6 @@ def test_a_copied_trainer_acts_on_itself_alone(name, way, alone, tmp_path) -> No
     assert tiny.largest_difference(original.model, expected) == 0.0
 
 
-# ---- Together -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("setting", slow_except(("nothing",), ["nothing", *RUN_IN_ONE_PROCESS]))
 @pytest.mark.parametrize("group", GROUPS)
 def test_techniques_keep_the_weights_together(group, setting, tmp_path) -> None:
@@ -272,9 +266,6 @@ def test_the_groups_hold_every_pair_that_is_not_refused() -> None:
         for other in TECHNIQUES:
             if one != other and fits(one, other):
                 assert any({one, other} <= group for group in GROUPS.values()), (one, other)
-
-
-# ---- Refused --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("refusal", every_refusal(), ids=lambda refusal: f"{refusal.one} and {refusal.other}")
