@@ -173,9 +173,6 @@ def test_long_examples_are_dropped_with_a_count(lengths, settings, max_tokens):
         assert all(padded_size(batch, lengths, multiple) <= max_tokens for batch in batches)
 
 
-# Few shapes
-
-
 @given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS, given_limits=st.booleans())
 def test_boundaries_bound_the_shapes(lengths, limit, settings, given_limits):
     if given_limits:
@@ -198,9 +195,6 @@ def test_boundaries_bound_the_shapes(lengths, limit, settings, given_limits):
             assert len(in_group) == 1 or "batch_size" in limit  # a group of rests
         assert len(shapes) <= len(buckets.boundaries) + 4
         assert buckets.diagnostics(epoch).shapes == len(shapes)
-
-
-# What it is worth
 
 
 @given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS, epoch=st.integers(0, 3))

@@ -165,9 +165,6 @@ CASES = {
 IN_TWO_PRECISIONS = ("bert, smoothed", "gpt2-lm", "t5, smoothed")
 
 
-# The reference
-
-
 def loss_by_definition(logits: torch.Tensor, labels: torch.Tensor, kind: str, smoothing: float) -> torch.Tensor:
     """Return the mean over every label there is, each written out."""
     if kind in ("several classes", "number", "numbers"):
@@ -209,9 +206,6 @@ def one_big_batch(case: Case, dtype: torch.dtype, batches: list[dict[str, torch.
 
 def flat(gradients: Any) -> torch.Tensor:
     return torch.cat([gradient.flatten().double() for gradient in gradients if gradient is not None])
-
-
-# In the stock Trainer
 
 
 class Gradient(TrainerCallback):
@@ -305,9 +299,6 @@ def test_two_processes_get_the_gradient_of_one_big_batch(tmp_path):
         assert found["refused"] == whole("average_tokens_across_devices=False")
 
 
-# Why it is there: stock alone
-
-
 # What is counted
 
 
@@ -358,9 +349,6 @@ def test_16_bit_logits_are_summed_in_float32(dtype):
     found = loss({"logits": logits}, labels, num_items_in_batch=torch.tensor(40))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, loss({"logits": logits.float()}, labels, 40), rtol=0, atol=0)
-
-
-# What attach does
 
 
 def test_binding_tells_what_it_changed_and_only_once(tmp_path):
@@ -439,9 +427,6 @@ def test_it_pickles_without_the_weights():
         twin = pickle.loads(pickle.dumps(loss))
         assert repr(twin) == repr(loss)
         assert len(pickle.dumps(loss)) < 10_000
-
-
-# Which heads it knows
 
 
 class NewHead(transformers.BertForSequenceClassification):

@@ -164,9 +164,6 @@ def first_logits(predictions: Any) -> np.ndarray:
     return predictions[0] if isinstance(predictions, tuple) else predictions
 
 
-# One process
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_except(
@@ -429,9 +426,6 @@ def test_generated_tokens_come_in_dataset_order(tmp_path):
     assert output.metrics["test_loss_per_token"] == pytest.approx(reference(CASES["seq2seq"], examples)[1], rel=1e-6)
 
 
-# Two processes
-
-
 SIZES = {"classes": [(COUNT, 2), (5, 2), (3, 4), (8, 2)], "causal": [(COUNT, 2), (3, 4)]}  # examples, per device
 
 
@@ -469,9 +463,6 @@ def test_two_processes_give_the_results_of_each_example_alone(tmp_path):
     assert full["eval_loss"] == pytest.approx(full["eval_loss_per_example"], rel=1e-6)
 
 
-# The view
-
-
 def test_the_view_is_sorted_and_stable_and_reads_its_rows():
     examples = [{"input_ids": [i] * length} for i, length in enumerate([2, 3, 2, 3, 1])]
     view = sorted_by_length(Dataset.from_list(examples), restore_by_hand=True)
@@ -493,9 +484,6 @@ def test_restore_order_goes_through_nests_and_leaves_its_input():
     assert restored["a"][1] is None
     assert restored["b"][0].tolist() == [[0.0], [1.0], [2.0]]
     assert of_view[0, 0] == 1.0
-
-
-# What attach refuses
 
 
 REFUSED = {name: tuple(row) for name, *row in table("batching/tables/refused_evaluation")}
