@@ -444,7 +444,7 @@ STEPS: dict[str, Callable[[nn.Module, Batch], torch.Tensor]] = {
 
 RANK = int(os.environ.get("RANK", 0))
 FLAGS = {"ddp_backend": "gloo", "ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False}
-TRAINED = [(name, loss) for name in ("bert", "llama-tied", "t5", "vit") for loss in ("supcon", "hard", "attack")]
+TRAINED = [("bert", "supcon"), ("llama-tied", "hard"), ("t5", "attack"), ("vit", "supcon")]
 
 
 class OverRows(T.Trainer):

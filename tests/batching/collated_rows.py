@@ -22,9 +22,6 @@ PAD, CLS, SEP, MASK = 0, 2, 3, 4
 LOSS_TOLERANCE = 1e-5
 
 
-# The slow obvious reference: nested Python lists.
-
-
 def reference(rows: list[list[Any]], value: Any, *, side: str = "right", multiple: int = 8) -> list[list[Any]]:
     longest = max(len(row) for row in rows)
     width = next(n for n in range(max(longest, 1), longest + multiple + 1) if n % multiple == 0)

@@ -111,9 +111,6 @@ def batches_of(stream: Any) -> list[list[Any]]:
     return [items[i : i + stream.batch_size] for i in range(0, len(items), stream.batch_size)]
 
 
-# The order
-
-
 @given(
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=60),
     passes=st.integers(1, 3),
@@ -221,9 +218,6 @@ def test_boundaries_set_the_rows_and_the_width_of_a_batch():
     assert max(len(batch) for batch in seen) == 10
 
 
-# Workers
-
-
 # Arrow's generators of random numbers and torch's way of sharing a stream out are what workers could spoil.
 @one_core
 @pytest.mark.parametrize(
@@ -275,9 +269,6 @@ def test_a_copy_has_the_same_order_and_shared_memory_of_its_own(copied):
     assert other._shared.tensor.is_shared()
     other.set_epoch(0)
     assert list(itertools.islice(other, 90)) == list(itertools.islice(stream, 90))
-
-
-# In the stock Trainer
 
 
 def make_stream(kind: str, source: str = "plain", **settings: Any) -> Any:
@@ -360,7 +351,7 @@ with open(f"{sys.argv[1]}/rank{straight.args.process_index}.json", "w") as file:
 """
 
 
-@pytest.mark.parametrize("names", [["examples", "batches"], pytest.param(["batches, workers"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [["batches"], pytest.param(["examples", "batches, workers"], marks=pytest.mark.slow)])
 def test_two_processes_read_the_stream_between_them_and_resume_exactly(names, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{WORKER}")
@@ -384,9 +375,6 @@ def test_two_processes_read_the_stream_between_them_and_resume_exactly(names, tm
         for rank in (one, other):
             assert rank[name]["rest"] == rank[name]["seen"][7:], name
             assert rank[name]["difference"] == 0.0, name
-
-
-# What attach does
 
 
 COUNTS_BATCHES = Change(
@@ -435,9 +423,6 @@ def test_attach_refuses_what_spoils_the_stream(name, tmp_path):
     trainer, _ = make_trainer(tmp_path, stream, **settings)
     trainer.eval_dataset = {"dev": make_stream("examples")} if name == "evaluation" else None
     refuses(ValueError, message, attach, trainer)
-
-
-# Rows and settings that are refused
 
 
 BAD_ROWS = {name: (row, text) for name, row, text in table("batching/tables/refused_rows_of_streams")}

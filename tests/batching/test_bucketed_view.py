@@ -39,9 +39,6 @@ def make_trainer(
     return noted_batches.make_trainer(output_dir, view, view.buckets.batch_size, **{**defaults, **settings})
 
 
-# In the stock Trainer; exact order and resume: test_exact_resume.py
-
-
 @pytest.mark.parametrize(("given", "expected"), [({"seed": 7}, 7), ({"seed": 7, "data_seed": 5}, 5)])
 @pytest.mark.parametrize("kind", VIEWS)
 def test_attach_takes_the_seed_from_the_arguments(kind, given, expected, tmp_path):
@@ -91,9 +88,6 @@ def test_boundaries_are_what_batches_are_padded_to(tmp_path):
         assert {batch["input_ids"].shape[1] for batch in plain} == {12, 24}
 
 
-# What a view is
-
-
 @pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.parametrize("source", [list, Dataset.from_list], ids=["list", "arrow"])
 def test_the_items_are_those_of_the_plan(kind, source):
@@ -137,19 +131,12 @@ def test_the_world_size_comes_from_the_environment(monkeypatch):
     assert bucketed(examples(), batch_size=4, world_size=2).buckets.world_size == 2
 
 
-# Out of order
-
-
-def out_of_order(start: str) -> str:
-    return whole("positions={positions}", positions=start)
-
-
 def test_the_stock_random_sampler_is_refused(tmp_path):
     trainer, seen = make_trainer(tmp_path, bucketed(examples(), batch_size=4), train_sampling_strategy="random")
     with pytest.raises(RuntimeError) as error:
         trainer.train()
     shown = str(error.value).removeprefix("positions=").split(" ...")[0]
-    assert str(error.value) == out_of_order(shown)
+    assert str(error.value) == whole("positions={positions}", positions=shown)
     assert len(json.loads(shown)) == 4
     assert seen == []
     with pytest.raises(RuntimeError) as error:
@@ -192,9 +179,6 @@ def test_a_dataset_that_grew_or_shrank_is_refused(kind):
             refuses(RuntimeError, whole("dataset=<{count} examples>", count=count, had=COUNT), read)
 
 
-# What attach sets
-
-
 @pytest.mark.parametrize("strategy", [{}, {"train_sampling_strategy": "group_by_length"}], ids=["default", "by length"])
 @pytest.mark.parametrize("kind", VIEWS)
 def test_an_attached_trainer_reads_the_view_in_its_own_order(kind, strategy, tmp_path):
@@ -215,9 +199,6 @@ def test_an_attached_trainer_reads_the_view_in_its_own_order(kind, strategy, tmp
     assert seen == [plan.batch(i).tolist() for i in range(len(plan))]
     trainer.memopt_handle.remove()
     assert trainer.args.train_sampling_strategy == old
-
-
-# What attach refuses
 
 
 REFUSED = {name: tuple(row) for name, *row in table("batching/tables/refused_view")}
@@ -294,9 +275,6 @@ def test_positions_that_are_not_integers_are_refused(kind, item):
         view.__getitem__,
         len(view),
     )
-
-
-# What bucketed refuses
 
 
 def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_column():

@@ -150,13 +150,6 @@ def test_batches_of_a_group_span_neighbouring_lengths_only(lengths, settings):
         assert sum((between > classes.min()) & (between < classes.max())) <= 2
 
 
-def test_buckets_pad_far_less_than_a_random_order():
-    lengths = np.random.default_rng(0).lognormal(3, 1, 4000).astype(np.int64) + 1
-    shuffled = np.array_split(lengths, 125)
-    random = lengths.sum() / sum(len(batch) * round_up(int(batch.max()), 8) for batch in shuffled)
-    assert LengthBuckets(lengths, batch_size=32).padding_efficiency() > 2 * random
-
-
 def test_auto_gives_every_bucket_four_batches_and_one_for_every_process():
     lengths = np.random.default_rng(0).integers(1, 500, 1000)
     for world_size, most in [(1, 15), (4, 15), (6, 10), (100, 8)]:
@@ -178,9 +171,6 @@ def test_long_examples_are_dropped_with_a_count(lengths, settings, max_tokens):
         batches = batches_of(buckets, epoch)
         assert sorted(i for batch in batches for i in batch) == kept
         assert all(padded_size(batch, lengths, multiple) <= max_tokens for batch in batches)
-
-
-# Few shapes
 
 
 @given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS, given_limits=st.booleans())
@@ -205,9 +195,6 @@ def test_boundaries_bound_the_shapes(lengths, limit, settings, given_limits):
             assert len(in_group) == 1 or "batch_size" in limit  # a group of rests
         assert len(shapes) <= len(buckets.boundaries) + 4
         assert buckets.diagnostics(epoch).shapes == len(shapes)
-
-
-# What it is worth
 
 
 @given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS, epoch=st.integers(0, 3))

@@ -31,8 +31,6 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorWithPaddin
 import tiny
 from hf_memopt import BucketedCollator, DynamicPaddingCollator
 
-# Columns
-
 
 @pytest.mark.parametrize("kind", ["list", "numpy", "torch"])
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -129,9 +127,6 @@ def test_features_stay_as_they_are_and_share_no_memory_with_the_batch(kind):
         assert all(np.array_equal(np.asarray(row[name]), np.asarray(old[name])) for name in row)
 
 
-# Rows without tokens
-
-
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_a_row_without_tokens_leaves_the_causal_loss_of_the_others_alone(side):
     collator = DynamicPaddingCollator(tiny.tokenizer(side), causal_lm=True)
@@ -140,9 +135,6 @@ def test_a_row_without_tokens_leaves_the_causal_loss_of_the_others_alone(side):
     with torch.no_grad():
         alone, among = model(**collator(rows)).loss, model(**collator([*rows, {"input_ids": []}])).loss
     assert abs(alone - among) < LOSS_TOLERANCE
-
-
-# Labels
 
 
 @pytest.mark.parametrize("name", ["labels", "label", "label_ids"])
@@ -202,9 +194,6 @@ def test_the_label_of_a_token_after_padding_on_the_left_is_ignored_by_a_causal_l
     assert collator([masked])["labels"].tolist() == [[-100, -100, 9, 10]]
 
 
-# Whole-batch items and inner collators
-
-
 def test_bucketed_collator_splices_whole_batches_between_single_examples():
     rows = tokenized([2, 9, 4, 1], labels=[0, 1, 2, 0])
     collator = BucketedCollator(tiny.tokenizer())
@@ -227,9 +216,6 @@ def test_the_tokenizer_of_inner_shows_so_that_the_trainer_can_save_it():
     tokenizer = tiny.tokenizer()
     assert DynamicPaddingCollator(inner=DataCollatorWithPadding(tokenizer)).tokenizer is tokenizer
     assert DynamicPaddingCollator(inner=default_data_collator).tokenizer is None
-
-
-# Pickle, copies, workers
 
 
 @pytest.mark.parametrize(
@@ -261,9 +247,6 @@ def test_a_pickled_collator_carries_no_weights_of_its_model(build):
     assert_same(pickle.loads(pickle.dumps(adapted))(rows), adapted(rows))
 
 
-# In the stock Trainer
-
-
 @pytest.mark.parametrize("build", [t5, bart])
 def test_label_smoothing_trains_an_encoder_decoder_in_the_stock_trainer(build, tmp_path):
     rows = [{"input_ids": row, "labels": target} for row, target in zip(ids_of([4, 7]), ids_of([3, 2], 1), strict=True)]
@@ -272,9 +255,6 @@ def test_label_smoothing_trains_an_encoder_decoder_in_the_stock_trainer(build, t
     smoothing = {"label_smoothing_factor": 0.1, "per_device_train_batch_size": 2}
     tiny.train(model, rows, tmp_path, trainer_data_collator=collator, **smoothing)
     assert tiny.largest_difference(model, build()) > 1e-6
-
-
-# What is refused
 
 
 ROW = {"input_ids": [5, 6]}

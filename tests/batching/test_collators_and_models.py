@@ -40,8 +40,6 @@ from transformers import (
 import tiny
 from hf_memopt import Change, DynamicPaddingCollator
 
-# Equal to stock where stock is right
-
 
 @given(lengths=LENGTHS, side=SIDES, multiple=st.sampled_from([None, 8]))
 def test_equals_data_collator_with_padding(lengths, side, multiple):
@@ -90,9 +88,6 @@ def test_mlm_masks_every_real_token_at_1_and_nothing_else(lengths, side):
     untouched = batch["labels"] == -100
     original = torch.tensor(reference([row["input_ids"] for row in rows], PAD, side=side))
     assert torch.equal(batch["input_ids"][untouched], original[untouched])
-
-
-# Padding changes no loss
 
 
 def loss_without_padding(model: Any, row: dict[str, Any]) -> float:
@@ -174,9 +169,6 @@ def test_padding_changes_no_loss_of_an_encoder_decoder(build, sides, lengths, da
     ]
     collator = DynamicPaddingCollator(tiny.tokenizer(side), model=model)
     assert_padding_changes_no_loss(model, collator, rows, targets)
-
-
-# Positions and what depends on the model
 
 
 def test_position_ids_count_real_tokens_on_either_side_and_skip_padding_of_the_data():

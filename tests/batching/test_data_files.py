@@ -87,9 +87,6 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 WITH_IDS = [name for name in WRITERS if "csv" not in name]
 
 
-# ---- what can be read
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_ids_words_and_tokens_of_every_kind(tmp_path, name):
     WRITERS[name](tmp_path / name)
@@ -221,9 +218,6 @@ def test_the_column_that_is_meant(tmp_path, columns, with_tokenizer, chosen):
     assert file_lengths(write_lines(tmp_path / "a.jsonl", [columns]), tokenizer=name).column == chosen
 
 
-# ---- what cannot
-
-
 def error_of(path: Path, **settings: Any) -> str:
     with pytest.raises(ValueError) as error:
         file_lengths(path, **settings)
@@ -324,9 +318,6 @@ def test_a_folder_that_makes_an_empty_tokenizer_is_refused(tmp_path):
         assert message == whole("tokenizer={name!r} has no vocabulary;", name=name)
 
 
-# ---- what counts: the file, its content, the lengths, null and empty rows
-
-
 def lines(*rows: Any) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
@@ -350,9 +341,6 @@ def test_what_counts_in_a_file(tmp_path, name):
     (tmp_path / file).write_text(content)
     found = file_lengths(tmp_path / file)
     assert (found.lengths.tolist(), found.null_rows, found.empty_rows) == (lengths, null_rows, empty_rows)
-
-
-# ---- what cannot: the file, its content, and the message, in which {path} is its path
 
 
 IN_WHOLE = table("batching/tables/broken_files")

@@ -84,9 +84,6 @@ def refusal(folder: Path, model: Any, **settings: Any) -> str:
     return str(error.value).removeprefix(start)
 
 
-# ---- Exact against padded training ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "attention", "is_exact"),
     [
@@ -126,9 +123,6 @@ def test_a_step_is_that_of_padded_training(name, attention, is_exact, tmp_path):
     assert torch.equal(*before)
     assert (weights[0] - before[0]).abs().max() > 1e-4
     assert (weights[0] - weights[1]).norm() / (weights[0] - before[0]).norm() <= 1e-12
-
-
-# ---- Texts that see each other --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -226,9 +220,6 @@ def test_the_check_leaves_no_trace(tmp_path):
     assert not model.get_input_embeddings()._forward_hooks
     assert torch.equal(torch.get_rng_state(), random)
     assert not seen
-
-
-# ---- The token budget -----------------------------------------------------------------------------------------------
 
 
 def texts_of(ids: torch.Tensor, lengths: dict[int, int]) -> list[int]:

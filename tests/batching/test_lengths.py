@@ -96,12 +96,10 @@ def test_a_memory_mapped_dataset_of_several_files(tmp_path):
     assert_same_as_slow(loaded.shuffle(seed=0))
 
 
-def words_to_ids(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-    return {"input_ids": [[5] * len(text.split()) for text in batch["text"]]}
-
-
 def test_ids_made_by_a_transform_are_counted_row_by_row():
-    dataset = Dataset.from_dict({"text": ["a b c", "d", "", "e f"]}).with_transform(words_to_ids)
+    dataset = Dataset.from_dict({"text": ["a b c", "d", "", "e f"]}).with_transform(
+        lambda batch: {"input_ids": [[5] * len(text.split()) for text in batch["text"]]}
+    )
     assert token_lengths(dataset).tolist() == [3, 1, 0, 2]
     assert token_lengths(dataset.select([3, 0])).tolist() == [2, 3]
 

@@ -43,9 +43,6 @@ def tokens_of(rows: Any) -> list[int]:
     return sorted(token for row in rows for text in row for token in text["input_ids"])
 
 
-# ---- The plan -------------------------------------------------------------------------------------------------------
-
-
 def slow_best_fit(lengths: list[int], row_tokens: int) -> list[int]:
     """The obvious rule: each text, the longest first, into the row with the least room that holds it."""
     rooms: list[int] = []
@@ -124,9 +121,6 @@ def test_settings_that_no_row_holds_are_refused(row_tokens, message):
     refuses(ValueError, message, view_of, [3, 9], row_tokens)
 
 
-# ---- Views and streams ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", [list, Dataset.from_list], ids=["rows", "datasets"])
 def test_a_view_reads_every_token_once(source):
     rows = examples()
@@ -190,8 +184,6 @@ def test_one_label_per_text_is_refused():
         "features[0]['labels']={value}", value=first["labels"], count=len(first["input_ids"])
     )
 
-
-# ---- Models ---------------------------------------------------------------------------------------------------------
 
 SIZES = {
     "vocab_size": 100,
@@ -395,9 +387,6 @@ def test_a_recipes_trainer_takes_packed_rows(tmp_path):
     )
     trainer.train()
     assert trainer.args.per_device_train_batch_size == 1
-
-
-# ---- Several processes ----------------------------------------------------------------------------------------------
 
 
 def train_and_note(folder: Path, rows: Any) -> list[list[int]]:

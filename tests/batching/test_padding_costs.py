@@ -135,9 +135,6 @@ def test_max_length_cuts_before_batching_and_leaves_the_figures_of_the_texts():
     assert padding_report(lengths, max_length=600).strategies[0].name == "fixed to longest, 512"
 
 
-# ---- suggestions
-
-
 @pytest.mark.parametrize("batch_size", [8, 32, 100])
 def test_the_suggested_budget_gives_the_mean_batch_asked_for(batch_size):
     lengths = review(20_000)
@@ -174,9 +171,6 @@ def test_max_length_is_suggested_where_cutting_one_percent_saves_a_tenth():
         "cuts nothing: p99 is 100, so cutting 1 % of the examples would save little",
         "tokenizer(text, truncation=True, max_length=104)",
     )
-
-
-# ---- many examples
 
 
 def test_many_examples_are_replayed_on_a_sample_with_the_longest_one():
@@ -218,9 +212,6 @@ def test_what_is_refused_is_told_in_whole():
         ({"seed": -1}, "seed=-1 is invalid; expected an integer of 0 or more. Pass seed=0"),
     ):
         refuses(ValueError, message, padding_report, **{"lengths": [3], **settings})
-
-
-# ---- text, JSON and picture
 
 
 @pytest.mark.parametrize("unit", ["tokens", "words"])

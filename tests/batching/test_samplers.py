@@ -69,9 +69,6 @@ def test_the_batches_are_those_of_the_plan():
     assert list(flat) == LengthBuckets(LENGTHS, batch_size=4, seed=3).plan(0).flat().tolist()
 
 
-# Epoch and state
-
-
 @pytest.mark.parametrize("kind", SAMPLERS)
 @pytest.mark.parametrize("rank", [None, 1])
 @given(data=st.data())
@@ -175,9 +172,6 @@ def test_samplers_pickle_and_copy(kind):
     sampler.set_epoch(1)
     for twin in (pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)):
         assert list(twin) == list(sampler)
-
-
-# In loaders
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Sampler, Subset
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import tiny
-from hf_memopt import BucketedCollator, attach, bucketed, exact_loss, sorted_by_length
+from hf_memopt import BucketedCollator, attach, bucketed, sorted_by_length
 from two_ranks import run_pair
 
 COUNT = 13
@@ -61,29 +61,9 @@ class Case(NamedTuple):
     unit: str
 
 
-def of_class(logits: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Cross-entropy of one row."""
-    return functional.cross_entropy(logits[None], label[None]), 1
-
-
-def of_number(logits: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Squared error of one row."""
-    return (logits[0] - label) ** 2, 1
-
-
-def of_targets(logits: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Binary cross-entropy of one row: the mean over its targets."""
-    return functional.binary_cross_entropy_with_logits(logits, label), 1
-
-
 def of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Summed cross-entropy of one row's counted labels."""
     return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), int((labels != -100).sum())
-
-
-def of_next_tokens(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The same, each label against the prediction made one token before it."""
-    return of_tokens(logits[:-1], labels[1:])
 
 
 def seeded(build: Callable[[], Any], scale: float = 3.0) -> Callable[[], Any]:
@@ -101,18 +81,30 @@ def seeded(build: Callable[[], Any], scale: float = 3.0) -> Callable[[], Any]:
 
 
 CASES = {
-    "classes": Case(seeded(tiny.bert), lambda i, ids: (i * i) % 3, of_class, "example"),
-    "regression": Case(seeded(lambda: tiny.bert(num_labels=1)), lambda i, ids: i / 3, of_number, "example"),
+    "classes": Case(
+        seeded(tiny.bert),
+        lambda i, ids: (i * i) % 3,
+        lambda logits, label: (functional.cross_entropy(logits[None], label[None]), 1),
+        "example",
+    ),
+    "regression": Case(
+        seeded(lambda: tiny.bert(num_labels=1)),
+        lambda i, ids: i / 3,
+        lambda logits, label: ((logits[0] - label) ** 2, 1),
+        "example",
+    ),
     "targets": Case(
         seeded(lambda: tiny.bert(problem_type="multi_label_classification")),
         lambda i, ids: [float(i % 2), 1.0, float(i % 3 == 0)],
-        of_targets,
+        lambda logits, label: (functional.binary_cross_entropy_with_logits(logits, label), 1),
         "example",
     ),
     "tokens": Case(
         seeded(lambda: transformers.BertForTokenClassification(tiny.bert_config())), some_ignored, of_tokens, "token"
     ),
-    "causal": Case(seeded(tiny.llama), lambda i, ids: ids, of_next_tokens, "token"),
+    "causal": Case(
+        seeded(tiny.llama), lambda i, ids: ids, lambda logits, labels: of_tokens(logits[:-1], labels[1:]), "token"
+    ),
     "seq2seq": Case(
         seeded(heads.HEADS["t5"].build, 1.0), lambda i, ids: [*ids[i % 5 :: -1], 5 + i % 7, 3], of_tokens, "token"
     ),
@@ -170,9 +162,6 @@ def without_speed(metrics: dict[str, Any]) -> dict[str, Any]:
 def first_logits(predictions: Any) -> np.ndarray:
     """Return the logits where the model gives more (an encoder-decoder its encoder's states)."""
     return predictions[0] if isinstance(predictions, tuple) else predictions
-
-
-# One process
 
 
 @pytest.mark.parametrize(
@@ -240,15 +229,6 @@ def test_a_loss_of_the_user_that_divides_by_the_count_is_exact(tmp_path):
     view = sorted_by_length(examples)
     metrics = make_trainer("causal", tmp_path, view, trainer_compute_loss_func=summed).evaluate()
     assert metrics["eval_loss_per_token"] == pytest.approx(reference(CASES["causal"], examples)[1], rel=1e-6)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_with_exact_loss_too(name, tmp_path):
-    examples = rows(COUNT, CASES[name].labels)
-    model = CASES[name].build()
-    given = {"trainer_compute_loss_func": exact_loss(model)}
-    metrics = make_trainer(name, tmp_path, sorted_by_length(examples), **given).evaluate()
-    assert metrics[f"eval_loss_per_{CASES[name].unit}"] == pytest.approx(reference(CASES[name], examples)[1], rel=1e-6)
 
 
 def test_batches_without_any_label_do_not_count(tmp_path):
@@ -446,9 +426,6 @@ def test_generated_tokens_come_in_dataset_order(tmp_path):
     assert output.metrics["test_loss_per_token"] == pytest.approx(reference(CASES["seq2seq"], examples)[1], rel=1e-6)
 
 
-# Two processes
-
-
 SIZES = {"classes": [(COUNT, 2), (5, 2), (3, 4), (8, 2)], "causal": [(COUNT, 2), (3, 4)]}  # examples, per device
 
 
@@ -486,9 +463,6 @@ def test_two_processes_give_the_results_of_each_example_alone(tmp_path):
     assert full["eval_loss"] == pytest.approx(full["eval_loss_per_example"], rel=1e-6)
 
 
-# The view
-
-
 def test_the_view_is_sorted_and_stable_and_reads_its_rows():
     examples = [{"input_ids": [i] * length} for i, length in enumerate([2, 3, 2, 3, 1])]
     view = sorted_by_length(Dataset.from_list(examples), restore_by_hand=True)
@@ -510,9 +484,6 @@ def test_restore_order_goes_through_nests_and_leaves_its_input():
     assert restored["a"][1] is None
     assert restored["b"][0].tolist() == [[0.0], [1.0], [2.0]]
     assert of_view[0, 0] == 1.0
-
-
-# What attach refuses
 
 
 REFUSED = {name: tuple(row) for name, *row in table("batching/tables/refused_evaluation")}

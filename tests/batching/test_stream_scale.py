@@ -232,9 +232,6 @@ def test_more_ranks_workers_and_files(tmp_path, ranks, files) -> None:
     check_ranks(tmp_path, sharded_files(tmp_path, files=files, examples=203), ranks, MORE)
 
 
-# In the stock Trainer
-
-
 SAVED = {"save_strategy": "steps", "save_steps": 7, "per_device_train_batch_size": 2}
 
 
@@ -306,9 +303,6 @@ def test_two_processes_train_on_their_shares_and_resume_exactly(tmp_path) -> Non
     ]  # 16 of 19: the others fill no batch
     assert [len(found) for found in both] == [16, 16]
     assert not both[0] & both[1]
-
-
-# What is refused
 
 
 def test_states_that_do_not_fit_are_refused() -> None:

@@ -53,9 +53,6 @@ def bert_trainer(tmp_path: Any, trainer_class: type[Trainer] = Trainer, **settin
     return trainer_class(args=tiny.arguments(tmp_path, **arguments), **(pieces | of_trainer))
 
 
-# ---- gradient scale
-
-
 @pytest.mark.parametrize(
     ("name", "smoothing"),
     slow_except(
@@ -279,9 +276,6 @@ def test_peft_models_are_repaired(tmp_path):
     assert str(change) == str(BERT_CHANGE).replace("BertFor", "PeftModelFor")
 
 
-# ---- nothing is read before training
-
-
 class Unreadable(list):
     def __getitem__(self, index):
         raise AssertionError("attach read a row")
@@ -306,9 +300,6 @@ def test_attach_reads_no_row_calls_no_collator_or_model_and_draws_no_number(name
     before = state()
     attach(trainer)
     assert state() == before
-
-
-# ---- a loss of one's own: watched in the first step
 
 
 class PassedOn(OwnLoss):
@@ -396,9 +387,6 @@ def test_stock_multiplies_its_loss_in_place_and_nothing_else():
     assert lines[0].strip().startswith("loss *= ")
 
 
-# ---- what stays as it was
-
-
 def test_training_after_attach_equals_stock_where_nothing_is_repaired(tmp_path):
     """Dropout, shuffling and all: nothing that attach read or drew may show."""
     models = []
@@ -411,9 +399,6 @@ def test_training_after_attach_equals_stock_where_nothing_is_repaired(tmp_path):
         trainer.train()
         models.append(model)
     assert tiny.largest_difference(*models) == 0
-
-
-# ---- callbacks
 
 
 class Undo(RemovableHandle):
@@ -476,9 +461,6 @@ def test_what_is_not_a_trainer_or_a_callback_is_refused(tmp_path):
     assert not hasattr(trainer, "memopt_changes")
 
 
-# ---- what is refused, before anything is changed
-
-
 def half_trained(folder: Any, **settings: Any) -> Trainer:
     trainer = bert_trainer(folder, model=tiny.bert().half(), **settings)
     trainer.args.fp16 = True  # stock accepts it on a GPU only
@@ -521,9 +503,6 @@ def test_a_view_that_does_not_fit_the_arguments_is_refused(tmp_path):
     refuses(ValueError, "train_sampling_strategy='sequential' is not mine", attach, trainer, Bound())
     assert not any(isinstance(callback, Bound) for callback in trainer.callback_handler.callbacks)
     attach(bert_trainer(tmp_path, eval_dataset=View(tiny.rows())))  # evaluation is always in order
-
-
-# ---- undone
 
 
 def test_attach_is_undone_by_its_handle(tmp_path):
@@ -572,9 +551,6 @@ def test_every_callback_and_view_of_the_package_is_recognised():
     rows = Dataset.from_list(tiny.rows())
     for view in (bucketed(rows, batch_size=4), bucketed(rows.to_iterable_dataset(), batch_size=4)):
         assert isinstance(view, TrainingView)
-
-
-# ---- what several trainers share
 
 
 def test_undoing_one_trainer_leaves_what_another_shares(tmp_path):

@@ -99,9 +99,6 @@ def test_stock_saves_in_the_order_that_this_rests_on() -> None:
     assert places == sorted(places)
 
 
-# ---- What an earlier run left ---------------------------------------------------------------------------------------
-
-
 def test_a_run_without_a_whole_checkpoint_is_refused_and_the_new_weights_stay(tmp_path) -> None:
     trained(tiny.llama(seed=1), tmp_path, save_steps=4, max_steps=4)
     dying = trainer(tiny.llama(seed=2), tmp_path, save_steps=4)
@@ -163,8 +160,6 @@ def test_weights_that_a_user_saves_into_a_checkpoint_leave_its_state(tmp_path) -
     built.save_model(str(tmp_path / "checkpoint-2"))
     assert why_not_whole(tmp_path / "checkpoint-2") is None
 
-
-# ---- Which folders are whole ----------------------------------------------------------------------------------------
 
 HALF, EMPTY, BIT, LOST, OLDER = "half", "empty", "one bit", "lost", "of another step"
 
@@ -332,9 +327,6 @@ def test_where_nothing_is_damaged_stock_gets_what_was_asked_for(tmp_path, asked)
     assert chosen(asked, tmp_path / "missing") is asked
 
 
-# ---- Deleting old checkpoints ---------------------------------------------------------------------------------------
-
-
 def test_the_old_checkpoint_is_deleted_after_the_manifest_of_the_new_one(tmp_path, monkeypatch) -> None:
     """Else a kill in between would leave none that is whole."""
     whole, real = [], shutil.rmtree
@@ -382,9 +374,6 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path) -> None:
     assert [why_not_whole(each) for each in tmp_path.glob("checkpoint-*")] == [None]
 
 
-# ---- Two runs in one folder -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dies", ["no run", "second"])
 def test_two_runs_that_save_at_the_same_time_leave_no_checkpoint_of_both(tmp_path, dies) -> None:
     """The second run saves while the first one is between its weights and its optimizer."""
@@ -415,9 +404,6 @@ def test_two_runs_that_save_at_the_same_time_leave_no_checkpoint_of_both(tmp_pat
     first._save_optimizer_and_scheduler = save
     first._save_checkpoint(first.model, trial=None)  # what comes next is whole again
     assert why_not_whole(tmp_path / "out/checkpoint-4") is None
-
-
-# ---- Two processes --------------------------------------------------------------------------------------------------
 
 
 @resumes_on_a_cpu

@@ -51,8 +51,6 @@ def test_what_is_refused_is_of_known_techniques() -> None:
     assert {row["technique"] for row in rows} <= {*TECHNIQUES, *VARIANTS}
 
 
-# ---- Settings -------------------------------------------------------------------------------------------------------
-
 OF_CHECKPOINTING = [
     (checkpointing_arguments(use_reentrant=True), "gradient release and reentrant checkpointing"),
     (checkpointing_arguments(use_reentrant=False), ""),
@@ -68,9 +66,6 @@ def test_settings_that_a_technique_cannot_have(
     callbacks, optimizer = ([], RELEASED) if technique == "release" else ([MicrobatchCallback()], None)
     given = {"arguments": arguments, "optimizer_cls_and_kwargs": optimizer, "world_size": world_size}
     assert refused(make_trainer(tmp_path, *callbacks, **given)) == pair
-
-
-# ---- Engines --------------------------------------------------------------------------------------------------------
 
 
 def fully_sharded(trainer: Any, monkeypatch: pytest.MonkeyPatch, is_new: bool = True) -> Any:
@@ -112,9 +107,6 @@ def test_optimizers_of_bitsandbytes_are_seen(
     trainer = make_trainer(tmp_path, arguments={"optim": optim})
     assert refused(trainer) == ""
     assert refused(fully_sharded(trainer, monkeypatch)) == ("bitsandbytes optimizer and FSDP2" if is_one else "")
-
-
-# ---- Techniques -----------------------------------------------------------------------------------------------------
 
 
 def test_a_callback_to_come_is_checked_with_what_is_there(tmp_path: Any) -> None:

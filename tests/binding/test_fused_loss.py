@@ -58,9 +58,6 @@ def test_evaluation_and_no_gradients_give_plain_logits() -> None:
     assert not handle.record.changes()
 
 
-# ---- Backward -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["", "autocast", "frozen head"])
 def test_a_graph_that_is_retained_gives_the_same_gradients_again(precision: str) -> None:
     """16 bits make their gradients in the backward pass, the others before, and a frozen head in bfloat16."""
@@ -141,9 +138,6 @@ def test_adapters_on_the_head(when: str, before: bool) -> None:
     assert [str(change) for change in handle.record.changes()] == [whole("fused cross entropy:")]
 
 
-# ---- Copies ---------------------------------------------------------------------------------------------------------
-
-
 def _saved(model: Any) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
@@ -179,9 +173,6 @@ def test_save_pretrained_and_undo(tmp_path: Any) -> None:
     handle.remove()
     assert "forward" not in vars(model.lm_head)
     assert type(model(IDS).logits) is torch.Tensor
-
-
-# ---- Refused --------------------------------------------------------------------------------------------------------
 
 
 class OwnHead(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -91,20 +90,6 @@ def test_a_frozen_head_in_sixteen_bits_errs_no_more_than_stocks(
     assert fused <= 1.2 * stocks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk_rows", [2, 100], ids=["many chunks", "one chunk"])
-@pytest.mark.parametrize("items", [None, 37], ids=["mean", "items"])
-@pytest.mark.parametrize("precision", LOW)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sixteen_bits_err_no_more_than_stocks_in_any_of_many_seeds(
-    family: str, precision: str, items: int | None, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seed in range(1, 6):
-        stocks, fused = errors(family, precision, items, monkeypatch, seed, chunk_rows)
-        overflows = math.isnan(stocks) and math.isnan(fused)  # float16 of Gemma 3 at this scale
-        assert fused <= 1.1 * stocks or overflows
-
-
 def with_frozen_head(model: Any) -> None:
     for parameter in model.get_output_embeddings().parameters():
         parameter.requires_grad_(False)
@@ -115,25 +100,23 @@ def errors(
     precision: str,
     items: int | None,
     monkeypatch: pytest.MonkeyPatch,
-    seed: int = 0,
-    chunk_rows: int = 16,
     frozen: bool = False,
 ) -> tuple[float, float]:
     """Return how far stock's and the fused gradients are from those in float64, once it is sure that it was fused."""
     counted = {} if items is None else {"num_items_in_batch": torch.tensor(items)}
-    model = build(family, seed=seed)
+    model = build(family)
     if frozen:
         with_frozen_head(model)
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "float", float_but_for_logits)
-        data = {**batch(family, torch.float64, seed), **counted}
+        data = {**batch(family, torch.float64), **counted}
         _, exact = trained(copy.deepcopy(model).double(), data)
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model = model.to(dtype)
-    data = {**batch(family, dtype, seed), **counted}
+    data = {**batch(family, dtype), **counted}
     scale = 2.0**16 if precision == "autocast float16" else 1.0
     stocks_loss, stocks = trained(model, data, precision, scale)
-    handle = fuse_cross_entropy(model, chunk_bytes=VOCABULARY * 4 * chunk_rows)
+    handle = fuse_cross_entropy(model, chunk_bytes=VOCABULARY * 4 * 16)
     loss, found = trained(model, data, precision, scale)
     assert (handle.record.fused, dict(handle.record.real)) == (1, {})
     assert loss.dtype == stocks_loss.dtype

@@ -180,9 +180,6 @@ def test_what_cannot_be_put_back_or_seen_is_said(tmp_path: Path) -> None:
         assert kept.unseen == "told"
 
 
-# ---- Beside a training ----------------------------------------------------------------------------------------------
-
-
 class Reads(Trainer):
     """Keeps a reading of every loss."""
 

@@ -134,9 +134,6 @@ def test_every_known_head_is_what_the_table_says(task: str, tmp_path: Path, caps
     assert found["known"]
 
 
-# ---- what is known of a Trainer
-
-
 def trainer_of(
     folder: Path, model: Any = None, kind: type[Trainer] = Trainer, loss: Any = None, **settings: Any
 ) -> Any:
@@ -305,8 +302,6 @@ def test_a_head_that_does_not_say_what_it_takes_labels_for_is_asked_with_labels(
 
 VIT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "image_size": 32}
 
-
-# ---- what a row weighs
 
 LABELS = torch.tensor([[1, 2, 3, 4], [5, -100, 6, -100], [7, -100, -100, -100]])
 PICTURE_CONFIG = BertConfig(num_labels=3)

@@ -105,17 +105,18 @@ def with_another_adapter(model: Any) -> Any:
     return model
 
 
-def with_a_trained_head(model: Any) -> Any:
-    return peft.get_peft_model(model, peft.LoraConfig(**ADAPTERS, modules_to_save=["lm_head"]))
-
-
 @pytest.mark.parametrize(
     ("change", "dtype", "float32", "bfloat16"),
     [
         (with_a_value_beside, torch.float32, ("lm_head",), ("embed_tokens", "norm")),
         (with_norms_kept, torch.float32, ("model.norm",), ("input_layernorm", "lm_head")),
         (with_another_adapter, torch.bfloat16, (".other.",), ("embed_tokens",)),
-        (with_a_trained_head, torch.bfloat16, ("modules_to_save",), ("original_module",)),
+        (
+            lambda model: peft.get_peft_model(model, peft.LoraConfig(**ADAPTERS, modules_to_save=["lm_head"])),
+            torch.bfloat16,
+            ("modules_to_save",),
+            ("original_module",),
+        ),
     ],
 )
 def test_what_stays_or_becomes_float32(
@@ -171,9 +172,6 @@ def test_a_model_without_quantised_weights_is_refused() -> None:
     with pytest.raises(TypeError) as refused:
         prepare_quantized("Llama-3.1-8B")  # type: ignore[arg-type]
     assert str(refused.value) == whole("model='Llama-3.1-8B'")
-
-
-# ---- Training -------------------------------------------------------------------------------------------------------
 
 
 def train(model: Any, folder: Path, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -80,9 +80,6 @@ def large_tensors(model: Any, run: Callable[[], Any]) -> list[str]:
     return [event.name for event in found.events() if size <= (event.self_cpu_memory_usage or 0) < 1.02 * size]
 
 
-# ---- The same gradients ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_gradients_are_bit_for_bit_those_of_stock(name: str, dtype: torch.dtype) -> None:
     """In one backward pass, and added to those of a first one; so the error of 16 bits is stock's, too."""
@@ -149,9 +146,6 @@ def test_gradients_are_those_of_stock_in_every_way_to_train(run: Callable[[Any],
     assert_same(ours, stock)
 
 
-# ---- Memory ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", EACH)
 def test_one_matrix_is_made_where_stock_makes_three_or_more(name: str) -> None:
     stock = build(name)
@@ -210,9 +204,6 @@ def test_a_gradient_that_something_else_holds_is_not_changed(share: Any) -> None
     assert torch.equal(*found)
     assert_same(model, stock)
     assert not torch.equal(found[0], weight_of(model).grad)
-
-
-# ---- When gradients are complete ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "t5"])
@@ -292,9 +283,6 @@ def test_evaluation_and_frozen_weights_are_left_alone() -> None:
     stock = build()
     backward(stock)
     assert torch.equal(weight_of(model).grad, weight_of(stock).grad)
-
-
-# ---- Copies, undo, refusals -----------------------------------------------------------------------------------------
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}

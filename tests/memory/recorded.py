@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from host_semantics import HostSemantics
-from torch.distributed._tools.mem_tracker import MemTracker  # private package: an oracle of these tests only
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,10 +88,10 @@ def made(trace: StepTrace) -> list[int]:
 
 
 @contextmanager
-def allocator_peak(*held: Any, onednn: bool = False) -> Iterator[list[int]]:
+def allocator_peak(*held: Any) -> Iterator[list[int]]:
     """Yield a list that gets the peak of torch's CPU allocator inside: beside models and batches that are ``held``.
 
-    None of our modes is on. Without ``onednn``, which reorders 16-bit operands in memory of its own.
+    None of our modes is on. Without oneDNN, which reorders 16-bit operands in memory of its own.
     """
     tensors = [one for each in held for one in (each.values() if isinstance(each, Mapping) else _state(each))]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -101,7 +100,7 @@ def allocator_peak(*held: Any, onednn: bool = False) -> Iterator[list[int]]:
     gc.disable()
     try:
         with (
-            torch.backends.mkldnn.flags(enabled=onednn),
+            torch.backends.mkldnn.flags(enabled=False),
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
         ):
             yield found
@@ -124,28 +123,6 @@ def _state(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def mem_tracker_peak(model: Any, batch: Mapping[str, torch.Tensor], settings: StepSettings) -> tuple[int, int]:
-    """Return the peaks of torch's ``MemTracker`` and of ours in one and the same step on meta."""
-    oracle, tracker = MemTracker(), StorageTracker()
-    semantics = CudaSemantics(autocast=autocast_dtype(settings.precision), tracker=tracker)
-    oracle.track_external(model, *batch.values())
-    for tensor in (*_state(model), *batch.values()):
-        tracker.add(tensor)
-    with recording(oracle, tracker, semantics):
-        with semantics.autocast_region():
-            output = model(**batch)
-        if autocast_dtype(settings.precision) is not None:
-            output["logits"] = output["logits"].float()
-        loss = output["loss"]
-        del output
-        gradient = torch.ones_like(loss)
-        with tracker.backward():
-            run_backward(loss, gradient)
-        del loss, gradient
-    snapshot = oracle.get_tracker_snapshot("peak")[torch.device("meta")]
-    return int(snapshot["Total"]), peak_bytes(tracker)
-
-
 class ExactAllocator:
     """Bytes as requested, without blocks: what a CPU allocator counts."""
 
@@ -166,6 +143,12 @@ class ExactAllocator:
 
     def rename(self, key: Hashable, new_key: Hashable) -> None:
         self._sizes[new_key] = self._sizes.pop(key)
+
+    def state(self) -> object:
+        return object()  # unlike every other: each pass is replayed
+
+    def empty_cache(self) -> None:
+        pass
 
 
 def replayed_peak(trace: StepTrace, settings: StepSettings) -> int:

@@ -18,9 +18,6 @@ def heads(batch: int, heads: int, length: int, width: int, dtype: torch.dtype) -
     return empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
 
 
-# ---- inside the kernels
-
-
 def backward(
     name: str, query: torch.Tensor, key: torch.Tensor, capability: tuple[int, int], dropout: float = 0.0
 ) -> Any:
@@ -125,9 +122,6 @@ def test_efficient_forward_keeps_wide_outputs_in_float32(
     query = heads(2, 4, 100, width, dtype)
     func = aten._scaled_dot_product_efficient_attention.default
     assert hidden_bytes(func, (query, query, query, None, True), {}, None, A100) == blocks
-
-
-# ---- which kernel
 
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any) -> str:

@@ -122,14 +122,6 @@ def test_holes_are_filled_as_by_torchs_allocator(
     run_both(program, expandable, None if limit is None else limit * MIB)
 
 
-@given(PROGRAMS, st.booleans())
-def test_a_limit_that_is_never_reached_changes_nothing(program: list[tuple[str, int]], expandable: bool) -> None:
-    free = run_both(program, expandable, limit=None)
-    limited = run_both(program, expandable, limit=free.peak_reserved)
-    assert limited.retries == 0
-    assert figures(limited) == figures(free)
-
-
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize(
     "run",
@@ -156,9 +148,6 @@ def test_whole_runs_event_by_event(monkeypatch: pytest.MonkeyPatch, run: dict[st
     )
     assert np.array_equal(torchs.timeline.reserved, ours.timeline.reserved)
     assert np.array_equal(torchs.timeline.components, ours.timeline.components)
-
-
-# ---- Figures of real GPUs, and by hand ------------------------------------------------------------------------------
 
 
 def filled(*sizes: int, **arguments: Any) -> CachingAllocator:
@@ -198,23 +187,6 @@ def test_the_figures_of_torchs_own_test_on_a_gpu(
         allocator.empty_cache()
         assert allocator.reserved == expected_by_b * MIB
         assert allocator.allocated == size
-
-
-@pytest.mark.parametrize(
-    ("size", "allocated", "reserved"),
-    [
-        (0, 0, 0),  # allocate() asks malloc() for sizes other than 0 only
-        (513, 1024, 2 * MIB),  # round_size: up to a multiple of kMinBlockSize
-        (MIB, MIB, 2 * MIB),  # get_allocation_size: size <= kSmallSize -> kSmallBuffer
-        (MIB + 1, MIB + 512, 20 * MIB),  # size < kMinLargeAlloc -> the large segment
-        (10 * MIB - 511, 10 * MIB, 10 * MIB),  # rounded first, compared then: a segment of its own
-        (11 * MIB, 12 * MIB, 12 * MIB),  # should_split: no, the rest is not larger than kSmallSize
-        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # should_split: yes, by 512 bytes
-    ],
-)
-def test_the_first_block(size: int, allocated: int, reserved: int) -> None:
-    allocator = filled(size)
-    assert figures(allocator) == [allocated, reserved, allocated, reserved, 0]
 
 
 def test_small_segments_are_cut_to_the_last_512_bytes() -> None:

@@ -27,9 +27,6 @@ def allocated(run: Callable[[], Any], *given: torch.Tensor, **options: Any) -> l
     return under_cuda(run, *given, **options).deltas
 
 
-# ---- Autocast --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cache", [True, False])
 def test_cache_holds_the_copy_of_a_trainable_float32_leaf_and_of_nothing_else(cache: bool) -> None:
     """A weight used twice is cast once; frozen weights, activations and views are cast every time, as C++ does."""
@@ -46,8 +43,6 @@ def test_cache_holds_the_copy_of_a_trainable_float32_leaf_and_of_nothing_else(ca
     for run, count in copies.values():
         assert allocated(run, x, weight, frozen, **options).count(8 * 8 * 2) == count
 
-
-# ---- The lists of CUDA ----------------------------------------------------------------------------------------------
 
 CUDA_DTYPES: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype, torch.dtype]] = [
     # call, dtype of the result for float32, for bfloat16
@@ -98,9 +93,6 @@ def test_sums_and_norms_are_told_float32_and_copy_nothing() -> None:
     assert allocated(lambda: x.sum(), x, autocast=BF16) == [4]
     assert allocated(lambda: x.norm(dim=-1), x, autocast=BF16) == [64 * 4]
     assert allocated(lambda: torch.exp(x), x, autocast=BF16) == [2048, 2048, -2048]
-
-
-# ---- Dropout, softmax, cross entropy --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", [lambda x: F.dropout(x, 0.1), lambda x: torch.dropout(x, 0.1, True), nn.Dropout(0.1)])
@@ -177,9 +169,6 @@ def test_cross_entropy_of_16_bit_logits_with_smoothing_or_weights(dtype: torch.d
     assert [delta for delta in found if abs(delta) in (low, high)] == [low, high, -high]
 
 
-# ---- Functions that torch writes in Python --------------------------------------------------------------------------
-
-
 def test_python_functions_of_torch_are_looked_into() -> None:
     """Multi-head attention under autocast: projections, attention and dropout are those of CUDA."""
     with torch.device("meta"):
@@ -196,9 +185,6 @@ def test_cache_of_weights_outlives_a_function_that_is_looked_into() -> None:
     weight, x = nn.Parameter(meta(8, 8)), meta(2, 8, dtype=BF16)
     found = allocated(lambda: (F.linear(x, weight), F.normalize(x), F.linear(x, weight)), x, weight, autocast=BF16)
     assert found.count(8 * 8 * 2) == 1
-
-
-# ---- Grouped products -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.10 and later")
@@ -231,9 +217,6 @@ def test_operations_of_a_grouped_product_are_counted() -> None:
     assert ran.flops == 3 * 2 * 24 * 16 * 32
     batches = meta(4, 8, 16, dtype=BF16), meta(4, 16, 32, dtype=BF16)
     assert under_cuda(lambda: F.grouped_mm(*batches)).flops == 2 * 4 * 8 * 16 * 32
-
-
-# ---- Attention ------------------------------------------------------------------------------------------------------
 
 
 def attention(
@@ -353,9 +336,6 @@ def test_learned_bias_is_not_for_cudnn() -> None:
     assert bias.grad.shape == bias.shape
 
 
-# ---- Offload --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("accelerator", [None, torch.device("cuda")], ids=["build for the CPU", "build for CUDA"])
 def test_offloaded_activations_are_on_the_host_and_come_back_in_the_backward_pass(
     accelerator: torch.device | None, monkeypatch: pytest.MonkeyPatch
@@ -388,12 +368,3 @@ def test_reentrant_backward_keeps_the_mode() -> None:
     x = meta(4, 8, requires_grad=True)
     ran = under_cuda(lambda: checkpoint(lambda t: F.dropout(t, 0.1) * 2, x, use_reentrant=True), x, backward=True)
     assert ran.operators.count("native_dropout") == 2  # and its recomputation
-
-
-def test_nothing_of_the_users_is_changed_by_the_mode() -> None:
-    random_state = torch.get_rng_state()
-    flags = torch.backends.cuda.flash_sdp_enabled(), torch.is_grad_enabled(), torch.get_default_dtype()
-    attention((8, 0), BF16, mask=torch.bool, dropout_p=0.1)
-    allocated(lambda: F.dropout(meta(4), 0.1), autocast=BF16)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert flags == (torch.backends.cuda.flash_sdp_enabled(), torch.is_grad_enabled(), torch.get_default_dtype())

@@ -28,9 +28,6 @@ def verdict(found: Estimate) -> str:
     return found.table().rpartition("\n\n")[2].replace("\n", " ")
 
 
-# ---- Table
-
-
 def test_the_whole_table() -> None:
     found = hand_made(
         settings={"gradient_accumulation_steps": 4, "attn_implementation": "sdpa"},
@@ -170,8 +167,6 @@ def test_adapters_are_counted_apart() -> None:
     )
 
 
-# ---- Verdict
-
 TOO_SMALL = replace(SMALL, usable_bytes=1000 * MIB)
 LARGEST = "700.0 MiB of the peak are activations. estimate(..., hints=True) finds what makes it fit"
 NAME_ONE = "name a GPU to see whether it fits, for example gpu='RTX 3050 4GB'"
@@ -237,9 +232,6 @@ def test_hints_are_printed_under_the_verdict() -> None:
         "fits": False,
         "verdict": "over",
     }
-
-
-# ---- JSON
 
 
 def test_json_says_everything_in_bytes() -> None:

@@ -17,9 +17,6 @@ from tests.memory.small_configs import CONFIGS
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
-# ---- A hand-written loop --------------------------------------------------------------------------------------------
-
-
 def test_a_hand_written_loop_is_named_and_recorded_apart() -> None:
     sizes: dict[str, Any] = {"batch_size": 2, "seq_len": 32, "precision": "fp32"}
     trainer, manual, function = (estimate("gpt2", **sizes, loop=loop) for loop in ("trainer", "manual", "function"))
@@ -48,9 +45,6 @@ def test_own_workspace() -> None:
     settings: dict[str, Any] = {"batch_size": 1, "seq_len": 8, "precision": "fp32"}
     usual, none = (estimate("gpt2", **settings, **extra) for extra in ({}, {"cublas_workspace_bytes": 0}))
     assert usual.components["workspace"] > none.components["workspace"] == 0
-
-
-# ---- Tied embeddings whose gradient is rows, and a loss without logits ----------------------------------------------
 
 
 def tied_llama(**changed: Any) -> transformers.LlamaConfig:
@@ -97,17 +91,6 @@ def test_settings_of_large_vocabularies_are_checked(setting: str) -> None:
         )
 
 
-# ---- FlashAttention-2 -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [tiny.bert_config, tiny.llama_config])
-@pytest.mark.parametrize("set_up", [{"precision": "bf16"}, {"precision": "fp32", "weights_dtype": "float16"}])
-def test_flash_attention_2_takes_less_than_eager(make: Any, set_up: dict[str, Any]) -> None:
-    sizes = {"batch_size": 4, "seq_len": 64, **set_up}
-    flash, eager = (estimate(make(), **sizes, attn_implementation=name) for name in ("flash_attention_2", "eager"))
-    assert flash.peak_allocated_bytes < eager.peak_allocated_bytes
-
-
 def test_padding_costs_flash_attention_2_what_is_gathered_and_scattered() -> None:
     sizes = {"batch_size": 4, "seq_len": 64, "precision": "bf16", "attn_implementation": "flash_attention_2"}
     padded, full = (estimate(tiny.llama_config(), **sizes, padding=padding) for padding in (True, False))
@@ -145,8 +128,6 @@ def test_what_flash_attention_2_cannot_run_is_refused(config: Any, precision: st
     assert str(error.value) == message
 
 
-# ---- Kernels --------------------------------------------------------------------------------------------------------
-
 SET_UPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "eager": {"attn_implementation": "eager", "checkpointing": True, "label_smoothing_factor": 0.1},
@@ -163,8 +144,6 @@ def test_what_every_kernel_allocates_is_known(name: str, set_up: str) -> None:
     """Otherwise read the operator's source: a rule in kernel_buffers.py, or a line of no_buffers.csv."""
     assert uncounted(CONFIGS[name](), **SET_UPS[set_up], **({} if name == "vit" else {"seq_len": 24})) == []
 
-
-# ---- Experts, and values that follow from the batch -----------------------------------------------------------------
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 4}

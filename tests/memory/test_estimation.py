@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from slow_cases import slow_except
 from tables import tables
-from transformers import BitsAndBytesConfig, T5Config
+from transformers import T5Config
 
 import tiny
 from hf_memopt import Estimate, NotEstimableError, estimate, find_gpu, freeze, recipe
@@ -27,11 +26,9 @@ from hf_memopt.components import COMPONENTS, parts_of
 
 TABLES = tables(__file__)
 
-VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 MIB = 2**20
 # peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed.
 peft_reads_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-has_options = pytest.mark.skipif(VERSION < (5, 17), reason="5.8 has neither option")
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +75,8 @@ def figure(found: Estimate, name: str) -> int:
     return found.components[name] if name in COMPONENTS else getattr(found, name)
 
 
-# ---- Monotone -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [tiny.bert_config, tiny.llama_config], ids=["bert", "llama"])
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     batch_size=st.integers(1, 12),
     seq_len=st.integers(1, 48),
@@ -104,8 +98,6 @@ def test_more_never_takes_less(
     assert large.parameters >= small.parameters
 
 
-# ---- Techniques -----------------------------------------------------------------------------------------------------
-
 SHARES = TABLES["shares"]
 """What is changed: figures as shares of those of the plain step, from and to."""
 
@@ -117,92 +109,13 @@ def test_a_technique_moves_what_it_says(changed: dict[str, Any], shares: dict[st
         assert least <= figure(found, name) / figure(plain, name) <= most, name
 
 
-@has_options
-def test_checkpointing_some_layers_lies_between() -> None:
-    plain, some, full = of_bert(), of_bert(checkpointing={"every_n_layers": 2}), of_bert(checkpointing=True)
-    assert full.peak_allocated_bytes < some.peak_allocated_bytes < plain.peak_allocated_bytes
-    assert full.flops > some.flops > plain.flops
-
-
-@has_options
-def test_offloaded_activations_are_on_the_host() -> None:
-    full, offloaded = of_bert(checkpointing=True), of_bert(checkpointing={"offload": True})
-    hidden_bytes, mask_bytes = 16 * 64 * 128 * 4, 16 * 64 * 64  # what a layer is given; sdpa's mask is of booleans
-    assert (full.host_bytes, offloaded.host_bytes) == (0, 4 * (hidden_bytes + mask_bytes))
-    assert offloaded.peak_allocated_bytes < full.peak_allocated_bytes
-
-
-SMALL = {"batch_size": 1, "seq_len": 8}
-
-
-def test_foreach_adamw_copies_the_parameters_where_the_step_is_the_peak() -> None:
-    fused, foreach = of_bert(**SMALL), of_bert(**SMALL, optim="adamw_torch")
-    assert foreach.phase == "optimizer"
-    assert foreach.components["temporaries"] >= 0.99 * 4 * fused.parameters  # of the group with weight decay
-    assert foreach.peak_allocated_bytes > fused.peak_allocated_bytes
-
-
-def test_gradient_release_holds_no_gradients() -> None:
-    kept, released = (of_bert(**SMALL, max_grad_norm=0.0, gradient_release=released) for released in (False, True))
-    assert kept.components["gradients"] >= 0.8 * 4 * kept.parameters
-    assert released.components["gradients"] < 4 * 2000 * 128 * 1.1
-    assert released.peak_allocated_bytes < kept.peak_allocated_bytes
-
-
-@pytest.mark.parametrize("optim", ["lomo", "adalomo", "galore_adamw_layerwise"])
-def test_optimizers_that_release_gradients_by_themselves(optim: str) -> None:
-    found = of_bert(**SMALL, optim_target_modules="all-linear", optim=optim)
-    assert found.components["gradients"] < 4 * 2000 * 128 * 1.1
-    if optim != "galore_adamw_layerwise":
-        accumulated = of_bert(**SMALL, optim=optim, gradient_accumulation_steps=2)
-        assert accumulated.components["optimizer state"] == found.components["optimizer state"]
-
-
-def test_under_checkpointing_the_autocast_cache_costs_a_16_bit_copy_of_the_weights() -> None:
-    common = {"precision": "bf16", "checkpointing": True, "gradient_release": True, "max_grad_norm": 0.0}
-    cached, direct = (of_bert(**common, batch_size=2, autocast_cache=cache) for cache in (True, False))
-    linear = 4 * (4 * 128 * 128 + 2 * 128 * 512)
-    assert cached.phase == "forward"
-    assert cached.components["temporaries"] > 2 * linear
-    assert direct.peak_allocated_bytes < cached.peak_allocated_bytes
-
-
 def test_micro_batches_are_those_of_a_known_loss() -> None:
     told = "micro-batches of a known loss; any other sees all rows, whose logits and gradients come on top"
     assert [told in of_bert(**changed).notes for changed in ({"micro_batch_size": 4}, {})] == [True, False]
 
 
-def test_accumulation_adds_gradients_at_most() -> None:
-    one, four = of_bert(), of_bert(gradient_accumulation_steps=4)
-    assert 0 < four.peak_allocated_bytes - one.peak_allocated_bytes < 4 * one.parameters + 64 * 1024
-
-
-def test_label_smoothing_costs_logits() -> None:
-    plain, smooth = (
-        checked(estimate(bert_config(vocab_size=20_000), task="masked-lm", seq_len=64, label_smoothing_factor=factor))
-        for factor in (0.0, 0.1)
-    )
-    assert smooth.components["logits and loss"] > plain.components["logits and loss"]
-    assert smooth.peak_allocated_bytes - plain.peak_allocated_bytes >= 8 * 64 * 20_000 * 4 * 0.9
-
-
 def lora(model: Any, targets: Any = ("query", "value"), task: str = "SEQ_CLS") -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules=list(targets), task_type=task))
-
-
-@peft_reads_old_name
-def test_quantised_weights() -> None:
-    weights = {}
-    with_adapters = partial(lora, targets=("q_proj", "v_proj"), task="CAUSAL_LM")
-    for bits, options in {32: None, 8: {"load_in_8bit": True}, 4: {"load_in_4bit": True}}.items():
-        config = tiny.llama_config(vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=3)
-        if options is not None:
-            config.quantization_config = BitsAndBytesConfig(**options)
-        found = checked(estimate(config, batch_size=2, seq_len=16, precision="bf16", prepare=(with_adapters,)))
-        weights[bits] = found.components["weights"]
-    linear = 3 * (4 * 256 * 256 + 3 * 256 * 512)
-    assert weights[32] - weights[8] == pytest.approx(3 * linear, rel=0.05)
-    assert weights[32] - weights[4] == pytest.approx(3.5 * linear, rel=0.05)
 
 
 def test_attention_that_keeps_its_matrix_costs_more_however_it_is_asked_for() -> None:
@@ -252,8 +165,6 @@ def test_evaluation_gathers_logits() -> None:
     assert "evaluation not included: give eval_batch_size" not in every.notes
 
 
-# ---- Models ---------------------------------------------------------------------------------------------------------
-
 KNOWN = (
     *("bert-base-uncased", "chinese-macbert-base", "all-MiniLM-L6-v2", "roberta-base", "xlm-roberta-base"),
     *("deberta-v3-small", "distilbert-base-uncased", "ModernBERT-base", "electra-small-discriminator"),
@@ -291,9 +202,6 @@ def test_two_estimates_share_nothing_that_can_be_changed() -> None:
     assert other.timeline.components.any()
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.batch_size = 3  # type: ignore[misc]
-
-
-# ---- The model given ------------------------------------------------------------------------------------------------
 
 
 def state_of(model: Any) -> Any:
@@ -396,9 +304,6 @@ def test_code_that_needs_data_is_not_estimable(question: Any) -> None:
     )
 
 
-# ---- The dtype of weights -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_module_tells_its_own_dtype(dtype: str) -> None:
     model = tiny.bert().to(getattr(torch, dtype))
@@ -416,9 +321,6 @@ def test_16_bit_weights_under_the_gradient_scaler_may_be_there_where_they_do_not
     sizes = {"batch_size": 2, "seq_len": 8, "precision": "fp16", "weights_dtype": "bfloat16"}
     found = estimate(tiny.bert_config(), prepare=(train_the_head_only,), **sizes)
     assert found.trainable_parameters == 3 * 33
-
-
-# ---- GPUs -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_gpu_decides_precision_fit_and_context() -> None:
@@ -501,9 +403,6 @@ def test_a_gpu_on_which_the_allocator_must_give_back_fits_with_a_note() -> None:
         f"it fits because the allocator returns unused blocks to the driver {count} time(s) in three steps, which "
         "costs time; PYTORCH_ALLOC_CONF=expandable_segments:True may avoid it"
     )
-
-
-# ---- Recipes ---------------------------------------------------------------------------------------------
 
 
 def test_a_recipe_and_its_overrides() -> None:

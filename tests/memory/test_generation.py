@@ -88,7 +88,10 @@ def deltas(trace: Any) -> list[int]:
 @pytest.mark.parametrize("beams", slow_except((3,), (1, 3)))
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [("t5", "fp32"), ("t5", "bf16"), ("t5 with adapters", "bf16"), ("whisper", "fp32"), ("gpt2", "bf16")],
+    slow_except(
+        (("t5", "bf16"), ("whisper", "fp32"), ("gpt2", "bf16")),
+        [("t5", "fp32"), ("t5", "bf16"), ("t5 with adapters", "bf16"), ("whisper", "fp32"), ("gpt2", "bf16")],
+    ),
 )
 def test_generation_on_meta_is_the_real_one(family: str, precision: str, beams: int) -> None:
     """Every event, though on meta most of the decoding steps are computed, not run."""
@@ -114,9 +117,9 @@ def test_computed_steps_are_those_that_run(family: str, beams: int, monkeypatch:
 
 
 def test_steps_that_do_not_repeat_are_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = recorded("t5", "meta", settings(2))
+    expected = recorded("t5", "meta", settings(1))
     monkeypatch.setattr("hf_memopt.memory.recording.generation.add_missing_steps", lambda tracker, steps: None)
-    trace = recorded("t5", "meta", settings(2))
+    trace = recorded("t5", "meta", settings(1))
     assert len(trace.tracker.events) > len(expected.tracker.events)  # the attempt is in the list, before the pass
     assert deltas(trace) == deltas(expected)
 

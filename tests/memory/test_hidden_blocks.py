@@ -107,9 +107,6 @@ def test_blocks_of_backward_passes_that_run() -> None:
     assert [sizes for name, sizes in blocks.seen.items() if "index_put" in name] == [[6 * (50 * 8,)]]
 
 
-# ---- sums, means, norms and extrema
-
-
 @pytest.mark.parametrize(
     ("shape", "dims", "capability", "multiprocessors", "blocks"),
     [
@@ -177,9 +174,6 @@ def test_reduction_constants_are_those_of_torchs_header() -> None:
         "return sizeof(int) * grid().x;",
     ):
         assert line in text
-
-
-# ---- on a GPU
 
 
 def measured_blocks(run: Callable[[], object]) -> int:

@@ -67,9 +67,6 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Searches:
     return Searches(monkeypatch)
 
 
-# ---- The search
-
-
 def test_the_first_two_single_changes_that_fit_end_the_search(search: Searches) -> None:
     hints = search(on_gpu(TOTAL // 2), {"checkpointing": 0.4, "batch_size": 0.2, "lora": 0.1})
     assert [dict(hint.changes) for hint in hints] == [
@@ -177,9 +174,6 @@ def test_the_search_ends_after_its_time(search: Searches, monkeypatch: pytest.Mo
 def test_what_is_tried(search: Searches, changed: dict[str, Any], expected: dict[str, Any]) -> None:
     search(on_gpu(HALF, **changed), {})
     assert expected in search.trials
-
-
-# ---- With the simulation
 
 
 def gpu_of(usable_bytes: int) -> Gpu:

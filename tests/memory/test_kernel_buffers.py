@@ -28,8 +28,6 @@ aten = torch.ops.aten
 INDEX, BOOL = torch.int64, torch.bool
 
 
-# ---- the names and what they take
-
 ARGUMENTS = """
 _scaled_dot_product_flash_attention: query key value dropout_p is_causal return_debug_mask scale
 _scaled_dot_product_flash_attention_backward: grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k
@@ -87,9 +85,6 @@ def test_operators_are_there_and_take_what_their_rules_expect() -> None:
         del expected["_fused_rms_norm_backward"]
     assert found == expected
     assert set(rules) - set(kernels._RULES) == ({aten.addmm.default} if TORCH_RELEASE >= (2, 9) else set())
-
-
-# ---- operators without a rule
 
 
 def test_an_operator_that_works_in_place_is_known_by_the_name_without_its_underscore() -> None:
@@ -161,9 +156,6 @@ def test_an_operator_of_which_nothing_is_known_is_named(monkeypatch: pytest.Monk
     ]
 
 
-# ---- linear layers, and what stays
-
-
 @pytest.mark.parametrize(
     ("bias", "features", "options", "is_fused"),
     [
@@ -207,9 +199,6 @@ def test_workspace(
 ) -> None:
     monkeypatch.setattr(kernels, "TORCH_RELEASE", release)
     assert workspace_bytes(capability) == blocks
-
-
-# ---- autocast
 
 
 def registered(key: str) -> set[str]:

@@ -13,7 +13,7 @@ from test_quantized import Tracker, cuda_kernels
 from transformers.modeling_utils import get_total_byte_count
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from hf_memopt import estimate
+from hf_memopt import custom_gpu, estimate
 from hf_memopt.memory.models import load_model
 from hf_memopt.memory.quantized import load_events, quantize
 from hf_memopt.memory.recording.step import _weights
@@ -98,7 +98,8 @@ def test_cache_is_emptied_where_peft_empties_it() -> None:
 def test_estimate_loads_before_it_steps() -> None:
     """The 16-bit weight that is being quantised is there on top of what stays, and of the first block."""
     settings: dict[str, Any] = {"batch_size": 1, "seq_len": 8, "lora": 4, "gpu": "T4", "precision": "fp16"}
-    whole, quantised = (estimate("Llama-3.2-1B", **settings, load_in=load_in) for load_in in (None, "nf4"))
+    config = transformers.LlamaConfig(hidden_size=2048, intermediate_size=8192, num_hidden_layers=2)
+    whole, quantised = (estimate(config, **settings, load_in=load_in) for load_in in (None, "nf4"))
     assert whole.phases["load"].allocated_bytes == whole.components["weights"]
     stays = quantised.components["weights"]
     assert stays < quantised.phases["load"].allocated_bytes < stays + 2**26
@@ -106,7 +107,8 @@ def test_estimate_loads_before_it_steps() -> None:
 
 def test_loading_that_does_not_fit_is_said() -> None:
     settings: dict[str, Any] = {"batch_size": 1, "seq_len": 8, "lora": 4, "load_in": "nf4", "precision": "fp16"}
-    small, large = (estimate("Mistral-7B-v0.1", **settings, gpu=gpu) for gpu in ("RTX 3050 4GB", "T4"))
+    config = transformers.MistralConfig(num_hidden_layers=4)
+    small, large = (estimate(config, **settings, gpu=gpu) for gpu in (custom_gpu("1GiB", "8.6"), "T4"))
     needed = format_bytes(small.phases["load"].reserved_bytes + (small.context_bytes or 0))
     note = f"loading the model alone needs {needed}: the run ends before a step"
     assert note in small.notes

@@ -101,9 +101,6 @@ def _built(model_type: str, task: str | None = None, **settings: Any) -> Any:
     return load_model(_config(model_type, **settings), task=task).model
 
 
-# ---- Well-known names
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_known_model_is_the_published_one_and_gives_a_batch(name: str) -> None:
     loaded, facts = load_model(name), known_models()[name]
@@ -159,9 +156,6 @@ def test_every_known_model_is_estimated(name: str) -> None:
     seq_len = tiny.LENGTHS.get(known_models()[name]["task"], 16)
     found = estimate(name, batch_size=1, seq_len=seq_len, gpu="H200", optim="sgd", precision="bf16")
     assert found.peak_allocated_bytes > 8 * found.parameters  # weights and gradients in float32
-
-
-# ---- Configurations
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
@@ -242,9 +236,6 @@ def test_a_configuration_with_bitsandbytes_quantisation_is_built_of_stand_ins() 
     assert config.quantization_config is not None
 
 
-# ---- Modules
-
-
 def test_a_copy_is_the_module_without_its_memory_gradients_and_hooks_on_parameters() -> None:
     model = tiny.llama().to(torch.bfloat16)
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
@@ -322,9 +313,6 @@ def test_autocast_that_accelerate_hangs_around_forward_is_taken_off() -> None:
     assert copied.forward.__self__ is copied
     assert copied.forward.__func__ is transformers.BertForSequenceClassification.forward
     assert "_original_forward" in vars(prepared)
-
-
-# ---- Batches
 
 
 def test_batch_is_what_the_stock_collators_give() -> None:

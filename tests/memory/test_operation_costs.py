@@ -57,9 +57,6 @@ def moved(operations: Counter[Operation]) -> float:
     return sum(number * cost.moved_bytes for cost, number in operations.items())
 
 
-# ---- Operations -----------------------------------------------------------------------------------------------------
-
-
 def test_a_linear() -> None:
     x, weight, bias = meta(5, 8, grad=True), meta(4, 8, grad=True), meta(4, grad=True)
     flops = 2 * 5 * 8 * 4
@@ -131,8 +128,6 @@ def test_views_have_no_kernel_and_copies_of_the_hosts_memory_cross_pcie() -> Non
     assert cost == Operation("pcie", moved_bytes=64)
 
 
-# ---- The optimizer's step
-
 FACTS = [
     ParameterFacts("layer.weight", (300, 400), 4, is_embedding=False),
     ParameterFacts("layer.bias", (300,), 4, is_embedding=False, decays=False),
@@ -190,9 +185,6 @@ def test_released_gradients_step_one_by_one_and_a_paged_state_crosses_pcie_both_
     state = sum(fact.elements for fact in FACTS if fact.elements > 100_000)
     [crossing] = [cost for cost in step_of("paged_adamw_8bit") if cost.kind == "pcie"]
     assert crossing.moved_bytes == pytest.approx(2 * 2 * state, rel=0.05)
-
-
-# ---- Prices ---------------------------------------------------------------------------------------------------------
 
 
 def costs_of(*operations: Operation, micro_batches: int = 1) -> StepCosts:
@@ -263,8 +255,6 @@ def test_products_have_the_clock_that_the_power_limit_leaves_and_memory_its_own(
 def test_times_within_five_percent_are_equal() -> None:
     assert [equally_fast(*pair) for pair in ((1.0, 1.04), (1.04, 1.0), (1.0, 1.06))] == [True, True, False]
 
-
-# ---- What processes and hosts send each other -----------------------------------------------------------------------
 
 OF_PROCESS = [ParameterFacts("weight", (1000,), 4, False)]
 GATHERED = 6000

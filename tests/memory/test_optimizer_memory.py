@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from recorded import peak_bytes
 from test_optimizer_state import CASES, WARNINGS, built, gradients, model_of, state_sizes, stepped, tensors
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import Trainer
 
 import tiny
@@ -23,47 +23,22 @@ from hf_memopt.memory.optimizers import (
     parameter_facts,
 )
 from hf_memopt.memory.optimizers import state_and_temporaries as optimizer_module
+from hf_memopt.memory.tracking import StorageTracker
 from hf_memopt.techniques.optimizers import sixteen_bit_weights
 
 SCALARS_BYTES = 128  # norms, means, root mean squares: single numbers that are alive at a peak
 pytestmark = [pytest.mark.filterwarnings(text) for text in WARNINGS]
 
 
-class StepTracker(TorchDispatchMode):
-    """The peak of the bytes of storages while it is on; ``before`` are those of the storages that were known already.
-
-    ``UntypedStorage._cdata`` is the address of a storage (torch 2.6 to 2.13).
-    """
-
-    def __init__(self, *known: Any) -> None:
-        super().__init__()
-        self.seen: set[int] = set()
-        self.alive = self.peak = 0
-        for tensor in tensors(list(known)):
-            self.see(tensor)
-        self.before = self.peak
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor)
-        return out
-
-    def see(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.seen:
-            return
-        self.seen.add(key)
-        self.alive += size
-        self.peak = max(self.peak, self.alive)
-
-        def died(_: Any) -> None:
-            self.seen.discard(key)
-            self.alive -= size
-
-        weakref.finalize(storage, died, None)
+def temporaries(run: Callable[[], Any], *known: Any) -> int:
+    """Return the most bytes that are alive beside storages that were known before."""
+    tracker = StorageTracker(device_type="cpu", flops=False)
+    for tensor in tensors(list(known)):
+        tracker.add(tensor)
+    before = sum(delta for _, delta in tracker.events)
+    with tracker:
+        run()
+    return peak_bytes(tracker) - before
 
 
 def peak(groups: tuple[tuple[int, ...], ...]) -> int:
@@ -82,9 +57,7 @@ def measured_step(model: nn.Module, optimizer: Any) -> int:
     """Return the peak of a step's temporaries."""
     gradients(model)
     states = [optimizer.state, *[group["state"] for group in optimizer.param_groups if "state" in group]]
-    with StepTracker(states, list(model.parameters()), [p.grad for p in model.parameters()]) as tracker:
-        optimizer.step()
-    return tracker.peak - tracker.before
+    return temporaries(optimizer.step, states, list(model.parameters()), [p.grad for p in model.parameters()])
 
 
 def as_on_a_gpu(optimizer: Any) -> Any:
@@ -93,8 +66,6 @@ def as_on_a_gpu(optimizer: Any) -> Any:
         group["foreach"] = not group.get("fused")
     return optimizer
 
-
-# ---- The step
 
 NOT_ON_A_CPU = ("bnb", "bit", "ademamix", "lomo", "layerwise", "stable", "grok")  # other kernels; steps in backward
 BY_VECTORS = ("galore", "vectors")
@@ -144,9 +115,6 @@ def test_groups_of_a_step(facts: Any, optim: str, settings: dict[str, Any], step
     assert memory.first_step == (() if optim == "schedule_free_radam" else step)  # it divides by nothing yet
 
 
-# ---- Each parameter by itself
-
-
 def test_gradient_release_has_the_memory_of_each_parameter() -> None:
     facts = parameter_facts(model_of(torch.float32))
     for optim in (
@@ -176,18 +144,15 @@ def test_what_steps_within_backward_releases_gradients(optim: str) -> None:
     assert sorted(size for one in memory.alone for size in one.state) == sorted(memory.state)
 
 
-# ---- Clipping
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_clipping_takes_norms_and_no_gradient(dtype: torch.dtype) -> None:
     model = model_of(dtype)
     gradients(model)
-    with StepTracker([parameter.grad for parameter in model.parameters()], list(model.parameters())) as tracker:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+    clip = partial(torch.nn.utils.clip_grad_norm_, model.parameters(), 1.0, foreach=True)
+    taken = temporaries(clip, [parameter.grad for parameter in model.parameters()], list(model.parameters()))
     facts = parameter_facts(model)
     partial_norms = len(facts) * 4  # of the CUDA kernel alone, one chunk per tensor here
-    assert abs(tracker.peak - tracker.before - (sum(clipping_temporaries(facts)) - partial_norms)) <= 16
+    assert abs(taken - (sum(clipping_temporaries(facts)) - partial_norms)) <= 16
 
 
 def test_clipping_temporaries() -> None:
@@ -195,9 +160,6 @@ def test_clipping_temporaries() -> None:
     # 2 tensors x 16 chunks x 4 bytes; 2 norms; their stack; the total norm, the coefficient, the clamped one
     assert clipping_temporaries(facts) == (128, 4, 4, 8, 4, 4, 4)
     assert clipping_temporaries([]) == ()
-
-
-# ---- Facts of a model
 
 
 def test_facts_know_embeddings_ties_linears_and_decay() -> None:
@@ -223,8 +185,6 @@ def test_decay_is_that_of_the_stock_trainer(tmp_path: Any) -> None:
     assert {fact.name for fact in parameter_facts(named) if fact.decays} == names
     assert len(names) == 2
 
-
-# ---- 16-bit weights
 
 ROUNDED = ("adamw_torch", "adamw_torch_fused", "sgd, momentum", "adagrad", "rmsprop, everything")
 

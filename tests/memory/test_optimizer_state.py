@@ -158,9 +158,6 @@ def in_blocks(sizes: list[int]) -> int:
     return sum(-(-size // 512) * 512 for size in sizes)
 
 
-# ---- Against the real classes
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
 def test_state_is_byte_exact(case: str, dtype: torch.dtype, tmp_path: Any, monkeypatch: Any) -> None:
@@ -230,9 +227,6 @@ def test_state_of_rounded_weights(optim: str, rounding: str, mixed: bool, tmp_pa
     assert state_bytes(found) == in_blocks(sizes)
 
 
-# ---- What lies on the host
-
-
 @pytest.mark.parametrize("optim", ["paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_8bit", "paged_ademamix_8bit"])
 def test_paged_state_begins_at_100_000_elements(optim: str) -> None:
     """Pins the bound where nothing is paged without a GPU: bitsandbytes 0.50.0 and 0.50.2."""
@@ -251,21 +245,11 @@ def of_config(config: Any, optim: str) -> Estimate:
     return estimate(config, batch_size=1, seq_len=8, gpu="RTX 3090", max_grad_norm=0, optim=optim, embedding_bits=8)
 
 
-# ---- Names and arguments
-
-
 def test_every_name_is_estimable_or_says_why_not() -> None:
     """Of the installed transformers; what is said of the others is in ``refusals.csv``."""
     for optim in {name.value for name in OptimizerNames} - {case.split(",")[0] for case in CASES}:
         with pytest.raises(NotEstimableError, match=f"^not estimable: optim='{optim}': "):
             of_model(tiny.bert(), optim=optim)
-
-
-def test_stock_cannot_build_layerwise_galore_adafactor(tmp_path: Any) -> None:
-    skip_missing("galore")
-    with pytest.raises(ValueError) as error:
-        built(model_of(torch.float32), "galore_adafactor_layerwise", tmp_path, **LOW_RANK)
-    assert str(error.value) == "Cannot combine manual `lr` and `relative_step=True` options"
 
 
 def test_galore_says_what_is_not_counted() -> None:

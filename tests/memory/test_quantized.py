@@ -207,9 +207,6 @@ def same(linear: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, *, grad:
     assert passes(stand_in(linear), shape, dtype, {}, grad) == real
 
 
-# ---- 4 bits
-
-
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Callable[..., Any]]:
     return cuda_kernels()
@@ -280,9 +277,6 @@ def test_4bit_never_counts_less_than_a_gpu_takes(gpu):
         assert 0 <= peaks_here[1] - peaks[1] <= 4 * 128 * 512 // 64
 
 
-# ---- 8 bits
-
-
 @pytest.mark.parametrize("features", [(64, 96), (36, 100), (33, 7)])
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
 def test_8bit_bytes_are_those_of_the_cuda_sources(kernels, threshold, features):
@@ -319,9 +313,6 @@ def test_8bit_outliers_cost_what_is_said(kernels):
             live.append(tracker.live)
         del out
     assert live[1] - live[0] == 3 * (10 * 2 + 8)  # 2 bytes per row, and the column's int64 number
-
-
-# ---- models
 
 
 def quantized_llama(folder: Path, dtype: torch.dtype, config: dict[str, Any], **settings: Any) -> nn.Module:
@@ -439,9 +430,6 @@ def test_quantize_transposes_conv1d(tmp_path):
         here = quantize(transformers.GPT2LMHeadModel(config), bits)
     assert linears(here) == linears(real)
     assert sizes_of(here) == sizes_of(real)
-
-
-# ---- Which modules
 
 
 def test_other_modules_need_no_stand_in_and_a_stand_in_stays():

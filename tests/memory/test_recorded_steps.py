@@ -54,9 +54,6 @@ def made(trace: StepTrace, part: RecordedPass, *, backward: bool = False) -> lis
     return [(number, delta) for number, delta in trace.tracker.events[begin:end] if delta > 0]
 
 
-# ---- What is what ---------------------------------------------------------------------------------------------------
-
-
 def test_weights_are_those_of_the_model_once_in_the_order_of_loading() -> None:
     """``model.to(device)`` moves children before the parameters of a module itself; tied weights are one storage."""
     tied = on_meta(tiny.llama, tie_word_embeddings=True)
@@ -143,16 +140,6 @@ def test_logits_are_known_with_what_follows_until_the_loss() -> None:
     assert trace.tracker.events[part.forward_end][1] == 4
 
 
-def test_label_smoothing_is_the_trainers_outside_of_the_model() -> None:
-    plain, smooth = (
-        record(on_meta(tiny.llama), llama_batch(), BF16.replace(label_smoothing_factor=f)) for f in (0, 0.1)
-    )
-    shifted = BATCH * (SEQ - 1) * VOCABULARY * 4
-    counts = [[delta for _, delta in made(trace, trace.micro_batches[0])].count(shifted) for trace in (plain, smooth)]
-    assert counts[1] > counts[0]
-    assert sizes_of(smooth, smooth.micro_batches[0].logits) == [LOGITS * 2]
-
-
 def test_evaluation_gathers_the_outputs_without_what_inference_ignores() -> None:
     model, settings = on_meta(tiny.llama), BF16.replace(eval_batch_size=BATCH)
     trace = record_step(model, llama_batch(), settings, evaluation_batch=llama_batch())
@@ -220,9 +207,6 @@ def test_experts_with_float32_weights_run(precision: str) -> None:
     assert of_experts <= set(sizes_of(trace, trace.gradients))
     backward = [delta for _, delta in made(trace, part, backward=True)]
     assert [backward.count(size) for size in of_experts] == [1, 1]  # nothing is copied to the weights' layout
-
-
-# ---- What is refused, and that nothing is left behind ---------------------------------------------------------------
 
 
 class Reads(nn.Module):
@@ -355,12 +339,3 @@ def test_a_trace_ends_with_the_step_whatever_dies_later() -> None:
     del model, batch
     gc.collect()
     assert trace.tracker.events == events != []
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_callers_mode_of_gradients_does_not_matter(context: Any) -> None:
-    model, batch = on_meta(tiny.bert), bert_batch()
-    expected = record(model, batch, FP32).tracker.events
-    with context():
-        found = record(model, batch, FP32).tracker.events
-    assert found == expected

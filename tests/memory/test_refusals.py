@@ -35,9 +35,6 @@ WORDS = {  # of the table, and what stands for them in a message
 }
 
 
-# ---- What the calls are made of
-
-
 def of(model: Any, **settings: Any) -> Any:
     """Estimate a small step of a model."""
     sizes = {} if "per_device_train_batch_size" in settings else {"batch_size": 2}
@@ -106,8 +103,6 @@ _CALLED = (
 )
 NAMES = {one.__name__: one for one in _CALLED} | {"bart": bart, "nn": nn, "tiny": tiny, "NAN": float("nan")}
 
-
-# ---- The table
 
 ROWS = list(csv.DictReader(Path(__file__).with_name("refusals.csv").read_text(encoding="utf-8").splitlines()))
 

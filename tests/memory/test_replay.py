@@ -132,9 +132,6 @@ def sums(timeline: list[str]) -> list[int]:
     return list(itertools.accumulate(int(event[0] + event[2:]) for event in timeline))
 
 
-# ---- Traces ---------------------------------------------------------------------------------------------------------
-
-
 def recomputing_trace() -> StepTrace:
     """Return two recomputed stretches: what outlives its own is an activation again, what follows is a temporary."""
     script = Script()
@@ -217,8 +214,6 @@ def evaluated_trace(*, gathers: bool = True) -> StepTrace:
     )
     return trace
 
-
-# ---- Timelines by hand ----------------------------------------------------------------------------------------------
 
 MANUAL = ["+L4", "+G10", "-L4", "+T6", "-A5", "-T6"]
 LATER = ["+I2", "-I2", *FORWARD]
@@ -445,9 +440,6 @@ def test_storages_count_as_the_allocator_rounds_them_and_without_bytes_take_no_e
         found = replay(trace, plan(**NOTHING), CachingAllocator())
         assert (found.peak_allocated, found.peak_reserved, found.module) == (*expected, "")
         assert len(found.timeline.components) == bool(size_bytes)
-
-
-# ---- The allocator --------------------------------------------------------------------------------------------------
 
 
 class CountingAllocator(CachingAllocator):

@@ -146,9 +146,6 @@ CLOSING_LOG = {
 }
 
 
-# ---- The log
-
-
 def test_every_sink_history_and_result_get_the_exact_peaks_of_each_phase(gpu, tmp_path):
     callback, trainer = bound(gpu, tmp_path, eval_strategy="epoch")
     result = trainer.train()
@@ -195,9 +192,6 @@ def test_accumulation_is_one_forward_backward_phase_per_step(gpu, tmp_path):
     assert steps == [(WEIGHTS + 900 * MIB) / GIB, (WEIGHTS + 60 * MIB) / GIB]
 
 
-# ---- What belongs to which phase
-
-
 def test_evaluation_counts_neither_the_gradients_nor_the_optimizer_step_before_it(gpu, tmp_path):
     def clear_gradients():
         gpu.allocated = min(gpu.allocated, WEIGHTS + STATE)
@@ -233,17 +227,6 @@ def test_evaluation_before_training_and_what_attach_runs_are_no_loading(gpu, tmp
     assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + EVALUATION
 
 
-def test_training_after_an_evaluation_that_broke_off_logs_its_own_phases(gpu, tmp_path):
-    _, trainer = bound(gpu, tmp_path)
-    batches = iter([None])
-    failing = trainer.model.register_forward_pre_hook(lambda *_: next(batches))
-    with pytest.raises(StopIteration):
-        trainer.evaluate()
-    failing.remove()
-    trainer.train()
-    assert set(memory_of(trainer.state.log_history[0])) == set(FIRST_LOG)
-
-
 def test_each_evaluation_set_has_its_own_keys(gpu, tmp_path):
     _, trainer = bound(gpu, tmp_path)
     metrics = trainer.evaluate({"a": tiny.rows(4), "b": tiny.rows(4)})
@@ -259,9 +242,6 @@ def test_predict_alone_reports_in_its_metrics_and_to_the_sinks(gpu, tmp_path):
     assert memory_of(metrics) == dict.fromkeys(keys, (WEIGHTS + EVALUATION) / GIB)
     assert [memory_of(given) for given in sink_of(trainer).predictions] == [memory_of(metrics)]
     assert set(callback.summary) == {"load", "evaluation"}
-
-
-# ---- Several runs
 
 
 def test_a_second_train_starts_afresh(gpu, tmp_path):
@@ -324,9 +304,6 @@ def test_logs_of_the_user_get_the_moment_and_a_foreign_history_stays_as_it_is(gp
     assert logs["memory_device_used_gib"] == 9.0
 
 
-# ---- Binding
-
-
 def test_an_unbound_callback_with_a_sink_raises_before_the_first_step(gpu, tmp_path):
     callback = MemoryReportCallback()
     trainer = make_trainer(gpu, tmp_path / "first", [callback], report_to="sink")
@@ -372,9 +349,6 @@ def test_callback_can_be_copied_and_pickled_in_any_state(gpu, tmp_path):
         assert copied.summary == callback.summary
         copied.summary["load"]["peak_allocated_bytes"] = 0
     assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS
-
-
-# ---- Backends
 
 
 def test_samples_are_taken_at_every_micro_batch_where_torch_keeps_no_peaks(monkeypatch, tmp_path):
@@ -438,8 +412,6 @@ def test_a_real_gpu_is_reported_phase_by_phase(tmp_path):
     forward, evaluation = callback.summary["forward_backward"], callback.summary["evaluation"]
     assert forward["peak_allocated_bytes"] >= evaluation["peak_allocated_bytes"]  # it holds gradients and activations
 
-
-# ---- Printing
 
 HOST = MemoryReading("cpu", "x86_64", GIB, 3 * GIB // 2, 8 * GIB, 3 * GIB)
 HOST_LINE = "Host memory, no accelerator: this process 1.00 GiB (peak 1.50 GiB), 3.00 GiB of 8.00 GiB available\n"

@@ -129,8 +129,8 @@ def test_experts_are_computed_as_the_configuration_says(recordings: list[str]) -
     assert len(recordings) == len(set(peaks.values())) == 2
 
 
-def test_few_recordings_are_kept(recordings: list[str]) -> None:
-    most = sessions._KEPT_TRACES
+def test_few_recordings_are_kept(recordings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_KEPT_TRACES", most := 3)
     for seq_len in range(1, most + 2):
         estimate(tiny.bert_config(), batch_size=1, seq_len=seq_len)
     assert len(sessions.Session.traces) == most

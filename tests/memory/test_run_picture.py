@@ -110,9 +110,6 @@ def test_no_peak_of_a_long_run_is_lost(gpu, tmp_path, monkeypatch) -> None:  # n
         assert size == WEIGHTS + max(sizes[first - 1 : end - 1])
 
 
-# ---- The model card
-
-
 def test_a_model_card_gets_the_section_once(gpu, tmp_path, figures) -> None:  # noqa: F811
     callback = MemoryReportCallback()
     assert callback.model_card() == ""

@@ -25,9 +25,6 @@ def one_process(**changed: Any) -> Estimate:
     return estimate(config, batch_size=2, seq_len=48, **{"precision": "fp32", "max_grad_norm": 0, **changed})
 
 
-# ---- DDP and FSDP2
-
-
 def test_ddp_holds_buckets_of_all_gradients_beside_them() -> None:
     alone, shared = one_process(), one_process(world_size=2, strategy="ddp")
     gradients_bytes = 4 * alone.trainable_parameters
@@ -86,8 +83,6 @@ def test_a_parameter_of_two_units_is_not_estimable() -> None:
     with pytest.raises(NotEstimableError, match=r"strategy='fsdp2' with cls\.predictions\.\S*bias, which is tied"):
         estimate(config, task="masked-lm", batch_size=1, seq_len=8, world_size=2, strategy="fsdp2")
 
-
-# ---- ZeRO
 
 SIZES = {
     "vocab_size": 8000,

@@ -72,9 +72,6 @@ def test_what_may_be() -> None:
     assert issubclass(NotEstimableError, ValueError)
 
 
-# ---- Why the gradient scaler is refused -----------------------------------------------------------------------------
-
-
 def test_the_scaler_stops_at_the_stand_in_of_optimizers_by_layer() -> None:
     from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 

@@ -38,9 +38,6 @@ def moved(operations: Counter[Any]) -> float:
 GRADIENTS = 4 * sum(parameter.numel() for parameter in tiny.bert().parameters())
 
 
-# ---- Passes and the optimizer's step --------------------------------------------------------------------------------
-
-
 def test_operations_have_the_flops_of_the_estimate() -> None:
     plain, recomputing = small(), small(checkpointing=True)
     for found in (plain, recomputing):
@@ -119,9 +116,6 @@ def test_a_slow_link_makes_a_step_longer_and_the_range_wider() -> None:
     assert times["RTX 3090"].shares["communication"] > 0.1  # type: ignore[union-attr]  # 0.5 GB over PCIe
 
 
-# ---- What an estimate says ------------------------------------------------------------------------------------------
-
-
 def test_the_estimate_shows_the_time() -> None:
     found = small()
     time: Any = found.step_time
@@ -169,9 +163,6 @@ def test_a_time_that_cannot_be_predicted_is_not_guessed(monkeypatch: pytest.Monk
     assert found.step_costs.on(GPUS[A100]).seconds > 0
     with pytest.raises(ValueError, match=r"expected a GPU of the table\. Pass gpu='RTX 3060 12GB'"):
         found.step_costs.on(custom_gpu("8GB"))
-
-
-# ---- Published rows
 
 
 @pytest.fixture(scope="module")

@@ -88,16 +88,15 @@ def test_recorded_bytes_are_those_of_the_trainer(case: str, tmp_path: Path) -> N
     assert peak_bytes(trace) == pytest.approx(trained_peak(tmp_path, STEPS[case]), rel=0.01)
 
 
-def layer_bytes(model: Any) -> int:
-    return sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
-
-
 @pytest.mark.parametrize("case", STEPS)
 def test_bytes_on_the_host_and_over_the_bus_by_hand(case: str) -> None:
     """2 L - 2 fetches of a layer; with a released optimizer its state in and weight and state out as well."""
     step = STEPS[case]
     _, found, model = recorded(step)
-    layer, embeddings = layer_bytes(model), model.get_input_embeddings().weight.nbytes
+    layer, embeddings = (
+        sum(parameter.nbytes for parameter in model.model.layers[0].parameters()),
+        model.get_input_embeddings().weight.nbytes,
+    )
     is_released, on_host = "gradient_release" in step, embeddings * ("embeddings_on_host" in step)
     state = 2 * LAYERS * layer * is_released  # two averages in float32
     assert found.weights_bytes == LAYERS * layer + on_host

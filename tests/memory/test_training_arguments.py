@@ -21,8 +21,6 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"hf_memopt.memory.{module}.current_gpu", lambda: None)
 
 
-# ---- Arguments that are read ----------------------------------------------------------------------------------------
-
 READ: list[tuple[dict[str, Any], dict[str, Any]]] = [  # arguments, and settings; the rest as without
     ({}, {"precision": "fp32", "optim": "sgd", "max_grad_norm": 0.0, "eval_batch_size": None}),
     ({"bf16": True}, {"precision": "bf16"}),
@@ -98,9 +96,6 @@ def test_evaluation_in_16_bits_changes_nothing_while_training(tmp_path: Any, nam
     )
 
 
-# ---- FSDP -----------------------------------------------------------------------------------------------------------
-
-
 def sharded_arguments(folder: Any, **config: Any) -> Any:
     made = compat.fsdp_arguments(offload_params=False)
     return tiny.arguments(folder, bf16=True, **{**made, "fsdp_config": {**made["fsdp_config"], **config}})
@@ -126,9 +121,6 @@ def test_layers_that_fsdp_arguments_name_are_a_note(tmp_path: Any) -> None:
         "fsdp_config['transformer_layer_cls_to_wrap']='BertLayer' is not read: the layers that the model's class names "
         "are wrapped (_no_split_modules)"
     )
-
-
-# ---- The names of TrainingArguments as settings ---------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # transformers 5.23.0 has a new name

@@ -40,9 +40,6 @@ def learned(row: dict[str, Any], tokenizer: Any) -> list[str]:
     return [tokenizer.decode(part) for part in parts if part]
 
 
-# ---- Language models
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_only_answers_are_learned(name: str) -> None:
     template = TEMPLATES[name]
@@ -159,8 +156,6 @@ def test_a_template_that_writes_a_message_twice_is_refused() -> None:
         read([{"messages": TURNS}] * 2, byte_tokenizer("</s>", shuffled))
 
 
-# ---- Labels
-
 LABELS = TABLES["labels"]
 
 
@@ -198,9 +193,6 @@ def test_a_task_overrides_the_type() -> None:
     found = read(rows, tiny.tokenizer(), "regression")
     assert (found.head["num_labels"], found.head["problem_type"]) == (1, "regression")
     assert found.train.features["labels"].dtype == "float64"
-
-
-# ---- Encoders
 
 
 def test_pairs_of_texts() -> None:
@@ -283,9 +275,6 @@ def test_source_and_target() -> None:
     )
 
 
-# ---- Splits and columns
-
-
 def test_named_splits_are_taken() -> None:
     rows = datasets.Dataset.from_list([{"text": f"w{i}"} for i in range(4)])
     parts = datasets.DatasetDict(train=rows.select([0, 1]), test=rows.select([2]), validation=rows.select([3]))
@@ -316,8 +305,6 @@ def test_other_names_are_given() -> None:
     with pytest.raises(ValueError, match=r"name 'bodi', which is not in the data.*Did you mean 'body'"):
         read(rows, tiny.tokenizer(), "sequence-classification", columns={"text": "bodi"})
 
-
-# ---- Metrics
 
 RIGHT = np.array([0, 1, 2, 1])
 FOUND = np.array([0, 1, 1, 1])

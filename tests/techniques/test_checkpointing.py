@@ -85,9 +85,6 @@ def attributes(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-# ---- Gradients and bytes --------------------------------------------------------------------------------------------
-
-
 def with_dropout(attention: str) -> Any:
     dropouts = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
     return tiny.bert(**dropouts, attn_implementation=attention).train()
@@ -147,9 +144,6 @@ def test_a_frozen_prefix_saves_nothing_under_checkpointing(policy: str) -> None:
     assert [layer.gradient_checkpointing for layer in model.bert.encoder.layer] == [True] * 4
 
 
-# ---- Which layers ---------------------------------------------------------------------------------------------------
-
-
 def test_every_second_layer_is_the_one_that_stock_counts() -> None:
     for name in ("bert", "t5", "bart"):
         model, stock = build(name), build(name)
@@ -168,9 +162,6 @@ def test_the_first_layers_are_those_of_each_stack_and_a_policy_replaces_another(
     assert [layer.gradient_checkpointing for layer in layers] == [True, False, True, False]
 
 
-# ---- Undo -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_handle_puts_a_model_that_was_checkpointed_back_as_it_was(policy: str) -> None:
     model = build("bert")
@@ -182,17 +173,11 @@ def test_the_handle_puts_a_model_that_was_checkpointed_back_as_it_was(policy: st
     assert attributes(model) == before
 
 
-# ---- Refusals -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
 def test_offload_needs_an_accelerator() -> None:
     says = "there is no accelerator" if can_offload_checkpoints() else "is not known to transformers"
     with pytest.raises(ValueError, match=f"^offload=True .*{says}.*; expected .* "):
         checkpoint_layers(build("bert"), "full", offload=True)
-
-
-# ---- Estimates ------------------------------------------------------------------------------------------------------
 
 
 def forward_end_bytes(config: Any, policy: str | None, **settings: Any) -> tuple[int, int]:
@@ -218,26 +203,11 @@ def test_the_estimator_tells_policies_apart() -> None:
     assert flops["selective"] == flops[None]  # every product is kept, and this attention has no dropout
 
 
-@pytest.mark.skipif(not can_offload_checkpoints(), reason="transformers before 5.17")
-def test_the_estimator_sees_what_is_offloaded() -> None:
-    config = tiny.llama_config(architectures=["LlamaForCausalLM"])
-    given = {"batch_size": 4, "seq_len": 48, "gpu": "RTX 3060 12GB", "precision": "fp32"}
-    found = [
-        estimate(config, **given, prepare=(partial(checkpoint_layers, policy="first_1", offload=offload),))
-        for offload in (False, True)
-    ]
-    assert [one.host_bytes for one in found] == [0, 2**15]  # the input of the layer, 24,576 bytes, page-locked
-    assert found[0].flops == found[1].flops
-
-
 def test_attention_with_dropout_is_recomputed_whole() -> None:
     config = tiny.bert_config(attention_probs_dropout_prob=0.1, architectures=["BertForSequenceClassification"])
     (_, plain), (_, selective) = (forward_end_bytes(config, policy) for policy in (None, "selective"))
     heads_, width, seq, batch, layers = 2, 16, 48, 4, 2
     assert selective - plain == layers * 2 * (2 * batch * heads_ * seq * seq * width)  # two products of attention
-
-
-# ---- The callback ---------------------------------------------------------------------------------------------------
 
 
 def train(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
@@ -259,9 +229,6 @@ def test_the_policy_replaces_that_of_the_arguments_and_says_so(
     assert [record.getMessage() for record in caplog.records if "Checkpointing" in record.getMessage()] == [
         "CheckpointingCallback recomputes 1 of 2 layers, by policy 'first_1'"
     ]
-
-
-# ---- The budget of torch.compile ------------------------------------------------------------------------------------
 
 
 class Budgets(TrainerCallback):

@@ -105,9 +105,6 @@ def large(model: nn.Module, *, embeddings: bool = True) -> set[str]:
     return names if embeddings else {name for name in names if "embeddings" not in name and "transformer.w" not in name}
 
 
-# ---- every optimizer, by hand
-
-
 def dequantised_slowly(state: dict[str, Any], number: int) -> torch.Tensor:
     """Look every code up and scale it by its block's maximum, one element after the other."""
     values, scales, table = state[f"state{number}"], state[f"absmax{number}"], state[f"qmap{number}"]
@@ -160,9 +157,6 @@ def test_embeddings_have_32_bits_from_the_start_tied_and_shared_ones_too(kind: A
     assert in_8_bits(model, optimizer) == {"hidden.weight"}
 
 
-# ---- what the user registered goes on working
-
-
 def test_what_a_user_registered_moves_along() -> None:
     """By module, by parameter, and of an embedding itself, whose learning rate is merged with its bits."""
     model = Words()
@@ -200,9 +194,6 @@ def test_what_belongs_to_other_models_stays() -> None:
     assert singleton().index2config == {(7, 7): {"optim_bits": 32}}
 
 
-# ---- undo
-
-
 def test_undo_leaves_what_the_user_registered() -> None:
     model = Words()
     optimizer = make(AdamW8bit, model)
@@ -218,9 +209,6 @@ def test_undo_leaves_what_the_user_registered() -> None:
     step(model, optimizer)
     assert torch.equal(model.embedding.weight, before)
     assert in_8_bits(model, optimizer) == {"embedding.weight", "hidden.weight"}
-
-
-# ---- with the stock Trainer: every way of passing an optimizer
 
 
 OutsideBitsandbytes = type("OutsideBitsandbytes", (AdamW8bit,), {"__module__": "user.code"})
@@ -274,9 +262,6 @@ def test_a_second_train_converts_what_the_first_left_in_8_bits(tmp_path: Path) -
     assert in_8_bits(model, trainer.optimizer) == large(model, embeddings=False)
 
 
-# ---- the singleton's leak
-
-
 @pytest.mark.parametrize("callbacks", [(), (EmbeddingBitsCallback(),)], ids=["stock", "ours"])
 def test_nothing_leaks_into_the_next_model_as_of_stock(callbacks: Any, tmp_path: Path) -> None:
     """Stock's leak is the reason for a registry per optimizer; bitsandbytes or ``Trainer`` may learn something."""
@@ -296,9 +281,6 @@ def test_a_leak_that_is_there_already_does_not_reach_us(tmp_path: Path) -> None:
     assert in_8_bits(model, optimizer) == {"first.weight"}
 
 
-# ---- the check after the first step
-
-
 def test_the_check_waits_for_a_step_that_was_not_skipped_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
     model = Words()
     given = {"model": model, "optimizer": make(AdamW8bit, model)}
@@ -314,9 +296,6 @@ def test_the_check_waits_for_a_step_that_was_not_skipped_and_logs_once(caplog: p
         "EmbeddingBitsCallback keeps 1 embedding state in float32; the whole optimizer state is float32 100.5 KiB, "
         "uint8 32.0 KiB"
     ]
-
-
-# ---- private names of bitsandbytes, each with the versions it was seen in
 
 
 def test_the_fields_of_a_manager() -> None:

@@ -94,13 +94,9 @@ def make_trainer(
     of_trainer = {key.removeprefix("trainer_"): settings.pop(key) for key in list(settings) if "trainer_" in key}
     args = tiny.arguments(output_dir, **{"per_device_eval_batch_size": 7, **settings})
     examples = uneven(head.examples(16))
-    defaults = {"data_collator": default_data_collator, "compute_metrics": no_metrics}
+    defaults = {"data_collator": default_data_collator, "compute_metrics": lambda prediction: {}}
     trainer = Trainer(model=model, args=args, eval_dataset=examples, **{**defaults, **of_trainer})
     return trainer, None if rows is None else Limit(model, rows)
-
-
-def no_metrics(prediction: Any) -> dict[str, float]:
-    return {}
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -127,9 +123,6 @@ def assert_same_output(one: Any, other: Any) -> None:
     assert_same(one.predictions, other.predictions)
     assert_same(one.label_ids, other.label_ids)
     assert one.metrics["test_loss"] == pytest.approx(other.metrics["test_loss"], rel=TOLERANCE)
-
-
-# ---- Recovery -------------------------------------------------------------------------------------------------------
 
 
 def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -334,9 +327,6 @@ def test_stock_counts_items_once_per_batch_by_this_name(tmp_path: Path) -> None:
     assert limit.failures == 2
 
 
-# ---- Outputs --------------------------------------------------------------------------------------------------------
-
-
 def of_lengths(count: int = 16) -> list[dict[str, Any]]:
     """Token examples of 3 to 12 tokens."""
     rows = []
@@ -452,10 +442,6 @@ def test_arguments_are_the_users_after_an_evaluation(tmp_path: Path) -> None:
     assert not {"evaluation_loop", "prediction_step"} & vars(trainer).keys()
 
 
-def little_memory(available_bytes: int) -> Callable[[Any], Any]:
-    return lambda device=None: replace(read_memory("cpu"), host_available_bytes=available_bytes)
-
-
 @pytest.mark.parametrize(
     ("available", "settings", "needs"),
     [  # two processes of a host, each of which keeps the outputs of all; then a short first batch
@@ -466,7 +452,9 @@ def little_memory(available_bytes: int) -> Callable[[Any], Any]:
 def test_outputs_that_cannot_be_kept_are_refused(
     available: int, settings: dict[str, Any], needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_outputs, "read_memory", little_memory(available))
+    monkeypatch.setattr(
+        kept_outputs, "read_memory", lambda device=None: replace(read_memory("cpu"), host_available_bytes=available)
+    )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if settings else "1")
     trainer = token_trainer(tmp_path, **settings)
     if not settings:
@@ -561,9 +549,6 @@ def test_50_000_classes_stay_below_200_megabytes(tmp_path: Path) -> None:
     assert (guarded["eval_loss"], guarded["eval_class"]) == (stock["eval_loss"], stock["eval_class"])
 
 
-# ---- Arguments and errors -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("logits", "shown"),
     [
@@ -617,9 +602,6 @@ def test_two_reductions_are_refused(tmp_path: Path) -> None:
         "reduce='argmax' and preprocess_logits_for_metrics=<class_predictions> would both reduce the logits; expected "
         "one of them. Write: EvaluationGuardCallback(reduce=None)"
     )
-
-
-# ---- Two processes --------------------------------------------------------------------------------------------------
 
 
 def test_one_process_of_two_recovers(tmp_path: Path) -> None:

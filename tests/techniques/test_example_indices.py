@@ -140,9 +140,6 @@ def test_asking_changes_no_weight_and_reads_no_example(tmp_path: Path) -> None:
     assert asked.train_dataset.reads == unasked.train_dataset.reads == 2 * EXAMPLES
 
 
-# ---- where nothing is told
-
-
 class OwnSampler(RandomSampler):
     pass
 
@@ -181,9 +178,6 @@ def test_nothing_is_told_after_an_epoch_that_was_cut_short(tmp_path: Path) -> No
     trainer.add_callback(StopsTheFirstEpoch())
     pairs = told_and_seen(trainer)
     assert [told for _, told in pairs] == [pairs[0][0], pairs[1][0], *[None] * 6]
-
-
-# ---- two processes
 
 
 def test_each_of_two_processes_is_told_its_own(tmp_path: Path) -> None:

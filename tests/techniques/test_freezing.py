@@ -65,9 +65,6 @@ def under(model: nn.Module, prefixes: list[str]) -> set[str]:
     return {name for name, _ in model.named_parameters() if name.startswith(tuple(prefixes))}
 
 
-# ---- what the patterns mean
-
-
 @pytest.mark.parametrize(("kind", "word", "names"), CASES)
 def test_a_word_names_the_same_part_of_each_architecture(kind: str, word: str, names: list[str]) -> None:
     model = build(kind)
@@ -140,9 +137,6 @@ def test_a_tied_head_is_frozen_under_either_name(pattern: str) -> None:
     assert not model.lm_head.weight.requires_grad
 
 
-# ---- PEFT
-
-
 def lora(model: nn.Module) -> peft.PeftModel:
     modules = {"target_modules": ["query", "word_embeddings"], "modules_to_save": ["classifier"]}
     return peft.get_peft_model(model, peft.LoraConfig(r=2, **modules))
@@ -174,9 +168,6 @@ def test_names_are_those_of_the_wrapped_model() -> None:
     assert all(".layer.2." in name for name in left)
 
 
-# ---- undo
-
-
 def test_the_handle_restores_exactly_the_flags_it_changed() -> None:
     model = bert()
     model.bert.pooler.requires_grad_(False)
@@ -197,9 +188,6 @@ def test_freezing_drops_a_gradient_that_an_optimizer_would_still_use() -> None:
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert moved(before, model).isdisjoint(under(model, ["bert.encoder.layer.0."]))
     assert "bert.encoder.layer.1.output.dense.weight" in moved(before, model)
-
-
-# ---- the activations that a frozen prefix saves
 
 
 class Saved:
@@ -244,9 +232,6 @@ def test_a_frozen_prefix_saves_its_activations_and_a_suffix_does_not() -> None:
         model = six_layers()
         freeze(model, patterns)
         assert bounds[0] < saved_bytes(model) / everything < bounds[1]
-
-
-# ---- with the stock Trainer
 
 
 def train(model: Any, folder: Path, *callbacks: Any, **settings: Any) -> Trainer:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import slow_except
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
@@ -89,10 +90,10 @@ def logged(trainer: Trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-# ---- Exact ----------------------------------------------------------------------------------------------------------
+QUICK = ("bert-tokens", "bert-questions", "llama", "llama-left", "llama-smoothed", "t5", "vit")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(QUICK, CASES))
 def test_weights_and_losses_are_those_of_the_unsplit_run(name: str, tmp_path: Path) -> None:
     whole = run(CASES[name], tmp_path)
     scarcity = Scarcity(limit=2 if name == "vit" else 24)
@@ -235,9 +236,6 @@ def test_a_gpu_that_is_really_full_recovers(tmp_path: Path) -> None:
     assert tiny.largest_difference(whole.model, trainer.model) <= 1e-6  # a GPU adds in another order
 
 
-# ---- What is held, what is left ------------------------------------------------------------------------------------
-
-
 class Activations:
     """Keep weak references to the outputs of a module, by training pass, and whether a weight has a gradient then."""
 
@@ -316,9 +314,6 @@ def test_an_example_that_does_not_fit_is_named_and_leaves_no_trace(where: str, t
     assert all(torch.equal(before[name], weight) for name, weight in trainer.model.state_dict().items())
 
 
-# ---- Limits --------------------------------------------------------------------------------------------------------
-
-
 def test_each_change_of_the_limit_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = MicrobatchCallback()
     with caplog.at_level(logging.INFO, "hf_memopt"):
@@ -374,8 +369,7 @@ class OwnLoss(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, OwnLoss])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("trainer_class", "where"), [(Trainer, "forward"), (OwnLoss, "backward")])
 def test_what_repetitions_cost_is_told_whole(trainer_class: type[Trainer], where: str, tmp_path: Path) -> None:
     def fail(rows: int) -> None:
         if rows > 2 and trainer.state.global_step == 1:
@@ -472,9 +466,6 @@ def test_lowering_ends_with_micro_batches_that_fit_or_one_row(lengths: list[int]
         pytest.fail("never ended")
 
 
-# ---- Resume --------------------------------------------------------------------------------------------------------
-
-
 def saved_in(checkpoint: Path) -> Any:
     return json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"][SAVED]
 
@@ -496,9 +487,6 @@ def test_a_resumed_run_starts_with_the_limit_and_equals_the_straight_run(tmp_pat
     assert anew.limits["max_tokens"].limit == 60
 
 
-# ---- Refusals ------------------------------------------------------------------------------------------------------
-
-
 class Normed(nn.Module):
     """A classifier with a batch norm."""
 
@@ -516,7 +504,7 @@ class Normed(nn.Module):
 def test_a_model_without_a_backbone_is_cut_in_its_children(tmp_path: Path) -> None:
     case = Case(Normed, mixed_rows)
     whole = run(case, tmp_path)
-    for settings in ({}, {"max_examples": 2}, {"max_examples": 2, "backbone": "embed"}):
+    for settings in ({"max_examples": 2}, {"max_examples": 2, "backbone": "embed"}):
         split = run(case, tmp_path, MicrobatchCallback(**settings))
         assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
     change = run(case, tmp_path, MicrobatchCallback(max_examples=2)).memopt_changes[-1]
@@ -582,9 +570,6 @@ def test_limits_are_validated_at_once(settings: dict[str, Any], expected: str) -
         MicrobatchCallback(**settings)
     [(name, value)] = settings.items()
     assert str(error.value) == f"{name}={value!r} is invalid; expected {expected}"
-
-
-# ---- The trainer ---------------------------------------------------------------------------------------------------
 
 
 def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:

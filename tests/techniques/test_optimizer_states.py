@@ -88,9 +88,6 @@ def test_weights_are_refused_on_a_gpu_that_emulates_them(monkeypatch: pytest.Mon
     )
 
 
-# ---- bytes of any optimizer's state
-
-
 class Wrapped(torch.Tensor):
     """A tensor subclass that holds its data in other tensors, as sharded and quantised ones do."""
 

@@ -58,15 +58,6 @@ def over_boxes(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
     return torch.stack(losses).sum() / sum(map(len, inputs["boxes"]))
 
 
-def two_means(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    """A mean over rows, and one over those rows that have a second label."""
-    return functional.cross_entropy(logits, inputs["labels"]) + functional.cross_entropy(logits, inputs["second"])
-
-
-def weighted_classes(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    return functional.cross_entropy(logits, inputs["labels"], weight=torch.tensor([1.0, 1.0, 5.0]))
-
-
 def in_batch_negatives(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
     return functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
 
@@ -97,11 +88,8 @@ LOSSES = {
         weighted_mean,
         masked_tokens,
         over_boxes,
-        two_means,
-        weighted_classes,
         in_batch_negatives,
         penalty,
-        pairs,
         hard_examples,
         random_mask,
     )
@@ -117,7 +105,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def rows_of_all_columns() -> list[dict[str, Any]]:
     rows = mixed_rows(BATCHES * ROWS)
     for i, row in enumerate(rows):
-        row |= {"weight": (1.0, 9.0, 0.1, 3.0)[i % 4], "second": i % 3 if i % 2 else -100}
+        row |= {"weight": (1.0, 9.0, 0.1, 3.0)[i % 4]}
         row |= {"boxes": torch.arange((1, 5, 1, 4, 2, 6)[i % 6]) % 3, "loss_mask": [1.0, 0.0] * (1 + i % 3)}
     return rows
 
@@ -169,9 +157,6 @@ def assert_same(kind: type[Trainer], folder: Path, callback: MicrobatchCallback,
     return parts
 
 
-# ---- Steps ----------------------------------------------------------------------------------------------------------
-
-
 class MakesItsBatches(OwnLoss):
     """Gets a list of rows in its step, as trainers do that generate."""
 
@@ -185,7 +170,7 @@ class Popping(Trainer):
     """Takes columns of its own out of the batch."""
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        for name in ("weight", "second", "boxes", "loss_mask"):
+        for name in ("weight", "boxes", "loss_mask"):
             assert len(inputs.pop(name)) == ROWS
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -321,7 +306,7 @@ def test_a_loss_over_the_batch_is_exact(name: str, tmp_path: Path) -> None:
     assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2, **settings), model=build())
 
 
-@pytest.mark.parametrize(("kind", "call"), [(Attacks, 2), (AttacksAll, 2), (Teaches, 1)])
+@pytest.mark.parametrize(("kind", "call"), [(Attacks, 2), (Teaches, 1)])
 def test_memory_that_runs_out_after_a_change_is_raised_and_the_remedy_helps(
     kind: Any, call: int, tmp_path: Path
 ) -> None:
@@ -356,7 +341,7 @@ class Swallows(OwnLoss):
     ("kind", "call", "where", "steps"),
     [
         (KeepsAMean, 2, "backward", 1),
-        *((Swallows, 2, where, 1) for where in ("forward", "backward")),
+        (Swallows, 2, "forward", 1),
         (own("hard_examples"), 3, "backward", 3),  # the last of the first window
     ],
 )
@@ -371,9 +356,6 @@ def test_a_step_that_runs_out_is_repeated_as_it_began(
     assert scarcity.errors == 1
     assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
     assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-6)
-
-
-# ---- Stated losses --------------------------------------------------------------------------------------------------
 
 
 def plain_mean(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
@@ -429,9 +411,6 @@ def test_an_unknown_name_lists_the_nearest(tmp_path: Path) -> None:
     )
 
 
-# ---- Evaluation -----------------------------------------------------------------------------------------------------
-
-
 class PopsLabels(OwnLoss):
     """Predicts with the labels taken out of the batch."""
 
@@ -454,11 +433,8 @@ class Full(Scarcity):
                 self.fail()
 
 
-@pytest.mark.parametrize("limit", [2, 3])
 @pytest.mark.parametrize("kind", [own("in_batch_negatives"), own("hard_examples"), PopsLabels])
-def test_an_evaluation_that_runs_out_of_memory_gives_what_stock_gives(
-    kind: type[Trainer], limit: int, tmp_path: Path
-) -> None:
+def test_an_evaluation_that_runs_out_of_memory_gives_what_stock_gives(kind: type[Trainer], tmp_path: Path) -> None:
     def figures(predictions: Any) -> dict[str, float]:
         assert predictions.label_ids.shape == (BATCHES * ROWS,)
         return {"accuracy": float((predictions.predictions.argmax(1) == predictions.label_ids).mean())}
@@ -467,7 +443,7 @@ def test_an_evaluation_that_runs_out_of_memory_gives_what_stock_gives(
     for callbacks in ((), (MicrobatchCallback(),)):
         trainer = make(kind, tmp_path, *callbacks, label_names=["labels"])
         trainer.compute_metrics = figures
-        scarcity = Full(limit=limit if callbacks else 100)
+        scarcity = Full(limit=3 if callbacks else 100)
         scarcity.watch(trainer.model)
         predictions = trainer.predict(trainer.eval_dataset)
         found.append((predictions.metrics["test_loss"], predictions.metrics["test_accuracy"], predictions.label_ids))

@@ -27,8 +27,6 @@ from hf_memopt.binding import checkpointing_arguments, enable_checkpointing
 from hf_memopt.devices import against_float16, check_precision, choose_precision, precision_support
 from hf_memopt.units import format_bytes
 
-# ---- Which precision ------------------------------------------------------------------------------------------------
-
 Play = Callable[..., None]
 HERE = Path(__file__).parent
 
@@ -90,9 +88,6 @@ def test_a_language_model_within_another_model_counts_and_of_others_nothing_is_s
     assert against_float16(config=within).startswith("gemma2 ")
     for config in (None, object(), transformers.BertConfig(), transformers.LlamaConfig()):
         assert against_float16(config=config) == against_float16("Tesla T4", config) == ""
-
-
-# ---- Autocast's cache -----------------------------------------------------------------------------------------------
 
 
 def make_trainer(folder: Any, *callbacks: TrainerCallback, model: Any = None, **settings: Any) -> Trainer:
@@ -263,9 +258,6 @@ def test_the_users_autocast_handler_is_kept_and_comes_back(former: Any, tmp_path
     assert trainer.accelerator.autocast_handler == AutocastKwargs(enabled=is_enabled, cache_enabled=False)
     callback.handle.remove()
     assert trainer.accelerator.autocast_handler is former
-
-
-# ---- Master weights -------------------------------------------------------------------------------------------------
 
 
 def half_llama() -> Any:

@@ -78,9 +78,6 @@ def trained(model: Any, **batch: Any) -> tuple[torch.Tensor, dict[str, torch.Ten
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-# ---- Exactness -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", slow_except(("mixtral", "qwen2_moe", "gpt_oss"), FAMILIES))
 def test_losses_and_gradients_are_those_of_the_dequantised_weights(kind: str, dtype: torch.dtype) -> None:
@@ -150,9 +147,7 @@ def test_streamed_layers_fetch_stacks_too() -> None:
     assert same(trained(adapted), trained(whole))
 
 
-# ---- Bytes -----------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_mixtral_and_qwen_fit() -> None:
     settings = {"batch_size": 1, "seq_len": 512, "lora": 16, "load_in": "nf4", "gpu": "RTX 4090", "precision": "bf16"}
     settings |= {"checkpointing": True, "autocast_cache": False, "lora_targets": ("q_proj", "v_proj")}
@@ -178,9 +173,6 @@ def test_recorded_bytes_are_those_of_a_real_model() -> None:
     model.requires_grad_(False).lm_head.requires_grad_(True)
     found = estimate(model, batch_size=2, seq_len=24, gpu="RTX 4090")
     assert found.components["weights"] == pytest.approx(weights, rel=0.15)  # each in blocks of 512 bytes
-
-
-# ---- Loading ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek"])
@@ -258,9 +250,6 @@ def test_loading_takes_the_quantised_model_a_shard_and_an_expert(tmp_path: Path)
     assert peak_bytes < model_bytes + 300 * 2**20 + 3 * 1024 * 3584 * 2
 
 
-# ---- What is undone, copied and refused ------------------------------------------------------------------------------
-
-
 def test_what_was_done_is_undone() -> None:
     model = mixture()
     names, before = {name for name, _ in model.named_parameters()}, model.config._experts_implementation
@@ -295,9 +284,6 @@ def test_saving_the_whole_model_is_refused(tmp_path: Path) -> None:
     handle.remove()
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).train()(IDS).logits, model(IDS).logits)
-
-
-# ---- Plans -----------------------------------------------------------------------------------------------------------
 
 
 def test_plans_put_experts_into_four_bits() -> None:

@@ -42,8 +42,6 @@ pytestmark = [
 ]
 IDS = torch.randint(5, 100, (8, 12), generator=torch.Generator().manual_seed(1))
 
-# ---- Models, as the table writes them
-
 
 def streamed(model: Any, **settings: Any) -> Any:
     hf_memopt.stream_layers(model, **settings)
@@ -149,9 +147,6 @@ class Meddling(transformers.TrainerCallback):
     def on_train_begin(self, *args: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         optimizer.optimizer.mng = bitsandbytes.optim.GlobalOptimManager.get_instance()
         optimizer.optimizer.mng.override_config(model.embedding.weight, "optim_bits", 8)
-
-
-# ---- Calls
 
 
 def begin(callback: Any, model: Any, **settings: Any) -> None:

@@ -78,9 +78,6 @@ def same_state(optimizer: Any, parameter: nn.Parameter, plain: Any, master: nn.P
     return same(own, plain.state[master])
 
 
-# ---- the update
-
-
 of_bitsandbytes = bitsandbytes.optim
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
@@ -175,9 +172,6 @@ def test_a_parameter_that_is_not_contiguous(kind: Any) -> None:
     assert torch.equal(*found)
 
 
-# ---- rounding
-
-
 def test_random_numbers_are_its_own_and_the_same_in_each_process() -> None:
     found = []
     for seed in (1, 2):
@@ -190,9 +184,6 @@ def test_random_numbers_are_its_own_and_the_same_in_each_process() -> None:
         found.append(parameters)
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
-
-
-# ---- the stock Trainer
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -276,14 +267,3 @@ def test_a_copy_goes_on_as_the_original(copied: Callable[[Any], Any]) -> None:
     train(optimizer, parameters, 1, start=1)
     train(twin, twins, 1, start=1)
     assert all(torch.equal(one, other) for one, other in zip(parameters, twins, strict=True))
-
-
-# ---- refused
-
-
-def test_the_class() -> None:
-    kind = sixteen_bit_optimizer(torch.optim.AdamW)
-    assert kind is sixteen_bit_optimizer(torch.optim.AdamW, "stochastic")
-    assert kind is not sixteen_bit_optimizer(torch.optim.AdamW, "kahan")
-    assert issubclass(kind, torch.optim.AdamW)
-    assert (kind.__name__, kind.technique, kind.rounding) == ("SixteenBitAdamW", "16-bit weights", "stochastic")

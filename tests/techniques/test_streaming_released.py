@@ -8,6 +8,7 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
+from slow_cases import slow_except
 from test_streaming import LAYERS, llama, rows
 from transformers import Trainer
 
@@ -52,7 +53,7 @@ def train(folder: Path, kind: Any, options: Any, *, streamed: bool, resume: str 
     return trainer
 
 
-@pytest.mark.parametrize("case", CLASSES)
+@pytest.mark.parametrize("case", slow_except(("fused AdamW", "clipped AdamW", "16-bit weights, 8-bit AdamW"), CLASSES))
 def test_steps_on_the_device_are_those_of_the_plain_class(case: str, tmp_path: Path) -> None:
     """Weights, and all of the optimizer's state under the parameters of the host; in one step, and resumed."""
     kind, options, released = CLASSES[case]

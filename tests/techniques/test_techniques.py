@@ -46,9 +46,6 @@ def difference(one: Any, other: Any) -> float:
     return tiny.largest_difference(one.trainer.model, other.trainer.model)
 
 
-# ---- Each alone -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Callable[[str], Any]:
     """What a technique trains by itself: one run for all tests that compare with it."""
@@ -97,7 +94,9 @@ def test_a_used_callback_is_copied_unused_and_keeps_nothing_alive(name, tmp_path
     assert [reference() for reference in references] == [None] * 3
 
 
-@pytest.mark.parametrize("name", WITH_CALLBACK)
+@pytest.mark.parametrize(
+    "name", slow_except(("freezing", "streamed layers", "micro-batching", "precision"), WITH_CALLBACK)
+)
 def test_a_model_made_for_each_run_is_trained_as_the_one_before(name, alone, tmp_path) -> None:
     trainer = make_trainer([name], tmp_path, model_init=lambda: model_of([name]))
     for _ in range(2):
@@ -137,8 +136,8 @@ def state_of(trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", WITH_CALLBACK)
 def test_the_handle_undoes_it(name, tmp_path) -> None:
     """Attach with and without the technique, train twice, undo once: nothing of it is left."""
-    plain = make_trainer([], tmp_path, model=TABLE[name].model, **TABLE[name].settings)
-    trainer = make_trainer([name], tmp_path)
+    plain = make_trainer([], tmp_path, model=TABLE[name].model, max_steps=3, **TABLE[name].settings)
+    trainer = make_trainer([name], tmp_path, max_steps=3)
     for one in (plain, trainer, plain, trainer):
         one.train()
     if (handle := getattr(callback_of(trainer, name), "handle", None)) is not None:
@@ -209,8 +208,11 @@ def callback_of(trainer: Any, name: str) -> Any:
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda trainer: pickle.loads(pickle.dumps(trainer))}
 
 
+OFTEN_COPIED = (*NEED_ATTACH, "length buckets", "16-bit weights", "streamed layers")
+
+
 @pytest.mark.parametrize("way", slow_except(("pickle",), COPIES))
-@pytest.mark.parametrize("name", TECHNIQUES)
+@pytest.mark.parametrize("name", slow_except(OFTEN_COPIED, TECHNIQUES))
 def test_a_copied_trainer_acts_on_itself_alone(name, way, alone, tmp_path) -> None:
     """Not attached, as a copy is, it trains as stock or says that it must be attached; attached, as the original."""
     GradientState._reset_state()  # where an iteration broke off it holds weak references, which do not pickle
@@ -236,9 +238,6 @@ def test_a_copied_trainer_acts_on_itself_alone(name, way, alone, tmp_path) -> No
     assert tiny.largest_difference(original.model, expected) == 0.0
 
 
-# ---- Together -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("setting", slow_except(("nothing",), ["nothing", *RUN_IN_ONE_PROCESS]))
 @pytest.mark.parametrize("group", GROUPS)
 def test_techniques_keep_the_weights_together(group, setting, tmp_path) -> None:
@@ -252,9 +251,10 @@ def test_techniques_keep_the_weights_together(group, setting, tmp_path) -> None:
     assert ours.trainer.state.global_step == STEPS
 
 
-def test_techniques_keep_the_weights_in_two_processes(tmp_path) -> None:
-    for found in run_pair(tmp_path, technique_ranks.__file__, str(tmp_path)):
-        assert set(found) == {f"{setting}: {group}" for setting in technique_ranks.FLAGS for group in GROUPS}
+@pytest.mark.parametrize("cases", [technique_ranks.QUICK, pytest.param(technique_ranks.CASES, marks=pytest.mark.slow)])
+def test_techniques_keep_the_weights_in_two_processes(cases, tmp_path) -> None:
+    for found in run_pair(tmp_path, technique_ranks.__file__, str(tmp_path), *cases):
+        assert list(found) == list(cases)
         for case, furthest in found.items():
             setting, group = case.split(": ")
             names = technique_ranks.names_under(setting, group)
@@ -266,9 +266,6 @@ def test_the_groups_hold_every_pair_that_is_not_refused() -> None:
         for other in TECHNIQUES:
             if one != other and fits(one, other):
                 assert any({one, other} <= group for group in GROUPS.values()), (one, other)
-
-
-# ---- Refused --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("refusal", every_refusal(), ids=lambda refusal: f"{refusal.one} and {refusal.other}")

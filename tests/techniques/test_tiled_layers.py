@@ -44,9 +44,6 @@ def of_llama(model: Any, ids: torch.Tensor = IDS) -> tuple[torch.Tensor, dict[st
     return trained(model, {"input_ids": ids, "labels": ids})
 
 
-# ---- Exactness ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", cases("tiled"))
 def test_losses_and_gradients_are_those_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of 12 positions or experts of 24 tokens are at least two tiles; with and without checkpointing."""
@@ -139,9 +136,6 @@ def test_evaluation_is_tiled_too() -> None:
         torch.testing.assert_close(model(input_ids=IDS).logits, whole, rtol=1e-13, atol=1e-13)
 
 
-# ---- Sixteen bits ----------------------------------------------------------------------------------------------------
-
-
 def calls_of(module: nn.Module) -> list[int]:
     """Return the positions of each call of a part of the module, filled while it is called."""
     found: list[int] = []
@@ -183,9 +177,6 @@ def test_sixteen_bits_err_little_more_than_stocks(is_autocast: bool) -> None:
     assert error() <= (1.05 if is_autocast else 1.5) * stocks
 
 
-# ---- Checkpointing ---------------------------------------------------------------------------------------------------
-
-
 def test_reentrant_checkpointing_becomes_non_reentrant_and_back() -> None:
     model = llama()
     enable_checkpointing(model, {"use_reentrant": True})
@@ -210,9 +201,6 @@ def test_the_trainer_s_checkpointing_becomes_non_reentrant(tmp_path: Path) -> No
         "2 modules, such as model.layers.0.mlp: 'all positions at once' -> 'tiles of 8 tokens' (each works on each "
         "position alone)"
     )
-
-
-# ---- What is asked ---------------------------------------------------------------------------------------------------
 
 
 def much(hidden: torch.Tensor) -> torch.Tensor:
@@ -272,13 +260,6 @@ class Asked(nn.Module):
 
     def forward(self, hidden: torch.Tensor, shift: Any = None) -> torch.Tensor:
         return much(hidden) if shift is None else much(hidden) + shift
-
-
-@pytest.mark.parametrize("kind", [Mixing, Carrying, Counting, Choosing])
-def test_what_does_not_work_on_each_position_alone_is_not_tiled(kind: type[nn.Module]) -> None:
-    model = llama()
-    model.model.layers[1].mlp = kind()
-    assert [*tile_layers(model, 8).modules] == ["model.layers.0.mlp"]
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])

@@ -58,9 +58,6 @@ def make_trainer(model: Any, folder: Path, *callbacks: TrainerCallback, **settin
     return Trainer(model, arguments, train_dataset=tiny.rows(16), callbacks=list(callbacks), **of_trainer)
 
 
-# ---- What is trained when -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, bitsandbytes.optim.AdamW8bit])
 @pytest.mark.parametrize(
     ("schedule", "settings", "stages"),
@@ -125,9 +122,6 @@ def test_freezing_something_else_goes_together(tmp_path: Path) -> None:
     assert trainable(model) == under(model, ("classifier.", "bert.encoder.", "bert.pooler."))
 
 
-# ---- What is recorded and undone ------------------------------------------------------------------------------------
-
-
 def test_changes_and_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, callback = tiny.bert(), GradualUnfreezeCallback(SCHEDULE)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -170,9 +164,6 @@ def test_the_handle_undoes_all_stages(tmp_path: Path) -> None:
         assert callback.handle is not None
         callback.handle.remove()
         assert trainable(model) == before
-
-
-# ---- Refused --------------------------------------------------------------------------------------------------------
 
 
 def test_several_processes_are_refused_without_attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
