@@ -24,13 +24,7 @@ from transformers import Trainer
 import scarcity
 import technique_table
 import tiny
-from hf_memopt import (
-    FusedCrossEntropyCallback,
-    MicrobatchCallback,
-    OverflowCallback,
-    ShardedCheckpointCallback,
-    attach,
-)
+from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, OverflowCallback, ShardedCheckpointCallback, attach
 from hf_memopt.binding.compatibility import refusal_of
 from hf_memopt.binding.model_changes import add_adapters
 from hf_memopt.binding.undo import override_method

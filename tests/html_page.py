@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
-__all__ = ["EVIL", "SHOWN", "Page"]
+__all__ = ["EVIL", "SHOWN", "Page", "with_text"]
 
 EVIL = "<script>alert(1)</script>"
 VOID = {"meta", "link", "br", "hr", "img", "input"}
+FIXED = ("verdict", "state", "format", "precision", "method")  # words of a list
+
+
+def with_text(text: str, content: Any) -> Any:
+    """Return JSON data with this text in place of each, and as one more key of each object."""
+    if isinstance(content, str):
+        return text
+    if isinstance(content, list):
+        return [with_text(text, one) for one in content]
+    if isinstance(content, dict):
+        found = {key: one if key in FIXED else with_text(text, one) for key, one in content.items()}
+        return {**found, text: next(iter(found.values()), text)}
+    return content
 
 
 class Page(HTMLParser):
@@ -21,6 +35,7 @@ class Page(HTMLParser):
         self.loaded: list[str] = []
         self.text = ""
         self.tags: list[str] = []
+        self.attributes: set[str] = set()
         self.feed(page)
         self.close()
 
@@ -28,6 +43,7 @@ class Page(HTMLParser):
         self.tags.append(tag)
         self.text += " "
         named = dict(attrs)
+        self.attributes |= set(named)
         self.ids += [named["id"]] if named.get("id") else []
         self.loaded += [value for name, value in attrs if name in ("src", "href", "data", "action") and value]
         if tag not in VOID:
@@ -35,6 +51,7 @@ class Page(HTMLParser):
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        self.attributes |= set(dict(attrs))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open, f"</{tag}> closes nothing"

@@ -213,12 +213,10 @@ CALLS: dict[str, Call] = {
     "set_epoch": Call(_sampler_epoch, lambda folder: {"epoch": 1}),
     "state_dict": Call(_sampler_state, lambda folder: {"position": None}),
     "load_state_dict": Call(
-        _sampler_load,
-        lambda folder: {"state": m.LengthBucketedBatchSampler(LENGTHS, batch_size=2).state_dict()},
+        _sampler_load, lambda folder: {"state": m.LengthBucketedBatchSampler(LENGTHS, batch_size=2).state_dict()}
     ),
     "load_state_dict of a stream": Call(
-        _stream_load,
-        lambda folder: {"state": m.bucketed(_Again(), batch_size=2, buffer_examples=4).state_dict()},
+        _stream_load, lambda folder: {"state": m.bucketed(_Again(), batch_size=2, buffer_examples=4).state_dict()}
     ),
     "bucketed": Call(
         m.bucketed,
@@ -312,9 +310,7 @@ CALLS: dict[str, Call] = {
         _optimizer,
     ),
     "sixteen_bit_optimizer": Call(
-        m.sixteen_bit_optimizer,
-        lambda folder: {"optimizer_class": torch.optim.SGD, "rounding": "kahan"},
-        _optimizer,
+        m.sixteen_bit_optimizer, lambda folder: {"optimizer_class": torch.optim.SGD, "rounding": "kahan"}, _optimizer
     ),
     "released_optimizer": Call(
         m.released_optimizer,
@@ -324,8 +320,7 @@ CALLS: dict[str, Call] = {
         },
     ),
     "rounded_optimizer": Call(
-        m.rounded_optimizer,
-        lambda folder: {"args": tiny.arguments(folder), "model": bert(), "rounding": "stochastic"},
+        m.rounded_optimizer, lambda folder: {"args": tiny.arguments(folder), "model": bert(), "rounding": "stochastic"}
     ),
     "override_embedding_bits": Call(
         lambda model, optimizer, bits: m.override_embedding_bits(
@@ -336,10 +331,7 @@ CALLS: dict[str, Call] = {
         skip=("model",),
     ),
     # ---- The Trainer
-    "attach": Call(
-        _attached,
-        lambda folder: {"trainer": trainer(folder), "callbacks": m.MicrobatchCallback()},
-    ),
+    "attach": Call(_attached, lambda folder: {"trainer": trainer(folder), "callbacks": m.MicrobatchCallback()}),
     "CheckpointingCallback": _callback(m.CheckpointingCallback, {"policy": "full", "offload": False}),
     "StreamedLayersCallback": Call(
         m.StreamedLayersCallback, lambda folder: {"prefetch": 1, "rows": None, "embeddings_on_host": False}
@@ -363,7 +355,7 @@ CALLS: dict[str, Call] = {
     "measure": Call(
         m.measure,
         lambda folder: {
-            **{"trainer": trainer(folder, max_steps=4), "steps": 1, "path": folder / "run.json", "force": False},
+            **{"trainer": trainer(folder, max_steps=4), "steps": 1, "path": folder / "run.json", "force": False}
         },
         is_slow=True,
     ),
@@ -423,9 +415,7 @@ CALLS: dict[str, Call] = {
     # ---- Recipes and plans
     "recipe": Call(m.recipe, lambda folder: {"name": "4gb-gpu", "model": None, "seq_len": None}),
     "recipe for a model": Call(
-        m.recipe,
-        lambda folder: {"name": "4gb-gpu", "model": tiny.llama_config(**SIZES), "seq_len": 8},
-        is_slow=True,
+        m.recipe, lambda folder: {"name": "4gb-gpu", "model": tiny.llama_config(**SIZES), "seq_len": 8}, is_slow=True
     ),
     "preset": Call(
         m.preset,
@@ -454,8 +444,7 @@ CALLS: dict[str, Call] = {
         _distributed, lambda folder: {"world_size": 2, "strategy": "fsdp2", "offload_params": False}
     ),
     "Launch.write": Call(
-        _launch_write,
-        lambda folder: {"folder": folder / "launch", "script": "train.py", "force": False},
+        _launch_write, lambda folder: {"folder": folder / "launch", "script": "train.py", "force": False}
     ),
     "Recipe.trainer": Call(
         _preset_trainer,
@@ -484,9 +473,7 @@ CALLS: dict[str, Call] = {
         is_slow=True,
     ),
     "Plan.write": Call(
-        _plan_method("write"),
-        lambda folder: {"directory": folder / "run", "force": False},
-        is_slow=True,
+        _plan_method("write"), lambda folder: {"directory": folder / "run", "force": False}, is_slow=True
     ),
     "Plan.report": Call(
         _plan_method("report"),

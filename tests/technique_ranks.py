@@ -12,10 +12,7 @@ import tiny
 from hf_memopt.technique_list import TECHNIQUES
 from technique_table import GROUPS, fits, run
 
-FLAGS = {
-    "DDP": {"ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False},
-    "DDP, default flags": {},
-}
+FLAGS = {"DDP": {"ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False}, "DDP, default flags": {}}
 
 
 BOTH = ("with 8-bit state", "with released gradients and fused loss")

@@ -214,10 +214,7 @@ def make_trainer(
     rows = examples() if train_dataset is None else train_dataset
     data = {"train_dataset": rows, "data_collator": DataCollatorWithPadding(tiny.tokenizer())}
     if "length buckets" in names:
-        data = {
-            "train_dataset": bucketed(rows, batch_size=4),
-            "data_collator": BucketedCollator(tiny.tokenizer()),
-        }
+        data = {"train_dataset": bucketed(rows, batch_size=4), "data_collator": BucketedCollator(tiny.tokenizer())}
     built = model_of(names) if model is None else model()
     trainer = Trainer(
         model=None if model_init else built.bfloat16() if "16-bit weights" in names else built,

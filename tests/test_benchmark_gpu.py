@@ -57,14 +57,11 @@ def row_of(name: str = "BERT-large, fp32", date: str = "2026-01-01", **changed: 
 
 
 def test_every_model_meets_every_setup_once() -> None:
+    """And every prefix of the cases is spread over both."""
     cases = setups.ordered_cases()
     assert len({(case.model, case.setup) for case in cases}) == len(cases) == 8 * 7
     asked = {"fp32", "bf16", "bf16 + checkpointing", "8-bit Adam", "frozen body", "LoRA"}
     assert asked <= set(setups.SETUPS)
-
-
-def test_every_prefix_is_spread_over_models_and_setups() -> None:
-    cases = setups.ordered_cases()
     for length in range(1, len(cases) + 1):
         models = [sum(case.model == model for case in cases[:length]) for model in setups.MODELS]
         assert max(models) - min(models) <= 1
@@ -114,28 +111,13 @@ def test_what_is_done_is_left_out_until_commit_versions_or_gpu_change() -> None:
 
 
 def test_errors_are_signed_percents_of_what_was_measured() -> None:
-    predicted = {
-        "allocated_bytes": 98,
-        "reserved_bytes": 110,
-        "components": {"weights": 50, "gradients": 10},
-    }
-    measured = {
-        "allocated_bytes": 100,
-        "reserved_bytes": 100,
-        "context_bytes": 40,
-        "device_bytes": 200,
-        "components": {"weights": 50, "gradients": 0},
-    }
-    assert figures.errors_of(predicted, measured) == {
-        "allocated": -2.0,
-        "reserved": 10.0,
-        "total": -25.0,
-        "weights": 0.0,
-    }
+    """What the device lacks is not held against it."""
+    predicted = {"allocated_bytes": 98, "reserved_bytes": 110, "components": {"weights": 50, "gradients": 10}}
+    measured = {"allocated_bytes": 100, "reserved_bytes": 100, "context_bytes": 40, "device_bytes": 200}
+    measured["components"] = {"weights": 50, "gradients": 0}
+    errors = {"allocated": -2.0, "reserved": 10.0, "total": -25.0, "weights": 0.0}
+    assert figures.errors_of(predicted, measured) == errors
     assert "total" not in figures.errors_of(predicted, {**measured, "context_bytes": None})
-
-
-def test_what_the_device_lacks_is_not_held_against_it() -> None:
     predicted = {"allocated_bytes": 150, "components_at_peak": {"workspace": 50, "weights": 100}}
     measured = {"allocated_bytes": 100, "without": ["workspace"]}
     assert figures.errors_of(predicted, measured) == {"allocated": 0.0}
@@ -154,18 +136,11 @@ def test_spread_equals_a_count_by_hand(errors) -> None:
     assert len(within) >= 0.95 * len(sizes)
     smaller = [size for size in sizes if size < found.p95]
     assert len(smaller) < math.ceil(0.95 * len(sizes))
-
-
-def test_no_error_has_no_spread() -> None:
     assert figures.spread_of([]) is None
 
 
 def test_the_latest_row_of_a_case_on_a_gpu_counts() -> None:
-    rows = [
-        row_of(date="2026-01-02", status="measured"),
-        row_of(date="2026-01-01", status="oom"),
-        row_of(date="2026-01-01", gpu="GPU B", status="oom"),
-    ]
+    rows = [row_of(date="2026-01-02"), row_of(status="oom"), row_of(gpu="GPU B", status="oom")]
     assert sorted(row["figures"]["status"] for row in figures.latest(rows)) == ["measured", "oom"]
 
 
@@ -270,37 +245,27 @@ def test_a_failed_case_does_not_end_the_run(monkeypatch, tmp_path, capsys) -> No
 # ---- The program ----------------------------------------------------------------------------------------------------
 
 
-def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-def test_the_host_runs_tiny_shapes_only(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu"])
-    with pytest.raises(SystemExit):
-        gpu.main()
-    assert "--device cpu runs tiny shapes only. Call with --device cpu --tiny." in capsys.readouterr().err
-
-
-def test_a_pattern_without_a_case_is_refused(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", "nothing"])
-    assert gpu.main() == 1
-    printed = capsys.readouterr().out
-    assert printed.startswith(
-        "only='nothing' matches no case; expected a pattern such as '*bf16*' for one of BERT-large, fp32, "
-    )
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_nothing_can_be_run(monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--device", "cpu"], 2, "--device cpu runs tiny shapes only. Call with --device cpu --tiny."),
+        (["--only", "nothing"], 1, "only='nothing' matches no case; expected a pattern such as '*bf16*' for one of "),
+        pytest.param(
+            [],
+            1,
+            "device='cuda' cannot be used here; expected a CUDA GPU, or --device cpu --tiny.\nAssertionError: Torch",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_said(monkeypatch, capsys, words: list[str], code: int, says: str) -> None:
     answer = (None, "AssertionError: Torch not compiled with CUDA enabled", "exit code 1")
     monkeypatch.setattr(gpu, "run_child", lambda *_: answer)
-    monkeypatch.setattr(sys, "argv", ["gpu.py"])
-    assert gpu.main() == 1
-    assert capsys.readouterr().out == (
-        "device='cuda' cannot be used here; expected a CUDA GPU, or --device cpu --tiny.\n"
-        "AssertionError: Torch not compiled with CUDA enabled\n"
-    )
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(gpu.main())
+    assert stop.value.code == code
+    assert says in "".join(capsys.readouterr())
 
 
 # ---- Meters ---------------------------------------------------------------------------------------------------------
@@ -341,12 +306,12 @@ def test_the_gpu_meter_reads_the_peaks_and_what_the_device_holds(monkeypatch) ->
     meter.begin(None)
     played.hold(50, 64, 100, 128)  # 64 of the 128 are given back
     played.used += 7  # kernels that were loaded later
-    assert meter.end() == {
-        "allocated_bytes": 100,
-        "reserved_bytes": 128,
-        "device_bytes": 90 + 7 + 128,
-        "context_end_bytes": 97,
-    }
+    told = {"allocated_bytes": 100, "reserved_bytes": 128, "device_bytes": 90 + 7 + 128, "context_end_bytes": 97}
+    assert meter.end() == told
+    monkeypatch.setattr(meters, "device_used_bytes", lambda _: None)
+    meter = meters.GpuMeter(None)  # without a driver that tells there is no total
+    assert meter.make_context() is None
+    assert {**meter.end(), "device_bytes": None, "context_end_bytes": None} == meter.end()
 
 
 @pytest.mark.parametrize(("answer", "used_bytes"), [("1024\n", 2**30), ("[N/A]\n", None)])
@@ -356,15 +321,6 @@ def test_the_driver_is_asked_by_its_program(monkeypatch, answer: str, used_bytes
     monkeypatch.setattr(meters.subprocess, "run", told)
     assert meters.device_used_bytes("abc") == used_bytes
     assert asked == [["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "GPU-abc"]]
-
-
-def test_without_a_driver_that_tells_there_is_no_total(monkeypatch) -> None:
-    PlayedGpu(monkeypatch, meters)
-    monkeypatch.setattr(meters, "device_used_bytes", lambda _: None)
-    meter = meters.GpuMeter(None)
-    assert meter.make_context() is None
-    figures = meter.end()
-    assert (figures["device_bytes"], figures["context_end_bytes"]) == (None, None)
 
 
 def test_the_host_meter_counts_every_byte_of_torchs_allocator() -> None:
@@ -379,13 +335,10 @@ def test_the_host_meter_counts_every_byte_of_torchs_allocator() -> None:
     assert held.numel() == 4096
 
 
-def test_shared_storages_count_once_and_other_devices_not() -> None:
+def test_shared_storages_count_once_other_devices_not_and_state_however_deep() -> None:
     base = torch.zeros(100)
     tensors = [base, base[10:], torch.zeros(7), torch.empty(50, device="meta")]
     assert meters.storage_bytes(tensors, "cpu") == 4 * 107
-
-
-def test_optimizer_state_is_found_however_deep() -> None:
     one, two, three = torch.zeros(1), torch.zeros(2), torch.zeros(3)
     assert meters.state_tensors({"a": {"step": one, "exp": [two, (three, 5)]}, "b": None}) == [one, two, three]
 
@@ -412,39 +365,20 @@ def test_every_model_and_every_setup_runs_tiny_on_the_host(tmp_path, index) -> N
 def test_the_whole_program_runs_resumes_and_repeats(tmp_path) -> None:
     out = tmp_path / "rows.jsonl"
     arguments = ["--device", "cpu", "--tiny", "--only", "vit-large, fp32*", "--out", str(out)]
-    first = call(*arguments)
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
+    first, second = (subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2))
     assert first.returncode == 0, first.stdout + first.stderr
     assert first.stdout.splitlines()[0] == "cpu: 1 cases, 0 of them done, 1 to run"
-    row = json.loads(out.read_text("utf-8"))
+    row = json.loads(out.read_text("utf-8"))  # one line
     assert row["case"] == "estimate_errors"
     assert (row["figures"]["name"], row["figures"]["status"]) == ("ViT-large, fp32 (tiny)", "measured")
     assert row["figures"]["versions"]["torch"] == torch.__version__
-    second = call(*arguments)
     assert second.returncode == 0
     assert second.stdout.splitlines()[0] == "cpu: 1 cases, 1 of them done, 0 to run"
     assert "| cpu | 1 | " in second.stdout
-    assert len(out.read_text("utf-8").splitlines()) == 1
 
 
 # ---- A case ---------------------------------------------------------------------------------------------------------
-
-
-class PlayedMeter:
-    """A meter of a device that has nothing to measure."""
-
-    source = "played"
-
-    def make_context(self) -> int:
-        return 7
-
-    def begin(self, model: Any) -> None:
-        self.model = model
-
-    def synchronise(self) -> None:
-        pass
-
-    def end(self) -> dict[str, Any]:
-        return {"allocated_bytes": 5}
 
 
 @pytest.fixture
@@ -458,23 +392,6 @@ def small_case(monkeypatch) -> Any:
     monkeypatch.setattr(gpu_case, "build_model", build)
     monkeypatch.setattr(gpu_case, "make_rows", lambda case, count: tiny.rows(count))
     return setups.Case("BERT-large", "bf16", tiny=True)
-
-
-def test_a_run_counts_its_components(small_case) -> None:
-    meter, figures = PlayedMeter(), {}
-    gpu_case.measure(small_case, "cpu", meter, figures)
-    measured = figures["measured"]
-    weights = sum(parameter.nbytes for parameter in meter.model.parameters())
-    buffers = sum(buffer.nbytes for buffer in meter.model.buffers())
-    steps = 4 * len(list(meter.model.parameters()))  # fused AdamW keeps its step as a float32 each
-    assert figures["status"] == "measured"
-    assert measured["components"] == {
-        "weights": weights + buffers,
-        "gradients": weights,
-        "optimizer state": 2 * weights + steps,
-    }
-    assert (measured["context_bytes"], measured["allocated_bytes"]) == (7, 5)
-    assert measured["step_seconds"] > 0
 
 
 def test_a_run_that_is_out_of_memory_keeps_its_prediction_and_its_peaks(small_case, monkeypatch, tmp_path) -> None:

@@ -72,13 +72,7 @@ def test_an_unknown_key_or_value_is_an_error(name: str, tmp_path: Path) -> None:
 def test_a_row_has_what_its_source_says_of_all() -> None:
     found = {case.id: case for case in cases.read_cases(cases.PUBLISHED / "a100_throughput.json")}
     case = found["mistralai/Mistral-7B-v0.1 baseline-peft-bnb lora 8 x 1"]
-    assert case.versions == {
-        "torch": "2.4",
-        "transformers": "4.48",
-        "trl": "0.13",
-        "peft": "0.13",
-        "flash-attn": "2.7",
-    }
+    assert case.versions == {"torch": "2.4", "transformers": "4.48", "trl": "0.13", "peft": "0.13", "flash-attn": "2.7"}
     assert (case.version("torch"), case.version("bitsandbytes")) == ((2, 4), None)
     assert (case.gpu, case.quantization, case.kbit_preparation, case.loop) == ("A100 80GB", "nf4", True, "SFTTrainer")
     assert (case.settings["batch_size"], case.settings["precision"]) == (8, "bf16")

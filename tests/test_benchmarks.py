@@ -200,8 +200,7 @@ def test_a_shared_stream_has_figures_of_each_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least", "most", "median"),
-    [("review", 4, 512, 60), ("glue", 4, 256, 23), ("heavy", 8, 4096, 250)],
+    ("name", "least", "most", "median"), [("review", 4, 512, 60), ("glue", 4, 256, 23), ("heavy", 8, 4096, 250)]
 )
 def test_length_sets_keep_to_their_limits_and_are_the_same_every_time(name, least, most, median) -> None:
     lengths = batching.synthetic_lengths(name, 20_000)

@@ -102,6 +102,7 @@ def test_notebooks_run_offline(path, monkeypatch) -> None:
     importlib.import_module("execute").execute(path)  # raises the error of a cell
 
 
+@pytest.mark.slow
 def test_the_documentation_builds(tmp_path) -> None:
     pytest.importorskip("mkdocs")
     found = subprocess.run(

@@ -35,23 +35,22 @@ FACES = faces()
 
 
 @cache
-def import_nodes(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    return [
-        node
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
+def import_nodes(path: Path, for_type_checkers: bool = True) -> list[ast.Import | ast.ImportFrom]:
+    found, waiting = [], [ast.parse(path.read_text(encoding="utf-8"))]  # type: list[Any], list[Any]
+    while waiting:
+        node = waiting.pop()
+        found += [node] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if for_type_checkers or not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            inner = ast.stmt | ast.excepthandler | ast.match_case
+            waiting += [one for one in ast.iter_child_nodes(node) if isinstance(one, inner)]
+    return found
 
 
 @cache
 def imports(path: Path) -> frozenset[str]:
     """Return the modules of this package that a file imports, anywhere in it but under TYPE_CHECKING."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = []
     found = set()
-    for node in ast.walk(tree):
+    for node in import_nodes(path, for_type_checkers=False):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_memopt"):
             names = [alias.name for alias in node.names]
             if node.module == "hf_memopt":

@@ -94,14 +94,7 @@ def test_what_fits_ends_with_0_and_prints_the_table(simulation) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     gpu = find_gpu(CARD)
     assert simulation.calls == [
-        {
-            "model": "bert-large",
-            "batch_size": 32,
-            "seq_len": 128,
-            "recipe": None,
-            "gpu": gpu,
-            "checkpointing": True,
-        }
+        {"model": "bert-large", "batch_size": 32, "seq_len": 128, "recipe": None, "gpu": gpu, "checkpointing": True}
     ]
     expected = hand_made(gpu=gpu, context_bytes=gpu.context_bytes, settings={"checkpointing": True})
     assert lines(result.stdout) == expected.table()

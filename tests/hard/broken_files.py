@@ -266,9 +266,7 @@ FILES: dict[str, StrangeFile] = {
         "recipe.json", _json("recipe.json", lambda: json.loads(m.recipe("8gb-gpu").to_json())), _read_recipe
     ),
     "plan": StrangeFile(
-        "plan.json",
-        _json("plan.json", _plan),
-        lambda path: plan_page(read_plan_text(path.read_bytes(), str(path))),
+        "plan.json", _json("plan.json", _plan), lambda path: plan_page(read_plan_text(path.read_bytes(), str(path)))
     ),
     "run": StrangeFile(
         "memopt_run.json",

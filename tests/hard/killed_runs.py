@@ -103,7 +103,7 @@ SETUPS_OF_TWO = {
             "save_total_limit": 1,  # so that the newest whole checkpoint is the only one
         },
         lambda: [MicrobatchCallback(max_examples=1), ShardedCheckpointCallback("40KB")],
-    ),
+    )
 }
 """Of two processes that share their gradients."""
 

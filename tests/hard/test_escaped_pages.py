@@ -16,7 +16,7 @@ import pytest
 from broken_files import measured
 from chromium import CHROMIUM, Chromium
 from hand_made_runs import estimate_data, finished_run, lost_run
-from html_page import Page
+from html_page import Page, with_text
 from tiny_plans import fitting_plan, missing_plan
 from typer.testing import CliRunner
 
@@ -34,22 +34,9 @@ EVIL = (
     '" autofocus onfocus="alert(4)" x="\' onmouseover=\'alert(5)\' {{ 7 * 7 }} javascript:alert(6) --></textarea>'
 )
 NAME = "<img src=x onerror=alert(1)>"  # of a folder, whose name has no slash
-FIXED = ("verdict", "state", "format", "precision", "method")  # words of a list
 DRAWN = re.compile(r"<svg .*?</svg>", re.DOTALL)
 SVG_TAGS = {"svg", "g", "defs", "clippath", "rect", "pattern", "path", "text", "title", "use"}
 HOOK = "window.ran = []; window.alert = (what) => window.ran.push(what);"
-
-
-def with_text(text: str, content: Any) -> Any:
-    """Return JSON data with this text in place of each, and as one more key of each object."""
-    if isinstance(content, str):
-        return text
-    if isinstance(content, list):
-        return [with_text(text, one) for one in content]
-    if isinstance(content, dict):
-        found = {key: one if key in FIXED else with_text(text, one) for key, one in content.items()}
-        return {**found, text: next(iter(found.values()), text)}
-    return content
 
 
 class Attributes(HTMLParser):

@@ -18,13 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import DataCollatorWithFlattening, DataCollatorWithPadding
 
 import tiny
-from hf_memopt import (
-    BucketedCollator,
-    LengthBucketedBatchSampler,
-    LengthBucketedSampler,
-    bucketed,
-    sorted_by_length,
-)
+from hf_memopt import BucketedCollator, LengthBucketedBatchSampler, LengthBucketedSampler, bucketed, sorted_by_length
 from hf_memopt.batching.collation import SpeechCollator
 
 COUNT = 41

@@ -35,10 +35,7 @@ def release(folder: str) -> None:
     recipe = RECIPE.replace(gradient_release=True)
     settings = {**SEEN, "output_dir": folder, "per_device_train_batch_size": 4}
     recipe.trainer(
-        model=tiny.bert(),
-        train_dataset=tiny.rows(8),
-        processing_class=tiny.tokenizer(),
-        training_arguments=settings,
+        model=tiny.bert(), train_dataset=tiny.rows(8), processing_class=tiny.tokenizer(), training_arguments=settings
     )
 
 

@@ -23,10 +23,7 @@ PLAIN = Recipe("plain", "a test")
 ROWS = Dataset.from_list([{"input_ids": [5, 6, 7]}] * 8)
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # bitsandbytes quantises blocks of 64
 T4 = replace(
-    choose_precision(),
-    name="fp16",
-    reason="a T4 (compute capability 7.5) only emulates bfloat16",
-    emulates_bf16=True,
+    choose_precision(), name="fp16", reason="a T4 (compute capability 7.5) only emulates bfloat16", emulates_bf16=True
 )
 
 

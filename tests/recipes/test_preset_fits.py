@@ -34,11 +34,7 @@ def test_bert_large_at_512_tokens_fits_the_smallest_gpus_of_a_preset(name, gpu) 
     chosen = recipe(name)
     assert "(encoders of up to BERT-large's size at 512 tokens; computed" in chosen.purpose
     found = estimate(
-        "bert-large-uncased",
-        batch_size=chosen.per_device_train_batch_size,
-        seq_len=512,
-        recipe=chosen,
-        gpu=gpu,
+        "bert-large-uncased", batch_size=chosen.per_device_train_batch_size, seq_len=512, recipe=chosen, gpu=gpu
     )
     assert found.fits, found.table()
     assert found.settings.gradient_accumulation_steps * found.batch_size == 32

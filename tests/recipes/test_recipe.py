@@ -15,6 +15,7 @@ import transformers
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import slow_except
 
 import tiny
 from hf_memopt import (
@@ -66,7 +67,7 @@ def test_every_preset_gives_plain_training_arguments_on_any_machine(name, tmp_pa
 
 
 @pytest.mark.filterwarnings(PAGED_ON_CPU)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(("4gb-gpu", "cpu"), NAMES))
 def test_every_preset_trains_through_the_stock_trainer(name, tmp_path) -> None:
     quiet = {"output_dir": str(tmp_path), "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     quiet |= {"max_steps": 1, "dataloader_num_workers": 0}

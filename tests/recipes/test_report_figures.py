@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_plans import config, fitting_plan, missing_plan
 
-from hf_memopt import Recipe, estimate
+from hf_memopt import Recipe, estimate, plotting
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -102,7 +102,8 @@ def test_padding_is_that_of_the_micro_batches_of_the_plan() -> None:
     assert missing_plan().figures["padding"] is None
 
 
-def test_each_figure_says_what_it_rests_on(tmp_path: Path) -> None:
+def test_each_figure_says_what_it_rests_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plotting, "find_spec", lambda name: None)  # which is quicker
     for planned, of_lengths in ((fitting_plan(), "Counted in 100 rows"), (missing_plan(), "Every row has ")):
         planned.report(tmp_path / "plan.html", force=True)
         section = (

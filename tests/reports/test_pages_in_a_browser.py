@@ -50,17 +50,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory, text: str, short: Plan) -> d
     hints = [{"changes": {"lora": 16}, "total_bytes": 2**32, "spare_bytes": 2**30, "fits": True, "verdict": "fits"}]
     files = {
         "plan": told,
-        "missing": json.loads(short.to_json(figures=True)),
+        "missing": {**json.loads(short.to_json(figures=True)), "model": "x" * 200},
         "long": long,
         "run": finished_run(curve=curve()),
-        "other": finished_run(curve=curve(), model="Another"),
-        "wide": {**told, "model": "x" * 200},
-        "wide run": finished_run(model="x" * 200),
-        "lost": lost_run(),
+        "lost": lost_run(model="x" * 200),
         "estimate": estimate_data(hints=hints, notes=["evaluation is not included"], parameters=1_235_814_400),
     }
     for name, data in files.items():
         (folder / f"{name}.json").write_text(json.dumps(data))
+    (folder / "other.json").write_text(json.dumps(finished_run(curve=curve(), model="Another")))
     both = [str(folder / "run.json"), str(folder / "other.json"), "-o", str(folder / "difference.html")]
     calls = [[str(folder / f"{name}.json")] for name in files] + [both]
     for call in calls:
@@ -73,14 +71,15 @@ NAMES = ("does it fit", "plan", "missing", "long", "run", "lost", "estimate", "d
 
 
 DRAWN = {
-    **dict.fromkeys(("plan", "wide"), "peak ladder map timeline padding"),
-    **{"missing": "peak ladder map timeline", "wide run": "peak timeline", "lost": "alive peak timeline"},
+    "plan": "peak ladder map timeline padding",
+    "missing": "peak ladder map timeline",
+    "lost": "alive peak timeline",
     "difference": "total curves",
 }
 """The sections of a page that have pictures."""
 
 
-@pytest.mark.parametrize("name", [*NAMES, "wide", "wide run"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
 def test_a_page_can_be_read(browser: Chromium, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
     browser.open(pages[name], width, dark=dark)

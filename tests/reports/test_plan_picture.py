@@ -26,7 +26,9 @@ def texts(axes: Any) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def test_every_shown_set_up_is_a_bar_as_long_as_its_total(text: str, figures: list[Any], tmp_path: Path) -> None:
+def test_set_ups_are_bars_as_long_as_their_totals_and_cells_say_what_fits(
+    text: str, figures: list[Any], tmp_path: Path
+) -> None:
     told = read_plan_text(text, "plan")
     draw_plan(told, tmp_path / "plan.png")
     axes = figures[0].axes[0]
@@ -41,11 +43,6 @@ def test_every_shown_set_up_is_a_bar_as_long_as_its_total(text: str, figures: li
     said = " ".join(texts(axes))
     assert all(one["name"].split(",")[0] in said for one in shown)
     assert "tokens/s" in said
-
-
-def test_each_cell_says_whether_it_fits(text: str, figures: list[Any], tmp_path: Path) -> None:
-    told = read_plan_text(text, "plan")
-    draw_plan(told, tmp_path / "plan.png")
     axes = figures[0].axes[1]
     chart = told["figures"]["fit_map"]
     assert chart is not None

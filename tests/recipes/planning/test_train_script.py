@@ -186,11 +186,7 @@ COLUMNS: dict[str, Any] = {
     "masked-lm": {"text": "w5 w6"},
     "sequence-classification": {"sentence1": "w5 w6", "sentence2": "w7 w8", "label": "no"},
     "token-classification": {"tokens": ["w7", "w8", "w9"], "ner_tags": [0, 1, 2]},
-    "question-answering": {
-        "question": "w5",
-        "context": "w6 w7 w8",
-        "answers": {"text": ["w7"], "answer_start": [3]},
-    },
+    "question-answering": {"question": "w5", "context": "w6 w7 w8", "answers": {"text": ["w7"], "answer_start": [3]}},
 }
 
 
