@@ -85,6 +85,7 @@ bench-step-time: $(READY) ## predicted seconds of a step against what other peop
 	$(BIN)/python benchmarks/step_time.py
 
 fit-data: $(READY)        ## docs/does-it-fit.html and .parquet; goes on where it stopped, four CPU hours in all
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	$(BIN)/python benchmarks/fit_data.py
 
 table: $(READY)           ## the generated parts of README, and what fits with each preset

@@ -1,4 +1,4 @@
-// The answers of the page "Does it fit?": lines between simulated points, as `parts_at` of fit_points.py draws them.
+// The answers of the page "Does it fit?": between simulated lengths, as `parts_at` and `curve` of fit_points.py say.
 const UNIT = 2 ** 16, GIB = 2 ** 30;
 const [CONTEXT, UNUSED] = ["CUDA context", "reserved, not in use"];
 const TITLES = {full: "full fine-tuning", lora: "LoRA", qlora: "QLoRA"};
@@ -20,6 +20,29 @@ function between(lengths, values, length) {
   return values[place - 1] + (values[place] - values[place - 1]) * share;
 }
 
+const sum = (values) => values.reduce((whole, one) => whole + one, 0);
+
+// The place of the first of the three lengths around one.
+function firstNear(length, known) {
+  const found = known.findIndex((one) => one >= length), last = known.length - 1;
+  const above = Math.min(Math.max(found < 0 ? last : found, 1), last);
+  const isBelowNearer = above > 1 && length ** 2 < known[above - 1] * known[above];
+  return Math.max(Math.min(isBelowNearer ? above - 2 : above - 1, known.length - 3), 0);
+}
+
+// The weights of the values at some lengths in the polynomial through them.
+function weightsAt(length, nodes) {
+  return nodes.map((node) => nodes.reduce((weight, other) =>
+    other === node ? weight : weight * (length - other) / (node - other), 1));
+}
+
+function curve(lengths, values, length) {
+  if (length === null || length <= lengths[0] || length >= lengths.at(-1)) return between(lengths, values, length);
+  const first = firstNear(length, lengths);
+  const weights = weightsAt(length, lengths.slice(first, first + 3));
+  return sum(weights.map((weight, place) => weight * values[first + place]));
+}
+
 async function started() {
   const known = JSON.parse(new TextDecoder().decode(await unpacked(FIGURES)));
   const steps = new Int16Array(await unpacked(SECONDS));
@@ -31,19 +54,41 @@ async function started() {
     return rows.get([model, method, known.gpus[gpu].kernels].join());
   }
 
+  // The weights of the logits: with the fused loss they are on a line over the rows of a chunk.
+  function logitsWeightsAt(length, nodes, chunk) {
+    if (!chunk) return weightsAt(length, nodes);
+    const rowsAt = (one) => one / Math.ceil(one / Math.max(1, Math.floor(Math.max(known.chunk_bytes, chunk[1] * one) / chunk[0])));
+    const rows = nodes.map(rowsAt), mean = sum(rows) / rows.length;
+    const slope = (rowsAt(length) - mean) / Math.max(sum(rows.map((one) => (one - mean) ** 2)), 1);
+    return rows.map((one) => 1 / rows.length + slope * (one - mean));
+  }
+
+  // The components of the fullest moment.
+  function componentsAt(row, length) {
+    if (length === null) return row.pieces[0][1][0][0].map((size) => UNIT * size);
+    const all = [...row.pieces.slice(0, -1).map(([nodes]) => nodes[0]), ...row.pieces.at(-1)[0]];
+    length = Math.min(Math.max(length, all[0]), all.at(-1));
+    const [nodes, sizesOfMoments] = row.pieces[firstNear(length, all)];
+    const weights = weightsAt(length, nodes), ofLogits = logitsWeightsAt(length, nodes, row.chunk);
+    const moments = sizesOfMoments.map((sizes) => components.map((_, place) => {
+      const chosen = place === known.logits ? ofLogits : weights;
+      return UNIT * sum(sizes.map((at, node) => chosen[node] * at[place]));
+    }));
+    return moments.reduce((fullest, one) => sum(one) > sum(fullest) ? one : fullest);
+  }
+
   // Bytes by part, and the verdict; null where it was not simulated.
   function answer(model, gpu, method, length) {
     const row = rowOf(model, method, gpu), card = known.gpus[gpu];
     if (!row || row.reason) return null;
-    const parts = {[CONTEXT]: card.context};
+    const parts = {[CONTEXT]: card.context}, sizes = componentsAt(row, length);
     let allocated = 0;
     components.forEach((name, place) => {
-      let size = UNIT * between(row.lengths, row.components.map((sizes) => sizes[place]), length);
-      if (name === "workspace" && card.large) size += known.larger_workspaces;
-      allocated += parts[name] = size;
+      if (name === "workspace" && card.large) sizes[place] += known.larger_workspaces;
+      allocated += parts[name] = sizes[place];
     });
     parts[UNUSED] = Math.max((between(row.simulated, row.shares, length) - 1) * allocated, 0);
-    const total = Object.values(parts).reduce((sum, size) => sum + size, 0), spare = card.usable - total;
+    const total = sum(Object.values(parts)), spare = card.usable - total;
     return {parts, total, spare, verdict: spare < 0 ? "over" : spare < card.margin ? "tight" : "fits"};
   }
 
@@ -56,7 +101,7 @@ async function started() {
       for (let one = 0; one <= last; one++) step += steps[row.at + one * count + place];
       return 1e-4 * 2 ** (step / 256);
     });
-    return between(row.lengths, own, length);
+    return curve(row.lengths, own, length);
   }
 
   // What is asked for: of the address, and changed by the form.

@@ -21,14 +21,17 @@ from fit_points import (
     EFFECTIVE_BATCH,
     KERNELS,
     LARGER_WORKSPACES_BYTES,
+    LOGITS,
     METHODS,
     between,
+    components_at,
     has_large_workspace,
     kernels_of,
 )
 
 import hf_memopt
 from hf_memopt import GPUS
+from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES
 from hf_memopt.components import COMPONENTS, CONTEXT, UNUSED
 from hf_memopt.memory import margin_of
 from hf_memopt.memory.models import known_models
@@ -72,10 +75,10 @@ def read_data() -> list[Row]:
         row = found.setdefault((point["model"], point["method"], point["kernels"]), same)
         if "reason" in row:
             continue
-        for name in ("lengths", "simulated", "components", "reserved_share"):
+        for name in ("lengths", "simulated", "reserved_share"):
             row.setdefault(name, [])
         row["lengths"].append(point["length"])
-        row["components"].append([point[f"{name.replace(' ', '_')}_bytes"] for name in COMPONENTS])
+        row |= json.loads(point["between"]) if point["between"] else {}
         if point["is_simulated"]:
             row["simulated"].append(point["length"])
             row["reserved_share"].append(point["reserved_bytes"] / point["allocated_bytes"])
@@ -91,13 +94,14 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
     for row in rows:
         same = {name: row.get(name) for name in SAME}
         for place, length in enumerate(row.get("lengths", ())):
-            parts = dict(zip(COMPONENTS, row["components"][place], strict=True))
+            parts = dict(zip(COMPONENTS, map(round, components_at(row, length)), strict=True))
             allocated = sum(parts.values())
             found.append(
                 {
                     **same,
                     "length": length,
                     "is_simulated": length in row["simulated"],
+                    "between": None if place else json.dumps({name: row[name] for name in ("pieces", "chunk")}),
                     **{f"{name.replace(' ', '_')}_bytes": size for name, size in parts.items()},
                     "allocated_bytes": allocated,
                     "reserved_bytes": round(allocated * between(row["simulated"], row["reserved_share"], length)),
@@ -109,7 +113,7 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
     fields = dict(SAME)
     fields |= {name: pa.int64() for name in ("length", "allocated_bytes", "reserved_bytes")}
     fields |= {f"{name.replace(' ', '_')}_bytes": pa.int64() for name in COMPONENTS}
-    fields |= {"is_simulated": pa.bool_(), "seconds": pa.map_(pa.string(), pa.float32())}
+    fields |= {"is_simulated": pa.bool_(), "between": pa.string(), "seconds": pa.map_(pa.string(), pa.float32())}
     told = {"hf-memopt": hf_memopt.__version__, "effective_batch": str(EFFECTIVE_BATCH)}
     return pa.Table.from_pylist(found, pa.schema(list(fields.items()), metadata=told))
 
@@ -118,7 +122,7 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
 
 
 def page_of(rows: Sequence[Row]) -> str:
-    """Return the page: its figures are compressed in it, and its script draws lines between them."""
+    """Return the page: its figures are compressed in it, and its script interpolates between them."""
     here, reports = Path(__file__).parent, Path(hf_memopt.__file__).parent / "reports"
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([here, reports]),
@@ -183,10 +187,13 @@ def figures_of(rows: Sequence[Row]) -> tuple[dict[str, Any], np.ndarray]:
         if "reason" in row:
             told.append({**same, "reason": row["reason"]})
             continue
-        kept = {name: row[name] for name in ("parameters", "precision", "rows", "lengths", "simulated")}
-        components = [[round(size / UNIT_BYTES) for size in sizes] for sizes in row["components"]]
+        kept = {name: row[name] for name in ("parameters", "precision", "rows", "lengths", "simulated", "chunk")}
+        pieces = [
+            [piece["lengths"], (np.array(piece["moments"]) / UNIT_BYTES).round().astype(int).tolist()]
+            for piece in row["pieces"]
+        ]
         shares = [round(share, 4) for share in row["reserved_share"]]
-        told.append({**same, **kept, "components": components, "shares": shares, "at": None})
+        told.append({**same, **kept, "pieces": pieces, "shares": shares, "at": None})
         if row["seconds"]:
             told[-1]["at"] = place
             steps = [[round(STEPS_OF_A_FACTOR_2 * log2(1e4 * one)) for one in of] for of in row["seconds"].values()]
@@ -210,5 +217,7 @@ def figures_of(rows: Sequence[Row]) -> tuple[dict[str, Any], np.ndarray]:
         "methods": list(METHODS),
         "examples": EFFECTIVE_BATCH,
         "larger_workspaces": LARGER_WORKSPACES_BYTES,
+        "chunk_bytes": CHUNK_BYTES,
+        "logits": LOGITS,
     }
     return figures, np.concatenate(logarithms or [np.zeros(0, np.int16)])

@@ -2,18 +2,21 @@
 
 Each model is asked for three methods: full, LoRA, QLoRA, with checkpointing and, for language models, the fused loss.
 One recording serves all GPUs of a kind of kernels. Four lengths are recorded, and between them bytes and operations are
-polynomials of the length: of each moment of a step, and of each operation, not of their sums and peaks.
+polynomials of the length: of each moment of a step, and of each operation, not of their peaks and seconds. Only the
+logits of the fused loss are not, as it cuts the rows into chunks: they are a line over the rows of a chunk.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import log2
+from operator import mul
 from random import Random
 from typing import Any
 
@@ -22,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 
 from hf_memopt import GPUS, Estimate, Gpu, NotEstimableError, estimate, find_gpu
+from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES
 from hf_memopt.binding.model import head_for, task_of
 from hf_memopt.components import COMPONENTS, CONTEXT, UNUSED
 from hf_memopt.devices import against_float16
@@ -35,8 +39,10 @@ from hf_memopt.memory.tracking import Timeline, phase_spans
 METHODS = {"full": {}, "lora": {"lora": 16}, "qlora": {"lora": 16, "load_in": "nf4"}}
 EFFECTIVE_BATCH = 8
 LONGEST = 4096
-STEPS_OF_AN_OCTAVE = 2.5  # so near that a line between two lengths is 1 % off a parabola at most
-PARTS = 16  # of a phase, see `moments_of`
+STEPS_OF_AN_OCTAVE = 1.5
+ASKED_OF_A_PIECE = 96  # lengths of which the fullest moment is kept
+NEGLIGIBLE = 2e-4  # of a peak
+LOGITS = COMPONENTS.index("logits and loss")
 TOKEN_BY_TOKEN = {"mamba"}  # in transformers' own code: thousands of operations a token, hours of recording a model
 NOT_SIZES = {"rope_parameters", "rope_theta", "max_position_embeddings", "initializer_range", "transformers_version"}
 LARGER_WORKSPACES_BYTES = sum(workspace_bytes((9, 0))) - sum(workspace_bytes((8, 6)))
@@ -108,13 +114,14 @@ class Subject:
 
     @property
     def shown_lengths(self) -> tuple[int | None, ...]:
-        """The lengths that the page has, and draws lines between."""
-        shortest, longest = self.lengths[0], self.lengths[-1]
-        if shortest is None or longest is None:
-            return (None,)
-        steps = round(STEPS_OF_AN_OCTAVE * log2(longest / shortest))
-        between = [round(shortest * (longest / shortest) ** (step / steps)) for step in range(steps + 1)]
-        return tuple(sorted({*between, *(length for length in self.lengths if length is not None)}))
+        """The lengths that the data has."""
+        found: list[int | None] = [self.lengths[0]]
+        for low, high in pairwise(self.lengths):
+            assert low is not None
+            assert high is not None
+            steps = max(round(STEPS_OF_AN_OCTAVE * log2(high / low)), 1)
+            found += [round(low * (high / low) ** (step / steps)) for step in range(1, steps + 1)]
+        return tuple(found)
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,61 +182,179 @@ def _points(subject: Subject, method: str, kernels: Kernels) -> dict[str, Any]:
     if subject.rows == 1:
         asked["gradient_accumulation_steps"] = 2  # the passes after the second are like it
     found = {length: estimate(**asked, seq_len=length) for length in subject.lengths}
-    first = found[subject.lengths[0]]
-    moments = {length: moments_of(one.timeline) for length, one in found.items()}
+    first, simulated = found[subject.lengths[0]], list(subject.lengths)
+    chunk = chunk_of(subject, first) if asked["fused_cross_entropy"] else None
     return {
         "parameters": first.parameters,
         "trainable": first.trainable_parameters,
         "precision": first.settings.precision,
         "rows": subject.rows,
         "task": subject.task,
-        "simulated": list(subject.lengths),
+        "simulated": simulated,
         "lengths": list(subject.shown_lengths),
-        "components": [fullest(moments, length) for length in subject.shown_lengths],
-        "reserved_share": [found[length].peak_reserved_bytes / found[length].peak_allocated_bytes for length in found],
+        "chunk": chunk,
+        "pieces": pieces_of({length: one.timeline for length, one in found.items()}, chunk),
+        "reserved_share": [one.peak_reserved_bytes / one.peak_allocated_bytes for one in found.values()],
         "seconds": seconds_of(subject, found, kernels),
     }
 
 
-def moments_of(timeline: Timeline) -> np.ndarray:
-    """Return the fullest moment of every part of the phases, (parts, components): each is a polynomial of the length.
+def chunk_of(subject: Subject, found: Estimate) -> list[int]:
+    """Return the bytes that a row adds to the fused loss's chunks: of logits, and of the hidden states."""
+    head = load_model(subject.name).model.get_output_embeddings()
+    return [4 * head.weight.shape[0], (4 if found.settings.precision == "fp32" else 2) * head.weight.shape[1]]
 
-    The peak of a phase is not, as it may be another moment of it at another length.
+
+def pieces_of(timelines: Mapping[int | None, Timeline], chunk: Sequence[int] | None) -> list[dict[str, Any]]:
+    """Return the moments that are fullest at some length, for each three lengths that follow one another.
+
+    Returns:
+        For each three: "lengths", and "moments": their components in bytes, (moments, lengths, components).
     """
-    allocated, rows = timeline.allocated, []
-    for first, end, _ in phase_spans(timeline):
-        for low, high in pairwise(np.linspace(first, end, PARTS + 1).astype(int)):
-            rows.append(timeline.components[low + int(allocated[low : max(high, low + 1)].argmax())])
-    return np.array(rows, dtype=float)
+    pieces = []
+    simulated = list(timelines)
+    for nodes in (simulated[first : first + 3] for first in range(max(len(simulated) - 2, 1))):
+        runs = [timelines[node] for node in nodes]
+        moments = common_moments(runs)
+        moments = moments[_is_one_moment(moments, nodes, chunk)]
+        peaks = np.stack([run.components[run.allocated.argmax()] for run in runs])
+        if (moments.sum(axis=2).max(axis=0, initial=0) < peaks.sum(axis=1) * (1 - NEGLIGIBLE)).any():
+            moments = np.concatenate([moments, peaks[None]])
+        asked = [*nodes]
+        if nodes[0] is not None:
+            asked += np.geomspace(nodes[0], nodes[-1], ASKED_OF_A_PIECE, dtype=int).tolist()
+        pieces.append({"lengths": nodes, "moments": _fullest(moments, nodes, asked, chunk)})
+    return pieces
 
 
-def fullest(moments: Mapping[int | None, np.ndarray], length: int | None) -> list[int]:
-    """Return the components of the moment that has most bytes at a length."""
-    if length in moments:
-        at = moments[length]
-    else:
-        assert length is not None
-        nodes, weights = near(length, moments)
-        at = sum(weight * moments[node] for node, weight in zip(nodes, weights, strict=True))
-    found: list[int] = at[at.sum(axis=1).argmax()].round().astype(int).tolist()
+def common_moments(timelines: Sequence[Timeline]) -> np.ndarray:
+    """Return the components after every event that some runs have in common, (moments, runs, components).
+
+    Such a moment is a polynomial of the length; the peak is not, as it is another moment at another length. Runs have
+    the same events but for a few, such as those of the fused loss's chunks.
+    """
+    phases = zip(*(list(phase_spans(one)) for one in timelines), strict=True)
+    return np.concatenate([_common_of_phase(timelines, spans) for spans in phases])
+
+
+def _common_of_phase(timelines: Sequence[Timeline], spans: Sequence[tuple[int, int, str]]) -> np.ndarray:
+    from rapidfuzz.distance import LCSseq
+
+    runs = [one.components[first:end] for one, (first, end, _) in zip(timelines, spans, strict=True)]
+    first, *others = ([bytes(change) for change in _changes(run)] for run in runs)
+    places = np.full((len(runs), len(first)), -1)
+    places[0] = np.arange(len(first))
+    for partner, other in zip(places[1:], others, strict=True):
+        for block in LCSseq.opcodes(first, other).as_matching_blocks():
+            partner[block.a : block.a + block.size] = np.arange(block.b, block.b + block.size)
+    places = places[:, (places >= 0).all(axis=0)]
+    return np.stack([run[place] for run, place in zip(runs, places, strict=True)], axis=1)
+
+
+def _changes(run: np.ndarray) -> np.ndarray:
+    """Return what each event does to each component, 1: more, -1: less, (events, components)."""
+    return np.sign(np.diff(run, axis=0, prepend=run[:1])).astype(np.int8)
+
+
+def _fullest(
+    moments: np.ndarray, nodes: Sequence[int | None], asked: Iterable[int | None], chunk: Sequence[int] | None
+) -> list[list[list[int]]]:
+    """Return those moments of which one is fullest at each length asked for."""
+    logits = moments[..., LOGITS].astype(float)
+    others = moments.sum(axis=2) - logits
+    chosen: list[int] = []
+    for length in asked:
+        totals = others @ weights_at(length, nodes) + logits @ logits_weights_at(length, nodes, chunk)
+        fullest = int(totals.argmax())
+        if not chosen or totals[chosen].max() < totals[fullest] * (1 - NEGLIGIBLE):
+            chosen.append(fullest)
+    found: list[list[list[int]]] = moments[chosen].tolist()
     return found
 
 
-def near(length: int, known: Iterable[int | None]) -> tuple[list[int], list[float]]:
-    """Return the three known lengths nearest to one, and the weights of the parabola through them.
+def _is_one_moment(moments: np.ndarray, nodes: Sequence[int | None], chunk: Sequence[int] | None) -> np.ndarray:
+    """Return for which moments the components grow as those of one do, (moments,).
+
+    The others are different moments whose events are alike, say of a chunk of the loss and of what follows.
+    """
+    slack = 0.005 * moments.sum(axis=2).max()
+    logits = moments[..., LOGITS].astype(float)
+    on_line = logits @ np.transpose([logits_weights_at(node, nodes, chunk) for node in nodes])
+    found: np.ndarray = (abs(on_line - logits) <= slack).all(axis=1)
+    for place, (low, high) in enumerate(pairwise(nodes)):
+        shorter, longer = (np.delete(moments[:, one], LOGITS, axis=1) for one in (place, place + 1))
+        found &= (longer >= shorter - slack).all(axis=1) & (longer <= shorter * (high / low) ** 2 + slack).all(axis=1)
+    return found
+
+
+def components_at(row: Row, length: int | None) -> list[float]:
+    """Return the components of the fullest moment of a row at a length, in bytes."""
+    piece = row["pieces"][0]
+    if length is not None:
+        nodes = [*(piece["lengths"][0] for piece in row["pieces"][:-1]), *row["pieces"][-1]["lengths"]]
+        length = min(max(length, nodes[0]), nodes[-1])
+        piece = row["pieces"][first_near(length, nodes)]
+    moments, nodes = np.array(piece["moments"], dtype=float), piece["lengths"]
+    at = np.einsum("mnc,n->mc", moments, weights_at(length, nodes))
+    at[:, LOGITS] = moments[..., LOGITS] @ logits_weights_at(length, nodes, row["chunk"])
+    found: list[float] = at[at.sum(axis=1).argmax()].tolist()
+    return found
+
+
+def logits_weights_at(length: int | None, nodes: Sequence[int | None], chunk: Sequence[int] | None) -> list[float]:
+    """Return the weights of the logits: with the fused loss they are on a line over the rows of a chunk."""
+    if chunk is None:
+        return weights_at(length, nodes)
+    rows = [rows_of_chunk(chunk, node) for node in nodes]
+    mean = sum(rows) / len(rows)
+    slope = (rows_of_chunk(chunk, length) - mean) / max(sum((one - mean) ** 2 for one in rows), 1.0)
+    return [1 / len(rows) + slope * (one - mean) for one in rows]
+
+
+def rows_of_chunk(chunk: Sequence[int] | None, length: int | None) -> float:
+    """Return how many rows a chunk of the fused loss has, which logits grow with; 1 without it.
+
+    Args:
+        chunk: see `chunk_of`.
+        length: of the one row of a micro-batch.
 
     Examples:
-        >>> near(2, [1, 3, 5, 9])
-        ([1, 3, 5], [0.375, 0.75, -0.125])
+        >>> rows_of_chunk([4 * 50257, 2 * 1024], 232), rows_of_chunk([4 * 50257, 2 * 1024], 408)
+        (232.0, 204.0)
     """
-    nodes = sorted((node for node in known if node is not None), key=lambda node: (abs(node - length), node))[:3]
+    if chunk is None or length is None:
+        return 1.0
+    most = max(1, max(CHUNK_BYTES, chunk[1] * length) // chunk[0])
+    return length / -(-length // most)
+
+
+def first_near(length: int, known: Sequence[int]) -> int:
+    """Return the place of the first of three neighbouring lengths: the two around one, and the next that is nearer.
+
+    Examples:
+        >>> first_near(2, [1, 3, 5, 9]), first_near(6, [1, 3, 5, 9]), first_near(4, [4])
+        (0, 1, 0)
+    """
+    above = min(max(bisect_left(known, length), 1), len(known) - 1)
+    is_below_nearer = above > 1 and length**2 < known[above - 1] * known[above]
+    return max(min(above - 2 if is_below_nearer else above - 1, len(known) - 3), 0)
+
+
+def weights_at(length: int | None, nodes: Sequence[int | None]) -> list[float]:
+    """Return the weights of the values at some lengths in the polynomial through them.
+
+    Examples:
+        >>> weights_at(2, [1, 3, 5])
+        [0.375, 0.75, -0.125]
+    """
     weights = []
     for node in nodes:
         weight = 1.0
         for other in nodes:
-            weight *= 1.0 if other == node else (length - other) / (node - other)
+            if length is not None and node is not None and other is not None and other != node:
+                weight *= (length - other) / (node - other)
         weights.append(weight)
-    return nodes, weights
+    return weights
 
 
 # ---- Seconds
@@ -243,11 +368,7 @@ def seconds_of(subject: Subject, found: Mapping[int | None, Estimate], kernels: 
     shown = {length: costs_at(length, costs) for length in subject.shown_lengths}
     rows = {}
     for name in kernels.gpus:
-        seconds = {length: one.on(name).seconds for length, one in shown.items() if one is not None}
-        lengths = list(seconds)
-        rows[name] = [
-            float(f"{between(lengths, list(seconds.values()), length):.4g}") for length in subject.shown_lengths
-        ]
+        rows[name] = [float(f"{one.on(name).seconds:.4g}") for one in shown.values()]
     return rows
 
 
@@ -259,29 +380,41 @@ def whole_step(costs: StepCosts) -> StepCosts:
     return replace(costs, passes=passes, micro_batches=micro_batches, examples=EFFECTIVE_BATCH)
 
 
-def costs_at(length: int | None, known: Mapping[int | None, StepCosts]) -> StepCosts | None:
-    """Return the costs at a length, recorded or between recorded ones; None where these are of other operations."""
+def costs_at(length: int | None, known: Mapping[int | None, StepCosts]) -> StepCosts:
+    """Return the costs at a length, recorded or between recorded ones."""
     if length in known:
         return known[length]
     assert length is not None
-    nodes, weights = near(length, known)
-    found = [known[node] for node in nodes]
-    passes = []
-    for same in zip(*(one.passes for one in found), strict=True):
-        operations = [list(of_pass.items()) for _, of_pass in same]
-        if len({tuple((cost.kind, cost.dtype, cost.kernels) for cost, _ in one) for one in operations}) > 1:
-            return None
-        mixed: Counter[Operation] = Counter()
-        for alike in zip(*operations, strict=True):
-            mixed[_mixed([cost for cost, _ in alike], weights)] += alike[0][1]
-        passes.append((same[0][0], mixed))
-    return replace(found[0], passes=tuple(passes), tokens=None)
+    simulated = [node for node in known if node is not None]
+    nodes = simulated[(first := first_near(length, simulated)) : first + 3]
+    found, weights = [known[node] for node in nodes], weights_at(length, nodes)
+    passes = zip(*(one.passes for one in found), strict=True)
+    mixed = tuple((same[0][0], _mixed([of_pass for _, of_pass in same], weights)) for same in passes)
+    return replace(found[0], passes=mixed, tokens=None)
 
 
-def _mixed(alike: Sequence[Operation], weights: Sequence[float]) -> Operation:
-    flops = sum(weight * cost.flops for weight, cost in zip(weights, alike, strict=True))
-    moved = sum(weight * cost.moved_bytes for weight, cost in zip(weights, alike, strict=True))
-    return alike[0]._replace(flops=max(flops, 0.0), moved_bytes=max(moved, 0.0))
+def _mixed(passes: Sequence[Counter[Operation]], weights: Sequence[float]) -> Counter[Operation]:
+    """Return the operations between those of several lengths.
+
+    Of each kind, the cheapest belong together and so on up to the dearest. Where one length has more of a kind, as
+    chunks of the fused loss, the others have the same sum in as many operations.
+    """
+    kinds: dict[Any, list[list[tuple[float, float, float]]]] = {}
+    for place, of_pass in enumerate(passes):
+        for cost, count in of_pass.items():
+            alike = kinds.setdefault(cost._replace(flops=0.0, moved_bytes=0.0, launches=0.0), [[] for _ in passes])
+            alike[place] += count * [(cost.flops, cost.moved_bytes, cost.launches)]
+    mixed: Counter[Operation] = Counter()
+    for kind, alike in kinds.items():
+        most = max(map(len, alike))
+        costs = np.zeros((most, 3))
+        for weight, one in zip(weights, alike, strict=True):
+            if one:
+                ordered = np.array(sorted(one))
+                costs += weight * ordered[np.arange(most) * len(one) // most] * (len(one) / most)
+        for (flops, moved, launches), count in Counter(map(tuple, costs.clip(0.0).tolist())).items():
+            mixed[kind._replace(flops=flops, moved_bytes=moved, launches=launches)] += count
+    return mixed
 
 
 # ---- Between the points
@@ -289,13 +422,22 @@ def _mixed(alike: Sequence[Operation], weights: Sequence[float]) -> Operation:
 
 def parts_at(row: Row, gpu: Gpu, length: int | None) -> dict[str, int]:
     """Return what a row of ``points_of`` says a length needs on a GPU, by the names of pictures, as the page does."""
-    sizes = [between(row["lengths"], sizes, length) for sizes in zip(*row["components"], strict=True)]
-    components = dict(zip(COMPONENTS, map(round, sizes), strict=True))
+    components = dict(zip(COMPONENTS, map(round, components_at(row, length)), strict=True))
     if has_large_workspace(gpu):
         components["workspace"] += LARGER_WORKSPACES_BYTES
     allocated = sum(components.values())
     share = between(row["simulated"], row["reserved_share"], length)
     return {CONTEXT: gpu.context_bytes or 0, **components, UNUSED: round((share - 1) * allocated)}
+
+
+def curve(lengths: Sequence[int | None], values: Sequence[float], length: int | None) -> float:
+    """Return the value on the parabola through the three lengths around it; that of the nearest end outside."""
+    known = [one for one in lengths if one is not None]
+    if length is None or not known[0] < length < known[-1]:
+        return between(lengths, values, length)
+    first = first_near(length, known)
+    nodes = known[first : first + 3]
+    return sum(map(mul, weights_at(length, nodes), values[first : first + 3]))
 
 
 def between(lengths: Sequence[int | None], values: Sequence[float], length: int | None) -> float:
@@ -346,7 +488,7 @@ def errors_of(point: Point) -> dict[str, float]:
         "total": sum(parts.values()) / found.total_bytes - 1,
     }
     if found.step_time is not None and row["seconds"]:
-        seconds = between(row["lengths"], row["seconds"][gpu.name], point.length)
+        seconds = curve(row["lengths"], row["seconds"][gpu.name], point.length)
         errors["seconds"] = seconds / found.step_time.seconds - 1
     return errors
 

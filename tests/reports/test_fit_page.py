@@ -10,7 +10,7 @@ import fit_page
 import pytest
 import results_file
 from chromium import Chromium
-from fit_points import Row, errors_of, parts_at, random_point
+from fit_points import Row, curve, errors_of, parts_at, random_point
 
 PAGES_BYTES = 80 * 2**20  # four pages of the allocator with expandable segments
 
@@ -24,19 +24,24 @@ def small(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.get("parameters", 1e12) < 4e8]
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 24))])
 def test_a_random_point_is_that_of_a_simulation(rows: list[Row], seed: int) -> None:
-    point = random_point(small(rows) if seed < 4 else rows, Random(seed))
+    point = random_point(small(rows) if seed < 2 else rows, Random(seed))
     parts, found = parts_at(point.row, point.gpu, point.length), errors_of(point)
-    # what the page says of 60 points: nine of ten are within 1 %, but where another moment is fullest between two
-    # simulated lengths the parabola of neither is right
+    # models of the first version of the data have moments at the lengths between the simulated ones, too
+    is_followed = point.row["pieces"][0]["lengths"] == point.row["simulated"][:3]
+    assert abs(found["allocated"]) <= (0.01 if is_followed else 0.12)
+    # reserved bytes jump between neighbouring lengths
+    assert abs(found["total"]) < max(0.05 if is_followed else 0.12, PAGES_BYTES / sum(parts.values()))
+    assert abs(found.get("seconds", 0.0)) < (0.03 if is_followed else 0.25)
+
+
+def test_what_the_page_says_of_random_points_is_what_was_found() -> None:
     told = results_file.last_row("fit_data")["figures"]
     assert told["allocated_median"] < 0.001
-    assert told["allocated_within_1"] >= 0.9
-    assert abs(found["allocated"]) <= told["allocated_worst"]
-    # reserved bytes jump between neighbouring lengths
-    assert abs(found["total"]) < max(told["total_worst"], PAGES_BYTES / sum(parts.values()))
-    assert abs(found.get("seconds", 0.0)) < 0.25
+    assert told["allocated_within_1"] >= 0.95
+    assert told["allocated_worst"] < 0.03
+    assert told["seconds_median"] < 0.005
 
 
 def test_the_page_is_that_of_the_data(rows: list[Row]) -> None:
@@ -54,7 +59,7 @@ def test_the_script_answers_as_the_points_say(browser: Chromium, rows: list[Row]
         assert found["parts"] == pytest.approx(expected, abs=2e-4 * sum(expected.values()))
         if point.row["seconds"]:
             told = browser.value(f"fit.secondsOf(...{asked})")
-            own = fit_page.between(point.row["lengths"], point.row["seconds"][point.gpu.name], point.length)
+            own = curve(point.row["lengths"], point.row["seconds"][point.gpu.name], point.length)
             assert told == pytest.approx(own, rel=3e-3)
 
 
