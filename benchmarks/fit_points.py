@@ -42,7 +42,7 @@ LONGEST = 4096
 STEPS_OF_AN_OCTAVE = 1.5
 ASKED_OF_A_PIECE = 96  # lengths of which the fullest moment is kept
 NEGLIGIBLE = 2e-4  # of a peak
-LOGITS = COMPONENTS.index("logits and loss")
+INPUTS, LOGITS = COMPONENTS.index("inputs"), COMPONENTS.index("logits and loss")
 TOKEN_BY_TOKEN = {"mamba"}  # in transformers' own code: thousands of operations a token, hours of recording a model
 NOT_SIZES = {"rope_parameters", "rope_theta", "max_position_embeddings", "initializer_range", "transformers_version"}
 LARGER_WORKSPACES_BYTES = sum(workspace_bytes((9, 0))) - sum(workspace_bytes((8, 6)))
@@ -179,8 +179,8 @@ def points_of(subject: Subject) -> Iterator[dict[str, Any]]:
 
 def _points(subject: Subject, method: str, kernels: Kernels) -> dict[str, Any]:
     asked = settings_of(subject, method, find_gpu(kernels.simulated_on))
-    if subject.rows == 1:
-        asked["gradient_accumulation_steps"] = 2  # the passes after the second are like it
+    passes = asked["gradient_accumulation_steps"]
+    recorded = asked["gradient_accumulation_steps"] = min(passes, 2)  # the passes after the second are like it
     found = {length: estimate(**asked, seq_len=length) for length in subject.lengths}
     first, simulated = found[subject.lengths[0]], list(subject.lengths)
     chunk = chunk_of(subject, first) if asked["fused_cross_entropy"] else None
@@ -193,10 +193,17 @@ def _points(subject: Subject, method: str, kernels: Kernels) -> dict[str, Any]:
         "simulated": simulated,
         "lengths": list(subject.shown_lengths),
         "chunk": chunk,
-        "pieces": pieces_of({length: one.timeline for length, one in found.items()}, chunk),
+        "pieces": pieces_of({node: whole_timeline(one, passes // recorded) for node, one in found.items()}, chunk),
         "reserved_share": [one.peak_reserved_bytes / one.peak_allocated_bytes for one in found.values()],
         "seconds": seconds_of(subject, found, kernels),
     }
+
+
+def whole_timeline(found: Estimate, times: int) -> Timeline:
+    """Return the timeline with the inputs of so many times the micro-batches, which the Trainer gets at once."""
+    components = found.timeline.components.copy()
+    components[:, INPUTS] *= times
+    return replace(found.timeline, components=components)
 
 
 def chunk_of(subject: Subject, found: Estimate) -> list[int]:
