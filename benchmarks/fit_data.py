@@ -25,7 +25,8 @@ from functools import cache
 import fit_page
 import results_file
 import torch
-from fit_points import KERNELS, METHODS, Row, Subject, errors_of, is_followed, names, points_of, random_point
+from fit_moments import Row, is_followed
+from fit_points import KERNELS, METHODS, Subject, errors_of, names, points_of, random_point
 from rich.progress import track
 
 

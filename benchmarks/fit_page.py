@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from math import log2
@@ -17,14 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import results_file
+from fit_moments import LOGITS, Row, components_at
 from fit_points import (
     EFFECTIVE_BATCH,
     KERNELS,
     LARGER_WORKSPACES_BYTES,
-    LOGITS,
     METHODS,
     between,
-    components_at,
     has_large_workspace,
     kernels_of,
 )
@@ -48,8 +47,6 @@ SAME = {
 """Columns that all points of a row have."""
 UNIT_BYTES = 2**16  # of the page's whole numbers
 STEPS_OF_A_FACTOR_2 = 256  # of the page's seconds: within 0.14 %
-
-Row = Mapping[str, Any]
 
 
 def write(rows: Sequence[Row]) -> None:

@@ -10,7 +10,8 @@ import fit_page
 import pytest
 import results_file
 from chromium import Chromium
-from fit_points import Row, curve, errors_of, is_followed, parts_at, random_point
+from fit_moments import Row, is_followed
+from fit_points import curve, errors_of, parts_at, random_point
 
 PAGES_BYTES = 80 * 2**20  # four pages of the allocator with expandable segments
 
