@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,16 @@ import pytest
 import torch
 from datasets import Dataset
 from slow_cases import slow_except
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
 from typer.testing import CliRunner
 
+import language_models
 import tiny
 from hf_memopt.batching.padding_costs import data_files
 from hf_memopt.cli.app import app
@@ -27,6 +36,7 @@ from hf_memopt.cli.app import app
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
 OF_LANGUAGE_MODELS = ("docs/large-models.md", "docs/larger-than-the-gpu.md", "docs/lora-and-qlora.md")
+DEEP = tiny.llama_config(tie_word_embeddings=True, num_hidden_layers=3)  # streamed layers need three
 OPTIONAL = ("trl",)  # packages that this environment may lack
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND_ANSWERS = (0, 1)  # it fits, or it does not
@@ -55,11 +65,13 @@ def reader(tmp_path, monkeypatch) -> dict[str, Any]:
     rows = {**tokenizer(texts(16)), "labels": [row % 3 for row in range(16)]}
     dataset = Dataset.from_dict(rows)
     Path("train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(64)), encoding="utf-8")
+    Path("train.py").write_text("import sys\nprint(sys.argv)\n", encoding="utf-8")
     Path("out").mkdir()  # where a step was not finite
     torch.save({name: torch.tensor(rows[name][:1]) for name in rows}, "out/overflow_batch_step120.pt")
     return {
         "__name__": "__main__",
         "model": tiny.bert(),
+        "language_model": tiny.llama(),
         "tokenizer": tokenizer,
         "train_set": dataset,
         "dataset": Dataset.from_dict({"text": texts(16), "label": [row % 3 for row in range(16)]}),
@@ -81,9 +93,12 @@ def test_python_of_the_page_runs(page, reader, monkeypatch) -> None:
             AutoModelForCausalLM, "from_pretrained", lambda name, **settings: tiny.llama(tie_word_embeddings=True)
         )
     if page in OF_LANGUAGE_MODELS:
-        reader["model"] = tiny.llama(tie_word_embeddings=True)
+        reader["model"] = LlamaForCausalLM(DEEP)
         reader["train_set"] = reader["train_set"].remove_columns("labels")
         reader["collator"] = DataCollatorForLanguageModeling(reader["tokenizer"], mlm=False)
+    if page == "docs/mixtures-of-experts.md":
+        reader["folder"] = "checkpoint"
+        language_models.build("mixtral").save_pretrained("checkpoint")
     for text in blocks(page, "python"):
         if any(f"from {name} import" in text and find_spec(name) is None for name in OPTIONAL):
             continue
@@ -102,7 +117,11 @@ def test_python_of_the_readme_without_its_plan_runs(reader) -> None:
 def test_command_of_the_page_answers(page, command, reader, monkeypatch) -> None:
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **settings: reader["tokenizer"])
     monkeypatch.setattr(data_files, "hub_answers", lambda: False)
-    if command == "hf-memopt demo":
+    words = shlex.split(command)[1:]
+    if words[0] == "demo":
         return
-    found = CliRunner().invoke(app, shlex.split(command)[1:])
+    if words[0] == "run":  # ends its process with the script
+        subprocess.run([sys.executable, "-m", "hf_memopt", *words], check=True, timeout=600)
+        return
+    found = CliRunner().invoke(app, words)
     assert found.exit_code in COMMAND_ANSWERS, found.output

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from command_line import invoked
+from invoked import invoked
 from slow_cases import slow_except
 
 HEAD = """
