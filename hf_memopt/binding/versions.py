@@ -1,7 +1,7 @@
-"""Version differences between transformers 5.8 and 5.23, and the names that changed since 4.x.
+"""Version differences between transformers 5.8 and 5.24, and the names that changed since 4.x.
 
-All version checks of the package are here. Seen in 5.8.1, 5.17.0 and 5.23.0; ``tests/binding/test_versions.py`` pins
-each difference.
+All version checks of the package are here. Seen in 5.8.1, 5.17.0, 5.23.0 and 5.24.0; ``tests/binding/test_versions.py``
+pins each difference.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ RENAMED_ARGUMENTS = {row["name"]: row["instead"] for row in _ROWS if row["of"] =
 """Arguments of transformers 4.x that 5.x no longer has, and what to write instead."""
 SHORT_NAMES = {row["name"]: row["instead"] for row in _ROWS if row["of"] == "other libraries"}
 """What other libraries call fields of ``TrainingArguments``."""
+
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+"""Arguments by which models and layers take a cache: the first since transformers 5.24, the second before."""
 
 
 def allocator_variable() -> str:

@@ -19,6 +19,7 @@ import transformers
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 from tables import refuses, table, whole
 from transformers import Trainer
 
@@ -202,7 +203,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "
 DECODERS = dict(table("batching/tables/decoders"))
 ENCODERS = dict(table("batching/tables/encoders"))
 REFUSED = dict(table("batching/tables/refused_models"))
-
+OF_24 = Version(transformers.__version__) >= Version("5.24")  # where ALiBi of Falcon goes by the positions of a text
 
 LEAKS_IN_STOCK = {"opt", "biogpt", "gpt_oss", *ENCODERS}
 
@@ -289,6 +290,9 @@ def test_the_docs_say_which_models_are_which():
 def test_models_whose_texts_cannot_be_kept_apart_are_refused_by_name(name, tmp_path):
     texts = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in examples(9)]
     model = tiny_model(name)
+    if name == "falcon" and OF_24:
+        attach(make_trainer(tmp_path, model, packed(texts, ROW), BucketedCollator(tiny.tokenizer())))
+        return
     with pytest.raises(ValueError) as error:
         attach(make_trainer(tmp_path, model, packed(texts, ROW), BucketedCollator(tiny.tokenizer())))
     assert str(error.value).startswith("packed(...) joins texts into one row, ")

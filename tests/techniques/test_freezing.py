@@ -143,8 +143,13 @@ def lora(model: nn.Module) -> peft.PeftModel:
 
 
 def own_adapters(model: Any) -> Any:
-    """Added by transformers itself."""
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"]))
+    """Added by transformers itself, of which 5.24 wants a PEFT that is newer than the newest."""
+    try:
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"]))
+    except ValueError as error:
+        if "version of PEFT" not in str(error):
+            raise
+        pytest.skip(str(error))
     return model
 
 

@@ -61,7 +61,9 @@ class ExpertStack(nn.Module):
         """Quantise one expert, shape (rows, columns)."""
         if self.packed.is_meta:
             return
-        device = torch.accelerator.current_accelerator() or self.packed.device  # a CPU takes minutes
+        device = self.packed.device
+        if torch.accelerator.is_available():  # a CPU takes minutes; torch for CUDA names a GPU where none is
+            device = torch.accelerator.current_accelerator() or device
         given = expert.detach().to(device, self.dtype).reshape(-1)
         # on a CPU bitsandbytes compares each number with 16 values, in float32
         parts = torch.split(given, _NUMBERS_AT_ONCE if given.device.type == "cpu" else len(given))

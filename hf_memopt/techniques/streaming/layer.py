@@ -16,14 +16,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_memopt.binding import CACHES
 from hf_memopt.binding.model import tensors_in
 from hf_memopt.techniques.streaming.row_parts import joined, row_parts
 
 if TYPE_CHECKING:
     from hf_memopt.techniques.streaming.ring import Ring
-
-CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Arguments by which layers take a cache, which stock's checkpointing leaves out (5.8.1; in 5.23.0 but the second)."""
 
 
 class StreamedLayer:

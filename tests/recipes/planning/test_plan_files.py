@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from command_line import invoked
 from installed import install
+from invoked import invoked
 from printed_errors import in_one_line
 
 import tiny

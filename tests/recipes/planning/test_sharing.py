@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_plans
 import yaml
-from command_line import invoked
+from invoked import invoked
 
 from hf_memopt import Plan, estimate
 

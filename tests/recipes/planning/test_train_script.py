@@ -16,8 +16,8 @@ import PIL.Image
 import pytest
 import torch
 import transformers
-from command_line import invoked
 from installed import install
+from invoked import invoked
 from slow_cases import slow_except
 from tiny_plans import gpu_of
 
