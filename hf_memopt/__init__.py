@@ -10,7 +10,7 @@ from typing import Any
 
 import lazy_loader
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 _loaded, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaForCausalLM
 
 import tiny
-from hf_memopt.binding import CACHES
 from hf_memopt.binding.undo import RandomState
+from hf_memopt.binding.versions import CACHES
 from hf_memopt.techniques.microbatching import Backbones, Size
 from hf_memopt.techniques.microbatching import backbones as backbones_module
 from hf_memopt.techniques.microbatching.backbones import CutStep

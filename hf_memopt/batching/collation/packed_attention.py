@@ -21,7 +21,7 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_memopt.binding import CACHES
+from hf_memopt.binding import versions
 from hf_memopt.binding.undo import UndoHandle, undo_all
 
 _NOW = local()  # .bounds: of the packed batch in the forward pass that runs in this thread, or None
@@ -91,7 +91,7 @@ def _note_bounds(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     _NOW.bounds = None
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-    is_cached = any(kwargs.get(name) is not None for name in CACHES)
+    is_cached = any(kwargs.get(name) is not None for name in versions.CACHES)
     is_unmasked = mask is None or (mask.ndim == 2 and bool(mask.all()))
     if positions is not None and positions.ndim == 2 and is_unmasked and not is_cached:
         bounds = text_bounds(positions, next((len(value) for value in given if value is not None), 0))

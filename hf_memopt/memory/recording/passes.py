@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hf_memopt.binding import CACHES
+from hf_memopt.binding import versions
 from hf_memopt.binding.fused_loss import DeferredLogits, loss_alone
 from hf_memopt.binding.model import unwrap_model
 from hf_memopt.memory.cuda import CudaSemantics, run_backward
@@ -153,7 +153,7 @@ class PassRecorder:
         with torch.no_grad(), loss_alone() if self.settings.prediction_loss_only else nullcontext():
             loss, outputs, logits = self._forward(batch)
             loss = loss.mean()
-        ignored = {"loss", *getattr(self.model.config, "keys_to_ignore_at_inference", CACHES)}
+        ignored = {"loss", *getattr(self.model.config, "keys_to_ignore_at_inference", versions.CACHES)}
         kept = {name: value for name, value in outputs.items() if name not in ignored}
         kept |= {name: batch[name] for name in ("labels", "start_positions", "end_positions") if name in batch}
         gathered = () if self.settings.prediction_loss_only else storage_numbers(generated or kept, self.tracker)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_memopt.binding import CACHES
+from hf_memopt.binding import versions
 from hf_memopt.binding.model import tensors_in
 from hf_memopt.techniques.streaming.row_parts import joined, row_parts
 
@@ -58,7 +58,7 @@ class StreamedLayer:
         # of each parameter that is trained
         call.gates = [Gate.apply(p, call, i) if p.requires_grad else None for i, p in enumerate(self.parameters)]  # type: ignore[no-untyped-call]
         if not getattr(self.module, "_can_checkpoint_with_cache", False):  # the recomputation would write it once more
-            kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+            kwargs = {name: None if name in versions.CACHES else value for name, value in kwargs.items()}
             kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         parts = row_parts(self.module, args, kwargs, self.rows)
         outputs = [checkpoint(call.run, before, *part, use_reentrant=False, **named) for part, named in parts]
