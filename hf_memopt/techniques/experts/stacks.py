@@ -20,6 +20,8 @@ from bitsandbytes.functional import QuantState as _QuantState
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit, quantize_blockwise
 from torch import Tensor, nn
 
+from hf_memopt.devices import accelerator_type
+
 BLOCK = 64  # numbers that share a largest value
 _BLOCK_OF_STATISTICS = 256
 _NUMBERS_AT_ONCE = 1024 * BLOCK
@@ -61,10 +63,7 @@ class ExpertStack(nn.Module):
         """Quantise one expert, shape (rows, columns)."""
         if self.packed.is_meta:
             return
-        device = self.packed.device
-        if torch.accelerator.is_available():  # a CPU takes minutes; torch for CUDA names a GPU where none is
-            device = torch.accelerator.current_accelerator() or device
-        given = expert.detach().to(device, self.dtype).reshape(-1)
+        given = expert.detach().to(accelerator_type(), self.dtype).reshape(-1)  # a CPU takes minutes
         # on a CPU bitsandbytes compares each number with 16 values, in float32
         parts = torch.split(given, _NUMBERS_AT_ONCE if given.device.type == "cpu" else len(given))
         made = [quantize_4bit(part, blocksize=BLOCK, quant_type="nf4") for part in parts]
