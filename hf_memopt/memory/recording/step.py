@@ -219,6 +219,9 @@ def recording(*modes: Any) -> Iterator[None]:
 
     with collector_paused(), ExitStack() as stack:
         stack.enter_context(_own_generators())
+        # masks are small, and threads that wait for the next one take longer than they save
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         dtype_of: Any = torch.get_autocast_dtype
         handle = set_attribute(torch, "get_autocast_dtype", lambda kind: dtype_of("cuda" if kind == "meta" else kind))
         stack.callback(handle.remove)
