@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from slow_cases import slow_except
 
 import tiny
@@ -117,3 +118,17 @@ def test_the_loss_of_an_evaluation_is_stocks_bit_for_bit(family: str, precision:
         assert not record.real
         assert (found.loss.dtype, float(found.loss)) == (stock.dtype, float(stock))
         assert torch.equal(model(**data).loss, stock)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("ignored", [-100, 0, 7])
+def test_any_label_can_be_the_one_that_an_evaluation_ignores(ignored: int, reduction: str) -> None:
+    model, labels = build("llama").eval(), torch.tensor([0, 7, 3, ignored, 0, 5, 7, 0])
+    asked = {"ignore_index": ignored, "reduction": reduction}
+    with torch.no_grad():
+        stock = F.cross_entropy(model(labels[None].abs()).logits[0], labels, **asked)
+        fuse_cross_entropy(model, chunk_bytes=CHUNKS)
+        with loss_alone():
+            logits = model(labels[None].abs()).logits
+            assert type(logits) is DeferredLogits
+            assert torch.equal(F.cross_entropy(logits[0], labels, **asked), stock)

@@ -259,6 +259,7 @@ def surroundings() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cuda"),
         torch.get_default_dtype(),
+        torch.get_num_threads(),
         torch.overrides._get_current_function_mode_stack(),
     )
 

@@ -213,9 +213,9 @@ def loss_without_gradients(
             logits = loss.read(held, {}).to(dtype)
         losses.append(F.cross_entropy(logits, target[part], ignore_index=loss.ignore_index, reduction="none"))
         del logits  # before those of the next chunk
-    own = target.where(target == loss.ignore_index, 0)  # the only class of each row
+    own = torch.where(target == loss.ignore_index, -100, 0)  # the only class of each row, whatever label is ignored
     reduction = "mean" if loss.mean else "sum"
-    return F.nll_loss(-torch.cat(losses).unsqueeze(1), own, ignore_index=loss.ignore_index, reduction=reduction)
+    return F.nll_loss(-torch.cat(losses).unsqueeze(1), own, ignore_index=-100, reduction=reduction)
 
 
 def gradients_by_slices(
