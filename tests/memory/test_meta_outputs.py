@@ -1,4 +1,4 @@
-"""What operations return on the meta device is remembered; a recording with the memory is the same as without it."""
+"""What operations return on meta and what a second pass does is not computed again: a recording is as if it was."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from hf_memopt import estimate
+from hf_memopt.memory.recording import step
+from hf_memopt.memory.recording.second_pass import second_pass
 from hf_memopt.memory.recording.sessions import Session
 from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.tracking import StorageTracker, meta_outputs, storage_tracker
@@ -55,6 +57,42 @@ def test_a_recording_with_the_memory_is_one_without(name: str, precision: str, m
     found = [estimated(name, settings) for _ in range(2)]
     monkeypatch.setattr(storage_tracker, "run_on_meta", run_anew)
     assert found == [estimated(name, settings)] * 2
+
+
+def keeps_a_tensor(model: Any) -> None:
+    """Let the first pass fill a cache."""
+    cache: list[Any] = []
+    model.register_forward_hook(lambda module, given, out: None if cache else cache.append(out["loss"].detach() * 2))
+
+
+SECOND: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16", "checkpointing": True, "eval_batch_size": 2},
+    "fp16, LoRA": {"precision": "fp16", "lora": 4},
+    "fp32, cut": {"precision": "fp32", "micro_batch_size": 1, "gradient_accumulation_steps": 1},
+    "a cache": {"precision": "fp32", "prepare": (keeps_a_tensor,)},
+}
+"""Settings of steps with two passes, by what they are about; with the last, the second does something else."""
+
+
+@pytest.mark.parametrize("settings", SECOND)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_second_pass_that_is_made_of_the_first_is_the_one_that_runs(
+    name: str, settings: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+
+    def noted(*args: Any) -> Any:
+        found = second_pass(*args)
+        made.append(found is not None)
+        return found
+
+    asked = {"gradient_accumulation_steps": 2, **SECOND[settings]}
+    monkeypatch.setattr(step, "second_pass", noted)
+    found = estimated(name, asked)
+    if name == "gpt2" or settings == "a cache":  # of others autograd copies some gradients, or adds up several
+        assert made == [settings != "a cache"]
+    monkeypatch.setattr(step, "second_pass", lambda *_: None)
+    assert found[1:] == estimated(name, asked)[1:]  # seconds are sums of the costs, in another order
 
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {

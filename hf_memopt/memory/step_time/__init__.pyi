@@ -1,3 +1,4 @@
+from .operations import VIEW as VIEW
 from .operations import Operation as Operation
 from .operations import operation_of as operation_of
 from .prices import SAME_FRACTION as SAME_FRACTION
