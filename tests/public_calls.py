@@ -238,6 +238,24 @@ CALLS: dict[str, Call] = {
         lambda found: list(islice(found, 5)),
         also={"dataset": ("buffer_examples=8 is for streams", "has no example in its share")},
     ),
+    "packed": Call(
+        m.packed,
+        lambda folder: {
+            **{"dataset": ROWS, "row_tokens": 64, "too_long": "split", "seed": 0, "lengths": LENGTHS},
+            **{"column": "input_ids", "world_size": 1, "rank": None, "buffer_examples": 8},
+        },
+        lambda found: [found[i] for i in range(len(found))],
+        also={"dataset": ("needs all lengths beforehand",)},
+    ),
+    "packed of a stream": Call(
+        m.packed,
+        lambda folder: {
+            **{"dataset": _Again(), "row_tokens": 64, "too_long": "split", "seed": 0},
+            **{"column": "input_ids", "world_size": 2, "rank": 1, "buffer_examples": 8},
+        },
+        lambda found: list(islice(found, 5)),
+        also={"dataset": ("is for streams", "has no example in its share")},
+    ),
     "sorted_by_length": Call(
         m.sorted_by_length,
         lambda folder: {"dataset": ROWS, "lengths": LENGTHS, "column": "input_ids", "restore_by_hand": True},

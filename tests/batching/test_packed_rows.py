@@ -130,6 +130,18 @@ def test_a_view_reads_every_token_once(source):
     assert sorted(set(view.indices_of(range(len(view))))) == list(range(len(rows)))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lengths": [3, 5, 6]}, "lengths[1]=5 is not that of row 1"),
+        ({"lengths": [3, 4, 6], "column": "tokens"}, "column='tokens' is not in row 0"),
+    ],
+)
+def test_lengths_that_are_not_the_texts_are_refused_where_they_would_cut_them(settings, message):
+    view = packed([{"input_ids": [5] * length} for length in (3, 4, 6)], 16, **settings)
+    refuses(ValueError, whole(message), list, view)
+
+
 @pytest.mark.parametrize(("world_size", "too_long"), [(1, "error"), (2, "split"), (3, "drop")])
 def test_a_stream_hands_out_every_token_once_a_pass_and_goes_on_from_its_state(world_size, too_long):
     rows, row_tokens = examples(40), 24 if too_long == "error" else 12

@@ -113,6 +113,7 @@ class PackedRows:
         world_size: int = 1,
     ) -> None:
         check_settings(row_tokens=row_tokens, seed=seed, world_size=world_size)
+        row_tokens = min(row_tokens, int(np.iinfo(np.int32).max))  # in which lengths are counted
         self.row_tokens, self.too_long, self.seed, self.world_size = row_tokens, too_long, seed, world_size
         self.lengths = checked_lengths(lengths)
         self.examples, self.begins, self.text_lengths = self._texts()

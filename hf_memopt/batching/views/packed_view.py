@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hf_memopt.batching import lengths_of
+from hf_memopt.batching import lengths_of, token_count
 from hf_memopt.batching.collation import PackedRow, cut_text, keep_texts_apart
 from hf_memopt.batching.plan import PackedRows, best_fit, check_settings
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
@@ -49,14 +49,14 @@ def packed(
         row_tokens: tokens of a row; what its texts leave free is padding without labels, 0.02 % of many texts.
         too_long: what to do with longer examples: raise, leave them out, or ``"split"`` them into several texts.
         seed: of the order, see ``bucketed``.
-        lengths: tokens per example, see ``bucketed``.
+        lengths: tokens per example, which each is checked for when it is read; see ``bucketed``.
         column: the column whose length counts.
         world_size: processes that share the view, see ``bucketed``.
         rank: of a stream, see ``bucketed``.
         buffer_examples: of a stream: examples held at most, which are packed together.
 
     Raises:
-        ValueError: an example is too long; see also ``bucketed``.
+        ValueError: an example is too long, or ``lengths`` are not its own; see also ``bucketed``.
 
     Examples:
         >>> rows = [{"input_ids": [7] * length} for length in (5, 3, 4, 2, 1, 9)]
@@ -65,6 +65,7 @@ def packed(
         [[1, 1, 2, 4], [3, 5], [8]]
     """
     check_settings(row_tokens=row_tokens)
+    check_value("column", column, str, "input_ids")
     check_value("too_long", too_long, Literal["error", "drop", "split"], "split")
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     settings: dict[str, Any] = {"too_long": too_long, "seed": 0 if seed is None else seed, "world_size": world_size}
@@ -91,11 +92,27 @@ class PackedView(BucketedView):
         rows, texts = self.buckets, self.plan.batch(self._checked(position))
         examples, begins, lengths = (of[texts] for of in (rows.examples, rows.begins, rows.text_lengths))
         row = PackedRow(
-            cut_text(example, self.column, int(begin), int(length))
-            for example, begin, length in zip(self.reader.read(examples), begins, lengths, strict=True)
+            cut_text(self._as_planned(number, example), self.column, int(begin), int(length))
+            for number, example, begin, length in zip(
+                examples.tolist(), self.reader.read(examples), begins, lengths, strict=True
+            )
         )
         row.width = rows.row_tokens
         return row
+
+    def _as_planned(self, number: int, example: Any) -> Any:
+        """Return an example, which has as many tokens as were counted: others would be cut off without a word."""
+        try:
+            found = len(example[self.column])
+        except (KeyError, IndexError, TypeError):
+            found = token_count(example, self.column, f"row {number}")  # which says what is wrong
+        if found != (planned := int(self.buckets.lengths[number])):
+            raise ValueError(
+                f"lengths[{number}]={planned} is not that of row {number}, whose {self.column!r} has {found} tokens; "
+                "expected the tokens of each example, since rows are cut by them. Leave lengths out, or pass "
+                "token_lengths(dataset)"
+            )
+        return example
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         self._check_in_order(positions, most=len(self))
