@@ -26,8 +26,15 @@ from hf_memopt.binding.model_changes import is_quantized
 from hf_memopt.binding.undo import set_attribute, undo_all
 from hf_memopt.errors import reason
 from hf_memopt.memory.cuda import CudaSemantics
-from hf_memopt.memory.recording.passes import PassRecorder, StepTrace, autocast_dtype, storage_numbers
-from hf_memopt.memory.recording.second_pass import Complete, noting_gradients, second_pass
+from hf_memopt.memory.recording.passes import (
+    Complete,
+    PassRecorder,
+    StepTrace,
+    autocast_dtype,
+    noting_gradients,
+    second_pass,
+    storage_numbers,
+)
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.tracking import HOST_GENERATOR, StorageTracker
 
