@@ -133,7 +133,7 @@ def test_a_view_reads_every_token_once(source):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lengths": [3, 5, 6]}, "lengths[1]=5 is not that of row 1"),
+        ({"lengths": [3, 3, 6]}, "lengths[1]=3 is not that of row 1"),
         ({"lengths": [3, 4, 6], "column": "tokens"}, "column='tokens' is not in row 0"),
     ],
 )
