@@ -2,8 +2,8 @@
 
 ``docs/does-it-fit.html`` answers without a network or a server; ``docs/does-it-fit.parquet`` has its points. Every
 well-known model that is not in the data is simulated and put there, so that a run goes on where it stopped; so is one
-of earlier data, whose points are less exact. All but DeepSeek-V3 take four hours of one CPU, half of it for a dozen
-hybrids, mixtures of experts and models of pictures.
+of earlier data, whose points are less exact. All take five hours of one CPU that has other work too, half of it for a
+dozen hybrids, mixtures of experts and models of pictures.
 The page says how far random points between them are off.
 
 python benchmarks/fit_data.py --only 'Qwen2.5*'   # simulate these again

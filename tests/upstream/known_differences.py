@@ -22,15 +22,14 @@ KNOWN: dict[str, tuple[str, str]] = {
     ),
     "*::test_resume_training_with_shard_checkpoint": (
         "*",
-        "it puts shards in place of the weights of a checkpoint, which its manifest takes for a damaged one; the message "
-        "says which file to delete to resume from it unchecked",
+        "it puts shards in place of the weights of a checkpoint, which its manifest takes for a damaged one; the "
+        "message says which file to delete to resume from it unchecked",
     ),
 }
 """Reasons by the pattern of a test's node id: the variant ("*" for all), and the reason.
 
-Seen with the tests of 5.6.0.dev0 (commit 357f414cae, 13 April 2026), 5.0.0.dev0 and 4.57.5, less the import of names that are
-gone: what passes with stock passes attached, and what does not pass with the callbacks is here. docs/clients.md has the
-counts.
+Seen with the tests of 5.6.0.dev0 (commit 357f414cae, 13 April 2026), 5.0.0.dev0 and 4.57.5, less the import of names
+that are gone: what passes with stock passes attached, and what does not is here. docs/clients.md has the counts.
 """
 
 
