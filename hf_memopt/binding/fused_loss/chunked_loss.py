@@ -215,7 +215,7 @@ def loss_without_gradients(
         del logits  # before those of the next chunk
     own = torch.where(target == loss.ignore_index, -100, 0)  # the only class of each row, whatever label is ignored
     reduction = "mean" if loss.mean else "sum"
-    return F.nll_loss(-torch.cat(losses).unsqueeze(1), own, ignore_index=-100, reduction=reduction)
+    return F.nll_loss(-torch.cat(losses).unsqueeze(1), own, reduction=reduction)
 
 
 def gradients_by_slices(

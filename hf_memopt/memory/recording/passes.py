@@ -248,7 +248,7 @@ def noting_gradients(parameters: Iterable[nn.Parameter], tracker: StorageTracker
     def note(tensor: torch.Tensor) -> None:
         if (grad := tensor.grad) is not None:
             add = torch.ops.aten.add_.Tensor
-            cost = operation_of(add, (grad, tensor), {}, grad, flops=0, in_backward=True, on_host=tracker.ignored)
+            cost = operation_of(add, (grad, tensor), {}, grad, in_backward=True, on_host=tracker.ignored)
             found.append(Complete(len(tracker.events), tracker.number(grad), cost))
 
     with ExitStack() as hooks:
