@@ -1,9 +1,8 @@
 """Write the page "Does it fit?" and its data: python benchmarks/fit_data.py (``make fit-data``)
 
 ``docs/does-it-fit.html`` answers without a network or a server; ``docs/does-it-fit.parquet`` has its points. Every
-well-known model that is not in the data is simulated and put there, so that a run goes on where it stopped; so is one
-of earlier data, whose points are less exact. All take five hours of one CPU that has other work too, half of it for a
-dozen hybrids, mixtures of experts and models of pictures.
+well-known model that is not in the data is simulated and put there, so that a run goes on where it stopped; one of the
+same shape as another has its points. Each row has the CPU seconds that it took.
 The page says how far random points between them are off.
 
 python benchmarks/fit_data.py --only 'Qwen2.5*'   # simulate these again
@@ -25,7 +24,7 @@ from functools import cache
 import fit_page
 import results_file
 import torch
-from fit_moments import Row, is_followed
+from fit_moments import Row
 from fit_points import KERNELS, METHODS, Subject, errors_of, names, points_of, random_point
 from rich.progress import track
 
@@ -74,11 +73,10 @@ def main() -> None:
     rows = fit_page.read_data()
     wanted = [name for name in names() if fnmatch(name, asked.only or "*")]
     if not asked.only:
-        done = {row["model"] for row in rows if is_followed(row)}
+        done = {row["model"] for row in rows}
         wanted = [name for name in wanted if name not in done]
     for name in track([] if asked.page or asked.check else wanted, description="Simulating models"):
-        known = [] if asked.only else [row for row in rows if is_followed(row)]
-        rows = [row for row in rows if row["model"] != name] + simulated(name, known)
+        rows = [row for row in rows if row["model"] != name] + simulated(name, [] if asked.only else rows)
         rows.sort(key=lambda row: names().index(row["model"]))
         fit_page.write_data(rows)
     if asked.check:

@@ -175,11 +175,3 @@ def weights_at(length: int | None, nodes: Sequence[int | None]) -> list[float]:
                 weight *= (length - other) / (node - other)
         weights.append(weight)
     return weights
-
-
-def is_followed(row: Row) -> bool:
-    """Return whether a row has the moments of its simulated lengths, and not one of each length that earlier data has.
-
-    Such rows are simulated anew by ``fit_data``.
-    """
-    return "reason" in row or row["pieces"][0]["lengths"] == row["simulated"][:3]

@@ -295,9 +295,9 @@ def test_model_without_a_trainable_parameter_is_refused_first() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_changes_nothing_but_leaves_the_model_in_training_mode(precision: str) -> None:
-    before, batch = surroundings(), llama_batch()
     settings = StepSettings(precision=precision, label_smoothing_factor=0.1, checkpointing=True)
-    model = prepared(on_meta(tiny.llama, attention_dropout=0.1), settings).eval()
+    model, batch = prepared(on_meta(tiny.llama, attention_dropout=0.1), settings).eval(), llama_batch()
+    before = surroundings()  # after the model, whose maker sets the seed
     tensors, hooked = dict(batch), hooks(model)  # by the checkpointing
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
     one, other = (record(model, batch, settings, "cuda", evaluate=True).tracker.events for _ in range(2))
