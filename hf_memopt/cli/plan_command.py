@@ -15,7 +15,7 @@ from hf_memopt.memory.models import check_task, find_config
 from hf_memopt.plain_data import check_word
 from hf_memopt.recipes import launch_files
 from hf_memopt.recipes.planning import GOALS, METHODS, check_strategy, checked_allow, checked_batch, read_gpu
-from hf_memopt.recipes.planning.script import RowsFile, check_folder
+from hf_memopt.recipes.planning.script import RowsFile, check_folder, check_splits
 from hf_memopt.reports import check_page, named_measurement
 from hf_memopt.terminal import Console
 
@@ -86,6 +86,8 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
     if options.write is not None:
         beside = launch_files(options.strategy) if options.world_size > 1 else ()
         check_folder(options.write, force=options.force, beside=beside)
+        if options.data is not None:
+            check_splits(options.data, options.column)
     if options.report is not None:
         check_page(options.report, force=options.force)
     if options.force and options.write is None and options.report is None:

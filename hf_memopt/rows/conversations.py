@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
 from functools import cache
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -17,7 +19,8 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "function": "tool", "observation": "tool"}
-"""What ShareGPT's ``from`` calls the roles."""
+ROLES |= {"function_call": "assistant", "model": "assistant"}
+"""What ShareGPT, LLaMA-Factory and Gemini call the roles."""
 PROMPT = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n{given}### Response:\n"
@@ -58,6 +61,7 @@ def _without_none(value: Any) -> Any:
 def _message(given: dict[str, Any]) -> dict[str, Any]:
     if "role" not in given:
         return {"role": ROLES.get(given["from"], given["from"]), "content": given["value"]}
+    given = {**given, "role": ROLES.get(given["role"], given["role"])}
     if isinstance(given.get("content"), list):  # parts, of which templates of text alone know nothing
         return {**given, "content": "".join(part["text"] for part in given["content"])}
     return given
@@ -108,15 +112,25 @@ def _conversation(messages: list[dict[str, Any]], tokenizer: Any, tools: Any, fi
             "Take the one of the model's chat version: tokenizer.chat_template = "
             "AutoTokenizer.from_pretrained(CHAT_VERSION).chat_template"
         )
-    tools = (json.loads(tools) if isinstance(tools, str) else _without_none(tools)) or None
-    said = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at >= first]
+    tools = _tools(tools)
+    answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [at for at in answers if at >= first and messages[at].get("weight") != 0]  # OpenAI's: what is not learned
     try:
         text, marks = _rendered(messages, tokenizer, tools)
+        if any(one not in text for one in _json_arguments(messages)):  # of a template that writes objects as JSON
+            messages = _with_objects(messages)
+            text, marks = _rendered(messages, tokenizer, tools)
+        end = re.escape(tokenizer.eos_token or "")
+        if end and re.search(rf"{end}\s*{end}", text):  # answers that end with it, of a template that writes it too
+            messages = [_without_end(one, tokenizer.eos_token) for one in messages]
+            text, marks = _rendered(messages, tokenizer, tools)
     except TemplateError as error:  # of roles that do not alternate, or that it does not know
         raise ValueError(
             f"messages={messages!r:.80} cannot be written by the chat template ({error}); expected roles in the order "
             "that it takes. Correct the row, or leave it out: dataset.filter(...)"
         ) from error
+
+    _check_written(messages, text)
 
     @cache
     def around(at: int, end: int) -> tuple[str, str]:
@@ -137,7 +151,7 @@ def _conversation(messages: list[dict[str, Any]], tokenizer: Any, tools: Any, fi
 
     if not said:
         return Written(text, [], is_chat=True)
-    if not marks or first:
+    if not marks or said != answers:
         pairs = [around(at, len(messages)) for at in said]
         marks = [(len(before), len(text) - len(after)) for before, after in pairs]
     closing = around(said[-1], said[-1] + 1)[1]
@@ -145,6 +159,56 @@ def _conversation(messages: list[dict[str, Any]], tokenizer: Any, tools: Any, fi
     ends = [commonprefix([closing, text[end:]]).rstrip("<|[ \n") for _, end in marks]  # noqa: RUF071
     spans = [(start, end, end + len(last)) for (start, end), last in zip(marks, ends, strict=True)]
     return Written(text, spans, is_chat=True)
+
+
+def _tools(given: Any) -> Any:
+    if not isinstance(given, str):
+        return _without_none(given) or None
+    try:
+        return (json.loads(given) if given.strip() else None) or None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"tools={given!r:.60} is no JSON ({error}); expected a list of functions, or its JSON. Correct the row"
+        ) from error
+
+
+def _calls(message: Mapping[str, Any]) -> list[Any]:
+    """Return the functions that a message calls."""
+    return [call.get("function", call) for call in message.get("tool_calls") or []]
+
+
+def _json_arguments(messages: list[dict[str, Any]]) -> list[str]:
+    calls = [call.get("arguments") for message in messages for call in _calls(message)]
+    return [one for one in calls if isinstance(one, str)]
+
+
+def _with_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with the arguments of calls as objects, which OpenAI's have as JSON."""
+    made = deepcopy(messages)
+    for call in (call for message in made for call in _calls(message) if isinstance(call.get("arguments"), str)):
+        with suppress(json.JSONDecodeError):
+            call["arguments"] = json.loads(call["arguments"])
+    return made
+
+
+def _without_end(message: dict[str, Any], end: str) -> dict[str, Any]:
+    content = message.get("content")
+    is_ended = message["role"] == "assistant" and isinstance(content, str) and content.rstrip().endswith(end)
+    return {**message, "content": content.rstrip().removesuffix(end)} if is_ended and content else message
+
+
+def _check_written(messages: list[dict[str, Any]], text: str) -> None:
+    """Raise for a message, or a call in it, that the template has left out."""
+    for at, message in enumerate(messages):
+        content = str(message.get("content") or "").rpartition("</think>")[2].strip()  # some leave out what was thought
+        parts = [content, *(str(call.get("name") or "") for call in _calls(message))]
+        lost = next((one for one in parts if one not in text and json.dumps(one)[1:-1] not in text), None)
+        if lost is not None:
+            raise ValueError(
+                f"messages[{at}], of the role {message['role']!r}, is not written by the chat template: {lost!r:.60}; "
+                "expected a template that writes each message. Take one that knows the role and calls of tools, or "
+                "leave such rows out: dataset.filter(...)"
+            )
 
 
 def _rendered(messages: list[dict[str, Any]], tokenizer: Any, tools: Any) -> tuple[str, list[tuple[int, int]]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hf_memopt.rows.conversations import Written, written_row
-from hf_memopt.rows.labels import IGNORED, Labels
+from hf_memopt.rows.labels import IGNORED, Labels, is_known
 
 TEXTS = ("text", "first", "second", "question", "context", "source", "instruction", "output")
 """The parts that must be texts; prompts and completions are texts or messages."""
@@ -71,11 +71,17 @@ class Encoder:
 
 
 def _whole_rows(given: Columns) -> Columns:
-    """Return the rows that have each part they need; a label may be 0 or []."""
+    """Return the rows that have each part they need; a label may be 0 or [], not NaN."""
     kept: Sequence[int] = range(len(next(iter(given.values()))))
     for part in given.keys() - {*OPTIONAL}:
-        kept = [at for at in kept if given[part][at] or (part not in READ and given[part][at] is not None)]
+        has = _is_read if part in READ else is_known
+        kept = [at for at in kept if has(given[part][at])]
     return _kept(given, kept)
+
+
+def _is_read(value: Any) -> bool:
+    """Return whether there is something to read; a translation needs both of its texts."""
+    return all(value.values()) if isinstance(value, Mapping) else bool(value)
 
 
 def _kept(columns: Columns, rows: Sequence[int]) -> Columns:
@@ -91,6 +97,10 @@ def _cut(given: Columns, how: Encoder) -> Columns:
     made = {
         part: values if part in whole else [one[: how.max_length] for one in values] for part, values in given.items()
     }
+    masks = [made.pop(name) for name in ("completion_mask", "assistant_masks") if name in made]
+    for mask in masks if "labels" not in made else ():
+        rows = zip(made["input_ids"], mask, strict=True)
+        made["labels"] = [[token if one else IGNORED for token, one in zip(*row, strict=True)] for row in rows]
     if "label" in made:
         made["labels"] = how.ids_of(made.pop("label"))
     if "tags" in made:
@@ -141,13 +151,16 @@ def _ended(ids: list[int], learned: list[bool], tokenizer: Any) -> tuple[list[in
     end, last = tokenizer.eos_token_id, len(ids) - 1
     if end is None or last < 0:
         return ids, learned
+    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:  # the same of the first token
+        ids, learned, last = ids[1:], learned[1:], last - 1
     if ids[-2:] == [end, end]:  # of the text, and of the tokenizer
         ids, learned, last = ids[:-1], learned[:-1], last - 1
     while last > 0 and ids[last] != end and not tokenizer.decode([ids[last]]).strip():
         last -= 1  # the line break that templates write at the end
     if ids[last] == end:
         return ids, [*learned[:last], learned[last - 1] or learned[last], *learned[last + 1 :]]
-    return ([*ids, end], [*learned[: last + 1], *[True] * (len(ids) - last)]) if learned[last] else (ids, learned)
+    is_learned = learned[last] or learned[-1]  # a completion of blanks is all that is learned
+    return ([*ids, end], [*learned[: last + 1], *[True] * (len(ids) - last)]) if is_learned else (ids, learned)
 
 
 def _texts(given: Columns, how: Encoder) -> Columns:
@@ -158,6 +171,12 @@ def _texts(given: Columns, how: Encoder) -> Columns:
 
 def _token_classification(given: Columns, how: Encoder) -> Columns:
     """The first token of a word has the label of the word, its others none."""
+    for words, tags in zip(given["words"], given.get("tags", []), strict=False):
+        if len(words) != len(tags):
+            raise ValueError(
+                f"{how.columns['words']}={words!r:.60} has {len(words)} words and {how.columns['tags']} {len(tags)} "
+                "tags; expected a tag for each word. Correct the row, or leave it out: dataset.filter(...)"
+            )
     made = how.tokenizer(given["words"], is_split_into_words=True, verbose=False, **how.limits)
     labels = []
     for at, tags in enumerate(given.get("tags", [])):
@@ -173,21 +192,49 @@ def _question_answering(given: Columns, how: Encoder) -> Columns:
     made = how.tokenizer(given["question"], given["context"], verbose=False, **cut)
     starts, ends = [], []
     for at, answers in enumerate(given.get("answers", [])):
-        text = answers["text"][0] if len(answers["text"]) else ""
-        first = answers["answer_start"][0] + len(text) - len(text.lstrip()) if text else 0
+        text, first = _answer(answers, given["context"][at])
         span = [made.char_to_token(at, one, 1) for one in (first, first + len(text.strip()) - 1)] if text else [None]
         starts.append(0 if None in span else span[0])
         ends.append(0 if None in span else span[-1])
     return {**made, "start_positions": starts, "end_positions": ends}
 
 
+def _answer(answers: Any, context: str) -> tuple[str, int]:
+    """Return the first answer and the character at which it begins; "" and 0 for none."""
+    if isinstance(answers, list):  # {"text": ..., "answer_start": ...} for each answer
+        answers = {name: [one[name] for one in answers] for name in ("text", "answer_start")}
+    text, start = next(zip(answers["text"], answers["answer_start"], strict=True), ("", 0))
+    if not text or not text.strip():
+        return "", 0
+    if start < 0 or not context.startswith(text, start):
+        raise ValueError(
+            f"answer={text!r:.60} is not at character {start} of its context, {context[max(start, 0) :]!r:.40} is; "
+            "expected answer_start to say where it begins. Correct the row, or leave it out: dataset.filter(...)"
+        )
+    return text, start + len(text) - len(text.lstrip())
+
+
 def _seq2seq(given: Columns, how: Encoder) -> Columns:
+    if "instruction" in given:
+        inputs = given.get("input") or [None] * len(given["instruction"])
+        both = zip(given["instruction"], inputs, strict=True)
+        given = {
+            **given,
+            "source": [f"{one}\n\n{more}" if more else one for one, more in both],
+            "target": given["output"],
+        }
     if "translation" in given:
         pairs = [tuple(one.values())[:2] for one in given["translation"]]
         given = {"source": [source for source, _ in pairs], "target": [target for _, target in pairs]}
     made = how.tokenizer([how.prefix + text for text in given["source"]], verbose=False, **how.limits)
     if "target" not in given:
         return dict(made)
+    wrong = next((one for one in given["target"] if not isinstance(one, str | int | float)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"target={wrong!r:.60} is not text; expected text in its column. "
+            "Name the right one: columns={'target': NAME}"
+        )
     labels = how.tokenizer(text_target=[str(text) for text in given["target"]], verbose=False, **how.limits)
     return {**made, "labels": labels["input_ids"]}
 

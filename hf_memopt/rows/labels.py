@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from typing import Any, Literal
 
 import numpy as np
@@ -40,11 +41,11 @@ class Labels:
     def encode(self, label: Any) -> int | float | list[float]:
         """Return a label as the loss takes it: a class's id, or -100 as it is, a number, or one for each class."""
         if self.kind == "regression":
-            return float(label)
+            return _finite(label)
         if self.kind == "single_label_classification":
             return IGNORED if label == IGNORED else self._id(label)
         if self.is_vector:
-            return [float(one) for one in label]
+            return [_finite(one) for one in label]
         chosen = {self._id(one) for one in (label if isinstance(label, list) else [label])}
         return [float(at in chosen) for at in range(len(self.names))]
 
@@ -75,9 +76,10 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
         kind: what they are, where it is known.
 
     Raises:
-        ValueError: fewer than two rows for each class on average, or labels of other kinds.
+        ValueError: fewer than two rows for each class on average, lists where numbers are asked for, numbers of several
+            classes outside 0 to 1, or labels of other kinds.
     """
-    column = column.drop_null()
+    column = _known(column)
     is_list = hasattr(column.type, "value_type")  # of lists of any kind
     values = pc.list_flatten(column).drop_null() if is_list else column
     is_text = str(values.type) in ("string", "large_string")
@@ -87,9 +89,21 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
             f"labels are of type {column.type}; expected texts, whole numbers, floats or lists of them. "
             "Name the right column: columns={'label': NAME}"
         )
+    if is_list and kind == "regression":
+        raise ValueError(
+            "labels are lists, and task='regression' learns one number for each row; expected numbers. "
+            "Name the right column: columns={'label': NAME}"
+        )
     if is_list:
         kind, width = "multi_label_classification", _width_of_vectors(column, values)
-        if width:
+        if width and (names is None or len(names) == width):
+            numbers = values.cast(pa.float64())
+            outside = numbers.filter(pc.or_(pc.less(numbers, 0), pc.greater(numbers, 1)))
+            if len(outside):
+                raise ValueError(
+                    f"labels are lists of {width} numbers with {outside[0].as_py()!r} among them; expected numbers "
+                    "from 0 to 1, one for each class. Name the right column: columns={'label': NAME}"
+                )
             names = names or [f"label_{at}" for at in range(width)]
             return Labels(kind, tuple(names), tuple(names), is_vector=True)
     if kind == "regression":
@@ -111,6 +125,8 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
     found.sort(key=int if are_digits else None)
     if pa.types.is_integer(values.type) and found != list(range(len(found))):
         note = f"classes {found[0]} to {found[-1]} are numbered 0 to {len(found) - 1}; id2label has them"
+    if len(found) == 1:
+        note = f"all labels are {found[0]!r}: there is nothing to tell apart"
     names = [str(int(one) if isinstance(one, float) else one) for one in found]
     return Labels(kind or "single_label_classification", tuple(found), tuple(names), note)
 
@@ -118,12 +134,31 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
 def _width_of_vectors(column: pa.ChunkedArray, values: pa.ChunkedArray) -> int:
     """Return how long lists are that hold a number for each class; 0 for lists of the classes of a row.
 
-    Lists of one length that hold floats or booleans are such, and whole numbers 0 and 1 that repeat in a list.
+    Lists of one length that hold floats or booleans are such, and those of two or more whole numbers 0 and 1.
     """
     lengths = pc.unique(pc.list_value_length(column)).to_pylist()
     if len(lengths) != 1 or not lengths[0] or "string" in str(values.type):
         return 0
     rows = values.to_numpy().reshape(-1, lengths[0])
     is_counted = pa.types.is_integer(values.type)
-    repeats = lengths[0] > 2 or (lengths[0] == 2 and bool((rows.sum(axis=1) != 1).any()))
-    return 0 if is_counted and not (repeats and np.isin(rows, (0, 1)).all()) else int(lengths[0])
+    return 0 if is_counted and not (lengths[0] > 1 and np.isin(rows, (0, 1)).all()) else int(lengths[0])
+
+
+def is_known(label: Any) -> bool:
+    """Return whether a label, or each of a list of them, is neither None nor NaN."""
+    return all(map(is_known, label)) if isinstance(label, list) else label is not None and label == label
+
+
+def _known(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the labels that are known; rows without one are left out."""
+    column = column.drop_null()
+    values = pc.list_flatten(column) if hasattr(column.type, "value_type") else column
+    if not values.null_count and not (pa.types.is_floating(values.type) and pc.any(pc.is_nan(values)).as_py()):
+        return column
+    return column.filter(pa.array([is_known(one) for one in column.to_pylist()]))
+
+
+def _finite(label: Any) -> float:
+    if not isfinite(label):
+        raise ValueError(f"label={label!r} is no finite number; expected one. Leave its rows out: dataset.filter(...)")
+    return float(label)

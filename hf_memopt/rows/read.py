@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import Count, check_value, check_word, packaged_rows, shown
-from hf_memopt.rows.encoders import OPTIONAL, Encoder
+from hf_memopt.rows.encoders import OPTIONAL, Columns, Encoder
 from hf_memopt.rows.labels import Labels, labels_of
 from hf_memopt.rows.metrics import metric_of
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LEAST, ENOUGH, MOST = 0.02, 100, 0.1  # shares of the rows, and how many rows, to evaluate where no split is for it
 SEED = 0
-SPLITS = ("valid", "dev", "eval", "test")  # how the names of the splits to evaluate begin
+SPLITS = ("val", "dev", "eval", "test")  # how the names of the splits to evaluate begin
 
 
 TASKS = ("causal-lm", "masked-lm", "seq2seq", "sequence-classification", "token-classification", "question-answering")
@@ -75,7 +75,7 @@ def read_rows(
 
     Args:
         dataset: the rows, or its splits; "train" is trained on, "validation" evaluated, else "test", else 100 rows, 2 %
-            at least and 10 % at most, the same ones each time.
+            at least and 10 % at most, the same ones each time. A split without labels is not evaluated.
         tokenizer: of the model.
         task: "causal-lm", "masked-lm", "seq2seq", "sequence-classification" (also "regression" and
             "multi-label-classification"), "token-classification" or "question-answering".
@@ -102,27 +102,30 @@ def read_rows(
     check_word("task", task, (*TASKS, *ALIASES))
     kind = ALIASES.get(task)
     task = "sequence-classification" if kind else task
-    train, *others = parts = _splits(dataset)
+    notes: list[str] = []
+    train, others = _splits(dataset, notes)
     chosen, found = _row_format(train.column_names, task, dict(columns or {}))
-    for other in others:
-        _row_format(other.column_names, task, found)
     labels = _labels(train, found, kind)
-    notes = [labels.note] if labels is not None and labels.note else []
+    notes += [labels.note] if labels is not None and labels.note else []
+    unread = sorted({*train.column_names} - {*found.values()})
+    notes += [f"columns that are not read: {', '.join(unread)}"] if unread else []
     encoder = Encoder(task, found, tokenizer, max_length, prefix, labels)
-    encoded = [_encoded(one, encoder, notes) for one in parts]
-    train, evaluation = encoded if others else _split(encoded[0], notes)
+    encoded = _encoded(train, encoder, notes)
+    evaluation = _evaluated(others, train, found, notes)
+    parts = _split(encoded, notes) if evaluation is None else [encoded, _encoded(evaluation, encoder, notes)]
+    train, evaluation = parts
     what = labels.kind if labels is not None and task == "sequence-classification" else task
     head = {} if labels is None else labels.head
     told = tuple(dict.fromkeys(notes))
     return Rows(train, evaluation, chosen.name, head, notes=told, **metric_of(what, tokenizer))
 
 
-def _splits(dataset: Any) -> list[Any]:
-    """Return the rows to train on, and those to evaluate where the data names them."""
+def _splits(dataset: Any, notes: list[str]) -> tuple[Any, dict[str, Any]]:
+    """Return the rows to train on, and the splits that may be evaluated, the best one first."""
     from datasets import Dataset, DatasetDict
 
     if isinstance(dataset, Dataset):
-        return [dataset]
+        return dataset, {}
     if not isinstance(dataset, DatasetDict) or not dataset:
         is_stream = "Iterable" in type(dataset).__name__
         how = "load_dataset(NAME) without streaming=True" if is_stream else "datasets.Dataset.from_list(rows)"
@@ -130,9 +133,60 @@ def _splits(dataset: Any) -> list[Any]:
             f"dataset=<{type(dataset).__name__}> is {'a stream' if is_stream else 'no data set'}; expected a "
             f"datasets.Dataset or DatasetDict. Call: {how}"
         )
-    train = "train" if "train" in dataset else next(iter(dataset))
-    others = (name for split in SPLITS for name in dataset if name.startswith(split) and name != train)
-    return [dataset[name] for name in (train, *islice(others, 1))]
+    named = {name.lower(): name for name in dataset}
+    others = {name: dataset[name] for split in SPLITS for low, name in named.items() if low.startswith(split)}
+    begins = [name for low, name in named.items() if low.startswith("train")]
+    possible = begins or [name for name in dataset if name not in others] or [*dataset]
+    train = named.get("train") or (possible[0] if len(possible) == 1 else None)
+    if train is None:
+        other = next(iter(others), possible[-1])
+        raise ValueError(
+            f"dataset=<splits {', '.join(dataset)}> has none that is 'train', and several that could be; expected one "
+            f"to train on. Pass datasets.DatasetDict(train=data[{possible[0]!r}], validation=data[{other!r}])"
+        )
+    others.pop(train, None)
+    unused = [name for name in dataset if name != train and name not in others]
+    notes += [f"splits that are not used: {', '.join(unused)}"] if unused else []
+    return dataset[train], others
+
+
+def _evaluated(splits: Mapping[str, Any], train: Any, found: Mapping[str, str], notes: list[str]) -> Any:
+    """Return the first split that has what is learned; None where there is none."""
+    needed = {name for part, name in found.items() if part not in OPTIONAL}
+    label = found.get("label")
+    for split, rows in splits.items():
+        lacking = needed - {*rows.column_names}
+        if not lacking and label is not None and not pa.types.is_nested(_column(rows, label).type):
+            values, known = ({*pc.unique(_column(one, label)).to_pylist()} for one in (rows, train))
+            lacking = set() if values - {None, -1} or -1 in known else {label}
+        if not lacking:
+            _check_names(split, rows, train, label or found.get("tags"))
+            return rows
+        notes.append(f"the split {split!r} has no {', '.join(sorted(lacking))}, so it is not evaluated")
+    return None
+
+
+def _check_names(split: str, rows: Any, train: Any, label: str | None) -> None:
+    """Raise where the ids of two splits stand for other classes."""
+    if label is None:
+        return
+    own, expected = (_names(one.features[label]) for one in (rows, train))
+    if own is not None and expected is not None and [*own] != [*expected]:
+        ids = {name: at for at, name in enumerate(expected)}
+        raise ValueError(
+            f"{label}: the classes of the split {split!r} are {', '.join(own)}, those of the training rows "
+            f"{', '.join(expected)}; expected the same in the same order. "
+            f"Call: data[{split!r}] = data[{split!r}].align_labels_with_mapping({ids!r:.200}, {label!r})"
+        )
+
+
+def _names(feature: Any) -> Sequence[str] | None:
+    """Return the names of classes, of a column of them or of lists of them."""
+    return getattr(getattr(feature, "feature", feature), "names", None)
+
+
+def _column(rows: Any, name: str) -> pa.ChunkedArray:
+    return rows.select_columns([name]).with_format("arrow")[:].column(name)
 
 
 def _labels(rows: Dataset, found: Mapping[str, str], kind: Any) -> Labels | None:
@@ -140,15 +194,21 @@ def _labels(rows: Dataset, found: Mapping[str, str], kind: Any) -> Labels | None
     name = found.get("label") or found.get("tags")
     if name is None:
         return None
-    column = rows.select_columns([name]).with_format("arrow")[:].column(name)
+    column = _column(rows, name)
     if "tags" in found:
         column = pc.list_flatten(column)
-    feature = rows.features[name]
-    return labels_of(column, names=getattr(getattr(feature, "feature", feature), "names", None), kind=kind)
+    return labels_of(column, names=_names(rows.features[name]), kind=kind)
 
 
 def _encoded(rows: Dataset, encoder: Encoder, notes: list[str]) -> Dataset:
-    made = rows.with_format(None).map(encoder, batched=True, remove_columns=rows.column_names, desc="Reading rows")
+    # a column that is made would get the type of one of the same name that is read
+    names = {name: f"{name} that is read" for name in encoder.columns.values()}
+    read = rows.with_format(None).select_columns([*names]).rename_columns(names)
+
+    def encode(batch: Mapping[str, list[Any]]) -> Columns:
+        return encoder({name: batch[renamed] for name, renamed in names.items()})
+
+    made = read.map(encode, batched=True, remove_columns=read.column_names, desc="Reading rows")
     needed = " or ".join(name for part, name in encoder.columns.items() if part not in OPTIONAL)
     if not len(made):
         raise ValueError(

@@ -18,6 +18,7 @@ from hf_memopt import Rows, read_rows
 TABLES = tables(__file__)
 
 TURNS = TABLES["turns"]
+LABELLED = "sequence-classification"
 
 
 @pytest.fixture(autouse=True)
@@ -237,6 +238,135 @@ def test_token_ids_keep_their_labels() -> None:
     assert (ends, found.head["id2label"]) == ({(5, 6)}, {0: "5", 1: "6"})
     tagged = read([{"input_ids": [5, 6, 7], "labels": [-100, 3, 9]}] * 3, tiny.tokenizer(), "token-classification")
     assert tagged.train[0]["labels"] == [-100, 0, 1]
+
+
+SPLITS = TABLES["splits"]
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_one_split_is_trained_and_one_evaluated(name: str) -> None:
+    splits, train, evaluation = SPLITS[name]
+    found = read_rows(
+        datasets.DatasetDict({split: rows_of_split(split) for split in splits}), byte_tokenizer(), "masked-lm"
+    )
+    told = [{byte_tokenizer().decode(row["input_ids"]) for row in rows} for rows in (found.train, found.evaluation)]
+    assert told == [{train}, {evaluation or train}]
+
+
+def rows_of_split(name: str) -> datasets.Dataset:
+    return datasets.Dataset.from_list([{"text": name}] * 3)
+
+
+def test_splits_that_are_not_used_are_told_and_several_to_train_on_refused() -> None:
+    data = datasets.DatasetDict({name: rows_of_split(name) for name in ("train", "dev", "extra")})
+    assert "splits that are not used: extra" in read_rows(data, byte_tokenizer(), "masked-lm").notes
+    data = datasets.DatasetDict({name: rows_of_split(name) for name in ("train_sft", "test_sft", "train_gen")})
+    with pytest.raises(ValueError) as error:
+        read_rows(data, byte_tokenizer(), "masked-lm")
+    assert str(error.value) == (
+        "dataset=<splits train_sft, test_sft, train_gen> has none that is 'train', and several that could be; expected "
+        "one to train on. Pass datasets.DatasetDict(train=data['train_sft'], validation=data['test_sft'])"
+    )
+
+
+@pytest.mark.parametrize("label", [[], [-1], [None]])
+def test_a_split_without_labels_is_not_evaluated(label: list[Any]) -> None:
+    train = [{"text": "w1", "label": at % 2} for at in range(8)]
+    rows = [{"text": "w1", **({"label": label[0]} if label else {})}] * 2
+    test = datasets.Dataset.from_list(rows)
+    found = read_rows(
+        datasets.DatasetDict(train=datasets.Dataset.from_list(train), test=test), tiny.tokenizer(), LABELLED
+    )
+    assert (len(found.train), len(found.evaluation)) == (7, 1)
+    assert found.notes[0] == "the split 'test' has no label, so it is not evaluated"
+
+
+def test_splits_whose_ids_are_other_classes_are_refused_with_what_aligns_them() -> None:
+    parts = {"train": ["a", "b", "c"] * 2, "test": ["a", "c"]}
+    data = datasets.DatasetDict()
+    for split, names in parts.items():
+        rows = datasets.Dataset.from_list([{"text": "w1", "label": name} for name in names])
+        data[split] = rows.class_encode_column("label")
+    with pytest.raises(
+        ValueError, match="the classes of the split 'test' are a, c, those of the training rows a, b, c"
+    ):
+        read_rows(data, tiny.tokenizer(), LABELLED)
+    data["test"] = data["test"].align_labels_with_mapping({"a": 0, "b": 1, "c": 2}, "label")
+    assert read_rows(data, tiny.tokenizer(), LABELLED).evaluation["labels"][:] == [0, 2]
+
+
+@pytest.mark.parametrize("column", ["label", "labels"])
+def test_labels_have_the_type_of_the_loss_whatever_their_column_is_called(column: str) -> None:
+    several = read(
+        [{"text": "w1", column: [at % 3] if at % 2 else [0, 2]} for at in range(12)], tiny.tokenizer(), LABELLED
+    )
+    assert several.train.features["labels"].feature.dtype == "float64"
+    whole = read([{"text": "w1", column: float(at % 2)} for at in range(12)], tiny.tokenizer(), LABELLED)
+    assert whole.train.features["labels"].dtype == "int64"
+
+
+def test_rows_whose_label_is_not_known_are_left_out() -> None:
+    labels = [1.0, 0.0, float("nan"), 1.0, None]
+    found = read([{"text": "w1", "label": label} for label in labels * 4], tiny.tokenizer(), LABELLED)
+    assert (found.head["problem_type"], len(found.train) + len(found.evaluation)) == ("single_label_classification", 12)
+    assert "8 of 20 rows without text or label, or with nothing to learn, were left out" in found.notes
+    with pytest.raises(ValueError, match="label=inf is no finite number"):
+        read([{"text": "w1", "label": label} for label in (0.5, float("inf"))], tiny.tokenizer(), LABELLED)
+
+
+def test_what_is_not_read_is_told() -> None:
+    found = read([{"text": "w1", "label": 0, "id": 1}] * 4, tiny.tokenizer(), LABELLED)
+    assert found.notes[:2] == ("all labels are 0: there is nothing to tell apart", "columns that are not read: id")
+
+
+REFUSED = TABLES["refused"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_are_not_as_their_format_says_are_refused(name: str) -> None:
+    rows, task, message = REFUSED[name]
+    with pytest.raises(ValueError) as error:
+        read(rows * 2, byte_tokenizer("<|im_end|>", CHATML), task)
+    assert str(error.value) == message
+
+
+def test_masks_of_token_ids_say_what_is_learned() -> None:
+    rows = [{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}] * 2
+    assert read(rows, byte_tokenizer()).train[0] == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+
+
+def test_no_special_token_is_written_twice() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    row = read([{"prompt": "<s>a", "completion": "b"}] * 2, tokenizer).train[0]
+    assert (tokenizer.decode(row["input_ids"]), learned(row, tokenizer)) == ("<s>ab</s>", ["b</s>"])
+    tokenizer = byte_tokenizer("<|im_end|>", CHATML)
+    ended = [{**turn, "content": turn["content"] + "<|im_end|>" * (turn["role"] == "assistant")} for turn in TURNS]
+    mine, theirs = (read([{"messages": turns}] * 2, tokenizer).train[0] for turns in (TURNS, ended))
+    assert mine == theirs
+
+
+def test_arguments_of_calls_may_be_json_and_answers_of_weight_zero_are_not_learned() -> None:
+    tokenizer = byte_tokenizer("<|im_end|>", TOOLS)
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    turns = [TURNS[2], {"role": "assistant", "content": "No", "weight": 0}, TURNS[2]]
+    turns += [{"role": "assistant", "tool_calls": [call]}]
+    row = read([{"messages": turns}] * 2, tokenizer).train[0]
+    assert learned(row, tokenizer) == ['<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>']
+
+
+def test_an_instruction_and_its_input_are_both_read_by_an_encoder() -> None:
+    rows = [{"instruction": "Add.", "input": "2 2", "output": "4"}, {"instruction": "Hi", "input": "", "output": "4"}]
+    found = read(rows, byte_tokenizer(), "seq2seq")
+    texts = {byte_tokenizer().decode(row["input_ids"]) for row in [*found.train, *found.evaluation]}
+    assert texts == {"Add.\n\n2 2", "Hi"}
+    pairs = [{"translation": {"en": "a", "de": None}}, *[{"translation": {"en": "a", "de": "b"}}] * 2]
+    assert (
+        "1 of 3 rows without translation, or with nothing to learn, were left out"
+        in read(pairs, byte_tokenizer(), "seq2seq").notes
+    )
 
 
 def test_names_of_classes_are_kept() -> None:

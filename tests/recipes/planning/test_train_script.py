@@ -364,3 +364,31 @@ def test_a_column_that_no_format_has_is_left_to_fill_in(found: Plan, work: Path)
     assert written.notes == ("before you run it, complete in run/train.py: the names of the columns",)
     fill_in = 'columns={"text": "text", "label": "NAME"},  # FILL IN: the names of the columns'
     assert fill_in in Path("run/train.py").read_text()
+
+
+def test_files_that_load_dataset_would_leave_out_are_refused_before_a_script_is_written(
+    found: Plan, work: Path
+) -> None:
+    Path("data").mkdir()
+    for name in ("reviews.jsonl", "reviews-test.jsonl"):
+        Path("data", name).write_text(json.dumps({"text": "w5", "label": 1}) + "\n")
+    with pytest.raises(ValueError) as error:
+        replace(found, task="sequence-classification").write("run", data="data")
+    assert str(error.value) == (
+        "path='data' has 'reviews.jsonl' beside files named for test, and load_dataset would leave it out; expected a "
+        "split in the name of each file, or of none. Rename it: train-reviews.jsonl"
+    )
+    assert not Path("run").exists()
+    Path("data/reviews.jsonl").rename("data/train-reviews.jsonl")
+    assert replace(found, task="sequence-classification").write("run", data="data").script is not None
+
+
+def test_a_class_called_none_is_read_from_csv(found: Plan, work: Path) -> None:
+    Path("train.csv").write_text("text,label\n" + "w5,None\nw6,NA\n,NA\n" * 4)
+    text = replace(found, task="sequence-classification").write("run", data="train.csv").script.read_text()
+    line = next(line for line in text.splitlines() if line.startswith("data = "))
+    rows = read_rows(
+        eval(line.removeprefix("data = ").partition("  #")[0]), tiny.tokenizer(), "sequence-classification"
+    )
+    assert rows.head["id2label"] == {0: "NA", 1: "None"}
+    assert rows.notes[0] == "4 of 12 rows without text or label, or with nothing to learn, were left out"

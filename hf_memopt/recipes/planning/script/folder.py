@@ -72,6 +72,26 @@ def check_folder(directory: str | os.PathLike[str], *, force: bool = False, besi
     return folder
 
 
+def check_splits(path: str | os.PathLike[str], column: str | None = None) -> None:
+    """Raise where ``load_dataset`` leaves out files of a folder: it takes those named for a split, if there are any."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    from hf_memopt.batching import data_file
+
+    file = data_file(path, column=column)
+    if not file.is_folder or file.is_saved:
+        return
+    found = DataFilesDict.from_patterns(get_data_patterns(file.path), base_path=file.path)
+    taken = {os.path.realpath(one) for files in found.values() for one in files}
+    left = [source for source in file.sources if os.path.realpath(source) not in taken]
+    if left:
+        raise ValueError(
+            f"path={file.path!r} has {left[0].name!r} beside files named for {', '.join(map(str, found))}, and "
+            f"load_dataset would leave it out; expected a split in the name of each file, or of none. "
+            f"Rename it: train-{left[0].name}"
+        )
+
+
 def write_plan(
     found: Plan, directory: str | os.PathLike[str], *, force: bool = False, rows: RowsFile | None = None
 ) -> Written:
@@ -79,6 +99,8 @@ def write_plan(
 
     recipe, launch = found.recipe, found.launch
     folder = check_folder(directory, force=force, beside=() if launch is None else launch_files(launch.strategy))
+    if rows is not None:
+        check_splits(rows.path, rows.column)
     text, missing = script_of(found, rows, output_dir=str(folder / "out"))
     folder.mkdir(parents=True, exist_ok=True)
     start = "" if launch is None else launch.write(folder, script=str(folder / SCRIPT), force=force)
