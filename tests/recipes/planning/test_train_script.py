@@ -386,9 +386,8 @@ def test_files_that_load_dataset_would_leave_out_are_refused_before_a_script_is_
 def test_a_class_called_none_is_read_from_csv(found: Plan, work: Path) -> None:
     Path("train.csv").write_text("text,label\n" + "w5,None\nw6,NA\n,NA\n" * 4)
     text = replace(found, task="sequence-classification").write("run", data="train.csv").script.read_text()
-    line = next(line for line in text.splitlines() if line.startswith("data = "))
-    rows = read_rows(
-        eval(line.removeprefix("data = ").partition("  #")[0]), tiny.tokenizer(), "sequence-classification"
-    )
+    loads = next(node for node in ast.parse(text).body if ast.unparse(node).startswith("data = "))
+    data = eval(ast.unparse(loads).removeprefix("data = "))
+    rows = read_rows(data, tiny.tokenizer(), "sequence-classification")
     assert rows.head["id2label"] == {0: "NA", 1: "None"}
     assert rows.notes[0] == "4 of 12 rows without text or label, or with nothing to learn, were left out"
