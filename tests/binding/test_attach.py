@@ -341,11 +341,9 @@ def test_evaluation_before_training_is_not_watched(tmp_path):
 
 def test_a_loss_that_fails_is_watched_when_it_is_computed_again(tmp_path):
     class FailsOnce(Trainer):
-        fails = True
-
         def compute_loss(self, *args, **kwargs):
-            if FailsOnce.fails:
-                FailsOnce.fails = False  # not of the trainer, which is put back as it was
+            if not (failed := tmp_path / "failed").exists():  # what Python holds is put back as it was
+                failed.touch()
                 raise torch.OutOfMemoryError("once")
             return super().compute_loss(*args, **kwargs)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import tiny
 from hf_memopt.binding import attach, checkpointing_arguments
@@ -262,7 +262,7 @@ def test_a_step_that_is_finite_when_repeated(tmp_path: Any) -> None:
         return outputs.logits.mean() * (torch.nan if len(calls) == 1 else 1.0)
 
     (report,) = found(tiny.llama(), nonfinite_models.rows(4), tmp_path, compute_loss_func=once)
-    assert len(calls) == 1 + 1  # the step, and once more
+    assert len(calls) == 1  # what the repetition added was taken away
     assert (report.case, report.accumulation_step) == ("unknown", None)
     assert report.parameters == ()
     assert str(report) == (
@@ -270,6 +270,22 @@ def test_a_step_that_is_finite_when_repeated(tmp_path: Any) -> None:
         "learning_rate, lengthen warmup_steps or set max_grad_norm=1.0, or search with "
         "torch.autograd.set_detect_anomaly(True)"
     )
+
+
+def test_a_diagnosis_logs_nothing_and_leaves_the_trainer_as_it_was(tmp_path: Any) -> None:
+    class Counts(Trainer):
+        calls = 0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            self.log({"calls": self.calls})
+            return super().compute_loss(*args, **kwargs) * torch.nan
+
+    args = tiny.arguments(tmp_path, max_steps=2)
+    trainer = attach(Counts(tiny.llama(), args, train_dataset=nonfinite_models.rows(8)), OverflowCallback())
+    trainer.train()
+    assert [row["calls"] for row in trainer.state.log_history if "calls" in row] == [1, 2]
+    assert trainer.calls == 2
 
 
 def test_the_rows_of_experts_are_those_of_the_module_around_them(tmp_path: Any) -> None:

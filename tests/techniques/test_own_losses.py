@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -337,9 +339,64 @@ class Swallows(OwnLoss):
             return torch.zeros(())
 
 
+class CountsOutside(Trainer):
+    """Weights its loss by counts, and a random number, that the Trainer does not hold itself."""
+
+    seen = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, compute_loss_func=lambda outputs, labels, **_: self.weigh(outputs, labels))
+        type(self).seen = 0
+        OUTSIDE.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+    def weigh(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        places = (self.args, self.state, self.model, self.model.config)
+        type(self).seen += 1
+        for place in places:
+            place.seen = getattr(place, "seen", 0) + 1  # type: ignore[union-attr]
+        weight = 1 + sum(place.seen for place in places) / 7 + type(self).seen / 11 + OUTSIDE.random()
+        return weight * functional.cross_entropy(outputs["logits"], labels)
+
+
+OUTSIDE = np.random.default_rng(0)
+
+
+class CountsInLoss(CountsOutside):
+    """The same in ``compute_loss``, which logs too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compute_loss_func = None
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = self.weigh(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class Cycles(CountsInLoss):
+    """Takes its weights from an iterator."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weights = itertools.cycle([1.0, 2.0, 3.0])
+
+    def weigh(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        return next(self.weights) * super().weigh(outputs, labels)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_reads_an_iterator_is_not_repeated(where: str, tmp_path: Path) -> None:
+    model = tiny.bert()
+    Scarcity(calls=(2,), where=where).watch(model)
+    with pytest.raises(torch.OutOfMemoryError, match=r"since Cycles\.weights, an iterator, may have moved on"):
+        make(Cycles, tmp_path, MicrobatchCallback(), model=model).train()
+
+
 @pytest.mark.parametrize(
     ("kind", "call", "where", "steps"),
     [
+        *((kind, 2, where, 1) for kind in (CountsOutside, CountsInLoss) for where in ("forward", "backward")),
         (KeepsAMean, 2, "backward", 1),
         (Swallows, 2, "forward", 1),
         (own("hard_examples"), 3, "backward", 3),  # the last of the first window
@@ -433,7 +490,7 @@ class Full(Scarcity):
                 self.fail()
 
 
-@pytest.mark.parametrize("kind", [own("in_batch_negatives"), own("hard_examples"), PopsLabels])
+@pytest.mark.parametrize("kind", [own("in_batch_negatives"), own("hard_examples"), PopsLabels, CountsInLoss])
 def test_an_evaluation_that_runs_out_of_memory_gives_what_stock_gives(kind: type[Trainer], tmp_path: Path) -> None:
     def figures(predictions: Any) -> dict[str, float]:
         assert predictions.label_ids.shape == (BATCHES * ROWS,)

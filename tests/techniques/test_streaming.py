@@ -362,6 +362,16 @@ def test_accelerate_finds_the_device_that_computes_in_a_device_map() -> None:
     assert model.hf_device_map == {"": "cpu"}
 
 
+def test_an_evaluation_that_casts_the_weights_is_refused_before_training(tmp_path: Path) -> None:
+    args = tiny.arguments(tmp_path, bf16_full_eval=True)
+    with pytest.raises(ValueError) as error:
+        attach(Trainer(llama(), args, train_dataset=tiny.rows(4)), StreamedLayersCallback())
+    assert str(error.value) == (
+        "bf16_full_eval=True casts all weights, and those of streamed layers stay as they are; expected weights of "
+        "that dtype, or an evaluation as in training. Set bf16_full_eval=False"
+    )
+
+
 @pytest.mark.parametrize("way", ["load_state_dict", "an attribute"])
 def test_weights_that_were_replaced_are_refused_and_values_are_loaded(way: str) -> None:
     """They would not be used, and be lost after the next pass."""

@@ -61,6 +61,7 @@ class KeptState:
         self._cells: list[tuple[CellType, Any]] = []
         self._seen = set(map(id, others))
         self.unseen = ""  # the first value whose change cannot be seen: an iterator, a file, a large array
+        self.iterator = ""  # the first iterator that is no file
 
     def look_at(self, owner: Any, depth: int = 0, leave: Collection[str] = ()) -> None:
         """Remember the attributes of an object and what their containers hold, but for those to ``leave``; of a module
@@ -114,6 +115,7 @@ class KeptState:
         self._seen.add(id(value))
         if isinstance(value, (Iterator, IOBase)):
             self.unseen = self.unseen or name
+            self.iterator = self.iterator or ("" if isinstance(value, IOBase) else name)
         if isinstance(value, torch.Tensor):
             copy = None
             if value.nbytes <= self._largest_copy_bytes:  # small ones on their device, so that nothing is waited for

@@ -48,6 +48,7 @@ PREDICTION_STEPS = {
     "transformers.trainer.Trainer.prediction_step",
     "transformers.trainer_seq2seq.Seq2SeqTrainer.prediction_step",
 }
+LOSS = "transformers.trainer.Trainer.compute_loss"
 RECOVERING = "_memopt_is_recovering"  # the attribute that a trainer has while a batch is predicted
 
 
@@ -81,6 +82,8 @@ class _Recovery:
         self._rows_that_fit: int | None = None
         self._batches = 0
         self._is_stock = full_name(function_below(trainer.prediction_step)) in PREDICTION_STEPS
+        is_stock_loss = full_name(function_below(trainer.compute_loss)) == LOSS
+        self._has_stock_loss = is_stock_loss and trainer.compute_loss_func is None
         self._backbones = Backbones(
             backbones, Size(lambda columns: self._rows_that_fit or sys.maxsize, self._part_failed)
         )
@@ -107,8 +110,8 @@ class _Recovery:
 
     def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any]) -> Any:
         is_stock = self._is_stock
-        # whatever has to be put back before a user's own step runs again
-        state = None if is_stock else StepState(self._trainer())
+        # whatever has to be put back before a user's own step or loss runs again
+        state = None if is_stock and self._has_stock_loss else StepState(self._trainer())
         if self._rows_that_fit is None or count_rows(inputs) <= self._rows_that_fit:
             output, message = _attempt(predict, inputs)
             if message is None:
@@ -157,7 +160,7 @@ class _Recovery:
         if (changed := state.lost()) is not None:
             raise torch.OutOfMemoryError(
                 f"memory ran out in batch {self._batches - 1} of this evaluation ({message}), which cannot be run "
-                f"again, since {changed} was changed within it; expected a batch that fits. "
+                f"again, since {changed}; expected a batch that fits. "
                 "Lower it: TrainingArguments(..., per_device_eval_batch_size=1)"
             )
         state.restore()

@@ -274,7 +274,8 @@ class MicrobatchedStep:
         logger.info("micro-batching: %s", change)
         record_changes(trainer, [change])
         if trainer.args.gradient_accumulation_steps > 1:
-            modules = [module for name, module in self._backbones.modules_of(trainer.model) if name in seen.names]
+            every = self._backbones.modules_of(trainer.model)
+            modules = [module for name, module in every if (name or type(module).__name__) in seen.names]
             weights = {weight for module in modules for weight in module.parameters() if weight.requires_grad}
             twice = format_bytes(sum(weight.nbytes for weight in weights))
             notify(
@@ -317,8 +318,7 @@ class MicrobatchedStep:
         weights is not repeated.
         """
         assert self._state is not None  # since the window began
-        lost, has_drawn = self._state.lost(), self._state.has_drawn()
-        reason = None if lost is None else f"{lost} was changed within it"
+        reason, has_drawn = self._state.lost(), self._state.has_drawn()
         if trainer.args.world_size > 1 and self._running[1]:  # in whole micro-batches they share them at the end
             reason = "the processes share its gradients"
         if reason is None:

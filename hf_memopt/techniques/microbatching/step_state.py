@@ -1,8 +1,8 @@
 """What a user's step may have changed by the time memory runs out, so that it can be repeated, or is not.
 
 A step that is repeated must find everything as it was. Gradients are dropped by the caller; here are the rest: random
-numbers, values and small tensors that the Trainer and the user's own modules hold are put back, and a changed weight or
-a large tensor, which has no copy, is named.
+numbers, values and small tensors that the Trainer, the user's own loss and modules hold are put back, and a changed
+weight, a large tensor or an iterator, of which there is no copy, is named.
 
 The price: each floating-point weight is read once for its norm, about 1 % of a step, since a change through ``.data``
 leaves no other trace. Only steps whose code is not known to be stock's need it.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_memopt.binding.losses import is_listed_module
+from hf_memopt.binding.model import unwrap_parallel
 from hf_memopt.binding.undo import KeptState, RandomState
 from hf_memopt.changes import CHANGES
 
@@ -33,9 +35,11 @@ class StepState:
         self._kept = KeptState(what="a step that ran out of memory")
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
         self._norms: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._classes: list[tuple[type, dict[str, Any]]] = []
         if of_stock:
             return
         self._kept.look_at(trainer, leave=_names_of_stock())
+        self._look_into_own_code(trainer)
         self._kept.keep(trainer.state.log_history, "trainer.state.log_history")  # of a loss that logs
         self._buffers = [(name, buffer, buffer._version) for name, buffer in trainer.model.named_buffers()]
         seen: set[int] = set()
@@ -55,10 +59,32 @@ class StepState:
                 seen.add(id(weight))
                 self._norms.append((f"{owner}.{name}", weight, _norm(weight)))
 
+    def _look_into_own_code(self, trainer: Any) -> None:
+        """Remember what the user's loss and classes of Trainers may change, and what they add to objects of stock."""
+        if trainer.compute_loss_func is not None:
+            self._kept.look_into(trainer.compute_loss_func)
+        for kind in type(trainer).__mro__:
+            if kind is object or is_listed_module(kind.__module__):
+                continue
+            self._classes.append((kind, {name: value for name, value in vars(kind).items() if not _is_dunder(name)}))
+            for value in vars(kind).values():
+                if inspect.isfunction(value):
+                    self._kept.look_into(value)
+        self._kept.look_at(trainer.args)
+        self._kept.look_at(trainer.state, leave=[one.name for one in fields(trainer.state)])
+        model = unwrap_parallel(trainer.model)
+        for one in (model, getattr(model, "config", None)):
+            if hasattr(one, "__dict__"):
+                self._kept.look_at(one)
+
     def lost(self) -> str | None:
-        """Return the name of a weight or a large tensor that was changed since, and so cannot be put back."""
+        """Return what cannot be put back: a weight or a large tensor that was changed, an iterator."""
         changed = (name for name, weight, norm in self._norms if bool(_norm(weight) != norm))
-        return next(iter(self._kept.lost()), None) or next(changed, None)
+        name = next(iter(self._kept.lost()), None) or next(changed, None)
+        if name is not None:
+            return f"{name} was changed within it"
+        iterator = self._kept.iterator
+        return f"{iterator}, an iterator, may have moved on within it" if iterator else None
 
     def changed_buffer(self) -> str | None:
         """Return the name of a buffer of the model that was changed since."""
@@ -72,9 +98,19 @@ class StepState:
         """Put back all else, but for what this package has recorded."""
         changes = getattr(self._trainer, CHANGES, None)
         self._kept.restore()
+        for kind, before in self._classes:
+            for name in [name for name in vars(kind) if not _is_dunder(name) and name not in before]:
+                delattr(kind, name)
+            for name, value in before.items():
+                if vars(kind).get(name) is not value:
+                    setattr(kind, name, value)
         if changes is not None:
             setattr(self._trainer, CHANGES, changes)
         self._random.restore()
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 @cache

@@ -7,7 +7,7 @@ is finite when it is repeated.
 An accumulation step is repeated as it was, with its random numbers. The rows are those of the first values that are not
 finite; a loss has no rows, so of one whose inputs are finite only rows without labels are told.
 
-Limitations: state that a module keeps in plain attributes; a module that returns infinities on purpose, which is taken
+Limitations: a module that returns infinities on purpose, which is taken
 for the cause of a bad loss; and losses that call other processes (a contrastive loss that gathers): only the process
 where the step was not finite repeats it, so it would wait for the others.
 """
@@ -27,9 +27,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.binding.model import IGNORED_LABEL, tensors_in
-from hf_memopt.binding.undo import RandomState
+from hf_memopt.binding.undo import RandomState, override_method
 from hf_memopt.devices.readings import free_failed_step
-from hf_memopt.techniques.microbatching import count_rows, row_count
+from hf_memopt.techniques.microbatching import StepState, count_rows, row_count
 from hf_memopt.techniques.nonfinite.report import OverflowReport
 
 MOST_NAMES = 3  # of weights in a report
@@ -124,15 +124,17 @@ def _repeated(
 def replay(trainer: Any, step_inputs: StepInputs, scale: float | None = None) -> Watch:
     """Repeat the forward and backward pass of an accumulation step, and watch every module.
 
-    The model is the unwrapped one, so that no other process waits; autocast works as in training. Random numbers and
-    buffers are put back, also where it raises; the parameters have no gradients afterwards.
+    The model is the unwrapped one, so that no other process waits; autocast works as in training. Random numbers,
+    buffers and what the Trainer and its loss hold are put back, also where it raises; the parameters have no gradients
+    afterwards, and nothing is logged.
     """
     model, device = trainer.model, trainer.args.device
     inputs = send_to_device(dict(step_inputs.inputs), device)
     watch = Watch(model, count_rows(inputs))
     with (
         torch.compiler.set_stance("force_eager"),  # else each hook would be compiled
-        _unchanged(model, device),
+        _unchanged(trainer),
+        override_method(trainer, "log", lambda before, *args, **kwargs: None),  # a loss may log
         watch.hooks(),
         torch.enable_grad(),
     ):
@@ -244,9 +246,9 @@ def _hook(tensor: Any, on_gradient: Callable[[torch.Tensor], None]) -> Removable
 
 
 @contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put buffers and random numbers back afterwards; the parameters have no gradients before and after."""
-    random_state = RandomState.capture(device)
+def _unchanged(trainer: Any) -> Iterator[None]:
+    """Put back what a step changes, buffers of any size too; the parameters have no gradients before and after."""
+    model, state = trainer.model, StepState(trainer)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     model.zero_grad()
     try:
@@ -256,7 +258,7 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for name, value in buffers.items():
                 model.get_buffer(name).copy_(value)
-        random_state.restore()
+        state.restore()
 
 
 # ---- Values ---------------------------------------------------------------------------------------------------------

@@ -185,6 +185,7 @@ class StreamedLayersCallback(ModelCallback):
         """Call ``stream_layers``, unless the model's layers are streamed."""
         if model is None:  # model_init makes it when training begins
             return
+        _check_evaluation(model, args)
         handle = _handle_of(model)
         if handle is None:
             handle = stream_layers(model, device=args.device, **self._options)
@@ -320,6 +321,17 @@ def _check_arguments(args: TrainingArguments) -> None:
     for setting, is_used in (("FSDP2", args.fsdp), ("DeepSpeed", args.deepspeed)):
         if is_used:
             raise ValueError(str(refusal_of(TECHNIQUE, setting)))
+
+
+def _check_evaluation(model: nn.Module, args: TrainingArguments) -> None:
+    """Refuse an evaluation after training for which stock casts the weights."""
+    dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
+    if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
+        name = "fp16" if args.fp16_full_eval else "bf16"
+        raise ValueError(
+            f"{name}_full_eval=True casts all weights, and those of streamed layers stay as they are; expected weights "
+            f"of that dtype, or an evaluation as in training. Set {name}_full_eval=False"
+        )
 
 
 def _check_training(model: nn.Module, ring: Ring, args: TrainingArguments, optimizer: Any) -> None:
