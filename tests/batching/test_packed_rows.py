@@ -215,6 +215,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "
 DECODERS = dict(table("batching/tables/decoders"))
 ENCODERS = dict(table("batching/tables/encoders"))
 REFUSED = dict(table("batching/tables/refused_models"))
+OF_23 = Version(transformers.__version__) >= Version("5.23")  # 5.17 cuts Llama 4's chunks by the row, not by the text
 OF_24 = Version(transformers.__version__) >= Version("5.24")  # where ALiBi of Falcon goes by the positions of a text
 
 LEAKS_IN_STOCK = {"opt", "biogpt", "gpt_oss", *ENCODERS}
@@ -259,6 +260,10 @@ def test_packed_texts_have_the_losses_and_gradients_of_each_alone(name, tmp_path
         model.set_experts_implementation("eager")  # the grouped kernels know no float64
     collator = BucketedCollator(tiny.tokenizer())
     view = packed(texts, ROW)
+    if name == "llama4_text" and not OF_23:
+        with pytest.raises(ValueError, match="does not compute what it computes for a text alone"):
+            attach(make_trainer(tmp_path, model, view, collator))
+        return
     trainer = attach(make_trainer(tmp_path, model, view, collator))
     model.eval()
     row = {key: value for key, value in collator([view[0]]).items() if key != "labels"}
