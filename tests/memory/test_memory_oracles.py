@@ -19,6 +19,7 @@ from slow_cases import slow_except
 from torch import nn
 
 from hf_memopt import StepSettings
+from hf_memopt.binding import versions
 
 pytestmark = [
     # the deprecated name of activation checkpointing, asked for by peft; seen in peft 0.18 with transformers 5.23
@@ -76,6 +77,8 @@ def build(family: str, device: str, attention: str = "eager", dtype: str = "floa
     """Return a tiny model of a family in training mode, on a device, its weights drawn from one seed."""
     name, settings = MODELS[family]
     head = getattr(transformers, name)
+    if family == "wide modernbert" and not versions.can_offload_checkpoints():
+        pytest.skip("ModernBertConfig of transformers before 5.17 refuses what its checks add")
     configuration = head.config_class(**{**settings, **changed})
     configuration._attn_implementation = attention
     torch.manual_seed(0)

@@ -19,6 +19,8 @@ TABLES = tables(__file__)
 
 TURNS = TABLES["turns"]
 LABELLED = "sequence-classification"
+SORTED = '<tool_call>{"arguments": {"a": 2}, "name": "add"}</tool_call><|im_end|>'
+"""As datasets before 4.1 keeps the fields of an object: by their names."""
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +74,9 @@ def test_calls_of_tools_are_learned_and_what_tools_answer_is_not() -> None:
     turns = [{"role": "system", "content": "Be kind."}, TURNS[2], {"role": "assistant", "tool_calls": [call]}]
     turns += [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "4", "tool_calls": None}]
     row = read([{"messages": turns, "tools": None}] * 2, tokenizer).train[0]
-    said = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>'
-    assert learned(row, tokenizer) == [said, "4<|im_end|>"]
+    said = {'<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>', SORTED}
+    first, last = learned(row, tokenizer)
+    assert (first in said, last) == (True, "4<|im_end|>")
     assert tokenizer.decode(row["input_ids"]).count("<tool_response>4</tool_response>") == 1
 
 
@@ -144,9 +147,9 @@ def test_tokenizers_that_begin_and_end_a_text_do_so_once() -> None:
 def test_a_conversation_that_the_template_refuses_is_told() -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     with pytest.raises(ValueError) as error:
-        read([{"messages": [{"role": "system", "content": "a"}]}] * 2, byte_tokenizer("</s>", strict))
+        read([{"messages": [{"role": "system"}]}] * 2, byte_tokenizer("</s>", strict))
     assert str(error.value) == (
-        "messages=[{'role': 'system', 'content': 'a'}] cannot be written by the chat template (System role not "
+        "messages=[{'role': 'system'}] cannot be written by the chat template (System role not "
         "supported); expected roles in the order that it takes. Correct the row, or leave it out: dataset.filter(...)"
     )
 
@@ -354,7 +357,8 @@ def test_arguments_of_calls_may_be_json_and_answers_of_weight_zero_are_not_learn
     turns = [TURNS[2], {"role": "assistant", "content": "No", "weight": 0}, TURNS[2]]
     turns += [{"role": "assistant", "tool_calls": [call]}]
     row = read([{"messages": turns}] * 2, tokenizer).train[0]
-    assert learned(row, tokenizer) == ['<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>']
+    [only] = learned(row, tokenizer)
+    assert only in {'<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>', SORTED}
 
 
 def test_an_instruction_and_its_input_are_both_read_by_an_encoder() -> None:
@@ -398,7 +402,8 @@ def test_source_and_target() -> None:
     found = read([{"document": "ab", "summary": "c"}] * 2, tokenizer, "seq2seq", prefix="summarize: ")
     assert tokenizer.decode(found.train[0]["input_ids"]) == "summarize: ab"
     assert tokenizer.decode(found.train[0]["labels"]) == "c"
-    pair = read([{"translation": {"en": "ab", "de": "c"}}] * 2, tokenizer, "seq2seq")
+    pair = read([{"translation": {"de": "ab", "en": "c"}}] * 2, tokenizer, "seq2seq")
+    assert "translation: from 'de' to 'en', as they stand in the data" in pair.notes
     assert (pair.train[0]["input_ids"], pair.train[0]["labels"]) == (
         tokenizer("ab")["input_ids"],
         tokenizer("c")["input_ids"],

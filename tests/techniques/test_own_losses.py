@@ -345,17 +345,19 @@ class CountsOutside(Trainer):
     seen = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, compute_loss_func=lambda outputs, labels, **_: self.weigh(outputs, labels))
+        super().__init__(*args, **kwargs, compute_loss_func=self.loss)
         type(self).seen = 0
         OUTSIDE.bit_generator.state = np.random.default_rng(0).bit_generator.state
 
-    def weigh(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs: Any, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.weigh() * functional.cross_entropy(outputs["logits"], labels)
+
+    def weigh(self) -> float:
         places = (self.args, self.state, self.model, self.model.config)
         type(self).seen += 1
         for place in places:
             place.seen = getattr(place, "seen", 0) + 1  # type: ignore[union-attr]
-        weight = 1 + sum(place.seen for place in places) / 7 + type(self).seen / 11 + OUTSIDE.random()
-        return weight * functional.cross_entropy(outputs["logits"], labels)
+        return float(1 + sum(place.seen for place in places) / 7 + type(self).seen / 11 + OUTSIDE.random())
 
 
 OUTSIDE = np.random.default_rng(0)
@@ -369,8 +371,9 @@ class CountsInLoss(CountsOutside):
         self.compute_loss_func = None
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        weight = self.weigh()
         outputs = model(inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        loss = self.weigh(outputs, inputs["labels"])
+        loss = weight * functional.cross_entropy(outputs["logits"], inputs["labels"])
         return (loss, outputs) if return_outputs else loss
 
 
@@ -381,8 +384,8 @@ class Cycles(CountsInLoss):
         super().__init__(*args, **kwargs)
         self.weights = itertools.cycle([1.0, 2.0, 3.0])
 
-    def weigh(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        return next(self.weights) * super().weigh(outputs, labels)
+    def weigh(self) -> float:
+        return next(self.weights) * super().weigh()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
