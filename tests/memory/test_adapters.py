@@ -66,6 +66,7 @@ def test_settings_of_adapters_are_what_functions_of_prepare_did(load_in: str | N
         (tiny.bert_config(), "sequence-classification", 32 * 3 + 3),
         (tiny.bert_config(), "token-classification", 32 * 3 + 3),
         (tiny.bert_config(num_labels=2), "question-answering", 32 * 2 + 2),
+        (tiny.bert_config(num_labels=3), "question-answering", 32 * 2 + 2),  # of a model for inference
         (tiny.bert_config(), "multiple-choice", 32 + 1),
         (tiny.bert_config(), "masked-lm", 0),
         (tiny.llama_config(), "causal-lm", 0),

@@ -107,6 +107,8 @@ def load_model(
             "the name of a model or a folder. Pass model='bert-base-uncased'"
         )
     task = task or _own_task(config)
+    if task == "question-answering" and config.num_labels != 2:
+        config.num_labels = 2  # where an answer starts and ends, whatever the model was trained for before
     if attn_implementation is None:  # private, as above
         attn_implementation = getattr(config, "_attn_implementation", None)
     if config.model_type not in HEADS[task].types:

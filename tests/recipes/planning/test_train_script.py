@@ -383,9 +383,9 @@ def test_files_that_load_dataset_would_leave_out_are_refused_before_a_script_is_
     assert replace(found, task="sequence-classification").write("run", data="data").script is not None
 
 
-def test_a_class_called_none_is_read_from_csv(found: Plan, work: Path) -> None:
-    Path("train.csv").write_text("text,label\n" + "w5,None\nw6,NA\n,NA\n" * 4)
-    text = replace(found, task="sequence-classification").write("run", data="train.csv").script.read_text()
+def test_a_class_called_none_is_read_from_a_csv_file_of_any_name(found: Plan, work: Path) -> None:
+    Path("train[1].csv").write_text("text,label\n" + "w5,None\nw6,NA\n,NA\n" * 4)
+    text = replace(found, task="sequence-classification").write("run", data="train[1].csv").script.read_text()
     loads = next(node for node in ast.parse(text).body if ast.unparse(node).startswith("data = "))
     data = eval(ast.unparse(loads).removeprefix("data = "))
     rows = read_rows(data, tiny.tokenizer(), "sequence-classification")

@@ -9,6 +9,7 @@ rate, epochs, when to evaluate and save) has a usual value. A callback with noth
 from __future__ import annotations
 
 import ast
+import glob
 import inspect
 import re
 from collections.abc import Iterator, Mapping
@@ -66,6 +67,7 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
             **{name: version(name).partition("+")[0] for name in ("transformers", "torch")},
         },
         "file": file,
+        "path": "" if file is None else file.path if file.is_folder else glob.escape(file.path),
         "columns": {} if file is None else _columns(task, file),
         "tokenizer": None if rows is None else rows.tokenizer,
         "has_prefix": task == "seq2seq" and found.simulation is not None and found.simulation.facts.is_t5,
