@@ -197,12 +197,18 @@ def _without_end(message: dict[str, Any], end: str) -> dict[str, Any]:
     return {**message, "content": content.rstrip().removesuffix(end)} if is_ended and content else message
 
 
+def _as_json(text: str) -> str:
+    """Return a text as templates write it within JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 def _check_written(messages: list[dict[str, Any]], text: str) -> None:
     """Raise for a message, or a call in it, that the template has left out."""
     for at, message in enumerate(messages):
-        content = str(message.get("content") or "").rpartition("</think>")[2].strip()  # some leave out what was thought
-        parts = [content, *(str(call.get("name") or "") for call in _calls(message))]
-        lost = next((one for one in parts if one not in text and json.dumps(one)[1:-1] not in text), None)
+        content = message.get("content")  # of tools perhaps an object; some templates leave out what was thought
+        said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
+        parts = [said, *(str(call.get("name") or "") for call in _calls(message))]
+        lost = next((one for one in parts if one not in text and _as_json(one) not in text), None)
         if lost is not None:
             raise ValueError(
                 f"messages[{at}], of the role {message['role']!r}, is not written by the chat template: {lost!r:.60}; "

@@ -361,6 +361,13 @@ def test_arguments_of_calls_may_be_json_and_answers_of_weight_zero_are_not_learn
     assert only in {'<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>', SORTED}
 
 
+def test_what_a_template_writes_as_json_is_not_left_out() -> None:
+    template = "{% for one in messages %}{{ one.content | tojson if one.role == 'tool' else one.content }}{% endfor %}"
+    tokenizer = byte_tokenizer("</s>", template)
+    turns = [{"role": "tool", "content": 'ü "a"\n'}, {"role": "assistant", "content": "b"}]
+    assert learned(read([{"messages": turns}] * 2, tokenizer).train[0], tokenizer) == ["b</s>"]
+
+
 def test_an_instruction_and_its_input_are_both_read_by_an_encoder() -> None:
     rows = [{"instruction": "Add.", "input": "2 2", "output": "4"}, {"instruction": "Hi", "input": "", "output": "4"}]
     found = read(rows, byte_tokenizer(), "seq2seq")
