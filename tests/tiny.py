@@ -11,6 +11,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
+IS_BEFORE_5_17 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17)  # which offloads no activations
+
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(95))]  # 100 tokens
 LENGTHS = {
     **dict.fromkeys(

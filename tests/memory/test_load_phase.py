@@ -13,8 +13,8 @@ from test_quantized import Tracker, cuda_kernels
 from transformers.modeling_utils import get_total_byte_count
 from transformers.quantizers.auto import AutoHfQuantizer
 
+import tiny
 from hf_memopt import custom_gpu, estimate
-from hf_memopt.binding import versions
 from hf_memopt.memory.models import load_model
 from hf_memopt.memory.quantized import load_events, quantize
 from hf_memopt.memory.recording.step import _weights
@@ -69,7 +69,7 @@ def computed(options: dict[str, Any], *, prepares: bool) -> tuple[tuple[tuple[An
     return load_events(model, tracker.number)
 
 
-@pytest.mark.skipif(not versions.can_offload_checkpoints(), reason="5.8 holds blocks of weights longer")
+@pytest.mark.skipif(tiny.IS_BEFORE_5_17, reason="5.8 holds blocks of weights longer")
 @pytest.mark.parametrize("prepares", [False, True], ids=["as loaded", "prepared"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loading_allocates_what_transformers_does(tmp_path: Path, kind: str, prepares: bool) -> None:

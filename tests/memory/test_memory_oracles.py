@@ -18,8 +18,8 @@ from recorded import allocator_peak, made, origins, peak_bytes, prepared, record
 from slow_cases import slow_except
 from torch import nn
 
+import tiny
 from hf_memopt import StepSettings
-from hf_memopt.binding import versions
 
 pytestmark = [
     # the deprecated name of activation checkpointing, asked for by peft; seen in peft 0.18 with transformers 5.23
@@ -77,7 +77,7 @@ def build(family: str, device: str, attention: str = "eager", dtype: str = "floa
     """Return a tiny model of a family in training mode, on a device, its weights drawn from one seed."""
     name, settings = MODELS[family]
     head = getattr(transformers, name)
-    if family == "wide modernbert" and not versions.can_offload_checkpoints():
+    if family == "wide modernbert" and tiny.IS_BEFORE_5_17:
         pytest.skip("ModernBertConfig of transformers before 5.17 refuses what its checks add")
     configuration = head.config_class(**{**settings, **changed})
     configuration._attn_implementation = attention

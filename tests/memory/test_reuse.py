@@ -15,8 +15,6 @@ from hf_memopt import estimate, freeze
 from hf_memopt.memory.recording import sessions
 from hf_memopt.memory.recording.step import record_step
 
-VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-
 
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -117,7 +115,7 @@ def test_a_class_that_was_patched_is_recorded_anew(recordings: list[str], monkey
     assert len(recordings) == 3
 
 
-@pytest.mark.skipif(VERSION < (5, 17), reason="the experts of 5.8 do not run backward on the meta device")
+@pytest.mark.skipif(tiny.IS_BEFORE_5_17, reason="the experts of 5.8 do not run backward on the meta device")
 def test_experts_are_computed_as_the_configuration_says(recordings: list[str]) -> None:
     peaks: dict[str, int] = {}
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100}

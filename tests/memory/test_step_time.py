@@ -17,7 +17,6 @@ import tiny
 from hf_memopt import GPUS, Estimate, custom_gpu, estimate
 
 A100 = "A100 80GB"
-VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -80,7 +79,7 @@ def test_lengths_give_the_mean_step() -> None:
     assert mean.tokens == 4 * (32 + 16 + 16) / 3
 
 
-@pytest.mark.skipif(VERSION < (5, 17), reason="5.8 does not offload")
+@pytest.mark.skipif(tiny.IS_BEFORE_5_17, reason="5.8 does not offload")
 def test_offloaded_activations_cross_pcie_twice() -> None:
     found = small(checkpointing={"offload": True})
     [(_, ops)] = found.step_costs.passes  # type: ignore[union-attr]

@@ -16,7 +16,6 @@ from slow_cases import slow_except
 
 import tiny
 from hf_memopt import CheckpointingCallback, checkpoint_layers, estimate, tile_layers
-from hf_memopt.binding import versions
 from hf_memopt.techniques.checkpointing.overlapped import overlap_offload
 from hf_memopt.techniques.streaming import Lanes
 from language_models import gradients
@@ -115,7 +114,7 @@ def test_buffers_are_used_again_and_graphs_may_be_dropped_or_used_twice() -> Non
     assert lanes.made == LAYERS
 
 
-@pytest.mark.skipif(not versions.can_offload_checkpoints(), reason="transformers before 5.17 does not offload")
+@pytest.mark.skipif(tiny.IS_BEFORE_5_17, reason="transformers before 5.17 does not offload")
 def test_two_inputs_are_on_the_device_in_the_estimate() -> None:
     """One more than of stock's offload; the seconds of the copies are hidden."""
     step: dict[str, Any] = {"batch_size": 2, "seq_len": 512, "gpu": "RTX 4090", "precision": "bf16"}

@@ -12,7 +12,6 @@ from tiny_plans import gpu_of
 
 import tiny
 from hf_memopt import Plan, estimate, plan
-from hf_memopt.binding import versions
 
 # ---- Streamed layers
 
@@ -87,7 +86,7 @@ def roomy() -> Plan:
     return longest()
 
 
-@pytest.mark.skipif(not versions.can_offload_checkpoints(), reason="transformers before 5.17 does not offload")
+@pytest.mark.skipif(tiny.IS_BEFORE_5_17, reason="transformers before 5.17 does not offload")
 def test_tiles_make_rows_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     found = roomy()
     one = found.chosen
@@ -101,7 +100,7 @@ def test_tiles_make_rows_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.seq_len > 1.3 * plain.seq_len
 
 
-@pytest.mark.skipif(not versions.can_offload_checkpoints(), reason="transformers before 5.17 does not offload")
+@pytest.mark.skipif(tiny.IS_BEFORE_5_17, reason="transformers before 5.17 does not offload")
 def test_the_host_holds_the_inputs_of_layers() -> None:
     """In page-locked memory, a power of two for each layer."""
     settings = {"batch_size": 1, "precision": "fp32", "checkpointing": {"offload": True}}
