@@ -128,11 +128,12 @@ class KeptState:
             else:
                 self.unseen = self.unseen or name
         elif isinstance(value, CONTAINERS):
+            is_foreign = type(value).__module__.partition(".")[0] in self._foreign  # may make its items when asked
             if isinstance(value, dict):
-                self._mappings.append((value, value.copy(), set()))
+                self._mappings.append((value, dict.copy(value), set()))
             else:
                 self._sequences.append((value, value.copy()))
-            if len(value) <= MOST_VISITED:
+            if len(value) <= MOST_VISITED and not is_foreign:
                 for key, each in value.items() if isinstance(value, dict) else enumerate(value):
                     self.keep(each, f"{name}[{key!r}]", depth + 1)
         elif isinstance(value, torch.Generator):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from hf_memopt.binding.losses import is_listed_module
 from hf_memopt.binding.model import unwrap_parallel
@@ -48,7 +49,8 @@ class StepState:
                 # of a step that failed before it removed them
                 for hooks in (part._forward_hooks, part._forward_pre_hooks):
                     self._kept.keep(hooks, owner)
-                if not is_listed_module(type(part).__module__):
+                # transformers notes in a model that its layers have hooks that record
+                if isinstance(part, PreTrainedModel) or not is_listed_module(type(part).__module__):
                     self._kept.look_at(part)
             for name, buffer in module.named_buffers():
                 self._kept.keep(buffer, f"{owner}.{name}")
@@ -64,7 +66,7 @@ class StepState:
         if trainer.compute_loss_func is not None:
             self._kept.look_into(trainer.compute_loss_func)
         for kind in type(trainer).__mro__:
-            if kind is object or is_listed_module(kind.__module__):
+            if kind is object or is_listed_module(kind.__module__) or _is_installed(kind):
                 continue
             self._classes.append((kind, {name: value for name, value in vars(kind).items() if not _is_dunder(name)}))
             for value in vars(kind).values():
@@ -72,10 +74,9 @@ class StepState:
                     self._kept.look_into(value)
         self._kept.look_at(trainer.args)
         self._kept.look_at(trainer.state, leave=[one.name for one in fields(trainer.state)])
-        model = unwrap_parallel(trainer.model)
-        for one in (model, getattr(model, "config", None)):
-            if hasattr(one, "__dict__"):
-                self._kept.look_at(one)
+        config = getattr(unwrap_parallel(trainer.model), "config", None)
+        if hasattr(config, "__dict__"):
+            self._kept.look_at(config)
 
     def lost(self) -> str | None:
         """Return what cannot be put back: a weight or a large tensor that was changed, an iterator."""
@@ -107,6 +108,12 @@ class StepState:
         if changes is not None:
             setattr(self._trainer, CHANGES, changes)
         self._random.restore()
+
+
+def _is_installed(kind: type) -> bool:
+    """Return whether a class is of an installed package, whose Trainers keep what they count themselves."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def _is_dunder(name: str) -> bool:
