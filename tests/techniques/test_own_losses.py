@@ -555,3 +555,22 @@ def test_a_part_that_runs_out_in_a_model_inside_the_backbone_is_halved(
     assert left == [0]
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=FLOAT32, atol=FLOAT32)
+
+
+class ReadsHiddenStates(Trainer):
+    """Asks for hidden states, for which transformers registers hooks in the first pass and notes so in the model."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
+        outputs = model(**batch, output_hidden_states=True)
+        loss = outputs.loss + outputs.hidden_states[-1].pow(2).mean()
+        return (loss, outputs.logits) if return_outputs else loss
+
+
+def test_hooks_of_transformers_are_there_when_a_first_pass_runs_again(tmp_path: Path) -> None:
+    found = []
+    for limit in (100, 3):
+        trainer = make(ReadsHiddenStates, tmp_path, MicrobatchCallback(), label_names=["labels"])
+        Full(limit=limit).watch(trainer.model)
+        found.append(trainer.evaluate()["eval_loss"])
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
