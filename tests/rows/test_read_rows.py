@@ -373,9 +373,13 @@ def test_an_instruction_and_its_input_are_both_read_by_an_encoder() -> None:
     found = read(rows, byte_tokenizer(), "seq2seq")
     texts = {byte_tokenizer().decode(row["input_ids"]) for row in [*found.train, *found.evaluation]}
     assert texts == {"Add.\n\n2 2", "Hi"}
-    pairs = [{"translation": {"en": "a", "de": None}}, *[{"translation": {"en": "a", "de": "b"}}] * 2]
+    pairs = [
+        {"translation": None},
+        {"translation": {"en": "a", "de": None}},
+        *[{"translation": {"en": "a", "de": "b"}}] * 2,
+    ]
     assert (
-        "1 of 3 rows without translation, or with nothing to learn, were left out"
+        "2 of 4 rows without translation, or with nothing to learn, were left out"
         in read(pairs, byte_tokenizer(), "seq2seq").notes
     )
 

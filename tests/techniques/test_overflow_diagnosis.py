@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -278,12 +279,19 @@ def test_a_diagnosis_logs_nothing_and_leaves_the_trainer_as_it_was(tmp_path: Any
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             self.calls += 1
+            self.model.large.add_(1)
             self.log({"calls": self.calls})
             return super().compute_loss(*args, **kwargs) * torch.nan
 
     args = tiny.arguments(tmp_path, max_steps=2)
-    trainer = attach(Counts(tiny.llama(), args, train_dataset=nonfinite_models.rows(8)), OverflowCallback())
-    trainer.train()
+    model = tiny.llama()
+    model.register_buffer("large", torch.zeros(2**19))
+    trainer = attach(Counts(model, args, train_dataset=nonfinite_models.rows(8)), OverflowCallback())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert bool((model.large == 2).all())
+    assert not [one for one in told if "too large to be put back" in str(one.message)]
     assert [row["calls"] for row in trainer.state.log_history if "calls" in row] == [1, 2]
     assert trainer.calls == 2
 

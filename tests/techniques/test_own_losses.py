@@ -364,7 +364,7 @@ OUTSIDE = np.random.default_rng(0)
 
 
 class CountsInLoss(CountsOutside):
-    """The same in ``compute_loss``, which logs too."""
+    """The same in ``compute_loss``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -29,11 +29,14 @@ from hf_memopt.changes import CHANGES
 
 
 class StepState:
-    """What a Trainer holds as a step begins; of a step ``of_stock`` the random numbers alone."""
+    """What a Trainer holds as a step begins; of a step ``of_stock`` the random numbers alone.
 
-    def __init__(self, trainer: Any, *, of_stock: bool = False) -> None:
+    ``others`` are tensors that the caller puts back.
+    """
+
+    def __init__(self, trainer: Any, *, of_stock: bool = False, others: Iterable[torch.Tensor] = ()) -> None:
         self._trainer, self._random = trainer, RandomState.capture(trainer.args.device)
-        self._kept = KeptState(what="a step that ran out of memory")
+        self._kept = KeptState(what="a step that ran out of memory", others=others)
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
         self._norms: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._classes: list[tuple[type, dict[str, Any]]] = []

@@ -7,9 +7,9 @@ is finite when it is repeated.
 An accumulation step is repeated as it was, with its random numbers. The rows are those of the first values that are not
 finite; a loss has no rows, so of one whose inputs are finite only rows without labels are told.
 
-Limitations: a module that returns infinities on purpose, which is taken
-for the cause of a bad loss; and losses that call other processes (a contrastive loss that gathers): only the process
-where the step was not finite repeats it, so it would wait for the others.
+Limitations: a module that returns infinities on purpose, which is taken for the cause of a bad loss; and losses that
+call other processes (a contrastive loss that gathers): only the process where the step was not finite repeats it, so it
+would wait for the others.
 """
 
 from __future__ import annotations
@@ -248,7 +248,8 @@ def _hook(tensor: Any, on_gradient: Callable[[torch.Tensor], None]) -> Removable
 @contextmanager
 def _unchanged(trainer: Any) -> Iterator[None]:
     """Put back what a step changes, buffers of any size too; the parameters have no gradients before and after."""
-    model, state = trainer.model, StepState(trainer)
+    model = trainer.model
+    state = StepState(trainer, others=model.buffers())
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     model.zero_grad()
     try:
