@@ -110,7 +110,7 @@ def read_rows(
     unread = sorted({*train.column_names} - {*found.values()})
     notes += [f"columns that are not read: {', '.join(unread)}"] if unread else []
     if "translation" in found:
-        first = next((one for one in train[found["translation"]] if one is not None), {})
+        first: Mapping[str, str] = next((one for one in train[found["translation"]] if one is not None), {})
         notes.append(f"translation: from {' to '.join(map(repr, first))}, as they stand in the data")
     encoder = Encoder(task, found, tokenizer, max_length, prefix, labels)
     encoded = _encoded(train, encoder, notes)
