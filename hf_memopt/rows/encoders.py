@@ -54,7 +54,14 @@ class Encoder:
                     f"{self.columns[part]}={wrong!r:.60} is not text; expected text in this column. "
                     f"Name the right one: columns={{{part!r}: NAME}}"
                 )
-        made = (_cut if "input_ids" in given else ENCODERS[self.task])(given, self)
+        try:
+            made = (_cut if "input_ids" in given else ENCODERS[self.task])(given, self)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            names = ", ".join(self.columns.values())
+            raise ValueError(
+                f"{names}: a row is not as the others are ({type(error).__name__}: {error}); expected values of one "
+                "kind in each column. Correct the row, or leave it out: dataset.filter(...)"
+            ) from error
         if self.task != "causal-lm":
             return made
         learned = made.get("labels", made["input_ids"])
@@ -187,16 +194,24 @@ def _token_classification(given: Columns, how: Encoder) -> Columns:
 
 
 def _question_answering(given: Columns, how: Encoder) -> Columns:
-    """The first and last token of an answer; the first token of the row where there is none or it was cut off."""
+    """Answers by their first and last token, both 0 where there is none; rows whose answer is cut off are left out."""
     cut = {**how.limits, "truncation": "only_second"} if how.limits else {}
-    made = how.tokenizer(given["question"], given["context"], verbose=False, **cut)
-    starts, ends = [], []
+    try:
+        made = how.tokenizer(given["question"], given["context"], verbose=False, **cut)
+    except Exception as error:  # tokenizers' Rust has no narrower one
+        raise ValueError(
+            f"max_length={how.max_length} has no room for a question and its context ({error}); expected more tokens "
+            "than the longest question has. Raise max_length, or leave such rows out: dataset.filter(...)"
+        ) from error
+    starts: list[int | None] = []
+    ends: list[int | None] = []
     for at, answers in enumerate(given.get("answers", [])):
         text, first = _answer(answers, given["context"][at])
-        span = [made.char_to_token(at, one, 1) for one in (first, first + len(text.strip()) - 1)] if text else [None]
-        starts.append(0 if None in span else span[0])
-        ends.append(0 if None in span else span[-1])
-    return {**made, "start_positions": starts, "end_positions": ends}
+        span = [made.char_to_token(at, one, 1) for one in (first, first + len(text.strip()) - 1)] if text else [0]
+        starts.append(span[0])
+        ends.append(span[-1])
+    made = {**made, "start_positions": starts, "end_positions": ends}
+    return _kept(made, [at for at, ends_of in enumerate(zip(starts, ends, strict=True)) if None not in ends_of])
 
 
 def _answer(answers: Any, context: str) -> tuple[str, int]:

@@ -100,6 +100,11 @@ def read_rows(
     check_value("max_length", max_length, Count | None, 512)
     check_value("prefix", prefix, str, "summarize: ")
     check_word("task", task, (*TASKS, *ALIASES))
+    if prefix and task != "seq2seq":
+        raise ValueError(
+            f"prefix={shown(prefix)} is for task='seq2seq' alone, and task={task!r}; expected none. "
+            "Write it into the texts: dataset.map(...)"
+        )
     kind = ALIASES.get(task)
     task = "sequence-classification" if kind else task
     notes: list[str] = []
@@ -219,9 +224,9 @@ def _encoded(rows: Dataset, encoder: Encoder, notes: list[str]) -> Dataset:
             "Name other columns: columns={...}"
         )
     if len(made) < len(rows):
-        notes.append(
-            f"{len(rows) - len(made)} of {len(rows)} rows without {needed}, or with nothing to learn, were left out"
-        )
+        within = "" if encoder.max_length is None else f" in {encoder.max_length} tokens"
+        left = f"{len(rows) - len(made)} of {len(rows)} rows without {needed}, or with nothing to learn{within},"
+        notes.append(f"{left} were left out")
     return made
 
 

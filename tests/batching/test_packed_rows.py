@@ -454,3 +454,12 @@ if __name__ == "__main__":
     stream = Dataset.from_list(rows_of_processes()).to_iterable_dataset()
     found = {"view": train_and_note(folder, rows_of_processes()), "stream": train_and_note(folder, stream)}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+def test_examples_that_are_left_out_are_told(caplog):
+    rows = [{"input_ids": [5] * length} for length in (3, 9, 12, 4)]
+    with caplog.at_level("WARNING", logger="hf_memopt"):
+        packed(rows, 8, too_long="drop")
+        bucketed(rows, max_tokens=8, too_long="drop")
+        packed(rows, 12, too_long="drop")
+    assert caplog.messages == ["2 of 4 examples are too long and left out"] * 2

@@ -122,7 +122,7 @@ def test_cut_rows_keep_what_is_learned() -> None:
     assert {len(row["input_ids"]) for row in [*found.train, *found.evaluation]} == {4}
     assert len(found.train) + len(found.evaluation) == 3
     assert found.notes == (
-        "1 of 4 rows without prompt or completion, or with nothing to learn, were left out",
+        "1 of 4 rows without prompt or completion, or with nothing to learn in 4 tokens, were left out",
         "1 of 3 rows are kept for evaluation: the data has no split for it",
     )
 
@@ -405,7 +405,15 @@ def test_answers_are_found_by_their_characters() -> None:
     spans = {(row["start_positions"], row["end_positions"]) for row in [*found.train, *found.evaluation]}
     assert spans == {(3, 4), (0, 0)}
     cut = read(rows, byte_tokenizer(), "question-answering", max_length=4)
-    assert {(row["start_positions"], row["end_positions"]) for row in [*cut.train, *cut.evaluation]} == {(0, 0)}
+    assert [(row["start_positions"], row["end_positions"]) for row in [*cut.train, *cut.evaluation]] == [(0, 0)] * 2
+    assert "2 of 4 rows" in cut.notes[0]
+    with pytest.raises(ValueError, match="max_length=4 has no room for a question and its context"):
+        read([{**rows[0], "question": "which"}] * 2, byte_tokenizer(), "question-answering", max_length=4)
+
+
+def test_a_prefix_is_for_encoder_decoders() -> None:
+    with pytest.raises(ValueError, match="prefix='a: ' is for task='seq2seq' alone, and task='causal-lm'"):
+        read([{"text": "b"}] * 2, byte_tokenizer(), prefix="a: ")
 
 
 def test_source_and_target() -> None:

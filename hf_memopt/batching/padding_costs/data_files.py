@@ -134,15 +134,11 @@ def file_lengths(
     needed = [name for part, name in parts.items() if part not in OPTIONAL]
     lengths, null_rows, rows = [], 0, 0
     with tqdm(unit=" rows", desc="Reading lengths", delay=1.0, leave=False) as progress:
-        for source in file.sources:
-            with reading(source, file.kind):
-                schema, read = open_source(source, file.kind)
-                _check_parts(schema, parts, source, file.sources[0])
-                for batch in read(list(dict.fromkeys(parts.values()))):
-                    is_null = np.any([batch[name].is_null() for name in needed], axis=0)
-                    null_rows, rows = null_rows + int(is_null.sum()), rows + len(is_null)
-                    progress.update(len(is_null))
-                    lengths.append(count(batch.filter(pa.array(~is_null))))
+        for batch in _batches(file, parts):
+            is_null = np.any([batch[name].is_null() for name in needed], axis=0)
+            null_rows, rows = null_rows + int(is_null.sum()), rows + len(is_null)
+            progress.update(len(is_null))
+            lengths.append(count(batch.filter(pa.array(~is_null))))
     counted = np.concatenate([np.empty(0, dtype=np.int32), *lengths])
     full = counted[counted > 0]
     empty_rows = rows - null_rows - len(full)
@@ -153,6 +149,14 @@ def file_lengths(
         raise ValueError(f"path={str(path)!r} holds {found}; expected at least one example. Check what wrote it")
     unit: Literal["tokens", "words"] = "words" if file.is_text and tokenizer is None else "tokens"
     return FileLengths(full, unit, columns, file, null_rows, empty_rows)
+
+
+def _batches(file: DataFile, parts: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
+    for source in file.sources:
+        with reading(source, file.kind):
+            schema, read = open_source(source, file.kind)
+            _check_parts(schema, parts, source, file.sources[0])
+            yield from read(list(dict.fromkeys(parts.values())))
 
 
 def data_file(

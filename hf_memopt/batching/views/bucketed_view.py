@@ -8,6 +8,7 @@ so a resumed run sees the very batches of the straight run.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -42,10 +43,13 @@ from hf_memopt.batching.views.view import (
 )
 from hf_memopt.binding.undo import UndoHandle, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
+from hf_memopt.notices import notify
 from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 def bucketed(
@@ -152,6 +156,8 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
     def __init__(self, dataset: Any, buckets: LengthBuckets | PackedRows) -> None:
         super().__init__(dataset)
         self.buckets: Any = buckets  # a plan of LengthBuckets or PackedRows
+        if buckets.dropped:
+            notify(logger, f"{buckets.dropped} of {len(buckets.lengths)} examples are too long and left out")
         self.has_whole_batches = buckets.batch_size is None
         self.reader = RowReader(dataset)
         self._as_columns = False  # hand a batch as columns to the collator, past stock's that takes rows apart

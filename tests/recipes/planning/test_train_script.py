@@ -251,6 +251,15 @@ def test_the_script_of_a_vision_transformer_runs_on_folders_of_images(method: st
     written = found.write("run")
     assert "the folder of images" in written.notes[0]
     assert written.commands[0].endswith("'datasets[vision]'")
+    tree = ast.parse(written.script.read_text())
+    names: dict[str, Any] = {}
+    exec(ast.unparse(next(node for node in tree.body if getattr(node, "name", "") == "in_colour")), names)
+    grey = [
+        PIL.Image.new("L", (1, 1), 7),
+        PIL.Image.new("I;16", (1, 1), 7 * 256 + 3),
+        PIL.Image.new("I", (1, 1), 7 * 256),
+    ]
+    assert {names["in_colour"](image).getpixel((0, 0)) for image in grey} == {(7, 7, 7)}
     trainer = run_script(work / "run/train.py")
     assert (trainer.state.global_step, len(trainer.eval_dataset)) == (9, 8)
     assert trainer.model.config.id2label == {0: "a", 1: "b", 2: "c"}
@@ -277,7 +286,8 @@ def whisper(folder: str) -> None:
     transformers.WhisperForConditionalGeneration(config).save_pretrained(folder)
 
 
-SOUNDS = 'datasets.Dataset.from_list([{"audio": {"array": [0.1] * 16000}, "text": "hello"}] * 24)'
+SOUND = '{"audio": {"array": [0.1] * %d}, "text": "hello"}'
+SOUNDS = f"datasets.Dataset.from_list([{SOUND % 16000}] * 24 + [{SOUND % 16001}])"
 """Stands for a folder of sounds, which needs torchcodec."""
 
 
@@ -297,6 +307,7 @@ def test_the_script_of_whisper_knows_language_and_task(method: str, work: Path) 
     script.write_text(text.replace(folder, f"datasets.DatasetDict(train={SOUNDS})"))
     trainer = run_script(script)
     assert trainer.state.global_step == 9
+    assert len(trainer.train_dataset) + len(trainer.eval_dataset) == 24  # the model hears one second
     start = trainer.processing_class.tokenizer.decode(trainer.train_dataset[0]["labels"])
     assert start == "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>hello<|endoftext|>"
     if method == "full":
