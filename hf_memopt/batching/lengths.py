@@ -44,12 +44,10 @@ def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
         raise ValueError("dataset=<0 examples> is empty; expected at least one example. Check the filter that made it")
     table = getattr(dataset, "data", None)
     arrow = getattr(table, "table", table)  # datasets wraps the pyarrow table once more
-    if not isinstance(arrow, pa.Table):
+    if not isinstance(arrow, pa.Table) or dataset.format["type"] == "custom":  # a transform may change the column
         return _row_by_row(dataset, column)
     if column not in arrow.column_names:
-        if dataset.format["type"] != "custom":
-            raise _missing(column, arrow.column_names)
-        return _row_by_row(dataset, column)
+        raise _missing(column, arrow.column_names)
     lengths = _of_chunks(arrow.column(column), column)
     # `_indices` is the private mapping that shuffle, select, sort and filter leave (datasets 3.0 to 5.2; pinned by a
     # test); as int64, since numpy would copy uint64 to index with it.

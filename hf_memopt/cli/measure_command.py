@@ -78,7 +78,7 @@ def _run(options: MeasureOptions) -> tuple[Any, str]:
         signal.signal(signal.SIGTERM, before)
     for worker in told["workers"] if told else ():
         with suppress(OSError):
-            os.kill(worker, signal.SIGKILL)
+            os.kill(worker, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has the latter alone, and ends it
     return told, f"it ended with exit code {code}" if code >= 0 else f"it was killed by {signal.Signals(-code).name}"
 
 

@@ -95,7 +95,8 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
             "force=True has nothing to replace: no file is written; expected --write or --report. Pass --write DIR"
         )
     find_config(options.model)
-    read_gpu(options.gpu or options.budget, options.budget, options.os)  # this machine's, for which torch may be needed
+    if options.measured is None or options.gpu is not None:
+        read_gpu(options.gpu or options.budget, options.budget, options.os)  # this machine's, for which torch is needed
 
 
 def _lengths(options: PlanOptions, data: Path) -> NDArray[np.int32]:

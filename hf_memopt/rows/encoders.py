@@ -45,6 +45,9 @@ class Encoder:
 
     def __call__(self, batch: Mapping[str, list[Any]]) -> Columns:
         given = _whole_rows({part: batch[name] for part, name in self.columns.items()})
+        if self.labels is not None and "label" in given and -1 not in self.labels.values:  # which datasets has for none
+            none = [self.labels.kind != "regression" and label == -1 for label in given["label"]]
+            given = _kept(given, [at for at, is_none in enumerate(none) if not is_none])
         if not any(given.values()):
             return {"input_ids": []}
         for part in given.keys() & set(TEXTS):
@@ -184,7 +187,12 @@ def _token_classification(given: Columns, how: Encoder) -> Columns:
                 f"{how.columns['words']}={words!r:.60} has {len(words)} words and {how.columns['tags']} {len(tags)} "
                 "tags; expected a tag for each word. Correct the row, or leave it out: dataset.filter(...)"
             )
-    made = how.tokenizer(given["words"], is_split_into_words=True, verbose=False, **how.limits)
+    rows = given["words"]
+    words = {"add_special_tokens": False, "is_split_into_words": True}
+    bare, spaced = (how.tokenizer(["a", b], **words)["input_ids"] for b in ("b", " b"))
+    if how.tokenizer("a b", add_special_tokens=False)["input_ids"] == spaced != bare:  # words that lack their space
+        rows = [[f" {word}" if at else word for at, word in enumerate(words)] for words in rows]
+    made = how.tokenizer(rows, is_split_into_words=True, verbose=False, **how.limits)
     labels = []
     for at, tags in enumerate(given.get("tags", [])):
         words, ids = made.word_ids(at), how.ids_of(tags)  # a word is None for special tokens

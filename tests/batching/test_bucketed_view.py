@@ -288,3 +288,22 @@ def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_col
     )
     view = bucketed(TensorDataset(torch.zeros(3, 2)), batch_size=2, lengths=[4, 5, 6])
     assert len(view) == 3
+
+
+def test_a_dataset_hears_of_each_epoch(tmp_path):
+    class Epochs(torch.utils.data.Dataset):
+        seen: list[int] = []  # noqa: RUF012
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, at):
+            return {"input_ids": [5, 6], "labels": 0}
+
+        def set_epoch(self, epoch):
+            self.seen.append(epoch)
+
+    view = bucketed(Epochs(), batch_size=4)
+    args = tiny.arguments(tmp_path, num_train_epochs=3, per_device_train_batch_size=4)
+    attach(Trainer(tiny.bert(), args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer()))).train()
+    assert sorted(set(Epochs.seen)) == [0, 1, 2]

@@ -185,3 +185,10 @@ def test_what_is_indexed_by_column_is_refused(name):
         refuses(
             TypeError, f"dataset=<{name}> is indexed by column; expected rows: dataset[0] an example. Pass {fix}", read
         )
+
+
+def test_a_transform_that_changes_the_column_is_counted() -> None:
+    rows = Dataset.from_dict({"input_ids": ids([100, 10, 3])})
+    cut = rows.with_transform(lambda batch: {"input_ids": [row[:8] for row in batch["input_ids"]]})
+    assert_same_as_slow(cut)
+    assert bucketed(cut, max_tokens=16, too_long="drop").buckets.dropped == 0

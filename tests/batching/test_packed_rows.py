@@ -463,3 +463,34 @@ def test_examples_that_are_left_out_are_told(caplog):
         bucketed(rows, max_tokens=8, too_long="drop")
         packed(rows, 12, too_long="drop")
     assert caplog.messages == ["2 of 4 examples are too long and left out"] * 2
+
+
+@pytest.mark.parametrize(("lengths", "processes"), [([60, 50, 45, 44, 40, 24], 4), ([60, 50, 45, 40, 24], 3)])
+def test_the_fullest_row_may_be_among_the_last_that_are_too_few_for_all_processes(lengths, processes):
+    view = view_of(lengths, 64, world_size=processes)
+    assert sorted(len(text["input_ids"]) for at in range(len(view)) for text in view[at]) == sorted(lengths)
+
+
+def test_cells_without_a_length_stay_whole(tmp_path):
+    rows = Dataset.from_dict({"input_ids": [[5] * 9, [6] * 3], "id": [0, 1]}).with_format("torch")
+    assert [int(text["id"]) for text in packed(rows, 16)[0]] == [0, 1]
+    stream = packed(rows.to_iterable_dataset(), 4, too_long="split")
+    assert max(len(text["input_ids"]) for text in next(iter(stream))) <= 4
+
+
+def test_rows_that_were_added_are_missed():
+    rows = examples(8)
+    view = packed(rows, 20)
+    rows += examples(8)
+    with pytest.raises(RuntimeError, match=r"had 8 when the view was built.*packed\(dataset, ...\)"):
+        view[0]
+
+
+def test_a_class_that_inherits_a_causal_model_has_no_label_at_a_texts_first_token(tmp_path):
+    class Mine(transformers.LlamaForCausalLM):
+        pass
+
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]} for _ in range(8)]
+    trainer = make_trainer(tmp_path, Mine(tiny.llama_config()), packed(rows, 12), BucketedCollator(tiny.tokenizer()))
+    batch = next(iter(attach(trainer).get_train_dataloader()))
+    assert set(batch["labels"][batch["position_ids"] == 0].tolist()) == {-100}

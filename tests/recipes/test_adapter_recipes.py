@@ -267,3 +267,15 @@ def test_the_reasons_of_new_fields_are_printed() -> None:
     assert lines["lora"].endswith("all weights are trained, no adapters")
     changed = PLAIN.replace(lora=16, reasons={"lora": "full training needs 20 GiB"})
     assert str(changed).count("full training needs 20 GiB") == 1
+
+
+def test_a_new_pooler_is_trained_and_saved_whole_and_a_pretrained_one_is_not() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    deberta = transformers.DebertaV2Config(**sizes, intermediate_size=32, pooler_hidden_size=16)
+    model = PLAIN.replace(lora=4).prepare_model(transformers.DebertaV2ForSequenceClassification(deberta))
+    saved = peft.get_peft_model_state_dict(model)
+    assert {name for name in saved if "pooler" in name} == {
+        f"base_model.model.pooler.dense.{n}" for n in ("weight", "bias")
+    }
+    bert = PLAIN.replace(lora=4).prepare_model(tiny.bert())
+    assert all("lora_" in name for name in peft.get_peft_model_state_dict(bert) if "pooler" in name)

@@ -391,9 +391,17 @@ def test_names_of_classes_are_kept() -> None:
     assert found.head["id2label"] == {0: "bad", 1: "good"}
 
 
+def test_rows_that_datasets_marks_as_without_a_class_are_left_out() -> None:
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])})
+    data = datasets.Dataset.from_dict({"text": ["w1"] * 9, "label": [0, 1, -1] * 3}, features=kinds)
+    found = read_rows(data, tiny.tokenizer(), LABELLED)
+    assert found.notes[0] == "3 of 9 rows without text or label, or with nothing to learn, were left out"
+    assert {*found.train["labels"], *found.evaluation["labels"]} == {0, 1}
+
+
 def test_tags_stand_at_the_first_token_of_a_word() -> None:
     found = read([{"tokens": ["ab", "c"], "ner_tags": [4, 7]}] * 3, byte_tokenizer(), "token-classification")
-    assert found.train[0]["labels"] == [0, -100, 1]
+    assert found.train[0]["labels"] == [0, -100, 1, -100]  # "ab c", of which the space is of the word
     assert found.head["id2label"] == {0: "4", 1: "7"}
 
 

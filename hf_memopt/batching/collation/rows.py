@@ -98,7 +98,8 @@ class RowReader:
 def cut_text(example: Mapping[str, Any], column: str, begin: int, length: int) -> Mapping[str, Any]:
     """Return a part of an example: of all columns that are as long as ``column``, so many cells from ``begin``."""
     whole = len(example[column])
-    is_long = {name: hasattr(cell, "__len__") and len(cell) == whole for name, cell in example.items()}
+    is_list = {name: hasattr(cell, "__len__") and getattr(cell, "ndim", 1) > 0 for name, cell in example.items()}
+    is_long = {name: is_list[name] and len(cell) == whole for name, cell in example.items()}
     return {name: cell[begin : begin + length] if is_long[name] else cell for name, cell in example.items()}
 
 

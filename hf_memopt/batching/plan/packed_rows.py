@@ -133,7 +133,8 @@ class PackedRows:
         order = np.empty_like(shuffled)
         order[_by_number(self.text_lengths[self._places])] = shuffled[_by_number(self.text_lengths[shuffled])]
         groups = generator.permutation(self.n_batches // self.world_size)
-        first = [int(self.row_lengths.argmax()) // self.world_size] if len(groups) else []
+        whole = self.row_lengths[: len(groups) * self.world_size]  # rows of the last group may be too few
+        first = [int(whole.argmax()) // self.world_size] if len(groups) else []
         sequence = reading_order(groups, first, self.world_size, self.n_batches)
         return EpochPlan(order, self._starts, sequence, None)
 

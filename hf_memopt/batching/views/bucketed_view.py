@@ -166,6 +166,11 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_planned": None}
 
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):  # as accelerate calls it of a dataset that is not viewed
+            self.dataset.set_epoch(epoch)
+
     def __len__(self) -> int:
         return int(self.buckets.n_batches if self.has_whole_batches else self.buckets.n_examples)
 

@@ -89,6 +89,7 @@ class PackedView(BucketedView):
     column = "input_ids"
 
     def __getitem__(self, position: int) -> PackedRow:
+        self.check_size(len(self.buckets.lengths), "packed(dataset, ...)")
         rows, texts = self.buckets, self.plan.batch(self._checked(position))
         examples, begins, lengths = (of[texts] for of in (rows.examples, rows.begins, rows.text_lengths))
         row = PackedRow(

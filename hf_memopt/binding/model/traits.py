@@ -52,11 +52,14 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def is_causal_lm(model: nn.Module) -> bool:
     """Return whether the loss of ``model`` compares each token with the prediction made before it, by its class name.
 
+    A class of the user's that inherits the forward pass of such a class is one too.
+
     Nothing in a model says so. Some of these classes do not shift their labels (``BartForCausalLM``, XLNet): they lose
     one label of each row that is padded on the left.
     """
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
-    return type(unwrap_model(model)).__name__ in causal
+    kind: Any = type(unwrap_model(model))
+    return any(one.__name__ in causal and one.forward is kind.forward for one in kind.__mro__)
 
 
 def used_columns(trainer: Any) -> set[str] | None:

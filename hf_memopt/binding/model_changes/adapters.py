@@ -49,7 +49,8 @@ def add_adapters(
         _check_targets(model, targets)
     config: Any = copy.deepcopy(lora)
     if isinstance(lora, int):
-        config = LoraConfig(**adapter_options(task_of(model), lora, alpha=alpha, targets=targets))
+        options = adapter_options(task_of(model), lora, alpha=alpha, targets=targets, has_pooler=has_new_pooler(model))
+        config = LoraConfig(**options)
         if targets == AUTO_TARGETS:
             config.exclude_modules = _not_adaptable(model, config)
     with without_warnings_of_peft():
@@ -91,17 +92,27 @@ def without_warnings_of_peft() -> Iterator[None]:
         yield
 
 
+def has_new_pooler(model: nn.Module) -> bool:
+    """Return whether a pooler belongs to the head, as DeBERTa's; BERT's is pretrained and belongs to the backbone."""
+    return "pooler" in dict(model.named_children()) and "classifier" in dict(model.named_children())
+
+
 def adapter_options(
-    task: str | None, rank: int, *, alpha: int | None = None, targets: str | tuple[str, ...] = AUTO_TARGETS
+    task: str | None,
+    rank: int,
+    *,
+    alpha: int | None = None,
+    targets: str | tuple[str, ...] = AUTO_TARGETS,
+    has_pooler: bool = False,
 ) -> dict[str, Any]:
-    """Return the options of PEFT's ``LoraConfig`` for a model with a head for ``task``."""
+    """Return the options of PEFT's ``LoraConfig`` for a model with a head for ``task``, which may have a pooler."""
     head = head_for(task)  # a new one is trained whole: PEFT 0.21 would put adapters on some first, and then refuse
     return {
         "r": rank,
         "lora_alpha": 2 * rank if alpha is None else alpha,
         "target_modules": "all-linear" if isinstance(targets, str) else list(targets),
         "task_type": head.adapters,
-        "modules_to_save": list(head.new) or None,
+        "modules_to_save": [*head.new, *(["pooler"] if has_pooler else [])] or None,
     }
 
 

@@ -98,6 +98,7 @@ class ModelFacts:
     has_experts: bool = False  # whether it has fused experts that can be put into 4 bits
     tiles: bool = False  # whether its rows are long, and modules of it work on each position alone
     is_t5: bool = False  # whether its task is a prefix of the text
+    has_new_pooler: bool = False  # which adapters train whole, as the head
     notes: tuple[str, ...] = ()  # on its published weights
 
     @property

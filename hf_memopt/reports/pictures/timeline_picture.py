@@ -92,9 +92,8 @@ class TimelinePicture:
         drawn = sum(span["name"] == "forward" and span["from"] >= last for span in self.line["phases"])
         fewer = f"; {drawn} of {self.micro_batches} micro-batches of a step are drawn"
         order = "allocations and frees in their order (no time scale)"
-        axes.set_xlabel(
-            fill(order + (fewer if 0 < drawn < self.micro_batches else ""), plotting.columns(TITLE_COLUMNS))
-        )
+        order = fill(order + (fewer if 0 < drawn < self.micro_batches else ""), plotting.columns(TITLE_COLUMNS))
+        axes.set_xlabel(order, labelpad=8 if plotting.is_narrow() else None)  # it may be as wide as the 0 beside it
         axes.set_ylabel(f"memory in {unit}")
         panel.set_xticks([])
         panel.set_xlabel("what\ndecides", ha="right", x=1.0)

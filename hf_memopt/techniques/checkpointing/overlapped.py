@@ -67,7 +67,12 @@ class Inputs:
         if self._lanes is None:
             self._lanes = _SimulatedLanes() if tensor.is_meta else Lanes(tensor.device)
         source = tensor.detach()
-        free = self._free.setdefault((source.shape, source.dtype), [])
+        kind = source.shape, source.dtype
+        if not self._free.get(kind):  # other lengths: buffers that no layer waits for are let go
+            alive = [one for reference in self._waiting if (one := reference()) is not None]
+            kinds = {(one.host.shape, one.host.dtype) for one in alive}
+            self._free = {kind: hosts for kind, hosts in self._free.items() if kind in kinds}
+        free = self._free.setdefault(kind, [])
         host = free.pop() if free else self._lanes.host_like([source])[0]
         found = _Input(host, self._lanes.store(host, source), self._let_go)
         self._waiting = [*(one for one in self._waiting if one() is not None), weakref.ref(found)]
@@ -77,7 +82,7 @@ class Inputs:
         """Take the host's buffer back; memory that a copy still writes into must not be given away."""
         if one.copy is not None:
             self._lanes.ready(one.arrived)
-        self._free[one.host.shape, one.host.dtype].append(one.host)
+        self._free.setdefault((one.host.shape, one.host.dtype), []).append(one.host)
 
     def unpack(self, saved: Any) -> Tensor:
         """Return an input on the device, and start to fetch that of the layer before."""

@@ -81,8 +81,9 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
     if recipe.load_in is not None:
         view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=engine == "FSDP2")
     if recipe.lora is not None:
-        targets = recipe.lora_targets
-        view["adapters"] = adapter_options(task, recipe.lora, alpha=recipe.lora_alpha, targets=targets)
+        of_recipe: dict[str, Any] = {"alpha": recipe.lora_alpha, "targets": recipe.lora_targets}
+        has_pooler = found.simulation is not None and found.simulation.facts.has_new_pooler
+        view["adapters"] = adapter_options(task, recipe.lora, **of_recipe, has_pooler=has_pooler)
     text = _template().render(view)
     laid = laid_out(text)
     ast.parse(laid)  # names and paths of any kind stand in it
