@@ -183,9 +183,18 @@ def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estima
     """
     model: Any = trainer.model
     args = copy.copy(trainer.args)
+    engines = {"deepspeed": trainer.is_deepspeed_enabled, "fsdp": trainer.is_fsdp_enabled}
+    engine = next((name for name, is_on in engines.items() if is_on and not getattr(args, name)), None)
+    if engine is not None:
+        raise NotEstimableError(
+            f"not estimable: {engine}=None, and the launcher's file switches it on, which is not read; expected it in "
+            "TrainingArguments. Pass TrainingArguments(..., fsdp=True), or to estimate(): world_size=2, strategy='fsdp2'"
+        )
     args.per_device_train_batch_size = shape.rows
     is_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     settings = {**settings_of(trainer), **overrides}
+    if args.world_size > 1:
+        settings.setdefault("world_size", args.world_size)
     if is_decoder and shape.labels_length is not None:
         settings["labels_length"] = shape.labels_length
     return estimate_from_arguments(model, args, shape.seq_len, **settings)

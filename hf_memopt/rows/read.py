@@ -105,6 +105,12 @@ def read_rows(
             f"prefix={shown(prefix)} is for task='seq2seq' alone, and task={task!r}; expected none. "
             "Write it into the texts: dataset.map(...)"
         )
+    if task == "seq2seq" and getattr(tokenizer, "tgt_lang", "") is None:
+        raise ValueError(
+            f"tokenizer=<{type(tokenizer).__name__}> has tgt_lang=None, and would mark targets as of the language of "
+            "their sources; expected both languages. "
+            "Call: AutoTokenizer.from_pretrained(NAME, src_lang='eng_Latn', tgt_lang='deu_Latn')"
+        )
     kind = ALIASES.get(task)
     task = "sequence-classification" if kind else task
     notes: list[str] = []

@@ -307,3 +307,13 @@ def test_a_dataset_hears_of_each_epoch(tmp_path):
     args = tiny.arguments(tmp_path, num_train_epochs=3, per_device_train_batch_size=4)
     attach(Trainer(tiny.bert(), args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer()))).train()
     assert sorted(set(Epochs.seen)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("drops", "told"), [(True, 1), (False, 0)])
+def test_what_is_dropped_last_is_always_of_the_shortest(tmp_path, caplog, drops, told):
+    rows = [{"input_ids": [5] * length, "labels": 0} for length in (9, 9, 9, 9, 2)]
+    args = tiny.arguments(tmp_path, per_device_train_batch_size=4, dataloader_drop_last=drops)
+    view = bucketed(rows, batch_size=4)
+    with caplog.at_level("WARNING", logger="hf_memopt"):
+        attach(Trainer(tiny.bert(), args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer())))
+    assert caplog.text.count("leaves what fills no batch out of every epoch") == told

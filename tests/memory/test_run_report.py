@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from html_page import Page
 from transformers import Trainer
 
 import scarcity
 import tiny
-from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, custom_gpu, measure
+from hf_memopt import MemoryReportCallback, MicrobatchCallback, NotEstimableError, attach, custom_gpu, measure
 from hf_memopt.memory import estimate_of
 
 BATCH = 6
@@ -234,3 +235,15 @@ def test_the_curve_counts_the_tokens_since_the_last_log(tmp_path: Path) -> None:
     ]
     assert curve["step"] == [1, 2]
     assert sum(tokens) == pytest.approx(told["batches"]["tokens"])
+
+
+def test_processes_are_counted_and_an_engine_of_the_launcher_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer = make_trainer(tmp_path, MicrobatchCallback())
+    shape: Any = SimpleNamespace(rows=2, seq_len=8, labels_length=None)
+    alone = estimate_of(trainer, shape, gpu="T4")
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    assert estimate_of(trainer, shape, gpu="T4").settings.world_size == 2
+    assert alone.settings.world_size == 1
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(NotEstimableError, match="deepspeed=None, and the launcher's file switches it on"):
+        estimate_of(trainer, shape, gpu="T4")

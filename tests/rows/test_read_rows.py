@@ -424,6 +424,13 @@ def test_a_prefix_is_for_encoder_decoders() -> None:
         read([{"text": "b"}] * 2, byte_tokenizer(), prefix="a: ")
 
 
+def test_a_translator_has_to_know_both_languages() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.tgt_lang = None  # as of NLLB and mBART, where none is given
+    with pytest.raises(ValueError, match="has tgt_lang=None, and would mark targets as of the language of their"):
+        read([{"translation": {"de": "ab", "en": "c"}}] * 2, tokenizer, "seq2seq")
+
+
 def test_source_and_target() -> None:
     tokenizer = byte_tokenizer()
     found = read([{"document": "ab", "summary": "c"}] * 2, tokenizer, "seq2seq", prefix="summarize: ")

@@ -352,6 +352,16 @@ def test_too_little_host_memory_is_said_before_the_first_step(tmp_path: Path, mo
     )
 
 
+def test_a_second_run_needs_no_more_host_memory(tmp_path: Path, monkeypatch: Any) -> None:
+    callback = StreamedLayersCallback()
+    arguments = tiny.arguments(tmp_path, **ADAMW, max_steps=2)
+    trainer = attach(Trainer(llama(), arguments, train_dataset=rows()), callback)
+    trainer.train()
+    assert not callback.handle.ring.gradients._kept  # neither the next run nor a merge has to do without
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
 def test_accelerate_finds_the_device_that_computes_in_a_device_map() -> None:
     """It refuses to train quantised weights that were loaded on another one."""
     model = llama()

@@ -260,6 +260,12 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
             ValueError: the Trainer's arguments or collator do not fit the view.
         """
         check_per_device(trainer, self.buckets.batch_size, of="bucketed view")
+        if trainer.args.dataloader_drop_last and not self.has_whole_batches:
+            notify(
+                logger,
+                "dataloader_drop_last=True leaves what fills no batch out of every epoch, and here that is always of "
+                "the shortest examples; expected False. Pass TrainingArguments(..., dataloader_drop_last=False)",
+            )
         check_world_size_of_run(trainer, self.buckets.world_size, of="bucketed view")
         packing = self._pack(trainer) if self.has_whole_batches else undo_all()
         try:

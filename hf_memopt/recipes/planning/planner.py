@@ -138,6 +138,11 @@ def plan(
     words = checked_allow(allow, method, found_gpu)
     share = checked_batch(effective_batch_size, world_size)
     check_strategy(strategy, world_size, goal)
+    if world_size > 1 and planned_os(os, gpu) == "windows":
+        raise ValueError(
+            f"world_size={world_size}, os='windows' contradict each other: GPUs share a step by NCCL, which Windows "
+            "does not have; expected Linux or WSL. Pass os='wsl', or world_size=1"
+        )
     if world_size > 1 and "release_clipping" in words:
         raise ValueError(
             f"allow='release_clipping', world_size={world_size} contradict each other: released gradients would step "

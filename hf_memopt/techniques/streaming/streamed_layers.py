@@ -32,7 +32,7 @@ from hf_memopt.devices.readings import read_memory
 from hf_memopt.plain_data import Count, CountOrZero, check_value
 from hf_memopt.techniques import ModelCallback
 from hf_memopt.techniques.optimizers import optimizer_state_bytes
-from hf_memopt.techniques.streaming.gradients import DeviceSteps
+from hf_memopt.techniques.streaming.gradients import DeviceSteps, HostGradients
 from hf_memopt.techniques.streaming.lanes import Lanes
 from hf_memopt.techniques.streaming.layer import StreamedLayer
 from hf_memopt.techniques.streaming.ring import Ring
@@ -205,6 +205,7 @@ class StreamedLayersCallback(ModelCallback):
         super().on_train_begin(args, state, control, model=model, **kwargs)
         assert self.handle is not None  # of the model
         ring, optimizer = self.handle.ring, unwrap_optimizer(optimizer)
+        ring.gradients = HostGradients(ring.lanes)  # stock has dropped those of an earlier run
         for layer in ring.layers:
             layer.switch_off()
         ring.steps = DeviceSteps(ring.lanes, optimizer) if hasattr(optimizer, "step_copy") else None
@@ -213,8 +214,9 @@ class StreamedLayersCallback(ModelCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let go of the device copies and of the optimizer."""
         if self.handle is not None:
-            self.handle.ring.clear()
-            self.handle.ring.steps = None
+            ring = self.handle.ring
+            ring.clear()
+            ring.steps, ring.gradients = None, HostGradients(ring.lanes)
 
 
 # ---- The model

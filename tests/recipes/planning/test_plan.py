@@ -526,6 +526,11 @@ BAD = [
     ({"budget": "lots"}, "budget='lots' is not an amount of memory; expected a number with one of the units"),
     ({"budget": -1}, "budget=-1 "),
     ({"budget": CONTEXT_BYTES + 2**20, "method": "full"}, "is below the weights of LlamaForCausalLM, which take "),
+    (
+        {"os": "windows", "world_size": 2},
+        "world_size=2, os='windows' contradict each other: GPUs share a step by NCCL, which Windows does not have; "
+        "expected Linux or WSL. Pass os='wsl', or world_size=1",
+    ),
     ({"os": "win"}, "os='win' is unknown; expected one of 'linux', 'windows', 'wsl'"),
     ({"host_memory": "much"}, "host_memory='much'"),
     ({"measured": "run.json"}, "measured='run.json' cannot be read: No such file or directory; expected a file that"),

@@ -403,3 +403,16 @@ def test_a_class_called_none_is_read_from_a_csv_file_of_any_name(found: Plan, wo
     rows = read_rows(data, tiny.tokenizer(), "sequence-classification")
     assert rows.head["id2label"] == {0: "NA", 1: "None"}
     assert rows.notes[0] == "4 of 12 rows without text or label, or with nothing to learn, were left out"
+
+
+def test_folders_that_load_dataset_would_read_otherwise_are_refused(found: Plan, work: Path) -> None:
+    made = replace(found, task="causal-lm")
+    for name in ("part.jsonl", "notes.txt"):
+        Path("data").mkdir(exist_ok=True)
+        Path("data", name).write_text(json.dumps({"text": "w5"}) + "\n")
+    with pytest.raises(ValueError, match=r"path='data' has 'notes\.txt' too, which load_dataset would read as json"):
+        made.write("run", data="data")
+    datasets.Dataset.from_list([{"text": "w5"}] * 4).save_to_disk("saved/train")
+    with pytest.raises(ValueError, match=r"has 1 saved datasets in folders of their own.*Name it: saved/train"):
+        made.write("run", data="saved")
+    assert made.write("run", data="saved/train").script is not None

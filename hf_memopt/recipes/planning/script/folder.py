@@ -73,16 +73,30 @@ def check_folder(directory: str | os.PathLike[str], *, force: bool = False, besi
 
 
 def check_splits(path: str | os.PathLike[str], column: str | None = None) -> None:
-    """Raise where ``load_dataset`` leaves out files of a folder: it takes those named for a split, if there are any."""
+    """Raise where ``load_dataset`` reads other files of a folder than were planned with.
+
+    It takes those named for a split, if there are any, and files of any kind.
+    """
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     from hf_memopt.batching import data_file
 
     file = data_file(path, column=column)
+    planned = {os.path.realpath(source): source for source in file.sources}
+    if file.is_saved and planned.keys() != {os.path.realpath(file.path)}:
+        raise ValueError(
+            f"path={file.path!r} has {len(planned)} saved datasets in folders of their own; expected one. "
+            f"Name it: {file.sources[0]}"
+        )
     if not file.is_folder or file.is_saved:
         return
     found = DataFilesDict.from_patterns(get_data_patterns(file.path), base_path=file.path)
     taken = {os.path.realpath(one) for files in found.values() for one in files}
+    if foreign := sorted(taken - planned.keys()):
+        raise ValueError(
+            f"path={file.path!r} has {os.path.basename(foreign[0])!r} too, which load_dataset would read as "
+            f"{file.kind}; expected data files alone. Move it out of the folder"
+        )
     left = [source for source in file.sources if os.path.realpath(source) not in taken]
     if left:
         raise ValueError(
