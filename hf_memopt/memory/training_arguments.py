@@ -188,7 +188,7 @@ def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estima
     if engine is not None:
         raise NotEstimableError(
             f"not estimable: {engine}=None, and the launcher's file switches it on, which is not read; expected it in "
-            "TrainingArguments. Pass TrainingArguments(..., fsdp=True), or to estimate(): world_size=2, strategy='fsdp2'"
+            "TrainingArguments. Pass TrainingArguments(..., fsdp=True), or estimate(world_size=2, strategy='fsdp2')"
         )
     args.per_device_train_batch_size = shape.rows
     is_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
