@@ -279,3 +279,11 @@ def test_a_new_pooler_is_trained_and_saved_whole_and_a_pretrained_one_is_not() -
     }
     bert = PLAIN.replace(lora=4).prepare_model(tiny.bert())
     assert all("lora_" in name for name in peft.get_peft_model_state_dict(bert) if "pooler" in name)
+
+
+def test_a_new_pooler_in_4_bits_is_not_trained() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    deberta = transformers.DebertaV2Config(**sizes, intermediate_size=64, pooler_hidden_size=64)
+    task = {"task": "sequence-classification", "batch_size": 1, "seq_len": 8, "gpu": "T4", "lora": 4}
+    whole, packed = (estimate(deberta, **task, load_in=load_in) for load_in in (None, "nf4"))
+    assert whole.trainable_parameters > packed.trainable_parameters + 64 * 64 - 2 * 4 * 64

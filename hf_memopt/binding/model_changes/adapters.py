@@ -19,6 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_memopt.binding.model import head_for, task_of
+from hf_memopt.binding.model_changes.quantized_weights import is_quantized
 from hf_memopt.errors import MissingExtraError, nearest
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ def without_warnings_of_peft() -> Iterator[None]:
 
 
 def has_new_pooler(model: nn.Module) -> bool:
-    """Return whether a pooler belongs to the head, as DeBERTa's; BERT's is pretrained and belongs to the backbone."""
-    return "pooler" in dict(model.named_children()) and "classifier" in dict(model.named_children())
+    """Return whether a pooler in 16 bits or more belongs to the head, as DeBERTa's; BERT's belongs to the backbone."""
+    return {"pooler", "classifier"} <= dict(model.named_children()).keys() and not is_quantized(model)
 
 
 def adapter_options(

@@ -82,7 +82,7 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=engine == "FSDP2")
     if recipe.lora is not None:
         of_recipe: dict[str, Any] = {"alpha": recipe.lora_alpha, "targets": recipe.lora_targets}
-        has_pooler = found.simulation is not None and found.simulation.facts.has_new_pooler
+        has_pooler = found.simulation is not None and found.simulation.facts.has_new_pooler and not recipe.load_in
         view["adapters"] = adapter_options(task, recipe.lora, **of_recipe, has_pooler=has_pooler)
     text = _template().render(view)
     laid = laid_out(text)
