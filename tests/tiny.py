@@ -132,6 +132,14 @@ def train(model: torch.nn.Module, dataset: Any, output_dir: Any, **settings: Any
     return trainer
 
 
+def try_values(trainer: Trainer, **values: Any) -> None:
+    """Train as a trial of a hyperparameter search does, which needs Optuna or others."""
+    for name, value in values.items():
+        setattr(trainer.args, name, value)
+    trainer.create_accelerator_and_postprocess()
+    trainer.train()
+
+
 def largest_difference(one: torch.nn.Module, other: torch.nn.Module) -> float:
     """Return the maximum absolute difference over all parameters of two models."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)

@@ -70,7 +70,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     handles = [set_attribute(trainer, CHANGES, getattr(trainer, CHANGES, ()))]
     bound_again: list[UndoHandle] = []
     try:
-        for part in (trainer.train_dataset, trainer.compute_loss_func, trainer.data_collator):
+        _, arguments = trainer.optimizer_cls_and_kwargs or (None, None)
+        for part in (trainer.train_dataset, trainer.compute_loss_func, trainer.data_collator, arguments):
             if isinstance(part, AttachedPart):
                 handles.append(_checked(part, part.bind_trainer(trainer)))
         handles += [_keep_used_columns(trainer), _evaluate_in_order(trainer)]

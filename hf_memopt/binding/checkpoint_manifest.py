@@ -255,7 +255,8 @@ def checkpoint_to_resume(asked: Any, output_dir: str, *, is_reader: bool = True)
         refused = refused or f"{folder.name} is not whole, {reason}"
     if refused is None:  # no checkpoint at all, which stock refuses
         return asked
-    action = "Start anew: trainer.train()" if asked is True else f"Name another, or delete {MANIFEST} to skip the check"
+    has_manifest = asked is not True and (Path(asked) / MANIFEST).exists()
+    action = f"Name another, or delete {MANIFEST} to skip the check" if has_manifest else "Start anew: trainer.train()"
     raise ValueError(
         f"resume_from_checkpoint={asked!r} finds no whole checkpoint: {refused}; expected the files as they were "
         f"saved. {action}"

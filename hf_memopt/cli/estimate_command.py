@@ -18,7 +18,7 @@ from hf_memopt.memory.models import check_task, find_config
 from hf_memopt.memory.optimizers import check_optimizer
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.recipes import largest_divisor, recipe
-from hf_memopt.recipes.planning import checked_batch
+from hf_memopt.recipes.planning import check_strategy, checked_batch
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
 """Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
 DEFAULT_BATCH_SIZE, COMPARED_EXAMPLES = 8, 32
+OF_EVALUATION = {"eval_batches", "eval_accumulation_steps", "prediction_loss_only", "predict_with_generate"}
 BESIDE_COMPARE = {"attn_implementation", "gradient_accumulation_steps"}
 
 
@@ -64,6 +65,13 @@ def _check(options: EstimateOptions, flags: Mapping[str, Flag]) -> Gpu | None:
     check_task(options.task)
     if "optim" in options.settings:
         check_optimizer(options.settings["optim"])
+    check_strategy(options.settings.get("strategy", "auto"), options.settings.get("world_size", 1))
+    for name in OF_EVALUATION & options.settings.keys():
+        if options.preset is None and "eval_batch_size" not in options.settings:
+            raise ValueError(
+                f"{name}={options.settings[name]!r} is of an evaluation, and none is simulated; expected its batch "
+                "too. Pass --eval-batch-size 8"
+            )
     if options.preset != "auto":  # which would import torch to look for a GPU
         chosen, _, settings = _set_up(options)
         (StepSettings() if chosen is None else chosen.step_settings()).replace(**settings)

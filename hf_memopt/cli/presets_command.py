@@ -35,10 +35,11 @@ PRESETS_COLUMNS = 76  # of a terminal; on a narrower one the GPUs would be cut w
 def run(options: PresetsOptions, context: Any) -> None:
     """Print the presets, or one of them with its reasons."""
     name, model, console = options.name, options.model, Console()
-    if name is None and model is not None:
+    if name is None and (model is not None or options.seq_len is not None):
+        given = f"seq_len={options.seq_len}" if model is None else f"model={model!r}"
         raise ValueError(
-            f"model={model!r} has no preset to begin with; expected both. "
-            f"Call: hf-memopt presets 8gb-gpu --model {model}"
+            f"{given} has no preset to begin with; expected both. "
+            f"Call: hf-memopt presets 8gb-gpu --model {model or 'gpt2'}"
         )
     if name is None:
         if options.json_output:

@@ -22,7 +22,7 @@ from hf_memopt.binding import checkpointing_of, is_checkpointing
 from hf_memopt.binding.compatibility import techniques_in_use
 from hf_memopt.binding.model import unwrap_optimizer
 from hf_memopt.binding.parameters import cast_parameters
-from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, override_method, set_attribute
+from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, override_method, remove_all, set_attribute
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import check_value
 from hf_memopt.techniques.technique_callback import BoundCallback
@@ -53,10 +53,7 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
     checkpointing=True, gradient_accumulation_steps=2, autocast_cache=False)``, or with gradients that are released in
     place of the accumulation; ``tests/techniques/test_precision.py``.
     """
-    from accelerate.utils import AutocastKwargs
-
-    accelerator = trainer.accelerator
-    former = accelerator.autocast_handler
+    former = trainer.accelerator.autocast_handler
     if former is not None and former.cache_enabled is False:
         return nothing_to_undo()
     if is_under_autocast(trainer.model):
@@ -64,7 +61,14 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
             f"autocast_cache=False comes too late, {type(trainer.model).__name__} runs under autocast already; "
             "expected a Trainer that has neither trained nor evaluated. Call attach(trainer) right after Trainer(...)"
         )
-    return set_attribute(accelerator, "autocast_handler", replace(former or AutocastKwargs(), cache_enabled=False))
+    return _without_cache(trainer.accelerator)
+
+
+def _without_cache(accelerator: Any) -> UndoHandle:
+    from accelerate.utils import AutocastKwargs
+
+    former = accelerator.autocast_handler or AutocastKwargs()
+    return set_attribute(accelerator, "autocast_handler", replace(former, cache_enabled=False))
 
 
 def is_under_autocast(model: Any) -> bool:
@@ -151,7 +155,14 @@ class PrecisionCallback(BoundCallback):
             cached.remove()
             raise
         call = partial(self._call_model_init, trainer)
-        return [UndoHandle(self._handles.remove), cached, override_method(trainer, "call_model_init", call)]
+        cached_in = [cached]  # the accelerator of now
+        undo = UndoHandle(partial(remove_all, cached_in))
+        again = partial(self._keep_cache_off, trainer, cached_in)
+        overrides = {"call_model_init": call, "create_accelerator_and_postprocess": again}
+        return [
+            *(UndoHandle(self._handles.remove), undo),
+            *(override_method(trainer, name, override) for name, override in overrides.items()),
+        ]
 
     def _disable_autocast_cache(self, trainer: Trainer) -> UndoHandle:
         is_auto, runs_autocast = self.autocast_cache == "auto", trainer.args.bf16 or trainer.args.fp16
@@ -165,6 +176,12 @@ class PrecisionCallback(BoundCallback):
         reason = "it would keep a 16-bit copy of each weight for the forward pass"
         self.note(Change("autocast_cache", True, False, reason))
         return handle
+
+    def _keep_cache_off(self, trainer: Trainer, cached_in: list[UndoHandle], before: Callable[[], Any]) -> None:
+        """Switch the cache off in the accelerator that each trial of a hyperparameter search makes anew."""
+        before()
+        if not cached_in[0].is_removed:
+            cached_in[:] = [_without_cache(trainer.accelerator)]
 
     def _keep_master_weights(self, trainer: Trainer, model: Any, optimizer: Any = None) -> None:
         self._handles.keep(model)

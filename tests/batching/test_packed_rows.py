@@ -465,6 +465,29 @@ def test_examples_that_are_left_out_are_told(caplog):
     assert caplog.messages == ["2 of 4 examples are too long and left out"] * 2
 
 
+def test_rows_that_no_trainer_is_attached_to_are_told_of_once(tmp_path, caplog):
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in examples(8)]
+    collator = BucketedCollator(tiny.tokenizer())
+    sources = packed(rows, 24), packed(Dataset.from_list(rows).to_iterable_dataset(), 24)
+    with caplog.at_level("WARNING", logger="hf_memopt"):
+        for source in sources:
+            collator([next(iter(source))])
+    assert [text.partition(":")[0] for text in caplog.messages] == [
+        "rows of packed(...) are read without attach(trainer)"
+    ]
+    caplog.clear()
+    for source in sources:
+        trainer = attach(make_trainer(tmp_path, tiny.llama(), source, BucketedCollator(tiny.tokenizer()), max_steps=1))
+        next(iter(trainer.get_train_dataloader()))
+    assert caplog.messages == []
+
+
+def test_a_row_of_a_stream_that_is_too_long_is_told_in_the_words_of_packed():
+    stream = packed(Dataset.from_list([{"input_ids": [5] * 9}]).to_iterable_dataset(), 8)
+    with pytest.raises(ValueError, match=r"^row_tokens=8 has no room.*raise row_tokens, or pass packed\("):
+        next(iter(stream))
+
+
 @pytest.mark.parametrize(("lengths", "processes"), [([60, 50, 45, 44, 40, 24], 4), ([60, 50, 45, 40, 24], 3)])
 def test_the_fullest_row_may_be_among_the_last_that_are_too_few_for_all_processes(lengths, processes):
     view = view_of(lengths, 64, world_size=processes)

@@ -257,6 +257,16 @@ def test_a_resumed_run_that_skips_nothing_takes_the_batches_of_the_straight_run(
     assert not {"save_model", "train"} & vars(resumed).keys()
 
 
+def test_batches_are_counted_where_a_resumed_run_accumulates_more(tmp_path) -> None:
+    settings = {**SAVED, "max_steps": 7}
+    straight, _ = make_trainer(tmp_path, make_stream("examples"), **settings)
+    attach(straight).train()
+    more = {"max_steps": 14, "gradient_accumulation_steps": 2, "ignore_data_skip": True}
+    resumed, _ = make_trainer(tmp_path, make_stream("examples"), **{**settings, **more})
+    attach(resumed).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    assert json.loads((tmp_path / "checkpoint-14" / "memopt_stream_0.json").read_text())["turn"] == 7 + 2 * 7
+
+
 def test_the_state_is_in_the_manifest_and_a_run_without_it_is_refused(tmp_path) -> None:
     settings = {**SAVED, "max_steps": 7}
     straight, _ = make_trainer(tmp_path, make_stream("examples"), **settings)

@@ -318,6 +318,8 @@ def test_a_checkpoint_without_a_manifest_resumes_with_one_line(saved, tmp_path, 
     ]
     (folder / "trainer_state.json").unlink()  # stock was killed before it wrote its last file
     assert why_not_whole(folder) == "it has no trainer_state.json, which stock writes last"
+    with pytest.raises(ValueError, match=r"Start anew: trainer.train\(\)$"):  # not: delete what is not there
+        chosen(str(folder), tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize("asked", [None, False, True, "missing/checkpoint-3"])

@@ -25,7 +25,7 @@ from transformers import Trainer
 from transformers.optimization import Adafactor
 
 import tiny
-from hf_memopt import estimate, gradient_release, released_optimizer
+from hf_memopt import attach, estimate, gradient_release, released_optimizer
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.technique_list import TECHNIQUES, Refusal
 from technique_table import same
@@ -385,6 +385,24 @@ def test_an_error_surfaces_from_the_backward_pass() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "kahan"])
+def test_a_search_trains_each_trial_with_its_own_rate(rounding: Any, tmp_path: Path) -> None:
+    settings = {"optim": "adamw_torch", "max_grad_norm": 0, "per_device_train_batch_size": 8, "max_steps": 1}
+    args = tiny.arguments(tmp_path, **settings)
+    given = released_optimizer(args, tiny.bert(), rounding=rounding)
+    given[1]["eps"] = 1e-6  # the user's own
+    trainer = attach(
+        Trainer(args=args, model_init=lambda: tiny.bert(), train_dataset=tiny.rows(8), optimizer_cls_and_kwargs=given)
+    )
+    for rate in (1e-3, 2e-3):
+        tiny.try_values(trainer, learning_rate=rate)
+        assert {(group["initial_lr"], group["eps"]) for group in trainer.optimizer.param_groups} == {(rate, 1e-6)}
+    with pytest.raises(ValueError, match=r"^optim='adamw_bnb_8bit' names bitsandbytes.*Leave optim as it was$"):
+        tiny.try_values(trainer, optim="adamw_bnb_8bit")
+    trainer.memopt_handle.remove()
+    assert "create_optimizer" not in vars(trainer)
+
+
 def test_two_released_optimizers_of_one_parameter() -> None:
     model = network()
     (_, first), (_, second) = (released(model=model[3]) for _ in range(2))
@@ -421,8 +439,9 @@ def test_a_second_gradient_within_a_step_is_noticed(use: Callable[[nn.Module], N
         use(layer)
     assert str(error.value) == (
         "a parameter of shape (4, 4) got a second gradient within one step of ReleasedSGD; expected one backward pass "
-        "per optimizer.step(), and no reentrant checkpointing. Pass use_reentrant=False, or call optimizer.step() "
-        "after each backward pass, an interrupted one included."
+        "per optimizer.step(), and no reentrant checkpointing. Pass use_reentrant=False, call optimizer.step() "
+        "after each backward pass, an interrupted one included, or where another optimizer trains the model by now, "
+        "handle.remove() of this one."
     )
     optimizer.step()
     layer.zero_grad()

@@ -229,6 +229,24 @@ def test_the_cache_within_a_real_run(tmp_path: Path, choice: Any, bf16: bool, by
     assert (OFF in callback.changes) is (inside[1] is False)
 
 
+def test_the_cache_is_off_in_each_trial_of_a_search(tmp_path: Path) -> None:
+    callback, models = PrecisionCallback(autocast_cache=False), []
+
+    def make() -> Any:
+        models.append(tiny.bert())
+        models[-1].bert.pooler = CacheInside(models[-1].bert.pooler)
+        return models[-1]
+
+    trainer = attach(make_trainer(tmp_path, callback, bf16=True, trainer_model_init=make))
+    for _ in range(2):
+        tiny.try_values(trainer, learning_rate=1e-3)
+    assert [model.bert.pooler.seen for model in models if model.bert.pooler.seen] == [{(True, False)}] * 2
+    callback.handle.remove()
+    assert trainer.accelerator.autocast_handler is None
+    trainer.create_accelerator_and_postprocess()
+    assert trainer.accelerator.autocast_handler is None
+
+
 @pytest.mark.parametrize("choice", [False, "auto"])
 def test_attach_after_an_evaluation_comes_too_late(choice: Any, tmp_path: Path) -> None:
     """It is accelerate's private mark of a prepared model that tells; this pins it."""

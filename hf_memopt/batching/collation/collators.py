@@ -12,6 +12,7 @@ wraps the collator that knows it).
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -42,10 +43,13 @@ from hf_memopt.batching.plan import check_settings
 from hf_memopt.binding.model import check_model, is_causal_lm
 from hf_memopt.binding.undo import UndoHandle, set_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
+from hf_memopt.notices import notify
 from hf_memopt.plain_data import check_value, shown
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+logger = logging.getLogger(__name__)
 
 LabelId = Annotated[int, range(-(2**31), 2**31)]
 
@@ -141,6 +145,7 @@ class BucketedCollator:
         self._first_position = 0
         self._predicts_next_token = causal_lm
         self._has_model = False
+        self._told_of_texts = False
         if model is not None:
             check_model(model)
             self.adapt(model)
@@ -231,6 +236,13 @@ class BucketedCollator:
 
     def _collate_packed(self, rows: Sequence[PackedRow]) -> dict[str, Any]:
         """Return rows of several texts each, which no mask tells apart but where the positions begin anew."""
+        if not (self._told_of_texts or rows[0].is_bound):
+            self._told_of_texts = True
+            notify(
+                logger,
+                "rows of packed(...) are read without attach(trainer): texts of a row may see each other, as they do "
+                "in encoders. Call attach(trainer) before trainer.train()",
+            )
         joined = [self._joined(row) for row in rows]
         width = max(len(row["position_ids"]) for row in joined)
         batch = self._collate({name: [row[name] for row in joined] for name in joined[0]}, width)

@@ -30,7 +30,13 @@ class RowBatch(list[Any]):
 
 
 class PackedRow(RowBatch):
-    """The texts of one row, which our collator joins; ``width`` is the row's."""
+    """The texts of one row, which our collator joins; ``width`` is the row's.
+
+    Attributes:
+        is_bound: whether ``attach`` has seen to it that the model keeps texts apart.
+    """
+
+    is_bound = False
 
 
 @dataclass

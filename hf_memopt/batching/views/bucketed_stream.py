@@ -99,6 +99,8 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         [5, 5, 5, 0, 0, 0, 5, 5, 5, 0, 0, 0]
     """
 
+    made_by, limit = "bucketed", "max_tokens"  # in errors
+
     def __init__(
         self,
         dataset: Iterable[Any],

@@ -19,7 +19,7 @@ from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedSt
 from hf_memopt.batching.views.bucketed_view import BucketedView, refuse_settings
 from hf_memopt.batching.views.stream_reading import Entry
 from hf_memopt.batching.views.view import is_map_style
-from hf_memopt.binding.undo import UndoHandle, undo_all
+from hf_memopt.binding.undo import UndoHandle, share_attribute, undo_all
 from hf_memopt.plain_data import check_value
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class PackedView(BucketedView):
     """A dataset as packed rows; ``buckets`` planned them. An item is a row: a list of texts."""
 
     column = "input_ids"
+    is_bound = False
 
     def __getitem__(self, position: int) -> PackedRow:
         self.check_size(len(self.buckets.lengths), "packed(dataset, ...)")
@@ -98,7 +99,7 @@ class PackedView(BucketedView):
                 examples.tolist(), self.reader.read(examples), begins, lengths, strict=True
             )
         )
-        row.width = rows.row_tokens
+        row.width, row.is_bound = rows.row_tokens, self.is_bound
         return row
 
     def _as_planned(self, number: int, example: Any) -> Any:
@@ -121,7 +122,7 @@ class PackedView(BucketedView):
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Fit the view to a Trainer, and its model to the rows, or refuse them; ``attach`` calls it."""
-        return _bound(super().bind_trainer, trainer)
+        return _bound(self, super().bind_trainer, trainer)
 
     def _pack(self, trainer: Trainer) -> UndoHandle:
         return undo_all()  # planned by their tokens already
@@ -129,6 +130,9 @@ class PackedView(BucketedView):
 
 class PackedStream(BucketedStream):
     """An endless stream of packed rows, of which ``world_size`` neighbours are read side by side."""
+
+    made_by, limit = "packed", "row_tokens"
+    is_bound = False
 
     def _cut(self, held: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
         """Return groups of a row for each process; in place of its length a text has -1 less the number of its row."""
@@ -147,18 +151,18 @@ class PackedStream(BucketedStream):
             for entry in texts:
                 rows[-1 - entry[0]].append(entry[-1])
             for row in rows:
-                row.width = self.max_tokens
+                row.width, row.is_bound = self.max_tokens, self.is_bound
             yield rows
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Let every process read the stream, and the model keep texts apart; ``attach`` calls it."""
-        return _bound(super().bind_trainer, trainer)
+        return _bound(self, super().bind_trainer, trainer)
 
 
-def _bound(bind: Any, trainer: Trainer) -> UndoHandle:
+def _bound(view: PackedView | PackedStream, bind: Any, trainer: Trainer) -> UndoHandle:
     apart = keep_texts_apart(trainer)
     try:
-        return undo_all(apart, bind(trainer))
+        return undo_all(apart, bind(trainer), share_attribute(view, "is_bound", True))
     except BaseException:
         apart.remove()
         raise

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memopt.binding import own_checkpoint
@@ -35,11 +37,14 @@ def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
     if is_overridden(trainer, "save_model", purpose):
         return undo_all()
     unwritten: set[str] = set()  # the causes of failed writes that were already warned of
+    begun = {"step": 0, "turn": 0}  # of the run: where it went on
 
     def save_model(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = before(*args, **kwargs)
         if (folder := own_checkpoint(*args, **kwargs)) is not None:
-            _write_state(trainer, stream, folder, unwritten)
+            since = trainer.state.global_step - begun["step"]
+            turn = begun["turn"] + since * trainer.args.gradient_accumulation_steps
+            _write_state(trainer.args, stream.state_dict(position=turn), folder, unwritten)
         return found
 
     def train(
@@ -50,6 +55,7 @@ def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
             folder = get_last_checkpoint(trainer.args.output_dir or "")  # type: ignore[no-untyped-call]
         state = _saved_state(trainer, folder or None)
         stream.load_state_dict(state)
+        begun.update({"step": 0, "turn": 0} if state is None else {"step": _step_of(folder), "turn": state["turn"]})
         handles = [] if state is None else [_seed_workers_apart(trainer, state["turn"])]
         try:
             return before(resume_from_checkpoint, *args, **kwargs)
@@ -78,12 +84,11 @@ def _seed_workers_apart(trainer: Trainer, turn: int) -> UndoHandle:
     return override_method(trainer, "get_train_dataloader", get_train_dataloader)
 
 
-def _write_state(trainer: Trainer, stream: BucketedStream, folder: Path, unwritten: set[str]) -> None:
+def _write_state(args: TrainingArguments, state: dict[str, Any], folder: Path, unwritten: set[str]) -> None:
     """Write the state after the batches that were trained on, one file for each process."""
-    batches = trainer.state.global_step * trainer.args.gradient_accumulation_steps
-    file = folder / _file_name(trainer.args)
+    file = folder / _file_name(args)
     try:
-        write_whole(file, json.dumps(stream.state_dict(position=batches)))
+        write_whole(file, json.dumps(state))
     except OSError as error:
         warn_unwritten(file, error, "a run with ignore_data_skip=True cannot resume here", unwritten)
 
@@ -105,6 +110,11 @@ def _saved_state(trainer: Trainer, folder: str | os.PathLike[str] | None) -> Any
             "expected where the stream of this process stands. To read again what was trained on, train with "
             "TrainingArguments(..., ignore_data_skip=False)"
         ) from error
+
+
+def _step_of(folder: Any) -> int:
+    """Return the step that a checkpoint was saved after."""
+    return TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
 
 
 def _file_name(args: TrainingArguments) -> str:

@@ -132,14 +132,14 @@ class StreamReader:
         if length == 0:
             raise ValueError(
                 f"column={stream.column!r} is empty or null in {where}; expected 1 token or more. Drop such rows: "
-                f"dataset.filter(lambda row: row[{stream.column!r}])"
+                f"dataset.filter(lambda row: len(row[{stream.column!r}] or []) > 0)"
             )
         boundaries = stream.boundaries
         if boundaries is not None and length <= boundaries[-1]:
             width = boundaries[bisect_left(boundaries, length)]
         else:
             width = round_up(length, stream.pad_to_multiple_of)
-        limit, most, more = "max_tokens", stream.max_tokens, "raise max_tokens"
+        limit, most, more = stream.limit, stream.max_tokens, f"raise {stream.limit}"
         if boundaries is not None:
             limit, most, more = "boundaries[-1]", boundaries[-1], "append a boundary"
         if most is not None and width > most:
@@ -148,7 +148,7 @@ class StreamReader:
             raise ValueError(
                 f"{limit}={most} has no room for {where}, {length} tokens padded to {width}; expected every example to "
                 f"fit. Truncate it (tokenizer(..., truncation=True, max_length=...)), {more}, or pass "
-                'bucketed(..., too_long="drop"), which counts them in stream.dropped'
+                f'{stream.made_by}(..., too_long="drop"), which counts them in stream.dropped'
             )
         kept = stream.kept_columns
         if kept is not None:

@@ -102,7 +102,8 @@ class GradualUnfreezeCallback(TechniqueCallback):
             raise ValueError(
                 f"schedule={dict(stages)!r} names {len(missing)} parameters that the optimizer does not hold, "
                 f"beginning with {missing[0]}; expected parameters that were trainable when it was built. Freeze them "
-                "by the schedule alone, without FreezeCallback, and begin with: model.requires_grad_(True)"
+                "by the schedule alone, without FreezeCallback, and set requires_grad = True of these, and no others, "
+                "before Trainer(...)"
             )
         dropped = drop_input_gradients(model)
         if not dropped.is_removed:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_memopt.binding.undo import set_attribute
+from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute
 from hf_memopt.plain_data import shown
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
 
 ELEMENTWISE = (
     *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
@@ -53,6 +56,48 @@ def built_class(kind: Any, plain: Any, **options: Any) -> type:
         kind.inner_step: plain_step(plain.step),
     }
     return BuiltClass(f"{kind.prefix}{plain.__name__}", (kind, plain), {**own, **options})
+
+
+class OptimizerArguments(dict[str, Any]):
+    """The arguments of the optimizer that ``TrainingArguments`` name, as ``Trainer(optimizer_cls_and_kwargs=)`` takes.
+
+    An attached Trainer reads those that have changed since, as a hyperparameter search changes them, when it makes an
+    optimizer.
+    """
+
+    def __init__(self, args: TrainingArguments, model: Any) -> None:
+        from transformers import Trainer
+
+        self.named, read = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        super().__init__(read)
+        self._read = _plain_values(read)
+
+    def bind_trainer(self, trainer: Trainer) -> UndoHandle:
+        """Follow a Trainer's arguments; ``attach`` calls it."""
+
+        def create_optimizer(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if trainer.optimizer is None:
+                self._follow(trainer)
+            return before(*args, **kwargs)
+
+        return override_method(trainer, "create_optimizer", create_optimizer)
+
+    def _follow(self, trainer: Any) -> None:
+        named, read = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        if named is not self.named:
+            raise ValueError(
+                f"optim={str(trainer.args.optim)!r} names {class_name(named)}, and the Trainer has a class that was "
+                f"made of {class_name(self.named)}; expected one optimizer in all runs. Leave optim as it was"
+            )
+        now = _plain_values(read)
+        self.update({name: value for name, value in now.items() if self._read.get(name) != value})
+        self._read = now
+
+
+def _plain_values(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are no tensors or modules, as of optimizers by layer."""
+    kinds = (int, float, str, tuple, type(None))
+    return {name: value for name, value in arguments.items() if isinstance(value, kinds)}
 
 
 def check_is_class(optimizer_class: Any, fix: str) -> None:

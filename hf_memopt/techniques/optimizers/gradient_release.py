@@ -29,6 +29,7 @@ from hf_memopt.plain_data import check_value, check_word, shown
 from hf_memopt.techniques.optimizers.built_classes import (
     ELEMENTWISE,
     Built,
+    OptimizerArguments,
     built_class,
     check_is_class,
     class_name,
@@ -120,8 +121,9 @@ def released_optimizer(
 ) -> tuple[Any, dict[str, Any]]:
     """Return the released class of the optimizer that ``TrainingArguments`` name, and its arguments.
 
-    Name, learning rate, betas, epsilon and ``optim_args`` are read as stock does; weight decay is stock's too. Stock's
-    defaults need one change: ``max_grad_norm=0``.
+    Name, learning rate, betas, epsilon and ``optim_args`` are read as stock does; weight decay is stock's too. An
+    attached Trainer reads them again for each run, as those of a hyperparameter search. Stock's defaults need one
+    change: ``max_grad_norm=0``.
 
     Args:
         args: of the Trainer.
@@ -144,12 +146,11 @@ def released_optimizer(
         >>> released.__name__, kwargs["lr"], kwargs["betas"]
         ('ReleasedAdamW', 2e-05, (0.9, 0.999))
     """
-    from transformers import Trainer
-
     check_settings(TECHNIQUE, args)
     check_word("rounding", rounding, ("nearest", "stochastic", "kahan"))
     if rounding == "nearest":
-        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        kwargs = OptimizerArguments(args, model)
+        optimizer_class = kwargs.named
     else:
         optimizer_class, kwargs = rounded_optimizer(args, model, rounding)
     return gradient_release(optimizer_class, max_tensor_norm=max_tensor_norm, trust=trust), kwargs
@@ -282,8 +283,9 @@ class _Released(Built):
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got a second gradient within one step of "
                 f"{type(self).__name__}; expected one backward pass per optimizer.step(), and no reentrant "
-                "checkpointing. Pass use_reentrant=False, or call optimizer.step() after each backward pass, an "
-                "interrupted one included."
+                "checkpointing. Pass use_reentrant=False, call optimizer.step() after each backward pass, an "
+                "interrupted one included, or where another optimizer trains the model by now, handle.remove() of this "
+                "one."
             )
         if gradient is None:
             raise RuntimeError(

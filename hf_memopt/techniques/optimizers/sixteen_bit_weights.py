@@ -37,6 +37,7 @@ from hf_memopt.plain_data import check_word
 from hf_memopt.techniques.optimizers.built_classes import (
     ELEMENTWISE,
     Built,
+    OptimizerArguments,
     built_class,
     check_is_class,
     class_name,
@@ -236,7 +237,8 @@ def rounded_optimizer(
 ) -> tuple[Any, dict[str, Any]]:
     """Return the class of the optimizer that ``TrainingArguments`` name, for 16-bit weights, and its arguments.
 
-    They are read as stock does. With gradient release: ``released_optimizer(args, model, rounding="stochastic")``.
+    They are read as stock does, and again for each run of an attached Trainer. With gradient release:
+    ``released_optimizer(args, model, rounding="stochastic")``.
 
     Args:
         args: of the Trainer.
@@ -256,11 +258,9 @@ def rounded_optimizer(
         >>> rounded.__name__, kwargs["lr"], kwargs["fused"]
         ('SixteenBitAdamW', 2e-05, True)
     """
-    from transformers import Trainer
-
     check_settings(TECHNIQUE, args)
-    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    return sixteen_bit_optimizer(optimizer_class, rounding), kwargs
+    kwargs = OptimizerArguments(args, model)
+    return sixteen_bit_optimizer(kwargs.named, rounding), kwargs
 
 
 def _nothing_lost(parameter: torch.Tensor) -> torch.Tensor:
