@@ -7,6 +7,7 @@ pins each difference.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
@@ -27,6 +28,7 @@ SHORT_NAMES = {row["name"]: row["instead"] for row in _ROWS if row["of"] == "oth
 
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """Arguments by which models and layers take a cache: the first since transformers 5.24, the second before."""
+OLDER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def allocator_variable() -> str:
@@ -36,6 +38,12 @@ def allocator_variable() -> str:
     """
     major, minor = (int(part) for part in version("torch").split(".")[:2])
     return "PYTORCH_ALLOC_CONF" if (major, minor) >= (2, 11) else "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def allocator_settings() -> str:
+    """Return what torch reads of the environment: of that variable, or of an older one where it is not set."""
+    names = (variable := allocator_variable(), *(name for name in OLDER_VARIABLES if name != variable))
+    return next((os.environ[name] for name in names if name in os.environ), "").strip().strip(",")
 
 
 @cache

@@ -109,7 +109,8 @@ def estimate(
     """
     found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
     overrides = in_own_names({**overrides, **({} if batch_size is None else {"batch_size": batch_size})})
-    shape = Shape(overrides.pop("batch_size", DEFAULT_BATCH_SIZE), seq_len, labels_length)
+    of_recipe = getattr(recipe, "per_device_train_batch_size", DEFAULT_BATCH_SIZE)
+    shape = Shape(overrides.pop("batch_size", of_recipe), seq_len, labels_length)
     check_value("hints", hints, bool, False)
     settings = settings_of_recipe(recipe, overrides)
     plan = None
@@ -123,7 +124,7 @@ def estimate(
         shape = replace(shape, seq_len=plan.recorded[0])
     dtype = overrides.get("weights_dtype")
     found = estimate_of_step(model, shape, settings, found_gpu, task=task, weights_dtype=dtype, lengths=plan)
-    return with_hints(model, found, task=task, labels_length=labels_length) if hints else found
+    return with_hints(model, found, task=task, labels_length=labels_length, lengths=plan) if hints else found
 
 
 def with_hints(
@@ -132,6 +133,7 @@ def with_hints(
     *,
     task: str | None = None,
     labels_length: int | None = None,
+    lengths: LengthPlan | None = None,
     announce: Callable[[str], object] = lambda text: None,
 ) -> Estimate:
     """Return an estimate with its ``hints``; ``announce`` is called with a text before each simulation."""
@@ -148,6 +150,7 @@ def with_hints(
             found.gpu,
             task=task,
             weights_dtype=settings.get("weights_dtype"),
+            lengths=None if {"seq_len", "gradient_accumulation_steps"} & changes.keys() else lengths,
         )
 
     with keeping_models():

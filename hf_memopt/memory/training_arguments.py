@@ -14,6 +14,7 @@ from hf_memopt.binding import versions as compat
 from hf_memopt.binding.compatibility import optimizers_of, techniques_in_use
 from hf_memopt.devices import Gpu, current_gpu, find_gpu
 from hf_memopt.memory.estimation import estimate_of_step
+from hf_memopt.memory.optimizers import check_optimizer
 from hf_memopt.memory.recording import Shape
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import REFUSED, NotEstimableError, StepSettings
@@ -55,9 +56,11 @@ def _generation(args: TrainingArguments) -> dict[str, Any]:
             f"not estimable: generation_config={os.fspath(config)!r} is not read; expected a GenerationConfig or None. "
             "Pass GenerationConfig.from_pretrained(path)"
         )
+    new = getattr(config, "max_new_tokens", None)  # wins over any length; the decoder's first token is beside them
+    longest = getattr(args, "generation_max_length", None) or getattr(config, "max_length", None)
     return {
         "predict_with_generate": True,
-        "generation_max_length": getattr(args, "generation_max_length", None) or getattr(config, "max_length", None),
+        "generation_max_length": longest if new is None else new + 1,
         "generation_num_beams": getattr(args, "generation_num_beams", None) or getattr(config, "num_beams", None),
     }
 
@@ -200,9 +203,14 @@ def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estima
     return estimate_from_arguments(model, args, shape.seq_len, **settings)
 
 
+_OF_TORCH = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad", "RMSprop": "rmsprop"}
+_OF_BITSANDBYTES = {"AdamW": "adamw", "Adam": "adamw", "Lion": "lion", "AdEMAMix": "ademamix", "RMSprop": "rmsprop_bnb"}
+
+
 def settings_of(trainer: Trainer) -> dict[str, Any]:
     """Return the fields of ``StepSettings`` that the trainer's callbacks and optimizer decide."""
     used = techniques_in_use(trainer)
+    given = _given_optimizer(trainer)
     handler, has_metric = trainer.accelerator.autocast_handler, trainer.compute_metrics is not None
     own = {item.name: item.default for item in fields(StepSettings)}
     techniques = [TECHNIQUES[name] for name in used]
@@ -211,6 +219,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
         found["prepare"] = tuple(functions)
     found["prediction_loss_only"] = trainer.args.prediction_loss_only or not has_metric  # as stock's evaluate
     found["autocast_cache"] = handler is None or bool(handler.cache_enabled)
+    found["expandable_segments"] = "expandable_segments:True" in compat.allocator_settings().replace(" ", "")
     if "16-bit weights" in used:
         found["rounding"] = next(one.rounding for one in optimizers_of(trainer) if hasattr(one, "rounding"))
     callback: Any
@@ -222,7 +231,48 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
             found["checkpointing"] = _checkpointing(callback.policy, callback.offload)
         if technique == "micro-batching" and callback.max_examples is not None:
             found["micro_batch_size"] = min(callback.max_examples, trainer.args.train_batch_size)
-    return found
+    return {**given, **found}
+
+
+def _given_optimizer(trainer: Trainer) -> dict[str, Any]:
+    """Return the fields that describe an optimizer, or a class of it, that a trainer has; nothing where it has none.
+
+    Raises:
+        NotEstimableError: it is of another class than ``TrainingArguments`` name, and nothing is known of its memory.
+    """
+    optimizer, kind = optimizers_of(trainer)
+    kind = kind if optimizer is None else type(optimizer)
+    if kind is None:
+        return {}
+    _, kwargs = trainer.optimizer_cls_and_kwargs or (None, {})
+    options: dict[str, Any] = kwargs if optimizer is None else optimizer.defaults
+    while hasattr(kind, "_plain_class"):  # inside ours
+        kind = kind._plain_class
+    named, _ = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    if kind.__module__.startswith("bitsandbytes."):
+        bits = getattr(getattr(optimizer, "args", None), "optim_bits", options.get("optim_bits", 32))
+        bits = 8 if kind.__name__.endswith("8bit") else bits
+        is_paged = getattr(optimizer, "is_paged", options.get("is_paged", "Paged" in kind.__name__))
+        of_kind = kind.__name__.removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
+        name = f"{'paged_' * is_paged}{_OF_BITSANDBYTES.get(of_kind, of_kind)}_{bits}bit"
+        # stock registers 32 bits for embeddings where optim_bits=8 is given, which a class of 8 bits does not take
+        is_plain_8bit = bits == 8 and kind is not named and not kwargs.get("optim_bits")
+        found: dict[str, Any] = {"optim": {"ademamix_32bit": "ademamix"}.get(name, name)}
+        found["embedding_bits"] = 8 if is_plain_8bit else 32
+    else:
+        name = _OF_TORCH.get(kind.__name__, "") if kind.__module__.startswith("torch.optim.") else ""
+        read = [f"{key}={options[key]}" for key in ("momentum", "centered") if options.get(key)]
+        found = {"optim": name + "_fused" * bool(options.get("fused")), "optim_args": ",".join(read) or None}
+    try:
+        check_optimizer(found["optim"])
+    except ValueError:
+        if kind is named:
+            return {}
+        raise NotEstimableError(
+            f"not estimable: the memory of optimizer=<{kind.__name__}> is not known; expected one that "
+            "TrainingArguments(optim=...) names. Pass optim='adamw_torch_fused' in its place"
+        ) from None
+    return {"optim_target_modules": None, "optim_args": None, **found}
 
 
 def _checkpointing(policy: str, offload: bool | str) -> bool | Mapping[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from hf_memopt.binding import allocator_variable
+from hf_memopt.binding import allocator_settings, allocator_variable
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo
 from hf_memopt.changes import Change
 from hf_memopt.devices import current_os
@@ -25,7 +25,6 @@ from hf_memopt.devices import current_os
 logger = logging.getLogger(__name__)
 
 SETTING = "expandable_segments"
-OLDER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """What torch 2.11 and later read, in this order, where ``PYTORCH_ALLOC_CONF`` is not set."""
 
 PROBLEMS = {
@@ -49,9 +48,7 @@ def use_expandable_segments() -> UndoHandle:
         RuntimeError: CUDA has started in this process, and its allocator has read the variable without the setting.
     """
     variable = allocator_variable()
-    # what torch would read: to set the newer variable would hide an older one
-    names = (variable, *(name for name in OLDER_VARIABLES if name != variable))
-    text = next((os.environ[name] for name in names if name in os.environ), "").strip().strip(",")
+    text = allocator_settings()  # what torch would read: to set the newer variable would hide an older one
     asked = [item for item in text.split(",") if item.partition(":")[0].strip() == SETTING]
     if asked:
         logger.info("%s", Change(variable, text, text, f"the environment's own {asked[0].strip()} wins"))

@@ -9,7 +9,7 @@ import torch
 import transformers
 from recorded import allocator_peak, peak_bytes, prepared, record
 from slow_cases import slow_except
-from transformers import Seq2SeqTrainingArguments, T5Config, WhisperConfig
+from transformers import GenerationConfig, Seq2SeqTrainingArguments, T5Config, WhisperConfig
 
 import tiny
 from hf_memopt import NotEstimableError, StepSettings, estimate, estimate_from_arguments
@@ -185,6 +185,9 @@ def test_arguments_of_seq2seq_trainer_are_read(tmp_path: Any) -> None:
     config = T5Config(**T5, decoder_start_token_id=0)
     found = estimate_from_arguments(config, args, [10, 12]).settings
     assert (found.predict_with_generate, found.generation_max_length, found.generation_num_beams) == (True, 40, 3)
+    args.generation_config = GenerationConfig(max_new_tokens=30)
+    found = estimate_from_arguments(config, args, [10, 12]).settings
+    assert found.generation_max_length == 31  # as stock: it wins, and the decoder's first token is beside it
     args.generation_config = "folder"  # type: ignore[assignment]
     with pytest.raises(NotEstimableError, match="generation_config='folder' is not read"):
         estimate_from_arguments(config, args, 12)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 import transformers
@@ -16,7 +17,17 @@ from transformers import Trainer
 
 import scarcity
 import tiny
-from hf_memopt import MemoryReportCallback, MicrobatchCallback, NotEstimableError, attach, custom_gpu, measure
+from hf_memopt import (
+    MemoryReportCallback,
+    MicrobatchCallback,
+    NotEstimableError,
+    attach,
+    custom_gpu,
+    gradient_release,
+    measure,
+    released_optimizer,
+)
+from hf_memopt.binding import allocator_variable
 from hf_memopt.memory import estimate_of
 
 BATCH = 6
@@ -126,6 +137,32 @@ def told_weights(trainer: Trainer) -> int:
     return sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
 
 
+def test_memory_that_runs_out_in_an_evaluation_is_predicted_as_one(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(GPU, lambda: custom_gpu("1GiB", "8.6"))
+    evaluation = {"eval_strategy": "epoch", "per_device_eval_batch_size": 3}
+    trainer = make_trainer(tmp_path, MemoryReportCallback(), **evaluation)
+
+    def run_out(module: Any, _: Any) -> None:
+        if not (module.training or module.weight.is_meta):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    trainer.model.classifier.register_forward_pre_hook(run_out)  # type: ignore[union-attr, operator]
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    told = run_of(tmp_path)
+    assert (told["out_of_memory"]["phase"], told["out_of_memory"]["rows"]) == ("evaluation", 3)
+    assert told["predicted"]["batch_size"] == BATCH
+    assert "evaluation" in told["predicted"]["phases"]
+
+
+def test_a_run_over_again_with_a_smaller_batch_is_told_alone(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, MemoryReportCallback(), limit=40, auto_find_batch_size=True)
+    trainer.train()
+    told = run_of(tmp_path)["batches"]
+    assert told["largest_rows"] == trainer._train_batch_size < BATCH
+    assert told["examples"] == 24
+
+
 def test_without_micro_batching_the_phase_is_that_of_the_pass(tmp_path: Path, monkeypatch: Any) -> None:
     """Looking at what is alive keeps nothing alive."""
     monkeypatch.setattr(MOST_GROUPS, 10**6)
@@ -223,6 +260,57 @@ def test_micro_batches_of_a_trainer_are_at_most_its_batch(tmp_path: Path) -> Non
     for most, expected in ((2, 2), (100, BATCH)):
         trainer = make_trainer(tmp_path, MicrobatchCallback(max_examples=most))
         assert estimate_of(trainer, shape).settings.micro_batch_size == expected
+
+
+class Own(torch.optim.Adam):
+    """A user's class, of which nothing is known."""
+
+
+OPTIMIZERS: list[tuple[str, dict[str, Any], Any, dict[str, Any]]] = [
+    ("built", {}, lambda weights: torch.optim.AdamW(weights), {"optim": "adamw_torch"}),
+    ("built", {}, lambda weights: torch.optim.Adam(weights, fused=True), {"optim": "adamw_torch_fused"}),
+    (
+        *("built", {}, lambda weights: torch.optim.SGD(weights, momentum=0.9)),
+        {"optim": "sgd", "optim_args": "momentum=0.9"},
+    ),
+    ("built", {}, bitsandbytes.optim.AdamW8bit, {"optim": "adamw_8bit", "embedding_bits": 8}),
+    ("built", {}, bitsandbytes.optim.PagedLion32bit, {"optim": "paged_lion_32bit"}),
+    ("class", {}, (gradient_release(torch.optim.SGD), {}), {"optim": "sgd", "gradient_release": True}),
+    ("class", {}, (bitsandbytes.optim.AdamW8bit, {}), {"optim": "adamw_8bit", "embedding_bits": 8}),
+    ("named", {"optim": "adamw_bnb_8bit"}, released_optimizer, {"optim": "adamw_8bit", "embedding_bits": 32}),
+    ("named", {"optim": "adamw_torch"}, released_optimizer, {"optim": "adamw_torch"}),
+    ("named", {"optim": "adafactor"}, released_optimizer, {"optim": "adafactor"}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
+@pytest.mark.parametrize(("how", "named", "given", "expected"), OPTIMIZERS)
+def test_an_optimizer_that_the_user_brings_is_the_one_that_is_estimated(
+    how: str, named: dict[str, Any], given: Any, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    model, shape = tiny.bert(), SimpleNamespace(rows=2, seq_len=8, labels_length=None)
+    args = tiny.arguments(tmp_path, **{"optim": "adamw_torch_fused", "max_grad_norm": 0, **named})
+    brought: dict[str, Any] = {"optimizer_cls_and_kwargs": given(args, model) if how == "named" else given}
+    if how == "built":
+        brought = {"optimizers": (given(model.parameters()), None)}
+    trainer = Trainer(model=model, args=args, train_dataset=tiny.rows(4), **brought)
+    found = estimate_of(trainer, shape, gpu="T4").settings  # type: ignore[arg-type]
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_an_optimizer_of_which_nothing_is_known_is_not_estimated_as_another(tmp_path: Path) -> None:
+    model, shape = tiny.bert(), SimpleNamespace(rows=2, seq_len=8, labels_length=None)
+    trainer = Trainer(model=model, args=tiny.arguments(tmp_path), optimizers=(Own(model.parameters()), None))
+    with pytest.raises(NotEstimableError, match=r"the memory of optimizer=<Own> is not known"):
+        estimate_of(trainer, shape, gpu="T4")  # type: ignore[arg-type]
+
+
+def test_segments_that_the_environment_asks_for_are_estimated(tmp_path: Path, monkeypatch: Any) -> None:
+    shape: Any = SimpleNamespace(rows=2, seq_len=8, labels_length=None)
+    trainer = make_trainer(tmp_path)
+    assert estimate_of(trainer, shape, gpu="T4").settings.expandable_segments is False
+    monkeypatch.setenv(allocator_variable(), "max_split_size_mb:64, expandable_segments:True")
+    assert estimate_of(trainer, shape, gpu="T4").settings.expandable_segments is True
 
 
 def test_the_curve_counts_the_tokens_since_the_last_log(tmp_path: Path) -> None:

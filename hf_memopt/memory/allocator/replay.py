@@ -384,7 +384,8 @@ class _Run:
         last training step. As a list, each batch's outputs are held once.
         """
         generated, evaluated = self._recorded.evaluated
-        sizes = [self._tracker.sizes[number] for number in part.outputs]
+        world_size = self.plan.settings.world_size
+        sizes = [world_size * self._tracker.sizes[number] for number in part.outputs]
         last = self.plan.eval_batches - 1
         for batch in range(self.plan.eval_batches):
             for number in self.trace.evaluation_inputs:
@@ -396,8 +397,10 @@ class _Run:
                 self.phase("evaluation")
                 self.play(evaluated)
             self._drop_held()
-            self._forget(part)
+            if world_size == 1:  # else what is gathered is a copy, of the outputs of all processes
+                self._forget(part)
             self._gather(batch, sizes)
+            self._forget(part)
             for number in self.trace.evaluation_inputs:
                 self.free(("evaluated", batch, number))
 

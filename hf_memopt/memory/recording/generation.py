@@ -66,6 +66,8 @@ def generate(
     options = {"max_length": settings.generation_max_length, "num_beams": settings.generation_num_beams}
     given = {name: value for name, value in options.items() if value is not None}
     most = settings.generation_max_length or int(model.generation_config.max_length or _DEFAULT_LENGTH)
+    if settings.generation_max_length is None and (new := model.generation_config.max_new_tokens) is not None:
+        most = new + (1 if model.config.is_encoder_decoder else batch["input_ids"].shape[1])
     longest = _Longest(most, steps, tracker)
     inner: Any = unwrap_model(model)
     forward = inner.forward

@@ -68,24 +68,24 @@ class RunRecord:
     """What is noted of a run: peaks by phase and step for one kind of bytes, batches, and what is held."""
 
     def __init__(self) -> None:
-        self.peaks: dict[str, StepPeaks] = {}  # by the name of a phase
-        self.largest: BatchShape | None = None  # the batch of most padded tokens; None before the first, and unbound
-        self.batches = self.examples = self.padded_tokens = 0  # that were seen; padding included
         self.unwritten: set[str] = set()  # the causes of failed writes that were warned of
-        self._tokens: torch.Tensor | None = None  # a count on the device of the batches
-        self._counts_tokens = True
         self._began: float | None = None  # the step that runs, with the loading of its batches
         self.begin(0)
 
     def begin(self, first_step: int) -> None:
         """Note that training begins at a step, after those of a resumed run, or over again with a smaller batch."""
         self.first_step = first_step
+        self.peaks: dict[str, StepPeaks] = {}  # by the name of a phase
+        self.largest: BatchShape | None = None  # the batch of most padded tokens; None before the first, and unbound
+        self.batches = self.examples = self.padded_tokens = 0  # that were seen; padding included
+        self._tokens: torch.Tensor | None = None  # a count on the device of the batches
+        self._counts_tokens = True
         self.phase = "load"  # then "forward", "backward", "optimizer", "evaluation", or "between steps"
         self.shape: BatchShape | None = None  # of the last pass
         self.components: dict[str, int] = {}  # bytes of weights and gradients after the first passes, then of the state
         self.failure: dict[str, Any] | None = None  # the last out-of-memory, whether or not it was recovered from
         self.curve: dict[str, list[Any]] = {"step": [], "loss": [], "seconds_per_step": [], "tokens_per_second": []}
-        self._seconds, self._logged_step, self._logged_tokens = 0.0, first_step, self.tokens or self.padded_tokens
+        self._seconds, self._logged_step, self._logged_tokens = 0.0, first_step, 0
 
     def begin_step(self) -> None:
         """Note that the batches of a step are about to be loaded."""

@@ -84,7 +84,10 @@ def write_failure(trainer: Any, error: BaseException, peaks: Peaks, record: RunR
             record.note_failure(trainer, error)
         else:
             record.failure["error"] = str(error)  # of what gave up, with its advice
-        predicted, notes = _prediction(trainer, record.shape or record.largest, hints=True)
+        shape, of_evaluation = record.shape or record.largest, None
+        if record.phase == "evaluation" and record.shape is not None:
+            shape, of_evaluation = record.largest or record.shape, record.shape.rows
+        predicted, notes = _prediction(trainer, shape, hints=True, eval_batch_size=of_evaluation)
         told = _as_dict(trainer, peaks, record, "out of memory", predicted, notes)
         page = _write(trainer, told, record.unwritten, with_page=True)
         if page is not None:
@@ -166,12 +169,12 @@ def _as_dict(
 
 
 def _prediction(
-    trainer: Any, shape: BatchShape | None, *, hints: bool = False
+    trainer: Any, shape: BatchShape | None, *, hints: bool = False, eval_batch_size: int | None = None
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Return what the estimate says of a batch; None and a note where it cannot."""
     found, reason = None, "several processes"
     if trainer.args.world_size == 1:
-        found, reason = _predicted(trainer, shape, hints=hints, eval_batch_size=None)
+        found, reason = _predicted(trainer, shape, hints=hints, eval_batch_size=eval_batch_size)
     if found is None:
         return None, [f"not predicted: {reason}"]
     return {
