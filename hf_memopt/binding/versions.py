@@ -29,6 +29,7 @@ SHORT_NAMES = {row["name"]: row["instead"] for row in _ROWS if row["of"] == "oth
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """Arguments by which models and layers take a cache: the first since transformers 5.24, the second before."""
 OLDER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""What torch 2.11 and later read, in this order, where ``PYTORCH_ALLOC_CONF`` is not set."""
 
 
 def allocator_variable() -> str:

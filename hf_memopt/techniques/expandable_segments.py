@@ -25,7 +25,6 @@ from hf_memopt.devices import current_os
 logger = logging.getLogger(__name__)
 
 SETTING = "expandable_segments"
-"""What torch 2.11 and later read, in this order, where ``PYTORCH_ALLOC_CONF`` is not set."""
 
 PROBLEMS = {
     "windows": "torch ignores it on Windows",  # seen up to torch 2.13; https://github.com/pytorch/pytorch/pull/189163

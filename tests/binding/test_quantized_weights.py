@@ -54,6 +54,14 @@ def dtypes(model: nn.Module, *words: str) -> set[torch.dtype]:
     return {parameter.dtype for name, parameter in model.named_parameters() if any(word in name for word in words)}
 
 
+def test_a_layer_keeps_one_dtype() -> None:
+    """A new head, whose bias of zeros 16 bits hold, and whose weight they do not."""
+    model = nn.Sequential(nn.Embedding(4, 64), Linear4bit(64, 64, bias=False), nn.Linear(64, 3))
+    nn.init.zeros_(model[2].bias)  # type: ignore[arg-type]
+    prepare_quantized(model)
+    assert {parameter.dtype for parameter in model[2].parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize("bits", CONFIGS)
 def test_a_plain_model_is_frozen_and_keeps_its_dtypes(folder: Path, bits: str) -> None:
     model = load(folder, bits)

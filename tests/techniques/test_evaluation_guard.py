@@ -197,7 +197,7 @@ def test_recovered_prediction_is_that_of_the_whole_batch(case: str, tmp_path: Pa
     assert limit.failures >= 2
 
 
-def generating_trainer(output_dir: Any, generation_max_length: int) -> Seq2SeqTrainer:
+def generating_trainer(output_dir: Any, generation_max_length: int, smoothing: float = 0.0) -> Seq2SeqTrainer:
     torch.manual_seed(0)
     quiet = tiny.arguments(output_dir).to_dict()
     kept = {name: quiet[name] for name in ("output_dir", "use_cpu", "report_to", "disable_tqdm")}
@@ -206,6 +206,7 @@ def generating_trainer(output_dir: Any, generation_max_length: int) -> Seq2SeqTr
         predict_with_generate=True,
         generation_max_length=generation_max_length,
         per_device_eval_batch_size=8,
+        label_smoothing_factor=smoothing,
     )
     return Seq2SeqTrainer(
         model=heads.HEADS["t5"].build(),
@@ -215,12 +216,12 @@ def generating_trainer(output_dir: Any, generation_max_length: int) -> Seq2SeqTr
     )
 
 
-@pytest.mark.parametrize(("longest", "rows"), [(9, 3), (9, 2), (40, 2)])
-def test_generated_text_is_that_of_the_whole_batch(longest: int, rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("longest", "rows", "smoothing"), [(9, 3, 0.0), (9, 2, 0.1), (40, 2, 0.0)])
+def test_generated_text_is_that_of_the_whole_batch(longest: int, rows: int, smoothing: float, tmp_path: Path) -> None:
     """Where texts are longer than the model's own ``max_length`` stock does not pad the micro-batches to one length."""
     outputs = []
     for limit in (8, rows):
-        trainer = generating_trainer(tmp_path, generation_max_length=longest)
+        trainer = generating_trainer(tmp_path, generation_max_length=longest, smoothing=smoothing)
         stock = trainer.model.generate
 
         def generate(limit: int = limit, stock: Any = stock, **inputs: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ import tiny
 from hf_memopt import (
     Change,
     FusedCrossEntropyCallback,
+    MicrobatchCallback,
     TiedEmbeddingCallback,
     attach,
     fuse_cross_entropy,
@@ -43,6 +44,28 @@ def trainer(folder: Any, *callbacks: Any, released: bool = False, model: Any = N
         callbacks=list(callbacks),
         optimizer_cls_and_kwargs=(kind, {"lr": 0.1}),
     )
+
+
+class Weighted(Trainer):
+    """A loss that is not known, so that the rows of the backbone are cut."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        return (3 * outputs.loss, outputs) if return_outputs else 3 * outputs.loss
+
+
+def test_micro_batches_of_a_loss_that_is_not_known_train_as_stock(tmp_path: Any) -> None:
+    models = []
+    for callbacks in ([TiedEmbeddingCallback(), MicrobatchCallback(max_examples=1)], []):
+        plain = trainer(tmp_path)
+        one = Weighted(
+            plain.model, plain.args, train_dataset=rows(), optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1})
+        )
+        attach(one, *callbacks).train()
+        models.append(one.model)
+    assert tiny.largest_difference(*models) < 1e-12
 
 
 @pytest.mark.parametrize(

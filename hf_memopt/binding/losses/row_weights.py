@@ -80,13 +80,7 @@ class KnownLoss:
             return _per_row(labels != IGNORED_LABEL)
         if over in ("rows", POSITIONS):
             return torch.ones(_rows(inputs))
-        column = _column(inputs, over)
-        if column is None:
-            raise ValueError(
-                f"loss='mean over {over}' needs a column that the batch lacks; expected a tensor with one entry "
-                f"per row, among {', '.join(inputs)}. Return it from the collator"
-            )
-        return _per_row(column)
+        return _per_row(_column(inputs, over))
 
     def problem_type(self, labels: Any) -> str:
         """Return what a classification head takes labels for, by the rule of ``ForSequenceClassificationLoss``."""

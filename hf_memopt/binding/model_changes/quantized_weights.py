@@ -135,13 +135,17 @@ def _frozen_to_16_bits(model: nn.Module, inside: Any) -> list[tuple[nn.Parameter
     }
     outside = {id(parameter) for parameter in parameters_outside_adapters(model)}
     found = []
-    for name, parameter in model.named_parameters():
-        is_candidate = parameter.dtype == torch.float32 and not parameter.requires_grad and id(parameter) in outside
-        if not is_candidate or parameter.is_meta or not kept.isdisjoint(name.split(".")):
-            continue  # a meta tensor has no values to look at
-        dtype = next((dtype for dtype in dtypes if _holds(dtype, parameter)), None)
-        if dtype is not None:
-            found.append((parameter, dtype))
+    for module_name, module in model.named_modules():  # a layer computes with all its parameters in one dtype
+        candidates = [
+            parameter
+            for name, parameter in module.named_parameters(module_name, recurse=False)
+            if parameter.dtype == torch.float32 and not parameter.requires_grad and id(parameter) in outside
+            # a meta tensor has no values to look at
+            if not parameter.is_meta and kept.isdisjoint(name.split("."))
+        ]
+        holding = (dtype for dtype in dtypes if all(_holds(dtype, parameter) for parameter in candidates))
+        if (dtype := next(holding, None)) is not None:
+            found += [(parameter, dtype) for parameter in candidates]
     return found
 
 

@@ -138,7 +138,9 @@ def _by_distinct_tokens(
     """
     ids = args[0] if len(args) == 1 else None
     weight = embedding.weight
-    is_trained = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
+    # in rows in parts the weight is an alias, of which only the whole gradient reaches the parameter
+    is_trained = isinstance(weight, nn.Parameter) and torch.is_grad_enabled() and weight.requires_grad
+    is_trained = is_trained and not torch.compiler.is_compiling()
     if not is_trained or kwargs or not isinstance(ids, torch.Tensor) or not ids.numel():
         return before(*args, **kwargs)
     rows.watch(weight)

@@ -44,10 +44,10 @@ from hf_memopt.techniques.microbatching import (
 
 logger = logging.getLogger(__name__)
 
-PREDICTION_STEPS = {
+PREDICTION_STEPS = (
     "transformers.trainer.Trainer.prediction_step",
     "transformers.trainer_seq2seq.Seq2SeqTrainer.prediction_step",
-}
+)
 LOSS = "transformers.trainer.Trainer.compute_loss"
 RECOVERING = "_memopt_is_recovering"  # the attribute that a trainer has while a batch is predicted
 
@@ -83,6 +83,8 @@ class _Recovery:
         self._batches = 0
         self._is_stock = full_name(function_below(trainer.prediction_step)) in PREDICTION_STEPS
         is_stock_loss = full_name(function_below(trainer.compute_loss)) == LOSS
+        generates = full_name(function_below(trainer.prediction_step)) == PREDICTION_STEPS[1]
+        self._generates = generates and bool(getattr(trainer.args, "predict_with_generate", False))
         self._has_stock_loss = is_stock_loss and trainer.compute_loss_func is None
         self._backbones = Backbones(
             backbones, Size(lambda columns: self._rows_that_fit or sys.maxsize, self._part_failed)
@@ -106,9 +108,10 @@ class _Recovery:
             return predict(inputs)
         self._batches += 1
         with set_attribute(trainer, RECOVERING, True), _counting_once(trainer, inputs):
-            return self._predict(model, inputs, predict)
+            loss_only = args[0] if args else kwargs.get("prediction_loss_only")
+            return self._predict(model, inputs, predict, generates=self._generates and not loss_only)
 
-    def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any]) -> Any:
+    def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any], *, generates: bool) -> Any:
         is_stock = self._is_stock
         # whatever has to be put back before a user's own step or loss runs again
         state = None if is_stock and self._has_stock_loss else StepState(self._trainer())
@@ -119,7 +122,7 @@ class _Recovery:
             self._put_back(state, message)
             if count_rows(inputs) > 1:
                 self._shrink(inputs, 0, count_rows(inputs), message)
-        loss = self._loss_of(inputs) if is_stock else None
+        loss = self._loss_of(inputs, generates=generates) if is_stock else None
         if loss is None:
             return self._predict_in_parts(model, inputs, predict, state)
         joined = _JoinedRows(count_rows(inputs), _generation_padding(self._trainer().model))
@@ -165,12 +168,13 @@ class _Recovery:
             )
         state.restore()
 
-    def _loss_of(self, inputs: Any) -> KnownLoss | None:
+    def _loss_of(self, inputs: Any, *, generates: bool) -> KnownLoss | None:
         """Return how the loss of a batch is made of its rows'; None if the batch has to stay whole."""
         trainer = self._trainer()
-        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)  # once per batch
+        # once per batch; where stock generates it counts no labels, and the loss is a mean
+        items = None if generates else trainer._get_num_items_in_batch([inputs], trainer.args.device)
         found = self._stated or known_loss(trainer, items)
-        if isinstance(found, str) or not isinstance(inputs, Mapping):
+        if isinstance(found, str) or not isinstance(inputs, Mapping) or (generates and found.over == "sum"):
             return None
         has_loss = any(inputs.get(name) is not None for name in trainer.label_names)
         reason = found.reason_against(inputs) if has_loss else None

@@ -61,6 +61,8 @@ class StepState:
             for name, weight in module.named_parameters():
                 if id(weight) in seen or not weight.is_floating_point() or not (weight.requires_grad or not is_trained):
                     continue
+                if hasattr(weight, "device_mesh"):  # a norm of shards waits for the other processes
+                    continue
                 seen.add(id(weight))
                 self._norms.append((f"{owner}.{name}", weight, _norm(weight)))
 
