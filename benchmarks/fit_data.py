@@ -28,12 +28,15 @@ from fit_moments import Row
 from fit_points import KERNELS, METHODS, Subject, errors_of, names, points_of, random_point
 from rich.progress import track
 
+SECONDS_BETWEEN_WRITES = 120.0
+
 
 def simulated(name: str, known: Sequence[Row]) -> list[Row]:
     """Return the rows of a model, with the CPU seconds that each took; one of the same shape has the same."""
     began = time.process_time()
     subject = Subject.of(name)
-    rows = [{**row, "model": name} for row in known if shape_of(row["model"]) == subject.shape]
+    shape = subject.shape
+    rows = [{**row, "model": name} for row in known if shape_of(row["model"]) == shape]
     rows = rows[: len(METHODS) * len(KERNELS)] or list(points_of(subject))
     return [{**row, "cpu_seconds": (time.process_time() - began) / len(rows)} for row in rows]
 
@@ -75,9 +78,15 @@ def main() -> None:
     if not asked.only:
         done = {row["model"] for row in rows}
         wanted = [name for name in wanted if name not in done]
-    for name in track([] if asked.page or asked.check else wanted, description="Simulating models"):
-        rows = [row for row in rows if row["model"] != name] + simulated(name, [] if asked.only else rows)
-        rows.sort(key=lambda row: names().index(row["model"]))
+    written = time.monotonic()
+    try:
+        for name in track([] if asked.page or asked.check else wanted, description="Simulating models"):
+            rows = [row for row in rows if row["model"] != name] + simulated(name, [] if asked.only else rows)
+            rows.sort(key=lambda row: names().index(row["model"]))
+            if time.monotonic() > written + SECONDS_BETWEEN_WRITES:
+                fit_page.write_data(rows)
+                written = time.monotonic()
+    finally:
         fit_page.write_data(rows)
     if asked.check:
         figures = {"models": len({row["model"] for row in rows})} | checked(rows, asked.check)

@@ -1,8 +1,8 @@
 """Simulate what every well-known model needs: the points of ``docs/does-it-fit.html`` (``fit_data.py`` writes it).
 
 Each model is asked for three methods: full, LoRA, QLoRA, with checkpointing and, for language models, the fused loss.
-One recording serves all GPUs of a kind of kernels. Four lengths are recorded, and between them bytes and operations are
-polynomials of the length: of each moment of a step, and of each operation, not of their peaks and seconds. Only the
+One recording serves all GPUs of a kind of kernels. Three lengths are recorded, and between them bytes and operations
+are polynomials of the length: of each moment of a step, and of each operation, not of their peaks and seconds. Only the
 logits of the fused loss are not, as it cuts the rows into chunks: they are a line over the rows of a chunk.
 """
 
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from math import log2
+from math import log2, sqrt
 from operator import mul
 from random import Random
 from typing import Any
@@ -41,7 +41,16 @@ LONGEST = 4096
 STEPS_OF_AN_OCTAVE = 1.5
 INPUTS = COMPONENTS.index("inputs")
 TOKEN_BY_TOKEN = {"mamba"}  # in transformers' own code: thousands of operations a token, hours of recording a model
-NOT_SIZES = {"rope_parameters", "rope_theta", "max_position_embeddings", "initializer_range", "transformers_version"}
+NOT_SIZES = {
+    "rope_parameters",
+    "rope_theta",
+    "max_position_embeddings",
+    "initializer_range",
+    "transformers_version",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+}
 LARGER_WORKSPACES_BYTES = sum(workspace_bytes((9, 0))) - sum(workspace_bytes((8, 6)))
 
 
@@ -96,9 +105,8 @@ class Subject:
         pictures = max((default_length(model) or 0) - DEFAULT_LENGTH, 0)  # tokens of them, in each row
         longest = min(most_tokens(model) or 2048, LONGEST + pictures)
         shortest = (128 if longest > 2048 else 64) + 8 * -(-pictures // 8)
-        octaves = log2(longest / shortest) / 3
-        between = [8 * round(shortest * 2 ** (step * octaves) / 8) for step in (1, 2)]
-        return cls(name, str(task), rows, tuple(dict.fromkeys((shortest, *between, longest))))
+        between = 8 * round(sqrt(shortest * longest) / 8)
+        return cls(name, str(task), rows, tuple(dict.fromkeys((shortest, between, longest))))
 
     @property
     def shape(self) -> str:
@@ -214,7 +222,16 @@ def seconds_of(subject: Subject, found: Mapping[int | None, Estimate], kernels: 
     if any(one.step_time is None or one.step_costs is None for one in found.values()):
         return {}
     costs = {length: whole_step(one.step_costs) for length, one in found.items() if one.step_costs is not None}
-    shown = {length: costs_at(length, costs) for length in subject.shown_lengths}
+    first, *_ = costs.values()
+    aligned = [
+        (same[0][0], _aligned([of_pass for _, of_pass in same]))
+        for same in zip(*(one.passes for one in costs.values()), strict=True)
+    ]
+    nodes = list(costs)
+    shown = {}
+    for length in subject.shown_lengths:
+        passes = tuple((times, _mixed(alike, weights_at(length, nodes))) for times, alike in aligned)
+        shown[length] = costs.get(length) or replace(first, passes=passes, tokens=None)
     rows = {}
     for name in kernels.gpus:
         rows[name] = [float(f"{one.on(name).seconds:.4g}") for one in shown.values()]
@@ -229,21 +246,8 @@ def whole_step(costs: StepCosts) -> StepCosts:
     return replace(costs, passes=passes, micro_batches=micro_batches, examples=EFFECTIVE_BATCH)
 
 
-def costs_at(length: int | None, known: Mapping[int | None, StepCosts]) -> StepCosts:
-    """Return the costs at a length, recorded or between recorded ones."""
-    if length in known:
-        return known[length]
-    assert length is not None
-    simulated = [node for node in known if node is not None]
-    nodes = simulated[(first := first_near(length, simulated)) : first + 3]
-    found, weights = [known[node] for node in nodes], weights_at(length, nodes)
-    passes = zip(*(one.passes for one in found), strict=True)
-    mixed = tuple((same[0][0], _mixed([of_pass for _, of_pass in same], weights)) for same in passes)
-    return replace(found[0], passes=mixed, tokens=None)
-
-
-def _mixed(passes: Sequence[Counter[Operation]], weights: Sequence[float]) -> Counter[Operation]:
-    """Return the operations between those of several lengths.
+def _aligned(passes: Sequence[Counter[Operation]]) -> list[tuple[Any, np.ndarray, np.ndarray]]:
+    """Return each kind of operation, its costs at several lengths, (operations, lengths, 3), and how often they occur.
 
     Of each kind, the cheapest belong together and so on up to the dearest. Where one length has more of a kind, as
     chunks of the fused loss, the others have the same sum in as many operations.
@@ -253,15 +257,24 @@ def _mixed(passes: Sequence[Counter[Operation]], weights: Sequence[float]) -> Co
         for cost, count in of_pass.items():
             alike = kinds.setdefault(cost._replace(flops=0.0, moved_bytes=0.0, launches=0.0), [[] for _ in passes])
             alike[place] += count * [(cost.flops, cost.moved_bytes, cost.launches)]
-    mixed: Counter[Operation] = Counter()
+    found = []
     for kind, alike in kinds.items():
         most = max(map(len, alike))
-        costs = np.zeros((most, 3))
-        for weight, one in zip(weights, alike, strict=True):
+        costs = np.zeros((most, len(passes), 3))
+        for place, one in enumerate(alike):
             if one:
-                ordered = np.array(sorted(one))
-                costs += weight * ordered[np.arange(most) * len(one) // most] * (len(one) / most)
-        for (flops, moved, launches), count in Counter(map(tuple, costs.clip(0.0).tolist())).items():
+                costs[:, place] = np.array(sorted(one))[np.arange(most) * len(one) // most] * (len(one) / most)
+        different, counts = np.unique(costs.reshape(most, -1), axis=0, return_counts=True)
+        found.append((kind, different.reshape(len(counts), len(passes), 3), counts))
+    return found
+
+
+def _mixed(aligned: Sequence[tuple[Any, np.ndarray, np.ndarray]], weights: Sequence[float]) -> Counter[Operation]:
+    """Return the operations between those of several lengths, by the weights of these."""
+    mixed: Counter[Operation] = Counter()
+    for kind, costs, counts in aligned:
+        at = np.einsum("olc,l->oc", costs, weights).clip(0.0).tolist()
+        for (flops, moved, launches), count in zip(at, counts.tolist(), strict=True):
             mixed[kind._replace(flops=flops, moved_bytes=moved, launches=launches)] += count
     return mixed
 
