@@ -248,7 +248,8 @@ def _given_optimizer(trainer: Trainer) -> dict[str, Any]:
     options: dict[str, Any] = kwargs if optimizer is None else optimizer.defaults
     while hasattr(kind, "_plain_class"):  # inside ours
         kind = kind._plain_class
-    named, _ = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    model: Any = trainer.model
+    named, _ = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, model)
     if kind.__module__.startswith("bitsandbytes."):
         bits = getattr(getattr(optimizer, "args", None), "optim_bits", options.get("optim_bits", 32))
         bits = 8 if kind.__name__.endswith("8bit") else bits

@@ -114,7 +114,8 @@ def _saved_state(trainer: Trainer, folder: str | os.PathLike[str] | None) -> Any
 
 def _step_of(folder: Any) -> int:
     """Return the step that a checkpoint was saved after."""
-    return TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
+    step: int = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
+    return step
 
 
 def _file_name(args: TrainingArguments) -> str:

@@ -148,9 +148,10 @@ def released_optimizer(
     """
     check_settings(TECHNIQUE, args)
     check_word("rounding", rounding, ("nearest", "stochastic", "kahan"))
+    kwargs: dict[str, Any]
     if rounding == "nearest":
-        kwargs = OptimizerArguments(args, model)
-        optimizer_class = kwargs.named
+        kwargs = named = OptimizerArguments(args, model)
+        optimizer_class = named.named
     else:
         optimizer_class, kwargs = rounded_optimizer(args, model, rounding)
     return gradient_release(optimizer_class, max_tensor_norm=max_tensor_norm, trust=trust), kwargs
