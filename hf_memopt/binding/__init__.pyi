@@ -4,7 +4,6 @@ from .attachment import refuse_data_parallel as refuse_data_parallel
 from .callback_binding import Binding as Binding
 from .checkpoint_manifest import own_checkpoint as own_checkpoint
 from .protocols import TrainingView as TrainingView
-from .versions import allocator_settings as allocator_settings
 from .versions import allocator_variable as allocator_variable
 from .versions import can_offload_checkpoints as can_offload_checkpoints
 from .versions import checkpointing_arguments as checkpointing_arguments

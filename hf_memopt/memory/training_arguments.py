@@ -248,6 +248,9 @@ def _given_optimizer(trainer: Trainer) -> dict[str, Any]:
     options: dict[str, Any] = kwargs if optimizer is None else optimizer.defaults
     while hasattr(kind, "_plain_class"):  # inside ours
         kind = kind._plain_class
+    known = ("torch.optim.", "bitsandbytes.")  # a subclass has the state of its base
+    bases = (base for base in kind.__mro__ if base.__module__.startswith(known) and base.__name__ != "Optimizer")
+    kind = next(bases, kind)
     model: Any = trainer.model
     named, _ = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, model)
     if kind.__module__.startswith("bitsandbytes."):

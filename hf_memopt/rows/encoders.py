@@ -211,9 +211,11 @@ def _question_answering(given: Columns, how: Encoder) -> Columns:
             f"max_length={how.max_length} has no room for a question and its context ({error}); expected more tokens "
             "than the longest question has. Raise max_length, or leave such rows out: dataset.filter(...)"
         ) from error
+    if "answers" not in given:  # rows that are only counted
+        return dict(made)
     starts: list[int | None] = []
     ends: list[int | None] = []
-    for at, answers in enumerate(given.get("answers", [])):
+    for at, answers in enumerate(given["answers"]):
         text, first = _answer(answers, given["context"][at])
         span = [made.char_to_token(at, one, 1) for one in (first, first + len(text.strip()) - 1)] if text else [0]
         starts.append(span[0])

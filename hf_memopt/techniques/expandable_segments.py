@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from hf_memopt.binding import allocator_settings, allocator_variable
+from hf_memopt.binding import allocator_variable, versions
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo
 from hf_memopt.changes import Change
 from hf_memopt.devices import current_os
@@ -47,7 +47,7 @@ def use_expandable_segments() -> UndoHandle:
         RuntimeError: CUDA has started in this process, and its allocator has read the variable without the setting.
     """
     variable = allocator_variable()
-    text = allocator_settings()  # what torch would read: to set the newer variable would hide an older one
+    text = versions.allocator_settings()  # what torch would read: to set the newer variable would hide an older one
     asked = [item for item in text.split(",") if item.partition(":")[0].strip() == SETTING]
     if asked:
         logger.info("%s", Change(variable, text, text, f"the environment's own {asked[0].strip()} wins"))

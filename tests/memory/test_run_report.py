@@ -262,7 +262,7 @@ def test_micro_batches_of_a_trainer_are_at_most_its_batch(tmp_path: Path) -> Non
         assert estimate_of(trainer, shape).settings.micro_batch_size == expected
 
 
-class Own(torch.optim.Adam):
+class Own(torch.optim.Optimizer):
     """A user's class, of which nothing is known."""
 
 
@@ -300,7 +300,7 @@ def test_an_optimizer_that_the_user_brings_is_the_one_that_is_estimated(
 
 def test_an_optimizer_of_which_nothing_is_known_is_not_estimated_as_another(tmp_path: Path) -> None:
     model, shape = tiny.bert(), SimpleNamespace(rows=2, seq_len=8, labels_length=None)
-    trainer = Trainer(model=model, args=tiny.arguments(tmp_path), optimizers=(Own(model.parameters()), None))
+    trainer = Trainer(model=model, args=tiny.arguments(tmp_path), optimizers=(Own(model.parameters(), {}), None))
     with pytest.raises(NotEstimableError, match=r"the memory of optimizer=<Own> is not known"):
         estimate_of(trainer, shape, gpu="T4")  # type: ignore[arg-type]
 

@@ -86,3 +86,13 @@ def test_the_page_has_every_format_and_column() -> None:
             row += one["tasks"]
         assert {f"`{name}`" for name in names} <= set(re.findall(r"`\w+`", row)), one
         assert all(task in row for task in one["tasks"].split())
+
+
+def test_questions_are_counted_where_no_task_is_named(tmp_path: Any) -> None:
+    tokenizer = byte_tokenizer("</s>", CHATML)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    row = {"question": "who", "context": "it is me", "answers": {"text": ["me"], "answer_start": [6]}}
+    path = tmp_path / "rows.jsonl"
+    path.write_text((json.dumps(row) + "\n") * 3)
+    lengths = file_lengths(path, tokenizer=str(tmp_path / "tokenizer")).lengths
+    assert lengths.tolist() == [len(tokenizer("who", "it is me")["input_ids"])] * 3

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt import Change, FreezeCallback, attach, freeze
+from hf_memopt import Change, FreezeCallback, freeze
 from hf_memopt.binding import checkpointing_arguments
 
 pytestmark = [
@@ -273,16 +273,6 @@ def test_training_moves_what_is_trainable_and_nothing_else_has_a_state(
     assert in_groups == ({*names.values()} if rebuilt else trained)
     with_state = {names[parameter] for parameter, state in optimizer.state.items() if state}
     assert with_state == (set() if kind is torch.optim.SGD else trained)
-
-
-def test_what_model_init_makes_is_frozen_before_ddp_wraps_it(tmp_path: Path) -> None:
-    trainer = Trainer(
-        model_init=lambda: six_layers(), args=tiny.arguments(tmp_path), callbacks=[FreezeCallback(PREFIX)]
-    )
-    made = attach(trainer).call_model_init()
-    assert frozen(made) == under(made, PREFIX_NAMES)
-    trainer.memopt_handle.remove()
-    assert frozen(trainer.call_model_init()) == set()
 
 
 class Measuring(transformers.TrainerCallback):

@@ -239,7 +239,8 @@ class LongestRows:
         if isinstance(dataset, TrainingView) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             return None
         table = getattr(getattr(dataset, "data", None), "table", None)
-        is_read = isinstance(table, pa.Table) or isinstance(dataset, list)
+        is_made = isinstance(table, pa.Table) and dataset.format["type"] == "custom"  # by a transform
+        is_read = (isinstance(table, pa.Table) and not is_made) or isinstance(dataset, list)
         rows = dataset if is_read else [dataset[index] for index in range(min(len(dataset), LOOKED_AT))]
         if len(rows) < len(dataset):
             self.note = f"the longest rows are those of the first {len(rows):,} of {len(dataset):,} examples"

@@ -228,7 +228,8 @@ def _change_training(trainer: Trainer, word: str) -> None:
 def _longest_batch(trainer: Trainer) -> BatchShape | None:
     """Return a batch of the longest rows; None where looking at them might draw random numbers."""
     dataset: Any = trainer.train_dataset
-    is_stored = isinstance(dataset, list) or hasattr(getattr(dataset, "data", None), "table")
+    has_table = hasattr(getattr(dataset, "data", None), "table")
+    is_stored = isinstance(dataset, list) or (has_table and dataset.format["type"] != "custom")
     lengths = LongestRows().lengths(dataset) if is_stored else None
     if lengths is None or not len(lengths):
         return None
@@ -273,11 +274,11 @@ def diff_of(script: str, callbacks: Sequence[str], folder: str = ".") -> str | N
     try:
         with tokenize.open(Path(folder, script)) as file:  # in the encoding that the script states
             text = file.read()
-    except (OSError, ValueError, SyntaxError):  # it is gone, or is none that can be read
+        tree = ast.parse(text)
+    except (OSError, ValueError, SyntaxError):  # it is gone, or was changed to what cannot be read
         return None
-    lines, tree = text.splitlines(keepends=True), ast.parse(text)
-    found = next(_trainings(tree), None)
-    if found is None or any(line.endswith("\r\n") for line in lines):
+    lines, found = text.splitlines(keepends=True), next(_trainings(tree), None)
+    if found is None:
         return None
     statement, name = found
     added, call = lines_of(callbacks, name).splitlines()

@@ -34,7 +34,7 @@ class CurveData(TypedDict):
     """At each log its step and loss (None where it is not finite), and the means since the log before."""
 
     step: list[CountOrZero]
-    loss: list[Number | None]
+    loss: list[float | None]
     seconds_per_step: list[Number]
     tokens_per_second: list[Number]
 

@@ -13,17 +13,13 @@ of a frozen layer is as slow as before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from hf_memopt.binding.model_changes import INPUT_GRADIENTS_DROPPED, drop_input_gradients
 from hf_memopt.binding.parameters import checked_patterns, freeze, trainable_parameters
-from hf_memopt.binding.undo import UndoHandle, override_method, undo_all
 from hf_memopt.changes import Change, add_change
 from hf_memopt.techniques import ModelCallback
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = ["FreezeCallback", "freeze", "trainable_parameters"]
 
@@ -63,16 +59,6 @@ class FreezeCallback(ModelCallback):
             add_change(self.changes, Change("trainable_parameters", before, after, reason))
             total = sum(parameter.numel() for parameter in model.parameters())
             logger.info(f"FreezeCallback trains {after:,} of {total:,} parameters; {reason}")
-
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Freeze what ``model_init`` makes before DDP looks for gradients to wait for; ``attach`` calls it."""
-
-        def made(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            model = before(*args, **kwargs)
-            self.change_model(model, trainer.args)
-            return model
-
-        return undo_all(super().bind(trainer), override_method(trainer, "call_model_init", made))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Freeze a model that is new, or that was thawed since, and take off the hooks that undo the saving."""
