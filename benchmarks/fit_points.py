@@ -104,6 +104,8 @@ class Subject:
             return cls(name, str(task), rows, (None,))
         pictures = max((default_length(model) or 0) - DEFAULT_LENGTH, 0)  # tokens of them, in each row
         longest = min(most_tokens(model) or 2048, LONGEST + pictures)
+        if getattr(model.config, "sliding_window", None) == longest:  # from there on attention has a mask
+            longest -= 8
         shortest = (128 if longest > 2048 else 64) + 8 * -(-pictures // 8)
         between = 8 * round(sqrt(shortest * longest) / 8)
         return cls(name, str(task), rows, tuple(dict.fromkeys((shortest, between, longest))))
