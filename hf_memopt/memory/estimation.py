@@ -61,8 +61,8 @@ def estimate(
     Args:
         model: a module (real or meta), a configuration, a folder or hub id with ``config.json``, or a well-known name
             such as ``"bert-large-uncased"``. It is not changed, and its weights are not read.
-        batch_size: examples of one forward and backward pass (``per_device_train_batch_size``); 8 by default, as in
-            ``TrainingArguments``.
+        batch_size: examples of one forward and backward pass (``per_device_train_batch_size``); the recipe's by
+            default, else 8, as in ``TrainingArguments``.
         seq_len: tokens of the longest row, padding included; by default 512, or all positions of a model that has
             fewer, which a note says. Models of images have none.
         recipe: anything with ``step_settings()``, such as ``hf_memopt.recipe("4gb-gpu")``.
