@@ -22,7 +22,7 @@ test-full: $(READY)       ## the test suite with the slow tests
 	$(BIN)/python -m pytest -m "not hard" $(PYTEST_ARGS)
 
 test-hard: $(READY)       ## hard use: kills, full disks, storms of out of memory; HARD_ARGS= with the nightly ones
-	$(BIN)/python -m pytest $(HARD_ARGS) $(PYTEST_ARGS) tests/hard
+	$(BIN)/python -m pytest -m hard $(HARD_ARGS) $(PYTEST_ARGS) tests/hard
 
 test-compat: $(COMPAT:%=test-compat-%)   ## the suite on every supported transformers, the oldest and newest of the rest, other Pythons
 

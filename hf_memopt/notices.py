@@ -12,14 +12,14 @@ import logging
 import re
 import sys
 
-# C0 but the line feed, DEL and C1; bidirectional characters, line separators; bytes of a name that are not UTF-8
-_STEERING = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
+# C0 but tab and line feed, DEL and C1; bidirectional characters, line separators; bytes of a name that are not UTF-8
+_STEERING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
     r"""Return a text in which characters that steer a terminal are escaped, as Python and JSON write them.
 
-    Line feeds stay, and JSON stays what it says.
+    Tabs and line feeds stay, and JSON stays what it says.
 
     Examples:
         >>> printable("model\x1b[31m\nnext line")

@@ -65,18 +65,18 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     """Return the JSON object that a text holds.
 
     Raises:
-        ValueError: it is empty, not UTF-8, not JSON, not an object or nested too deeply, or it has a key twice, NaN or
-            an infinite number. The message is a clause about "it".
+        ValueError: it is empty, not UTF-8 (or UTF-16, as PowerShell redirects), not JSON, not an object or nested too
+            deeply, or it has a key twice, NaN or an infinite number. The message is a clause about "it".
     """
     try:
-        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        text = text.decode(json.detect_encoding(text)) if isinstance(text, bytes) else text
         if not isinstance(text, str):
             raise ValueError(f"it is not text but {shown(text)}")
         if not text.strip():
             raise ValueError("it is empty")
         found = json.loads(text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise ValueError(f"it is not {error.encoding.upper()} text: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     except RecursionError:

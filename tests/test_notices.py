@@ -36,13 +36,13 @@ def test_without_logging_it_is_a_line_of_its_own(
 def test_nothing_printable_steers_a_terminal(text: str) -> None:
     shown = printable(text)
     bidirectional = {"L", "R", "AL", "EN", "ES", "ET", "AN", "CS", "NSM", "BN", "B", "S", "WS", "ON", ""}
-    for one in shown.replace("\n", ""):
+    for one in shown.replace("\n", "").replace("\t", ""):
         assert unicodedata.category(one) not in ("Cc", "Cs", "Zl", "Zp")
         assert unicodedata.bidirectional(one) in bidirectional  # of letters, none that embeds or overrides
-    assert shown.count("\n") == text.count("\n")
+    assert all(shown.count(one) == text.count(one) for one in "\n\t")
     assert printable(shown) == shown
     assert shown.encode().decode() == shown
-    kept = "".join(one for one in text if one == "\n" or one.isprintable())
+    kept = "".join(one for one in text if one in "\n\t" or one.isprintable())
     assert printable(kept) == kept
 
 

@@ -64,7 +64,7 @@ class Sizes(enum.IntEnum):
         ('{"a": -Infinity}', "it has -Infinity, which is not a finite number"),
         ('{"a": 1e999}', "it has 1e999, which is not a finite number"),
         (b'{"a": "\xff"}', "it is not UTF-8 text: invalid start byte at byte 7"),
-        ("{}".encode("utf-16"), "it is not UTF-8 text: invalid start byte at byte 0"),
+        (b"\xff\xfe{", "it is not UTF-16-LE text: truncated data at byte 2"),
     ],
     ids=range(14),
 )

@@ -12,6 +12,7 @@ checks of the options answer at once.
 from __future__ import annotations
 
 import gc
+import io
 import json
 import logging
 import os
@@ -36,6 +37,8 @@ class _Commands(TyperGroup):
     """Prints the errors of all commands in two lines, and lists the commands in groups."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a file under Windows has no bars in its encoding
         try:
             # which returns exit codes, and raises what it would print
             sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}) or 0)

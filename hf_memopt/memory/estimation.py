@@ -10,6 +10,7 @@ What cannot be simulated raises ``NotEstimableError``; ``estimate`` lists it.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,8 +34,6 @@ from hf_memopt.plain_data import Count, check_value, shown
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    import os
-
     from numpy.typing import ArrayLike
     from torch import nn
     from transformers import PretrainedConfig
@@ -124,6 +123,8 @@ def estimate(
         shape = replace(shape, seq_len=plan.recorded[0])
     dtype = overrides.get("weights_dtype")
     found = estimate_of_step(model, shape, settings, found_gpu, task=task, weights_dtype=dtype, lengths=plan)
+    if recipe is None and dtype is None and settings.load_in is None and isinstance(model, str | os.PathLike):
+        found = replace(found, notes=(*found.notes, OWN_DTYPE))
     return with_hints(model, found, task=task, labels_length=labels_length, lengths=plan) if hints else found
 
 
@@ -164,6 +165,12 @@ def precision_for(model: Any, gpu: Gpu | None, task: str | None = None) -> tuple
         return "bf16", "bfloat16", ""
     problem = against_float16(gpu.name, getattr(load_model(model, task=task).model, "config", None))
     return ("fp32", "float32", problem) if problem else ("fp16", "float16", "")
+
+
+OWN_DTYPE = (
+    "weights are float32: load the model with dtype=torch.float32, since from_pretrained takes the checkpoint's own "
+    "dtype; give weights_dtype for another"
+)
 
 
 @collector_paused()

@@ -64,6 +64,9 @@ def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[st
     if dataset is None or not (isinstance(dataset, VIEWS) or _why_not(dataset) is None):
         return dict(given)
     fitting = {**given, "train_sampling_strategy": "sequential"}
+    if (asked := given.get("train_sampling_strategy", "sequential")) != "sequential":
+        reason = "the bucketed view of the training data has an order of its own; Recipe(bucketing=False) has none"
+        logger.info("%s: %s", name, Change("train_sampling_strategy", asked, "sequential", reason))
     if getattr(dataset, "has_whole_batches", False):
         steps = given.get("gradient_accumulation_steps", 1)
         check_value("gradient_accumulation_steps", steps, Count, 1)

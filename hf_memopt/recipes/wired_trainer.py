@@ -85,18 +85,13 @@ def build_trainer(
         batch = {"batch_size": args.per_device_train_batch_size, "pad_to_multiple_of": recipe.pad_to_multiple_of}
         train_dataset = training_view(recipe.name, train_dataset, **batch)
         trainer_kwargs["eval_dataset"] = evaluation_view(recipe.name, trainer_kwargs.get("eval_dataset"), args)
-    if trainer_kwargs.get("data_collator") is None:
-        if fixed is None:
-            causal_lm = needs_causal_labels(model, train_dataset)
-            from hf_memopt.batching.collation import check_tokenizer
+    pads = trainer_kwargs.get("data_collator") is None and fixed is None
+    if pads:
+        from hf_memopt.batching.collation import check_tokenizer
 
-            check_tokenizer(processing_class, "processing_class")
-            trainer_kwargs["data_collator"] = recipe.collator(processing_class, causal_lm=causal_lm)
-            if causal_lm:
-                reason = f"{type(unwrap_model(model)).__name__} predicts tokens, and the data has no labels of its own"
-                changes.append(Change("labels", None, "input_ids", reason))
-        elif fixed == "input_features":
-            trainer_kwargs["data_collator"] = speech_collator(model)
+        check_tokenizer(processing_class, "processing_class")
+    elif fixed == "input_features" and trainer_kwargs.get("data_collator") is None:
+        trainer_kwargs["data_collator"] = speech_collator(model)
     theirs = {type(callback) for callback in callbacks} & {OverflowCallback}
     own = [one for one in callbacks_of(recipe, args.optim) if type(one) not in theirs]
     trainer = Trainer(
@@ -107,6 +102,13 @@ def build_trainer(
         callbacks=[*own, *callbacks],
         **trainer_kwargs,
     )
+    if pads:  # by the model, which model_init has made by now
+        causal_lm = needs_causal_labels(trainer.model, train_dataset)
+        trainer.data_collator = recipe.collator(processing_class, causal_lm=causal_lm)
+        if causal_lm:
+            kind = type(unwrap_model(trainer.model)).__name__
+            reason = f"{kind} predicts tokens, and the data has no labels of its own"
+            changes.append(Change("labels", None, "input_ids", reason))
     for change in changes:
         logger.info("%s: %s", recipe.name, change)
     record_changes(trainer, changes)

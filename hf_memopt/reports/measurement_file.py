@@ -11,7 +11,7 @@ from typing import Literal
 
 from hf_memopt.json_fields import check_format
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, checked_path, from_object, parse_object, shown
-from hf_memopt.units import format_bytes, format_count, percent
+from hf_memopt.units import format_bytes, format_count, format_number, percent
 from hf_memopt.whole_files import check_target, write_whole, writing
 
 FORMAT = 1
@@ -278,8 +278,8 @@ def _seconds(found: Measurement) -> Iterator[str]:
         measured, predicted = getattr(found.measured, field), getattr(found.predicted, field, None)
         if measured is None:
             continue
-        other = ("-", "") if predicted is None else (f"{predicted:.3g} s", _difference(predicted, measured))
-        yield ROW.format(name, f"{measured:.3g} s", *other)
+        other = ("-", "") if predicted is None else (f"{format_number(predicted)} s", _difference(predicted, measured))
+        yield ROW.format(name, f"{format_number(measured)} s", *other)
 
 
 def _verdict(found: Measurement) -> str:

@@ -219,8 +219,14 @@ def _encoded(rows: Dataset, encoder: Encoder, notes: list[str]) -> Dataset:
     names = {name: f"{name} that is read" for name in encoder.columns.values()}
     read = rows.with_format(None).select_columns([*names]).rename_columns(names)
 
+    target = encoder.columns.get("target", "")
+    classes = _names(rows.features.get(target))  # of which one to write is learned by its name
+
     def encode(batch: Mapping[str, list[Any]]) -> Columns:
-        return encoder({name: batch[renamed] for name, renamed in names.items()})
+        given = {name: batch[renamed] for name, renamed in names.items()}
+        if classes is not None:
+            given[target] = [None if one in (None, -1) else classes[one] for one in given[target]]
+        return encoder(given)
 
     made = read.map(encode, batched=True, remove_columns=read.column_names, desc="Reading rows")
     needed = " or ".join(name for part, name in encoder.columns.items() if part not in OPTIONAL)

@@ -47,6 +47,14 @@ def test_a_plan_for_a_file_of_lengths(model: str, tmp_path: Path) -> None:
     assert "Recommended: full, " in found.output
 
 
+def test_a_plan_is_printed_in_any_encoding(model: str) -> None:
+    options = ("--gpu", "RTX 3060 12GB", "--effective-batch", "1", "--seq-len", "8", "--method", "full")
+    found = CliRunner(charset="cp1252").invoke(app, ["plan", model, *options])
+    assert found.exit_code == 0, found.output
+    assert "Recommended: full, " in found.output
+    assert "...." in found.output
+
+
 def test_json_and_the_exit_code_of_what_does_not_fit(model: str) -> None:
     options = ("--gpu", "160MiB", "--effective-batch", "1", "--seq-len", "8", "--method", "full", "--json")
     found = run(model, *options)

@@ -374,6 +374,10 @@ def test_what_is_assumed_of_a_gpu_is_in_the_notes() -> None:
     for name in ("8GB", "MI300X"):
         (note,) = find_gpu(name).notes
         assert note in estimate(tiny.bert_config(), batch_size=2, seq_len=8, gpu=name).notes
+    by_name = [{}, {"weights_dtype": "bfloat16"}, {"recipe": recipe("16gb-gpu")}, {"load_in": "nf4", "lora": 8}]
+    for at, changed in enumerate(by_name):
+        notes = estimate("gpt2", batch_size=1, seq_len=8, gpu="RTX 3060 12GB", **changed).notes
+        assert any(note.startswith("weights are float32: ") for note in notes) is (at == 0)
 
 
 def gpu_of(usable_bytes: int) -> Any:

@@ -282,10 +282,15 @@ def test_a_new_pooler_is_trained_and_saved_whole_and_a_pretrained_one_is_not() -
 
 
 def test_each_part_of_a_new_head_is_trained_and_saved_whole() -> None:
-    config = transformers.BigBirdConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-    adapted: Any = PLAIN.replace(lora=4).prepare_model(transformers.BigBirdForQuestionAnswering(config))
-    whole = {name.split(".")[2] for name in peft.get_peft_model_state_dict(adapted) if "lora_" not in name}
-    assert whole == {"qa_classifier"}
+    bird = transformers.BigBirdConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    xlnet = transformers.XLNetConfig(vocab_size=64, d_model=16, n_layer=1, n_head=2, d_inner=32)
+    for model, parts in [
+        (transformers.BigBirdForQuestionAnswering(bird), {"qa_classifier"}),
+        (transformers.XLNetForSequenceClassification(xlnet), {"sequence_summary", "logits_proj"}),
+    ]:
+        adapted: Any = PLAIN.replace(lora=4).prepare_model(model)
+        whole = {name.split(".")[2] for name in peft.get_peft_model_state_dict(adapted) if "lora_" not in name}
+        assert whole == parts
 
 
 def test_a_new_pooler_in_4_bits_is_not_trained() -> None:

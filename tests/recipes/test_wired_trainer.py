@@ -37,7 +37,7 @@ def kind(data: Any) -> str:
 def wired(tmp_path: Any, chosen: Recipe, data: Any, **settings: Any) -> Any:
     quiet = {"output_dir": str(tmp_path), "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     return chosen.trainer(
-        model=settings.pop("model", None) or tiny.bert(),
+        model=settings.pop("model") if "model" in settings else tiny.bert(),
         train_dataset=data,
         processing_class=settings.pop("processing_class", tiny.tokenizer()),
         training_arguments={**quiet, "use_cpu": True, **settings.pop("training_arguments", {})},
@@ -133,9 +133,14 @@ def test_a_stream_is_bucketed_where_it_names_its_columns(tmp_path) -> None:
     assert isinstance(wired(tmp_path, chosen, Nameless(), training_arguments=steps).train_dataset, Nameless)
 
 
-def test_a_causal_model_without_labels_learns_its_tokens_and_says_so(tmp_path) -> None:
+@pytest.mark.parametrize("is_made_by_the_trainer", [False, True])
+def test_a_causal_model_without_labels_learns_its_tokens_and_says_so(tmp_path, is_made_by_the_trainer, caplog) -> None:
     unlabelled = dataset().remove_columns("labels")
-    trainer = wired(tmp_path, recipe("cpu"), unlabelled, model=tiny.llama(), training_arguments={"max_steps": 1})
+    model = {"model": None, "model_init": lambda: tiny.llama()} if is_made_by_the_trainer else {"model": tiny.llama()}
+    steps = {"max_steps": 1, "train_sampling_strategy": "group_by_length"}
+    with caplog.at_level("INFO"):
+        trainer = wired(tmp_path, recipe("cpu"), unlabelled, **model, training_arguments=steps)
+    assert "train_sampling_strategy: 'group_by_length' -> 'sequential'" in caplog.text
     assert trainer.data_collator.causal_lm
     change = next(change for change in trainer.memopt_changes if change.name == "labels")
     assert (change.new, change.reason) == (

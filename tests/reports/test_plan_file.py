@@ -50,7 +50,8 @@ def test_nonsense_is_refused_with_its_place(text: str, place: str, value: Any, s
         (b"", "(it is empty)"),
         (b"[1]", "(it is not an object but [1])"),
         (b'{"format": NaN}', "(it has NaN, which is not a finite number)"),
-        (b"\xff\xfe", "(it is not UTF-8 text: "),
+        (b"\xff", "(it is not UTF-8 text: "),
+        (b"\xff\xfe", "(it is empty)"),
         (b"{}", "(it has format None, written by hf-memopt another version)"),
     ],
 )

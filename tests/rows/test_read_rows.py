@@ -444,6 +444,15 @@ def test_source_and_target() -> None:
     )
 
 
+def test_a_class_that_is_a_target_is_learned_by_its_name() -> None:
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
+    data = datasets.Dataset.from_dict({"text": ["ab"] * 6, "label": [0, 1, -1] * 2}, features=kinds)
+    tokenizer = byte_tokenizer()
+    found = read_rows(data, tokenizer, "seq2seq", columns={"source": "text", "target": "label"})
+    learned = {tokenizer.decode(row) for part in (found.train, found.evaluation) for row in part["labels"]}
+    assert learned == {"bad", "good"}
+
+
 def test_named_splits_are_taken() -> None:
     rows = datasets.Dataset.from_list([{"text": f"w{i}"} for i in range(4)])
     parts = datasets.DatasetDict(train=rows.select([0, 1]), test=rows.select([2]), validation=rows.select([3]))

@@ -258,7 +258,12 @@ def test_what_was_done_is_undone() -> None:
     copied = copy.deepcopy(model).half()
     assert copied.model.layers[0].mlp.experts.down_proj.absmax.dtype == torch.float32
     assert torch.equal(copied.model.layers[0].mlp.experts.down_proj[1], model.model.layers[0].mlp.experts.down_proj[1])
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    unsent = {*adapted._ddp_params_and_buffers_to_ignore}  # DDP sends the other buffers to all processes in each step
+    assert not [name for name, _ in adapted.named_buffers() if ".experts." in name and name not in unsent]
+    model = adapted.unload()
     handle.remove()
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
     assert {name for name, _ in model.named_parameters()} == names
     assert model.config._experts_implementation == before
     assert "save_pretrained" not in vars(model)

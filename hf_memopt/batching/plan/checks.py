@@ -47,7 +47,7 @@ def checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
         if found[row] == 0:
             raise ValueError(
                 f"lengths[{row}]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
-                'dataset.filter(lambda row: row["input_ids"])'
+                "dataset.select(numpy.flatnonzero(token_lengths(dataset)))"
             )
         if not 0 < found[row] < 2**31:
             raise ValueError(

@@ -1,6 +1,6 @@
 from .adapters import adapter_options as adapter_options
 from .adapters import add_adapters as add_adapters
-from .adapters import has_new_pooler as has_new_pooler
+from .adapters import new_parts as new_parts
 from .input_gradients import INPUT_GRADIENTS_DROPPED as INPUT_GRADIENTS_DROPPED
 from .input_gradients import drop_input_gradients as drop_input_gradients
 from .input_gradients import input_gradient_hooks as input_gradient_hooks

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ def add_adapters(
         _check_targets(model, targets)
     config: Any = copy.deepcopy(lora)
     if isinstance(lora, int):
-        options = adapter_options(task_of(model), lora, alpha=alpha, targets=targets, has_pooler=has_new_pooler(model))
+        options = adapter_options(task_of(model), lora, alpha=alpha, targets=targets, new=new_parts(model))
         config = LoraConfig(**options)
         if targets == AUTO_TARGETS:
             config.exclude_modules = _not_adaptable(model, config)
@@ -93,9 +93,15 @@ def without_warnings_of_peft() -> Iterator[None]:
         yield
 
 
-def has_new_pooler(model: nn.Module) -> bool:
-    """Return whether a pooler in 16 bits or more belongs to the head, as DeBERTa's; BERT's belongs to the backbone."""
-    return {"pooler", "classifier"} <= dict(model.named_children()).keys() and not is_quantized(model)
+def new_parts(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of a model's parts that a checkpoint usually lacks, which are trained whole.
+
+    A pooler in 16 bits or more is among them where it belongs to the head, as DeBERTa's; BERT's is the backbone's.
+    """
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    new = tuple(name for name in head_for(task_of(model)).new if name in names)
+    has_pooler = {"pooler", "classifier"} <= dict(model.named_children()).keys() and not is_quantized(model)
+    return (*new, "pooler") if has_pooler else new
 
 
 def adapter_options(
@@ -104,16 +110,16 @@ def adapter_options(
     *,
     alpha: int | None = None,
     targets: str | tuple[str, ...] = AUTO_TARGETS,
-    has_pooler: bool = False,
+    new: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the options of PEFT's ``LoraConfig`` for a model with a head for ``task``, which may have a pooler."""
-    head = head_for(task)  # a new one is trained whole: PEFT 0.21 would put adapters on some first, and then refuse
+    """Return the options of PEFT's ``LoraConfig`` for a head for ``task``, of which ``new`` is trained whole."""
+    head = head_for(task)  # of which PEFT 0.21 would put adapters on some parts first, and then refuse
     return {
         "r": rank,
         "lora_alpha": 2 * rank if alpha is None else alpha,
         "target_modules": "all-linear" if isinstance(targets, str) else list(targets),
         "task_type": head.adapters,
-        "modules_to_save": [*head.new, *(["pooler"] if has_pooler else [])] or None,
+        "modules_to_save": list(head.new if new is None else new) or None,
     }
 
 

@@ -14,7 +14,7 @@ baseline-peft-bnb and accelerated-peft-bnb). The estimate prepares its model by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,12 @@ _CHECKED_ROWS = 4096
 
 
 def quantization_options(
-    load_in: str, compute_dtype: str, task: str | None = None, *, is_sharded: bool = False
+    load_in: str,
+    compute_dtype: str,
+    task: str | None = None,
+    *,
+    is_sharded: bool = False,
+    new: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return the options of ``BitsAndBytesConfig``.
 
@@ -52,8 +57,10 @@ def quantization_options(
             of any other model transformers itself leaves the head out.
         is_sharded: whether FSDP is to cut 4-bit weights, which it does where they are stored as numbers of the dtype
             that is computed in; the bytes are the same. accelerate leaves whole what is stored as uint8.
+        new: the new parts of the model; None for those that any with a head for the task may have.
     """
-    heads = {"llm_int8_skip_modules": list(new)} if (new := head_for(task).new) else {}
+    new = head_for(task).new if new is None else new
+    heads = {"llm_int8_skip_modules": list(new)} if new else {}
     storage = {"bnb_4bit_quant_storage": compute_dtype} if is_sharded and load_in == "nf4" else {}
     return {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype, **storage, **heads}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.components import COLOURS, COMPONENTS, CONTEXT, MARGIN_SHARE, parts_of
 from hf_memopt.reports.difference import ESTIMATE_FORMAT
 from hf_memopt.technique_list import asked_by
-from hf_memopt.units import format_bytes, format_count, percent
+from hf_memopt.units import format_bytes, format_count, format_number, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -28,7 +28,8 @@ COLOUR = {"fits": "green", "tight": "yellow", "over": "red"}
 
 def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:
     """Print the table to a terminal, the verdict in colour; ``wording`` changes notes, verdict and hints."""
-    heading = f"{describe(estimate)}\n{_parameters(estimate)}; {estimate.flops / 1e12:,.3g} TFLOP per optimizer step"
+    flops = f"{format_number(estimate.flops / 1e12)} TFLOP per optimizer step"
+    heading = f"{describe(estimate)}\n{_parameters(estimate)}; {flops}"
     lines = []
     if estimate.host_bytes:
         lines.append(f"Moved to the host: {format_bytes(estimate.host_bytes)}.")
@@ -103,7 +104,8 @@ def _time(estimate: Estimate) -> list[str]:
     time = estimate.step_time
     if time is None:
         return [f"Time of a step: not predicted, {estimate.time_unknown}."] if estimate.time_unknown else []
-    speed = f"{time.examples_per_second:,.3g} examples/s"
+    speed = f"{format_number(time.examples_per_second)} examples/s"
+    seconds, low, high = map(format_number, (time.seconds, time.low, time.high))
     tokens = time.tokens_per_second()
     if tokens is not None:
         speed = f"{tokens:,.0f} tokens/s"
@@ -112,7 +114,7 @@ def _time(estimate: Estimate) -> list[str]:
         if time.is_launch_bound
         else ""
     )
-    return [f"Time of a step, predicted: {time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g} s), {speed}{bound}."]
+    return [f"Time of a step, predicted: {seconds} s ({low} to {high} s), {speed}{bound}."]
 
 
 def _parameters(estimate: Estimate) -> str:

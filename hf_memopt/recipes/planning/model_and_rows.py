@@ -12,7 +12,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hf_memopt.binding import can_offload_checkpoints
 from hf_memopt.binding.model import task_of
-from hf_memopt.binding.model_changes import has_new_pooler, is_quantized, tied_embeddings
+from hf_memopt.binding.model_changes import is_quantized, new_parts, tied_embeddings
 from hf_memopt.binding.parameters import layer_stacks
 from hf_memopt.devices import against_float16, current_os
 from hf_memopt.memory.models import default_length, most_tokens, name_on_hub
@@ -147,7 +147,7 @@ def facts_of(
         default_length=STEPPING_LENGTH if kind in STEPPING else default_length(built, settings),
         has_experts=any(hasattr(module, "has_gate") for module in built.modules()),
         is_t5=kind == "t5",
-        has_new_pooler=has_new_pooler(built),
+        new_parts=new_parts(built),
         notes=loaded.notes,
     )
     return source, own_task, facts

@@ -44,8 +44,9 @@ def plan_text(found: Plan, width: int = 80) -> str:
 
 def print_plan(found: Plan, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:
     """Print the plan, in a terminal with its verdicts in colour unless NO_COLOR is set; ``wording`` changes notes."""
+    bars = {} if console.encoding.lower().startswith("utf") else str.maketrans("█░", "#.")
     for line, style in _lines(found, console.width, wording):
-        console.out(line, style=style or None, highlight=False)
+        console.out(line.translate(bars), style=style or None, highlight=False)
 
 
 def _lines(found: Plan, width: int, wording: Callable[[str], str]) -> Iterator[tuple[str, str]]:
@@ -225,7 +226,7 @@ def _recommended(found: Plan) -> Iterator[str]:
     if one.seconds is not None and one.low and one.high:
         unit, amount = ("tokens/s", one.tokens) if one.tokens else ("examples/s", float(one.examples))
         slow, fast = _number(amount / one.high), _number(amount / one.low)
-        yield f"Speed: {_number(amount / one.seconds)} {unit} ({slow} to {fast}), {one.seconds:.3g} s a step."
+        yield f"Speed: {_number(amount / one.seconds)} {unit} ({slow} to {fast}), {_number(one.seconds)} s a step."
     if one.sharing is not None:
         yield f"{sharing_text(one, found.candidates, found.gpu, found.world_size)}."
 

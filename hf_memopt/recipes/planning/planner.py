@@ -47,7 +47,7 @@ from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
 from hf_memopt.reports import Measurement, named_measurement
-from hf_memopt.units import format_bytes, parse_bytes, percent
+from hf_memopt.units import format_bytes, format_number, parse_bytes, percent
 
 if TYPE_CHECKING:
     import os
@@ -377,7 +377,7 @@ def _buys_nothing(one: Candidate, candidates: Sequence[Candidate], goal: str) ->
         freed_bytes = other.total_bytes - one.total_bytes
         if goal != "memory" or equally_fast(one.total_bytes, other.total_bytes):
             times = one.cost / other.cost
-            seconds = "" if one.seconds is None else f", {one.seconds:.3g} s a step"
+            seconds = "" if one.seconds is None else f", {format_number(one.seconds)} s a step"
             price = f"no more {_time(one)}" if times < 1.005 else f"{times:.2f} x the {_time(one)}{seconds}"
             frees = f"frees {format_bytes(freed_bytes)} that nothing needs" if freed_bytes > 0 else "frees nothing"
             return f"{technique.name} buys nothing: without it {other.batch} fits too; it {frees}, for {price}"

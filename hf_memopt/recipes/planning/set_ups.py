@@ -98,7 +98,7 @@ class ModelFacts:
     has_experts: bool = False  # whether it has fused experts that can be put into 4 bits
     tiles: bool = False  # whether its rows are long, and modules of it work on each position alone
     is_t5: bool = False  # whether its task is a prefix of the text
-    has_new_pooler: bool = False  # which adapters train whole, as the head
+    new_parts: tuple[str, ...] | None = None  # which adapters train whole; None for all that its task may have
     notes: tuple[str, ...] = ()  # on its published weights
 
     @property

@@ -26,7 +26,7 @@ from hf_memopt.reports.run import (
     run_file_of,
     total_bytes,
 )
-from hf_memopt.units import format_bytes, format_count
+from hf_memopt.units import format_bytes, format_count, format_number
 
 Kind = Literal["plan", "run", "estimate", "measurement"]
 VERDICTS = {"fits": "fits", "tight": "fits, with little to spare", "over": "does not fit"}
@@ -233,7 +233,9 @@ def _of_estimate(told: EstimateData, name: str) -> Side:
         total_bytes=told["total_bytes"],
         components=parts_of(told["components"], told["peak_reserved_bytes"], told["context_bytes"]),
         phases={phase: peaks.get("allocated_bytes", 0) for phase, peaks in told["phase_peaks"].items()},
-        speed="" if time is None else f"{time['seconds']:.3g} s, {time['low']:.3g} to {time['high']:.3g}",
+        speed=""
+        if time is None
+        else "{} s, {} to {}".format(*(format_number(time[one]) for one in ("seconds", "low", "high"))),
         size=_parameters(told),
         fixes=[_fix(hint) for hint in told.get("hints") or ()],
         notes=told.get("notes", ()),
@@ -265,7 +267,7 @@ def _of_measurement(found: Measurement, name: str) -> Side:
         total_bytes=found.total_bytes,
         components=found.measured.components,
         phases=found.measured.phases,
-        speed=f"{median(found.step_seconds):.3g} s" if found.step_seconds else "",
+        speed=f"{format_number(median(found.step_seconds))} s" if found.step_seconds else "",
         failed="" if found.fits else f"ran out of memory in the {found.out_of_memory} phase",
         settings={"model": found.model, "largest batch": size, **{key: str(getattr(found, key)) for key in settings}},
         versions=found.versions,

@@ -14,12 +14,13 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_memopt.binding.model import check_model, unwrap_model
-from hf_memopt.binding.undo import UndoHandle, override_method, remove_all
+from hf_memopt.binding.undo import UndoHandle, override_method, remove_all, set_attribute
 from hf_memopt.plain_data import check_value
 from hf_memopt.techniques.experts.stacks import BLOCK, ExpertStack, experts_forward
 
 IMPLEMENTATION = "hf_memopt_nf4"
 _SAVING = "save_pretrained"
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class QuantizedExpertsHandle(UndoHandle):
@@ -137,9 +138,14 @@ def use_stacks(model: Any) -> UndoHandle:
         config._experts_implementation = IMPLEMENTATION
     hook = inner.register_forward_pre_hook(_refuse_adapters)
     saving = override_method(inner, _SAVING, _refuse_saving)
+    # DDP would send buffers to all processes in each step; by their names here, and those below PEFT's wrapper
+    stacks = [name for name, one in inner.named_modules() if isinstance(one, ExpertStack)]
+    buffers = [f"{name}.{key}" for name in stacks for key in inner.get_submodule(name)._buffers]
+    ignored = [*getattr(inner, _IGNORED, ()), *buffers, *(f"base_model.model.{name}" for name in buffers)]
+    unsent = set_attribute(inner, _IGNORED, ignored)
 
     def undo() -> None:
-        remove_all([hook, saving])
+        remove_all([hook, saving, unsent])
         for config, implementation in before:
             config._experts_implementation = implementation
         for module in [*inner.modules()]:

@@ -7,12 +7,14 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_plans
 
 from hf_memopt import Plan
 from hf_memopt import batching as padding_costs
+from hf_memopt.binding.model import head_for
 from hf_memopt.devices import find_gpu
 from hf_memopt.recipes.planning.script import RowsFile, script_of
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
@@ -78,7 +80,7 @@ def scripts_of_all_set_ups(found: Plan, every: int) -> Iterator[tuple[Plan, str,
     assert found.chosen is not None
     for task in ("causal-lm", *ENCODERS, "seq2seq", "speech-seq2seq", "image-classification"):
         for gpu in map(find_gpu, (GPU, "T4")):
-            facts = ModelFacts(task, is_tied=True, layers=4)
+            facts = ModelFacts(task, is_tied=True, layers=4, new_parts=head_for(task).new[:4])
             for one in (one for stage in METHODS for one in set_ups(stage, facts, gpu, 32)):
                 number += 1
                 if number % every:
@@ -87,12 +89,12 @@ def scripts_of_all_set_ups(found: Plan, every: int) -> Iterator[tuple[Plan, str,
                 told = replace(
                     found,
                     source="organisation/model",
+                    simulation=SimpleNamespace(facts=facts),
                     task=task,
                     world_size=1 + number % 2,
                     command="hf-memopt plan " + "--allow freeze " * (number % 9),
                     chosen=replace(found.chosen, recipe=one.recipe, accumulation_steps=32, seq_len=length),
                     texts=replace(found.texts, cut=39, rows=1000),
-                    simulation=None,
                 )
                 file = [None, *files][number % 6]
                 with pytest.MonkeyPatch.context() as patch:

@@ -78,12 +78,13 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         "optimizer": next((one for one in asked_by(recipe).values() if one.optimizer), None),
         "callbacks": list(_callbacks(found, engine)),
     }
+    new = None if found.simulation is None else found.simulation.facts.new_parts
     if recipe.load_in is not None:
-        view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=engine == "FSDP2")
+        new = None if new is None else tuple(name for name in new if name != "pooler")  # which is quantised
+        view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=engine == "FSDP2", new=new)
     if recipe.lora is not None:
         of_recipe: dict[str, Any] = {"alpha": recipe.lora_alpha, "targets": recipe.lora_targets}
-        has_pooler = found.simulation is not None and found.simulation.facts.has_new_pooler and not recipe.load_in
-        view["adapters"] = adapter_options(task, recipe.lora, **of_recipe, has_pooler=has_pooler)
+        view["adapters"] = adapter_options(task, recipe.lora, **of_recipe, new=new)
     text = _template().render(view)
     laid = laid_out(text)
     ast.parse(laid)  # names and paths of any kind stand in it
