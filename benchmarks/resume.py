@@ -118,7 +118,7 @@ def table(figures: dict[str, Any]) -> str:
         for name, found in figures.items()
     ]
     note = "Host memory above the start, of a state that belongs on a GPU (`python benchmarks/resume.py`)."
-    return markdown("| optimizer | its state | stock reads it with | lean |", rows, note)
+    return markdown("| optimizer | its state | extra, stock | extra, `ShardedCheckpointCallback` |", rows, note)
 
 
 def main() -> None:

@@ -114,7 +114,9 @@ class PresetsOptions:
     """
 
     name: str | None = _argument("The preset to explain, with the reason for every choice.", default=None)
-    model: str | None = _option(None, "A set-up that holds this model, as plan chooses it.", "NAME", "-m")
+    model: str | None = _option(
+        None, "Of the named preset: the set-up that holds this model, as plan chooses it.", "NAME", "-m"
+    )
     seq_len: int | None = _option(None, "Tokens of the longest row of --model.", "N", "-s", min=1)
     json_output: bool = _json()
 
@@ -172,7 +174,9 @@ class EstimateOptions:
 
     model: str = _model(MODEL)
     task: str | None = _task(MODEL)
-    gpu: str | None = _option(None, 'Such as "RTX 3050 4GB"; the current one by default.', "NAME", "-g", group=GPU)
+    gpu: str | None = _option(
+        None, 'Such as "RTX 3050 4GB", or a size: 8GB; the current one by default.', "NAME", "-g", group=GPU
+    )
     gpu_memory: str | None = _option(None, "Of a GPU that is not in the table, such as 4GiB.", "SIZE", group=GPU)
     compute_capability: str | None = _option(None, "Of that GPU, such as 7.5.", "X.Y", group=GPU)
     batch_size: int | None = _count(
@@ -238,17 +242,26 @@ class PlanOptions:
         1, "GPUs of one computer that train together.", "N", "--gpus", "--world-size", group=GPU, min=1
     )
     strategy: str = _option(
-        "auto", "How they share a step: auto (ddp, else fsdp2), ddp, fsdp2, zero2 or zero3.", "NAME", group=GPU
+        "auto",
+        "How they share a step: auto (ddp, or fsdp2 where it is faster), ddp, fsdp2, zero2 or zero3.",
+        "NAME",
+        group=GPU,
     )
     host_memory: str | None = _option(
-        None, "Of the computer, such as 64GB, for layers that wait there; this machine's by default.", "SIZE", group=GPU
+        None,
+        "Of the computer, such as 64GiB, for layers that wait there; this machine's by default.",
+        "SIZE",
+        group=GPU,
     )
     measured: Path | None = _option(
         None, "Correct the plan by real steps, as hf-memopt measure wrote them.", "FILE", group=GPU
     )
     goal: str = _option("speed", "speed, memory or longest (rows); speed by default.", "NAME", group=CHANGE)
     method: str = _option(
-        "auto", "full, lora, qlora, or auto: full if it fits, else LoRA, else QLoRA.", "NAME", group=CHANGE
+        "auto",
+        "full, lora, qlora, or auto: full if it fits with 8 % free, else LoRA, else QLoRA.",
+        "NAME",
+        group=CHANGE,
     )
     allow: list[str] | None = _option(
         None, "release_clipping, bf16_weights, freeze or shorter (rows); may be repeated.", "WORD", group=CHANGE
@@ -265,9 +278,9 @@ class PlanOptions:
 class ReportOptions:
     """Make one HTML file of a run or a plan, or tell what grew between two.
 
-    One: a page with pictures, of the output folder of a run with a MemoryReportCallback, or of a plan's JSON. Two of a
-    kind: what grew, by component and phase, as tables; with --output also as a page. No network is needed, and neither
-    the model nor the data.
+    One: a page with pictures, from the output folder of a run with a MemoryReportCallback, or from the JSON of plan,
+    estimate or measure. Two of a kind: what grew, by component and phase, as tables; with --output also as a page. No
+    network is needed, and neither the model nor the data.
 
     Examples:
       hf-memopt plan gpt2 -g "RTX 4060" --report plan.html --json > plan.json
@@ -277,9 +290,9 @@ class ReportOptions:
     """
 
     path: list[Path] = _argument("The output folder of a run, or JSON of plan, estimate or measure; one or two.")
-    output: Path | None = _option(None, "The HTML file; of one beside its JSON.", "FILE", "-o")
+    output: Path | None = _option(None, "The HTML file to write; of one path beside it by default.", "FILE", "-o")
     force: bool = _option(False, "Replace a file that is there.")
-    json_output: bool = _option(False, "Print JSON instead of tables, of two.", None, "--json")
+    json_output: bool = _option(False, "Of two paths: print JSON instead of tables.", None, "--json")
 
 
 @dataclass(frozen=True)
@@ -296,7 +309,7 @@ class MeasureOptions:
     """
 
     script: Path = _argument("A Python script that trains with the stock Trainer.")
-    arguments: list[str] | None = _argument("Its own arguments, after --.", default=None)
+    arguments: list[str] | None = _argument("The script's own arguments, after --.", default=None)
     steps: int = _option(10, "Optimizer steps to time.", "N", "-n", min=1, max=10**4, show_default=True)
     output: Path | None = _option(None, "Also write JSON here, for plan.", "FILE", "-o")
     force: bool = _option(False, "Overwrite the file of --output.")
