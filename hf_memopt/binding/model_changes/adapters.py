@@ -69,7 +69,7 @@ def add_adapters(
     if isinstance(lora, int):
         # experts in 4 bits are among the names that PEFT makes of "all-linear", and it has put no adapter on them
         stacks = [name for name, one in model.named_modules() if type(one).__name__ == "ExpertStack"]
-        named = getattr(config, "target_parameters", None) or ()  # since peft 0.17
+        named = config.target_parameters or ()
         kept = [name for name in named if not any(stack.endswith(f".{name}") for stack in stacks)]
         if stacks and len(kept) < len(named):
             config.target_parameters = kept or None
