@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import pickle
 import weakref
 from collections import Counter
@@ -451,7 +452,18 @@ def test_what_is_no_stream_or_setting_of_one_is_refused(name):
     refuses((TypeError, ValueError), text, bucketed, NO_STREAMS.get(name, Rows()), **{"batch_size": 4, **settings})
 
 
+def test_persistent_workers_say_that_they_do_not_know_a_loaded_state():
+    stream = bucketed(Rows(), batch_size=4, seed=0, buffer_examples=16)
+    loader = DataLoader(stream, batch_size=4, num_workers=1, persistent_workers=True, collate_fn=identities)
+    list(itertools.islice(loader, 2))
+    stream.load_state_dict(stream.state_dict(position=2))
+    with pytest.raises(RuntimeError, match="Build the DataLoader again after"):
+        next(iter(loader))
+
+
 def test_a_stream_keeps_what_it_was_given():
+    numbers = {"batch_size": np.int64(4), "seed": np.int64(3)}
+    assert json.loads(json.dumps(bucketed(Rows(), **numbers).state_dict(position=1)))["seed"] == 3
     rows = Dataset.from_list([example(0)]).to_iterable_dataset()
     stream = bucketed(rows, batch_size=4, world_size=2, too_long="drop")
     assert (stream.batch_size, stream.world_size, stream.buffer_examples) == (4, 2, 2 * 8192)

@@ -226,6 +226,16 @@ def test_attach_refuses_a_view_as_evaluation_data_and_takes_its_dataset(tmp_path
         assert attach(trainer) is trainer
 
 
+def test_a_collator_that_pads_wider_than_max_tokens_counts_is_refused(tmp_path):
+    view = bucketed(examples(), max_tokens=256)
+    trainer, _ = make_trainer(tmp_path, view, per_device_train_batch_size=1)
+    trainer.data_collator = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=64)
+    with pytest.raises(
+        ValueError, match=r"pad_to_multiple_of=64 of the collator .* counts in multiples of 8; expected"
+    ):
+        attach(trainer)
+
+
 NOT_FOR_EVALUATION = whole("dataset=<BucketedView>")
 
 

@@ -152,7 +152,7 @@ def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, tmp_
         seen += ", by convolutions or state-space layers along the row"
     assert refusal(tmp_path, model) == (
         f"{seen}; expected a model whose layers keep apart what position_ids count anew. "
-        "Pad instead: BucketedCollator(tokenizer, causal_lm=True)"
+        "Train on padded rows: bucketed(dataset, batch_size=...) and BucketedCollator(tokenizer, causal_lm=True)"
     )
 
 
@@ -185,7 +185,10 @@ def test_what_keeps_no_texts_apart_is_refused_with_the_reason(name, tmp_path):
         assert found == message
         return
     assert found.startswith(message)  # the rest is what the model raised
-    assert "; expected a causal language model that takes position_ids. Pad instead: BucketedCollator(tok" in found
+    assert (
+        "; expected a model with a label for each token that takes position_ids. Train on padded rows: bucketed("
+        in found
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

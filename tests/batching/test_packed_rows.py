@@ -170,6 +170,43 @@ def test_a_stream_hands_out_every_token_once_a_pass_and_goes_on_from_its_state(w
     assert resumed == straight[turns * world_size :]
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("lengths", "too_long"), [([12] * 101, "error"), ([7, 30, 9, 12, 8] * 20, "split")])
+def test_rows_that_are_too_few_for_all_processes_are_carried_over(lengths, too_long, world_size):
+    rows = Dataset.from_list([{"input_ids": [i] * length} for i, length in enumerate(lengths)])
+    settings: Any = {"too_long": too_long, "world_size": world_size, "buffer_examples": 16}
+    stream = packed(rows.to_iterable_dataset(), 12, **settings)
+    straight = list(itertools.islice(stream, 120 * world_size))
+    for turns in (3, 13, 40, 77):
+        list(itertools.islice(stream, turns * world_size))
+        state = stream.state_dict(position=turns)
+        stream.load_state_dict(state)
+        resumed = list(itertools.islice(stream, 12 * world_size))
+        stream.load_state_dict(None)
+        assert resumed == straight[turns * world_size :][: len(resumed)]
+    seen = [text["input_ids"][0] for row in straight for text in row][: len(lengths) // world_size * world_size]
+    assert too_long == "split" or len({*seen}) == len(seen)
+
+
+def test_a_counted_column_of_another_name_and_labels_without_a_sign(tmp_path):
+    tokens = [np.full(6, 5 + i, np.uint16) for i in range(8)]
+    data = [{"input_ids": one, "labels": one, "counted": one} for one in tokens]
+    trainer = make_trainer(tmp_path, tiny.llama(), packed(data, 12, column="counted"), max_steps=2)
+    trainer.args.remove_unused_columns = True
+    attach(trainer)
+    assert trainer.train().global_step == 2
+
+
+def test_models_that_model_init_makes_keep_texts_apart_too(tmp_path):
+    view, args = packed(examples(12), ROW), tiny.arguments(tmp_path, per_device_train_batch_size=1, max_steps=2)
+    collator = BucketedCollator(tiny.tokenizer(), causal_lm=True)
+    trainer = Trainer(args=args, model_init=lambda: tiny_model("opt"), train_dataset=view, data_collator=collator)
+    handle = attach(trainer).memopt_handle
+    assert trainer.train().global_step == 2
+    handle.remove()
+    assert "call_model_init" not in vars(trainer)
+
+
 def test_a_collated_row_begins_positions_anew_and_has_no_label_at_a_texts_first_token():
     view = packed([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], 9)
     batch = BucketedCollator(tiny.tokenizer(), causal_lm=True)([view[0]])
@@ -314,7 +351,7 @@ def test_models_whose_texts_cannot_be_kept_apart_are_refused_by_name(name, tmp_p
         attach(make_trainer(tmp_path, model, packed(texts, ROW), BucketedCollator(tiny.tokenizer())))
     assert str(error.value).startswith("packed(...) joins texts into one row, ")
     assert type(model).__name__ in str(error.value) or name == "t5"
-    assert "Pad instead: BucketedCollator(tokenizer" in str(error.value)
+    assert "Train on padded rows: bucketed(dataset, batch_size=...) and BucketedCollator(tokenizer" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])

@@ -269,6 +269,8 @@ class BucketedCollator:
                         "padded rows: bucketed(dataset, ...), or leave the column out."
                     )
             value = self.label_pad_token_id if name in LABELS else self._pad_value(name)
+            if name in LABELS and cells[0].dtype.kind == "u":  # which have no -100
+                cells = [cell.astype(np.int64) for cell in cells]
             found[name] = np.concatenate([*cells, np.full((free, *cells[0].shape[1:]), value, cells[0].dtype)])
         return found
 

@@ -29,6 +29,7 @@ from hf_memopt.binding.undo import (
     UndoHandle,
     is_overridden,
     override_method,
+    remove_all,
     set_attribute,
     undo_all,
 )
@@ -83,11 +84,27 @@ def keep_texts_apart(trainer: Trainer, inner: Callable[[Any], Any] | None = None
         with undisturbed(trainer, model):
             found = _why_not(trainer, inner or of_packed_view, is_labelled=inner is not None or is_causal_lm(model))
         if found is None:
-            return undo_all(attention, override_method(trainer, "training_step", _look_once(trainer), purpose=APART))
+            looking = override_method(trainer, "training_step", _look_once(trainer), purpose=APART)
+            return undo_all(attention, looking, _routing_new_models(trainer, route))
         attention.remove()
         reason = reason if inner is not None and route is pack_attention else found  # what stock does wrong
     what = "packed(...) joins texts" if inner is None else f"inner={type(inner).__name__} joins the texts of a batch"
     raise ValueError(f"{what} into one row, {reason}")
+
+
+def _routing_new_models(trainer: Trainer, route: Callable[[Any], UndoHandle | None]) -> UndoHandle:
+    """Take the route with each model that ``model_init`` makes, too."""
+    made: list[UndoHandle] = []
+
+    def call_model_init(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = before(*args, **kwargs)
+        made.append(route(unwrap_model(model)) or undo_all())
+        return model
+
+    if cast(Any, trainer).model_init is None:
+        return undo_all()
+    overriding = override_method(trainer, "call_model_init", call_model_init)
+    return UndoHandle(lambda: remove_all([overriding, *made]))
 
 
 @contextmanager
@@ -138,8 +155,8 @@ def _why_not(trainer: Any, inner: Callable[[Any], Any], *, is_labelled: bool) ->
         of_first = {_loss_of_label(trainer, one, start) for one in rows}
     except Exception as error:  # whatever the model raises for inputs that it does not take
         return (
-            f"which {name} could not be trained on ({type(error).__name__}: {error}); expected a causal language model "
-            f"that takes position_ids. {_pad_instead(trainer)}"
+            f"which {name} could not be trained on ({type(error).__name__}: {error}); expected a model with a label "
+            f"for each token that takes position_ids. {_pad_instead(trainer)}"
         )
     if is_labelled and labels.ne(IGNORED_LABEL).any():
         return (
@@ -307,7 +324,7 @@ def _texts(model: Any) -> list[list[int]]:
 
 def _pad_instead(trainer: Any) -> str:
     labels = ", causal_lm=True" if is_causal_lm(trainer.model) else ""
-    return f"Pad instead: BucketedCollator(tokenizer{labels})"
+    return f"Train on padded rows: bucketed(dataset, batch_size=...) and BucketedCollator(tokenizer{labels})"
 
 
 def _name(model: Any) -> str:

@@ -41,7 +41,7 @@ class SpeechCollator:
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return the batch of ``features``, which stay as they are."""
-        labels = [torch.as_tensor(row["labels"]) for row in features if "labels" in row]
+        labels = [torch.as_tensor(row["labels"], dtype=torch.long) for row in features if "labels" in row]
         batch: dict[str, torch.Tensor] = default_data_collator(
             [{name: value for name, value in row.items() if name != "labels"} for row in features]
         )

@@ -27,7 +27,7 @@ def check_settings(**values: Any) -> None:
     """Raise ValueError unless each setting of that name is what it must be; integers may be numpy's."""
     for name, value in values.items():
         kind, example = _SETTINGS[name]
-        check_value(name, int(value) if isinstance(value, np.integer) else value, kind, example)
+        check_value(name, plain_number(value), kind, example)
 
 
 def checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
@@ -47,7 +47,8 @@ def checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
         if found[row] == 0:
             raise ValueError(
                 f"lengths[{row}]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
-                "dataset.select(numpy.flatnonzero(token_lengths(dataset)))"
+                "kept = numpy.flatnonzero(token_lengths(dataset, column)), and dataset.select(kept) or, of a list, "
+                "[dataset[i] for i in kept]"
             )
         if not 0 < found[row] < 2**31:
             raise ValueError(
@@ -94,14 +95,25 @@ def checked_boundaries(
     return found.astype(np.int64)
 
 
-def check_batch_limits(batch_size: int | None, max_tokens: int | None) -> None:
-    """Raise ValueError unless exactly one of the two limits is given and is 1 or more."""
+def check_batch_limits(batch_size: int | None, max_tokens: int | None, pad_to_multiple_of: int = 1) -> None:
+    """Raise ValueError unless exactly one of the two limits is given, is 1 or more, and has room for a padded row."""
     if (batch_size is None) == (max_tokens is None):
         raise ValueError(
             f"batch_size={shown(batch_size)}, max_tokens={shown(max_tokens)}; expected exactly one of them. "
             "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)"
         )
     check_settings(**({"batch_size": batch_size} if max_tokens is None else {"max_tokens": max_tokens}))
+    check_settings(pad_to_multiple_of=pad_to_multiple_of)
+    if max_tokens is not None and max_tokens < pad_to_multiple_of:
+        raise ValueError(
+            f"max_tokens={max_tokens} is less than pad_to_multiple_of={pad_to_multiple_of}, to which every row is "
+            f"padded; expected {pad_to_multiple_of} or more. Pass max_tokens={1024 * pad_to_multiple_of}"
+        )
+
+
+def plain_number(value: Any) -> Any:
+    """Return an integer of numpy as Python's, which JSON takes, and anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def checked_position(position: Any, size: int, item: str = "an example") -> int:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from hf_memopt.batching.plan.buckets import LengthBuckets, PlanDiagnostics
-from hf_memopt.batching.plan.checks import check_settings
+from hf_memopt.batching.plan.checks import check_settings, plain_number
 from hf_memopt.plain_data import check_value, shown
 
 
@@ -119,7 +119,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
         names = ("batch_size", "max_tokens", "pads_to_boundaries", "pad_to_multiple_of", "too_long", "seed")
         return {
             "kind": type(self).__name__,
-            **{name: getattr(buckets, name) for name in (*names, "world_size")},
+            **{name: plain_number(getattr(buckets, name)) for name in (*names, "world_size")},
             "boundaries": buckets.boundaries.tolist(),
             "rank": self.rank,
             "examples": len(buckets.lengths),

@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import get_worker_info
 
 from hf_memopt.batching.collation import RowBatch
-from hf_memopt.batching.plan import check_batch_limits, check_settings, check_state, checked_boundaries
+from hf_memopt.batching.plan import check_batch_limits, check_settings, check_state, checked_boundaries, plain_number
 from hf_memopt.batching.views.stream_reading import (
     Entry,
     Place,
@@ -54,7 +54,7 @@ from hf_memopt.plain_data import CountOrZero, check_value
 if TYPE_CHECKING:
     from transformers import Trainer
 
-DROPPED, ITERATIONS = 1, 2  # places in the shared memory, of what workers tell their process; 0 is the epoch
+DROPPED, ITERATIONS, LOADS = 1, 2, 3  # places in the shared memory, of what workers tell their process; 0 is the epoch
 ORDER = (
     *("batch_size", "max_tokens", "boundaries", "buffer_examples", "seed", "world_size", "rank", "column"),
     *("pad_to_multiple_of", "too_long", "rows_per_turn"),
@@ -69,6 +69,8 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
     batch is full. ``max_tokens=``: an item is a whole batch (a list of examples), and ``world_size`` neighbours have
     the same number of rows; ``BucketedCollator`` flattens them. Every example of a pass is handed out exactly once;
     what fills no group at the end of a pass opens the next one. The stream ends after a pass that brought no example.
+    Each worker of a DataLoader reads the whole source with random numbers of its own, so a source that shuffles has to
+    seed that itself (``random.Random(epoch)``).
 
     A Trainer needs ``max_steps`` and ``attach(trainer)``. A resumed run reads again what it skips; with
     ``ignore_data_skip=True`` it goes on where the checkpoint stands. In its log a sample of a ``max_tokens=`` stream is
@@ -99,7 +101,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         [5, 5, 5, 0, 0, 0, 5, 5, 5, 0, 0, 0]
     """
 
-    made_by, limit = "bucketed", "max_tokens"  # in errors
+    limit = "max_tokens"  # in errors
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         pad_to_multiple_of: int = 8,
         too_long: Literal["error", "drop"] = "error",
     ) -> None:
-        check_batch_limits(batch_size, max_tokens)
+        check_batch_limits(batch_size, max_tokens, pad_to_multiple_of)
         check_source(dataset)
         super().__init__(dataset)
         self.batch_size, self.max_tokens = batch_size, max_tokens
@@ -132,6 +134,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         self.kept_columns: frozenset[str] | None = None
         self._places = SharedPlaces()
         self._begin: dict[str, Any] | None = None  # a state that was loaded
+        self._loads = 0  # the states that this copy has seen loaded
         self._handed_out = (0, 0)  # the number of the latest iteration in this process, and its turns
         self._origin = 0  # the turn that worker 0 began with
 
@@ -163,6 +166,11 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         """Hand out the examples or batches; in a DataLoader worker, its turns of them."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if self._loads != self._shared.values[LOADS]:
+            raise RuntimeError(
+                "persistent_workers=True keeps copies of the stream that load_state_dict does not reach; expected "
+                "workers that began after it. Build the DataLoader again after stream.load_state_dict(state)"
+            )
         state = self._begin
         first, origin = (0, 0) if state is None else (state["turn"], state["origin"])
         if number == 0:
@@ -211,8 +219,9 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
             ahead_from = reading.place(drawn)
             ahead = [] if rest else reading.take(capacity)
             while ahead:
-                groups, rest = self._cut(sorted(ahead, key=lambda entry: entry[:3]))
-                begins: Place | None = ahead_from
+                # no place says what is carried over from the cut before
+                begins: Place | None = None if rest else ahead_from
+                groups, rest = self._cut(sorted([*rest, *ahead], key=lambda entry: entry[:3]))
                 ahead, ahead_from, reading.taken = [], reading.place(drawn + len(groups)), 0
                 while groups:
                     generator = self._random(epoch, drawn)
@@ -321,10 +330,13 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
             self._places.begin(place)
             self._handed_out = int(self._shared.values[ITERATIONS]), state["turn"]
         self._begin = None if state is None else dict(state)
+        if get_worker_info() is None:  # else a StatefulDataLoader loads the copy that is read
+            self._shared.values[LOADS] += 1
+        self._loads = int(self._shared.values[LOADS])
 
     def _order(self) -> dict[str, Any]:
         """Return everything that the order depends on, but the dataset and the epoch."""
-        return {name: getattr(self, name) for name in ORDER}
+        return {name: plain_number(getattr(self, name)) for name in ORDER}
 
     # ---- Settings and the Trainer ----
 
@@ -366,7 +378,9 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
                     f"accelerator_config.{name}=True would cut the batches of the bucketed stream up; expected False. "
                     f'Pass TrainingArguments(..., accelerator_config={{"{name}": False}})'
                 )
-        check_per_device(trainer, self.batch_size, of="bucketed stream")
+        pads = self.boundaries is None and self.limit == "max_tokens"
+        padded_to = self.pad_to_multiple_of if pads else None
+        check_per_device(trainer, self.batch_size, of="bucketed stream", padded_to=padded_to)
         handles = [take_seed(trainer, self, may_change=self.takes_seed, of="bucketed stream")]
         if self.rank is not None:
             if trainer.args.process_index != self.rank:

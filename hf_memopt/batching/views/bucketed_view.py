@@ -85,7 +85,8 @@ def bucketed(
             ones. ``estimate(model, batch_size=1, seq_len=max_tokens)`` is its memory, for flash attention with
             ``padding=False``.
         n_buckets: see ``LengthBuckets``.
-        boundaries: see ``LengthBuckets``; ``BucketedCollator`` pads to them, other collators to the longest row.
+        boundaries: see ``LengthBuckets``; under ``attach`` ``BucketedCollator`` pads to them, other collators
+            to the longest row.
         seed: of the order; None: ``attach`` takes that of the training arguments (``data_seed``, else ``seed``), and
             without it 0 counts.
         lengths: tokens per example, shape (examples,); read by ``token_lengths(dataset, column)`` unless given.
@@ -245,7 +246,7 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
     def check_evaluation(self, trainer: Any) -> NoReturn:
         """Raise ValueError: an order for training is not one for evaluation; an attached Trainer calls it."""
         raise ValueError(
-            "dataset=<BucketedView> is in shuffled order, and predictions would be in that order too; "
+            f"dataset=<{type(self).__name__}> is in shuffled order, and predictions would be in that order too; "
             "expected the dataset itself, or sorted by length. Evaluate or predict sorted_by_length(view.dataset)"
         )
 
@@ -259,7 +260,9 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
         Raises:
             ValueError: the Trainer's arguments or collator do not fit the view.
         """
-        check_per_device(trainer, self.buckets.batch_size, of="bucketed view")
+        pads = isinstance(self.buckets, LengthBuckets) and not self.buckets.pads_to_boundaries
+        padded_to = self.buckets.pad_to_multiple_of if pads else None
+        check_per_device(trainer, self.buckets.batch_size, of="bucketed view", padded_to=padded_to)
         if trainer.args.dataloader_drop_last and not self.has_whole_batches:
             notify(
                 logger,

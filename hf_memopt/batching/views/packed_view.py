@@ -6,7 +6,7 @@ An item is one row: a list of texts, which ``BucketedCollator`` joins. A stream 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -86,8 +86,15 @@ def packed(
 class PackedView(BucketedView):
     """A dataset as packed rows; ``buckets`` planned them. An item is a row: a list of texts."""
 
+    made_by = "packed"
     column = "input_ids"
     is_bound = False
+    _is_counted_alone = False  # whether the model does not take the column whose length counts
+
+    def keep_columns(self, names: Iterable[str] | None) -> None:
+        """Read only these columns, and the one whose length counts; None: all."""
+        self._is_counted_alone = names is not None and self.column not in (names := {*names})
+        super().keep_columns(names if names is None else {*names, self.column})
 
     def __getitem__(self, position: int) -> PackedRow:
         self.check_size(len(self.buckets.lengths), "packed(dataset, ...)")
@@ -99,6 +106,8 @@ class PackedView(BucketedView):
                 examples.tolist(), self.reader.read(examples), begins, lengths, strict=True
             )
         )
+        if self._is_counted_alone:
+            row[:] = [{name: cell for name, cell in text.items() if name != self.column} for text in row]
         row.width, row.is_bound = rows.row_tokens, self.is_bound
         return row
 
@@ -139,10 +148,14 @@ class PackedStream(BucketedStream):
         if len(held) < (readers := self._readers):
             return [], held
         rows = best_fit(np.array([entry[0] for entry in held], dtype=np.int32), self.max_tokens or 0, readers)
-        groups: list[list[Entry]] = [[] for _ in range(-(-(int(rows.max()) + 1) // readers))]
+        groups: list[list[Entry]] = [[] for _ in range((int(rows.max()) + 1) // readers)]
+        rest: list[Entry] = []  # too few rows for all processes, where their texts are too long to be parted
         for row, entry in zip(rows.tolist(), held, strict=True):
-            groups[row // readers].append((-1 - row % readers, *entry[1:]))
-        return groups, []
+            if row // readers < len(groups):
+                groups[row // readers].append((-1 - row % readers, *entry[1:]))
+            else:
+                rest.append(entry)
+        return groups, rest
 
     def _deal(self, group: list[Entry], generator: np.random.Generator) -> Iterator[list[Any]]:
         whole = [group] if group[0][0] < 0 else self._cut(group)[0]  # else what was left at the end of a pass

@@ -119,6 +119,8 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
         order: the dataset's index of the example at each position, shape (examples,).
     """
 
+    made_by = "sorted_by_length"
+
     def __init__(self, dataset: Any, order: NDArray[np.int64], *, restore_by_hand: bool = False) -> None:
         self.dataset = dataset
         self.order = order

@@ -42,6 +42,7 @@ class DescribedByDataset:
     """Answer ``column_names``, ``features``, ``info`` and the like as ``self.dataset`` does, if it does."""
 
     dataset: Any
+    made_by = "bucketed"  # by this function, in errors
 
     def check_size(self, size: int, build: str) -> None:
         """Raise RuntimeError where rows were added to the dataset, or taken, since the view was built."""
@@ -56,10 +57,9 @@ class DescribedByDataset:
             return getattr(vars(self)["dataset"], name)
         message = f"{type(self).__name__!r} object has no attribute {name!r}"
         if not name.startswith("_") and callable(getattr(vars(self).get("dataset"), name, None)):
-            make = "sorted_by_length" if type(self).__name__ == "SortedExamples" else "bucketed"
             message += (
                 ": a view is read as it is; expected its dataset to be changed before. "
-                f"Call: {make}(dataset.{name}(...), ...)"
+                f"Call: {self.made_by}(dataset.{name}(...), ...)"
             )
         raise AttributeError(message)
 
@@ -93,7 +93,7 @@ class EpochView(DescribedByDataset):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.takes_seed = False
-        self._shared = SharedArray(3)  # the epoch is the first; the workers of a persistent DataLoader see a new one
+        self._shared = SharedArray(4)  # the epoch is the first; the workers of a persistent DataLoader see a new one
 
     @property
     def epoch(self) -> int:
@@ -114,8 +114,11 @@ def check_world_size_of_run(trainer: Trainer, world_size: int, of: str) -> None:
         )
 
 
-def check_per_device(trainer: Trainer, batch_size: int | None, of: str) -> None:
-    """Raise ValueError where the Trainer's batches would mix buckets; ``batch_size`` None: items are whole batches."""
+def check_per_device(trainer: Trainer, batch_size: int | None, of: str, padded_to: int | None = None) -> None:
+    """Raise ValueError where the Trainer's batches would mix buckets; ``batch_size`` None: items are whole batches.
+
+    ``padded_to`` is the multiple in which a view counts the padded tokens of a batch; None where it asks for a width.
+    """
     per_device = trainer.args.per_device_train_batch_size
     if batch_size is not None:
         if batch_size % per_device != 0:
@@ -126,15 +129,22 @@ def check_per_device(trainer: Trainer, batch_size: int | None, of: str) -> None:
         return
     if per_device != 1:
         raise ValueError(
-            f"per_device_train_batch_size={per_device} would join whole batches of the max_tokens view; expected "
-            "1. Pass TrainingArguments(..., per_device_train_batch_size=1)"
+            f"per_device_train_batch_size={per_device} would join items that are whole batches; expected 1. "
+            "Pass TrainingArguments(..., per_device_train_batch_size=1)"
         )
     if not flattens_batches(trainer.data_collator):
         name = type(trainer.data_collator).__name__
         given = f"inner={name}()" if name == "DataCollatorWithFlattening" else "tokenizer"
         raise ValueError(
-            f"data_collator=<{name}> cannot flatten the whole batches of the max_tokens view; expected "
+            f"data_collator=<{name}> cannot flatten items that are whole batches; expected "
             f"BucketedCollator. Pass Trainer(..., data_collator=BucketedCollator({given}))"
+        )
+    multiple = getattr(trainer.data_collator, "pad_to_multiple_of", None) or 1
+    if padded_to is not None and padded_to % multiple and not is_padding_free(trainer):
+        raise ValueError(
+            f"pad_to_multiple_of={multiple} of the collator pads batches beyond max_tokens, which the {of} counts in "
+            f"multiples of {padded_to}; expected a multiple of {multiple}. Pass bucketed(..., "
+            f"pad_to_multiple_of={multiple})"
         )
 
 
@@ -153,7 +163,10 @@ def flattens_batches(collator: Any) -> bool:
 
 def takes_columns(collator: Any) -> bool:
     """Return whether such a collator takes the columns of a batch instead of its rows."""
-    return flattens_batches(collator) and getattr(collator, "data_collator", collator).inner is None
+    from hf_memopt.batching.collation import BucketedCollator
+
+    collator = getattr(collator, "data_collator", collator)
+    return flattens_batches(collator) and type(collator).__call__ is BucketedCollator.__call__ and not collator.inner
 
 
 def is_padding_free(trainer: Trainer) -> bool:
