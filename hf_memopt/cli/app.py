@@ -92,7 +92,7 @@ def _of_option(option: str, context: Any) -> str:
     """
     own = _names(context.command)
     if context.command.name == "measure" and not did_you_mean(option, own):
-        return "Put the script's own options after --: hf-memopt measure train.py -- --learning_rate 1e-4"
+        return "Pass the script's own options after --: hf-memopt measure train.py -- --learning_rate 1e-4"
     for row in packaged_rows("hf_memopt.cli", "other_options.csv"):
         first = row["advice"].split()[0].rstrip(",")
         if option.strip("-").replace("_", "-") in row["options"].split() and (first in own or first[0] != "-"):

@@ -76,7 +76,8 @@ def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[st
             "effective_batch_size": steps * process_count(),
         }
         reason = "the training data comes in whole batches of max_tokens, so a step has so many tokens, not examples"
-        logger.info("%s: %s", name, Change("per_device_train_batch_size", "of the recipe", 1, reason))
+        for size in ("per_device_train_batch_size", "effective_batch_size"):
+            logger.info("%s: %s", name, Change(size, given.get(size, "of the recipe"), fitting[size], reason))
     return fitting
 
 

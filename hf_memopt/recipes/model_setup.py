@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.changes import Change
-from hf_memopt.recipes.resolved_arguments import sixteen_bits_here, weights_dtype_here
+from hf_memopt.recipes.resolved_arguments import process_count, sixteen_bits_here, weights_dtype_here
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,6 +40,8 @@ def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
             found["quantization_config"] = BitsAndBytesConfig(**options)  # type: ignore[no-untyped-call]
         if recipe.streamed:
             found["device_map"] = {"": "cpu"}  # else it would be quantised on the GPU
+        elif process_count() > 1:
+            found["device_map"] = {"": int(os.environ.get("LOCAL_RANK", 0))}  # else on the first GPU by each
     return found
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import reprlib
 from collections.abc import Mapping
+from functools import reduce
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +33,15 @@ def resolve_arguments(
     on_cpu = use_cpu or accelerator_type() == "cpu"
     arguments = stock_arguments(recipe)
     changes = []
-    if any(name.endswith("_checkpointing") for name in overrides):
+    asked = {name: value for name, value in overrides.items() if "_checkpointing" in name}
+    if not all(value for name, value in asked.items() if name.endswith("_checkpointing")):
         arguments = {name: value for name, value in arguments.items() if "_checkpointing" not in name}
-    else:
+    elif recipe.checkpointing:  # under the older names too; the caller's options before those of the recipe
         _check_checkpointing(recipe, on_cpu)
+        options = next(name for name in arguments if name.endswith("_checkpointing_kwargs"))
+        given = [value or {} for name, value in asked.items() if name.endswith("_kwargs")]
+        arguments[options] = reduce(operator.or_, given, arguments[options])
+        overrides = {name: value for name, value in overrides.items() if name not in asked}
     if on_cpu and "dataloader_pin_memory" not in overrides:
         arguments["dataloader_pin_memory"] = False
         changes.append(Change("dataloader_pin_memory", True, False, "there is no accelerator to copy to"))

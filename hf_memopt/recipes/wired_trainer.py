@@ -17,6 +17,7 @@ from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.devices import choose_precision
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.run import MemoryReportCallback
+from hf_memopt.plain_data import shown
 from hf_memopt.recipes.data_views import (
     check_encoded,
     evaluation_view,
@@ -73,13 +74,20 @@ def build_trainer(
     if recipe.bucketing:
         given = view_arguments(recipe.name, train_dataset, given)
     args = recipe.training_arguments(**given)
+    if args.prediction_loss_only and trainer_kwargs.get("compute_metrics") is not None:
+        raise ValueError(
+            f"compute_metrics={shown(trainer_kwargs['compute_metrics'])} is never called with the recipe's "
+            "prediction_loss_only=True; expected only one of them. Pass "
+            "training_arguments={'prediction_loss_only': False}, or recipe.replace(prediction_loss_only=False)"
+        )
     of_run = {name: one for name, one in given.items() if name != "output_dir"}
     changes = [] if recipe.accumulates else list(recipe.changes(**of_run))
     trainer_kwargs |= _optimizer(recipe, args, model, trainer_kwargs)
     if model is not None:
         model, made = prepared_model(recipe, model)
         changes += made
-    elif recipe.lora is not None:
+        _check_optimizer(recipe, model, (trainer_kwargs.get("optimizers") or (None,))[0])
+    elif recipe.lora is not None or recipe.trains_16_bits:
         trainer_kwargs["model_init"] = _preparing(recipe, trainer_kwargs["model_init"], changes)
     if recipe.bucketing:
         batch = {"batch_size": args.per_device_train_batch_size, "pad_to_multiple_of": recipe.pad_to_multiple_of}
@@ -92,7 +100,7 @@ def build_trainer(
         check_tokenizer(processing_class, "processing_class")
     elif fixed == "input_features" and trainer_kwargs.get("data_collator") is None:
         trainer_kwargs["data_collator"] = speech_collator(model)
-    theirs = {type(callback) for callback in callbacks} & {OverflowCallback}
+    theirs = {type(callback) for callback in callbacks} & {*_REMOVABLE}
     own = [one for one in callbacks_of(recipe, args.optim) if type(one) not in theirs]
     trainer = Trainer(
         model=model,
@@ -209,6 +217,18 @@ def _optimizer(recipe: Recipe, args: TrainingArguments, model: Any, given: Mappi
 
 
 _CLASS = "optimizer_cls_and_kwargs"
+
+
+def _check_optimizer(recipe: Recipe, model: Any, optimizer: Any) -> None:
+    """Raise where an optimizer was made before the adapters, and so trains nothing."""
+    held = {id(one) for group in getattr(optimizer, "param_groups", ()) for one in group["params"]}
+    if held and not any(one.requires_grad and id(one) in held for one in model.parameters()):
+        raise ValueError(
+            f"optimizers=(<{type(optimizer).__name__}>, ...) holds no weight that is trained: "
+            f"lora={recipe.lora!r} adds them now; expected an optimizer of the adapters. Call: model = "
+            "recipe.prepare_model(model) first, and make it of model.parameters(), or pass "
+            "training_arguments={'optim': ...}"
+        )
 
 
 def _preparing(recipe: Recipe, model_init: Callable[..., Any], changes: list[Change]) -> Callable[..., Any]:

@@ -150,6 +150,31 @@ def test_a_causal_model_without_labels_learns_its_tokens_and_says_so(tmp_path, i
     assert trainer.train().training_loss > 0
 
 
+def test_what_would_be_ignored_or_train_nothing_is_refused(tmp_path) -> None:
+    model, sixteen = tiny.bert(), recipe("cpu").replace(weights_dtype="bfloat16", rounding="stochastic")
+    optimizers = torch.optim.AdamW(model.parameters()), None
+    for chosen, given, message in [
+        (recipe("cpu").replace(lora=4), {"model": model, "optimizers": optimizers}, "holds no weight that is trained"),
+        (
+            recipe("cpu").replace(prediction_loss_only=True),
+            {"compute_metrics": dict},
+            "is never called with the recipe's",
+        ),
+        (sixteen, {"model": None, "model_init": lambda: tiny.bert()}, "has float32 weights"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            wired(tmp_path, chosen, dataset(), **given)
+
+
+def test_a_callback_of_the_callers_own_takes_the_place_of_the_recipes(tmp_path) -> None:
+    own = [MicrobatchCallback(max_tokens=64), MemoryReportCallback()]
+    trainer = wired(tmp_path, recipe("cpu").replace(micro_batching=True), dataset(), callbacks=own)
+    found = [
+        one for one in trainer.callback_handler.callbacks if isinstance(one, (MicrobatchCallback, MemoryReportCallback))
+    ]
+    assert {*found} == {*own}
+
+
 @pytest.mark.parametrize("model", [tiny.llama, tiny.bert])
 def test_labels_of_the_data_or_another_model_leave_labels_alone(tmp_path, model) -> None:
     data = dataset() if model is tiny.llama else dataset().remove_columns("labels")
@@ -171,10 +196,10 @@ def test_a_model_of_images_needs_no_processing_class(tmp_path) -> None:
     )
     images = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 3} for i in range(32)]
     model = transformers.ViTForImageClassification(config)
-    trainer = wired(
-        tmp_path, recipe("cpu"), images, model=model, processing_class=None, training_arguments={"max_steps": 1}
-    )
-    assert trainer.train().global_step == 1
+    for chosen in (recipe("cpu"), recipe("cpu").replace(optim="adamw_8bit")):  # which has no embeddings to keep
+        steps = {"max_steps": 1}
+        trainer = wired(tmp_path, chosen, images, model=model, processing_class=None, training_arguments=steps)
+        assert trainer.train().global_step == 1
 
 
 def test_the_8_bit_names_are_those_that_stock_knows() -> None:

@@ -146,7 +146,7 @@ def facts_of(
         most_tokens=most_tokens(built) if found is not None else None,
         default_length=STEPPING_LENGTH if kind in STEPPING else default_length(built, settings),
         has_experts=any(hasattr(module, "has_gate") for module in built.modules()),
-        is_t5=kind == "t5",
+        kind=kind,
         new_parts=new_parts(built),
         notes=loaded.notes,
     )

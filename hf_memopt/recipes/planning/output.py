@@ -303,7 +303,7 @@ def plan_json(found: Plan, *, figures: bool = False) -> str:
 def _call(found: Plan) -> str:
     """Return the call of ``plan`` that makes the plan, without the defaults."""
     texts, source = found.texts, None if found.simulation is None else found.simulation.model
-    given: dict[str, Any] = {"gpu": found.gpu.name, "seq_len": texts.seq_len}
+    given: dict[str, Any] = {**(found.asked or {"gpu": found.gpu.name}), "seq_len": texts.seq_len}
     given |= {"os": found.system} if found.system else {}
     usual = zip(ASKED, (32, "speed", "auto", (), 1, "auto"), strict=True)
     given |= {name: getattr(found, name) for name, value in usual if getattr(found, name) != value}

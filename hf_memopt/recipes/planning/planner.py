@@ -174,6 +174,8 @@ def plan(
     of_linux = (
         f"the plan uses {name}, which Linux alone has, as this machine; os='windows' plans without" for name in used
     )
+    named = None if gpu is None and budget is not None else found_gpu.name
+    asked = {"gpu": named, "budget": budget, "task": task, **media, "host_memory": host_memory}
     reasoned = tuple(_with_reason(one, chosen, candidates, goal, found_gpu) for one in candidates)
     return Plan(
         model=simulation.model_name,
@@ -196,6 +198,7 @@ def plan(
         measured="" if corrections is None else corrections.name,
         strategy=strategy,
         system=os,
+        asked={name: value for name, value in asked.items() if value is not None},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,6 +71,7 @@ class Plan:
     measured: str = ""
     strategy: str = "auto"
     system: str | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def fits(self) -> bool:

@@ -97,7 +97,7 @@ class ModelFacts:
     default_length: int | None = None  # tokens of a row where none are given; None for a model without text
     has_experts: bool = False  # whether it has fused experts that can be put into 4 bits
     tiles: bool = False  # whether its rows are long, and modules of it work on each position alone
-    is_t5: bool = False  # whether its task is a prefix of the text
+    kind: str = ""  # its model_type
     new_parts: tuple[str, ...] | None = None  # which adapters train whole; None for all that its task may have
     notes: tuple[str, ...] = ()  # on its published weights
 

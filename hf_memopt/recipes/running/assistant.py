@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import time
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
@@ -282,12 +283,18 @@ def diff_of(script: str, callbacks: Sequence[str], folder: str = ".") -> str | N
         return None
     statement, name = found
     added, call = lines_of(callbacks, name).splitlines()
+    line = lines[statement.lineno - 1]
+    indent = line[: len(line) - len(line.lstrip())]
+    if len(indent.encode()) != statement.col_offset:
+        return None  # something stands before it on its line
     imports = [
         one for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom) and one.lineno < statement.lineno
     ]
-    after = max((one.end_lineno or 0 for one in imports), default=0)
+    has_text = ast.get_docstring(tree) is not None
+    first = tree.body[0].end_lineno or 0 if has_text else len([*itertools.takewhile(lambda one: one[0] == "#", lines)])
+    after = max((one.end_lineno or 0 for one in imports), default=first)
     changed = list(lines)
-    changed.insert(statement.lineno - 1, f"{' ' * statement.col_offset}{call}\n")
+    changed.insert(statement.lineno - 1, f"{indent}{call}\n")
     changed.insert(after, f"{added}\n")
     return "".join(difflib.unified_diff(lines, changed, f"a/{script}", f"b/{script}"))
 

@@ -75,8 +75,7 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
     embeddings = _embedding_weights(model)
     if not embeddings:
         raise ValueError(
-            f"model={type(model).__name__} has no nn.Embedding; expected a model with embeddings. Take "
-            "EmbeddingBitsCallback() out of callbacks=."
+            f"model={type(model).__name__} has no nn.Embedding; expected a model with embeddings. Leave the call out."
         )
     singleton_class: Any = GlobalOptimManager
     eight_bit.mng = _moved_registrations(model, (eight_bit.mng, singleton_class.get_instance()))
@@ -102,7 +101,7 @@ class EmbeddingBitsCallback(TechniqueCallback):
     """Call ``override_embedding_bits`` when training begins, and check the dtypes after the first optimizer step.
 
     The result is logged in one line, with the bytes of the whole optimizer state. It adds no keys to the Trainer's
-    logs.
+    logs. A model without embeddings, as of images, is left as it is.
 
     Args:
         bits: 32; no other number is supported.
@@ -128,11 +127,14 @@ class EmbeddingBitsCallback(TechniqueCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Override the bits; checkpoints are loaded before this event."""
+        self._is_checked = not _embedding_weights(model)
+        if self._is_checked:
+            logger.info(f"EmbeddingBitsCallback has nothing to do: {type(model).__name__} has no nn.Embedding")
+            return
         inner = unwrap_optimizer(optimizer)
         if self._handles.model is inner:
             self._handles.remove()  # a second train() with the same optimizer: one undo has to be enough
         self.handle = self._handles.keep(inner, override_embedding_bits(model, inner))
-        self._is_checked = False
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any

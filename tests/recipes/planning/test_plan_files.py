@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from printed_errors import in_one_line
 
 import tiny
 from hf_memopt import Plan, Recipe, __version__, plan, recipe
+from hf_memopt.recipes.planning.set_ups import ModelFacts
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -150,6 +153,35 @@ def test_a_model_without_a_name_and_a_head_without_a_script_are_said(found: Plan
         f"  {install()}"
     )
     assert recipe(other.recipe) == choice.recipe
+
+
+def test_a_model_that_is_changed_in_memory_has_no_script_and_the_call_has_what_was_asked(work: Path) -> None:
+    adapted = Recipe("mine", "a test", lora=4).prepare_model(tiny.bert())
+    planned = plan(adapted, gpu="RTX 3060 12GB", budget="8GB", seq_len=16, effective_batch_size=2)
+    assert planned.write("run").notes[0].startswith("there is no script for this model; call recipe('run/recipe.json')")
+    assert json.loads(planned.to_json())["command"].startswith(
+        "plan(model, gpu='RTX 3060 12GB', budget='8GB', seq_len=16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "says"),
+    [
+        ("mbart", "seq2seq", None),
+        ("speech_to_text", "speech-seq2seq", None),
+        ("m2m_100", "seq2seq", "tokenizer = transformers.AutoTokenizer.from_pretrained(NAME, **LANGUAGES)"),
+    ],
+)
+def test_kinds_of_models_that_need_more_than_their_task_says(
+    found: Plan, kind: str, task: str, says: str | None
+) -> None:
+    facts = ModelFacts(task, is_tied=True, layers=1, kind=kind)
+    text = replace(found, task=task, simulation=SimpleNamespace(facts=facts, model="a/name")).script()
+    assert text is says is None or says in text
+
+
+def test_scripts_of_several_gpus_set_what_micro_batches_need(found: Plan) -> None:
+    assert "ddp_find_unused_parameters=False, ddp_broadcast_buffers=False" in replace(found, world_size=2).script()
 
 
 # ---- recipe.json

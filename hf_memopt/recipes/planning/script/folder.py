@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from hf_memopt.binding.model import head_for
 from hf_memopt.plain_data import checked_path
 from hf_memopt.recipes import launch_files
 from hf_memopt.whole_files import write_whole
@@ -120,7 +121,8 @@ def write_plan(
     start = "" if launch is None else launch.write(folder, script=str(folder / SCRIPT), force=force)
     write_whole(folder / RECIPE, recipe.to_json() + "\n")
     if text is None:
-        what = found.task or "a head that is unknown"
+        has_script = "script" in head_for(found.task).traits
+        what = "this model" if has_script else found.task or "a head that is unknown"
         note = f"there is no script for {what}; call recipe({str(folder / RECIPE)!r}).trainer(...)"
         return Written(folder / RECIPE, None, _commands(found, None), (note,))
     script = folder / SCRIPT

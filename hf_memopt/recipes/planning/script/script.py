@@ -51,7 +51,8 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
     file = None
     if rows is not None:
         file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None, task=task)
-    if task is None or "script" not in head_for(task).traits:
+    facts = None if found.simulation is None else found.simulation.facts
+    if task is None or "script" not in head_for(task).traits or (facts is not None and not _is_loaded(found, facts)):
         return None, []
     assert chosen is not None
     engine = "" if chosen.sharing is None else NAMES[chosen.sharing.strategy]
@@ -70,15 +71,16 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         "path": "" if file is None else file.path if file.is_folder else glob.escape(file.path),
         "columns": {} if file is None else _columns(task, file),
         "tokenizer": None if rows is None else rows.tokenizer,
-        "has_prefix": task == "seq2seq" and found.simulation is not None and found.simulation.facts.is_t5,
+        "model_type": "" if facts is None else facts.kind,
         "precision": recipe.step_settings().precision,
+        "is_ddp": found.world_size > 1 and engine in ("", "DDP"),
         "dtype": (dtype := sixteen_bits_here(recipe) if quantised else recipe.weights_dtype),
         "head": head_for(task),
         "stock": list(_stock(recipe)),
         "optimizer": next((one for one in asked_by(recipe).values() if one.optimizer), None),
         "callbacks": list(_callbacks(found, engine)),
     }
-    new = None if found.simulation is None else found.simulation.facts.new_parts
+    new = None if facts is None else facts.new_parts
     if recipe.load_in is not None:
         new = None if new is None else tuple(name for name in new if name != "pooler")  # which is quantised
         view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=engine == "FSDP2", new=new)
@@ -89,6 +91,14 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
     laid = laid_out(text)
     ast.parse(laid)  # names and paths of any kind stand in it
     return laid, re.findall("  # FILL IN: (.+)", text)
+
+
+def _is_loaded(found: Plan, facts: Any) -> bool:
+    """Return whether a script that loads a model by its name trains what was planned, and knows its kind."""
+    assert found.simulation is not None
+    is_changed = facts.has_adapters or (facts.is_quantized and not isinstance(found.simulation.model, str))
+    is_other_kind = facts.kind == "mbart" or (found.task == "speech-seq2seq" and facts.kind not in ("", "whisper"))
+    return not is_changed and not is_other_kind
 
 
 @cache
@@ -145,11 +155,12 @@ def _callbacks(found: Plan, engine: str) -> Iterator[tuple[str, str]]:
     """Yield the code of each callback that changes anything and that ``attach`` does not refuse, and its reason."""
     recipe, precision = found.recipe, found.recipe.step_settings().precision
     of_whole_models = found.world_size > 1 and engine in ("", "DDP")
-    used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, engine: True}
+    used = {"fp16": precision == "fp16", engine: True, "DDP": of_whole_models}
     in_use = [*asked_by(recipe), *(name for name, is_used in used.items() if is_used)]
     for one in callbacks_of(recipe, recipe.optim):
         is_refused = any(refusal_of(name, own) is not None for name in in_use for own in names_of(one))
         is_idle = type(one).__name__ == "PrecisionCallback" and not _has_autocast(recipe, found.task, precision)
+        is_idle |= type(one).__name__ == "EmbeddingBitsCallback" and found.task == "image-classification"
         if not is_refused and not is_idle:
             yield _source_of(one), _reason_of_callback(recipe, one)
 
