@@ -14,8 +14,6 @@ import pytest
 from invoked import invoked
 from slow_cases import slow_except
 
-from hf_memopt.recipes.running.assistant import diff_of
-
 HEAD = """
 import os, sys
 import torch, transformers
@@ -271,22 +269,3 @@ def test_bad_input_is_refused(words: list[str], message: str) -> None:
     found = invoked("run", *words)
     assert found.exit_code == 2
     assert message in " ".join(found.output.split())
-
-
-@pytest.mark.parametrize(
-    ("text", "changed"),
-    [
-        ("import x\ndef f():\n\tt = Trainer()\n\tt.train()\n", "\tattach(t, A())\n\tt.train()\n"),
-        ('#!/bin/python\n"""Text."""\nt = Trainer()\nt.train()\n', '"""Text."""\nfrom hf_memopt import A, attach\n'),
-        ("#!/bin/python\nt = Trainer()\nt.train()\n", "#!/bin/python\nfrom hf_memopt import A, attach\n"),
-        ("t = Trainer()\nif t: t.train()\n", None),
-    ],
-)
-def test_a_diff_keeps_what_the_lines_of_a_script_begin_with(text: str, changed: str | None, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(text)
-    found = diff_of("train.py", ["A"], str(tmp_path))
-    assert (found is None) is (changed is None)
-    if changed is not None:
-        (tmp_path / "a.patch").write_text(found or "")
-        subprocess.run(["patch", "-p1", "-i", "a.patch"], cwd=tmp_path, check=True, capture_output=True)
-        assert changed in (tmp_path / "train.py").read_text()

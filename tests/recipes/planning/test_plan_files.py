@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from printed_errors import in_one_line
 
 import tiny
 from hf_memopt import Plan, Recipe, __version__, plan, recipe
-from hf_memopt.recipes.planning.set_ups import ModelFacts
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -162,22 +160,6 @@ def test_a_model_that_is_changed_in_memory_has_no_script_and_the_call_has_what_w
     assert json.loads(planned.to_json())["command"].startswith(
         "plan(model, gpu='RTX 3060 12GB', budget='8GB', seq_len=16"
     )
-
-
-@pytest.mark.parametrize(
-    ("kind", "task", "says"),
-    [
-        ("mbart", "seq2seq", None),
-        ("speech_to_text", "speech-seq2seq", None),
-        ("m2m_100", "seq2seq", "tokenizer = transformers.AutoTokenizer.from_pretrained(NAME, **LANGUAGES)"),
-    ],
-)
-def test_kinds_of_models_that_need_more_than_their_task_says(
-    found: Plan, kind: str, task: str, says: str | None
-) -> None:
-    facts = ModelFacts(task, is_tied=True, layers=1, kind=kind)
-    text = replace(found, task=task, simulation=SimpleNamespace(facts=facts, model="a/name")).script()
-    assert text is says is None or says in text
 
 
 def test_scripts_of_several_gpus_set_what_micro_batches_need(found: Plan) -> None:

@@ -122,3 +122,19 @@ def test_scripts_are_short_and_pass_ruff_at_any_length_of_line(every: int, found
         command = [ruff.find_ruff_bin(), *options.split(), "--isolated", "--no-cache", "."]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[:2000]
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "says"),
+    [
+        ("mbart", "seq2seq", None),
+        ("speech_to_text", "speech-seq2seq", None),
+        ("m2m_100", "seq2seq", "tokenizer = transformers.AutoTokenizer.from_pretrained(NAME, **LANGUAGES)"),
+    ],
+)
+def test_kinds_of_models_that_need_more_than_their_task_says(
+    found: Plan, kind: str, task: str, says: str | None
+) -> None:
+    facts = ModelFacts(task, is_tied=True, layers=1, kind=kind)
+    text = replace(found, task=task, simulation=SimpleNamespace(facts=facts, model="a/name")).script()
+    assert text is says is None or says in text
