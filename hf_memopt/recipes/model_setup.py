@@ -18,6 +18,7 @@ def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
     """Return keywords for ``from_pretrained``; see ``Recipe.model_kwargs``."""
     import torch
 
+    from hf_memopt.devices import accelerator_type
     from hf_memopt.memory.models import check_task
 
     check_task(task)
@@ -40,7 +41,7 @@ def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
             found["quantization_config"] = BitsAndBytesConfig(**options)  # type: ignore[no-untyped-call]
         if recipe.streamed:
             found["device_map"] = {"": "cpu"}  # else it would be quantised on the GPU
-        elif process_count() > 1:
+        elif process_count() > 1 and accelerator_type() != "cpu":
             found["device_map"] = {"": int(os.environ.get("LOCAL_RANK", 0))}  # else on the first GPU by each
     return found
 

@@ -14,7 +14,7 @@ from hf_memopt.binding import versions
 from hf_memopt.binding.compatibility import refused_fields
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
-from hf_memopt.plain_data import Count, check_value
+from hf_memopt.plain_data import Count, check_value, parse_object
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.recipe_class import Recipe
@@ -40,6 +40,7 @@ def resolve_arguments(
         _check_checkpointing(recipe, on_cpu)
         options = next(name for name in arguments if name.endswith("_checkpointing_kwargs"))
         given = [value or {} for name, value in asked.items() if name.endswith("_kwargs")]
+        given = [parse_object(value) if isinstance(value, str) else value for value in given]  # as stock reads them
         arguments[options] = reduce(operator.or_, given, arguments[options])
         overrides = {name: value for name, value in overrides.items() if name not in asked}
     if on_cpu and "dataloader_pin_memory" not in overrides:

@@ -76,7 +76,7 @@ def build_trainer(
     args = recipe.training_arguments(**given)
     if args.prediction_loss_only and trainer_kwargs.get("compute_metrics") is not None:
         raise ValueError(
-            f"compute_metrics={shown(trainer_kwargs['compute_metrics'])} is never called with the recipe's "
+            f"compute_metrics={shown(trainer_kwargs['compute_metrics'])} is never called with "
             "prediction_loss_only=True; expected only one of them. Pass "
             "training_arguments={'prediction_loss_only': False}, or recipe.replace(prediction_loss_only=False)"
         )
@@ -86,7 +86,8 @@ def build_trainer(
     if model is not None:
         model, made = prepared_model(recipe, model)
         changes += made
-        _check_optimizer(recipe, model, (trainer_kwargs.get("optimizers") or (None,))[0])
+        if recipe.lora is not None:
+            _check_optimizer(recipe, model, (trainer_kwargs.get("optimizers") or (None,))[0])
     elif recipe.lora is not None or recipe.trains_16_bits:
         trainer_kwargs["model_init"] = _preparing(recipe, trainer_kwargs["model_init"], changes)
     if recipe.bucketing:

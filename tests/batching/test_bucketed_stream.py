@@ -459,6 +459,10 @@ def test_persistent_workers_say_that_they_do_not_know_a_loaded_state():
     stream.load_state_dict(stream.state_dict(position=2))
     with pytest.raises(RuntimeError, match="Build the DataLoader again after"):
         next(iter(loader))
+    other = pickle.loads(pickle.dumps(stream))  # as a process that was started with it
+    other.load_state_dict(None)
+    assert next(iter(stream))
+    assert next(iter(other))
 
 
 def test_a_stream_keeps_what_it_was_given():

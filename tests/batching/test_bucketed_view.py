@@ -226,6 +226,10 @@ def test_attach_refuses_a_view_as_evaluation_data_and_takes_its_dataset(tmp_path
         assert attach(trainer) is trainer
 
 
+def test_max_tokens_below_a_multiple_are_for_boundaries_of_ones_own():
+    assert bucketed([{"input_ids": [1] * length} for length in (2, 3, 5)], max_tokens=6, boundaries=[3, 6])
+
+
 def test_a_collator_that_pads_wider_than_max_tokens_counts_is_refused(tmp_path):
     view = bucketed(examples(), max_tokens=256)
     trainer, _ = make_trainer(tmp_path, view, per_device_train_batch_size=1)

@@ -201,9 +201,9 @@ def test_checkpointing_of_some_layers_is_stocks_own(tmp_path) -> None:
         args = chosen.training_arguments(str(tmp_path))
         assert versions.checkpointing_of(args) == (True, {"use_reentrant": False, "every_n_layers": 2})
 
-    for asked in ({"gradient_checkpointing": True}, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}):
-        options = versions.checkpointing_of(chosen.training_arguments("out", **asked))[1]
-        assert options == {"use_reentrant": "gradient_checkpointing" not in asked, "every_n_layers": 2}
+        for asked in ({"gradient_checkpointing": True}, {"gradient_checkpointing_kwargs": '{"use_reentrant": true}'}):
+            options = versions.checkpointing_of(chosen.training_arguments(str(tmp_path), **asked))[1]
+            assert options == {"use_reentrant": "gradient_checkpointing" not in asked, "every_n_layers": 2}
     prefix = "activation" if hasattr(preset("cpu", "out"), "activation_checkpointing") else "gradient"
     switched_off = preset("4gb-gpu", "out", **{f"{prefix}_checkpointing": False})
     assert [versions.checkpointing_of(one)[0] for one in (preset("4gb-gpu", "out"), switched_off)] == [True, False]

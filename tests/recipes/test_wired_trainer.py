@@ -158,7 +158,7 @@ def test_what_would_be_ignored_or_train_nothing_is_refused(tmp_path) -> None:
         (
             recipe("cpu").replace(prediction_loss_only=True),
             {"compute_metrics": dict},
-            "is never called with the recipe's",
+            "is never called with prediction_loss_only=True",
         ),
         (sixteen, {"model": None, "model_init": lambda: tiny.bert()}, "has float32 weights"),
     ]:

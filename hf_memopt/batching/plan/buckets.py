@@ -134,7 +134,8 @@ class LengthBuckets:
         pad_to_multiple_of: int = 8,
         too_long: Literal["error", "drop"] = "error",
     ) -> None:
-        check_batch_limits(batch_size, max_tokens, pad_to_multiple_of)
+        is_own = boundaries is not None and not isinstance(boundaries, str)
+        check_batch_limits(batch_size, max_tokens, 1 if is_own else pad_to_multiple_of)
         check_settings(world_size=world_size, pad_to_multiple_of=pad_to_multiple_of, seed=seed, too_long=too_long)
         self.batch_size, self.max_tokens = batch_size, max_tokens
         self.seed, self.world_size, self.pad_to_multiple_of = seed, world_size, pad_to_multiple_of

@@ -42,6 +42,7 @@ from hf_memopt.batching.views.stream_reading import (
 )
 from hf_memopt.batching.views.view import (
     EpochView,
+    SharedArray,
     check_per_device,
     check_world_size_of_run,
     take_seed,
@@ -54,7 +55,7 @@ from hf_memopt.plain_data import CountOrZero, check_value
 if TYPE_CHECKING:
     from transformers import Trainer
 
-DROPPED, ITERATIONS, LOADS = 1, 2, 3  # places in the shared memory, of what workers tell their process; 0 is the epoch
+DROPPED, ITERATIONS = 1, 2  # places in the shared memory, of what workers tell their process; 0 is the epoch
 ORDER = (
     *("batch_size", "max_tokens", "boundaries", "buffer_examples", "seed", "world_size", "rank", "column"),
     *("pad_to_multiple_of", "too_long", "rows_per_turn"),
@@ -118,7 +119,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         pad_to_multiple_of: int = 8,
         too_long: Literal["error", "drop"] = "error",
     ) -> None:
-        check_batch_limits(batch_size, max_tokens, pad_to_multiple_of)
+        check_batch_limits(batch_size, max_tokens, 1 if boundaries is not None else pad_to_multiple_of)
         check_source(dataset)
         super().__init__(dataset)
         self.batch_size, self.max_tokens = batch_size, max_tokens
@@ -134,7 +135,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         self.kept_columns: frozenset[str] | None = None
         self._places = SharedPlaces()
         self._begin: dict[str, Any] | None = None  # a state that was loaded
-        self._loads = 0  # the states that this copy has seen loaded
+        self._is_outdated = SharedArray(1)  # whether copies in persistent workers lack a state that was loaded since
         self._handed_out = (0, 0)  # the number of the latest iteration in this process, and its turns
         self._origin = 0  # the turn that worker 0 began with
 
@@ -166,7 +167,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         """Hand out the examples or batches; in a DataLoader worker, its turns of them."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        if self._loads != self._shared.values[LOADS]:
+        if self._is_outdated.values[0]:
             raise RuntimeError(
                 "persistent_workers=True keeps copies of the stream that load_state_dict does not reach; expected "
                 "workers that began after it. Build the DataLoader again after stream.load_state_dict(state)"
@@ -331,8 +332,8 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
             self._handed_out = int(self._shared.values[ITERATIONS]), state["turn"]
         self._begin = None if state is None else dict(state)
         if get_worker_info() is None:  # else a StatefulDataLoader loads the copy that is read
-            self._shared.values[LOADS] += 1
-        self._loads = int(self._shared.values[LOADS])
+            self._is_outdated.values[0] = 1
+            self._is_outdated = SharedArray(1)
 
     def _order(self) -> dict[str, Any]:
         """Return everything that the order depends on, but the dataset and the epoch."""

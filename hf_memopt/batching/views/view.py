@@ -93,7 +93,7 @@ class EpochView(DescribedByDataset):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.takes_seed = False
-        self._shared = SharedArray(4)  # the epoch is the first; the workers of a persistent DataLoader see a new one
+        self._shared = SharedArray(3)  # the epoch is the first; the workers of a persistent DataLoader see a new one
 
     @property
     def epoch(self) -> int:
@@ -139,7 +139,8 @@ def check_per_device(trainer: Trainer, batch_size: int | None, of: str, padded_t
             f"data_collator=<{name}> cannot flatten items that are whole batches; expected "
             f"BucketedCollator. Pass Trainer(..., data_collator=BucketedCollator({given}))"
         )
-    multiple = getattr(trainer.data_collator, "pad_to_multiple_of", None) or 1
+    pads = getattr(trainer.data_collator, "inner", None) or trainer.data_collator
+    multiple = getattr(pads, "pad_to_multiple_of", None) or 1
     if padded_to is not None and padded_to % multiple and not is_padding_free(trainer):
         raise ValueError(
             f"pad_to_multiple_of={multiple} of the collator pads batches beyond max_tokens, which the {of} counts in "

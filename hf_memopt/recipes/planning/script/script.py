@@ -73,7 +73,6 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         "tokenizer": None if rows is None else rows.tokenizer,
         "model_type": "" if facts is None else facts.kind,
         "precision": recipe.step_settings().precision,
-        "is_ddp": found.world_size > 1 and engine in ("", "DDP"),
         "dtype": (dtype := sixteen_bits_here(recipe) if quantised else recipe.weights_dtype),
         "head": head_for(task),
         "stock": list(_stock(recipe)),
@@ -97,7 +96,8 @@ def _is_loaded(found: Plan, facts: Any) -> bool:
     """Return whether a script that loads a model by its name trains what was planned, and knows its kind."""
     assert found.simulation is not None
     is_changed = facts.has_adapters or (facts.is_quantized and not isinstance(found.simulation.model, str))
-    is_other_kind = facts.kind == "mbart" or (found.task == "speech-seq2seq" and facts.kind not in ("", "whisper"))
+    unknown = {"seq2seq": facts.kind == "mbart", "speech-seq2seq": facts.kind not in ("", "whisper")}
+    is_other_kind = unknown.get(found.task or "", False)
     return not is_changed and not is_other_kind
 
 
@@ -155,7 +155,7 @@ def _callbacks(found: Plan, engine: str) -> Iterator[tuple[str, str]]:
     """Yield the code of each callback that changes anything and that ``attach`` does not refuse, and its reason."""
     recipe, precision = found.recipe, found.recipe.step_settings().precision
     of_whole_models = found.world_size > 1 and engine in ("", "DDP")
-    used = {"fp16": precision == "fp16", engine: True, "DDP": of_whole_models}
+    used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, engine: True}
     in_use = [*asked_by(recipe), *(name for name, is_used in used.items() if is_used)]
     for one in callbacks_of(recipe, recipe.optim):
         is_refused = any(refusal_of(name, own) is not None for name in in_use for own in names_of(one))
