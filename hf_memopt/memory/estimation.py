@@ -263,6 +263,7 @@ def estimate_of_step(
         step_time=step_time,
         step_costs=step_costs,
         time_unknown=time_unknown,
+        unused_parameters=tuple(trace.trainable[index].name for index in trace.unused),
     )
 
 

@@ -44,6 +44,8 @@ class Estimate:
             their parked gradients and state.
         parameters: elements of all parameters.
         trainable_parameters: elements of those that require a gradient.
+        unused_parameters: names of trainable parameters that get no gradient from a step, with which DDP needs
+            ``ddp_find_unused_parameters=True``; empty for shared weights, of which it is not known.
         flops: floating-point operations of an optimizer step, all its micro-batches, recomputation included.
         timeline: bytes over time.
         notes: what was assumed.
@@ -80,6 +82,7 @@ class Estimate:
     step_time: StepTime | None = None
     step_costs: StepCosts | None = field(default=None, repr=False)
     time_unknown: str = ""
+    unused_parameters: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:

@@ -282,11 +282,15 @@ def test_a_new_pooler_is_trained_and_saved_whole_and_a_pretrained_one_is_not() -
 
 
 def test_each_part_of_a_new_head_is_trained_and_saved_whole() -> None:
-    bird = transformers.BigBirdConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bird = transformers.BigBirdConfig(**sizes)
     xlnet = transformers.XLNetConfig(vocab_size=64, d_model=16, n_layer=1, n_head=2, d_inner=32)
+    of_llama = {"num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0}
+    eurobert = transformers.EuroBertConfig(**sizes, **of_llama, eos_token_id=1, bos_token_id=1, mask_token_id=2)
     for model, parts in [
         (transformers.BigBirdForQuestionAnswering(bird), {"qa_classifier"}),
         (transformers.XLNetForSequenceClassification(xlnet), {"sequence_summary", "logits_proj"}),
+        (transformers.EuroBertForSequenceClassification(eurobert), {"classifier", "dense"}),
     ]:
         adapted: Any = PLAIN.replace(lora=4).prepare_model(model)
         whole = {name.split(".")[2] for name in peft.get_peft_model_state_dict(adapted) if "lora_" not in name}

@@ -96,12 +96,16 @@ def without_warnings_of_peft() -> Iterator[None]:
 def new_parts(model: nn.Module) -> tuple[str, ...]:
     """Return the names of a model's parts that a checkpoint usually lacks, which are trained whole.
 
-    A pooler in 16 bits or more is among them where it belongs to the head, as DeBERTa's; BERT's is the backbone's.
+    A layer in 16 bits or more beside the classifier is among them where it belongs to the head, as DeBERTa's pooler and
+    EuroBERT's ``dense``; BERT's are the backbone's. PEFT compares the ends of names.
     """
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    new = tuple(name for name in head_for(task_of(model)).new if name in names)
-    has_pooler = {"pooler", "classifier"} <= dict(model.named_children()).keys() and not is_quantized(model)
-    return (*new, "pooler") if has_pooler else new
+    names = [name for name, _ in model.named_modules()]
+    last_parts = {name.rpartition(".")[2] for name in names}
+    new = tuple(name for name in head_for(task_of(model)).new if name in last_parts)
+    if not hasattr(model, "classifier") or is_quantized(model):
+        return new
+    beside = (name for name in ("pooler", "dense", "head") if hasattr(model, name))
+    return (*new, *(name for name in beside if sum(one.endswith(name) for one in names) == 1))
 
 
 def adapter_options(

@@ -69,6 +69,7 @@ class StepTrace:
     inputs: tuple[int, ...]
     gradients: tuple[int, ...] = ()
     gradient_of: dict[int, int] = field(default_factory=dict)  # held after the passes, by the trainable parameter
+    unused: tuple[int, ...] = ()  # trainable parameters to which no pass gives a gradient
     micro_batches: list[RecordedPass] = field(default_factory=list)
     evaluation: RecordedPass | None = None
     evaluation_inputs: tuple[int, ...] = ()

@@ -128,6 +128,9 @@ def record_step(
             trace.gradient_of = {index: tracker.number(grad) for index, grad in gradients if grad is not None}
             del gradients
             released = [number for _, _, number in trace.micro_batches[0].releases]
+            if sharded is None:
+                reached = {*trace.gradient_of, *(index for _, index, _ in trace.micro_batches[0].releases)}
+                trace.unused = tuple(index for index in range(len(parameters)) if index not in reached)
             trace.gradients = tuple(dict.fromkeys([*held, *trace.gradient_of.values(), *released]))
             _drop_gradients(weights)
             if sharded is not None:

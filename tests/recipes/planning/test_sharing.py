@@ -10,7 +10,7 @@ import tiny_plans
 import yaml
 from invoked import invoked
 
-from hf_memopt import Plan, estimate
+from hf_memopt import Plan, estimate, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -34,6 +34,22 @@ def test_ddp_where_the_model_fits_on_each_gpu() -> None:
     assert {sharing(one) for one in found.candidates} == {("ddp", False)}  # no other could be faster
     assert "each GPU holds the whole model, and only gradients are exchanged" in found.table(200)
     assert found.launch.strategy == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "is_cut"),
+    [
+        ("google-bert/bert-base-uncased", "ddp_find_unused_parameters=False, ddp_broadcast_buffers=False,", True),
+        ("facebook/dinov2-base", "ddp_find_unused_parameters=True,  # dinov2.embeddings.mask_token gets no", False),
+    ],
+)
+def test_a_script_under_ddp_cuts_batches_unless_a_weight_gets_no_gradient(model: str, flags: str, is_cut: bool) -> None:
+    """Stock looks for such weights unless there is checkpointing, and DDP then stops; micro-batching needs it off."""
+    found = plan(model, gpu="T4", world_size=2)
+    script = str(found.script())
+    assert found.launch.strategy == "ddp"
+    assert flags in script
+    assert ("hf_memopt.MicrobatchCallback()," in script) == is_cut
 
 
 @pytest.fixture(scope="module")

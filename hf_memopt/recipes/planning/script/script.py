@@ -57,6 +57,7 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
     assert chosen is not None
     engine = "" if chosen.sharing is None else NAMES[chosen.sharing.strategy]
     quantised = recipe.load_in is not None and recipe.weights_dtype == "float32"
+    of_processes = _flags(found, engine)
     view = {
         "found": found,
         "chosen": chosen,
@@ -75,13 +76,13 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         "precision": recipe.step_settings().precision,
         "dtype": (dtype := sixteen_bits_here(recipe) if quantised else recipe.weights_dtype),
         "head": head_for(task),
-        "stock": list(_stock(recipe)),
+        "stock": [*_stock(recipe), *of_processes],
         "optimizer": next((one for one in asked_by(recipe).values() if one.optimizer), None),
-        "callbacks": list(_callbacks(found, engine)),
+        "callbacks": list(_callbacks(found, engine, is_ddp=any("ddp_broadcast_buffers" in flags for flags, _ in of_processes))),
     }
     new = None if facts is None else facts.new_parts
     if recipe.load_in is not None:
-        new = None if new is None else tuple(name for name in new if name != "pooler")  # which is quantised
+        new = None if new is None else tuple(name for name in new if name in head_for(task).new)  # others are quantised
         view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=engine == "FSDP2", new=new)
     if recipe.lora is not None:
         of_recipe: dict[str, Any] = {"alpha": recipe.lora_alpha, "targets": recipe.lora_targets}
@@ -151,11 +152,22 @@ def _default(name: str) -> Any:
 # ---- The callbacks
 
 
-def _callbacks(found: Plan, engine: str) -> Iterator[tuple[str, str]]:
+def _flags(found: Plan, engine: str) -> list[tuple[dict[str, Any], str]]:
+    """Return DDP's flags: with which micro-batching works, or what a weight that gets no gradient needs."""
+    if found.simulation is None or found.chosen is None or found.world_size == 1 or engine not in ("", "DDP"):
+        return []
+    unused = found.simulation.estimate(found.recipe, found.chosen.seq_len).unused_parameters
+    if unused:  # stock takes False with checkpointing, and DDP then stops
+        return [({"ddp_find_unused_parameters": True}, f"{unused[0]} gets no gradient")]
+    flags = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+    return [(flags, "each process may cut its batches by itself: every weight gets a gradient")]
+
+
+def _callbacks(found: Plan, engine: str, *, is_ddp: bool) -> Iterator[tuple[str, str]]:
     """Yield the code of each callback that changes anything and that ``attach`` does not refuse, and its reason."""
     recipe, precision = found.recipe, found.recipe.step_settings().precision
     of_whole_models = found.world_size > 1 and engine in ("", "DDP")
-    used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, engine: True}
+    used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models and not is_ddp, engine: True}
     in_use = [*asked_by(recipe), *(name for name, is_used in used.items() if is_used)]
     for one in callbacks_of(recipe, recipe.optim):
         is_refused = any(refusal_of(name, own) is not None for name in in_use for own in names_of(one))
