@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -50,6 +51,12 @@ def pytest_configure() -> None:
     if callbacks is not None:
         for name in ("train", "evaluate", "predict"):
             setattr(Trainer, name, attached_first(getattr(Trainer, name), callbacks))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the imports left out of the garbage collection with which each training starts, as conftest.py does."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -78,7 +78,9 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         "head": head_for(task),
         "stock": [*_stock(recipe), *of_processes],
         "optimizer": next((one for one in asked_by(recipe).values() if one.optimizer), None),
-        "callbacks": list(_callbacks(found, engine, is_ddp=any("ddp_broadcast_buffers" in flags for flags, _ in of_processes))),
+        "callbacks": list(
+            _callbacks(found, engine, is_ddp=any("ddp_broadcast_buffers" in flags for flags, _ in of_processes))
+        ),
     }
     new = None if facts is None else facts.new_parts
     if recipe.load_in is not None:
