@@ -382,6 +382,7 @@ class _CrossEntropy(torch.autograd.Function):
         tensors = (hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), bias)
         total, labelled, ctx.found = loss_by_rows(loss, target, logits._rows, tensors, needed)
         ctx.node, ctx.steps, ctx.like, ctx.count = logits._node, logits._steps, _like(logits), max(1, len(labelled[0]))
+        ctx.is_empty = len(labelled[0]) == 0
         ctx.save_for_backward(target, *(labelled if ctx.waits else ()))
         return total
 
@@ -395,6 +396,8 @@ class _CrossEntropy(torch.autograd.Function):
                 "backward pass, or retain_graph=True in all but the last. Call loss.backward(retain_graph=True) first"
             )
         target, *labelled = ctx.saved_tensors
+        if ctx.is_empty:  # no row has a label: 0, as in stock, also where what it is divided by is 0
+            gradient = torch.zeros_like(gradient)
         scale = gradient / ctx.count if loss.mean else gradient
         if ctx.waits:
             term = partial(gradients_by_slices, loss, labelled, scale, needed=ctx.needed)

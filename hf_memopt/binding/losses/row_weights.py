@@ -59,7 +59,7 @@ class KnownLoss:
             if not torch.is_tensor(labels) or labels.dim() == 0:
                 return "it has no tensor of labels"
             if self.over == CLASSES:
-                return self._reason_against_classes(labels)
+                return self._reason_against_classes(inputs, labels)
         elif self.over not in ("sum", "rows") and _column(inputs, self.over) is None:
             return f"it has no column {self.over} with one entry per row"
         return None
@@ -91,7 +91,9 @@ class KnownLoss:
         is_class = labels.dtype in (torch.long, torch.int)
         return "single_label_classification" if is_class else "multi_label_classification"
 
-    def _reason_against_classes(self, labels: torch.Tensor) -> str | None:
+    def _reason_against_classes(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> str | None:
+        if inputs.get("inputs_embeds") is not None and inputs.get("input_ids") is None:
+            return "its rows have no ids by which a head would find their last token"
         rows, wanted = len(labels), self.config.num_labels
         if self.problem_type(labels) == "single_label_classification":
             is_negative = (labels < 0) & (labels != IGNORED_LABEL)

@@ -36,6 +36,7 @@ from hf_memopt.techniques.microbatching import (
     StepState,
     copied_batch,
     count_rows,
+    placeholder_reason,
     row_lengths,
     select_rows,
     splittable_batch_reason,
@@ -177,8 +178,9 @@ class _Recovery:
         if isinstance(found, str) or not isinstance(inputs, Mapping) or (generates and found.over == "sum"):
             return None
         has_loss = any(inputs.get(name) is not None for name in trainer.label_names)
-        reason = found.reason_against(inputs) if has_loss else None
-        return None if reason or splittable_reason(trainer.model) or splittable_batch_reason(inputs) else found
+        reason = (found.reason_against(inputs) if has_loss else None) or splittable_reason(trainer.model)
+        reason = reason or splittable_batch_reason(inputs) or placeholder_reason(trainer.model, inputs)
+        return None if reason else found
 
     def _part_failed(self, rows: int, columns: int | None, seconds: float) -> None:
         self._rows_that_fit = max(1, rows // 2)

@@ -25,6 +25,7 @@ from hf_memopt.binding.undo import override_method
 from hf_memopt.devices.readings import is_out_of_memory
 from hf_memopt.errors import did_you_mean
 from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall
+from hf_memopt.techniques.microbatching.not_splittable import placeholder_reason
 from hf_memopt.techniques.microbatching.row_check import check_rows
 from hf_memopt.techniques.microbatching.rows_in_parts import Size, run_rows_in_parts
 
@@ -137,7 +138,7 @@ class Backbones:
             found = LOSS_OF_ALL_ROWS
         else:
             try:
-                found = self._layout(name, call, size)
+                found = self._layout(name, call, size, kwargs)
             except Exception as error:
                 if is_out_of_memory(error):
                     reason = "not even two rows fit, without gradients, so that none can be compared"
@@ -148,9 +149,9 @@ class Backbones:
         step.reasons[f"{name or type(call.module).__name__}: {found}"] = None
         return None
 
-    def _layout(self, name: str, call: ModuleCall, size: int) -> Layout | str:
+    def _layout(self, name: str, call: ModuleCall, size: int, kwargs: dict[str, Any]) -> Layout | str:
         """Return where the rows are, checked if the kind of call is new or it is time; or why they cannot be cut."""
-        key = name, call.kind()
+        key = name, call.kind(), placeholder_reason(call.module, kwargs) is None
         known = self._known.get(key)
         if known is not None and not (self._is_checked and isinstance(known, Layout)):
             return known

@@ -32,6 +32,9 @@ class NotSplittableError(ValueError):
         self.reason = reason
 
 
+PLACEHOLDERS = tuple(f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index"))
+
+
 def splittable_reason(model: nn.Module) -> str | None:
     """Return why the loss of a model is not a sum over rows, so that micro-batches would train something else.
 
@@ -41,11 +44,18 @@ def splittable_reason(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORMS) and module.training:
             return f"{type(module).__name__} {name} takes its statistics over the rows of a batch"
+        kinds = getattr(module, "rope_type", None)
+        if "dynamic" in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
+            return f"the frequencies of the dynamic RoPE {name} follow the longest row of a batch"
+        if getattr(module, "summary_type", None) in ("last", "mean"):
+            return f"{type(module).__name__} {name} reads padding too, of which micro-batches have less"
     inside = unwrap_model(model)
     if "return_loss" in inspect.signature(inside.forward).parameters:
         return f"the loss of {type(inside).__name__} compares the rows of a batch with each other"
     if getattr(getattr(inside, "config", None), "attention_type", None) == "block_sparse":
         return f"the sparse attention of {type(inside).__name__} becomes full, for good, once all rows are short"
+    if getattr(getattr(inside, "config", None), "axial_pos_embds", False):
+        return f"the axial positions of {type(inside).__name__} need batches of one length"
     return None
 
 
@@ -65,6 +75,21 @@ def splittable_batch_reason(inputs: Mapping[str, Any]) -> str | None:
         is_elsewhere = name == "position_ids" and value.dim() == 3  # (3, batch, seq), for text, height and width
         if is_elsewhere or (value.dim() > 0 and value.shape[0] not in (1, rows)):
             return f"{name} of shape {tuple(value.shape)} does not have one entry for each of the {rows} rows"
+    return None
+
+
+def placeholder_reason(model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
+    """Return why images or sounds do not belong to the rows one by one: a row without any leaves another with two.
+
+    Where there are as many of them as rows, and every row has one, each has its own. Waits for the device.
+    """
+    config, ids = getattr(unwrap_model(model), "config", None), inputs.get("input_ids")
+    if not torch.is_tensor(ids):
+        return None
+    for token in {getattr(config, name, None) for name in PLACEHOLDERS} - {None}:
+        has_some = ids.eq(token).flatten(1).any(1)
+        if bool(has_some.any()) and not bool(has_some.all()):
+            return f"some of its rows have no token {token} that stands for an image or a sound, so others may have two"
     return None
 
 

@@ -185,7 +185,13 @@ class _Check:
             ]
             is_last = number == len(exchanges) - 1
             before = _state_of(self._call.module) if is_last else {}
-            found = self._call.run(moved)  # with other random numbers too
+            try:
+                found = self._call.run(moved)  # with other random numbers too
+            except Exception as failed:
+                if is_out_of_memory(failed):
+                    raise
+                text = f"{type(failed).__name__}: {str(failed)[:80]}"
+                raise DependentRowsError(f"it fails where rows have the content of others ({text})") from None
             if is_last:
                 _refuse_changes(self._call.module, before)
             for index, (value, other, dim) in enumerate(zip(whole, found, layout.out, strict=True)):

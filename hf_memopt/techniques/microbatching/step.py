@@ -36,6 +36,7 @@ from hf_memopt.techniques.microbatching.not_splittable import (
     batch_text,
     check_logits,
     logits_text,
+    placeholder_reason,
     remedy_of,
     splittable_batch_reason,
     splittable_reason,
@@ -221,6 +222,7 @@ class MicrobatchedStep:
             return f"its batches are a {type(step.inputs).__name__}"
         trainer.model.train()  # as the step is about to: a batch norm kept in evaluation mode does no harm
         reason = splittable_reason(trainer.model) or splittable_batch_reason(step.inputs)
+        reason = reason or placeholder_reason(trainer.model, step.inputs)
         return reason or found.reason_against(step.inputs) or found
 
     def _run_in_parts(self, trainer: Any, step: AccumulationStep, why: str) -> torch.Tensor:

@@ -94,7 +94,9 @@ class StepState:
 
     def changed_buffer(self) -> str | None:
         """Return the name of a buffer of the model that was changed since."""
-        return next((name for name, buffer, version in self._buffers if buffer._version != version), None)
+        now = dict(self._trainer.model.named_buffers())  # dynamic RoPE puts others in their place
+        changed = (name for name, one, version in self._buffers if now.get(name) is not one or one._version != version)
+        return next(changed, None)
 
     def has_drawn(self) -> bool:
         """Return whether random numbers were drawn since."""
