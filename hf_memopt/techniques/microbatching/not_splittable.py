@@ -83,7 +83,8 @@ def placeholder_reason(model: nn.Module, inputs: Mapping[str, Any]) -> str | Non
 
     Where there are as many of them as rows, and every row has one, each has its own. Waits for the device.
     """
-    config, ids = getattr(unwrap_model(model), "config", None), inputs.get("input_ids")
+    config = getattr(unwrap_model(model), "config", None)
+    ids: Any = inputs.get("input_ids")
     if not torch.is_tensor(ids):
         return None
     for token in {getattr(config, name, None) for name in PLACEHOLDERS} - {None}:
