@@ -76,13 +76,17 @@ def keep_manifests(trainer: Trainer) -> UndoHandle:
         return undo_all()
     saving = _Saving(trainer)
 
-    def train(before: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         folder, is_writer = trainer.args.output_dir or "", trainer.args.should_save
         for pattern in (UNFINISHED, f"{PREFIX_CHECKPOINT_DIR}-*/{UNFINISHED}") if is_writer else ():
             for left in Path(folder).glob(pattern):
                 with suppress(OSError):
                     left.unlink()
-        return before(checkpoint_to_resume(resume_from_checkpoint, folder, is_reader=is_writer), *args, **kwargs)
+        asked = args[0] if args else kwargs.get("resume_from_checkpoint")
+        found = checkpoint_to_resume(asked, folder, is_reader=is_writer)
+        if found is not asked:  # a subclass may take it by name only, or not at all
+            args, kwargs = ((found, *args[1:]), kwargs) if args else (args, {**kwargs, "resume_from_checkpoint": found})
+        return before(*args, **kwargs)
 
     return undo_all(
         override_method(trainer, "save_model", saving.save_model, purpose=MANIFEST),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,13 @@ def run(options: GpusOptions, context: Any) -> None:
     """Print the GPUs as a table or as JSON."""
     asked, console = " ".join(options.words or ()), Console()
     words = asked.lower().replace("-", " ").split()
-    names = {name: f"{name}{gpu.memory_bytes // GIB}gb".lower().replace(" ", "") for name, gpu in GPUS.items()}
-    found = [GPUS[name] for name, text in names.items() if all(word in text for word in words)]
+    names = {name: name.lower().replace(" ", "") for name in GPUS}
+    sizes = {name: f"{gpu.memory_bytes // GIB}gb" for name, gpu in GPUS.items()}
+    found = [
+        gpu
+        for name, gpu in GPUS.items()
+        if all(word == sizes[name] if re.fullmatch(r"\d+gb", word) else word in names[name] for word in words)
+    ]
     if not found:
         raise ValueError(
             f"words={asked!r} is in no name of the {len(GPUS)} GPUs; expected parts of a name, such as 3060, "

@@ -177,7 +177,9 @@ class EstimateOptions:
     gpu: str | None = _option(
         None, 'Such as "RTX 3050 4GB", or a size: 8GB; the current one by default.', "NAME", "-g", group=GPU
     )
-    gpu_memory: str | None = _option(None, "Of a GPU that is not in the table, such as 4GiB.", "SIZE", group=GPU)
+    gpu_memory: str | None = _option(
+        None, "What a process can use of a GPU that is not in the table, such as 3.8GiB.", "SIZE", group=GPU
+    )
     compute_capability: str | None = _option(None, "Of that GPU, such as 7.5.", "X.Y", group=GPU)
     batch_size: int | None = _count(
         "Examples of one forward pass; the preset's or 8 by default, 32 with --compare.", "-b", group=STEP

@@ -198,6 +198,7 @@ def estimate_of_step(
         problem = precision_for(model, gpu, task)[2]
         overflows = (f"{problem}; pass precision='fp32', as plan does",) if problem else ()
     settings = with_precision(settings, gpu)
+    _check_gpu(settings, gpu)
     chip = Chip.of(_ASSUMED_CAPABILITY) if gpu is None else Chip.of(gpu.compute_capability, gpu.multiprocessors)
     recorded = partial(_recorded, model, chip=chip, gpu=gpu, task=task, weights_dtype=weights_dtype)
     asked_length = shape.seq_len
@@ -301,6 +302,18 @@ def _length_note(assumed: int) -> str:
     fewer = "" if assumed == DEFAULT_LENGTH else ", all that the model takes"
     what = fewer if assumed <= DEFAULT_LENGTH else ", pictures included"
     return f"seq_len={assumed} by default{what}; pass the length of your longest rows"
+
+
+def _check_gpu(settings: StepSettings, gpu: Gpu | None) -> None:
+    """Refuse what does not run on GPUs before Ampere."""
+    asked = {"attn_implementation": (settings.attn_implementation, "flash_attention_2", "sdpa")}
+    asked["precision"] = settings.precision, "tf32", "fp32"
+    for name, (value, refused, other) in asked.items():
+        if gpu is not None and not gpu.bf16 and value == refused:
+            raise ValueError(
+                f"{name}={value!r} does not run on {gpu.name}, of compute capability "
+                f"{'.'.join(map(str, gpu.compute_capability))}; expected 8.0 or more. Pass {name}={other!r}"
+            )
 
 
 def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple[str, ...]:

@@ -154,7 +154,8 @@ def estimate_from_arguments(
                 f"lengths={lengths!r} is empty; expected the tokens of at least one example. "
                 "Pass lengths=token_lengths(dataset)"
             )
-        if values.dtype.kind not in "iuf" or not 1 <= values.max() < 2**63:
+        is_whole = values.dtype.kind in "iuf" and bool((values == np.floor(values)).all())
+        if not is_whole or not 1 <= values.max() < 2**63:
             raise ValueError(
                 f"lengths={shown(lengths)} are no numbers of tokens; expected integers of 1 or more. "
                 "Pass lengths=token_lengths(dataset)"

@@ -158,7 +158,11 @@ class PrecisionCallback(BoundCallback):
         cached_in = [cached]  # the accelerator of now
         undo = UndoHandle(partial(remove_all, cached_in))
         again = partial(self._keep_cache_off, trainer, cached_in)
-        overrides = {"call_model_init": call, "create_accelerator_and_postprocess": again}
+        overrides = {
+            "call_model_init": call,
+            "create_accelerator_and_postprocess": again,
+            "train": partial(self._train, trainer),
+        }
         return [
             *(UndoHandle(self._handles.remove), undo),
             *(override_method(trainer, name, override) for name, override in overrides.items()),
@@ -194,6 +198,11 @@ class PrecisionCallback(BoundCallback):
         reason = f"{len(weights)} trainable weights: autocast computes in 16 bits, updates need more"
         before, after = f"16 bits, {format_bytes(size)}", f"float32, {format_bytes(2 * size)}"
         self.note(Change("master_weights", before, after, reason))
+
+    def _train(self, trainer: Trainer, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Cast again what an evaluation with bf16_full_eval or fp16_full_eval has cast to 16 bits."""
+        self._keep_master_weights(trainer, trainer.model, trainer.optimizer)
+        return before(*args, **kwargs)
 
     def _call_model_init(self, trainer: Trainer, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = before(*args, **kwargs)

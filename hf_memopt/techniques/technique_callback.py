@@ -77,13 +77,13 @@ class TechniqueCallback(TrainerCallback):
         return self._copied, ()
 
     def bind(self, trainer: Trainer) -> UndoHandle:
-        """Belong to this trainer; ``attach`` calls it."""
-        return self.binding.to(trainer)
+        """Belong to this trainer; ``attach`` calls it. The handle undoes what training changes in its model, too."""
+        return undo_all(self.binding.to(trainer), self._handles.handle_of(trainer.model))
 
-    def note(self, *changes: Change) -> None:
+    def note(self, *changes: Change, logs: bool = True) -> None:
         """Add changes that are new to ``changes`` and to those of the trainer, and log them."""
         for change in changes:
-            if add_change(self.changes, change):
+            if add_change(self.changes, change) and logs:
                 logger.info("%s changed %s", type(self).__name__, change)
         if (trainer := self.binding.trainer) is not None:
             record_changes(trainer, changes)

@@ -81,6 +81,8 @@ def test_all_gpus_are_listed_and_what_is_unknown_is_a_dash() -> None:
 
 
 def test_gpus_as_json() -> None:
+    small = json.loads(CliRunner().invoke(app, ["gpus", "laptop", "6gb", "--json"]).stdout)
+    assert {gpu["memory_bytes"] for gpu in small} == {6 * 2**30}  # not the 16 GB whose names end in it
     found = json.loads(CliRunner().invoke(app, ["gpus", "Laptop", "24gb", "--json"]).stdout)
     assert [gpu["name"] for gpu in found] == ["RTX 5090 Laptop"]
     assert (found[0]["memory_bytes"], found[0]["compute_capability"], found[0]["bf16"]) == (24 * 2**30, [12, 0], True)

@@ -125,3 +125,14 @@ def test_the_arguments_of_a_trainer_take_adapters_too(tmp_path: Path) -> None:
     sizes = {"batch_size": 2, "seq_len": 16, "lora": 4, "load_in": "nf4"}
     same = estimate(llama_config(), **sizes, precision="bf16", optim="adamw_torch", max_grad_norm=0.0)
     assert figures(found) == figures(same)
+
+
+def test_adapters_on_fused_experts_where_peft_switches_autocast_off() -> None:
+    """Float32 weights under bf16 autocast train; the products of PEFT's parametrization stay in float32."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 100}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes, **heads, max_position_embeddings=32)
+    options: dict[str, Any] = {"batch_size": 1, "seq_len": 16, "lora": 4, "gpu": "A100 80GB"}
+    plain, autocast = (estimate(config, precision=precision, **options) for precision in ("fp32", "bf16"))
+    assert autocast.trainable_parameters == plain.trainable_parameters
+    assert estimate(config, precision="bf16", checkpointing=True, **options).total_bytes > 0

@@ -124,3 +124,16 @@ def test_an_unknown_gpu_gets_the_nearest_ones() -> None:
     with pytest.raises(ValueError) as error:
         of(tiny.bert_config(), gpu="RTX 3065")
     assert str(error.value) == str(expected.value)
+
+
+def test_a_library_that_a_model_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ImportError(
+            "\nTimmBackbone requires the timm library but it was not found in your environment. Install it"
+        )
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", fails)
+    with pytest.raises(NotEstimableError) as error:
+        estimate(tiny.llama_config(vocab_size=77), batch_size=1, seq_len=8)
+    cause = "TimmBackbone requires the timm library but it was not found in your environment"
+    assert str(error.value) == f"not estimable: a library is missing ({cause})"

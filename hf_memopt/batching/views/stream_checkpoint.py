@@ -47,10 +47,9 @@ def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
             _write_state(trainer.args, stream.state_dict(position=turn), folder, unwritten)
         return found
 
-    def train(
-        before: Callable[..., Any], resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        folder = resume_from_checkpoint if trainer.args.ignore_data_skip else None
+    def train(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        asked = args[0] if args else kwargs.get("resume_from_checkpoint")
+        folder = asked if trainer.args.ignore_data_skip else None
         if folder is True:
             folder = get_last_checkpoint(trainer.args.output_dir or "")  # type: ignore[no-untyped-call]
         state = _saved_state(trainer, folder or None)
@@ -58,7 +57,7 @@ def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
         begun.update({"step": 0, "turn": 0} if state is None else {"step": _step_of(folder), "turn": state["turn"]})
         handles = [] if state is None else [_seed_workers_apart(trainer, state["turn"])]
         try:
-            return before(resume_from_checkpoint, *args, **kwargs)
+            return before(*args, **kwargs)
         finally:
             remove_all(handles)
             stream.load_state_dict(None)

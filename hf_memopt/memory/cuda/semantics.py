@@ -72,6 +72,7 @@ class CudaSemantics(TorchFunctionMode):
         self.host_bytes = self.peak_host_bytes = 0
         self.deferred_at: tuple[int, int] | None = None  # event and sequence at the first use of logits not made
         self._dtype = autocast
+        self.switched_off = 0  # regions of the model's code with autocast(enabled=False)
         self._capability = capability
         self._cache_enabled = cache
         self._cache: dict[int, torch.Tensor] = {}
@@ -171,7 +172,7 @@ class CudaSemantics(TorchFunctionMode):
             return False
         if self._callers_autocast is None:
             self._enable_torchs_autocast(self._dtype)
-        return True
+        return not self.switched_off
 
     def _enable_torchs_autocast(self, dtype: torch.dtype) -> None:
         """Set torch's own flags, which model code may read (PEFT's quantised layers do); meta tensors ignore them."""

@@ -238,6 +238,9 @@ def _build(
                 raise
             model = from_config(config, dtype=dtype, attn_implementation="eager")  # no sdpa: T5 before 5.17, DeBERTa
         except ImportError as error:
+            if attn_implementation in (None, "eager", "sdpa"):
+                cause = " ".join(str(error).split()).partition(". ")[0]
+                raise NotEstimableError(f"not estimable: a library is missing ({cause})") from error
             raise _no_kernels(attn_implementation) from error
     if attn_implementation == "flash_attention_2":
         use_stand_in(model)

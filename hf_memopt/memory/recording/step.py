@@ -254,6 +254,26 @@ def recording(*modes: Any) -> Iterator[None]:
         @wraps(init)
         def of_cuda(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             init(self, "cuda" if device_type == "meta" else device_type, *args, **kwargs)  # PEFT opens it for meta
+            asked = kwargs.get("enabled", args[1] if len(args) > 1 else True)
+            self._is_off = device_type == "meta" and not asked
+
+        enter, leave = autocast.__enter__, autocast.__exit__
+
+        def count(self: Any, step: int) -> None:
+            for mode in modes:
+                if hasattr(mode, "switched_off"):
+                    mode.switched_off += step * getattr(self, "_is_off", False)
+
+        def entered(self: Any) -> Any:
+            count(self, 1)
+            return enter(self)
+
+        def left(self: Any, *error: Any) -> Any:
+            count(self, -1)
+            return leave(self, *error)
+
+        stack.callback(set_attribute(autocast, "__enter__", entered).remove)
+        stack.callback(set_attribute(autocast, "__exit__", left).remove)
 
         stack.callback(set_attribute(autocast, "__init__", of_cuda).remove)
         stack.callback(logging.set_verbosity, logging.get_verbosity())

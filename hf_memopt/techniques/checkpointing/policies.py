@@ -28,7 +28,7 @@ from hf_memopt.binding.model import unwrap_model
 from hf_memopt.binding.model_changes import drop_input_gradients, input_gradient_hooks
 from hf_memopt.binding.parameters import layer_stacks
 from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
-from hf_memopt.changes import Change, add_change
+from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value, shown
 from hf_memopt.techniques import TechniqueCallback
@@ -159,7 +159,7 @@ class CheckpointingCallback(TechniqueCallback):
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Set a budget within this trainer's training steps; other policies need no binding."""
         if self._parsed.kind != "budget":
-            return self.binding.to(trainer)
+            return super().bind(trainer)
         _check_compiled(self.policy, trainer.args)
         if self.binding.trainer is trainer:
             return self.binding.handle
@@ -181,9 +181,8 @@ class CheckpointingCallback(TechniqueCallback):
             self._handles.remove()  # a second train() with the same model: one undo has to be enough
         self.handle = self._handles.keep(model, checkpoint_layers(model, self.policy, offload=self.offload))
         is_asked, options = checkpointing_of(args)
-        if is_asked:
-            reason = "the callback replaces the arguments' own"
-            add_change(self.changes, Change("checkpointing", options or "full", self.policy, reason))
+        reason = "the callback replaces the arguments' own" if is_asked else "CheckpointingCallback"
+        self.note(Change("checkpointing", (options or "full") if is_asked else False, self.policy, reason), logs=False)
         layers = list(_checkpointing_layers(model))
         recomputed = sum(layer.gradient_checkpointing for layer in layers)
         logger.info(f"CheckpointingCallback recomputes {recomputed} of {len(layers)} layers, by policy {self.policy!r}")

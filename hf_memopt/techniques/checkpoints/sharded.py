@@ -218,10 +218,10 @@ class ShardedCheckpointCallback(BoundCallback):
         with save_in_shards(model, max_shard_bytes=self.max_shard_bytes) if is_plain else nullcontext():
             before(*args, **kwargs)
 
-    def _train(self, before: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        self._is_resuming = bool(resume_from_checkpoint)
+    def _train(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._is_resuming = bool(args[0] if args else kwargs.get("resume_from_checkpoint"))
         try:
-            return before(resume_from_checkpoint, *args, **kwargs)
+            return before(*args, **kwargs)
         finally:
             self._is_resuming = False
             self._loading.close()

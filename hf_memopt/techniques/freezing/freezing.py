@@ -68,4 +68,4 @@ class FreezeCallback(ModelCallback):
         dropped = drop_input_gradients(model)
         if not dropped.is_removed:
             self.handle = self._handles.keep(self._handles.model, dropped)
-            add_change(self.changes, INPUT_GRADIENTS_DROPPED)
+            self.note(INPUT_GRADIENTS_DROPPED, logs=False)

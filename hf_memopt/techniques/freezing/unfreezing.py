@@ -24,7 +24,7 @@ from hf_memopt.binding.compatibility import check_settings
 from hf_memopt.binding.model_changes import INPUT_GRADIENTS_DROPPED, drop_input_gradients
 from hf_memopt.binding.parameters import checked_patterns, matching_parameters, set_trainable, trainable_parameters
 from hf_memopt.binding.undo import UndoHandle
-from hf_memopt.changes import Change, add_change
+from hf_memopt.changes import Change
 from hf_memopt.plain_data import shown
 from hf_memopt.techniques import TechniqueCallback
 
@@ -108,7 +108,7 @@ class GradualUnfreezeCallback(TechniqueCallback):
         dropped = drop_input_gradients(model)
         if not dropped.is_removed:
             self._handles.keep(model, dropped)
-            add_change(self.changes, INPUT_GRADIENTS_DROPPED)
+            self.note(INPUT_GRADIENTS_DROPPED, logs=False)
         self._begin_stage(model, stages, state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -123,7 +123,8 @@ class GradualUnfreezeCallback(TechniqueCallback):
         after = trainable_parameters(model)
         if after != before:
             begun = ", ".join(name for first, patterns in stages.items() if first <= step for name in patterns)
-            add_change(self.changes, Change("trainable_parameters", before, after, f"from step {step}: {begun}"))
+            change = Change("trainable_parameters", before, after, f"from step {step}: {begun}")
+            self.note(change, logs=False)
             total = sum(parameter.numel() for parameter in model.parameters())
             logger.info(f"GradualUnfreezeCallback trains {after:,} of {total:,} parameters from step {step}: {begun}")
 

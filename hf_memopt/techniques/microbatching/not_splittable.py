@@ -87,7 +87,7 @@ def placeholder_reason(model: nn.Module, inputs: Mapping[str, Any]) -> str | Non
     ids: Any = inputs.get("input_ids")
     if not torch.is_tensor(ids):
         return None
-    for token in {getattr(config, name, None) for name in PLACEHOLDERS} - {None}:
+    for token in {one for name in PLACEHOLDERS if (one := getattr(config, name, None)) is not None}:
         has_some = ids.eq(token).flatten(1).any(1)
         if bool(has_some.any()) and not bool(has_some.all()):
             return f"some of its rows have no token {token} that stands for an image or a sound, so others may have two"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute
+from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:
@@ -80,7 +80,16 @@ class OptimizerArguments(dict[str, Any]):
                 self._follow(trainer)
             return before(*args, **kwargs)
 
-        return override_method(trainer, "create_optimizer", create_optimizer)
+        def train(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            _pause(trainer.optimizer, False)
+            try:
+                return before(*args, **kwargs)
+            finally:
+                _pause(trainer.optimizer, True)
+
+        return undo_all(
+            override_method(trainer, "create_optimizer", create_optimizer), override_method(trainer, "train", train)
+        )
 
     def _follow(self, trainer: Any) -> None:
         named, read = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
@@ -92,6 +101,13 @@ class OptimizerArguments(dict[str, Any]):
         now = _plain_values(read)
         self.update({name: value for name, value in now.items() if self._read.get(name) != value})
         self._read = now
+
+
+def _pause(optimizer: Any, is_paused: bool) -> None:
+    """Let a released optimizer step within backward passes of its own runs only."""
+    pause = getattr(getattr(optimizer, "optimizer", optimizer), "pause", None)
+    if pause is not None:
+        pause(is_paused)
 
 
 def _plain_values(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -175,6 +175,7 @@ class _Released(Built):
     max_tensor_norm: float | None
     _plain_step: Any
     _is_releasing = False
+    _is_paused = False
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)
@@ -230,9 +231,15 @@ class _Released(Built):
         norms = [norm.to(device, torch.float32) for norm in self._last_norms]
         return torch.nn.utils.get_total_norm(norms)
 
+    def pause(self, is_paused: bool) -> None:
+        """Step nothing in backward passes between two runs, or step again; forget a step that was interrupted."""
+        self._is_paused = is_paused
+        self._stepped.clear()
+        self._norms.clear()
+
     def steps(self, parameter: torch.Tensor) -> bool:
         """Return whether it steps this parameter within the backward pass."""
-        return self._is_releasing and parameter in self._places
+        return self._is_releasing and not self._is_paused and parameter in self._places
 
     def has_counter_on_device(self, parameter: torch.Tensor) -> bool:
         """Return whether the count of steps in a parameter's state is a tensor beside its weight."""
@@ -268,6 +275,8 @@ class _Released(Built):
         self._is_releasing = False
 
     def _release(self, parameter: torch.Tensor) -> None:
+        if self._is_paused:
+            return
         with self._lock:
             if parameter.grad is None and parameter in self._stepped:
                 return  # a copy has stepped in its place

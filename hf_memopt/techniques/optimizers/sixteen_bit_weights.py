@@ -195,7 +195,7 @@ class _SixteenBitTorch(_SixteenBit):
         self._step_with(whole, self._rounded_step)
         for group in groups:
             for parameter in group["params"]:
-                if is_rounded(parameter) and parameter.grad is not None:
+                if is_rounded(parameter) and parameter.grad is not None and parameter.numel():
                     self._update(parameter, partial(self._step_slice, group))
         return loss
 

@@ -1,0 +1,133 @@
+"""What callbacks and optimizers leave alone between two runs of a Trainer, and what ``memopt_handle`` takes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+import tiny
+from hf_memopt import (
+    CheckpointingCallback,
+    FreezeCallback,
+    GradualUnfreezeCallback,
+    PrecisionCallback,
+    ShardedCheckpointCallback,
+    attach,
+    released_optimizer,
+)
+
+
+def released(folder: Any, model: Any) -> Trainer:
+    args = tiny.arguments(folder, max_grad_norm=0.0, max_steps=2, lr_scheduler_type="constant", learning_rate=1e-2)
+    optimizer = {"optimizer_cls_and_kwargs": released_optimizer(args, model)}
+    return attach(Trainer(model=model, args=args, train_dataset=tiny.rows(16), **optimizer))
+
+
+def weights_of(model: Any) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in model.parameters()]
+
+
+def test_a_backward_pass_after_a_run_steps_nothing(tmp_path: Any) -> None:
+    """Nor does the next Trainer of the model get steps of the first one's optimizer."""
+    model = tiny.bert()
+    trainer = released(tmp_path, model)
+    trainer.train()
+    before = weights_of(model)
+    batch = {name: torch.tensor([row[name] for row in tiny.rows(2)]) for name in tiny.rows(1)[0]}
+    model.eval()(**batch).loss.backward()
+    assert all(map(torch.equal, before, weights_of(model)))
+    assert all(one.grad is not None for one in model.parameters())
+    model.zero_grad()
+    Trainer(
+        model=model,
+        args=tiny.arguments(tmp_path, max_steps=2, optim="sgd", learning_rate=0.0),
+        train_dataset=tiny.rows(16),
+    ).train()
+    assert all(map(torch.equal, before, weights_of(model)))
+    trainer.train()  # it steps again in its own runs
+    assert not any(map(torch.equal, before, weights_of(model)))
+
+
+def test_a_run_after_one_that_was_interrupted_in_its_backward_pass(tmp_path: Any) -> None:
+    model = tiny.bert()
+    trainer = released(tmp_path, model)
+
+    def stop(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.bert.embeddings.word_embeddings.weight.register_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    handle.remove()
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+class Dtypes(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: set[torch.dtype] = set()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.seen |= {one.dtype for one in model.parameters()}
+
+
+def test_master_weights_are_float32_after_an_evaluation_in_16_bits(tmp_path: Any) -> None:
+    dtypes = Dtypes()
+    args = tiny.arguments(tmp_path, bf16=True, bf16_full_eval=True, max_steps=1)
+    rows = {"train_dataset": tiny.rows(8), "eval_dataset": tiny.rows(4)}
+    trainer = Trainer(model=tiny.bert().bfloat16(), args=args, callbacks=[dtypes], **rows)
+    attach(trainer, PrecisionCallback())
+    for _ in range(2):
+        trainer.evaluate()
+        trainer.train()
+    assert dtypes.seen == {torch.float32}
+
+
+class TakesNothing(Trainer):
+    def train(self) -> Any:
+        return super().train()
+
+
+class TakesANamedCheckpoint(Trainer):
+    def train(self, *, resume_from_checkpoint: Any = None) -> Any:
+        return super().train(resume_from_checkpoint=resume_from_checkpoint)
+
+
+@pytest.mark.parametrize("kind", [TakesNothing, TakesANamedCheckpoint])
+def test_a_train_of_another_signature_is_called_as_it_was(kind: type[Trainer], tmp_path: Any) -> None:
+    args = tiny.arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer = attach(kind(model=tiny.bert(), args=args, train_dataset=tiny.rows(8)), ShardedCheckpointCallback("20KB"))
+    trainer.train()
+    if kind is TakesANamedCheckpoint:
+        args.max_steps = 2
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == 2
+
+
+CALLBACKS: dict[str, Any] = {
+    "unfreezing": lambda: GradualUnfreezeCallback({0: "layers:1", 100: "base"}),
+    "freezing": lambda: FreezeCallback("embeddings"),
+    "checkpointing": lambda: CheckpointingCallback("full"),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_what_training_changes_is_listed_and_taken_back(name: str, tmp_path: Any) -> None:
+    model = tiny.llama(num_hidden_layers=2)
+
+    def states() -> list[bool]:
+        flags = [one.requires_grad for one in model.parameters()]
+        return flags + [bool(getattr(one, "gradient_checkpointing", False)) for one in model.modules()]
+
+    before, callback = states(), CALLBACKS[name]()
+    rows = [{**row, "labels": row["input_ids"]} for row in tiny.rows(8)]
+    trainer = attach(Trainer(model=model, args=tiny.arguments(tmp_path, max_steps=1), train_dataset=rows), callback)
+    trainer.train()
+    assert states() != before
+    assert {change.name for change in callback.changes} <= {change.name for change in trainer.memopt_changes}
+    assert callback.changes
+    trainer.memopt_handle.remove()
+    assert states() == before
