@@ -89,6 +89,12 @@ def lines(text: str) -> str:
 # ---- One set-up
 
 
+def test_the_tokens_of_a_tile_are_a_number(simulation) -> None:
+    assert run("--gpu", CARD, "--tiled", "--tile-tokens", "8").exit_code < 2  # whether it fits or not
+    assert (simulation.calls[0]["tiled"], simulation.calls[0]["tile_tokens"]) == (True, 8)
+    assert run("--gpu", CARD, "--tiled", "--tile-tokens", "0").exit_code == 2
+
+
 def test_what_fits_ends_with_0_and_prints_the_table(simulation) -> None:
     result = run("--batch-size", "32", "--seq-len", "128", "--gpu", "geforce rtx 3050 laptop", "--checkpointing")
     assert (result.exit_code, result.stderr) == (0, "")

@@ -262,7 +262,7 @@ def test_json_says_everything_in_bytes() -> None:
     assert read["notes"] == ["a note"]
     assert set(read) == {
         *(*same, "settings", "gpu", "components", "notes", "hints", "phase_peaks", "versions", "fragmentation"),
-        *("step_time", "time_unknown", "format", "phase_components"),
+        *("step_time", "time_unknown", "unused_parameters", "format", "phase_components"),
     }
     alone = json.loads(hand_made(gpu=None, context_bytes=None).to_json())
     assert (alone["gpu"], alone["context_bytes"], alone["fits"]) == (None, None, None)
