@@ -44,10 +44,11 @@ def splittable_reason(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORMS) and module.training:
             return f"{type(module).__name__} {name} takes its statistics over the rows of a batch"
-        kinds = getattr(module, "rope_type", None)
+        own = vars(module)  # in each step, and a module is slow to say that it has no such attribute
+        kinds = own.get("rope_type")
         if "dynamic" in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
             return f"the frequencies of the dynamic RoPE {name} follow the longest row of a batch"
-        if getattr(module, "summary_type", None) in ("last", "mean"):
+        if own.get("summary_type") in ("last", "mean"):
             return f"{type(module).__name__} {name} reads padding too, of which micro-batches have less"
     inside = unwrap_model(model)
     if "return_loss" in inspect.signature(inside.forward).parameters:
