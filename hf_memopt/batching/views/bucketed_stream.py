@@ -135,7 +135,8 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         self.kept_columns: frozenset[str] | None = None
         self._places = SharedPlaces()
         self._begin: dict[str, Any] | None = None  # a state that was loaded
-        self._is_outdated = SharedArray(1)  # whether copies in persistent workers lack a state that was loaded since
+        self._loads = SharedArray(1)  # how many states were loaded; copies in persistent workers lack the later ones
+        self._known_loads = 0  # of these, what this copy has
         self._handed_out = (0, 0)  # the number of the latest iteration in this process, and its turns
         self._origin = 0  # the turn that worker 0 began with
 
@@ -167,7 +168,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         """Hand out the examples or batches; in a DataLoader worker, its turns of them."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        if self._is_outdated.values[0]:
+        if self._loads.values[0] != self._known_loads:
             raise RuntimeError(
                 "persistent_workers=True keeps copies of the stream that load_state_dict does not reach; expected "
                 "workers that began after it. Build the DataLoader again after stream.load_state_dict(state)"
@@ -332,8 +333,8 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
             self._handed_out = int(self._shared.values[ITERATIONS]), state["turn"]
         self._begin = None if state is None else dict(state)
         if get_worker_info() is None:  # else a StatefulDataLoader loads the copy that is read
-            self._is_outdated.values[0] = 1
-            self._is_outdated = SharedArray(1)
+            self._known_loads += 1
+            self._loads.values[0] = self._known_loads
 
     def _order(self) -> dict[str, Any]:
         """Return everything that the order depends on, but the dataset and the epoch."""
