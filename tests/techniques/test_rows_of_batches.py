@@ -154,8 +154,12 @@ def trainer_of(case: Case, folder: Any, *callbacks: Any) -> transformers.Trainer
 def test_losses_and_weights_are_stocks(name: str, tmp_path: Any) -> None:
     case = CASES[name]
     stock, ours = trainer_of(case, tmp_path), trainer_of(case, tmp_path, case.callback())
-    for trainer in (stock, ours):
-        trainer.train()
+    stock.train()
+    if name == "dynamic RoPE" and tiny.IS_BEFORE_5_17:  # it counts under a name of its own there
+        with pytest.raises(ValueError, match="its forward pass changes rotary_emb.None_max_seq_len_cached"):
+            ours.train()
+        return
+    ours.train()
     losses = [[entry["loss"] for entry in one.state.log_history if "loss" in entry] for one in (stock, ours)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
     rounding = 1e-6 if name.startswith("fused") else 1e-12  # stock's loss is in float32
