@@ -27,7 +27,7 @@ NOTE = (
 def run(options: GpusOptions, context: Any) -> None:
     """Print the GPUs as a table or as JSON."""
     asked, console = " ".join(options.words or ()), Console()
-    words = asked.lower().replace("-", " ").split()
+    words = re.sub(r"(\d) gb\b", r"\1gb", asked.lower().replace("-", " ")).split()
     names = {name: name.lower().replace(" ", "") for name in GPUS}
     sizes = {name: f"{gpu.memory_bytes // GIB}gb" for name, gpu in GPUS.items()}
     found = [

@@ -81,7 +81,7 @@ def test_all_gpus_are_listed_and_what_is_unknown_is_a_dash() -> None:
 
 
 def test_gpus_as_json() -> None:
-    small = json.loads(CliRunner().invoke(app, ["gpus", "laptop", "6gb", "--json"]).stdout)
+    small = json.loads(CliRunner().invoke(app, ["gpus", "laptop", "6", "GB", "--json"]).stdout)
     assert {gpu["memory_bytes"] for gpu in small} == {6 * 2**30}  # not the 16 GB whose names end in it
     found = json.loads(CliRunner().invoke(app, ["gpus", "Laptop", "24gb", "--json"]).stdout)
     assert [gpu["name"] for gpu in found] == ["RTX 5090 Laptop"]
