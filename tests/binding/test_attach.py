@@ -374,7 +374,8 @@ def test_a_count_that_cannot_be_watched_is_told(finding, tmp_path):
     trainer = attach(bert_trainer(tmp_path, UNSEEN[finding], model=model, max_steps=1))
     with pytest.warns(UserWarning, match="attach could not find out") as caught:
         trainer.train()
-    assert [str(warning.message) for warning in caught] == [whole("attach could not find", finding=finding)]
+    told = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]  # Python 3.13.0 adds others
+    assert told == [whole("attach could not find", finding=finding)]
     assert (trainer.memopt_changes, trainer.model_accepts_loss_kwargs) == ((), True)
 
 
