@@ -5,6 +5,10 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 CALLBACKS = "attached with callbacks"
+SHARDS = (
+    "it puts shards in place of the weights of a checkpoint, which its manifest takes for a damaged one; the message "
+    "says which file to delete to resume from it unchecked"
+)
 
 KNOWN: dict[str, tuple[str, str]] = {
     "*::test_auto_batch_size_with_resume_from_checkpoint": (
@@ -20,11 +24,8 @@ KNOWN: dict[str, tuple[str, str]] = {
         CALLBACKS,
         "NEFTune is refused beside micro-batching: its noise is scaled by the padded length",
     ),
-    "*::test_resume_training_with_shard_checkpoint": (
-        "*",
-        "it puts shards in place of the weights of a checkpoint, which its manifest takes for a damaged one; the "
-        "message says which file to delete to resume from it unchecked",
-    ),
+    "*::test_resume_training_with_shard_checkpoint": ("*", SHARDS),
+    "*::test_resume_training_with_checkpoint": ("*", SHARDS),  # of 4.57.5
 }
 """Reasons by the pattern of a test's node id: the variant ("*" for all), and the reason.
 
