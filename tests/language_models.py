@@ -50,6 +50,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }
 ENCODERS = ("bert", "roberta", "modernbert")
+FEW = ("llama-tied", "gemma2", "bert", "t5", "whisper")
+"""Families that differ in what happens between head and loss, for the default run."""
+LOW = ("autocast bfloat16", "autocast float16", "bfloat16")
+"""Precisions of 16 bits."""
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:

@@ -129,29 +129,21 @@ def _read(sampler: Any) -> None:
     list(sampler)
 
 
-def _sampler_epoch(**arguments: Any) -> None:
-    sampler = m.LengthBucketedBatchSampler(LENGTHS, batch_size=2)
-    sampler.set_epoch(**arguments)
-    list(sampler)
+def _sampler_method(name: str) -> Callable[..., Any]:
+    def call(**arguments: Any) -> None:
+        sampler = m.LengthBucketedBatchSampler(LENGTHS, batch_size=2)
+        getattr(sampler, name)(**arguments)
+        list(sampler)
+
+    return call
 
 
-def _sampler_state(**arguments: Any) -> None:
-    m.LengthBucketedBatchSampler(LENGTHS, batch_size=2).state_dict(**arguments)
-
-
-def _sampler_load(**arguments: Any) -> None:
-    sampler = m.LengthBucketedBatchSampler(LENGTHS, batch_size=2)
-    sampler.load_state_dict(**arguments)
-    list(sampler)
-
-
-class _Again(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(ROWS)
+def _picture(draw: Callable[..., Any]) -> Call:
+    return Call(draw, lambda folder: {"path": folder / "a.svg"}, also={"path": ("plot=",)}, is_slow=True)
 
 
 def _stream_load(**arguments: Any) -> None:
-    stream = m.bucketed(_Again(), batch_size=2, buffer_examples=4)
+    stream = m.bucketed(tiny.Stream(ROWS), batch_size=2, buffer_examples=4)
     stream.load_state_dict(**arguments)
     list(islice(stream, 5))
 
@@ -210,13 +202,15 @@ CALLS: dict[str, Call] = {
         lambda folder: {"lengths": LENGTHS, "batch_size": 2, "seed": 0, "world_size": 2, "rank": None},
         _read,
     ),
-    "set_epoch": Call(_sampler_epoch, lambda folder: {"epoch": 1}),
-    "state_dict": Call(_sampler_state, lambda folder: {"position": None}),
+    "set_epoch": Call(_sampler_method("set_epoch"), lambda folder: {"epoch": 1}),
+    "state_dict": Call(_sampler_method("state_dict"), lambda folder: {"position": None}),
     "load_state_dict": Call(
-        _sampler_load, lambda folder: {"state": m.LengthBucketedBatchSampler(LENGTHS, batch_size=2).state_dict()}
+        _sampler_method("load_state_dict"),
+        lambda folder: {"state": m.LengthBucketedBatchSampler(LENGTHS, batch_size=2).state_dict()},
     ),
     "load_state_dict of a stream": Call(
-        _stream_load, lambda folder: {"state": m.bucketed(_Again(), batch_size=2, buffer_examples=4).state_dict()}
+        _stream_load,
+        lambda folder: {"state": m.bucketed(tiny.Stream(ROWS), batch_size=2, buffer_examples=4).state_dict()},
     ),
     "bucketed": Call(
         m.bucketed,
@@ -231,7 +225,7 @@ CALLS: dict[str, Call] = {
     "bucketed of a stream": Call(
         m.bucketed,
         lambda folder: {
-            **{"dataset": _Again(), "batch_size": 2, "max_tokens": None, "boundaries": None, "seed": 0},
+            **{"dataset": tiny.Stream(ROWS), "batch_size": 2, "max_tokens": None, "boundaries": None, "seed": 0},
             **{"column": "input_ids", "world_size": 2, "rank": 1, "pad_to_multiple_of": 8, "too_long": "error"},
             "buffer_examples": 8,
         },
@@ -250,7 +244,7 @@ CALLS: dict[str, Call] = {
     "packed of a stream": Call(
         m.packed,
         lambda folder: {
-            **{"dataset": _Again(), "row_tokens": 64, "too_long": "split", "seed": 0},
+            **{"dataset": tiny.Stream(ROWS), "row_tokens": 64, "too_long": "split", "seed": 0},
             **{"column": "input_ids", "world_size": 2, "rank": 1, "buffer_examples": 8},
         },
         lambda found: list(islice(found, 5)),
@@ -277,12 +271,7 @@ CALLS: dict[str, Call] = {
         },
         lambda found: (str(found), found.as_dict(), found._repr_html_()),
     ),
-    "PaddingReport.plot": Call(
-        lambda **arguments: m.padding_report(LENGTHS).plot(**arguments),
-        lambda folder: {"path": folder / "a.svg"},
-        also={"path": ("plot=",)},
-        is_slow=True,
-    ),
+    "PaddingReport.plot": _picture(lambda **arguments: m.padding_report(LENGTHS).plot(**arguments)),
     "BucketedCollator": Call(
         m.BucketedCollator,
         lambda folder: {
@@ -401,12 +390,7 @@ CALLS: dict[str, Call] = {
         also={"lengths": ("seq_len=",)},
         is_slow=True,
     ),
-    "Estimate.plot": Call(
-        lambda **arguments: estimated().plot(**arguments),
-        lambda folder: {"path": folder / "a.svg"},
-        also={"path": ("plot=",)},
-        is_slow=True,
-    ),
+    "Estimate.plot": _picture(lambda **arguments: estimated().plot(**arguments)),
     "StepSettings": Call(m.StepSettings, lambda folder: SETTINGS),
     "StepSettings, estimated": Call(
         lambda **settings: m.estimate(tiny.llama_config(**SIZES), batch_size=1, seq_len=8, **settings),
@@ -499,9 +483,7 @@ CALLS: dict[str, Call] = {
         also={"path": ("report=",)},
         is_slow=True,
     ),
-    "Plan.plot": Call(
-        _plan_method("plot"), lambda folder: {"path": folder / "a.svg"}, also={"path": ("plot=",)}, is_slow=True
-    ),
+    "Plan.plot": _picture(_plan_method("plot")),
     "Plan.table": Call(_plan_method("table"), lambda folder: {"width": 80}),
     "Plan.to_json": Call(lambda figures: missing_plan().to_json(figures=figures), lambda folder: {"figures": False}),
 }

@@ -443,7 +443,6 @@ STEPS: dict[str, Callable[[nn.Module, Batch], torch.Tensor]] = {
 # ---- Training -------------------------------------------------------------------------------------------------------
 
 RANK = int(os.environ.get("RANK", 0))
-FLAGS = {"ddp_backend": "gloo", "ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False}
 TRAINED = [("bert", "supcon"), ("llama-tied", "hard"), ("t5", "attack"), ("vit", "supcon")]
 
 
@@ -496,9 +495,9 @@ def main(folder: str) -> None:
     gc.freeze()  # the Trainer collects garbage at the start of each run
     found = {}
     for name, loss in TRAINED:
-        whole = train(name, loss, folder, **FLAGS)
+        whole = train(name, loss, folder, **tiny.DDP)
         callback = MicrobatchCallback(max_examples=2)
-        parts = train(name, loss, folder, callback, **FLAGS)
+        parts = train(name, loss, folder, callback, **tiny.DDP)
         found[f"{name}: {loss}"] = tiny.largest_difference(whole.model, parts.model), callback.tally.cut_steps
     Path(folder, f"rank{RANK}.json").write_text(json.dumps(found))
 

@@ -183,7 +183,6 @@ class Scarcity:
 # ---- As one of two processes ----------------------------------------------------------------------------------------
 
 RANK = int(os.environ.get("RANK", 0))
-FLAGS = {"ddp_backend": "gloo", "ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False}
 
 # What runs out of memory where. Alone: one process only, the other one runs whole batches.
 WAYS: dict[str, Scarcity | None] = {
@@ -211,7 +210,7 @@ def _train(name: str, way: str, folder: str, **settings: Any) -> Any:
         gradient_accumulation_steps=2,
         train_sampling_strategy="sequential",
         max_steps=3,
-        **{**FLAGS, **settings},
+        **{**tiny.DDP, **settings},
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=case.rows(72), data_collator=Pad())
     callback = MicrobatchCallback()

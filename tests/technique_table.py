@@ -13,29 +13,8 @@ import transformers
 from bitsandbytes.optim import AdamW
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback
 
+import hf_memopt as m
 import tiny
-from hf_memopt import (
-    BucketedCollator,
-    CheckpointingCallback,
-    EmbeddingBitsCallback,
-    EvaluationGuardCallback,
-    FreezeCallback,
-    FusedCrossEntropyCallback,
-    GradualUnfreezeCallback,
-    MemoryReportCallback,
-    MicrobatchCallback,
-    OverflowCallback,
-    PrecisionCallback,
-    ShardedCheckpointCallback,
-    StreamedLayersCallback,
-    TiedEmbeddingCallback,
-    TiledLayersCallback,
-    attach,
-    bucketed,
-    exact_loss,
-    gradient_release,
-    sixteen_bit_optimizer,
-)
 from hf_memopt.technique_list import TECHNIQUES
 
 LENGTHS = (12, 5, 9, 3, 7, 12, 4, 6)
@@ -69,27 +48,27 @@ class UnfrozenByHand(TrainerCallback):
 
 TABLE = {
     "length buckets": Technique(),
-    "freezing": Technique(lambda: FreezeCallback("embeddings"), FrozenByHand),
-    "gradual unfreezing": Technique(lambda: GradualUnfreezeCallback({2: "layers:1"}), UnfrozenByHand),
-    "32-bit embeddings": Technique(EmbeddingBitsCallback, settings=EIGHT_BIT),
+    "freezing": Technique(lambda: m.FreezeCallback("embeddings"), FrozenByHand),
+    "gradual unfreezing": Technique(lambda: m.GradualUnfreezeCallback({2: "layers:1"}), UnfrozenByHand),
+    "32-bit embeddings": Technique(m.EmbeddingBitsCallback, settings=EIGHT_BIT),
     "gradient release": Technique(),
     "sparse tied embedding": Technique(
-        TiedEmbeddingCallback, model=lambda: tiny.tied_bert(vocab_size=200, num_hidden_layers=3)
+        m.TiedEmbeddingCallback, model=lambda: tiny.tied_bert(vocab_size=200, num_hidden_layers=3)
     ),
     # the softmax's gradient by other instructions: one rounding of float32 per step
-    "fused cross-entropy": Technique(FusedCrossEntropyCallback, tolerance=1e-7),
+    "fused cross-entropy": Technique(m.FusedCrossEntropyCallback, tolerance=1e-7),
     "16-bit weights": Technique(),  # the reference is MastersByHand
-    "checkpointing policy": Technique(lambda: CheckpointingCallback("selective")),
+    "checkpointing policy": Technique(lambda: m.CheckpointingCallback("selective")),
     # sums in another order: one rounding of float32 per tile
-    "tiled layers": Technique(lambda: TiledLayersCallback(16), tolerance=1e-7),
-    "streamed layers": Technique(StreamedLayersCallback, model=lambda: classifier(num_hidden_layers=3)),
+    "tiled layers": Technique(lambda: m.TiledLayersCallback(16), tolerance=1e-7),
+    "streamed layers": Technique(m.StreamedLayersCallback, model=lambda: classifier(num_hidden_layers=3)),
     # sums in another order: one rounding of float32 per micro-batch
-    "micro-batching": Technique(lambda: MicrobatchCallback(max_tokens=16), tolerance=1e-7),
-    "non-finite detection": Technique(OverflowCallback),
-    "precision": Technique(PrecisionCallback),
-    "evaluation guard": Technique(lambda: EvaluationGuardCallback(reduce="argmax")),
-    "memory report": Technique(MemoryReportCallback),
-    "sharded checkpoints": Technique(ShardedCheckpointCallback),
+    "micro-batching": Technique(lambda: m.MicrobatchCallback(max_tokens=16), tolerance=1e-7),
+    "non-finite detection": Technique(m.OverflowCallback),
+    "precision": Technique(m.PrecisionCallback),
+    "evaluation guard": Technique(lambda: m.EvaluationGuardCallback(reduce="argmax")),
+    "memory report": Technique(m.MemoryReportCallback),
+    "sharded checkpoints": Technique(m.ShardedCheckpointCallback),
 }
 assert tuple(TABLE) == tuple(TECHNIQUES)
 
@@ -210,11 +189,11 @@ def make_trainer(
     chosen = [TABLE[name].callback if use else TABLE[name].reference for name in names]
     if use and {"micro-batching", "32-bit embeddings"} <= set(names):
         # whole, since an 8-bit state turns a rounding of float32 into a step of its scale
-        chosen[names.index("micro-batching")] = MicrobatchCallback
+        chosen[names.index("micro-batching")] = m.MicrobatchCallback
     rows = examples() if train_dataset is None else train_dataset
     data = {"train_dataset": rows, "data_collator": DataCollatorWithPadding(tiny.tokenizer())}
     if "length buckets" in names:
-        data = {"train_dataset": bucketed(rows, batch_size=4), "data_collator": BucketedCollator(tiny.tokenizer())}
+        data = {"train_dataset": m.bucketed(rows, batch_size=4), "data_collator": m.BucketedCollator(tiny.tokenizer())}
     built = model_of(names) if model is None else model()
     trainer = Trainer(
         model=None if model_init else built.bfloat16() if "16-bit weights" in names else built,
@@ -222,12 +201,12 @@ def make_trainer(
         args=tiny.arguments(folder, **asked),
         callbacks=[build() for build in chosen if build is not None],
         compute_metrics=accuracy,
-        compute_loss_func=exact_loss(built) if exact else None,
+        compute_loss_func=m.exact_loss(built) if exact else None,
         eval_dataset=examples(8),
         optimizer_cls_and_kwargs=_optimizer(names, asked, use=use),
         **data,
     )
-    return attach(trainer)
+    return m.attach(trainer)
 
 
 def _optimizer(names: tuple[str, ...], settings: dict[str, Any], *, use: bool) -> tuple[Any, dict[str, Any]] | None:
@@ -241,8 +220,8 @@ def _optimizer(names: tuple[str, ...], settings: dict[str, Any], *, use: bool) -
     kind: Any = AdamW if is_8bit else torch.optim.SGD
     options = {"optim_bits": 8, "betas": (0.9, 0.999), "eps": 1e-8} if is_8bit else {}
     if is_rounded:
-        kind = sixteen_bit_optimizer(kind, "kahan") if use else masters_by_hand(kind)
-    return gradient_release(kind) if is_released else kind, {"lr": settings["learning_rate"], **options}
+        kind = m.sixteen_bit_optimizer(kind, "kahan") if use else masters_by_hand(kind)
+    return m.gradient_release(kind) if is_released else kind, {"lr": settings["learning_rate"], **options}
 
 
 def masters_by_hand(kind: Any) -> Any:

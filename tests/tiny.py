@@ -4,11 +4,14 @@ share.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 IS_BEFORE_5_17 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17)  # which offloads no activations
@@ -105,6 +108,20 @@ def rows(count: int = 16, length: int = 12, labels: int = 3, seed: int = 0) -> l
     return [{"input_ids": row, "attention_mask": [1] * length, "labels": i % labels} for i, row in enumerate(ids)]
 
 
+class Stream(IterableDataset[Any]):
+    """Rows that are read one after the other, from the first one on in each pass."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+DDP = {"ddp_backend": "gloo", "ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False}
+"""Flags of two processes on a CPU with which each may run its own number of micro-batches."""
+
+
 def arguments(output_dir: Any, **settings: Any) -> TrainingArguments:
     """Return quiet ``TrainingArguments`` on the CPU: no saving, no progress bar, no clipping, plain SGD."""
     quiet = {
@@ -130,6 +147,11 @@ def train(model: torch.nn.Module, dataset: Any, output_dir: Any, **settings: Any
     trainer = Trainer(model=model, args=arguments(output_dir, **settings), train_dataset=dataset, **of_trainer)
     trainer.train()
     return trainer
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file below a folder, by its path in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def try_values(trainer: Trainer, **values: Any) -> None:

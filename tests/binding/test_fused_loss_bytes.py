@@ -12,11 +12,9 @@ from hf_memopt.binding.fused_loss import DeferredLogits, fuse_cross_entropy, los
 from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES, Loss
 from hf_memopt.memory.cuda import CudaSemantics, run_backward
 from hf_memopt.memory.tracking import StorageTracker
-from language_models import FAMILIES, VOCABULARY, batch, build
+from language_models import FAMILIES, FEW, LOW, VOCABULARY, batch, build
 
 CHUNKS = VOCABULARY * 4 * 16  # bytes of 16 rows of float32, so that there are several chunks
-FEW = ("llama-tied", "gemma2", "bert", "t5", "whisper")
-LOW = ("autocast bfloat16", "autocast float16", "bfloat16")
 
 
 def test_chunks_have_as_many_bytes_as_the_hidden_states_or_64_mib() -> None:

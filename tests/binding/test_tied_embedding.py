@@ -59,6 +59,14 @@ def backward(model: Any, tokens: torch.Tensor | None = None) -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
 
 
+def with_stock(name: str = "llama-tied", dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Return a model with sparse rows, and a copy that is as in stock."""
+    stock = build(name, dtype)
+    ours = copy.deepcopy(stock)
+    sparse_tied_embedding(ours)
+    return ours, stock
+
+
 def gradients(model: Any) -> list[torch.Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
@@ -67,6 +75,12 @@ def assert_same(one: Any, other: Any) -> None:
     for mine, theirs in zip(gradients(one), gradients(other), strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or torch.equal(mine, theirs)
+
+
+def assert_trained_the_same(*models: Any, run: Callable[[Any], None] = backward) -> None:
+    for model in models:
+        run(model)
+    assert_same(*models)
 
 
 def large_tensors(model: Any, run: Callable[[], Any]) -> list[str]:
@@ -83,13 +97,9 @@ def large_tensors(model: Any, run: Callable[[], Any]) -> list[str]:
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_gradients_are_bit_for_bit_those_of_stock(name: str, dtype: torch.dtype) -> None:
     """In one backward pass, and added to those of a first one; so the error of 16 bits is stock's, too."""
-    stock = build(name, dtype)
-    ours = copy.deepcopy(stock)
-    sparse_tied_embedding(ours)
+    ours, stock = with_stock(name, dtype)
     for seed in range(2):
-        for model in (ours, stock):
-            backward(model, ids(seed=seed))
-        assert_same(ours, stock)
+        assert_trained_the_same(ours, stock, run=lambda model, seed=seed: backward(model, ids(seed=seed)))
     assert weight_of(ours).grad.layout == torch.strided
 
 
@@ -138,21 +148,14 @@ WAYS = [
 
 @pytest.mark.parametrize("run", WAYS, ids=["checkpointed", "reentrant", "autocast", "embeddings alone", "frequency"])
 def test_gradients_are_those_of_stock_in_every_way_to_train(run: Callable[[Any], None]) -> None:
-    stock = build(dtype=torch.float32 if run is under_autocast else torch.float64)
-    ours = copy.deepcopy(stock)
-    sparse_tied_embedding(ours)
-    for model in (ours, stock):
-        run(model)
-    assert_same(ours, stock)
+    models = with_stock(dtype=torch.float32 if run is under_autocast else torch.float64)
+    assert_trained_the_same(*models, run=run)
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_one_matrix_is_made_where_stock_makes_three_or_more(name: str) -> None:
-    stock = build(name)
-    ours = copy.deepcopy(stock)
-    sparse_tied_embedding(ours)
     counts = []
-    for model in (ours, stock):
+    for model in with_stock(name):
         backward(model)  # .grad exists in the second
         loss = model(input_ids=ids(), labels=ids()).loss
         counts.append(large_tensors(model, loss.backward))
@@ -193,9 +196,7 @@ def kept_as_the_base_of_a_view(model: Any) -> tuple[torch.Tensor, Callable[[], t
 
 @pytest.mark.parametrize("share", [shared_by_a_sum, kept_by_a_hook, kept_as_the_base_of_a_view])
 def test_a_gradient_that_something_else_holds_is_not_changed(share: Any) -> None:
-    model = build(dtype=torch.float64)
-    stock = copy.deepcopy(model)
-    sparse_tied_embedding(model)
+    model, stock = with_stock(dtype=torch.float64)
     found = []
     for one in (model, stock):
         loss, held = share(one)
@@ -208,9 +209,7 @@ def test_a_gradient_that_something_else_holds_is_not_changed(share: Any) -> None
 
 @pytest.mark.parametrize("name", ["llama-tied", "t5"])
 def test_the_release_hook_runs_once_with_the_whole_gradient(name: str) -> None:
-    model = build(name, torch.float64)
-    stock = copy.deepcopy(model)
-    sparse_tied_embedding(model)
+    model, stock = with_stock(name, torch.float64)
     seen: list[torch.Tensor] = []
     weight_of(model).register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
     backward(model)
@@ -222,22 +221,16 @@ def test_the_release_hook_runs_once_with_the_whole_gradient(name: str) -> None:
 @pytest.mark.parametrize("detached", [False, True])
 def test_a_loss_without_the_head_is_refused(detached: bool) -> None:
     """A loss of the hidden states alone; a head that the loss goes through and that is frozen there."""
-    model = build()
-    sparse_tied_embedding(model)
+    model, stock = with_stock()
     hidden = model.model(input_ids=ids()).last_hidden_state
     loss = F.linear(hidden, weight_of(model).detach()).sum() if detached else hidden.square().sum()
     refuses(RuntimeError, whole("the loss depends on"), loss.backward)
     model.zero_grad()
-    stock = build()
-    for one in (model, stock):
-        backward(one)
-    assert_same(model, stock)
+    assert_trained_the_same(model, stock)
 
 
 def test_losses_of_several_forward_passes_and_a_retained_graph() -> None:
-    stock = build(dtype=torch.float64)
-    ours = copy.deepcopy(stock)
-    sparse_tied_embedding(ours)
+    ours, stock = with_stock(dtype=torch.float64)
     for model in (ours, stock):
         losses = [model(input_ids=ids(seed=seed), labels=ids(seed=seed)).loss for seed in range(2)]
         sum(losses).backward(retain_graph=True)
@@ -252,9 +245,7 @@ def test_losses_of_several_forward_passes_and_a_retained_graph() -> None:
 
 def test_rows_of_an_interrupted_backward_pass_are_not_added_to_the_next() -> None:
     """The decoder's embeddings of T5 are through when the encoder runs out of memory."""
-    stock = build("t5")
-    ours = copy.deepcopy(stock)
-    sparse_tied_embedding(ours)
+    ours, stock = with_stock("t5")
 
     def interrupt(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -264,25 +255,20 @@ def test_rows_of_an_interrupted_backward_pass_are_not_added_to_the_next() -> Non
         backward(ours)
     handle.remove()
     ours.zero_grad()
-    for model in (ours, stock):
-        backward(model)
-    assert_same(ours, stock)
+    assert_trained_the_same(ours, stock)
 
 
 def test_evaluation_and_frozen_weights_are_left_alone() -> None:
-    model = build()
-    sparse_tied_embedding(model)
+    model, stock = with_stock()
     with torch.no_grad():
-        backwardless = model(input_ids=ids()).logits
-    assert torch.equal(backwardless, build()(input_ids=ids()).logits)
+        assert torch.equal(model(input_ids=ids()).logits, stock(input_ids=ids()).logits)
     weight_of(model).requires_grad_(False)
     backward(model)
     assert weight_of(model).grad is None
     weight_of(model).requires_grad_(True)
-    backward(model)
-    stock = build()
-    backward(stock)
-    assert torch.equal(weight_of(model).grad, weight_of(stock).grad)
+    for one in (model, stock):
+        one.zero_grad()
+    assert_trained_the_same(model, stock)
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
@@ -290,17 +276,13 @@ COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": 
 
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_is_as_in_stock_and_reads_its_own_weight(way: str) -> None:
-    model = build()
-    sparse_tied_embedding(model)
+    model, stock = with_stock()
     backward(model)
     copied = COPIES[way](model)
     copied.zero_grad()
-    weight_of(copied).data.mul_(2)
-    stock = build()
-    weight_of(stock).data.mul_(2)
     for one in (copied, stock):
-        backward(one)
-    assert_same(copied, stock)
+        weight_of(one).data.mul_(2)
+    assert_trained_the_same(copied, stock)
     assert len(large_tensors(copied, lambda: backward(copied))) >= 3
     assert not sparse_tied_embedding(copied).is_removed
 

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import tiny
 from hf_memopt.demo import run as demo
 from hf_memopt.demo import run_demo, training
 from hf_memopt.demo.docstring_task import docstring_task, read_docstrings, source_files
@@ -33,15 +34,8 @@ TINY = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "in
 LARGE = {"num_hidden_layers": 11, "hidden_size": 320, "num_attention_heads": 5, "intermediate_size": 1280}
 SMALL: dict[str, Any] = {"limit_bytes": 48 * 2**20, "sizes": (TINY, LARGE)}
 KEYS = {
-    "steps",
-    "planned_steps",
-    "times_out_of_memory",
-    "peak_bytes",
-    "predicted_peak_bytes",
-    "examples_per_second",
-    "accuracy",
-    "settings",
-    "losses",
+    *("steps", "planned_steps", "times_out_of_memory", "peak_bytes", "predicted_peak_bytes"),
+    *("examples_per_second", "accuracy", "settings", "losses"),
 }
 
 
@@ -70,10 +64,6 @@ def earlier_demo(output: Path) -> Path:
     (output / "config.json").write_text("earlier")
     (output / "demo.json").write_text("{}")
     return output
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 # ---- The whole run --------------------------------------------------------------------------------------------------
@@ -228,22 +218,16 @@ def test_a_child_trains_the_same_and_prints_nothing(
         assert figures[name] == here[name]
 
 
-@pytest.fixture
-def nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = SimpleNamespace(train_texts=[], test_texts=[], labels=[])
-    monkeypatch.setattr(demo, "prepare", lambda *_, **__: task)
-
-
-def test_a_failed_child_ends_the_demo_and_the_output_stays(
-    nothing_prepared: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_child_ends_the_demo_and_the_output_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = SimpleNamespace(train_texts=[], test_texts=[], labels=[])
+    monkeypatch.setattr(demo, "prepare", lambda *_, **__: nothing)
     output = earlier_demo(tmp_path / "out")
-    before = contents(tmp_path)
+    before = tiny.files_of(tmp_path)
     monkeypatch.setattr(demo.sys, "executable", shutil.which("false"))
     with pytest.raises(ChildProcessError) as error:
         run_demo(output)
     assert str(error.value) == "no limit failed with exit code 1; its error is printed above"
-    assert contents(tmp_path) == before
+    assert tiny.files_of(tmp_path) == before
     assert list(tmp_path.iterdir()) == [output]
 
 
@@ -270,15 +254,12 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
 @pytest.mark.slow
 def test_ctrl_c_leaves_only_what_was_there(tmp_path: Path) -> None:
     output = earlier_demo(tmp_path / "out")
-    before = contents(tmp_path)
-    command = [sys.executable, "-c", START, str(output)]
+    before = tiny.files_of(tmp_path)
     # A session of its own: Ctrl-C in a terminal reaches the demo and its child, and must not reach the tests.
     # A shell's background job ignores Ctrl-C, and so do its children unless they are told otherwise.
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        [sys.executable, "-c", START, str(output)],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     parent = psutil.Process(process.pid)
@@ -286,7 +267,7 @@ def test_ctrl_c_leaves_only_what_was_there(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, b"")
-    assert contents(tmp_path) == before
+    assert tiny.files_of(tmp_path) == before
     assert list(tmp_path.iterdir()) == [output]
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE  # a container may have nobody to reap it
 
@@ -311,9 +292,9 @@ def test_an_output_that_no_demo_wrote_is_refused(tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
     (output / "notes.txt").write_text("mine")
-    before = contents(tmp_path)
+    before = tiny.files_of(tmp_path)
     assert refusal(output) == f"output='{output}' holds what no demo wrote; {rule}"
-    assert contents(tmp_path) == before
+    assert tiny.files_of(tmp_path) == before
 
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:

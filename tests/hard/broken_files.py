@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from hand_made_runs import estimate_data, finished_run, lost_run
 from hypothesis import strategies as st
+from public_calls import SIZES
 from rich.console import Console
 from tiny_plans import LENGTHS, fitting_plan
 from transformers import Trainer
@@ -37,8 +38,6 @@ from hf_memopt.reports.plan import plan_page, read_plan_text
 from hf_memopt.reports.run import read_run, run_page
 
 __all__ = ["FILES", "StrangeFile", "broken_bytes", "broken_json"]
-
-SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
 
 
 @dataclass(frozen=True)
@@ -355,7 +354,7 @@ def broken_bytes(draw: st.DrawFn, whole: bytes) -> bytes:
     """Return bytes that are cut off, flipped, doubled, or something else."""
     how = draw(st.sampled_from(("cut", "flip", "flip", "insert", "zeros", "huge", "other", "twice")))
     if how == "other":
-        return draw(st.sampled_from(ENDS) | st.binary(max_size=64))
+        return draw(st.sampled_from(ENDS) | st.binary(max_size=200))
     if how == "twice":
         return whole + whole
     found = bytearray(whole)

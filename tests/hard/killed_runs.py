@@ -10,20 +10,10 @@ from typing import Any, NamedTuple
 import peft
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
+import hf_memopt as m
 import tiny
-from hf_memopt import (
-    BucketedCollator,
-    EmbeddingBitsCallback,
-    MemoryReportCallback,
-    MicrobatchCallback,
-    OverflowCallback,
-    ShardedCheckpointCallback,
-    attach,
-    bucketed,
-)
 from hf_memopt.binding.checkpoint_manifest import why_not_whole
 
 FINAL = "final.pt"
@@ -37,13 +27,6 @@ def example(i: int) -> dict[str, Any]:
 
 
 ROWS = [example(i) for i in range(44)]
-
-
-class Stream(IterableDataset[Any]):
-    """The same rows as a stream."""
-
-    def __iter__(self) -> Any:
-        return iter(ROWS)
 
 
 def _bert() -> nn.Module:
@@ -67,24 +50,24 @@ class SetUp(NamedTuple):
 
 SETUPS = {
     "examples, accumulated, in micro-batches": SetUp(
-        lambda: bucketed(ROWS, batch_size=4, n_buckets=3),
+        lambda: m.bucketed(ROWS, batch_size=4, n_buckets=3),
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-        lambda: [MicrobatchCallback(max_tokens=48), ShardedCheckpointCallback("40KB")],
+        lambda: [m.MicrobatchCallback(max_tokens=48), m.ShardedCheckpointCallback("40KB")],
     ),
     "batches, two workers, reports": SetUp(
-        lambda: bucketed(ROWS, max_tokens=72, n_buckets=3),
+        lambda: m.bucketed(ROWS, max_tokens=72, n_buckets=3),
         {"per_device_train_batch_size": 1, "dataloader_num_workers": 2},
-        lambda: [MemoryReportCallback(), OverflowCallback(), ShardedCheckpointCallback()],
+        lambda: [m.MemoryReportCallback(), m.OverflowCallback(), m.ShardedCheckpointCallback()],
     ),
     "a stream that skips nothing, 8-bit state": SetUp(
-        lambda: bucketed(Stream(), max_tokens=72, buffer_examples=16),
+        lambda: m.bucketed(tiny.Stream(ROWS), max_tokens=72, buffer_examples=16),
         {"per_device_train_batch_size": 1, "ignore_data_skip": True, "optim": "adamw_bnb_8bit"},
-        lambda: [EmbeddingBitsCallback(), ShardedCheckpointCallback("20KB")],
+        lambda: [m.EmbeddingBitsCallback(), m.ShardedCheckpointCallback("20KB")],
     ),
     "adapters": SetUp(
-        lambda: bucketed([{"input_ids": row["input_ids"]} for row in ROWS], batch_size=4),
+        lambda: m.bucketed([{"input_ids": row["input_ids"]} for row in ROWS], batch_size=4),
         {"per_device_train_batch_size": 4},
-        lambda: [MicrobatchCallback(), ShardedCheckpointCallback()],
+        lambda: [m.MicrobatchCallback(), m.ShardedCheckpointCallback()],
         _lora,
     ),
 }
@@ -93,16 +76,14 @@ SETUPS = {
 PAIR = "two processes, a stream"
 SETUPS_OF_TWO = {
     PAIR: SetUp(
-        lambda: bucketed(Stream(), batch_size=2, buffer_examples=8),
+        lambda: m.bucketed(tiny.Stream(ROWS), batch_size=2, buffer_examples=8),
         {
             "per_device_train_batch_size": 2,
             "ignore_data_skip": True,
-            "ddp_backend": "gloo",
-            "ddp_broadcast_buffers": False,
-            "ddp_find_unused_parameters": False,
+            **tiny.DDP,
             "save_total_limit": 1,  # so that the newest whole checkpoint is the only one
         },
-        lambda: [MicrobatchCallback(max_examples=1), ShardedCheckpointCallback("40KB")],
+        lambda: [m.MicrobatchCallback(max_examples=1), m.ShardedCheckpointCallback("40KB")],
     )
 }
 """Of two processes that share their gradients."""
@@ -129,33 +110,17 @@ def train(name: str, folder: Path, writer: Any, rank: int = 0, port: int = 0, se
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true")
     torch.manual_seed(seed)  # a resumed run has other random numbers than the first, until it reads those saved
     model = set_up.model()
-    args = tiny.arguments(
-        folder,
-        **{
-            "max_steps": STEPS,
-            "save_strategy": "steps",
-            "save_steps": 2,
-            "save_total_limit": 2,
-            "logging_strategy": "steps",
-            "logging_steps": 1,
-            "optim": "adamw_torch",
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "cosine",
-            "max_grad_norm": 1.0,
-            **set_up.settings,
-        },
-    )
-    collator = BucketedCollator(tiny.tokenizer(), causal_lm=name == "adapters")
+    asked = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    asked |= {"logging_strategy": "steps", "logging_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-2}
+    args = tiny.arguments(folder, **{**asked, "lr_scheduler_type": "cosine", "max_grad_norm": 1.0, **set_up.settings})
+    collator = m.BucketedCollator(tiny.tokenizer(), causal_lm=name == "adapters")
     trainer = Trainer(model, args, train_dataset=set_up.data(), data_collator=collator)
-    attach(trainer, *set_up.callbacks())
+    m.attach(trainer, *set_up.callbacks())
     trainer.add_callback(Progress(writer))
     writer.send("built")
     trainer.train(resume_from_checkpoint=any(why_not_whole(each) is None for each in folder.glob("checkpoint-*")))
-    logs = [
-        {key: log[key] for key in ("step", "loss", "grad_norm", "learning_rate")}
-        for log in trainer.state.log_history
-        if "loss" in log
-    ]
+    keys, logs = ("step", "loss", "grad_norm", "learning_rate"), trainer.state.log_history
+    logs = [{key: log[key] for key in keys} for log in logs if "loss" in log]
     state = trainer.optimizer.optimizer.state_dict()
     final = {"weights": model.state_dict(), "optimizer": state, "logs": logs if rank == 0 else None}
     torch.save(final, folder / f"{rank}-{FINAL}")

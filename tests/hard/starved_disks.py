@@ -25,18 +25,8 @@ from resource_limits import resource_limit
 from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
+import hf_memopt as m
 import tiny
-from hf_memopt import (
-    BucketedCollator,
-    MemoryReportCallback,
-    MicrobatchCallback,
-    Recipe,
-    ShardedCheckpointCallback,
-    attach,
-    bucketed,
-    measure,
-    padding_report,
-)
 from hf_memopt.binding.checkpoint_manifest import why_not_whole
 from hf_memopt.cli.app import app
 from hf_memopt.techniques.nonfinite.report import OverflowReport, write_reports
@@ -100,11 +90,11 @@ def writers(root: Path) -> dict[str, Callable[[Path], Any]]:
     plan = tiny_plans.fitting_plan()
     rows = [{"input_ids": [5, 6, 7], "labels": 1}] * 4
     measured = Trainer(tiny.bert(), tiny.arguments(root / "measured"), train_dataset=rows)
-    measurement = measure(attach(measured), steps=1)
-    launch = Recipe("mine", "tests", micro_batching=False, optim="adamw_torch").distributed(2, "zero3")
+    measurement = m.measure(m.attach(measured), steps=1)
+    launch = m.Recipe("mine", "tests", micro_batching=False, optim="adamw_torch").distributed(2, "zero3")
     return {
         "overflow reports": lambda folder: write_reports([OverflowReport(1, "loss")] * 20, folder),
-        "a picture of padding": lambda folder: padding_report([3, 4, 90]).plot(folder / "padding.svg"),
+        "a picture of padding": lambda folder: m.padding_report([3, 4, 90]).plot(folder / "padding.svg"),
         "a plan": lambda folder: plan.write(folder, force=True),
         "the report of a plan": lambda folder: plan.report(folder / "plan.html", force=True),
         "the picture of a plan": lambda folder: plan.plot(folder / "plan.svg"),
@@ -184,30 +174,15 @@ class StarvesAt(TrainerCallback):
 def make_trainer(folder: Path, **settings: Any) -> Trainer:
     """Return a Trainer that draws random numbers in each step, and writes all there is to write."""
     rows = [{"input_ids": [5 + i] * (3 * i % 17 + 1), "labels": i % 3} for i in range(24)]
-    asked: dict[str, Any] = {
-        "max_steps": 8,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "per_device_train_batch_size": 1,
-    }
+    asked = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 1}
     asked |= {"optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "constant", **settings}
     args = tiny.arguments(folder, **asked)
     torch.manual_seed(0)
-    stream = bucketed(Stream(rows), max_tokens=48, buffer_examples=8)
-    collator = BucketedCollator(tiny.tokenizer())
+    stream = m.bucketed(tiny.Stream(rows), max_tokens=48, buffer_examples=8)
+    collator = m.BucketedCollator(tiny.tokenizer())
     trainer = Trainer(tiny.bert(hidden_dropout_prob=0.1), args, train_dataset=stream, data_collator=collator)
-    callbacks = [MicrobatchCallback(max_tokens=24), MemoryReportCallback(), ShardedCheckpointCallback("40KB")]
-    return attach(trainer, *callbacks)
-
-
-class Stream:
-    """Rows that can be iterated only."""
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
+    callbacks = [m.MicrobatchCallback(max_tokens=24), m.MemoryReportCallback(), m.ShardedCheckpointCallback("40KB")]
+    return m.attach(trainer, *callbacks)
 
 
 def save_without_room(way: str, root: Path, straight: Path, seed: int) -> None:

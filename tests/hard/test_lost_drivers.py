@@ -121,9 +121,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_nvml_that_is_lost_midway_leaves_the_figures_to_the_driver(
-    error: str, driver: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvml_that_is_lost_midway_leaves_the_figures_to_the_driver(error, driver, tmp_path, monkeypatch) -> None:
     calls = itertools.count()
     nvml(monkeypatch, lambda: ERRORS[error]() if next(calls) >= 9 else None)
     trainer = train(tmp_path, MemoryReportCallback(), MicrobatchCallback())
@@ -133,9 +131,7 @@ def test_nvml_that_is_lost_midway_leaves_the_figures_to_the_driver(
     assert_same_training(trainer, tmp_path)
 
 
-def test_a_driver_that_is_lost_too_leaves_the_figure_out(
-    driver: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_is_lost_too_leaves_the_figure_out(driver, tmp_path, monkeypatch) -> None:
     calls = itertools.count()
 
     def fails() -> BaseException | None:
@@ -149,9 +145,7 @@ def test_a_driver_that_is_lost_too_leaves_the_figure_out(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nvml_that_fails_now_and_then(
-    seed: int, driver: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvml_that_fails_now_and_then(seed, driver, tmp_path, monkeypatch) -> None:
     chance, errors = random.Random(seed), list(ERRORS.values())
     nvml(monkeypatch, lambda: chance.choice(errors)() if chance.random() < 0.4 else None)
     trainer = train(tmp_path, MemoryReportCallback())
@@ -164,9 +158,7 @@ def test_nvml_that_fails_now_and_then(
 
 
 @pytest.mark.parametrize("kind", ["without the package", "without a driver"])
-def test_without_nvml_everything_works(
-    kind: str, driver: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_nvml_everything_works(kind, driver, tmp_path, monkeypatch) -> None:
     if kind == "without the package":
         monkeypatch.setitem(sys.modules, "pynvml", None)
     elif not torch.cuda.is_available():  # the real library, on a machine without a GPU
@@ -188,17 +180,10 @@ def test_the_doctor_reports_an_nvml_that_is_missing(kind: str, monkeypatch: pyte
     if kind == "without the package":
         monkeypatch.setitem(sys.modules, "pynvml", None)
     else:
-        monkeypatch.setattr(pynvml, "nvmlInit", _raising(ERRORS["driver not loaded"]()))
+        nvml(monkeypatch, ERRORS["driver not loaded"])
     (finding,) = _nvml()
     assert (finding.subject, finding.level) == ("NVML", "warning")
     assert finding.found.endswith("the memory of other processes is not reported")
-
-
-def _raising(error: BaseException) -> Callable[..., Any]:
-    def raises(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return raises
 
 
 def test_nvidia_smi_is_never_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,26 +73,17 @@ def test_each_malformed_value_in_each_argument(name: str, tmp_path: Path) -> Non
 
 
 @st.composite
-def calls(draw: st.DrawFn, names: list[str]) -> tuple[str, str, str, Any]:
+def calls(draw: st.DrawFn, names: list[str]) -> tuple[str, str, Any]:
     name = draw(st.sampled_from(names))
-    argument = draw(st.sampled_from(ARGUMENTS[name]))
-    shown, value = draw(malformed())
-    return name, argument, shown, value
+    return name, draw(st.sampled_from(ARGUMENTS[name])), draw(malformed())[1]
 
 
-@seed(18)
-@settings(max_examples=1000, suppress_health_check=list(HealthCheck))
-@given(call=calls(QUICK))
-def test_drawn_values(call: tuple[str, str, str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
-    name, argument, _, value = call
-    call_with(name, argument, value, tmp_path_factory.getbasetemp() / f"call-{next(numbers)}")
+@pytest.mark.parametrize(("names", "count"), [(QUICK, 1000), (SLOW, 1500)], ids=["quick", "slow"])
+def test_drawn_values(names: list[str], count: int, tmp_path: Path) -> None:
+    @seed(18)
+    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
+    @given(call=calls(names))
+    def check(call: tuple[str, str, Any]) -> None:
+        call_with(*call, tmp_path / f"call-{next(numbers)}")
 
-
-@seed(18)
-@settings(max_examples=1500, suppress_health_check=list(HealthCheck))
-@given(call=calls(SLOW))
-def test_drawn_values_of_what_trains_estimates_and_plans(
-    call: tuple[str, str, str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    name, argument, _, value = call
-    call_with(name, argument, value, tmp_path_factory.getbasetemp() / f"call-{next(numbers)}")
+    check()

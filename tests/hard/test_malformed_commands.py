@@ -18,6 +18,7 @@ from hand_made_runs import finished_run
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from malformed import limited
+from public_calls import SIZES
 from typer.testing import CliRunner
 
 import tiny
@@ -26,7 +27,6 @@ from hf_memopt.cli.app import app
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 numbers = itertools.count()
-SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
 BUG = "which is a bug in hf-memopt"
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -42,79 +42,25 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 """Valid arguments of each command, quick ones. ``demo`` ends before it reads its texts."""
 
+PARAMETERS = {name: command.params for name, command in typer.main.get_command(app).commands.items()}
 OPTIONS = {
-    name: [max(one.opts, key=len) for one in command.params if one.param_type_name == "option" and one.name != "help"]
-    for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+    name: [max(one.opts, key=len) for one in parameters if one.param_type_name == "option" and one.name != "help"]
+    for name, parameters in PARAMETERS.items()
 }
 FLAGS = {
-    name: {max(one.opts, key=len) for one in command.params if getattr(one, "is_flag", False)}
-    for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+    name: {max(one.opts, key=len) for one in parameters if getattr(one, "is_flag", False)}
+    for name, parameters in PARAMETERS.items()
 }
 
-WORDS = (
-    *(
-        "",
-        " ",
-        "-",
-        "--",
-        "--no-such-option",
-        "-1",
-        "0",
-        "1",
-        "7",
-        "0.5",
-        "nan",
-        "inf",
-        "-inf",
-        "1e308",
-        "9" * 30,
-        "9" * 5000,
-    ),
-    *(
-        "no-such-word",
-        "x" * 5000,
-        "💾",
-        "\u202e",
-        "a\nb",
-        "[/red]",
-        "[bold]",
-        "$\\frac{",
-        "%s%n",
-        "{}",
-        "'",
-        '"',
-        ";",
-        "*",
-    ),
-    *(
-        "..",
-        "/",
-        "/dev/null",
-        "/no/such/folder/x.png",
-        "/no/such/x.html",
-        "rows.jsonl",
-        "model",
-        "folder",
-        "empty.json",
-    ),
-    *(
-        "memopt_run.json",
-        "run.json",
-        "page.html",
-        "a.png",
-        "script.py",
-        "T4",
-        "8GB",
-        "-8GB",
-        "99999999GB",
-        "8.6",
-        "bf16",
-    ),
-    *("nf4", "fsdp2", "adamw_bnb_8bit", "auto", "full", "causal-lm", "True", "None", "cpu"),
-)
+PLAIN = """- -- --no-such-option -1 0 1 7 0.5 nan inf -inf 1e308 no-such-word [/red] [bold] $\\frac{ %s%n {} ' " ; *
+.. / /dev/null /no/such/folder/x.png /no/such/x.html rows.jsonl model folder empty.json memopt_run.json run.json
+page.html a.png script.py T4 8GB -8GB 99999999GB 8.6 bf16 nf4 fsdp2 adamw_bnb_8bit auto full causal-lm True None cpu"""
+WORDS = ("", " ", "9" * 30, "9" * 5000, "x" * 5000, "💾", "\u202e", "a\nb", *PLAIN.split())
 
 
-def make_files(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
     tiny.llama_config(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(folder / "model")
     (folder / "folder").mkdir()
     (folder / "empty.json").write_bytes(b"")
@@ -122,23 +68,13 @@ def make_files(folder: Path) -> None:
     (folder / "memopt_run.json").write_text(json.dumps(finished_run()))
     (folder / "run.json").write_text(json.dumps(measured()))
     (folder / "script.py").write_text("raise ValueError('the script')\n")
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    make_files(folder)
     return folder
 
 
 def run(arguments: Sequence[str], made: Path, folder: Path) -> Any:
     """Run a command in a folder of its own; assert that it works, or ends with one message and no file."""
     shutil.copytree(made, folder)
-    before, former = files_of(folder), Path.cwd()
+    before, former = tiny.files_of(folder), Path.cwd()
     try:
         os.chdir(folder)
         with limited(), patch("hf_memopt.demo.run.prepare", side_effect=ValueError("no texts; expected some. Stop")):
@@ -151,11 +87,9 @@ def run(arguments: Sequence[str], made: Path, folder: Path) -> Any:
         if done.exit_code == 2:
             lines = done.stderr.strip().splitlines()
             assert [line.split(":")[0] for line in lines] in (["error"], ["error", "hint"]), shown
-            is_usage = lines[-1].startswith(
-                ("hint: See: ", "hint: Did you mean ", "hint: Pass ", "hint: It is an option")
-            )
-            assert is_usage or "expected" in lines[0] or "not estimable" in lines[0], shown
-            assert files_of(folder) == before, "a file was written or changed"
+            usage = ("hint: See: ", "hint: Did you mean ", "hint: Pass ", "hint: It is an option")
+            assert lines[-1].startswith(usage) or "expected" in lines[0] or "not estimable" in lines[0], shown
+            assert tiny.files_of(folder) == before, "a file was written or changed"
         return done
     finally:
         os.chdir(former)
@@ -165,7 +99,7 @@ def run(arguments: Sequence[str], made: Path, folder: Path) -> Any:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_with_every_word(name: str, made: Path, tmp_path: Path) -> None:
     """What takes longer than a check of options is drawn below."""
-    words = WORDS if name in ("demo", "gpus", "presets", "lengths", "report") else WORDS[:20]
+    words = WORDS if name in ("demo", "gpus", "presets", "lengths", "report") else WORDS[:21]
     for option in OPTIONS[name]:
         if name in ("estimate", "plan", "measure", "doctor") and option in FLAGS[name]:
             continue

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 from broken_files import ENDS, FILES, broken_bytes, broken_json
 from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
 from malformed import limited
 
 from hf_memopt import NotEstimableError
@@ -168,10 +167,3 @@ def test_code_and_pickles_beside_a_file_are_not_run(kind: str, tmp_path: Path) -
     assert not proof.exists()
     pickle.loads(pickle.dumps(Payload(proof)))
     assert proof.exists()  # as it would have been
-
-
-@given(content=st.binary(max_size=200))
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
-def test_any_bytes(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
-    for kind in ("recipe", "run", "measurement", "checkpoint's index", "JSON Lines", "CSV"):
-        read_broken(kind, content, tmp_path_factory.getbasetemp() / f"any-{next(numbers)}")

@@ -18,6 +18,8 @@ import psutil
 import pytest
 from printed_errors import in_one_line
 
+import tiny
+
 HEAD = """
 import os, sys
 import torch, transformers
@@ -36,6 +38,9 @@ def wrote():
 
 """
 MAKE = HEAD + "trainer = Trainer(model, args, train_dataset=rows)\n"
+TRIES = MAKE + "try:\n    trainer.train()\n"
+SUBCLASS = HEAD + "class Own(Trainer):\n    def train(self, *args, **kwargs):\n"
+END = "Own(model, args, train_dataset=rows).train()\n"
 NEVER = (
     "'train.py' never called Trainer.train() ({}); expected a script that trains with the stock Trainer. Run it by "
     "itself: python train.py"
@@ -64,10 +69,8 @@ def of_callback(event: str, body: str) -> str:
 
 SCRIPTS = {
     "plain": Script(MAKE + "trainer.train()\nwrote()\n"),
-    "finally": Script(MAKE + "try:\n    trainer.train()\nfinally:\n    trainer.save_model('final')\n    wrote()\n"),
-    "bare except": Script(
-        MAKE + "try:\n    trainer.train()\nexcept:\n    pass\ntrainer.save_model('final')\nwrote()\n"
-    ),
+    "finally": Script(TRIES + "finally:\n    trainer.save_model('final')\n    wrote()\n"),
+    "bare except": Script(TRIES + "except:\n    pass\ntrainer.save_model('final')\nwrote()\n"),
     "retries": Script(
         MAKE + "for _ in range(3):\n    try:\n        trainer.train()\n        break\n"
         "    except BaseException as error:\n        print('again', error)\nwrote()\n"
@@ -78,13 +81,10 @@ SCRIPTS = {
         "        wrote()\nwith saved():\n    trainer.train()\n"
     ),
     "subclass": Script(
-        HEAD
-        + "class Own(Trainer):\n    def train(self, *args, **kwargs):\n        found = super().train(*args, **kwargs)\n"
-        "        wrote()\n        return found\nOwn(model, args, train_dataset=rows).train()\n"
+        f"{SUBCLASS}        found = super().train(*args, **kwargs)\n        wrote()\n        return found\n{END}"
     ),
     "subclass with a loop of its own": Script(
-        HEAD + "class Own(Trainer):\n    def train(self, *args, **kwargs):\n        wrote()\n"
-        "Own(model, args, train_dataset=rows).train()\n",
+        f"{SUBCLASS}        wrote()\n{END}",
         2,
         "'train.py' trains by Own.train(), which never calls Trainer.train(); expected a train() that does. Call: "
         "super().train()",
@@ -116,10 +116,6 @@ SCRIPTS = {
         + "import multiprocessing\nprocess = multiprocessing.Process(target=os._exit, args=(0,))\nprocess.start()\n"
         "process.join()\ntrainer.train()\nwrote()\n"
     ),
-}
-"""The 22 of the report that led to this."""
-
-MORE = {
     "saves at the end of an epoch": Script(
         of_callback("on_epoch_end", "model.save_pretrained('final'); wrote()").replace("* 32", "* 4")
     ),
@@ -147,10 +143,7 @@ MORE = {
     "hides and restores its output": Script(
         MAKE + "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n    trainer.train()\nwrote()\n"
     ),
-    "calls the stock Trainer by its name": Script(
-        HEAD + "class Own(Trainer):\n    def train(self):\n        Trainer.train(self)\n        wrote()\n"
-        "Own(model, args, train_dataset=rows).train()\n"
-    ),
+    "calls the stock Trainer by its name": Script(f"{SUBCLASS}        Trainer.train(self)\n        wrote()\n{END}"),
 }
 
 
@@ -166,10 +159,6 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "hf_memopt", "measure", "train.py", "--steps", "1", *arguments]
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
 def prepared(folder: Path, text: str) -> Path:
     (folder / "train.py").write_text(text, encoding="latin-1")
     for name in ("final", "out/checkpoint-1"):
@@ -178,12 +167,12 @@ def prepared(folder: Path, text: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_every_file_is_as_it_was(name: str, tmp_path: Path) -> None:
-    script = {**SCRIPTS, **MORE}[name]
-    before = files_of(prepared(tmp_path, script.text))
+    script = SCRIPTS[name]
+    before = tiny.files_of(prepared(tmp_path, script.text))
     done = subprocess.run(command(*script.arguments), cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert files_of(tmp_path) == before
+    assert tiny.files_of(tmp_path) == before
     assert done.returncode == script.code, done.stderr
     if script.code == 2:
         assert in_one_line(done.stderr).splitlines()[-1] == script.message
@@ -191,10 +180,6 @@ def test_every_file_is_as_it_was(name: str, tmp_path: Path) -> None:
     else:
         assert (script.message or "It fits: ") in done.stdout
         assert "Traceback" not in done.stderr
-
-
-def test_there_are_as_many_scripts_as_were_reported() -> None:
-    assert len(SCRIPTS) == 22
 
 
 def test_a_failing_script_shows_its_own_traceback(tmp_path: Path) -> None:

@@ -36,13 +36,6 @@ def example(i: int) -> dict[str, Any]:
 ROWS = [example(i) for i in range(COUNT)]
 
 
-class Stream(IterableDataset[Any]):
-    """The rows as a stream."""
-
-    def __iter__(self) -> Any:
-        return iter(ROWS)
-
-
 def arrow() -> Dataset:
     return Dataset.from_list(ROWS)
 
@@ -74,9 +67,7 @@ class EveryCollator:
             (features,) = features
         rows = [dict(row) for row in features]
         given = {
-            "masked": [{"input_ids": row["input_ids"]} for row in rows],
-            "causal": [{"input_ids": row["input_ids"]} for row in rows],
-            "flattened": [{"input_ids": row["input_ids"]} for row in rows],
+            **{key: [{"input_ids": row["input_ids"]} for row in rows] for key in ("masked", "causal", "flattened")},
             "speech": [{"input_features": [[float(row["labels"])]], "labels": row["input_ids"]} for row in rows],
         }
         return {name: collate(given.get(name, features)) for name, collate in self.collators.items()}
@@ -105,7 +96,7 @@ READERS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "sorted": lambda: (sorted_by_length(arrow(), restore_by_hand=True), {"batch_size": 4}),
     "batch sampler": lambda: _sampled(LengthBucketedBatchSampler(LENGTHS, max_tokens=96, n_buckets=3)),
     "sampler": lambda: _sampled(LengthBucketedSampler(LENGTHS, batch_size=4, n_buckets=3), batch_size=4),
-    "stream of examples": lambda: (bucketed(Stream(), batch_size=4, buffer_examples=16), {"batch_size": 4}),
+    "stream of examples": lambda: (bucketed(tiny.Stream(ROWS), batch_size=4, buffer_examples=16), {"batch_size": 4}),
     "stream of batches": lambda: (bucketed(arrow_stream(), max_tokens=96, buffer_examples=16), {"batch_size": 1}),
 }
 STARTS = {
@@ -137,14 +128,8 @@ def test_workers_hand_out_the_batches_of_one_process(name: str, start: Any, is_p
     alone = DataLoader(dataset, collate_fn=EveryCollator(), **settings)
     expected = [read(alone, epoch) for epoch in range(2)]
     dataset, settings = READERS[name]()
-    loader = DataLoader(
-        dataset,
-        collate_fn=EveryCollator(),
-        num_workers=WORKERS,
-        persistent_workers=is_persistent,
-        multiprocessing_context=start,
-        **settings,
-    )
+    how = {"num_workers": WORKERS, "persistent_workers": is_persistent, "multiprocessing_context": start}
+    loader = DataLoader(dataset, collate_fn=EveryCollator(), **how, **settings)
     for epoch, batches in enumerate(expected):
         assert_same(read(loader, epoch), batches)
     if name != "sorted":
