@@ -8,11 +8,11 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hand_made_runs import finished_run
+from html_page import with_text
 
 import tiny
 
@@ -57,8 +57,8 @@ def write_foreign_files(folder: Path, *, models: bool = True) -> None:
     pq.write_table(pa.table({NAME: texts, "text2": texts}), folder / f"{NAME}.parquet")
     pq.write_table(pa.table({NAME: texts}), folder / "one.parquet")
     (folder / "evil.py").write_text(f"raise ValueError({NAME!r})\n")
-    run = finished_run()
-    for name, content in (("run_a.json", _named(run)), ("run_b.json", run), (f"{NAME}.json", _named(run))):
+    run, named = finished_run(), with_text(NAME, finished_run())
+    for name, content in (("run_a.json", named), ("run_b.json", run), (f"{NAME}.json", named)):
         (folder / name).write_text(json.dumps(content))
     if not models:
         return
@@ -68,15 +68,3 @@ def write_foreign_files(folder: Path, *, models: bool = True) -> None:
     for name, change in changed.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps({**config, **change}))
-
-
-def _named(content: Any) -> Any:
-    """Return the JSON of a run with ``NAME`` in place of each text that is free."""
-    if isinstance(content, str):
-        return NAME
-    if isinstance(content, list):
-        return [_named(one) for one in content]
-    if isinstance(content, dict):
-        fixed = ("verdict", "state", "format", "precision", "method")
-        return {key: one if key in fixed else _named(one) for key, one in content.items()}
-    return content

@@ -202,22 +202,22 @@ def child(monkeypatch, tmp_path) -> Any:
     return run
 
 
+STDERR = f"{PREDICTED}print(*range(9), sep='\\n', file=sys.stderr); sys.exit(3)"
+
+
 @pytest.mark.parametrize(
-    ("script", "reason", "predicted"),
+    ("script", "timeout", "status", "reason", "predicted"),
     [
-        (f"{PREDICTED}print(*range(9), sep='\\n', file=sys.stderr); sys.exit(3)", "exit code 3\n3\n4\n5\n6\n7\n8", 5),
-        ("os.kill(os.getpid(), 9)", "exit code -9\n", None),
+        (STDERR, 60, "crash", "exit code 3\n3\n4\n5\n6\n7\n8", {"reserved_bytes": 5}),
+        ("os.kill(os.getpid(), 9)", 60, "crash", "exit code -9\n", None),
+        ("time.sleep(60)", 0.5, "timeout", "not done after 0 s", None),
     ],
 )
-def test_a_crash_is_a_row_with_the_end_of_its_stderr_and_its_prediction(child, script, reason, predicted) -> None:
-    row = child(WRITES + script)
-    assert (row["status"], row["reason"], row["measured"]) == ("crash", reason, None)
-    assert row["predicted"] == (predicted and {"reserved_bytes": predicted})
-
-
-def test_a_process_that_hangs_is_ended_and_a_row(child) -> None:
-    row = child(WRITES + PREDICTED + "time.sleep(60)", timeout=0.5)
-    assert (row["status"], row["reason"]) == ("timeout", "not done after 0 s")
+def test_a_process_that_fails_is_a_row(child, script, timeout, status, reason, predicted) -> None:
+    """With the end of its stderr and its prediction; one that hangs is ended."""
+    row = child(WRITES + script, timeout)
+    assert (row["status"], row["reason"], row["predicted"]) == (status, reason, predicted)
+    assert row["measured"] is None
     assert row["wall_seconds"] < 30
 
 
@@ -346,11 +346,15 @@ def test_shared_storages_count_once_other_devices_not_and_state_however_deep() -
 # ---- Tiny runs ------------------------------------------------------------------------------------------------------
 
 
+def found_by(case: Any, folder: Path, device: str = "cpu", **facts: Any) -> Any:
+    """Run a case in this process; return what it writes."""
+    gpu_case.run(case, device, facts, folder / "out.json")
+    return json.loads((folder / "out.json").read_text("utf-8"))
+
+
 @pytest.mark.parametrize("index", slow_except((0,), range(8)))
 def test_every_model_and_every_setup_runs_tiny_on_the_host(tmp_path, index) -> None:
-    case, out = setups.ordered_cases(tiny=True)[index], tmp_path / "out.json"
-    gpu_case.run(case, "cpu", {}, out)
-    found = json.loads(out.read_text("utf-8"))
+    found = found_by(setups.ordered_cases(tiny=True)[index], tmp_path)
     assert found["status"] == "measured", found
     assert found["predicted"] is not None, found["reason"]
     errors = found["errors"]
@@ -400,16 +404,13 @@ def test_a_run_that_is_out_of_memory_keeps_its_prediction_and_its_peaks(small_ca
 
     monkeypatch.setattr(gpu_case, "predict", lambda case: {"reserved_bytes": 5})
     monkeypatch.setattr("transformers.Trainer.train", out_of_memory)
-    out = tmp_path / "out.json"
-    gpu_case.run(small_case, "cpu", {}, out)
-    found = json.loads(out.read_text("utf-8"))
+    found = found_by(small_case, tmp_path)
     assert (found["status"], found["reason"]) == ("oom", "CUDA out of memory. Tried to allocate 2 GiB.")
     assert found["predicted"] == {"reserved_bytes": 5}
     assert found["measured"]["allocated_bytes"] > 0
 
     monkeypatch.setattr(gpu_case, "build_model", out_of_memory)
-    gpu_case.run(small_case, "cpu", {}, out)
-    assert json.loads(out.read_text("utf-8"))["status"] == "oom"
+    assert found_by(small_case, tmp_path)["status"] == "oom"
 
 
 def test_a_prediction_that_fails_is_named_and_the_case_measured(small_case, monkeypatch, tmp_path) -> None:
@@ -417,18 +418,14 @@ def test_a_prediction_that_fails_is_named_and_the_case_measured(small_case, monk
         raise ValueError("not estimable: no")
 
     monkeypatch.setattr(gpu_case, "predict", fails)
-    out = tmp_path / "out.json"
-    gpu_case.run(small_case, "cpu", {}, out)
-    found = json.loads(out.read_text("utf-8"))
+    found = found_by(small_case, tmp_path)
     assert (found["status"], found["reason"]) == ("measured", "not predicted: ValueError: not estimable: no")
     assert found["errors"] == {}
 
 
 def test_what_cannot_run_here_is_skipped_with_the_reason(monkeypatch, tmp_path) -> None:
-    out = tmp_path / "out.json"
     monkeypatch.setattr(setups, "find_spec", lambda name: None)
-    gpu_case.run(setups.Case("BERT-large", "8-bit Adam"), "cuda", {"capability": [9, 0]}, out)
-    assert json.loads(out.read_text("utf-8"))["reason"] == "bitsandbytes is not installed"
-    gpu_case.run(setups.Case("BERT-large", "bf16"), "cuda", {"capability": [7, 5]}, out)
-    found = json.loads(out.read_text("utf-8"))
+    found = found_by(setups.Case("BERT-large", "8-bit Adam"), tmp_path, "cuda", capability=[9, 0])
+    assert found["reason"] == "bitsandbytes is not installed"
+    found = found_by(setups.Case("BERT-large", "bf16"), tmp_path, "cuda", capability=[7, 5])
     assert (found["status"], found["reason"]) == ("skipped", "this GPU does not compute bfloat16 natively")

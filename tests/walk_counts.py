@@ -67,15 +67,7 @@ def recovery() -> list[str]:
     scarcity = Scarcity(calls=(1,))
     scarcity.watch(model)
     with TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(
-            folder,
-            max_steps=1,
-            per_device_train_batch_size=4,
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            save_strategy="no",
-        )
+        arguments = tiny.arguments(folder, max_steps=1, per_device_train_batch_size=4)
         callback = hf_memopt.MicrobatchCallback()
         trainer = transformers.Trainer(model, arguments, train_dataset=tiny.rows(4, 6), callbacks=[callback])
         hf_memopt.attach(trainer)

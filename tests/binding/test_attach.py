@@ -22,20 +22,9 @@ from torch.utils.data import IterableDataset
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, default_data_collator
 
-import hf_memopt
+import hf_memopt as m
 import tiny
-from hf_memopt import (
-    BucketedCollator,
-    Change,
-    FreezeCallback,
-    MicrobatchCallback,
-    OverflowCallback,
-    PrecisionCallback,
-    attach,
-    bucketed,
-    exact_loss,
-    sorted_by_length,
-)
+from hf_memopt import attach
 from hf_memopt.binding import TrainingView, refuse_data_parallel
 from two_ranks import run_pair
 
@@ -43,7 +32,7 @@ from two_ranks import run_pair
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 SPLITS = [(8, 1), (4, 2), (2, 4)]  # per device x accumulation: 8 examples per optimizer step
-BERT_CHANGE = Change("model_accepts_loss_kwargs", True, False, whole("the loss of BertForSequenceClassification"))
+BERT_CHANGE = m.Change("model_accepts_loss_kwargs", True, False, whole("the loss of BertForSequenceClassification"))
 
 
 def bert_trainer(tmp_path: Any, trainer_class: type[Trainer] = Trainer, **settings: Any) -> Trainer:
@@ -205,10 +194,10 @@ class Weighted(Trainer):
 WEIGHTED_ROWS = [{**row, "weight": 1.0 + i, "text": "no tensor"} for i, row in enumerate(tiny.rows())]
 WEIGHTED_DATA = {
     "list": lambda: WEIGHTED_ROWS,
-    "view": lambda: bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4),
-    "view of a list": lambda: bucketed(WEIGHTED_ROWS, batch_size=4),
-    "whole batches": lambda: bucketed(Dataset.from_list(WEIGHTED_ROWS), max_tokens=64),
-    "stream": lambda: bucketed(Dataset.from_list(WEIGHTED_ROWS).to_iterable_dataset(), batch_size=4),
+    "view": lambda: m.bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4),
+    "view of a list": lambda: m.bucketed(WEIGHTED_ROWS, batch_size=4),
+    "whole batches": lambda: m.bucketed(Dataset.from_list(WEIGHTED_ROWS), max_tokens=64),
+    "stream": lambda: m.bucketed(Dataset.from_list(WEIGHTED_ROWS).to_iterable_dataset(), batch_size=4),
 }
 
 
@@ -217,7 +206,7 @@ def test_a_column_that_a_subclass_adds_reaches_its_loss(name, tmp_path):
     """Of views and streams, which leave unread what stock removes; without ``attach`` the collator gets all of it."""
     losses, names = [], ("input_ids", "attention_mask", "labels", "weight")
     size = 1 if name == "whole batches" else 4
-    collate = BucketedCollator(tiny.tokenizer())
+    collate = m.BucketedCollator(tiny.tokenizer())
 
     def collate_used(rows: Any) -> Any:
         return collate([{key: row[key] for key in names} for row in (rows[0] if size == 1 else rows)])
@@ -234,10 +223,10 @@ def test_a_column_that_a_subclass_adds_reaches_its_loss(name, tmp_path):
 
 def test_a_view_reads_the_columns_that_stock_leaves_to_the_collator(tmp_path):
     """By private names, seen in 5.8.1 to 5.23.0."""
-    read, settings = ["input_ids", "attention_mask", "labels"], {"data_collator": BucketedCollator(tiny.tokenizer())}
+    read, settings = ["input_ids", "attention_mask", "labels"], {"data_collator": m.BucketedCollator(tiny.tokenizer())}
 
     def columns(kind: type[Trainer], **given: Any) -> list[str]:
-        view = bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4)
+        view = m.bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4)
         trainer = bert_trainer(tmp_path, kind, train_dataset=view, **settings, **given)
         attach(trainer)
         assert trainer._signature_columns is None  # the model may be another one when training begins
@@ -259,8 +248,8 @@ def test_the_columns_are_those_of_the_model_that_is_trained(tmp_path):
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
     seen = []
-    data = {"train_dataset": bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4)}
-    trainer = attach(bert_trainer(tmp_path, data_collator=BucketedCollator(tiny.tokenizer()), max_steps=1, **data))
+    data = {"train_dataset": m.bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4)}
+    trainer = attach(bert_trainer(tmp_path, data_collator=m.BucketedCollator(tiny.tokenizer()), max_steps=1, **data))
     assert set(trainer.train_dataset[0]) == {"input_ids", "attention_mask", "labels"}
     trainer.model = trainer.model_wrapped = TakesWeights(trainer.model.config)
     trainer.train()
@@ -348,7 +337,7 @@ def test_a_loss_that_fails_is_watched_when_it_is_computed_again(tmp_path):
             return super().compute_loss(*args, **kwargs)
 
     model = OwnLoss(counts=False)
-    trainer = attach(bert_trainer(tmp_path, FailsOnce, model=model, max_steps=1), MicrobatchCallback())
+    trainer = attach(bert_trainer(tmp_path, FailsOnce, model=model, max_steps=1), m.MicrobatchCallback())
     trainer.train()
     assert "model_accepts_loss_kwargs" in [change.name for change in trainer.memopt_changes]
 
@@ -436,7 +425,7 @@ class WithTrainer:
 
 
 def test_a_callback_that_was_never_bound_refuses_to_train(tmp_path):
-    refuses(RuntimeError, whole("MicrobatchCallback"), bert_trainer(tmp_path, callbacks=[MicrobatchCallback()]).train)
+    refuses(RuntimeError, whole("MicrobatchCallback"), bert_trainer(tmp_path, callbacks=[m.MicrobatchCallback()]).train)
 
 
 def test_what_is_not_a_trainer_or_a_callback_is_refused(tmp_path):
@@ -510,15 +499,15 @@ def test_attach_is_undone_by_its_handle(tmp_path):
     trainer = bert_trainer(
         tmp_path,
         model=head.build(),
-        train_dataset=bucketed(rows, batch_size=4),
-        eval_dataset=sorted_by_length(rows),
-        data_collator=BucketedCollator(tiny.tokenizer()),
+        train_dataset=m.bucketed(rows, batch_size=4),
+        eval_dataset=m.sorted_by_length(rows),
+        data_collator=m.BucketedCollator(tiny.tokenizer()),
         train_sampling_strategy="random",
         seed=7,
     )
     parts = (trainer, trainer.args, trainer.train_dataset, trainer.train_dataset.buckets, trainer.data_collator)
     before, callbacks = [dict(vars(part)) for part in parts], list(trainer.callback_handler.callbacks)
-    attach(attach(trainer, MicrobatchCallback()), OverflowCallback(), Bound())
+    attach(attach(trainer, m.MicrobatchCallback()), m.OverflowCallback(), Bound())
     assert [change.name for change in trainer.memopt_changes] == [
         "seed of the bucketed view",
         "train_sampling_strategy",
@@ -544,17 +533,17 @@ def test_an_attach_that_fails_leaves_the_trainer_as_it_was(tmp_path):
 
 
 def test_every_callback_and_view_of_the_package_is_recognised():
-    names = [name for name in hf_memopt.__all__ if name.endswith("Callback") and not name.startswith("L")]
+    names = [name for name in m.__all__ if name.endswith("Callback") and not name.startswith("L")]
     assert len(names) == 14
-    assert all(callable(getattr(hf_memopt, name).bind) for name in names)
+    assert all(callable(getattr(m, name).bind) for name in names)
     rows = Dataset.from_list(tiny.rows())
-    for view in (bucketed(rows, batch_size=4), bucketed(rows.to_iterable_dataset(), batch_size=4)):
+    for view in (m.bucketed(rows, batch_size=4), m.bucketed(rows.to_iterable_dataset(), batch_size=4)):
         assert isinstance(view, TrainingView)
 
 
 def test_undoing_one_trainer_leaves_what_another_shares(tmp_path):
-    view, model = bucketed(Dataset.from_list(tiny.rows()), batch_size=4), tiny.bert()
-    loss, collator = exact_loss(model), BucketedCollator(tiny.tokenizer())
+    view, model = m.bucketed(Dataset.from_list(tiny.rows()), batch_size=4), tiny.bert()
+    loss, collator = m.exact_loss(model), m.BucketedCollator(tiny.tokenizer())
     settings = {"seed": 7, "label_smoothing_factor": 0.1, "train_dataset": view, "data_collator": collator}
     for first, second in ((0, 1), (1, 0)):
         both = [
@@ -574,7 +563,7 @@ def test_a_callback_of_ones_own_has_to_return_a_handle(tmp_path):
     refuses(TypeError, whole("bind of <Without> returned"), attach, bert_trainer(tmp_path), Without())
 
 
-@pytest.mark.parametrize("callback", [FreezeCallback("base"), PrecisionCallback()])
+@pytest.mark.parametrize("callback", [m.FreezeCallback("base"), m.PrecisionCallback()])
 def test_a_callback_that_has_moved_on_keeps_its_new_model(callback, tmp_path):
     one, other = (
         bert_trainer(tmp_path / str(i), model=tiny.bert().to(torch.bfloat16), bf16=True, use_cpu=True) for i in range(2)

@@ -60,9 +60,7 @@ SETTINGS = [*table("binding/tables/settings_and_techniques"), *(("release", 1, *
 
 
 @pytest.mark.parametrize(("technique", "world_size", "arguments", "pair"), SETTINGS, ids=str)
-def test_settings_that_a_technique_cannot_have(
-    tmp_path: Any, technique: str, world_size: int, arguments: dict[str, Any], pair: str
-) -> None:
+def test_settings_that_a_technique_cannot_have(tmp_path, technique, world_size, arguments, pair) -> None:
     callbacks, optimizer = ([], RELEASED) if technique == "release" else ([MicrobatchCallback()], None)
     given = {"arguments": arguments, "optimizer_cls_and_kwargs": optimizer, "world_size": world_size}
     assert refused(make_trainer(tmp_path, *callbacks, **given)) == pair
@@ -101,9 +99,7 @@ def test_weights_that_are_sharded_when_they_are_loaded_are_seen(tmp_path: Any) -
     ("optim", "is_one"),
     [("adamw_bnb_8bit", True), ("paged_lion_32bit", True), ("lion_32bit", True), ("adamw_torch", False)],
 )
-def test_optimizers_of_bitsandbytes_are_seen(
-    optim: str, is_one: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizers_of_bitsandbytes_are_seen(optim, is_one, tmp_path, monkeypatch) -> None:
     trainer = make_trainer(tmp_path, arguments={"optim": optim})
     assert refused(trainer) == ""
     assert refused(fully_sharded(trainer, monkeypatch)) == ("bitsandbytes optimizer and FSDP2" if is_one else "")

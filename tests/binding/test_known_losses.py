@@ -15,17 +15,10 @@ from typing import Any
 import auto_heads
 import pytest
 import torch
+import transformers as T
 from tables import table, whole
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Trainer,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 import tiny
@@ -150,7 +143,7 @@ def test_a_head_that_counts_adds_up_only_if_it_gets_the_count(tmp_path: Path) ->
     assert (over(trainer), over(trainer, ITEMS)) == ("shifted labels", "sum")
     trainer.model_accepts_loss_kwargs = False
     assert over(trainer, ITEMS) == "shifted labels"
-    trainer = trainer_of(tmp_path, BertForMaskedLM(tiny.bert_config()))
+    trainer = trainer_of(tmp_path, T.BertForMaskedLM(tiny.bert_config()))
     assert over(trainer, ITEMS) == "labels"
     known = known_loss(trainer, ITEMS)
     assert isinstance(known, KnownLoss)
@@ -189,12 +182,12 @@ class OwnInputs(Trainer):
         return super()._prepare_inputs(inputs)
 
 
-class OwnBert(BertForMaskedLM):
+class OwnBert(T.BertForMaskedLM):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
 
 
-class BertWithMore(BertForMaskedLM):
+class BertWithMore(T.BertForMaskedLM):
     def vocabulary(self) -> int:
         return int(self.config.vocab_size)
 
@@ -232,7 +225,7 @@ def own_loss_function() -> nn.Module:
 def routed(**settings: Any) -> nn.Module:
     sizes = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **settings))
+    return T.MixtralForCausalLM(T.MixtralConfig(**sizes, **heads, **settings))
 
 
 HERE = __name__
@@ -291,20 +284,20 @@ def test_a_router_whose_loss_is_off_is_known_for_batches_that_leave_it_off(tmp_p
     )
 
 
-def test_a_head_that_does_not_say_what_it_takes_labels_for_is_asked_with_labels() -> None:
-    model = ViTForImageClassification(ViTConfig(**VIT, num_labels=3))
-    assert head_counts_items(model) is None
-    assert head_counts_items(model, torch.tensor([1])) is True
-    assert head_counts_items(model, torch.rand(1, 3)) is False
-    assert head_counts_items(ViTForImageClassification(ViTConfig(**VIT, num_labels=1))) is False
-    assert head_counts_items(nn.Linear(1, 1)) is None
-
-
 VIT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "image_size": 32}
 
 
+def test_a_head_that_does_not_say_what_it_takes_labels_for_is_asked_with_labels() -> None:
+    model = T.ViTForImageClassification(T.ViTConfig(**VIT, num_labels=3))
+    assert head_counts_items(model) is None
+    assert head_counts_items(model, torch.tensor([1])) is True
+    assert head_counts_items(model, torch.rand(1, 3)) is False
+    assert head_counts_items(T.ViTForImageClassification(T.ViTConfig(**VIT, num_labels=1))) is False
+    assert head_counts_items(nn.Linear(1, 1)) is None
+
+
 LABELS = torch.tensor([[1, 2, 3, 4], [5, -100, 6, -100], [7, -100, -100, -100]])
-PICTURE_CONFIG = BertConfig(num_labels=3)
+PICTURE_CONFIG = T.BertConfig(num_labels=3)
 
 
 @pytest.mark.parametrize(

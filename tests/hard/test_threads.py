@@ -75,6 +75,18 @@ def train_together(*trainers: Trainer) -> None:
     assert not errors, errors
 
 
+def assert_each_ends_as_alone(folder: Path, *runs: tuple[str, dict[str, Any]]) -> None:
+    """Train techniques with their settings one after the other, then in a thread each; compare the weights."""
+    alone = [build(name, folder / f"{place}", **settings) for place, (name, settings) in enumerate(runs)]
+    for trainer in alone:
+        trainer.train()
+    together = [build(name, folder / f"{place}", **settings) for place, (name, settings) in enumerate(runs)]
+    train_together(*together)
+    for one, other in zip(alone, together, strict=True):
+        assert other.state.global_step == STEPS
+        assert tiny.largest_difference(one.model, other.model) == 0.0, runs
+
+
 NAMES = [*TECHNIQUES]
 PAIRS = list(zip(NAMES, [*NAMES[7:], *NAMES[:7]], strict=True))
 
@@ -84,35 +96,17 @@ PAIRS = list(zip(NAMES, [*NAMES[7:], *NAMES[:7]], strict=True))
 def test_two_trainings_in_two_threads_end_as_each_alone(names: tuple[str, str], precision: str, tmp_path: Path) -> None:
     """Each technique stands once in the first thread and once in the second."""
     settings = {"bf16": True} if precision == "bf16" and "16-bit weights" not in names else {}
-    alone = [build(name, tmp_path / name, **settings) for name in names]
-    for trainer in alone:
-        trainer.train()
-    together = [build(name, tmp_path / name, **settings) for name in names]
-    train_together(*together)
-    for one, other in zip(alone, together, strict=True):
-        assert other.state.global_step == STEPS
-        assert tiny.largest_difference(one.model, other.model) == 0.0
+    assert_each_ends_as_alone(tmp_path, *((name, settings) for name in names))
 
 
 def test_the_same_technique_in_both_threads(tmp_path: Path) -> None:
     for name in ("micro-batching", "non-finite detection", "memory report", "fused cross-entropy"):
-        alone = build(name, tmp_path)
-        alone.train()
-        together = [build(name, tmp_path / str(number)) for number in range(2)]
-        train_together(*together)
-        assert [tiny.largest_difference(alone.model, each.model) for each in together] == [0.0, 0.0], name
+        assert_each_ends_as_alone(tmp_path, (name, {}), (name, {}))
 
 
 def test_autocast_belongs_to_a_thread(tmp_path: Path) -> None:
     """One trains in bf16, the other in float32."""
-    names, settings = ("micro-batching", "memory report"), ({"bf16": True}, {})
-    alone = [build(name, tmp_path, **more) for name, more in zip(names, settings, strict=True)]
-    for trainer in alone:
-        trainer.train()
-    together = [build(name, tmp_path, **more) for name, more in zip(names, settings, strict=True)]
-    train_together(*together)
-    for one, other in zip(alone, together, strict=True):
-        assert tiny.largest_difference(one.model, other.model) == 0.0
+    assert_each_ends_as_alone(tmp_path, ("micro-batching", {"bf16": True}), ("memory report", {}))
 
 
 def test_accumulation_is_one_for_the_process_in_accelerate() -> None:
