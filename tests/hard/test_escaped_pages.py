@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +34,9 @@ EVIL = (
 )
 NAME = "<img src=x onerror=alert(1)>"  # of a folder, whose name has no slash
 DRAWN = re.compile(r"<svg .*?</svg>", re.DOTALL)
+URL = re.compile(r'\b(?:src|href|action|data)="(.*?)"')
 SVG_TAGS = {"svg", "g", "defs", "clippath", "rect", "pattern", "path", "text", "title", "use"}
 HOOK = "window.ran = []; window.alert = (what) => window.ran.push(what);"
-
-
-class Attributes(HTMLParser):
-    """The tags of a page, and its attributes by name."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: Counter[str] = Counter()
-        self.names: set[str] = set()
-        self.urls: set[str] = set()
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.names |= {name for name, _ in attrs}
-        self.urls |= {str(value) for name, value in attrs if name in ("src", "href", "action", "data", "xlink:href")}
 
 
 def _differences(folder: Path, one: dict[str, Any], other: dict[str, Any]) -> str:
@@ -84,15 +68,16 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_texts_make_no_tags_and_no_attributes(pages: dict[str, str], tmp_path: Path) -> None:
     for name, clean in _pages(tmp_path, "plain"):
-        evil, plain = (Attributes(re.sub(DRAWN, "", page)) for page in (pages[name], clean))
-        drawn = Attributes("".join(re.findall(DRAWN, pages[name])))  # a longer text has more lines
+        evil, plain = (Page(re.sub(DRAWN, "", page)) for page in (pages[name], clean))
+        pictures = "".join(re.findall(DRAWN, pages[name]))
+        drawn = Page(pictures)  # a longer text has more lines
         assert set(drawn.tags) <= SVG_TAGS, name
-        assert drawn.names <= Attributes("".join(re.findall(DRAWN, clean))).names, name
-        assert all(re.fullmatch(r"#m\w+", url) for url in drawn.urls), name
+        assert drawn.attributes <= Page("".join(re.findall(DRAWN, clean))).attributes, name
+        assert all(re.fullmatch(r"#m\w+", url) for url in URL.findall(pictures)), name
         assert Page(pages[name]).open == [], name
-        assert evil.tags == plain.tags, name
-        assert evil.names == plain.names, name
-        assert evil.urls == plain.urls, name
+        assert Counter(evil.tags) == Counter(plain.tags), name
+        assert evil.attributes == plain.attributes, name
+        assert set(evil.loaded) == set(plain.loaded), name
         assert "alert(1)" in pages[name], name
         assert not re.search("onmouseover.{0,20}?49", pages[name]), name  # no template in a text is filled in
 
@@ -143,7 +128,7 @@ def test_names_of_folders_files_and_gpus(browser: Chromium, tmp_path: Path) -> N
     estimated.plot(tmp_path / "estimate.svg")
     named = recipe("4gb-gpu").replace(name=EVIL, purpose=EVIL, reasons={"optim": EVIL})
     for shown in (found._repr_html_(), estimated._repr_html_(), named._repr_html_(), padding_report([3])._repr_html_()):
-        assert set(Attributes(shown).tags) <= {"pre", "span"}
+        assert set(Page(shown).tags) <= {"pre", "span"}
         assert _ran(browser, f"<html><body>{shown}</body></html>", tmp_path / "again.html") == []
 
 
