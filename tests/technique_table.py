@@ -15,6 +15,7 @@ from transformers import DataCollatorWithPadding, Trainer, TrainerCallback
 
 import hf_memopt as m
 import tiny
+from hf_memopt import attach
 from hf_memopt.technique_list import TECHNIQUES
 
 LENGTHS = (12, 5, 9, 3, 7, 12, 4, 6)
@@ -206,7 +207,7 @@ def make_trainer(
         optimizer_cls_and_kwargs=_optimizer(names, asked, use=use),
         **data,
     )
-    return m.attach(trainer)
+    return attach(trainer)
 
 
 def _optimizer(names: tuple[str, ...], settings: dict[str, Any], *, use: bool) -> tuple[Any, dict[str, Any]] | None:
