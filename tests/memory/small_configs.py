@@ -9,6 +9,10 @@ from transformers import PretrainedConfig
 
 SMALL = {"vocab_size": 100, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 POSITIONS = {"max_position_embeddings": 64}
+ODD = {"vocab_size": 1999, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+"""An odd number of tokens: a shard is padded."""
+ODD_LLAMA, ODD_BERT = {**ODD, "intermediate_size": 352, "num_key_value_heads": 2}, {**ODD, "intermediate_size": 512}
+WIDE_LLAMA = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 4}
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "bert": lambda: transformers.BertConfig(**SMALL, **POSITIONS, num_hidden_layers=9),
     "llama": lambda: transformers.LlamaConfig(

@@ -32,19 +32,6 @@ def backward(
     return blocks.seen[f"aten._scaled_dot_product_{name}_attention_backward.default"][0]
 
 
-def test_flash_backward_accumulates_dq_in_float32_and_expands_grouped_heads() -> None:
-    query, key = heads(2, 8, 200, 64, BF16), heads(2, 2, 200, 64, BF16)
-    rows = 2 * 8 * 256  # 200 queries round up to 256
-    expanded = 2 * 200 * 8 * 64 * 2
-    assert backward("flash", query, key, A100) == (rows * 4, rows * 64 * 4, expanded, expanded)
-
-
-@pytest.mark.parametrize(("width", "padded"), [(80, 96), (128, 128), (160, 192)])
-def test_flash_backward_pads_the_head(width: int, padded: int) -> None:
-    blocks = backward("flash", heads(1, 2, 128, width, BF16), heads(1, 2, 128, width, BF16), A100)
-    assert blocks == (256 * 4, 256 * padded * 4)
-
-
 def test_flash_backward_copies_a_gradient_of_another_layout() -> None:
     query = heads(2, 8, 200, 64, BF16)
     grad = empty(2, 8, 200, 64, dtype=BF16)  # contiguous by head, not by token
@@ -69,48 +56,47 @@ def test_flash_forward_splits_the_keys_where_heads_do_not_fill_the_gpu() -> None
 
 
 BERT = 32 * 16 * 128  # rows of all heads: batch 32, 16 heads, 128 tokens
-
-
-@pytest.mark.parametrize(
-    ("dtype", "width", "capability", "dropout", "blocks"),
-    [
-        # 16 bits, width 64: tiles of 64 x 64 floats and 16 bytes; 2 of them for each of 512 heads
-        (BF16, 64, A100, 0.1, (BERT * 4, 512 * 2 * (64 * 64 + 4) * 4)),
-        (FP16, 64, T4, 0.1, (BERT * 4, 512 * 2 * (64 * 64 + 4) * 4)),
-        # float32: the product of gradient and output is larger than the workspace that follows
-        (FP32, 64, A100, 0.1, (BERT * 64 * 4, BERT * 4, BERT * 4)),
-        (FP32, 64, T4, 0.0, (BERT * 64 * 4, BERT * 4, BERT * 4)),
-        (FP32, 64, P100, 0.0, (BERT * 64 * 4, BERT * 4, BERT * 4)),  # no workspace at all before Volta
-        # width 128: one tile of 128 x 128 where shared memory is large
-        (BF16, 128, A100, 0.0, (BERT * 4, 512 * (128 * 128 + 4) * 4)),
-        (BF16, 128, H100, 0.1, (BERT * 4, 512 * (128 * 128 + 4) * 4)),
-        # else 2 x 2 tiles of 64 x 64, and dk and dv outside of the registers, without splits (512 heads)
-        (BF16, 128, RTX_3090, 0.0, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
-        (BF16, 128, (12, 0), 0.0, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
-        # 8.6 and 8.9 have a kernel for 65 to 96 without dropout
-        (BF16, 96, L4, 0.0, (BERT * 4, 512 * 2 * (128 * 64 + 4) * 4)),
-        (BF16, 96, L4, 0.1, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
-    ],
-)
-def test_efficient_backward(
-    dtype: torch.dtype, width: int, capability: tuple[int, int], dropout: float, blocks: tuple[int, ...]
-) -> None:
-    query = heads(32, 16, 128, width, dtype)
-    assert backward("efficient", query, heads(32, 16, 128, width, dtype), capability, dropout) == blocks
-
-
-def test_efficient_backward_in_float32_takes_the_larger_of_its_two_phases() -> None:
-    query = heads(2, 4, 100, 64, FP32)
+ROWS, EXPANDED = 2 * 8 * 256, 2 * 200 * 8 * 64 * 2  # 200 queries round up to 256
+PRODUCT = 256 * 256 * 4
+BERTS, ALONE, SMALL, FEW = (32, 16, 128), (1, 2, 128), (2, 4, 100), (2, 8, 200)
+BACKWARD: list[tuple[str, tuple[int, int, int], int, torch.dtype, tuple[int, int], float, tuple[int, ...]]] = [
+    # flash adds dq up in float32 and expands grouped heads (here 2 of keys), and pads the head
+    ("flash", FEW, 64, BF16, A100, 0.0, (ROWS * 4, ROWS * 64 * 4, EXPANDED, EXPANDED)),
+    *(
+        ("flash", ALONE, width, BF16, A100, 0.0, (256 * 4, 256 * padded * 4))
+        for width, padded in ((80, 96), (128, 128), (160, 192))
+    ),
+    # 16 bits, width 64: tiles of 64 x 64 floats and 16 bytes; 2 of them for each of 512 heads
+    ("efficient", BERTS, 64, BF16, A100, 0.1, (BERT * 4, 512 * 2 * (64 * 64 + 4) * 4)),
+    ("efficient", BERTS, 64, FP16, T4, 0.1, (BERT * 4, 512 * 2 * (64 * 64 + 4) * 4)),
+    # float32: the product of gradient and output is larger than the workspace that follows
+    ("efficient", BERTS, 64, FP32, A100, 0.1, (BERT * 64 * 4, BERT * 4, BERT * 4)),
+    ("efficient", BERTS, 64, FP32, T4, 0.0, (BERT * 64 * 4, BERT * 4, BERT * 4)),
+    ("efficient", BERTS, 64, FP32, P100, 0.0, (BERT * 64 * 4, BERT * 4, BERT * 4)),  # no workspace before Volta
     # 2 tiles for 100 queries: 8 heads x 2 x 4100 floats, against 800 rows x 64 floats of the product
-    assert backward("efficient", query, heads(2, 4, 100, 64, FP32), A100) == (800 * 4, 8 * 2 * 4100 * 4)
+    ("efficient", SMALL, 64, FP32, A100, 0.0, (800 * 4, 8 * 2 * 4100 * 4)),
+    # width 128: one tile of 128 x 128 where shared memory is large
+    ("efficient", BERTS, 128, BF16, A100, 0.0, (BERT * 4, 512 * (128 * 128 + 4) * 4)),
+    ("efficient", BERTS, 128, BF16, H100, 0.1, (BERT * 4, 512 * (128 * 128 + 4) * 4)),
+    # else 2 x 2 tiles of 64 x 64, and dk and dv outside of the registers, without splits (512 heads)
+    ("efficient", BERTS, 128, BF16, RTX_3090, 0.0, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
+    ("efficient", BERTS, 128, BF16, (12, 0), 0.0, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
+    # 8.6 and 8.9 have a kernel for 65 to 96 without dropout
+    ("efficient", BERTS, 96, BF16, L4, 0.0, (BERT * 4, 512 * 2 * (128 * 64 + 4) * 4)),
+    ("efficient", BERTS, 96, BF16, L4, 0.1, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
+    # Volta splits the keys of few heads: casts of gradient and output and their product are more than
+    # 2 heads x (4 tiles of 128 x 64; 2 splits of dk, dv)
+    ("efficient", ALONE, 256, FP16, V100, 0.0, (PRODUCT, PRODUCT, PRODUCT, 1024, 1024)),
+]
 
 
-def test_efficient_backward_splits_keys_of_few_heads_on_volta() -> None:
-    query = heads(1, 2, 128, 256, FP16)
-    product = 256 * 256 * 4
-    # casts of gradient and output and their product, against 2 heads x (4 tiles of 128 x 64; 2 splits of dk, dv)
-    assert 3 * product + 2048 > 2 * (4 * (128 * 64 + 4) + 2 * 64 * 512) * 4 + 1024
-    assert backward("efficient", query, heads(1, 2, 128, 256, FP16), V100) == (product, product, product, 1024, 1024)
+@pytest.mark.parametrize(("name", "shape", "width", "dtype", "capability", "dropout", "blocks"), BACKWARD)
+def test_blocks_of_backward(
+    name: str, shape: Any, width: int, dtype: Any, capability: Any, dropout: float, blocks: Any
+) -> None:
+    batch, rows, length = shape
+    keys = heads(batch, 2 if shape == FEW else rows, length, width, dtype)
+    assert backward(name, heads(batch, rows, length, width, dtype), keys, capability, dropout) == blocks
 
 
 @pytest.mark.parametrize(

@@ -180,27 +180,21 @@ def gpu_of(usable_bytes: int) -> Gpu:
     return replace(SMALL, usable_bytes=usable_bytes, context_bytes=0)
 
 
-def test_a_hint_is_what_a_new_estimate_says() -> None:
+@pytest.mark.parametrize(
+    "lengths", [{"seq_len": 64}, {"lengths": [24, 40, 56, 64]}], ids=lambda given: next(iter(given))
+)
+def test_a_hint_is_what_a_new_estimate_says(lengths: dict[str, Any]) -> None:
+    """Of several lengths those that keep them: a hint of another ``seq_len`` is of that alone."""
     config = tiny.bert_config(hidden_size=64, intermediate_size=256)
-    given: dict[str, Any] = {"batch_size": 16, "seq_len": 64, "precision": "bf16"}
+    given: dict[str, Any] = {"batch_size": 16, **lengths, "precision": "bf16"}
     gpu = gpu_of(estimate(config, **given, gpu=gpu_of(2**40)).total_bytes * 2 // 3)
-    found = estimate(config, **given, gpu=gpu, hints=True)
-    assert found.hints
-    for hint in found.hints:
+    hints = estimate(config, **given, gpu=gpu, hints=True).hints or ()
+    of_steps = [hint for hint in hints if "seq_len" in lengths or "seq_len" not in hint.changes]
+    assert of_steps
+    for hint in of_steps:
         changed = estimate(config, **{**given, "gpu": gpu, **hint.changes})
         assert (hint.total_bytes, hint.fits) == (changed.total_bytes, changed.fits)
         assert hint.spare_bytes == gpu.usable_bytes - changed.total_bytes
-
-
-def test_hints_of_several_lengths_are_simulated_with_them() -> None:
-    config = tiny.bert_config(hidden_size=64, intermediate_size=256)
-    given: dict[str, Any] = {"batch_size": 16, "lengths": [24, 40, 56, 64], "precision": "bf16"}
-    gpu = gpu_of(estimate(config, **given, gpu=gpu_of(2**40)).total_bytes * 2 // 3)
-    found = estimate(config, **given, gpu=gpu, hints=True)
-    of_steps = [hint for hint in found.hints or () if "seq_len" not in hint.changes]
-    assert of_steps
-    for hint in of_steps:
-        assert hint.total_bytes == estimate(config, **{**given, "gpu": gpu, **hint.changes}).total_bytes
 
 
 def test_a_set_up_that_is_too_close_to_tell_has_hints_and_one_that_fits_needs_none(search: Searches) -> None:

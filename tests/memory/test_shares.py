@@ -8,20 +8,11 @@ import pytest
 import transformers
 
 from hf_memopt import Estimate, NotEstimableError, Recipe, estimate
-
-LLAMA = {
-    "vocab_size": 1999,  # odd: a shard is padded
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-BERT = {**LLAMA, "intermediate_size": 512}
+from tests.memory.small_configs import ODD_BERT, ODD_LLAMA, WIDE_LLAMA
 
 
 def one_process(**changed: Any) -> Estimate:
-    config = transformers.LlamaConfig(**LLAMA)
+    config = transformers.LlamaConfig(**ODD_LLAMA)
     return estimate(config, batch_size=2, seq_len=48, **{"precision": "fp32", "max_grad_norm": 0, **changed})
 
 
@@ -66,41 +57,24 @@ def test_a_recipes_accumulation_is_shared_by_the_processes() -> None:
 
 
 def test_embeddings_inside_a_named_layer_are_a_note() -> None:
-    found = estimate(
-        transformers.BertConfig(**BERT),
-        task="sequence-classification",
-        batch_size=1,
-        seq_len=8,
-        world_size=2,
-        strategy="fsdp2",
-    )
+    sizes = {"batch_size": 1, "seq_len": 8, "world_size": 2, "strategy": "fsdp2"}
+    found = estimate(transformers.BertConfig(**ODD_BERT), task="sequence-classification", **sizes)
     assert any("pass fsdp_config={'transformer_layer_cls_to_wrap': ['BertLayer']}" in note for note in found.notes)
 
 
 def test_a_parameter_of_two_units_is_not_estimable() -> None:
     """As of BERT's head, whose bias is tied; FSDP2 raises at the first step."""
-    config = transformers.BertConfig(**BERT)
+    config = transformers.BertConfig(**ODD_BERT)
     with pytest.raises(NotEstimableError, match=r"strategy='fsdp2' with cls\.predictions\.\S*bias, which is tied"):
         estimate(config, task="masked-lm", batch_size=1, seq_len=8, world_size=2, strategy="fsdp2")
 
 
-SIZES = {
-    "vocab_size": 8000,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
-
-
-def config() -> transformers.LlamaConfig:
-    return transformers.LlamaConfig(**SIZES)
+SIZES = {**WIDE_LLAMA, "num_hidden_layers": 6}
 
 
 def found(strategy: str, **changed: Any) -> Estimate:
     asked = {"precision": "bf16", "world_size": 2, "strategy": strategy, **changed}
-    return estimate(config(), batch_size=1, seq_len=8, gpu="RTX 3090", **asked)
+    return estimate(transformers.LlamaConfig(**SIZES), batch_size=1, seq_len=8, gpu="RTX 3090", **asked)
 
 
 def reference_zero2(parameters: int, processes: int, *, offload: bool) -> int:
