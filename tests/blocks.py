@@ -17,8 +17,8 @@ T4, A100, RTX_3090, L4, V100, P100, H100 = (7, 5), (8, 0), (8, 6), (8, 9), (7, 0
 HEADERS = os.path.join(os.path.dirname(torch.__file__), "include")
 
 
-def empty(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+def empty(*shape: int, dtype: torch.dtype = FP32, requires_grad: bool = False) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
 def hidden_bytes(

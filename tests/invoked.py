@@ -11,6 +11,6 @@ from hf_memopt.cli.app import app
 __all__ = ["invoked"]
 
 
-def invoked(*words: str) -> Any:
+def invoked(*words: object) -> Any:
     """Return typer's result: exit code, output and standard error, in a terminal of 200 columns."""
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, list(words))
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, list(map(str, words)))

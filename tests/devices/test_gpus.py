@@ -211,14 +211,8 @@ def install_gpu(monkeypatch, name, total_bytes, capability):
     def no_context(*_):
         pytest.fail("asks for memory that only a context knows")
 
-    properties = SimpleNamespace(
-        name=name,
-        total_memory=total_bytes,
-        major=capability[0],
-        minor=capability[1],
-        uuid="",
-        multi_processor_count=MULTIPROCESSORS,
-    )
+    properties = SimpleNamespace(name=name, total_memory=total_bytes, uuid="", multi_processor_count=MULTIPROCESSORS)
+    properties.major, properties.minor = capability
     for attribute, answer in {
         "is_available": lambda: True,
         "is_initialized": lambda: False,
@@ -288,14 +282,8 @@ def test_the_real_gpu():
 
 def test_the_bus_is_that_of_the_card() -> None:
     """Half of 16 lanes on the chips of small cards and laptops; of a GPU by its size 16."""
-    lanes = {name: GPUS[name].bus for name in ("T4", "RTX 4060", "RTX 4090", "RTX 4070 Laptop", "RTX 5060", "H100")}
-    assert lanes == {
-        "T4": (3, 16),
-        "RTX 4060": (4, 8),
-        "RTX 4090": (4, 16),
-        "RTX 4070 Laptop": (4, 8),
-        "RTX 5060": (5, 8),
-        "H100": (5, 16),
-    }
+    small = {"RTX 4060": (4, 8), "RTX 4070 Laptop": (4, 8), "RTX 5060": (5, 8)}
+    lanes = {"T4": (3, 16), "RTX 4090": (4, 16), "H100": (5, 16), **small}
+    assert {name: GPUS[name].bus for name in lanes} == lanes
     assert GPUS["RTX 4060"].bus_bytes_per_second == 16 * 10**9
     assert custom_gpu("8GB", "8.6").bus == (4, 16)

@@ -6,15 +6,16 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from played_allocator import PlayedAllocator
+from tables import refuses
 
 from hf_memopt.devices.readings import (
-    MemoryReading,
     PeakMeter,
     measured_device,
     read_context,
@@ -26,6 +27,7 @@ from hf_memopt.devices.readings import memory_reading as reading
 
 GIB = 2**30
 MIB = 2**20
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 
 
 class FakeGpu(PlayedAllocator):
@@ -102,10 +104,15 @@ def _no_remembered_handles():
     reading._nvml_handle.cache_clear()
 
 
-@pytest.fixture
-def _no_accelerator(monkeypatch):
+def hide_accelerators(monkeypatch):
     for module in (torch.cuda, torch.xpu, torch.backends.mps):
         monkeypatch.setattr(module, "is_available", lambda: False)
+
+
+def printed_by(script):
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
 
 
 # ---- host
@@ -124,8 +131,8 @@ def test_host_reading_agrees_with_psutil():
     assert (*figures, found.device_total_bytes, found.device_used_bytes) == (None,) * 6
 
 
-@pytest.mark.usefixtures("_no_accelerator")
-def test_without_an_accelerator_the_host_is_read_and_the_text_says_so():
+def test_without_an_accelerator_the_host_is_read_and_the_text_says_so(monkeypatch):
+    hide_accelerators(monkeypatch)
     found = read_memory()
     assert found.device == "cpu"
     assert str(found).startswith(f"cpu ({found.device_name}): no accelerator, host memory only\n  process, resident ")
@@ -147,8 +154,7 @@ def test_peak_of_the_process_is_its_own_and_not_its_parents():
     parent_bytes = GIB  # a child that has imported torch is smaller
     held = b"x" * parent_bytes
     script = "from hf_memopt.devices.readings.memory_reading import read_process; print(*read_process())"
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    rss_bytes, peak_bytes = map(int, answer.stdout.split())
+    rss_bytes, peak_bytes = map(int, printed_by(script).split())
     assert len(held) == parent_bytes
     assert rss_bytes <= peak_bytes < parent_bytes  # ru_maxrss would give the parent's
 
@@ -181,35 +187,17 @@ def test_the_peak_of_each_system_is_read_where_it_has_one(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "expected"),
-    [
-        (None, "cuda:1"),
-        (0, "cuda:0"),
-        ("cuda", "cuda:1"),
-        ("cuda:0", "cuda:0"),
-        (torch.device("cuda"), "cuda:1"),
-        (torch.device("cuda", 0), "cuda:0"),
-    ],
+    ("expected", "spellings"),
+    [("cuda:0", (0, "cuda:0", torch.device("cuda", 0))), ("cuda:1", (None, "cuda", torch.device("cuda")))],
 )
-def test_a_device_is_found_by_each_of_its_spellings(monkeypatch, device, expected):
+def test_a_device_is_found_by_each_of_its_spellings(monkeypatch, expected, spellings):
     FakeGpu(monkeypatch, current_device=1)
     fake_nvml(monkeypatch)
-    assert read_memory(device).device == expected
+    assert [read_memory(device).device for device in spellings] == [expected] * 3
 
 
 NO_DEVICES = [
-    2,
-    -1,
-    True,
-    "cuda:2",
-    "cuda:-1",
-    "cuda:999",
-    "gpu:0",
-    "",
-    "meta",
-    1.5,
-    "xpu:0",
-    "npu",
+    *(2, -1, True, 1.5, "cuda:2", "cuda:-1", "cuda:999", "gpu:0", "", "meta", "xpu:0", "npu"),
     torch.device("meta"),
 ]
 
@@ -219,16 +207,14 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
     known = "cpu, cuda:0, cuda:1"
     if device in (0, "cuda", "mps") and device is not True:
         known = "cpu"
-        for module in (torch.cuda, torch.xpu, torch.backends.mps):
-            monkeypatch.setattr(module, "is_available", lambda: False)
+        hide_accelerators(monkeypatch)
     else:
         FakeGpu(monkeypatch)
-    with pytest.raises(ValueError) as error:
-        read_memory(device)
-    assert str(error.value) == (
+    message = (
         f"device={device!r} is not a device whose memory can be read here; expected None, the index of an accelerator "
         f"or one of: {known}. Call read_memory() for the current accelerator, else the host."
     )
+    refuses(ValueError, message, read_memory, device)
 
 
 def test_a_run_on_an_accelerator_that_tells_nothing_is_measured_on_the_host(monkeypatch):
@@ -248,20 +234,9 @@ def test_an_accelerator_reading_holds_the_allocators_and_the_drivers_figures(mon
     gpu.hold(3 * GIB)
     gpu.free(2 * GIB)
     found = read_memory(f"{kind}:1")
-    assert found == MemoryReading(
-        device=f"{kind}:1",
-        device_name="Fake 16",
-        rss_bytes=found.rss_bytes,
-        peak_rss_bytes=found.peak_rss_bytes,
-        host_total_bytes=found.host_total_bytes,
-        host_available_bytes=found.host_available_bytes,
-        allocated_bytes=1 * GIB,
-        reserved_bytes=3 * GIB,
-        peak_allocated_bytes=3 * GIB,
-        peak_reserved_bytes=3 * GIB,
-        device_total_bytes=16 * GIB,
-        device_used_bytes=6 * GIB,
-    )
+    of_torch = {"allocated_bytes": GIB, **dict.fromkeys(("reserved_bytes", *PEAKS), 3 * GIB)}
+    of_driver = {"device_total_bytes": 16 * GIB, "device_used_bytes": 6 * GIB}
+    assert found == replace(found, device=f"{kind}:1", device_name="Fake 16", **of_torch, **of_driver)
     assert found.table().splitlines()[:4] == [
         f"{kind}:1 (Fake 16): accelerator",
         "  allocated by tensors  1.00 GiB (peak 3.00 GiB)",
@@ -360,17 +335,11 @@ def test_nvml_lists_the_processes_of_a_gpu():
 
 
 def fake_mps(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    hide_accelerators(monkeypatch)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M2", raising=False)
-    sizes = {
-        "current_allocated_memory": 2 * GIB,
-        "driver_allocated_memory": 3 * GIB,
-        "recommended_max_memory": 11 * GIB,
-    }
-    for name, size in sizes.items():
-        monkeypatch.setattr(torch.mps, name, lambda size=size: size)
+    for name, size in (("current_allocated", 2), ("driver_allocated", 3), ("recommended_max", 11)):
+        monkeypatch.setattr(torch.mps, f"{name}_memory", lambda size=size: size * GIB)
 
 
 def test_mps_tells_what_is_held_now_but_no_peaks(monkeypatch):
@@ -443,8 +412,7 @@ def test_reading_a_real_gpu_makes_no_context():
         "import torch; from hf_memopt import read_memory; read_memory('cpu'); assert not torch.cuda.is_initialized(); "
         "print(read_memory().allocated_bytes, torch._C._cuda_hasPrimaryContext(0))"
     )
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    assert answer.stdout.split() == ["0", "False"]
+    assert printed_by(script).split() == ["0", "False"]
 
 
 @pytest.mark.gpu
@@ -455,8 +423,7 @@ def test_context_of_a_real_gpu_is_read_and_none_before_it_is_there():
         "print(read_context(GPU), torch._C._cuda_hasPrimaryContext(0)); "
         "held = torch.zeros(64 << 20, dtype=torch.uint8, device=GPU); print(read_context(GPU))"
     )
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    before, after = answer.stdout.splitlines()
+    before, after = printed_by(script).splitlines()
     assert before == "None False"
     assert after == "None" or 64 * MIB < int(after) < 2 * GIB  # None: in a container
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as fx_config
 from host_semantics import HostSemantics
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,6 +125,18 @@ def _state(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
+def surroundings() -> list[Any]:
+    """Return what of the process a recording must leave as it was."""
+    return [
+        *(torch.get_rng_state().tolist(), random.getstate(), gc.isenabled(), torch.get_num_threads()),
+        *(torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")),
+        *(torch.get_autocast_dtype("cuda"), torch.get_default_dtype(), torch.get_default_device()),
+        fx_config.meta_nonzero_assume_all_nonzero,
+        torch.overrides._get_current_function_mode_stack(),  # private, as the next: modes that are still on
+        torch._C._len_torch_dispatch_stack(),
+    ]
+
+
 class ExactAllocator:
     """Bytes as requested, without blocks: what a CPU allocator counts."""
 
@@ -151,9 +165,11 @@ class ExactAllocator:
         pass
 
 
-def replayed_peak(trace: StepTrace, settings: StepSettings) -> int:
-    """Return the most that the replayed steps of a recording hold, without optimizer, rounding and cuBLAS."""
-    plan = ReplayPlan(settings, OptimizerMemory((), 0, (), ()), clipping=(), micro_batches=1, workspaces=())
+def replayed_peak(
+    trace: StepTrace, settings: StepSettings, optimizer: OptimizerMemory | None = None, micro_batches: int = 1
+) -> int:
+    """Return the most that the replayed steps of a recording hold, without rounding, clipping and cuBLAS."""
+    plan = ReplayPlan(settings, optimizer or OptimizerMemory((), 0, (), ()), (), micro_batches, workspaces=())
     return replay(trace, plan, ExactAllocator()).peak_allocated  # type: ignore[arg-type]
 
 

@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import A100, H100, L4, P100, RTX_3090, T4, V100, header
+from blocks import A100, BF16, FP32, H100, L4, P100, RTX_3090, T4, V100, header
+from blocks import empty as meta
 from host_semantics import CPU_LISTS
 from recorded import Operators
 from torch import nn
@@ -18,12 +19,6 @@ from hf_memopt.memory.cuda.autocast import OPERATORS, functions_of
 from hf_memopt.memory.cuda.semantics import cross_entropy
 from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.tracking import StorageTracker
-
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def meta(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def draw(*shape: int) -> torch.Tensor:

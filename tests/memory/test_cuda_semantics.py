@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from blocks import BF16, FP16, FP32
+from blocks import empty as meta
 from recorded import prepared, record, under_cuda
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,11 +18,6 @@ import tiny
 from hf_memopt import StepSettings
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def meta(*shape: int, dtype: torch.dtype = FP32, requires_grad: bool = False) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
 def allocated(run: Callable[[], Any], *given: torch.Tensor, **options: Any) -> list[int]:
@@ -255,6 +252,13 @@ def biased(length: int, padded: int, dtype: torch.dtype = BF16) -> list[int]:
 
 
 OF_ROWS = 2 * 4 * 16 * 4  # a float32 for each row of each head
+
+
+def masked(length: int) -> list[int]:
+    """Return what the efficient kernel allocates with a mask: result, log-sum-exp of 32 rows, random state."""
+    return [heads(32, BF16, length), 2 * OF_ROWS, 8, 8]
+
+
 ATTENTION: list[tuple[tuple[int, int], torch.dtype, dict[str, Any], str, list[int]]] = [
     # result, log-sum-exp, random state
     ((8, 0), BF16, {}, "flash", [heads(32, BF16), OF_ROWS, 16, 8]),
@@ -266,24 +270,12 @@ ATTENTION: list[tuple[tuple[int, int], torch.dtype, dict[str, Any], str, list[in
     ((8, 0), FP32, {}, "efficient", [heads(32, FP32), 2 * OF_ROWS, 8, 8]),
     ((7, 5), FP16, {}, "efficient", [heads(32, FP16), 2 * OF_ROWS, 8, 8]),
     *(
-        (
-            (8, 0),
-            BF16,
-            {"length": length, "mask": torch.bool},
-            "efficient",
-            [*biased(length, padded), heads(32, BF16, length), 2 * OF_ROWS, 8, 8],
-        )
+        ((8, 0), BF16, {"length": length, "mask": torch.bool}, "efficient", [*biased(length, padded), *masked(length)])
         for length, padded in ((16, 16), (20, 24), (13, 16))
     ),
     # a bias that is given is padded, but not copied otherwise
-    ((8, 0), BF16, {"mask": BF16}, "efficient", [heads(32, BF16), 2 * OF_ROWS, 8, 8]),
-    (
-        (8, 0),
-        BF16,
-        {"mask": BF16, "length": 20},
-        "efficient",
-        [2 * 20 * 24 * 2, heads(32, BF16, 20), 2 * OF_ROWS, 8, 8],
-    ),
+    ((8, 0), BF16, {"mask": BF16}, "efficient", masked(16)),
+    ((8, 0), BF16, {"mask": BF16, "length": 20}, "efficient", [2 * 20 * 24 * 2, *masked(20)]),
     ((9, 0), BF16, {"width": 64}, "cudnn", [heads(64, BF16), OF_ROWS, 8, 8]),
 ]
 

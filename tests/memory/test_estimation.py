@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.fx.experimental._config as fx_config
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from recorded import surroundings
 from slow_cases import slow_except
-from tables import tables
+from tables import refuses, tables
 from transformers import T5Config
 
 import tiny
@@ -252,17 +251,9 @@ def evaluating() -> Any:
 def test_the_model_is_not_touched(make: Any) -> None:
     model = make()
     before = state_of(model)
-    found = estimate(
-        model,
-        batch_size=2,
-        seq_len=8,
-        checkpointing=True,
-        eval_batch_size=2,
-        gradient_release=True,
-        max_grad_norm=0.0,
-        attn_implementation="eager",
-        prepare=(lambda copied: freeze(copied, ["*embed*"]) and None,),
-    )
+    sizes = {"batch_size": 2, "seq_len": 8, "eval_batch_size": 2}
+    settings = {"checkpointing": True, "gradient_release": True, "max_grad_norm": 0.0, "attn_implementation": "eager"}
+    found = estimate(model, **sizes, **settings, prepare=(lambda copied: freeze(copied, ["*embed*"]) and None,))
     assert state_of(model) == before
     assert checked(found).trainable_parameters < found.parameters == sum(p.numel() for p in model.parameters())
 
@@ -280,22 +271,8 @@ def asking_for(question: Any) -> torch.nn.Module:
 
 
 def test_torch_is_as_before_also_after_an_error() -> None:
-    def state() -> Any:
-        return (
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled("cuda"),
-            torch.get_autocast_dtype("cuda"),
-            torch.get_default_dtype(),
-            torch.get_default_device(),
-            fx_config.meta_nonzero_assume_all_nonzero,
-            gc.isenabled(),
-            torch._C._len_torch_function_stack(),  # private: modes that are still on
-            torch._C._len_torch_dispatch_stack(),
-            torch.get_rng_state().tolist(),
-        )
-
     asking, plain = asking_for(torch.Tensor.tolist), tiny.bert()
-    before = state()
+    before = surroundings()
     of_bert(precision="bf16", batch_size=3)
     with pytest.raises(NotEstimableError):
         estimate(asking, batch_size=1, seq_len=8)
@@ -306,19 +283,18 @@ def test_torch_is_as_before_also_after_an_error() -> None:
         same = estimate(plain, batch_size=2, seq_len=8)
     assert same.peak_allocated_bytes == estimate(plain, batch_size=2, seq_len=8).peak_allocated_bytes
     assert inside.phase == "backward"
-    assert state() == before
+    assert surroundings() == before
 
 
 @pytest.mark.parametrize("question", [torch.Tensor.tolist, torch.unique], ids=["tolist", "unique"])
 def test_code_that_needs_data_is_not_estimable(question: Any) -> None:
     with pytest.raises(RuntimeError) as cause:
         question(torch.empty(2, device="meta"))
-    with pytest.raises(NotEstimableError) as error:
-        estimate(asking_for(question), batch_size=2, seq_len=8)
-    assert str(error.value) == (
+    message = (
         "not estimable: BertForSequenceClassification does not run on the meta device, where tensors have shapes but "
         f"no values ({type(cause.value).__name__}: {str(cause.value).splitlines()[0]})"
     )
+    refuses(NotEstimableError, message, estimate, asking_for(question), batch_size=2, seq_len=8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -12,7 +12,6 @@ from torch import nn
 import tiny
 from hf_memopt.memory.cuda import CudaSemantics, use_stand_in
 from hf_memopt.memory.cuda.flash_attention_2 import STAND_IN, attend
-from hf_memopt.memory.models import load_model
 from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.tracking import StorageTracker
 
@@ -91,8 +90,3 @@ def test_the_name_does_not_let_transformers_look_for_the_package() -> None:
     use_stand_in(model)
     assert model.config._attn_implementation == STAND_IN
     assert set(transformers.AttentionInterface().valid_keys()) - before <= {STAND_IN}
-
-
-def test_a_model_that_asks_for_it_itself_gets_the_stand_in() -> None:
-    config = tiny.llama_config()
-    assert load_model(config, attn_implementation="flash_attention_2").model.config._attn_implementation == STAND_IN

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import empty as meta
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
@@ -19,10 +20,6 @@ from hf_memopt.memory.tracking.meta_outputs import run_on_meta
 from tests.memory.small_configs import CONFIGS
 
 aten = torch.ops.aten
-
-
-def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype, device="meta")
 
 
 def run_anew(func: Any, args: Any, kwargs: Any, flops: bool = True) -> tuple[Any, int, None]:

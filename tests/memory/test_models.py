@@ -336,29 +336,18 @@ MASKED = {"input_ids": ROW, "attention_mask": ROW}
 TYPED = {**MASKED, "token_type_ids": ROW}
 ANSWERS = {"start_positions": ((2,), IDS), "end_positions": ((2,), IDS)}
 CHOICES = dict.fromkeys(MASKED, ((2, 4, 8), IDS))
+PICTURES, SEVERAL_LABELS = {"pixel_values": ((2, 1, 32, 32), FLOATS)}, {"problem_type": "multi_label_classification"}
 BATCHES: list[tuple[str, str | None, dict[str, Any], dict[str, Any], dict[str, Any]]] = [  # the model, sizes, entries
     ("bert", None, {"num_labels": 3}, {}, {**TYPED, "labels": ((2,), IDS)}),
     ("bert", None, {"num_labels": 1}, {}, {**TYPED, "labels": ((2,), FLOATS)}),
     ("bert", None, {"num_labels": 3, "problem_type": "regression"}, {}, {**TYPED, "labels": ((2, 3), FLOATS)}),
     ("bert", None, {"num_labels": 1, "problem_type": "regression"}, {}, {**TYPED, "labels": ((2,), FLOATS)}),
-    (
-        "bert",
-        None,
-        {"num_labels": 3, "problem_type": "multi_label_classification"},
-        {},
-        {**TYPED, "labels": ((2, 3), FLOATS)},
-    ),
+    ("bert", None, {"num_labels": 3, **SEVERAL_LABELS}, {}, {**TYPED, "labels": ((2, 3), FLOATS)}),
     ("bert", "question-answering", {}, {}, {**TYPED, **ANSWERS}),
     ("roberta", "multiple-choice", {}, {}, {**CHOICES, "labels": ((2,), IDS)}),
     ("t5", None, {}, {}, {**MASKED, "labels": ROW}),
     ("t5", None, {}, {"labels_length": 5}, {**MASKED, "labels": ((2, 5), IDS)}),
-    (
-        "vit",
-        None,
-        {"num_channels": 1},
-        {"seq_len": None},
-        {"pixel_values": ((2, 1, 32, 32), FLOATS), "labels": ((2,), IDS)},
-    ),
+    ("vit", None, {"num_channels": 1}, {"seq_len": None}, {**PICTURES, "labels": ((2,), IDS)}),
     ("whisper", None, {}, {}, {"input_features": ((2, 80, 40), FLOATS), "labels": ROW}),
 ]
 

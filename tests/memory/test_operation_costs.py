@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from blocks import empty as meta
 from torch import nn
 
 from hf_memopt import GPUS, StepSettings
@@ -31,10 +32,6 @@ from hf_memopt.memory.tracking import StorageTracker
 
 A100 = "A100 80GB"
 aten = torch.ops.aten
-
-
-def meta(*size: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype, device="meta", requires_grad=grad)
 
 
 def counted(run: Callable[[], torch.Tensor], *, backward: bool = False) -> list[Operation]:
@@ -58,7 +55,7 @@ def moved(operations: Counter[Operation]) -> float:
 
 
 def test_a_linear() -> None:
-    x, weight, bias = meta(5, 8, grad=True), meta(4, 8, grad=True), meta(4, grad=True)
+    x, weight, bias = meta(5, 8, requires_grad=True), meta(4, 8, requires_grad=True), meta(4, requires_grad=True)
     flops = 2 * 5 * 8 * 4
     [product] = counted(lambda: F.linear(x, weight, bias))
     assert product == Operation("product", flops=flops, moved_bytes=4 * (5 * 8 + 4 * 8 + 4 + 5 * 4))
@@ -84,7 +81,7 @@ def test_fused_attention(is_causal: bool) -> None:
 
 
 def test_a_layer_norm() -> None:
-    x, weight, bias = meta(6, 8, grad=True), meta(8, grad=True), meta(8, grad=True)
+    x, weight, bias = meta(6, 8, requires_grad=True), meta(8, requires_grad=True), meta(8, requires_grad=True)
     rows, statistics = 6 * 8, 2 * 6
     [forward] = counted(lambda: F.layer_norm(x, (8,), weight, bias))
     assert forward == Operation("memory", moved_bytes=4 * (2 * rows + 2 * 8 + statistics))
@@ -296,12 +293,8 @@ def test_only_what_computing_does_not_hide_is_waited_for() -> None:
 
 
 def test_links_between_gpus() -> None:
-    links = {name: (GPUS[name].link, GPUS[name].link_bytes_per_second) for name in ("T4", "H100", "V100 32GB")}
-    assert links == {
-        "T4": ("PCIe 3.0 x16", 16 * 10**9),
-        "H100": ("NVLink", 450 * 10**9),
-        "V100 32GB": ("NVLink", 150 * 10**9),
-    }
+    links = {"T4": ("PCIe 3.0 x16", 16e9), "H100": ("NVLink", 450e9), "V100 32GB": ("NVLink", 150e9)}
+    assert {name: (GPUS[name].link, GPUS[name].link_bytes_per_second) for name in links} == links
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-import torch.fx.experimental._config as fx_config
 import transformers
-from recorded import RecordedPass, StepTrace, prepared, record, record_step
+from recorded import RecordedPass, StepTrace, prepared, record, record_step, surroundings
 from torch import nn
 
 import tiny
@@ -246,22 +244,6 @@ REFUSED = {
         for kind in ("LSTM", "GRU", "RNN")
     },
 }
-
-
-def surroundings() -> tuple[Any, ...]:
-    return (
-        torch.get_rng_state().tolist(),
-        random.getstate(),
-        torch.is_grad_enabled(),
-        gc.isenabled(),
-        fx_config.meta_nonzero_assume_all_nonzero,
-        torch.is_autocast_enabled("cuda"),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_default_dtype(),
-        torch.get_num_threads(),
-        torch.overrides._get_current_function_mode_stack(),
-    )
 
 
 def hooks(model: nn.Module) -> int:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import refuses
+from test_estimate_picture import texts
 from test_report import EVALUATION, GIB, MIB, PASSES, STATE, WEIGHTS, gpu, make_trainer  # noqa: F401
 
 from hf_memopt import MemoryReportCallback, attach, plotting
@@ -25,12 +27,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(plotting, "save_picture", lambda figure, path, *_: (found.append(figure), save(figure, path)))
     monkeypatch.setattr("hf_memopt.memory.run.run_report.name_of", lambda device: "a GPU")
     return found
-
-
-def texts(figure: Any) -> list[str]:
-    from matplotlib.text import Text
-
-    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
 
 
 def test_a_run_is_drawn_beside_its_prediction(gpu, tmp_path, figures) -> None:  # noqa: F811
@@ -88,12 +84,9 @@ def test_a_picture_that_fails_leaves_the_training_whole(tmp_path, figures, monke
 
 
 def test_a_path_for_no_picture_is_refused_at_once(tmp_path) -> None:
-    with pytest.raises(ValueError) as error:
-        MemoryReportCallback(plot=tmp_path / "memory.txt")
-    assert str(error.value) == (
-        f"plot={str(tmp_path / 'memory.txt')!r} is not a kind of picture; expected a name that ends in .png, .svg or "
-        ".pdf. Pass memory.png"
-    )
+    said = "is not a kind of picture; expected a name that ends in .png, .svg or .pdf. Pass memory.png"
+    path = tmp_path / "memory.txt"
+    refuses(ValueError, f"plot={str(path)!r} {said}", MemoryReportCallback, plot=path)
 
 
 def test_no_peak_of_a_long_run_is_lost(gpu, tmp_path, monkeypatch) -> None:  # noqa: F811

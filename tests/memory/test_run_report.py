@@ -33,6 +33,7 @@ from hf_memopt.memory import estimate_of
 BATCH = 6
 GPU = "hf_memopt.memory.training_arguments.current_gpu"
 MOST_GROUPS = "hf_memopt.memory.tracking.tensors_alive.MOST_GROUPS"
+SHAPE: Any = SimpleNamespace(rows=2, seq_len=8, labels_length=None)
 
 
 def make_trainer(
@@ -41,19 +42,11 @@ def make_trainer(
     """Return an attached Trainer on rows of mixed lengths that runs out of memory as told."""
     model = tiny.bert()
     scarcity.Scarcity(limit, calls, where).watch(model)
-    arguments = tiny.arguments(
-        folder,
-        per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=2,
-        train_sampling_strategy="sequential",
-        optim="adamw_torch",
-        **settings,
-    )
-    rows = scarcity.mixed_rows(24)
-    trainer = Trainer(
-        model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:6], data_collator=scarcity.Pad()
-    )
-    return attach(trainer, *callbacks)
+    sizes = {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 2}
+    usual = {**sizes, "train_sampling_strategy": "sequential", "optim": "adamw_torch"}
+    args, rows = tiny.arguments(folder, **usual, **settings), scarcity.mixed_rows(24)
+    data: dict[str, Any] = {"train_dataset": rows, "eval_dataset": rows[:6], "data_collator": scarcity.Pad()}
+    return attach(Trainer(model=model, args=args, **data), *callbacks)
 
 
 def run_of(folder: Path) -> Any:
@@ -68,8 +61,7 @@ def test_a_run_leaves_what_its_report_shows(tmp_path: Path) -> None:
     rows = scarcity.mixed_rows(24)
     lengths = [len(row["input_ids"]) for row in rows]
     batches = [lengths[at : at + BATCH] for at in range(0, 24, BATCH)]
-    weights = sum(one.numel() * 4 for one in [*trainer.model.parameters()])
-    held = weights + sum(one.numel() * one.element_size() for one in trainer.model.buffers())
+    weights, held = sum(one.nbytes for one in trainer.model.parameters()), told_weights(trainer)
     state = trainer.optimizer.optimizer.state
     assert told["state"] == "finished"
     assert (told["first_step"], told["last_step"]) == (0, 2)
@@ -86,11 +78,8 @@ def test_a_run_leaves_what_its_report_shows(tmp_path: Path) -> None:
         "gradients": weights,
         "optimizer state": 2 * weights + 4 * len(state),  # two moments, and the step count of each parameter
     }
-    assert {name: one["first"] for name, one in told["steps"].items()} == {
-        "forward_backward": [1, 2],
-        "optimizer": [1, 2],
-        "evaluation": [2],
-    }
+    firsts = {"forward_backward": [1, 2], "optimizer": [1, 2], "evaluation": [2]}
+    assert {name: one["first"] for name, one in told["steps"].items()} == firsts
     assert set(told["peaks"]) == {"load", "forward_backward", "optimizer", "evaluation"}
     assert [change["reason"] for change in told["changes"]][-1] == "out of memory at step 1"
     assert (told["micro_batching"]["steps"], told["micro_batching"]["cut_steps"]) == (2, 2)
@@ -118,13 +107,8 @@ def test_an_out_of_memory_that_ends_the_run_leaves_what_was_alive(tmp_path: Path
     assert lost["error"] == str(failed.value)
     assert lost["components"]["weights"] == told_weights(trainer)
     words = trainer.model.bert.embeddings.word_embeddings.weight
-    assert {
-        "component": "weights",
-        "shape": list(words.shape),
-        "dtype": "float32",
-        "count": 1,
-        "bytes": words.numel() * 4,
-    } in lost["tensors"]
+    alive = {"component": "weights", "shape": list(words.shape), "dtype": "float32", "count": 1, "bytes": words.nbytes}
+    assert alive in lost["tensors"]
     assert (told["predicted"]["batch_size"], told["predicted"]["seq_len"]) == (1, 12)
     assert told["predicted"]["gpu"] == "a small GPU"
     shown = Page(page.read_text(encoding="utf-8"))
@@ -134,7 +118,7 @@ def test_an_out_of_memory_that_ends_the_run_leaves_what_was_alive(tmp_path: Path
 
 def told_weights(trainer: Trainer) -> int:
     model: Any = trainer.model
-    return sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
+    return sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
 
 
 def test_memory_that_runs_out_in_an_evaluation_is_predicted_as_one(tmp_path: Path, monkeypatch: Any) -> None:
@@ -219,11 +203,9 @@ def test_another_error_leaves_nothing(tmp_path: Path) -> None:
 )
 def test_without_a_bound_callback_that_was_asked_nothing_is_left(tmp_path: Path, how: str) -> None:
     callback = MemoryReportCallback(report=how != "report=False")
+    trainer = make_trainer(tmp_path, *([] if how == "unbound" else [callback]))
     if how == "unbound":
-        trainer = make_trainer(tmp_path)
         trainer.add_callback(callback)
-    else:
-        trainer = make_trainer(tmp_path, callback)
     measure(trainer, steps=1) if how == "measured" else trainer.train()
     assert list(tmp_path.iterdir()) == []
 
@@ -288,29 +270,28 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], Any, dict[str, Any]]] = [
 def test_an_optimizer_that_the_user_brings_is_the_one_that_is_estimated(
     how: str, named: dict[str, Any], given: Any, expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    model, shape = tiny.bert(), SimpleNamespace(rows=2, seq_len=8, labels_length=None)
+    model = tiny.bert()
     args = tiny.arguments(tmp_path, **{"optim": "adamw_torch_fused", "max_grad_norm": 0, **named})
     brought: dict[str, Any] = {"optimizer_cls_and_kwargs": given(args, model) if how == "named" else given}
     if how == "built":
         brought = {"optimizers": (given(model.parameters()), None)}
     trainer = Trainer(model=model, args=args, train_dataset=tiny.rows(4), **brought)
-    found = estimate_of(trainer, shape, gpu="T4").settings  # type: ignore[arg-type]
+    found = estimate_of(trainer, SHAPE, gpu="T4").settings
     assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_an_optimizer_of_which_nothing_is_known_is_not_estimated_as_another(tmp_path: Path) -> None:
-    model, shape = tiny.bert(), SimpleNamespace(rows=2, seq_len=8, labels_length=None)
+    model = tiny.bert()
     trainer = Trainer(model=model, args=tiny.arguments(tmp_path), optimizers=(Own(model.parameters(), {}), None))
     with pytest.raises(NotEstimableError, match=r"the memory of optimizer=<Own> is not known"):
-        estimate_of(trainer, shape, gpu="T4")  # type: ignore[arg-type]
+        estimate_of(trainer, SHAPE, gpu="T4")
 
 
 def test_segments_that_the_environment_asks_for_are_estimated(tmp_path: Path, monkeypatch: Any) -> None:
-    shape: Any = SimpleNamespace(rows=2, seq_len=8, labels_length=None)
     trainer = make_trainer(tmp_path)
-    assert estimate_of(trainer, shape, gpu="T4").settings.expandable_segments is False
+    assert estimate_of(trainer, SHAPE, gpu="T4").settings.expandable_segments is False
     monkeypatch.setenv(allocator_variable(), "max_split_size_mb:64, expandable_segments:True")
-    assert estimate_of(trainer, shape, gpu="T4").settings.expandable_segments is True
+    assert estimate_of(trainer, SHAPE, gpu="T4").settings.expandable_segments is True
 
 
 def test_the_curve_counts_the_tokens_since_the_last_log(tmp_path: Path) -> None:
@@ -318,20 +299,18 @@ def test_the_curve_counts_the_tokens_since_the_last_log(tmp_path: Path) -> None:
     trainer.train()
     told = run_of(tmp_path)
     curve = told["curve"]
-    tokens = [
-        rate * seconds for rate, seconds in zip(curve["tokens_per_second"], curve["seconds_per_step"], strict=True)
-    ]
+    pairs = zip(curve["tokens_per_second"], curve["seconds_per_step"], strict=True)
+    tokens = [rate * seconds for rate, seconds in pairs]
     assert curve["step"] == [1, 2]
     assert sum(tokens) == pytest.approx(told["batches"]["tokens"])
 
 
 def test_processes_are_counted_and_an_engine_of_the_launcher_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = make_trainer(tmp_path, MicrobatchCallback())
-    shape: Any = SimpleNamespace(rows=2, seq_len=8, labels_length=None)
-    alone = estimate_of(trainer, shape, gpu="T4")
+    alone = estimate_of(trainer, SHAPE, gpu="T4")
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
-    assert estimate_of(trainer, shape, gpu="T4").settings.world_size == 2
+    assert estimate_of(trainer, SHAPE, gpu="T4").settings.world_size == 2
     assert alone.settings.world_size == 1
     trainer.is_deepspeed_enabled = True
     with pytest.raises(NotEstimableError, match="deepspeed=None, and the launcher's file switches it on"):
-        estimate_of(trainer, shape, gpu="T4")
+        estimate_of(trainer, SHAPE, gpu="T4")

@@ -14,14 +14,12 @@ import torch
 import transformers
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from host_semantics import HostSemantics
-from recorded import ExactAllocator
+from recorded import replayed_peak
 from sharded_ranks import batch, build
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from hf_memopt import StepSettings
 from hf_memopt.binding.fused_loss import chunked_loss
-from hf_memopt.memory.allocator import ReplayPlan
-from hf_memopt.memory.allocator.replay import replay
 from hf_memopt.memory.distributed import ZeroStep, bucket_bytes, shard_facts, sharded_step, zero_options
 from hf_memopt.memory.distributed.zero import partition_facts
 from hf_memopt.memory.distributed.zero_config import LIVE_ELEMENTS
@@ -121,11 +119,7 @@ def predicted(case: dict[str, Any]) -> int:
             options["micro_batch"] = cut_batch(inputs, count, rows)
         trace = record_step(model, inputs, settings, **options)
     state = tuple(fact.size_bytes for fact in facts for _ in range(2))  # AdamW's averages; it steps after the peak
-    optimizer = OptimizerMemory(state, 0, (), ())
-    plan = ReplayPlan(settings, optimizer, (), -(-count // rows), ())
-    allocator: Any = ExactAllocator()
-    replay(trace, plan, allocator)
-    return int(allocator.peak_allocated)
+    return replayed_peak(trace, settings, OptimizerMemory(state, 0, (), ()), -(-count // rows))
 
 
 @pytest.mark.parametrize("names", [(FAST,), pytest.param(tuple(set(CASES) - {FAST}), marks=pytest.mark.slow)])

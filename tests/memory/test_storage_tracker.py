@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from blocks import empty as meta
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,10 +16,6 @@ from hf_memopt import NotEstimableError
 from hf_memopt.memory.cuda import CudaSemantics, run_backward
 from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.tracking import StorageTracker
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def deltas(tracker: StorageTracker) -> list[int]:

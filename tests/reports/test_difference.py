@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from hand_made_runs import MIB, estimate_data, finished_run, lost_run
 from html_page import Page
+from invoked import invoked
 from printed_errors import in_one_line
 from rich.console import Console
-from typer.testing import CliRunner
 
 import tiny
 from hf_memopt import estimate
-from hf_memopt.cli.app import app
 from hf_memopt.reports.difference import compare, print_difference, read_side
 
 
@@ -39,12 +38,8 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return paths
 
 
-def report(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
-
-
 def test_what_grew_is_told_by_component_phase_setting_and_version(files: tuple[Path, Path]) -> None:
-    found = json.loads(report(*files, "--json").output)
+    found = json.loads(invoked("report", *files, "--json").output)
     changed = {row["name"]: row["change_bytes"] for row in found["components"] if row["change_bytes"]}
     assert changed == {"activations": 600 * MIB, "gradients": -100 * MIB}
     assert found["total"]["change_bytes"] == sum(row["change_bytes"] for row in found["components"]) == 500 * MIB
@@ -78,7 +73,7 @@ def test_two_runs_and_one_that_ran_out_of_memory(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "memopt_run.json").write_text(json.dumps(told))
     page = tmp_path / "grew.html"
-    found = report(tmp_path / "old", tmp_path / "new", "--output", page, "--json")
+    found = invoked("report", tmp_path / "old", tmp_path / "new", "--output", page, "--json")
     told = json.loads(found.output)
     assert told["verdict"].endswith("B ran out of memory in step 3, backward.")
     assert told["before"]["components"] == {
@@ -107,7 +102,7 @@ def test_real_estimates_and_the_sum_of_their_parts(tmp_path: Path) -> None:
 def test_it_says_that_the_models_differ(tmp_path: Path) -> None:
     for name, model in (("a", "bert-base-uncased"), ("b", "bert-large-uncased")):
         (tmp_path / f"{name}.json").write_text(json.dumps({**estimate_data(), "model": model}))
-    found = json.loads(report(tmp_path / "a.json", tmp_path / "b.json", "--json").stdout)
+    found = json.loads(invoked("report", tmp_path / "a.json", tmp_path / "b.json", "--json").stdout)
     assert found["settings"] == {"model": ["bert-base-uncased", "bert-large-uncased"]}
     assert found["verdict"].startswith("The models differ: bert-base-uncased and bert-large-uncased. Both need ")
 
@@ -129,7 +124,7 @@ def test_what_cannot_be_compared_is_refused(files: tuple[Path, Path], tmp_path: 
         (*files, "--force"): "--force has nothing to replace: no file is written; expected --output.",
         (run, "--json"): "one is JSON already; expected two.",
     }.items():
-        found = report(*arguments)
+        found = invoked("report", *arguments)
         assert found.exit_code == 2, found.output
         assert says.rstrip(".") in " ".join(in_one_line(found.output).split())
     assert there.read_text() == "kept"

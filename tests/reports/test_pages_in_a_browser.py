@@ -17,10 +17,9 @@ import pytest
 from chromium import Chromium
 from hand_made_runs import estimate_data, finished_run, lost_run
 from html_page import SHOWN
-from typer.testing import CliRunner
+from invoked import invoked
 
 from hf_memopt import Plan
-from hf_memopt.cli.app import app
 from hf_memopt.components import COLOURS
 from hf_memopt.plotting import DARK, LIGHT
 
@@ -62,7 +61,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory, text: str, short: Plan) -> d
     both = [str(folder / "run.json"), str(folder / "other.json"), "-o", str(folder / "difference.html")]
     calls = [[str(folder / f"{name}.json")] for name in files] + [both]
     for call in calls:
-        done = CliRunner().invoke(app, ["report", *call])
+        done = invoked("report", *call)
         assert done.exit_code == 0, done.output
     return {"does it fit": fit_page.PAGE} | {name: folder / f"{name}.html" for name in [*files, "difference"]}
 

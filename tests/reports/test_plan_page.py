@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from chromium import Chromium
 from html_page import EVIL, SHOWN, Page
+from invoked import invoked
 from printed_errors import in_one_line
-from typer.testing import CliRunner
 
 from hf_memopt import Plan, plotting
-from hf_memopt.cli.app import app
 from hf_memopt.plotting import LIGHT
 from hf_memopt.reports import check_page
 from hf_memopt.reports.plan import plan_page, read_plan_text
@@ -145,16 +144,16 @@ def test_the_same_file_comes_from_the_plan_and_from_its_json(
     assert (tmp_path / "first.html").read_text(encoding="utf-8") == page
     (tmp_path / "plan.json").write_text(text)
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)  # which is quicker
-    done = CliRunner().invoke(app, ["report", str(tmp_path / "plan.json")])
+    done = invoked("report", tmp_path / "plan.json")
     assert (done.exit_code, done.output) == (0, f"Report: {tmp_path / 'plan.html'}\n")
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == page_of(text)
-    again = CliRunner().invoke(app, ["report", str(tmp_path / "plan.json")])
+    again = invoked("report", tmp_path / "plan.json")
     assert again.exit_code == 2
     assert "plan.html exists already; expected a new file. Pass another name, or --force to replace it" in in_one_line(
         again.output
     )
     other = ["-o", str(tmp_path / "first.html"), "--force"]
-    assert CliRunner().invoke(app, ["report", str(tmp_path / "plan.json"), *other]).exit_code == 0
+    assert invoked("report", tmp_path / "plan.json", *other).exit_code == 0
     assert (tmp_path / "first.html").read_bytes() == (tmp_path / "plan.html").read_bytes()
 
 

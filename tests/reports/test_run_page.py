@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from hand_made_runs import finished_run, lost_run
 from html_page import Page
+from invoked import invoked
 from printed_errors import in_one_line
-from typer.testing import CliRunner
 
 from hf_memopt import plotting
-from hf_memopt.cli.app import app
 from hf_memopt.reports.run import read_run, run_page
 
 SECTIONS = {"peak", "timeline", "padding", "micro", "changes", "sure", "environment"}
@@ -21,10 +20,6 @@ SECTIONS = {"peak", "timeline", "padding", "micro", "changes", "sure", "environm
 
 def page_of(told: dict[str, Any]) -> str:
     return run_page(read_run(json.dumps(told), "memopt_run.json"))
-
-
-def report(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
 def test_it_says_what_the_run_says() -> None:
@@ -65,17 +60,17 @@ def test_a_folder_makes_the_page_and_the_newest_process_is_taken(
 ) -> None:
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)  # which is quicker
     (tmp_path / "memopt_run.json").write_text(json.dumps(finished_run()))
-    done = report(tmp_path)
+    done = invoked("report", tmp_path)
     page = tmp_path / "memopt_run.html"
     assert (done.exit_code, done.output) == (0, f"Report: {page}\n")
     assert page.read_text(encoding="utf-8") == page_of(finished_run())
-    again = report(tmp_path)
+    again = invoked("report", tmp_path)
     assert again.exit_code == 2
     assert f"{page} exists already; expected a new file. Pass another name, or --force to replace it" in in_one_line(
         again.output
     )
     (tmp_path / "memopt_run-rank1.json").write_text(json.dumps(lost_run(process=1, processes=2)))
-    assert report(tmp_path, "--output", tmp_path / "other.html").exit_code == 0
+    assert invoked("report", tmp_path, "--output", tmp_path / "other.html").exit_code == 0
     assert "process 1 of 2" in Page((tmp_path / "other.html").read_text(encoding="utf-8")).words
 
 
@@ -101,7 +96,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: Any, says: str) -> N
     if content is not None:
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / "memopt_run.json").write_text(text)
-    found = report(tmp_path)
+    found = invoked("report", tmp_path)
     assert found.exit_code == 2
     assert says.rstrip(".") in in_one_line(found.output)
     assert list(tmp_path.glob("*.html")) == []
