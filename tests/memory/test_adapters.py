@@ -91,10 +91,7 @@ def without_input_gradients(model: Any) -> None:
 
 def test_frozen_parameters_of_the_settings_are_what_the_callback_does() -> None:
     for checkpointing in (False, True):
-        functions = (
-            partial(freeze, patterns=("*embeddings*",)),
-            *((without_input_gradients,) if checkpointing else ()),
-        )
+        functions = (partial(freeze, patterns=("*embeddings*",)), *[without_input_gradients] * checkpointing)
         by_settings = bert_estimate(freeze=("*embeddings*",), checkpointing=checkpointing)
         assert figures(by_settings) == figures(bert_estimate(prepare=functions, checkpointing=checkpointing))
 

@@ -72,14 +72,11 @@ def test_the_figures_are_in_a_note_and_in_json() -> None:
     gib = 2**30
     many = replace(found.fragmentation, batches=64, lengths=12, recorded_lengths=8)
     more = replace(many, reserved_bytes=4 * gib, reserved_expandable_bytes=3 * gib, reserved_longest_bytes=2 * gib)
-    assert more.note(512, expandable=False) == (
-        "64 batches of 12 length(s) (of these 8 recorded: others may add more) "
-        "reserve 4.00 GiB, 2.00 GiB more than batches of 512 tokens alone; 3.00 GiB with expandable segments"
-    )
-    assert more.note(512, expandable=True) == (
-        "64 batches of 12 length(s) (of these 8 recorded: others may add more) "
-        "reserve 3.00 GiB, 1.00 GiB more than batches of 512 tokens alone; 4.00 GiB without expandable segments"
-    )
+    for expandable, reserved, more_gib, other in ((False, 4, 2, "3.00 GiB with"), (True, 3, 1, "4.00 GiB without")):
+        assert more.note(512, expandable=expandable) == (
+            f"64 batches of 12 length(s) (of these 8 recorded: others may add more) reserve {reserved}.00 GiB, "
+            f"{more_gib}.00 GiB more than batches of 512 tokens alone; {other} expandable segments"
+        )
     assert re.fullmatch(
         r"3 batches of 2 length\(s\) reserve .* (as much as|more than) batches of 16 tokens alone; .* with expandable "
         "segments",

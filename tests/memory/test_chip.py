@@ -15,16 +15,9 @@ from hf_memopt.devices import Chip
 @pytest.mark.parametrize(
     ("capability", "threads"),
     [
-        (P100, 2048),
-        (V100, 2048),
+        *((large, 2048) for large in (P100, V100, A100, H100, (10, 0))),
+        *((small, 1536) for small in (RTX_3090, (8, 7), L4, (12, 0))),
         (T4, 1024),
-        (A100, 2048),
-        (RTX_3090, 1536),
-        ((8, 7), 1536),
-        (L4, 1536),
-        (H100, 2048),
-        ((10, 0), 2048),
-        ((12, 0), 1536),
     ],
 )
 def test_resident_threads_are_those_of_torchs_header(capability: tuple[int, int], threads: int) -> None:

@@ -125,15 +125,9 @@ def test_the_gpu_is_a_dashed_line_where_it_is_near(monkeypatch, tmp_path, gpu, l
 def test_a_picture_without_a_gpu_and_of_a_tiny_model(monkeypatch, tmp_path) -> None:
     timeline = hand_made().timeline
     small = replace(timeline, components=timeline.components // 1024, reserved=timeline.reserved // 1024)
-    estimate = hand_made(
-        gpu=None,
-        context_bytes=None,
-        module="",
-        timeline=small,
-        components={name: size // 1024 for name, size in hand_made().components.items()},
-        peak_allocated_bytes=1625 * 1024,
-        peak_reserved_bytes=1633 * 1024,
-    )
+    components = {name: size // 1024 for name, size in hand_made().components.items()}
+    peaks = {"peak_allocated_bytes": 1625 * 1024, "peak_reserved_bytes": 1633 * 1024}
+    estimate = hand_made(gpu=None, context_bytes=None, module="", timeline=small, components=components, **peaks)
     found = texts(drawn(estimate, monkeypatch, tmp_path))
     assert {"memory in MiB", "decides the total: 1.6 MiB allocated, backward"} <= set(found)
     assert not [text for text in found if text.startswith("usable")]

@@ -187,12 +187,7 @@ VERDICTS: list[tuple[dict[str, Any], str | None, bool | None, str]] = [
         f"may be wrong by; {LARGEST}",
     ),
     (on(TOTAL - 1), "over", False, f"does not fit GPU 4GB: 1.99 GiB of 1.99 GiB, 1 B over; {LARGEST}"),
-    (
-        {"gpu": TOO_SMALL},
-        "over",
-        False,
-        f"does not fit GPU 4GB: 1.99 GiB of 1000.0 MiB, 1.01 GiB over; {LARGEST}",
-    ),
+    ({"gpu": TOO_SMALL}, "over", False, f"does not fit GPU 4GB: 1.99 GiB of 1000.0 MiB, 1.01 GiB over; {LARGEST}"),
     (
         {"gpu": TOO_SMALL, "hints": ()},
         "over",
@@ -225,13 +220,9 @@ def test_hints_are_printed_under_the_verdict() -> None:
         "checkpointing=True needs 900.0 MiB: fits, 100.0 MiB to spare",
         "seq_len=64 needs 1.07 GiB: still 100.0 MiB over",
     ]
-    assert json.loads(found.to_json())["hints"][1] == {
-        "changes": {"seq_len": 64},
-        "total_bytes": 1100 * MIB,
-        "spare_bytes": -100 * MIB,
-        "fits": False,
-        "verdict": "over",
-    }
+    sizes = {"total_bytes": 1100 * MIB, "spare_bytes": -100 * MIB}
+    said = {"changes": {"seq_len": 64}, **sizes, "fits": False, "verdict": "over"}
+    assert json.loads(found.to_json())["hints"][1] == said
 
 
 def test_json_says_everything_in_bytes() -> None:
@@ -270,13 +261,9 @@ def test_json_says_everything_in_bytes() -> None:
 
 def test_the_peaks_of_each_phase_cover_all_its_spans() -> None:
     found = hand_made()
-    assert {name: (one.allocated_bytes // MIB, one.reserved_bytes // MIB) for name, one in found.phases.items()} == {
-        "load": (616, 624),
-        "forward": (1517, 1525),
-        "backward": (1625, 1633),
-        "optimizer": (1387, 1633),
-        "evaluation": (1367, 1633),
-    }
+    sizes = {name: (one.allocated_bytes // MIB, one.reserved_bytes // MIB) for name, one in found.phases.items()}
+    passes = {"load": (616, 624), "forward": (1517, 1525), "backward": (1625, 1633)}
+    assert sizes == {**passes, "optimizer": (1387, 1633), "evaluation": (1367, 1633)}
     timeline = found.timeline  # a phase without events has no peak
     phases = (*timeline.phases[:1], (2, "backward"), *timeline.phases[1:], (len(EVENTS), "evaluation"))
     assert hand_made(timeline=replace(timeline, phases=phases)).phases == found.phases

@@ -123,11 +123,7 @@ def test_blocks_of_backward_passes_that_run() -> None:
     ],
 )
 def test_sum(
-    shape: tuple[int, ...],
-    dims: list[int],
-    capability: tuple[int, int],
-    multiprocessors: int,
-    blocks: tuple[int, ...],
+    shape: tuple[int, ...], dims: list[int], capability: tuple[int, int], multiprocessors: int, blocks: tuple[int, ...]
 ) -> None:
     source = empty(*shape)
     out = torch.sum(source, dims)

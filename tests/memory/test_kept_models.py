@@ -20,7 +20,7 @@ from tests.memory.small_configs import CONFIGS
 
 pytestmark = [
     # the deprecated name of activation checkpointing, asked for by peft; seen in peft 0.18 with transformers 5.23
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 ]
 GPU = find_gpu("RTX 3060 12GB")
 
@@ -57,10 +57,8 @@ def test_compared_set_ups_have_the_figures_of_each_estimate_alone(model: Any, ev
             assert "frozen" in one.name  # T5 is not frozen by layers
             continue
         Session.traces.clear()
-        batch = {
-            "batch_size": one.estimate.batch_size,
-            "gradient_accumulation_steps": one.estimate.settings.gradient_accumulation_steps,
-        }
+        batch = {"batch_size": one.estimate.batch_size}
+        batch["gradient_accumulation_steps"] = one.estimate.settings.gradient_accumulation_steps
         alone = estimate(model, **batch, seq_len=32, gpu=GPU, **set_ups()[one.name])
         assert one.estimate.to_json() == alone.to_json(), one.name
 

@@ -95,11 +95,8 @@ def test_each_operator_without_buffers_exists_and_has_its_source() -> None:
     """Torch may drop or rename one; a rule takes precedence over the table."""
     table = Path(kernels.__file__).with_name("no_buffers.csv").read_text(encoding="utf-8")
     rows = list(csv.DictReader(table.splitlines()))
-    ruled = {func._schema.name.partition("::")[2] for func in kernels._RULES} - {
-        "addmm",
-        "max",
-        "min",
-    }  # some overloads
+    some_overloads = {"addmm", "max", "min"}
+    ruled = {func._schema.name.partition("::")[2] for func in kernels._RULES} - some_overloads
     for row in rows:
         name = row["operator"]
         assert getattr(aten, name, None) or getattr(aten, f"{name}_", None), name
@@ -121,14 +118,8 @@ def all_types() -> dict[str, str]:
 def two_layers(kind: str) -> Any:
     """Return the default configuration of a type with few layers, where it can be set."""
     config = AutoConfig.for_model(kind)
-    for name in (
-        "num_hidden_layers",
-        "num_layers",
-        "n_layer",
-        "encoder_layers",
-        "decoder_layers",
-        "num_decoder_layers",
-    ):
+    of_sides = ("encoder_layers", "decoder_layers", "num_decoder_layers")
+    for name in ("num_hidden_layers", "num_layers", "n_layer", *of_sides):
         if isinstance(getattr(config, name, None), int):
             with suppress(AttributeError, NotImplementedError):
                 setattr(config, name, 2)

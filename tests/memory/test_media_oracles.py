@@ -52,12 +52,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int | None, dict[str, Any]]] = {
         24,
         {},
     ),
-    "mixtral": (
-        "MixtralForCausalLM",
-        {**TEXT, "num_local_experts": 4},
-        24,
-        {"lora": 4},
-    ),
+    "mixtral": ("MixtralForCausalLM", {**TEXT, "num_local_experts": 4}, 24, {"lora": 4}),
 }
 
 

@@ -117,14 +117,8 @@ def test_groups_of_a_step(facts: Any, optim: str, settings: dict[str, Any], step
 
 def test_gradient_release_has_the_memory_of_each_parameter() -> None:
     facts = parameter_facts(model_of(torch.float32))
-    for optim in (
-        "adamw_torch",
-        "adamw_torch_fused",
-        "adafactor",
-        "adamw_bnb_8bit",
-        "paged_ademamix_8bit",
-        "lion_8bit",
-    ):
+    of_torch, quantised = ("adamw_torch", "adamw_torch_fused"), ("adamw_bnb_8bit", "paged_ademamix_8bit", "lion_8bit")
+    for optim in (*of_torch, "adafactor", *quantised):
         released = memory_of(facts, optim, gradient_release=True)
         whole = memory_of(facts, optim)
         assert (released.state, released.host_state_bytes) == (whole.state, whole.host_state_bytes)

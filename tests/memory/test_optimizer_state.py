@@ -163,11 +163,8 @@ def in_blocks(sizes: list[int]) -> int:
 def test_state_is_byte_exact(case: str, dtype: torch.dtype, tmp_path: Any, monkeypatch: Any) -> None:
     model = model_of(dtype)
     optimizer = stepped(model, case, tmp_path, monkeypatch)
-    optim, sizes, trained = (
-        case.split(",")[0],
-        state_sizes(optimizer),
-        [p for p in model.parameters() if p.requires_grad],
-    )
+    optim, sizes = case.split(",")[0], state_sizes(optimizer)
+    trained = [p for p in model.parameters() if p.requires_grad]
     on_host: list[int] = []
     if optim in TORCH and optim != "adamw_torch_fused":  # counters
         on_host = [size for size in sizes if size == 4]

@@ -94,12 +94,8 @@ NOTHING = {"optimizer": OptimizerMemory((), 0, (), ()), "clipping": (), "workspa
 
 
 def plan(**changed: Any) -> ReplayPlan:
-    usual = {
-        "optimizer": OPTIMIZER,
-        "clipping": (BLOCK, 2 * BLOCK),
-        "micro_batches": 1,
-        "workspaces": (8 * BLOCK, 9 * BLOCK),
-    }
+    usual = {"optimizer": OPTIMIZER, "clipping": (BLOCK, 2 * BLOCK), "micro_batches": 1}
+    usual["workspaces"] = (8 * BLOCK, 9 * BLOCK)
     names = {item.name for item in fields(ReplayPlan)}
     settings = StepSettings(**{name: value for name, value in changed.items() if name not in names})
     return ReplayPlan(settings, **{**usual, **{name: value for name, value in changed.items() if name in names}})

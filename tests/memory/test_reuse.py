@@ -36,14 +36,9 @@ def of_bert(**changed: Any) -> Any:
 
 def test_another_optimizer_or_allocator_needs_no_new_recording(recordings: list[str]) -> None:
     first = of_bert()
-    for other in (
-        {"optim": "sgd"},
-        {"optim": "adamw_bnb_8bit", "embedding_bits": 8},
-        {"max_grad_norm": 0.0},
-        {"expandable_segments": True},
-        {"torch_empty_cache_steps": 1},
-        {"weight_decay": 0.01},
-    ):
+    of_optimizer = ({"optim": "sgd"}, {"optim": "adamw_bnb_8bit", "embedding_bits": 8}, {"weight_decay": 0.01})
+    of_allocator = ({"expandable_segments": True}, {"torch_empty_cache_steps": 1})
+    for other in (*of_optimizer, *of_allocator, {"max_grad_norm": 0.0}):
         of_bert(**other)
     assert len(recordings) == 1
     of_bert(gradient_accumulation_steps=2)
@@ -73,13 +68,8 @@ def test_adapters_quantised_weights_and_frozen_parameters_are_recorded_once(reco
     def set_ups() -> list[dict[str, Any]]:
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         quantised = [{"load_in": name, "lora": rank} for name in ("nf4", "int8") for rank in (4, 8)]
-        return [
-            {"lora": 4},
-            {"lora": config},
-            {"freeze": ["embeddings"]},
-            {"lora": 4, "freeze": "layers:0"},
-            *quantised,
-        ]
+        frozen = [{"freeze": ["embeddings"]}, {"lora": 4, "freeze": "layers:0"}]
+        return [{"lora": 4}, {"lora": config}, *frozen, *quantised]
 
     for optim in ("adamw_torch", "sgd"):
         for chosen in set_ups():

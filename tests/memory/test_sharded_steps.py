@@ -31,13 +31,7 @@ from hf_memopt.memory.tracking import StorageTracker
 from tests.memory.small_configs import ODD_BERT, ODD_LLAMA, WIDE_LLAMA
 from two_ranks import run_pair
 
-LLAMA = {
-    "model": "LlamaForCausalLM",
-    "config": "LlamaConfig",
-    "size": ODD_LLAMA,
-    "batch": (2, 48),
-    "precision": "fp32",
-}
+LLAMA = {"model": "LlamaForCausalLM", "config": "LlamaConfig", "size": ODD_LLAMA, "batch": (2, 48), "precision": "fp32"}
 BERT = {
     "model": "BertForSequenceClassification",
     "config": "BertConfig",

@@ -124,16 +124,3 @@ def test_estimate_says_what_the_host_holds() -> None:
     twice = estimate("pythia-70m", streamed=True, gradient_accumulation_steps=2, **settings)
     once, more = (each.step_costs.communication.host_bytes for each in (found, twice))
     assert (more - once) / once == pytest.approx(3 / 7, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"embeddings_on_host": True}, "embeddings_on_host=True, streamed=False do not fit each other"),
-        ({"streamed": True, "precision": "fp16"}, "streamed=True, precision='fp16' are incompatible: the scaler"),
-        ({"streamed": True, "embeddings_on_host": True}, "embeddings_on_host=True cannot be used with tied embeddings"),
-    ],
-)
-def test_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        estimate("gpt2", batch_size=1, seq_len=16, **settings)

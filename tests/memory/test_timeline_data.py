@@ -56,13 +56,8 @@ def test_positions_begin_at_0_and_the_deciding_moment_is_among_them() -> None:
     data = timeline_data(found, 10)
     assert data["positions"] == sorted(data["positions"])
     assert (data["positions"][0], len(data["positions"])) == (0, len(EVENTS))
-    assert data["peak"] == {
-        "position": data["positions"][8],
-        "allocated_bytes": found.peak_allocated_bytes,
-        "phase": "backward",
-        "module": "bert.encoder.layer.23",
-    }
-    assert [(one["name"], one["from"]) for one in data["phases"]][:2] == [
-        ("load", 0),
-        ("forward", data["positions"][2]),
-    ]
+    where = {"phase": "backward", "module": "bert.encoder.layer.23"}
+    peak = {"position": data["positions"][8], "allocated_bytes": found.peak_allocated_bytes}
+    assert data["peak"] == {**where, **peak}
+    starts = [(one["name"], one["from"]) for one in data["phases"]]
+    assert starts[:2] == [("load", 0), ("forward", data["positions"][2])]

@@ -148,10 +148,7 @@ OPTIONS = {"use_reentrant": True}
 @pytest.mark.parametrize(
     ("given", "own"),
     [
-        (
-            {"activation_checkpointing": True, "activation_checkpointing_kwargs": OPTIONS},
-            {"checkpointing": OPTIONS},
-        ),
+        ({"activation_checkpointing": True, "activation_checkpointing_kwargs": OPTIONS}, {"checkpointing": OPTIONS}),
         ({"activation_checkpointing": False}, {"checkpointing": False}),
         ({"tf32": True}, {"precision": "tf32"}),
         ({"tf32": True, "bf16": True}, {"precision": "bf16"}),  # of what autocast leaves in float32
