@@ -36,8 +36,8 @@ class Estimate:
         peak_reserved_bytes: the peak of what torch's allocator holds.
         context_bytes: of CUDA's context on the GPU; None where it is unknown.
         components: what is allocated, by the names in ``COMPONENTS``, at the moment that decides the total: of those at
-            which the allocator holds most, the one at which tensors do. That is the peak of allocated bytes too,
-            unless the allocator needs more for fewer bytes of another phase.
+            which the allocator holds within 1 % of its most, the one at which tensors hold most. That is the peak of
+            allocated bytes too, unless the allocator needs more for fewer bytes of another phase.
         phase: that of this moment: "load", "forward", "backward", "optimizer", "generation" or "evaluation".
         module: the module whose operation reaches it; "" between modules.
         host_bytes: what is moved to the host: paged optimizer state, offloaded activations, streamed layers with

@@ -106,7 +106,7 @@ def played(trace: StepTrace, plan: ReplayPlan, allocator: CachingAllocator | Non
     found = replay(trace, plan, CachingAllocator() if allocator is None else allocator)
     table, reserved = found.timeline.components, found.timeline.reserved
     totals = table.sum(axis=1)
-    peak = int(np.where(reserved == reserved.max(), totals, -1).argmax())  # the fullest of these moments
+    peak = int(np.where(reserved * 100 >= reserved.max() * 99, totals, -1).argmax())  # the fullest of these moments
     assert (table >= 0).all()
     assert (reserved >= totals).all()
     assert totals.max() == found.peak_allocated

@@ -33,6 +33,13 @@ def test_a_long_timeline_keeps_the_extremes_of_each_stretch() -> None:
     assert drawn_events(timeline, stretches=2).tolist() == [0, 2, 5, 7, 8, 9, 11]
 
 
+@pytest.mark.parametrize(("reserved", "expected"), [([10, 990, 990, 1000], 2), ([10, 989, 989, 1000], 3)])
+def test_the_fullest_moment_within_1_percent_of_the_most_reserved_bytes_decides(reserved, expected) -> None:
+    components = np.zeros((4, len(COMPONENTS)), dtype=np.int64)
+    components[:, 3] = [5, 600, 900, 700]
+    assert Timeline(components, np.array(reserved), ((0, "forward"),), ()).deciding_event == expected
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_no_peak_is_lost_in_a_long_timeline(seed) -> None:
     timeline = long_timeline(20_000, seed)

@@ -38,7 +38,7 @@ _KEYS = 2**32  # of the storages of one recording
 class Replayed:
     """The result of a replay: the peaks in bytes, and the moment that decides the total: what it consists of, and when.
 
-    That is the fullest of those at which as much is reserved as at any. ``retries`` counts how often the allocator
+    That is ``Timeline.deciding_event``. ``retries`` counts how often the allocator
     emptied its cache at its limit: in the training steps, in the evaluation.
     """
 
@@ -205,9 +205,7 @@ class _Run:
         self._phases: list[tuple[int, str]] = []
         self._steps: list[tuple[int, int]] = []
         self.retries_in_steps = 0
-        self._most = 0, 0  # reserved bytes, and allocated ones at the fullest moment that has as many
-        self._peak_event = 0
-        self._peak_key: Any = None
+        self._keys: list[Any] = []  # of what each event allocates or frees
         self._held: list[Any] = []
         self._traces = [(trace, _Recorded.of(trace, index * _KEYS)) for index, trace in enumerate(traces)]
         self.use(0)
@@ -234,7 +232,7 @@ class _Run:
         alive, allocator = self._alive, self.allocator
         malloc, free = allocator.malloc, allocator.free
         note_component, note_delta, note_reserved = self._columns.append, self._deltas.append, self._reserved.append
-        most, fullest = self._most
+        note_key = self._keys.append
         for key, delta, component in events:
             if delta < 0:
                 if key not in alive:
@@ -245,13 +243,10 @@ class _Run:
                 alive[key] = component
                 note_component(component)
                 note_delta(malloc(key, delta))
-                if allocator.reserved >= most and (allocator.allocated > fullest or allocator.reserved > most):
-                    most, fullest = allocator.reserved, allocator.allocated
-                    self._peak_event, self._peak_key = len(self._deltas) - 1, key
             else:
                 continue
+            note_key(key)
             note_reserved(allocator.reserved)
-        self._most = most, fullest
 
     def phase(self, name: str) -> None:
         self._phases.append((len(self._deltas), name))
@@ -423,19 +418,20 @@ class _Run:
     def result(self) -> Replayed:
         """Return the peaks, what the deciding moment consists of, and the timeline."""
         changed, deltas = np.array(self._columns, np.int8), np.array(self._deltas, np.int64)
-        phase = next((name for start, name in reversed(self._phases) if start <= self._peak_event), "load")
-        module = ""
-        if isinstance(self._peak_key, int):
-            self.use(self._peak_key // _KEYS)
-            module = self._tracker.module_of(self._peak_key % _KEYS)
         reserved = np.array(self._reserved, np.int64)
         table = np.zeros((len(deltas), len(COMPONENTS)), np.int64)
         table[np.arange(len(deltas)), changed] = deltas
         timeline = Timeline(table.cumsum(axis=0), reserved, tuple(self._phases), tuple(self._steps))
+        peak = timeline.deciding_event if deltas.size else 0
+        phase = next((name for start, name in reversed(self._phases) if start <= peak), "load")
+        module, key = "", self._keys[peak] if deltas.size else None
+        if isinstance(key, int):
+            self.use(key // _KEYS)
+            module = self._tracker.module_of(key % _KEYS)
         return Replayed(
             peak_allocated=self.allocator.peak_allocated,
             peak_reserved=self.allocator.peak_reserved,
-            components=timeline.parts_at(self._peak_event) if deltas.size else dict.fromkeys(COMPONENTS, 0),
+            components=timeline.parts_at(peak) if deltas.size else dict.fromkeys(COMPONENTS, 0),
             phase=phase,
             module=module,
             timeline=timeline,

@@ -62,10 +62,7 @@ def bar_of(group: str, label: str, found: Estimate | None, *, measured_bytes: in
 
 def timeline_data(estimate: Estimate, stretches: int) -> TimelineData:
     """Return the drawn events of loading, of the steps, and of evaluation; positions from 0 to 1."""
-    import numpy as np
-
     timeline, reserved = estimate.timeline, estimate.timeline.reserved
-    decides = np.where(reserved == reserved.max(), timeline.allocated, -1).argmax()
     shown, ends = drawn_events(timeline, stretches), event_positions(timeline)
     places = [round(place, DIGITS) for place in (ends / ends[-1]).tolist()]
     return {
@@ -85,7 +82,7 @@ def timeline_data(estimate: Estimate, stretches: int) -> TimelineData:
             if first < len(timeline.reserved)
         ],
         "peak": {
-            "position": places[int(decides)],
+            "position": places[timeline.deciding_event],
             "allocated_bytes": sum(estimate.components.values()),
             "phase": estimate.phase,
             "module": estimate.module,
