@@ -32,6 +32,8 @@ def settings_of_arguments(args: TrainingArguments, world_size: int | None = None
     """Return the settings that affect the memory of a step; ``world_size`` is the caller's, which no argument has."""
     checkpointing, options = compat.checkpointing_of(args)
     evaluates = args.eval_strategy != "no" or args.eval_on_start
+    sharding = _sharding(args, world_size)
+    processes = sharding.get("world_size", 1)
     same = compat.training_argument_names() & {item.name for item in fields(StepSettings)}
     return StepSettings(
         **{
@@ -39,11 +41,40 @@ def settings_of_arguments(args: TrainingArguments, world_size: int | None = None
             "optim": str(getattr(args.optim, "value", args.optim)),
             "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "fp32",
             "checkpointing": checkpointing and (options or True),
-            "eval_batch_size": args.per_device_eval_batch_size if evaluates else None,
+            "eval_batch_size": _rows(args, "per_device_eval_batch_size", processes) if evaluates else None,
+            "gradient_accumulation_steps": _accumulation_steps(args),
             **_generation(args),
-            **_sharding(args, world_size),
+            **sharding,
         }
     )
+
+
+def _accumulation_steps(args: TrainingArguments) -> int:
+    """Return the accumulation steps: those of ``accelerator_config`` replace one, as in the ``Trainer``."""
+    steps: int = args.gradient_accumulation_steps
+    config: Any = args.accelerator_config
+    given: int = (config.gradient_accumulation_kwargs or {}).get("num_steps", 1)
+    if steps > 1 and given not in (1, steps):  # these two are what a Trainer leaves behind
+        raise ValueError(
+            f"gradient_accumulation_steps={steps}, accelerator_config.gradient_accumulation_kwargs['num_steps']="
+            f"{given} are the same setting with two values; expected one of them. "
+            f"Pass gradient_accumulation_steps={steps} alone"
+        )
+    return max(steps, given)
+
+
+def _rows(args: TrainingArguments, name: str, processes: int) -> int:
+    """Return the examples of a batch on each of the processes, which share it under ``split_batches``."""
+    rows: int = getattr(args, name)
+    config: Any = args.accelerator_config
+    if not config.split_batches:
+        return rows
+    if rows % processes:
+        raise ValueError(
+            f"{name}={rows} cannot be shared by world_size={processes} under accelerator_config.split_batches=True; "
+            f"expected a multiple of {processes}. Pass {name}={-(-rows // processes) * processes}"
+        )
+    return rows // processes
 
 
 def _generation(args: TrainingArguments) -> dict[str, Any]:
@@ -169,7 +200,8 @@ def estimate_from_arguments(
             f"not estimable: include_for_metrics={args.include_for_metrics!r}: inputs that are gathered on the GPU "
             "besides the logits are not simulated"
         )
-    shape = Shape(args.per_device_train_batch_size, longest, of_model.pop("labels_length", None))
+    rows = _rows(args, "per_device_train_batch_size", settings.world_size)
+    shape = Shape(rows, longest, of_model.pop("labels_length", None))
     found = estimate_of_step(
         model, shape, settings, found_gpu, **of_model, weights_dtype=overrides.get("weights_dtype")
     )
@@ -194,11 +226,12 @@ def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estima
             f"not estimable: {engine}=None, and the launcher's file switches it on, which is not read; expected it in "
             "TrainingArguments. Pass TrainingArguments(..., fsdp=True), or estimate(world_size=2, strategy='fsdp2')"
         )
-    args.per_device_train_batch_size = shape.rows
     is_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     settings = {**settings_of(trainer), **overrides}
     if args.world_size > 1:
         settings.setdefault("world_size", args.world_size)
+    parts = settings.get("world_size", 1) if trainer.accelerator.split_batches else 1
+    args.per_device_train_batch_size = shape.rows * parts  # the shape is that of one process
     if is_decoder and shape.labels_length is not None:
         settings["labels_length"] = shape.labels_length
     return estimate_from_arguments(model, args, shape.seq_len, **settings)

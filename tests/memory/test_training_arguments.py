@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from transformers import Trainer
 
 import tiny
 from hf_memopt import StepSettings, estimate, estimate_from_arguments, find_gpu
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.binding import versions as compat
+from hf_memopt.memory import estimate_of
+from hf_memopt.memory.settings import BatchShape
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +31,7 @@ READ: list[tuple[dict[str, Any], dict[str, Any]]] = [  # arguments, and settings
     ({"optim": "adafactor", "weight_decay": 0.1}, {"optim": "adafactor", "weight_decay": 0.1}),
     (*[{"optim": "galore_adamw", "optim_target_modules": "all-linear", "optim_args": "rank=4"}] * 2,),
     *((given, given) for given in ({"max_grad_norm": 0.5}, {"gradient_accumulation_steps": 3})),
+    ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 3}}}, {"gradient_accumulation_steps": 3}),
     *((given, given) for given in ({"label_smoothing_factor": 0.1}, {"torch_empty_cache_steps": 4})),
     (
         {"eval_strategy": "epoch", "per_device_eval_batch_size": 3, "eval_accumulation_steps": 2},
@@ -82,6 +86,24 @@ def test_overrides_beat_the_arguments(tmp_path: Any) -> None:
     found = estimate_from_arguments(tiny.bert_config(), args, 8, task="masked-lm", **overrides)
     assert {name: getattr(found.settings, name) for name in overrides} == overrides
     assert found.model == "BertForMaskedLM"
+
+
+def test_processes_share_the_batches_that_are_split(tmp_path: Any) -> None:
+    args = tiny.arguments(
+        tmp_path, eval_strategy="epoch", per_device_eval_batch_size=4, accelerator_config={"split_batches": True}
+    )
+    found = estimate_from_arguments(tiny.bert_config(), args, 8, world_size=2)
+    assert (args.per_device_train_batch_size, found.batch_size, found.settings.eval_batch_size) == (8, 4, 2)
+    assert estimate_from_arguments(tiny.bert_config(), args, 8).batch_size == 8
+    trainer = Trainer(tiny.bert(), args, eval_dataset=[{}])
+    assert estimate_of(trainer, BatchShape(4, 8, None, None), world_size=2).batch_size == 4
+
+
+def test_a_trainer_leaves_the_accumulation_steps_in_its_arguments(tmp_path: Any) -> None:
+    config = {"gradient_accumulation_kwargs": {"num_steps": 3}}
+    trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path, accelerator_config=config))
+    found = estimate_from_arguments(tiny.bert_config(), trainer.args, 8)
+    assert found.settings.gradient_accumulation_steps == trainer.args.gradient_accumulation_steps == 3
 
 
 @pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])

@@ -234,7 +234,8 @@ def _longest_batch(trainer: Trainer) -> BatchShape | None:
     lengths = LongestRows().lengths(dataset) if is_stored else None
     if lengths is None or not len(lengths):
         return None
-    rows = min(trainer.args.train_batch_size, len(lengths))
+    processes = trainer.args.world_size if trainer.accelerator.split_batches else 1
+    rows = min(trainer.args.train_batch_size // processes, len(lengths))
     return BatchShape(rows, int(lengths.max()), None, None)
 
 
