@@ -177,6 +177,12 @@ def estimate_from_arguments(
     for name, reason in REFUSED.items():
         if value := getattr(args, name, None):
             raise NotEstimableError(f"not estimable: {name}={value!r}: {reason}")
+    if "batch_size" in overrides:
+        rows = overrides["batch_size"]
+        raise TypeError(
+            f"batch_size={rows!r} is not a setting of a step; expected it in TrainingArguments. "
+            f"Pass TrainingArguments(..., per_device_train_batch_size={rows!r})"
+        )
     longest = None
     if lengths is not None:
         values = np.atleast_1d(checked_array("lengths", lengths))

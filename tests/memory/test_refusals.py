@@ -42,11 +42,14 @@ def of(model: Any, **settings: Any) -> Any:
     return estimate(model, **{**sizes, "seq_len": 8, "gpu": "RTX 3090", **settings})
 
 
+OVERRIDES = ("weights_dtype", "eval_batch_size", "batch_size")
+
+
 def arguments(*, world_size: int | None = None, lengths: Any = 8, **attributes: Any) -> Any:
     """Estimate the step of ``TrainingArguments`` with these attributes, whether or not their class takes them."""
     args = tiny.arguments("out")
     vars(args).update(attributes)
-    overrides = {name: attributes.pop(name) for name in ("weights_dtype", "eval_batch_size") if name in attributes}
+    overrides = {name: attributes.pop(name) for name in OVERRIDES if name in attributes}
     return estimate_from_arguments(tiny.bert(), args, lengths, **overrides, **_given(world_size))
 
 
