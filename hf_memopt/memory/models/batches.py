@@ -50,21 +50,26 @@ DEFAULT_LENGTH = 512
 
 
 def assumed_inputs(model: nn.Module, settings: StepSettings) -> Iterator[str]:
-    """Yield what is assumed of the head, the pictures and the audio, where neither configuration nor settings say."""
+    """Yield what is assumed of head, pictures and audio, where nothing says, and what was given without effect."""
     inside = unwrap_model(model)
     if is_headless(inside.config):
         named, head = inside.config.architectures[0], type(inside).__name__
         yield f"{named} has no loss: estimated as {head}; give task for another head"
     if _reads_audio_alone(inside):
-        note = audio_of(inside, settings, 1)[1]
+        note, read = audio_of(inside, settings, 1)[1], ["audio_seconds"]
     elif task_of(model) in (*_OF_IMAGES, "zero-shot-image-classification"):
         height, width = picture_side(inside.config, settings.image_size)
         said = settings.image_size or picture_side(inside.config, None, unknown=0)[0]
-        note = "" if said else f"pictures of {height} x {width} pixels (image_size)"
+        note, read = "" if said else f"pictures of {height} x {width} pixels (image_size)", ["image_size"]
     else:
-        note = _media(inside, settings, 1).note
+        media = _media(inside, settings, 1)
+        has_pictures = any("pixel" in name for name in media.inputs)
+        note, read = media.note, ["images", "image_size"] if has_pictures else ["audio_seconds"] * bool(media.inputs)
     if note:
         yield note
+    for name in ("images", "image_size", "audio_seconds"):
+        if (value := getattr(settings, name)) and name not in read:
+            yield f"{name}={value!r} has no effect: {type(inside).__name__} does not read it"
 
 
 def default_length(model: nn.Module, settings: StepSettings | None = None) -> int | None:
