@@ -153,11 +153,12 @@ def check_value(name: str, value: Any, kind: Any, example: Any = MISSING) -> Non
     if _fits(value, kind):
         return
     options = get_args(kind) if get_origin(kind) is Literal else ()
-    hint = did_you_mean(value, options)
-    proposal = f"Pass {name}={example!r}" if example is not MISSING else f"Pass another {name}"
+    proposal = f" Pass {name}={example!r}" if example is not MISSING else f" Pass another {name}"
     end = _end(kind)
     most = f", below {'2**63' if end == 2**63 else end}" if isinstance(value, int) and value >= end else ""
-    raise ValueError(f"{name}={shown(value)} is invalid; expected {_rule(kind)}{most}.{hint} {proposal}")
+    raise ValueError(
+        f"{name}={shown(value)} is invalid; expected {_rule(kind)}{most}.{did_you_mean(value, options) or proposal}"
+    )
 
 
 def check_word(name: str, value: Any, known: Iterable[str], example: str = "") -> None:
@@ -166,7 +167,7 @@ def check_word(name: str, value: Any, known: Iterable[str], example: str = "") -
     if not isinstance(value, str) or value not in words:
         raise ValueError(
             f"{name}={shown(value)} is unknown; expected one of {', '.join(map(repr, words))}."
-            f"{did_you_mean(value, words)} Pass {name}={(example or words[0])!r}"
+            f"{did_you_mean(value, words) or f' Pass {name}={(example or words[0])!r}'}"
         )
 
 
