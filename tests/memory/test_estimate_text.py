@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from peft import LoraConfig
+from rich.console import Console
 
 from hand_made import EVENTS, MIB, SMALL, Hint, hand_made
 from hf_memopt import Estimate, __version__, freeze
 from hf_memopt.components import COMPONENTS, parts_of
+from hf_memopt.memory.output import print_estimate
 
 
 def set_up(found: Estimate) -> str:
@@ -112,6 +115,16 @@ def test_the_phase_that_reserves_most_decides_the_total_and_its_parts_add_up() -
     assert " reserved, not in use     866.0 MiB   40.6 %" in text
     parts = parts_of(found.components, found.peak_reserved_bytes, found.context_bytes)
     assert sum(parts.values()) == found.total_bytes
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_phase_is_cut_in_a_narrow_terminal(columns) -> None:
+    console = Console(width=columns, file=io.StringIO())
+    print_estimate(hand_made(), console)
+    text = console.file.getvalue()
+    assert "…" not in text
+    for name in hand_made().phases:
+        assert f" {name} " in text
 
 
 @pytest.mark.parametrize("name", ["bert.encoder." * 20, "[bold]m[/bold] :smile:"])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.settings import StepSettings
 
 BAR_COLUMNS = 20
+PHASES_FROM = 74  # columns, in which a line holds all of a phase
 COLOUR = {"fits": "green", "tight": "yellow", "over": "red"}
 
 
@@ -39,7 +40,7 @@ def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str]
     plain(heading)
     console.print(_components(estimate, "█" if console.encoding.lower().startswith("utf") else "#"))
     plain(decides(estimate))
-    console.print(_phases(estimate))
+    console.print(_phases(estimate, console.width))
     if lines:
         plain("\n".join(lines))
     style = f"bold {COLOUR[estimate.verdict]}" if estimate.verdict else "bold"
@@ -72,20 +73,21 @@ def _components(estimate: Estimate, block: str) -> RenderableType:
     return table
 
 
-def _phases(estimate: Estimate) -> RenderableType:
+def _phases(estimate: Estimate, columns: int) -> RenderableType:
     """Return what each phase needs, the one that decides the total in bold."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("phase", "peak allocated", "peak reserved", "most of it"):
+    line = " " if columns >= PHASES_FROM else "\n"
+    for heading in ("phase", f"peak{line}allocated", f"peak{line}reserved", "most of it"):
         table.add_column(heading, justify="right" if heading.startswith("peak") else "left", no_wrap=True)
     for name, peak in estimate.phases.items():
         largest = max(peak.components, key=lambda part: peak.components[part])
         sizes = (format_bytes(size) for size in (peak.allocated_bytes, peak.reserved_bytes, peak.components[largest]))
         allocated, reserved, most = sizes
         style = "bold" if name == estimate.phase else None
-        table.add_row(name, allocated, reserved, f"{largest} {most}", style=style)
+        table.add_row(name, allocated, reserved, f"{largest}{line}{most}", style=style)
     return table
 
 
