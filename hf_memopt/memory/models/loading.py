@@ -306,6 +306,11 @@ def _check_attention(name: str) -> None:
     """Refuse an attention that transformers does not have; ``owner/repository`` names kernels of the hub."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if name == "flex_attention":
+        raise NotEstimableError(
+            "not estimable: attn_implementation='flex_attention' does not run without a GPU; expected 'sdpa', 'eager' "
+            "or 'flash_attention_2'. Pass attn_implementation='sdpa'"
+        )
     if name == "eager" or "/" in name or name in ALL_ATTENTION_FUNCTIONS:
         return
     usual = ("eager", "sdpa", "flash_attention_2")
