@@ -250,7 +250,8 @@ class Simulation:
         except (ValueError, MissingExtraError) as error:
             self.refused[set_up] = str(error)
             return None
-        self.parameters, self.model_name = self.parameters or found.parameters, found.model
+        base = found.parameters - (found.trainable_parameters if recipe.lora is not None else 0)  # without adapters
+        self.parameters, self.model_name = self.parameters or base, found.model
         texts, examples, time = self.texts, recipe.effective_batch_size, self._priced(found)
         tokens = texts.seq_len if texts.tokens is None else texts.tokens
         ratio = 1.0

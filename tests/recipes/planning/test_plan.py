@@ -542,3 +542,7 @@ def test_bad_input_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         plan(**{"model": config(), "gpu": "RTX 3060 12GB", **options})
     assert message in str(error.value)
+
+
+def test_the_size_of_a_model_is_stated_without_its_adapters() -> None:
+    assert plan("gpt2", gpu="T4", seq_len=64, method="lora").parameters == 124_439_808
