@@ -48,8 +48,6 @@ def splittable_reason(model: nn.Module) -> str | None:
         kinds = own.get("rope_type")
         if "dynamic" in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
             return f"the frequencies of the dynamic RoPE {name} follow the longest row of a batch"
-        if own.get("summary_type") in ("last", "mean"):
-            return f"{type(module).__name__} {name} reads padding too, of which micro-batches have less"
     inside = unwrap_model(model)
     if "return_loss" in inspect.signature(inside.forward).parameters:
         return f"the loss of {type(inside).__name__} compares the rows of a batch with each other"

@@ -7,15 +7,15 @@ left stay (without them GPT-2 would number its positions differently, and its lo
 no mask of shape (batch, seq) marks the padding, where a tensor with an unknown name has as many columns, or where the
 loss is over columns (``start_positions``: heads for question answering give padding a probability too).
 
-Limitations: models that mix neighbouring columns whatever the mask is, as ConvBERT's convolutions do. Their loss
-depends on the padded length of a batch, with micro-batches or without.
+Models that read padding all the same, as XLNet's and YOSO's heads and ConvBERT's convolutions do, are found by running
+a row with its padding and without it (``padding_check``); then all columns stay too: ``keeps_padding``.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -74,24 +74,26 @@ def copied_batch(inputs: Any) -> Any:
     return copied
 
 
-def row_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
+def row_lengths(inputs: Mapping[str, Any], *, keeps_padding: bool = False) -> list[int] | None:
     """Return the tokens that each row of a batch takes in a micro-batch of its own, shape (rows,).
 
     That is up to its last column that is not padding, the decoder's sequence added to the encoder's, each rounded up to
     a multiple of 8 where the batch's own length is one; all columns where none may be cut off. Waits for the device
     once.
     """
-    columns = _columns_needed(inputs, _sequences(inputs))
+    columns = _columns_needed(inputs, _sequences(inputs, keeps_padding))
     return [sum(row) for row in zip(*columns, strict=True)] if columns else None
 
 
-def decoder_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
+def decoder_lengths(inputs: Mapping[str, Any], *, keeps_padding: bool = False) -> list[int] | None:
     """Return the decoder's part of ``row_lengths``, shape (rows,); None for a batch with one sequence or none."""
-    sequences = _sequences(inputs)
+    sequences = _sequences(inputs, keeps_padding)
     return _columns_needed(inputs, sequences[1:])[0] if len(sequences) > 1 else None
 
 
-def take_rows(inputs: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+def take_rows(
+    inputs: Mapping[str, Any], rows: Sequence[int], *, keeps_padding: bool = False, multiple: int = MULTIPLE
+) -> dict[str, Any]:
     """Return the given rows of a batch, without the padding on the right that none of them needs.
 
     Everything else, such as scalars and ``position_ids`` of shape (1, seq), is kept as it is.
@@ -101,9 +103,9 @@ def take_rows(inputs: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
         >>> take_rows({"input_ids": ids, "attention_mask": mask}, [1])
         {'input_ids': tensor([[8]]), 'attention_mask': tensor([[1]])}
     """
-    sequences = _sequences(inputs)
+    sequences = _sequences(inputs, keeps_padding)
     trimmed = dict(inputs)
-    for sequence, columns in zip(sequences, _columns_needed(inputs, sequences), strict=True):
+    for sequence, columns in zip(sequences, _columns_needed(inputs, sequences, multiple), strict=True):
         needed = max(columns[row] for row in rows)
         if needed < sequence.columns:
             trimmed.update({name: inputs[name][:, :needed].contiguous() for name in sequence.names})
@@ -142,8 +144,11 @@ class _Sequence:
     device: torch.device
 
 
-def _sequences(inputs: Mapping[str, Any]) -> list[_Sequence]:
-    """Return the sequences of a batch: the text (of an encoder-decoder model the encoder's), then the decoder's."""
+def _sequences(inputs: Mapping[str, Any], keeps_padding: bool) -> list[_Sequence]:
+    """Return the sequences of a batch: the text (of an encoder-decoder model the encoder's), then the decoder's.
+
+    ``keeps_padding``: no column of theirs may be cut off.
+    """
     sequences = []
     text = next((inputs[name] for name in TEXT_NAMES[:2] if torch.is_tensor(inputs.get(name))), None)
     labels = inputs.get("labels")
@@ -157,7 +162,7 @@ def _sequences(inputs: Mapping[str, Any]) -> list[_Sequence]:
         of_decoder = (*DECODER_NAMES, "labels") if has_token_labels else DECODER_NAMES
         first = next(inputs[name] for name in of_decoder if torch.is_tensor(inputs.get(name)))
         sequences.append(_sequence(inputs, of_decoder, first))
-    return sequences
+    return [replace(sequence, marking=()) for sequence in sequences] if keeps_padding else sequences
 
 
 def _sequence(
@@ -197,22 +202,24 @@ def tensors_by_name(inputs: Mapping[Any, Any], within: str = "") -> Iterator[tup
             yield from tensors_by_name(value, f"{within}{name}.")
 
 
-def _columns_needed(inputs: Mapping[str, Any], sequences: Sequence[_Sequence]) -> list[list[int]]:
+def _columns_needed(
+    inputs: Mapping[str, Any], sequences: Sequence[_Sequence], multiple: int = MULTIPLE
+) -> list[list[int]]:
     """Return how many columns of each row are needed, 1 at least, for each sequence; shape (sequences, rows)."""
-    last = [_last_columns(inputs, sequence) for sequence in sequences]
+    last = [_last_columns(inputs, sequence, multiple) for sequence in sequences]
     found: list[list[int]] = torch.stack(last).tolist() if last else []
     return found
 
 
-def _last_columns(inputs: Mapping[str, Any], sequence: _Sequence) -> torch.Tensor:
+def _last_columns(inputs: Mapping[str, Any], sequence: _Sequence, multiple: int) -> torch.Tensor:
     if not sequence.marking:
         return torch.full((row_count(inputs),), sequence.columns, device=sequence.device)  # (batch,)
     # (batch, seq) each
     counts = [inputs[name] != (IGNORED_LABEL if name == "labels" else 0) for name in sequence.marking]
     numbers = torch.arange(1, sequence.columns + 1, device=sequence.device)
     needed = (torch.stack(counts).any(0) * numbers).amax(1).clamp(min=1)  # (batch,): the last column that counts
-    if sequence.columns % MULTIPLE == 0:
-        needed = (needed + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    if sequence.columns % multiple == 0:
+        needed = (needed + multiple - 1) // multiple * multiple
     return needed
 
 
@@ -287,12 +294,13 @@ def _longest_from(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.maximum.accumulate(lengths[::-1])[::-1]
 
 
-def padded_tokens(inputs: Mapping[str, Any], rows: Sequence[int]) -> int | None:
+def padded_tokens(inputs: Mapping[str, Any], rows: Sequence[int], *, keeps_padding: bool = False) -> int | None:
     """Return what ``cut`` counts for a micro-batch: rows times the longest row, encoder and decoder apart.
 
     None for a batch without a sequence of tokens.
     """
-    lengths, of_decoder = row_lengths(inputs), decoder_lengths(inputs)
+    lengths = row_lengths(inputs, keeps_padding=keeps_padding)
+    of_decoder = decoder_lengths(inputs, keeps_padding=keeps_padding)
     if lengths is None:
         return None
     decoder = of_decoder or [0] * len(lengths)

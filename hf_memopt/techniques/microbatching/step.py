@@ -41,12 +41,11 @@ from hf_memopt.techniques.microbatching.not_splittable import (
     splittable_batch_reason,
     splittable_reason,
 )
+from hf_memopt.techniques.microbatching.padding_check import AccumulationStep, Items, Padding
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
 from hf_memopt.techniques.microbatching.splitting import count_rows, padded_tokens
 from hf_memopt.techniques.microbatching.step_state import StepState
 from hf_memopt.techniques.microbatching.whole_micro_batches import (
-    AccumulationStep,
-    Items,
     WholeMicroBatches,
     groups_of,
     refuse_together,
@@ -113,7 +112,7 @@ class MicrobatchedStep:
         self._backbones = Backbones(self._names, Size(partial(part_rows, self._limits), self._part_failed))
         self._first_way: KnownLoss | str | None = None  # of the first step, None until then
         self._known: dict[bool, KnownLoss | str] = {}  # by whether items are counted
-        self._whole.is_verified = self._stated is None
+        self._whole.is_verified, self._whole.padding = self._stated is None, Padding()
         self._why_whole = ""  # what was seen to change as rows pass through the model: a hook of others, a buffer
         self._was_told = False  # that nothing can be cut
         self._begin_window()
@@ -293,7 +292,7 @@ class MicrobatchedStep:
         inputs = self._window[position].inputs
         if not why:
             rows = self._whole.rows
-            tokens = padded_tokens(inputs, rows)
+            tokens = padded_tokens(inputs, rows, keeps_padding=self._whole.padding.is_kept)
             return _Failure(position, len(rows), None if tokens is None else tokens // len(rows), text, rows[0])
         size, columns = part or seen.largest or (count_rows(inputs), None)
         hint = ""
@@ -354,7 +353,8 @@ class MicrobatchedStep:
         limit = self._lowered(trainer, failure.size, failure.columns)
         again = "repeated with the rows of the backbone in parts"
         if failure.row is not None:
-            again = f"repeated in {len(groups_of(self._window[failure.position].inputs, self._limits))} micro-batches"
+            inputs, keeps = self._window[failure.position].inputs, self._whole.padding.is_kept
+            again = f"repeated in {len(groups_of(inputs, self._limits, keeps_padding=keeps))} micro-batches"
         draws = " and the draws of dropout" if has_drawn else ""
         self._tell_failure(trainer, failure.size, failure.columns, f"{again} of at most {limit}", draws)
 

@@ -1,5 +1,7 @@
 """Run a batch whose loss is a known sum or mean over rows in whole micro-batches, forward and backward one by one.
 
+Padding that a micro-batch does not need is cut off, unless the loss of a row differs with it (``padding_check``).
+
 Between processes under DDP gradients are shared in the backward pass of the last micro-batch alone.
 
 Under FSDP2, where a forward pass gathers the weights from all processes, they have to run as many passes each, or those
@@ -15,47 +17,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.binding.losses import KnownLoss, observed_hooks
-from hf_memopt.binding.undo import override_method
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.limits import Limit, are_set
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
-from hf_memopt.techniques.microbatching.row_check import without_dropout
+from hf_memopt.techniques.microbatching.padding_check import (
+    LARGEST_ERROR_16_BITS,
+    SMALLEST,
+    AccumulationStep,
+    Padding,
+    loss_of,
+    untraced,
+)
 from hf_memopt.techniques.microbatching.splitting import (
-    copied_batch,
     cut,
     decoder_lengths,
     row_count,
     row_lengths,
     take_rows,
 )
-from hf_memopt.techniques.microbatching.step_state import StepState
-
-Items = torch.Tensor | int | None
-"""``num_items_in_batch``, as ``training_step`` gets it."""
-
-
-class AccumulationStep(NamedTuple):
-    """One call of ``training_step``: what it runs, its arguments, and what stock divided its loss by at that time."""
-
-    run: Callable[..., torch.Tensor]
-    model: nn.Module
-    inputs: Any
-    num_items_in_batch: Items
-    accumulation_steps: int
-
-    def call(self, trainer: Any, rows: Any) -> torch.Tensor:
-        """Train on these rows of the batch."""
-        # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
-        trainer.current_gradient_accumulation_steps = self.accumulation_steps
-        return self.run(self.model, copied_batch(rows), self.num_items_in_batch)  # a subclass may pop columns from it
 
 
 class WholeMicroBatches:
@@ -66,6 +52,7 @@ class WholeMicroBatches:
         self.rows: list[int] = []  # of the micro-batch that runs, or ran last
         self.are_shared = False  # gradients of this batch were sent to other processes
         self.is_verified = False  # the loss may be cut; a stated one is verified first
+        self.padding = Padding()
         self._weight = 1.0
         self._share_gradients: Callable[[], None] | None = None
 
@@ -88,7 +75,9 @@ class WholeMicroBatches:
         try:
             with observed_hooks(trainer.model) if is_split else nullcontext():
                 for number, (self.rows, self._weight) in enumerate(micro_batches, 1):
-                    taken = take_rows(step.inputs, self.rows) if are_set(self._limits) else step.inputs
+                    taken = step.inputs
+                    if are_set(self._limits):
+                        taken = take_rows(step.inputs, self.rows, keeps_padding=self.padding.is_kept)
                     shares = syncs and number == len(micro_batches)
                     with self._without_sync(trainer, step.model, shares=shares):
                         losses.append(step.call(trainer, taken))
@@ -99,13 +88,15 @@ class WholeMicroBatches:
 
     def _split(self, trainer: Any, step: AccumulationStep, loss: KnownLoss) -> list[tuple[list[int], float]]:
         """Return the rows of each micro-batch of an accumulation step, and their part of its loss."""
-        groups, repeats = groups_of(step.inputs, self._limits), 0
+        if are_set(self._limits):
+            self.padding.check(trainer, step, loss)
+        groups, repeats = groups_of(step.inputs, self._limits, keeps_padding=self.padding.is_kept), 0
         if trainer.is_fsdp_enabled:
             groups, repeats = groups_in_lockstep(trainer, groups)
         if len(groups) + repeats == 1:
             return [(groups[0], 1.0)]
         if not self.is_verified:
-            verify_stated_loss(trainer, step.model, step.inputs, step.num_items_in_batch, loss)
+            verify_stated_loss(trainer, step, loss, self.padding.is_kept)
             self.is_verified = True
         weights = loss.row_weights(step.inputs)
         if weights is None:  # losses add up
@@ -140,17 +131,17 @@ class WholeMicroBatches:
                     self._share_gradients = None
 
 
-def groups_of(inputs: Mapping[str, Any], limits: Mapping[str, Limit]) -> list[list[int]]:
+def groups_of(inputs: Mapping[str, Any], limits: Mapping[str, Limit], *, keeps_padding: bool) -> list[list[int]]:
     """Return the rows of each micro-batch of a batch; of a single one all of them in their order."""
     every_row = list(range(row_count(inputs)))
     if not are_set(limits):
         return [every_row]
     most = {name: limit.limit for name, limit in limits.items()}
-    lengths = row_lengths(inputs)
+    lengths = row_lengths(inputs, keeps_padding=keeps_padding)
     if lengths is None:
         groups = cut([1] * len(every_row), max_examples=most["max_examples"])
     else:
-        groups = cut(lengths, **most, decoder_lengths=decoder_lengths(inputs))
+        groups = cut(lengths, **most, decoder_lengths=decoder_lengths(inputs, keeps_padding=keeps_padding))
     return groups if len(groups) > 1 else [every_row]
 
 
@@ -194,12 +185,10 @@ def _most(trainer: Any, number: int) -> int:
 
 ROWS = 4
 LARGEST_ERROR = 1e-3  # of the largest gradient of a parameter: rows are added in another order, over shorter ones
-LARGEST_ERROR_16_BITS = 5e-2
-SMALLEST = 1e-2  # of the largest of all: that of an attention's key bias is 0 but for rounding
 
 
 def verify_stated_loss(
-    trainer: Any, model: nn.Module, inputs: Mapping[str, Any], items: Any, loss: KnownLoss, most_rows: int = ROWS
+    trainer: Any, step: AccumulationStep, loss: KnownLoss, keeps_padding: bool, most_rows: int = ROWS
 ) -> None:
     """Raise NotSplittableError unless a few rows of a batch have the gradients that the stated loss gives.
 
@@ -207,38 +196,34 @@ def verify_stated_loss(
     Trainer, its model and all generators are left as they were.
     """
     try:
-        return _verify(trainer, model, inputs, items, loss, most_rows)
+        return _verify(trainer, step, loss, keeps_padding, most_rows)
     except Exception as error:
         if not is_out_of_memory(error) or most_rows <= 2:  # fewer rows say nothing
             raise
     free_failed_step()
-    verify_stated_loss(trainer, model, inputs, items, loss, most_rows // 2)
+    verify_stated_loss(trainer, step, loss, keeps_padding, most_rows // 2)
 
 
-def _verify(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any, loss: KnownLoss, most_rows: int) -> None:
+def _verify(trainer: Any, step: AccumulationStep, loss: KnownLoss, keeps_padding: bool, most_rows: int) -> None:
+    model, inputs = step.model, step.inputs
     lengths = row_lengths(inputs) or [1] * row_count(inputs)
     rows = sorted(range(len(lengths)), key=lambda row: lengths[row])[:most_rows]
-    batch = take_rows(inputs, rows)
+    batch = take_rows(inputs, rows, keeps_padding=keeps_padding)
     parameters = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    state = StepState(trainer)
 
     def gradients(some: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        with trainer.compute_loss_context_manager():
-            given = send_to_device(dict(some), trainer.args.device)
-            value = trainer.compute_loss(model, given, num_items_in_batch=items)
-        return torch.autograd.grad(value, list(parameters.values()), materialize_grads=True)
+        return torch.autograd.grad(loss_of(trainer, step, some), list(parameters.values()), materialize_grads=True)
 
-    with ExitStack() as stack:
-        stack.callback(state.restore)
-        stack.enter_context(trainer.accelerator.no_sync(model))
-        stack.enter_context(override_method(trainer, "log", lambda before, *args, **kwargs: None))
-        stack.enter_context(without_dropout(model))
+    with untraced(trainer, model):
         whole = gradients(batch)
         summed = [torch.zeros_like(gradient) for gradient in whole]
         for row, weight in enumerate(loss.row_weights(batch) or [1.0] * len(rows)):
             if weight:
-                for total, gradient in zip(summed, gradients(take_rows(batch, [row])), strict=True):
+                for total, gradient in zip(
+                    summed, gradients(take_rows(batch, [row], keeps_padding=keeps_padding)), strict=True
+                ):
                     total.add_(gradient, alpha=weight)
+    # of the largest of all: that of an attention's key bias is 0 but for rounding
     smallest = SMALLEST * max((float(gradient.abs().max()) for gradient in whole), default=0.0)
     is_narrow = trainer.args.bf16 or trainer.args.fp16
     for name, one, other in zip(parameters, whole, summed, strict=True):

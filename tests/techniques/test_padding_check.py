@@ -1,0 +1,149 @@
+"""Padding is cut off micro-batches only where the loss does not read it, and stock's loss is trained either way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tiny
+from hf_memopt import MicrobatchCallback, attach
+from scarcity import Scarcity
+
+Head = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Classifier(nn.Module):
+    """A classifier that reads the columns of a batch as ``head`` does; passes leave traces."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.read, self.widths = head, []
+        self.embed, self.classify = nn.Embedding(50, 8), nn.Linear(8, 3)
+        self.passes = torch.zeros(())
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        self.widths.append(input_ids.shape[1])
+        self.passes += not torch.is_grad_enabled()
+        torch.rand(())
+        logits = self.classify(self.read(self.embed(input_ids), attention_mask[..., None]))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def masked_mean(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (hidden * mask).sum(1) / mask.sum(1)
+
+
+def mean_of_long(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return hidden.mean(1) if hidden.shape[1] > 12 else masked_mean(hidden, mask)
+
+
+HEADS: dict[str, Head] = {
+    "mean": lambda hidden, mask: hidden.mean(1),
+    "last": lambda hidden, mask: hidden[:, -1],
+    "longest": lambda hidden, mask: masked_mean(hidden, mask) * hidden.shape[1],
+    "wide": mean_of_long,
+    "masked": masked_mean,
+}
+WIDE, ONE_WIDTH = (16, 3, 5, 8), (5, 5, 5, 5)
+
+
+def padded(lengths: tuple[int, ...], columns: int | None = None) -> dict[str, torch.Tensor]:
+    mask = (torch.arange(columns or max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(6, 50, mask.shape, generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask, "labels": torch.tensor([0, 1, 2, 0])}
+
+
+def trained(
+    model: Callable[[], nn.Module], batches: list[Mapping[str, Any]], folder: Any, callback: Any = None, **settings: Any
+) -> transformers.Trainer:
+    torch.manual_seed(0)
+    options = {"per_device_train_batch_size": 1, "logging_strategy": "steps", "logging_steps": 1, **settings}
+    trainer = transformers.Trainer(
+        model().double(),
+        tiny.arguments(folder, **options, max_steps=len(batches), train_sampling_strategy="sequential"),
+        train_dataset=batches,
+        data_collator=lambda rows: dict(rows[0]),
+    )
+    attach(trainer, *([] if callback is None else [callback])).train()
+    return trainer
+
+
+def assert_stocks(ours: transformers.Trainer, stock: transformers.Trainer) -> None:
+    losses = [[entry["loss"] for entry in one.state.log_history if "loss" in entry] for one in (ours, stock)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+    assert tiny.largest_difference(ours.model, stock.model) < 1e-12  # rows are added in another order
+
+
+def kept(trainer: Any) -> list[Any]:
+    return [change for change in trainer.memopt_changes if change.name == "micro-batches"]
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("batch", [padded(WIDE), padded(ONE_WIDTH, 24)], ids=["rows of all lengths", "fixed length"])
+def test_padding_is_cut_off_only_where_the_loss_does_not_read_it(name: str, batch: Any, tmp_path: Any) -> None:
+    def model() -> nn.Module:
+        return Classifier(HEADS[name])
+
+    callback = MicrobatchCallback(max_examples=2, loss="mean over rows")
+    stock, ours = trained(model, [batch] * 2, tmp_path), trained(model, [batch] * 2, tmp_path, callback)
+    assert_stocks(ours, stock)
+    changes = kept(ours)
+    assert (name == "masked") == (not changes)
+    assert all(change.new == "padding kept" and "the loss of a row is" in change.reason for change in changes)
+    widths = set(ours.model.widths[-2:])
+    columns = batch["input_ids"].shape[1]
+    assert (widths == {columns}) == (name != "masked")
+    assert callback.tally.cut_steps == 2
+
+
+def test_a_wider_batch_and_a_shorter_row_are_compared_anew_and_no_other(tmp_path: Any) -> None:
+    widths = []  # of all passes: those of the check are taken off the model's list
+
+    def read(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        widths.append(hidden.shape[1])
+        return mean_of_long(hidden, mask)
+
+    batches = [padded(lengths) for lengths in ((9, 3, 5, 8), (9, 4, 5, 8), (9, 2, 5, 8), (16, 3, 5, 8), (20, 1, 3, 9))]
+    stock = trained(lambda: Classifier(mean_of_long), batches, tmp_path)
+    callback = MicrobatchCallback(max_examples=2, loss="mean over rows")
+    ours = trained(lambda: Classifier(read), batches, tmp_path, callback)
+    assert_stocks(ours, stock)
+    stated = [9, 3, 5, 8, 9]  # all rows together, then each alone
+    assert widths == [*(9, 3), *stated, *(9, 5), *(9, 5), *(9, 2), *(9, 5), *(16, 3), *(16, 16), *(20, 20)]
+    assert len(kept(ours)) == 1
+
+
+def test_a_check_leaves_no_trace(tmp_path: Any) -> None:
+    callback = MicrobatchCallback(max_examples=2, loss="mean over rows")
+    ours = trained(lambda: Classifier(masked_mean), [padded(WIDE)], tmp_path, callback)
+    found = torch.get_rng_state()
+    assert (ours.model.passes, ours.model.widths) == (0, [16, 8])
+    trained(lambda: Classifier(masked_mean), [padded(WIDE)], tmp_path)
+    torch.rand(())  # the second micro-batch's
+    assert torch.equal(found, torch.get_rng_state())
+
+
+def yoso() -> nn.Module:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 16}
+    return transformers.YosoForSequenceClassification(transformers.YosoConfig(**sizes, **rates))
+
+
+def test_padding_is_kept_for_a_known_loss_after_memory_ran_out(tmp_path: Any) -> None:
+    scarcity = Scarcity(limit=40)
+
+    def scarce() -> nn.Module:
+        model = yoso()
+        scarcity.watch(model)
+        return model
+
+    stock = trained(yoso, [padded(WIDE)] * 2, tmp_path)
+    ours = trained(scarce, [padded(WIDE)] * 2, tmp_path, MicrobatchCallback())
+    assert_stocks(ours, stock)
+    assert scarcity.errors == 1
+    assert [change.new for change in kept(ours)] == ["padding kept"]
