@@ -34,6 +34,7 @@ import tiny
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.binding.compatibility import refusal_of
 from hf_memopt.techniques.checkpointing.selective import activation_memory_budget
+from hf_memopt.techniques.microbatching import row_count
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
@@ -166,7 +167,7 @@ def trained(*callbacks: Any, model: Any = None, kind: Any = None, **settings: An
 _CALLED = (
     *(Doubled, InNoStack, LAMB8bit, Meddling, OldStyle, OtherStack, OwnStep, PagedAdamW, PytorchLARS, Quantised, SGD),
     *(Trainer, Words, activation_memory_budget, albert, begin, broken_llama, checkpointing_arguments, frozen, head),
-    *(mixture, of, sharing, streamed, trained, wide_llama, with_attribute, wrapped),
+    *(mixture, of, row_count, sharing, streamed, trained, wide_llama, with_attribute, wrapped),
     *(bitsandbytes.optim.AdamW, bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.AdEMAMix8bit),
     transformers.optimization.Adafactor,
 )

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import row_models
 import torch
 import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-import tiny
 from hf_memopt.techniques.microbatching import row_count, row_lengths, splittable_batch_reason, splittable_reason
 from hf_memopt.techniques.microbatching.splitting import cut, decoder_lengths, take_rows
 
@@ -228,27 +228,6 @@ def test_the_number_of_rows(batch: dict[str, Any], rows: int) -> None:
     assert row_count(batch) == rows
 
 
-def test_a_batch_without_tensors_is_refused() -> None:
-    with pytest.raises(ValueError) as error:
-        row_count({"texts": ["a", "b"], "scale": torch.tensor(1.0)})
-    assert str(error.value) == (
-        "inputs=<texts, scale> have no tensor with a batch dimension; expected one of input_ids, inputs_embeds, "
-        "pixel_values, input_features, input_values, labels. Return tensors from the collator: return_tensors='pt'."
-    )
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=100, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=2)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=100, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
 def normed(norm: type[nn.Module], *, trains: bool = True) -> nn.Module:
     model = nn.Module()
     model.body = nn.Sequential(nn.Conv2d(3, 2, 1), norm(2)).train(trains)
@@ -256,18 +235,10 @@ def normed(norm: type[nn.Module], *, trains: bool = True) -> nn.Module:
     return model
 
 
-def clip() -> nn.Module:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = transformers.CLIPConfig(
-        text_config={**sizes, "vocab_size": 20}, vision_config={**sizes, "image_size": 4, "patch_size": 2}
-    )
-    return transformers.CLIPModel(config)
-
-
 def of_features() -> nn.Module:
     """Return another loss upon CLIP's features."""
     model = nn.Module()
-    model.clip = clip()
+    model.clip = row_models.build("clip")
     model.forward = lambda input_ids: model.clip.get_text_features(input_ids)
     return model
 
@@ -284,13 +255,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
         for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     },
     "a norm kept as it is": (partial(normed, nn.BatchNorm2d, trains=False), None),
-    "contrastive": (clip, "the loss of CLIPModel compares the rows of a batch with each other"),
+    "contrastive": (
+        partial(row_models.build, "clip"),
+        "the loss of CLIPModel compares the rows of a batch with each other",
+    ),
     "features": (of_features, None),
     "attention that short rows change": (
         big_bird,
         "the sparse attention of BigBirdForSequenceClassification becomes full, for good, once all rows are short",
     ),
-    **{build.__name__: (build, None) for build in (tiny.bert, tiny.llama, gpt2, t5)},
+    **{name: (partial(row_models.build, name), None) for name in ("bert", "llama", "gpt2", "t5")},
 }
 
 
