@@ -18,11 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiny
 from hf_memopt import Change, CheckpointingCallback, attach, checkpoint_layers, estimate, freeze
-from hf_memopt.binding import (
-    can_offload_checkpoints,
-    checkpointing_arguments,
-    enable_checkpointing,
-)
+from hf_memopt.binding import can_offload_checkpoints, checkpointing_arguments, enable_checkpointing
 from technique_table import same
 
 POLICIES = ("full", "every_2", "first_1", "selective")
@@ -174,10 +170,11 @@ def test_the_handle_puts_a_model_that_was_checkpointed_back_as_it_was(policy: st
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
-def test_offload_needs_an_accelerator() -> None:
-    says = "there is no accelerator" if can_offload_checkpoints() else "is not known to transformers"
-    with pytest.raises(ValueError, match=f"^offload=True .*{says}.*; expected .* "):
-        checkpoint_layers(build("bert"), "full", offload=True)
+@pytest.mark.parametrize("offload", [True, "overlapped"])
+def test_offload_needs_an_accelerator(offload: Any) -> None:
+    says = "is not known to transformers" if offload is True and not can_offload_checkpoints() else "no accelerator"
+    with pytest.raises(ValueError, match=f"^offload=.*{says}.*; expected .* "):
+        checkpoint_layers(build("bert"), "full", offload=offload)
 
 
 def forward_end_bytes(config: Any, policy: str | None, **settings: Any) -> tuple[int, int]:

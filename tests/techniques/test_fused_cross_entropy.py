@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -140,13 +139,3 @@ def test_autocast_and_its_float32_outputs(tmp_path: Any) -> None:
     """Accelerate makes float32 copies of all outputs, which are remembered as well."""
     trainer = trained(tmp_path, fused(), bf16=True)
     assert changes(trainer) == [FUSED]
-
-
-def test_the_handle_and_a_copy_of_the_trainer_leave_stock(tmp_path: Any) -> None:
-    callback = fused()
-    trainer = trained(tmp_path, callback)
-    ids = torch.tensor([[5, 6, 7]])
-    assert type(trainer.model.train()(ids).logits) is not torch.Tensor
-    assert type(copy.deepcopy(trainer.model)(ids).logits) is torch.Tensor
-    callback.handle.remove()
-    assert type(trainer.model(ids).logits) is torch.Tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 from typing import Any
 
@@ -15,10 +14,11 @@ from peft import LoraConfig, get_peft_model
 from slow_cases import slow_except
 
 import tiny
-from hf_memopt import CheckpointingCallback, checkpoint_layers, estimate, tile_layers
+from hf_memopt import checkpoint_layers, estimate, tile_layers
 from hf_memopt.techniques.checkpointing.overlapped import overlap_offload
 from hf_memopt.techniques.streaming import Lanes
 from language_models import gradients
+from technique_table import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 IDS = torch.randint(5, 60, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -43,11 +43,6 @@ def in_last_layer(model: Any) -> Any:
     return next(one for name, one in named if f"layers.{LAYERS - 1}." in name and one.requires_grad)
 
 
-def assert_same(one: Any, other: Any) -> None:
-    assert torch.equal(one[0], other[0])
-    assert all(torch.equal(one[1][name], other[1][name]) for name in other[1])
-
-
 @pytest.mark.parametrize("seed", slow_except(range(5), range(200)))
 @pytest.mark.parametrize("kind", ["full", "LoRA", "tiles"])
 def test_late_copies_change_no_bit(kind: str, seed: int) -> None:
@@ -63,7 +58,7 @@ def test_late_copies_change_no_bit(kind: str, seed: int) -> None:
     overlap_offload(ours, lanes)
     last = in_last_layer(ours)
     for _ in range(3):
-        assert_same(trained(ours), trained(plain))
+        assert same(trained(ours), trained(plain))
         ours(input_ids=IDS, labels=IDS)  # a graph that is dropped, and one whose backward pass ends in the last layer
         torch.autograd.grad(ours(input_ids=IDS, labels=IDS).loss, last)
     assert lanes.late > 0
@@ -78,10 +73,10 @@ def test_each_wait_is_needed(without: str) -> None:
         ours = copy.deepcopy(plain)
         overlap_offload(ours, LateLanes(seed, without))
         try:
-            assert_same(trained(ours), trained(plain))
+            assert same(trained(ours), trained(plain))
             torch.autograd.grad(ours(input_ids=IDS, labels=IDS).loss, in_last_layer(ours))
             gc.collect()
-            assert_same(trained(ours), trained(plain))
+            assert same(trained(ours), trained(plain))
         except AssertionError:
             return
     pytest.fail("no race was found")
@@ -103,14 +98,14 @@ def test_buffers_are_used_again_and_graphs_may_be_dropped_or_used_twice() -> Non
     handle = overlap_offload(ours, lanes)
     ours(input_ids=IDS, labels=IDS)  # dropped
     gc.collect()
-    assert_same(trained(ours, 3), trained(plain))
+    assert same(trained(ours, 3), trained(plain))
     assert lanes.made == LAYERS
     loss = ours(input_ids=IDS, labels=IDS).loss
     weights = [one for one in ours.parameters() if one.requires_grad]
     first, second = (torch.autograd.grad(loss, weights, retain_graph=again) for again in (True, False))
     assert all(map(torch.equal, first, second))
     handle.remove()
-    assert_same(trained(ours), trained(plain))
+    assert same(trained(ours), trained(plain))
     assert lanes.made == LAYERS
 
 
@@ -129,14 +124,6 @@ def test_two_inputs_are_on_the_device_in_the_estimate() -> None:
     assert ours.phases["forward"].allocated_bytes < kept.phases["forward"].allocated_bytes
     assert ours.host_bytes == 4 * hidden_bytes  # position embeddings stay
     assert kept.step_time.seconds <= ours.step_time.seconds < stocks.step_time.seconds
-
-
-def test_it_needs_an_accelerator_and_a_word() -> None:
-    with pytest.raises(ValueError, match="there is no accelerator"):
-        checkpoint_layers(tiny.llama(), offload="overlapped")
-    for call in (CheckpointingCallback, functools.partial(checkpoint_layers, tiny.llama())):
-        with pytest.raises(ValueError, match="offload='late'"):
-            call(offload="late")
 
 
 def test_buffers_of_other_lengths_are_let_go() -> None:
