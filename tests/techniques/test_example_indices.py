@@ -83,12 +83,8 @@ def assert_all_told(pairs: Pairs, micro_batches: int) -> None:
 
 @pytest.mark.parametrize(("strategy", "accumulation"), [("random", 4), ("sequential", 1)])
 def test_what_is_told_is_what_was_trained_on(tmp_path: Path, strategy: str, accumulation: int) -> None:
-    trainer = build(
-        tmp_path,
-        Numbered(),
-        train_sampling_strategy=strategy,
-        gradient_accumulation_steps=accumulation,
-    )
+    settings = {"train_sampling_strategy": strategy, "gradient_accumulation_steps": accumulation}
+    trainer = build(tmp_path, Numbered(), **settings)
     pairs = told_and_seen(trainer)
     assert_all_told(pairs, 2 * 6)
     assert (pairs[0] != pairs[6]) == (strategy == "random")
@@ -114,22 +110,19 @@ def test_it_is_told_where_a_run_was_resumed(tmp_path: Path) -> None:
         assert resumed[4:] == straight[12:]
 
 
-def test_of_a_view_the_examples_under_it_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "rows"), [({"batch_size": 6}, 3), ({"max_tokens": 32}, 1)], ids=["rows", "batches"]
+)
+def test_of_a_view_the_examples_under_it_are_told(settings: dict[str, Any], rows: int, tmp_path: Path) -> None:
+    """Of one with an order of its own, and of one whose rows are whole batches."""
     dataset = Numbered()
-    view = bucketed(dataset, batch_size=6, lengths=[len(row["input_ids"]) for row in dataset.rows])
-    pairs = told_and_seen(build(tmp_path, view, train_sampling_strategy="sequential"))
-    assert_all_told(pairs, 2 * 6)
-    assert sorted(index for seen, _ in pairs[:6] for index in seen) == list(range(EXAMPLES))
+    view = bucketed(dataset, **settings, lengths=[len(row["input_ids"]) for row in dataset.rows])
+    given = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": rows}
+    pairs = told_and_seen(build(tmp_path, view, collator=BucketedCollator(tiny.tokenizer()), **given))
+    count = -(-len(view) // rows)
+    assert_all_told(pairs, 2 * count)
+    assert sorted(index for seen, _ in pairs[:count] for index in seen) == list(range(EXAMPLES))
     assert pairs[0][0] != [0, 1, 2]
-
-
-def test_of_whole_batches_the_examples_under_them_are_told(tmp_path: Path) -> None:
-    dataset = Numbered()
-    view = bucketed(dataset, max_tokens=32, lengths=[len(row["input_ids"]) for row in dataset.rows])
-    settings = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 1}
-    pairs = told_and_seen(build(tmp_path, view, collator=BucketedCollator(tiny.tokenizer()), **settings))
-    assert_all_told(pairs, 2 * len(view))
-    assert sorted(index for seen, _ in pairs[: len(view)] for index in seen) == list(range(EXAMPLES))
 
 
 def test_asking_changes_no_weight_and_reads_no_example(tmp_path: Path) -> None:

@@ -69,12 +69,6 @@ def penalty(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
     return functional.cross_entropy(logits, inputs["labels"]) + logits.mean(0).square().sum()
 
 
-def pairs(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    """Chosen rows first, rejected ones after them."""
-    chosen, rejected = logits[:, 0].chunk(2)
-    return -functional.logsigmoid(chosen - rejected).mean()
-
-
 def hard_examples(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
     return each(logits, inputs["labels"]).topk(2).values.mean()
 
@@ -84,18 +78,7 @@ def random_mask(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
     return (each(logits, inputs["labels"]) * torch.rand(len(logits))).mean()
 
 
-LOSSES = {
-    loss.__name__: loss
-    for loss in (
-        weighted_mean,
-        masked_tokens,
-        over_boxes,
-        in_batch_negatives,
-        penalty,
-        hard_examples,
-        random_mask,
-    )
-}
+LOSSES = (weighted_mean, masked_tokens, over_boxes, in_batch_negatives, penalty, hard_examples, random_mask)
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -144,8 +127,8 @@ def trained(kind: type[Trainer], folder: Path, *callbacks: Any, **settings: Any)
     return trainer
 
 
-def own(name: str) -> type[Trainer]:
-    return type(name, (OwnLoss,), {"loss": staticmethod(LOSSES[name])})
+def own(loss: Callable[..., torch.Tensor]) -> type[Trainer]:
+    return type(loss.__name__, (OwnLoss,), {"loss": staticmethod(loss)})
 
 
 def assert_same(kind: type[Trainer], folder: Path, callback: MicrobatchCallback, **settings: Any) -> Trainer:
@@ -294,11 +277,11 @@ class Norms(TwoTowers):
 
 
 EXACT: dict[str, tuple[type[Trainer], dict[str, Any], Callable[[], nn.Module]]] = {
-    **{name: (own(name), {}, tiny.bert) for name in LOSSES},
+    **{loss.__name__: (own(loss), {}, tiny.bert) for loss in LOSSES},
     **{kind.__name__: (kind, {}, tiny.bert) for kind in (Attacks, AttacksAll, Teaches, KeepsAMean)},
-    "a named module": (own("in_batch_negatives"), {"backbone": "encoder"}, Norms),
-    "rows that are independent": (own("in_batch_negatives"), {}, TwoTowers),
-    "children": (own("penalty"), {}, Norms),
+    "a named module": (own(in_batch_negatives), {"backbone": "encoder"}, Norms),
+    "rows that are independent": (own(in_batch_negatives), {}, TwoTowers),
+    "children": (own(penalty), {}, Norms),
 }
 
 
@@ -402,7 +385,7 @@ def test_a_step_that_reads_an_iterator_is_not_repeated(where: str, tmp_path: Pat
         *((kind, 2, where, 1) for kind in (CountsOutside, CountsInLoss) for where in ("forward", "backward")),
         (KeepsAMean, 2, "backward", 1),
         (Swallows, 2, "forward", 1),
-        (own("hard_examples"), 3, "backward", 3),  # the last of the first window
+        (own(hard_examples), 3, "backward", 3),  # the last of the first window
     ],
 )
 def test_a_step_that_runs_out_is_repeated_as_it_began(
@@ -437,8 +420,7 @@ def test_a_stated_loss_is_verified_and_runs_whole_micro_batches(
 ) -> None:
     model, scarcity = tiny.bert(), Scarcity(calls=calls)
     scarcity.watch(model)
-    kind = type("Stated", (OwnLoss,), {"loss": staticmethod(loss)})
-    assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2, loss=text), model=model)
+    assert_same(own(loss), tmp_path, MicrobatchCallback(max_examples=2, loss=text), model=model)
     verified = 1 + 3 if calls else 5  # two rows together and each alone, or four
     assert (scarcity.errors, scarcity.count) == (len(calls), verified + 2 * BATCHES)
 
@@ -448,8 +430,7 @@ def test_a_stated_loss_is_verified_and_runs_whole_micro_batches(
     [(weighted_mean, "mean over rows"), (in_batch_negatives, "mean over labels"), (plain_mean, "sum")],
 )
 def test_a_wrong_statement_is_raised_with_the_weight_that_shows_it(loss: Any, text: str, tmp_path: Path) -> None:
-    kind = type("Stated", (OwnLoss,), {"loss": staticmethod(loss)})
-    trainer = make(kind, tmp_path, MicrobatchCallback(max_examples=2, loss=text))
+    trainer = make(own(loss), tmp_path, MicrobatchCallback(max_examples=2, loss=text))
     with pytest.raises(NotSplittableError) as error:
         trainer.train()
     assert re.sub(r"by [-\d.e+]+ ", "by # ", str(error.value)) == (
@@ -462,7 +443,7 @@ def test_a_wrong_statement_is_raised_with_the_weight_that_shows_it(loss: Any, te
 
 
 def test_an_unknown_name_lists_the_nearest(tmp_path: Path) -> None:
-    trainer = make(own("penalty"), tmp_path, MicrobatchCallback(max_examples=2, backbone="encodr"), model=TwoTowers())
+    trainer = make(own(penalty), tmp_path, MicrobatchCallback(max_examples=2, backbone="encodr"), model=TwoTowers())
     with pytest.raises(ValueError) as error:
         trainer.train()
     assert str(error.value) == (
@@ -493,7 +474,7 @@ class Full(Scarcity):
                 self.fail()
 
 
-@pytest.mark.parametrize("kind", [own("in_batch_negatives"), own("hard_examples"), PopsLabels, CountsInLoss])
+@pytest.mark.parametrize("kind", [own(in_batch_negatives), own(hard_examples), PopsLabels, CountsInLoss])
 def test_an_evaluation_that_runs_out_of_memory_gives_what_stock_gives(kind: type[Trainer], tmp_path: Path) -> None:
     def figures(predictions: Any) -> dict[str, float]:
         assert predictions.label_ids.shape == (BATCHES * ROWS,)
@@ -515,7 +496,7 @@ def test_an_evaluation_that_runs_out_of_memory_gives_what_stock_gives(kind: type
 
 
 def test_an_evaluation_of_which_only_one_row_fits_says_why_it_cannot_be_compared(tmp_path: Path) -> None:
-    trainer = make(own("hard_examples"), tmp_path, MicrobatchCallback())
+    trainer = make(own(hard_examples), tmp_path, MicrobatchCallback())
     Full(limit=1).watch(trainer.model)
     with pytest.raises(torch.OutOfMemoryError) as error:
         trainer.evaluate()
@@ -544,7 +525,7 @@ def test_a_part_that_runs_out_in_a_model_inside_the_backbone_is_halved(
 
     def run(*callbacks: Any) -> dict[str, torch.Tensor]:
         sizes = {"per_device_train_batch_size": 8, "max_steps": 1, "optim": "sgd", "learning_rate": 0.1}
-        trainer = own("penalty")(model=tiny.bert(), args=tiny.arguments(tmp_path, **sizes), train_dataset=tiny.rows(8))
+        trainer = own(penalty)(model=tiny.bert(), args=tiny.arguments(tmp_path, **sizes), train_dataset=tiny.rows(8))
         attach(trainer, *callbacks)
         trainer.train()
         return trainer.model.state_dict()

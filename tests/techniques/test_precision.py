@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import heads
 import peft
 import pytest
 import torch
@@ -100,9 +101,7 @@ def make_trainer(folder: Any, *callbacks: TrainerCallback, model: Any = None, **
 def albert() -> nn.Module:
     """All layers share their weights."""
     torch.manual_seed(0)
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    sizes = {"vocab_size": 100, "hidden_size": 32, "embedding_size": 16, "intermediate_size": 64}
-    config = transformers.AlbertConfig(**sizes, **dropout, num_hidden_layers=3, num_attention_heads=2)
+    config = transformers.AlbertConfig(**{**heads.TINY, "num_hidden_layers": 3}, embedding_size=16)
     return transformers.AlbertForSequenceClassification(config)
 
 

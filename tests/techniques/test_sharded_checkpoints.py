@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from contextlib import nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,6 @@ def llama() -> nn.Module:
     return tiny.llama(vocab_size=512)  # embeddings of more than the 4,096 elements from which on states have 8 bits
 
 
-def tied() -> nn.Module:
-    return tiny.llama(vocab_size=512, tie_word_embeddings=True)
-
-
 def lora() -> nn.Module:
     torch.manual_seed(1)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
@@ -82,7 +79,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD with momentum": (llama, {"optim": "sgd", "optim_args": "momentum=0.9"}),
     "accumulation": (llama, {"optim": "adamw_bnb_8bit", "gradient_accumulation_steps": 2}),
     "LoRA": (lora, {}),
-    "tied weights": (tied, {}),
+    "tied weights": (lambda: tiny.llama(vocab_size=512, tie_word_embeddings=True), {}),
 }
 
 
@@ -98,11 +95,7 @@ def ours() -> ShardedCheckpointCallback:
 
 def peak(tracker: StorageTracker) -> int:
     """Return the most bytes that were live at once."""
-    live = most = 0
-    for _, change in tracker.events:
-        live += change
-        most = max(most, live)
-    return most
+    return max(accumulate(change for _, change in tracker.events), default=0)
 
 
 @pytest.mark.parametrize("case", slow_except(("AdamW 8-bit",), CASES))
