@@ -140,12 +140,12 @@ def arguments(output_dir: Any, **settings: Any) -> TrainingArguments:
     return TrainingArguments(**{**quiet, **settings})
 
 
-def train(model: torch.nn.Module, dataset: Any, output_dir: Any, **settings: Any) -> Trainer:
+def train(model: Any, dataset: Any, output_dir: Any, resume: Any = None, **settings: Any) -> Trainer:
     """Train with the stock Trainer on the CPU and return the Trainer; ``trainer_*`` settings go to the Trainer."""
     names = [name for name in settings if name.startswith("trainer_")]
     of_trainer = {name.removeprefix("trainer_"): settings.pop(name) for name in names}
     trainer = Trainer(model=model, args=arguments(output_dir, **settings), train_dataset=dataset, **of_trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 

@@ -86,13 +86,10 @@ def in_8_bits(model: nn.Module, optimizer: Any) -> set[str]:
     return {name for name, dtype in dtypes.items() if dtype == torch.uint8}
 
 
-def train(model: nn.Module | None, folder: Path, *callbacks: Any, resume: Any = None, **settings: Any) -> Trainer:
-    of_trainer = {name[8:]: settings.pop(name) for name in [*settings] if name.startswith("trainer_")}
+def train(model: nn.Module, folder: Path, *callbacks: Any, **settings: Any) -> Trainer:
     common = {"optim": "adamw_bnb_8bit", "learning_rate": 1e-3, "per_device_train_batch_size": 8}
-    args = tiny.arguments(folder, **{**common, "train_sampling_strategy": "sequential", **settings})
-    trainer = Trainer(model=model, args=args, train_dataset=tiny.rows(32), callbacks=list(callbacks), **of_trainer)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    common |= {"train_sampling_strategy": "sequential", "trainer_callbacks": list(callbacks)}
+    return tiny.train(model, tiny.rows(32), folder, **{**common, **settings})
 
 
 def bert() -> nn.Module:

@@ -426,8 +426,7 @@ def test_a_stated_loss_is_verified_and_runs_whole_micro_batches(
 
 
 @pytest.mark.parametrize(
-    ("loss", "text"),
-    [(weighted_mean, "mean over rows"), (in_batch_negatives, "mean over labels"), (plain_mean, "sum")],
+    ("loss", "text"), [(weighted_mean, "mean over rows"), (in_batch_negatives, "mean over labels"), (plain_mean, "sum")]
 )
 def test_a_wrong_statement_is_raised_with_the_weight_that_shows_it(loss: Any, text: str, tmp_path: Path) -> None:
     trainer = make(own(loss), tmp_path, MicrobatchCallback(max_examples=2, loss=text))

@@ -70,10 +70,7 @@ def worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
 
 
 def assert_exact(
-    step: Callable[[nn.Module], torch.Tensor],
-    model: nn.Module,
-    tolerance: float = FLOAT64,
-    names: Sequence[str] = (),
+    step: Callable[[nn.Module], torch.Tensor], model: nn.Module, tolerance: float = FLOAT64, names: Sequence[str] = ()
 ) -> Outcome:
     """Hold a step in parts against the same step uncut."""
     whole, parts = run(step, model, 99, names), run(step, model, PART, names)
@@ -156,15 +153,14 @@ IDS = row_models.classified(ROWS).inputs["input_ids"]
 CLASSES = row_models.classified(ROWS).classes
 
 
+def backward(loss: torch.Tensor) -> torch.Tensor:
+    loss.backward()
+    return loss
+
+
 def step_with(**inputs: torch.Tensor) -> Callable[[nn.Module], torch.Tensor]:
     """Return a step whose loss compares rows."""
-
-    def step(model: nn.Module) -> torch.Tensor:
-        loss = row_models.supcon(model(**{"input_ids": IDS, **inputs}), CLASSES)
-        loss.backward()
-        return loss
-
-    return step
+    return lambda model: backward(row_models.supcon(model(**{"input_ids": IDS, **inputs}), CLASSES))
 
 
 def doing(change: Callable[[Any, torch.Tensor], object]) -> Mix:
@@ -313,9 +309,7 @@ def test_a_cache_that_a_model_returns_in_training_is_left_out() -> None:
     def step(model: nn.Module) -> torch.Tensor:
         outputs = model(**inputs)
         caches.append(outputs.get(CACHE))
-        loss = row_models.supcon(outputs.logits[:, -1], batch.classes)
-        loss.backward()
-        return loss
+        return backward(row_models.supcon(outputs.logits[:, -1], batch.classes))
 
     assert_exact(step, row_models.build("llama-tied"))
     assert caches[-1] is None
@@ -324,13 +318,8 @@ def test_a_cache_that_a_model_returns_in_training_is_left_out() -> None:
 def test_a_cache_that_a_model_is_given_is_not_run_twice() -> None:
     model = row_models.build("llama-tied")
     given = {**row_models.causal(ROWS).inputs, CACHE: DynamicCache()}
-
-    def step(model: nn.Module) -> torch.Tensor:
-        loss = model(**given).logits.square().mean()
-        loss.backward()
-        return loss
-
-    assert list(run(step, model).seen.reasons) == [
+    outcome = run(lambda model: backward(model(**given).logits.square().mean()), model)
+    assert list(outcome.seen.reasons) == [
         f"{name}: its input <DynamicCache> may be changed by each pass" for name in ("LlamaForCausalLM", "model")
     ]
 
@@ -423,9 +412,7 @@ def _loss(model: nn.Module, **inputs: Any) -> torch.Tensor:
 
 
 def _plain(model: nn.Module) -> torch.Tensor:
-    loss = _loss(model)
-    loss.backward()
-    return loss
+    return backward(_loss(model))
 
 
 def _two_backward(model: nn.Module) -> torch.Tensor:
@@ -451,9 +438,7 @@ def _to_inputs(model: nn.Module) -> torch.Tensor:
 def _square(model: nn.Module) -> torch.Tensor:
     """As many columns as rows, and one row of positions for all."""
     inputs = {name: value[:, :ROWS] for name, value in INPUTS.items()}
-    loss = _loss(model, **inputs, position_ids=torch.arange(ROWS)[None] + 1)
-    loss.backward()
-    return loss
+    return backward(_loss(model, **inputs, position_ids=torch.arange(ROWS)[None] + 1))
 
 
 def _generating(model: nn.Module) -> torch.Tensor:
@@ -462,16 +447,13 @@ def _generating(model: nn.Module) -> torch.Tensor:
     settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     text = model.generate(**INPUTS, **settings)
     model.train()
-    loss = _loss(model, input_ids=text, attention_mask=torch.ones_like(text))
-    loss.backward()
-    return loss + text.sum()
+    return backward(_loss(model, input_ids=text, attention_mask=torch.ones_like(text))) + text.sum()
 
 
 def _under_autocast(model: nn.Module) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = _loss(model)
-    loss.backward()
-    return loss.float()
+    return backward(loss).float()
 
 
 def _llama() -> Any:

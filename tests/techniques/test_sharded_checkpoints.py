@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from slow_cases import slow_except
+from test_quantized_experts import mixture
 from torch import nn
 from transformers import Trainer
 
@@ -55,13 +56,6 @@ def lora() -> nn.Module:
     torch.manual_seed(1)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
     return peft.get_peft_model(llama(), config)
-
-
-def mixtral() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, tie_word_embeddings=False))
 
 
 def llava() -> nn.Module:
@@ -114,7 +108,7 @@ def test_resume_equals_straight_run(tmp_path, case) -> None:
         assert tiny.largest_difference(straight, other) == 0.0
 
 
-@pytest.mark.parametrize("build", [mixtral, llava])
+@pytest.mark.parametrize("build", [mixture, llava])
 @pytest.mark.slow
 def test_converted_weights_are_resumed(tmp_path, build) -> None:
     """Stock writes these under the names of the hub and reads them back under none: it resumes with fresh ones."""
@@ -175,7 +169,7 @@ def test_files_are_bounded_and_a_small_model_is_one_file(tmp_path) -> None:
 
 
 def test_final_model_keeps_the_names_of_the_hub(tmp_path) -> None:
-    model = mixtral()
+    model = mixture()
     built = trainer(model, tmp_path, ShardedCheckpointCallback())
     built.save_model(str(tmp_path / "final"))
     model.save_pretrained(tmp_path / "stock")
@@ -275,7 +269,7 @@ def test_experts_are_not_copied_on_the_card(tmp_path) -> None:
     """Stock takes fused weights apart before it writes them (5.17, 5.23): up and gate projection, two thirds."""
     peaks = {}
     for name in ("stock", "checkpoint-2"):
-        model = mixtral()
+        model = mixture()
         tracker = StorageTracker(device_type=None, flops=False)
         known = {tracker.add(parameter) for parameter in model.parameters()}
         experts = sum(parameter.nbytes for name, parameter in model.named_parameters() if ".experts." in name)

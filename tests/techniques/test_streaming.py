@@ -92,9 +92,7 @@ def test_a_checkpoint_is_resumed_with_and_without(direction: str, tmp_path: Path
     straight = llama()
     tiny.train(straight, rows(), tmp_path / "straight", **settings, **first)
     model = llama(seed=1)
-    args = tiny.arguments(tmp_path / "resumed", **settings)
-    trainer = Trainer(model, args, train_dataset=rows(), callbacks=then.get("trainer_callbacks"))
-    trainer.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
+    tiny.train(model, rows(), tmp_path / "resumed", str(tmp_path / "straight" / "checkpoint-2"), **settings, **then)
     assert tiny.largest_difference(straight, model) == 0.0
     saved = [path.read_bytes() for path in sorted(tmp_path.glob("*/checkpoint-4/model.safetensors"))]
     assert len(saved) == 2
