@@ -277,6 +277,9 @@ def test_the_users_autocast_handler_is_kept_and_comes_back(former: Any, tmp_path
     assert trainer.accelerator.autocast_handler is former
 
 
+TEXTS = heads.causal_examples(16)
+
+
 def half_llama() -> Any:
     return tiny.llama(tie_word_embeddings=True).to(torch.bfloat16)
 
@@ -289,16 +292,12 @@ def dtypes(model: nn.Module) -> set[torch.dtype]:
     return {parameter.dtype for parameter in model.parameters()}
 
 
-def causal_rows() -> list[dict[str, Any]]:
-    return [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in tiny.rows(16)]
-
-
 def test_master_weights_are_the_same_parameters_and_come_back_exactly(tmp_path: Path) -> None:
     """Twice, and attached once more in between, which changes nothing."""
     model, callback = half_llama(), PrecisionCallback()
     model.model.layers[0].requires_grad_(False)
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters(remove_duplicate=False)}
-    trainer = make_trainer(tmp_path, callback, model=model, bf16=True, trainer_train_dataset=causal_rows())
+    trainer = make_trainer(tmp_path, callback, model=model, bf16=True, trainer_train_dataset=TEXTS)
     for _ in range(2):
         attach(attach(trainer))
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -318,7 +317,7 @@ def test_an_optimizer_that_is_built_already_is_kept_until_it_has_stepped(tmp_pat
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     given = {"model": model, "bf16": True, "trainer_optimizers": (optimizer, None)}
     trainer = make_trainer(
-        tmp_path, callback := PrecisionCallback(autocast_cache=False), **given, trainer_train_dataset=causal_rows()
+        tmp_path, callback := PrecisionCallback(autocast_cache=False), **given, trainer_train_dataset=TEXTS
     )
     attach(trainer)
     assert dtypes(model) == {torch.float32}
@@ -341,7 +340,7 @@ def test_small_updates_are_lost_without_master_weights(tmp_path: Path, rebuilt: 
     """Updates of 1e-5 on weights around 0.02: bfloat16 rounds nearly all of them away."""
 
     def moved_fraction(*callbacks: TrainerCallback) -> float:
-        settings = {"optim": "adamw_torch", "learning_rate": 1e-5, "bf16": True, "trainer_train_dataset": causal_rows()}
+        settings = {"optim": "adamw_torch", "learning_rate": 1e-5, "bf16": True, "trainer_train_dataset": TEXTS}
         settings |= {"trainer_model_init": half_llama} if rebuilt else {"model": half_llama()}
         trainer = attach(make_trainer(tmp_path, *callbacks, **settings))
         trainer.train()
