@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from tables import tables
+from tables import refuses, tables, whole
 from templates import CHATML, TEMPLATES, THINKING, TOOLS, byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import EvalPrediction
@@ -19,6 +19,10 @@ TABLES = tables(__file__)
 
 TURNS = TABLES["turns"]
 LABELLED = "sequence-classification"
+
+
+ANSWERS = {"question": "q", "context": "abcd", "answers": {"text": ["cd"], "answer_start": [2]}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>'
 SORTED = '<tool_call>{"arguments": {"a": 2}, "name": "add"}</tool_call><|im_end|>'
 """As datasets before 4.1 keeps the fields of an object: by their names."""
 
@@ -43,6 +47,14 @@ def learned(row: dict[str, Any], tokenizer: Any) -> list[str]:
     return [tokenizer.decode(part) for part in parts if part]
 
 
+def labelled(*labels: Any) -> list[dict[str, Any]]:
+    return [{"text": "w1", "label": label} for label in labels]
+
+
+def every(found: Rows) -> list[dict[str, Any]]:
+    return [*found.train, *found.evaluation]
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_only_answers_are_learned(name: str) -> None:
     template = TEMPLATES[name]
@@ -60,30 +72,37 @@ def test_only_answers_are_learned(name: str) -> None:
     assert learned(row, tokenizer) == expected
 
 
-def test_what_was_thought_is_learned_where_the_template_writes_it() -> None:
-    tokenizer = byte_tokenizer("<|im_end|>", THINKING)
-    turns = [*TURNS[:1], {"role": "assistant", "content": "<think>who?</think>Hello"}, TURNS[2]]
-    turns += [{"role": "assistant", "content": "<think>4 or 5</think>4"}]
-    row = read([{"messages": turns}] * 2, tokenizer).train[0]
-    assert learned(row, tokenizer) == ["Hello<|im_end|>", "<think>\n4 or 5\n</think>\n\n4<|im_end|>"]
+def answer(text: str, **parts: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **parts}
 
 
-def test_calls_of_tools_are_learned_and_what_tools_answer_is_not() -> None:
-    tokenizer = byte_tokenizer("<|im_end|>", TOOLS)
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    turns = [{"role": "system", "content": "Be kind."}, TURNS[2], {"role": "assistant", "tool_calls": [call]}]
-    turns += [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "4", "tool_calls": None}]
+def call(arguments: Any) -> dict[str, Any]:
+    called = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [called]}
+
+
+TOOL = {"role": "tool", "content": "4"}
+AS_JSON = "{% for one in messages %}{{ one.content | tojson if one.role == 'tool' else one.content }}{% endfor %}"
+THOUGHTS = [TURNS[0], answer("<think>who?</think>Hello"), TURNS[2], answer("<think>4 or 5</think>4")]
+CALLS = [{"role": "system", "content": "Be kind."}, TURNS[2], call({"a": 2}), TOOL, answer("4", tool_calls=None)]
+WEIGHTED = [TURNS[2], answer("No", weight=0), TURNS[2], call('{"a": 2}')]
+NO_TOKEN = CHATML.replace("<|im_end|>", "[end]")
+OTHER_TURNS: dict[str, tuple[str, str, list[Any], list[str]]] = {
+    "thoughts": ("<|im_end|>", THINKING, THOUGHTS, ["Hello<|im_end|>", "<think>\n4 or 5\n</think>\n\n4<|im_end|>"]),
+    "calls, not what tools answer": ("<|im_end|>", TOOLS, CALLS, [CALL, "4<|im_end|>"]),
+    "arguments as JSON, not answers of weight zero": ("<|im_end|>", TOOLS, WEIGHTED, [CALL]),
+    "an end that is no special token": ("</s>", NO_TOKEN, TURNS, ["Hello ü[end]", "It is 4.[end]\n</s>"]),
+    "beside JSON": ("</s>", AS_JSON, [{"role": "tool", "content": 'ü "a"\n'}, answer("b")], ["b</s>"]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TURNS)
+def test_what_is_learned_of_thoughts_calls_and_other_templates(name: str) -> None:
+    end, template, turns, parts = OTHER_TURNS[name]
+    tokenizer = byte_tokenizer(end, template)
     row = read([{"messages": turns, "tools": None}] * 2, tokenizer).train[0]
-    said = {'<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>', SORTED}
-    first, last = learned(row, tokenizer)
-    assert (first in said, last) == (True, "4<|im_end|>")
-    assert tokenizer.decode(row["input_ids"]).count("<tool_response>4</tool_response>") == 1
-
-
-def test_the_end_of_a_turn_is_learned_where_it_is_no_special_token() -> None:
-    tokenizer = byte_tokenizer("</s>", CHATML.replace("<|im_end|>", "[end]"))
-    row = read([{"messages": TURNS}] * 2, tokenizer).train[0]
-    assert learned(row, tokenizer) == ["Hello ü[end]", "It is 4.[end]\n</s>"]
+    assert [CALL if part == SORTED else part for part in learned(row, tokenizer)] == parts
+    assert tokenizer.decode(row["input_ids"]).count("<tool_response>4</tool_response>") == turns.count(TOOL)
 
 
 def test_conversations_of_sharegpt_are_the_same_rows() -> None:
@@ -110,7 +129,7 @@ def test_the_completion_is_learned(name: str) -> None:
 def test_a_text_ends_once() -> None:
     tokenizer = byte_tokenizer()
     found = read([{"text": text} for text in ("ab", "ab</s>", "a", "</s>")], tokenizer)
-    rows = [*found.train, *found.evaluation]
+    rows = every(found)
     assert sorted(tokenizer.decode(row["input_ids"]) for row in rows) == ["</s>", "a</s>", "ab</s>", "ab</s>"]
     assert all(row.keys() == {"input_ids"} for row in rows)  # the collator copies the labels
 
@@ -119,17 +138,36 @@ def test_cut_rows_keep_what_is_learned() -> None:
     tokenizer = byte_tokenizer()
     rows = [{"prompt": "a", "completion": "bcdef"}] * 3 + [{"prompt": "abcdefgh", "completion": "i"}]
     found = read(rows, tokenizer, max_length=4)
-    assert {len(row["input_ids"]) for row in [*found.train, *found.evaluation]} == {4}
-    assert len(found.train) + len(found.evaluation) == 3
+    assert {len(row["input_ids"]) for row in every(found)} == {4}
+    assert len(every(found)) == 3
     assert found.notes == (
         "1 of 4 rows without prompt or completion, or with nothing to learn in 4 tokens, were left out",
         "1 of 3 rows are kept for evaluation: the data has no split for it",
     )
 
 
-def test_a_conversation_without_a_template_names_the_cure() -> None:
-    with pytest.raises(ValueError, match="has no chat template to write messages by; expected one"):
-        read([{"messages": TURNS}] * 2, byte_tokenizer())
+TWICE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages[-1]['content'] }}"
+PAIR = {"translation": {"de": "ab", "en": "c"}}
+OTHER = {"body": "w1", "stars": 0}
+LONG = {**ANSWERS, "question": "which"}
+IN_PART: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"messages": TURNS}, {}, "has no chat template to write messages by; expected one"),
+    ({"messages": TURNS}, {"template": TWICE}, "cannot be told from the rest of what the chat template writes"),
+    ({"text": "b"}, {"prefix": "a: "}, "prefix='a: ' is for task='seq2seq' alone, and task='causal-lm'"),
+    (PAIR, {"task": "seq2seq"}, "has tgt_lang=None, and would mark targets as of the language of their"),
+    (OTHER, {"task": LABELLED}, r"columns \['body', 'stars'\] are in no format of sequence-classification"),
+    (OTHER, {"task": LABELLED, "columns": {"text": "bodi"}}, "name 'bodi', which is not in.*Did you mean 'body'"),
+    (LONG, {"task": "question-answering", "max_length": 4}, "max_length=4 has no room for a question and its context"),
+]
+
+
+@pytest.mark.parametrize(("row", "options", "message"), IN_PART)
+def test_what_cannot_be_read_is_refused(row: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    tokenizer = byte_tokenizer("</s>", options.get("template"))
+    if row == PAIR:
+        tokenizer.tgt_lang = None  # as of NLLB and mBART, where none is given
+    with pytest.raises(ValueError, match=message):
+        read([row] * 2, tokenizer, **{name: value for name, value in options.items() if name != "template"})
 
 
 def test_tokenizers_that_begin_and_end_a_text_do_so_once() -> None:
@@ -139,25 +177,9 @@ def test_tokenizers_that_begin_and_end_a_text_do_so_once() -> None:
     )
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b</s>"}]
     found = read(rows, tokenizer)
-    for row in [*found.train, *found.evaluation]:
+    for row in every(found):
         assert tokenizer.decode(row["input_ids"]) == "<s>ab</s>"
         assert learned(row, tokenizer) == ["b</s>"]
-
-
-def test_a_conversation_that_the_template_refuses_is_told() -> None:
-    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    with pytest.raises(ValueError) as error:
-        read([{"messages": [{"role": "system"}]}] * 2, byte_tokenizer("</s>", strict))
-    assert str(error.value) == (
-        "messages=[{'role': 'system'}] cannot be written by the chat template (System role not "
-        "supported); expected roles in the order that it takes. Correct the row, or leave it out: dataset.filter(...)"
-    )
-
-
-def test_a_template_that_writes_a_message_twice_is_refused() -> None:
-    shuffled = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages[-1]['content'] }}"
-    with pytest.raises(ValueError, match="cannot be told from the rest of what the chat template writes"):
-        read([{"messages": TURNS}] * 2, byte_tokenizer("</s>", shuffled))
 
 
 LABELS = TABLES["labels"]
@@ -192,8 +214,8 @@ def test_classes_that_hardly_repeat_or_were_not_trained_are_refused() -> None:
 
 
 def test_a_task_overrides_the_type() -> None:
-    rows = [{"text": "w1 w2", "label": i % 3} for i in range(12)]
-    assert read(rows, tiny.tokenizer(), "sequence-classification").head["num_labels"] == 3
+    rows = labelled(*[0, 1, 2] * 4)
+    assert read(rows, tiny.tokenizer(), LABELLED).head["num_labels"] == 3
     found = read(rows, tiny.tokenizer(), "regression")
     assert (found.head["num_labels"], found.head["problem_type"]) == (1, "regression")
     assert found.train.features["labels"].dtype == "float64"
@@ -208,36 +230,21 @@ def test_pairs_of_texts() -> None:
 
 
 def test_what_cannot_be_read_is_told_in_whole() -> None:
-    rows = datasets.Dataset.from_list([{"text": "w1", "label": i % 2} for i in range(8)])
-    tests = datasets.Dataset.from_list([{"text": "w1", "label": 3}])
-    with pytest.raises(TypeError) as error:
-        read_rows(rows.to_iterable_dataset(), tiny.tokenizer(), "masked-lm")
-    assert str(error.value) == (
-        "dataset=<IterableDataset> is a stream; expected a datasets.Dataset or DatasetDict. Call: load_dataset(NAME) "
-        "without streaming=True"
-    )
-    with pytest.raises(ValueError) as unknown:
-        read_rows(datasets.DatasetDict(train=rows, test=tests), tiny.tokenizer(), "sequence-classification")
-    assert str(unknown.value) == (
-        "label=3 is not among the 2 classes of the training rows; expected one of 0, 1. Give each class at least one "
-        "training row"
-    )
-    with pytest.raises(ValueError) as no_text:
-        read([{"text": 1}] * 2, tiny.tokenizer())
-    assert str(no_text.value) == (
-        "text=1 is not text; expected text in this column. Name the right one: columns={'text': NAME}"
-    )
-
-
-def test_rows_of_which_a_whole_batch_has_nothing() -> None:
-    found = read([*[{"text": None}] * 1500, *[{"text": "ab"}] * 10], byte_tokenizer())
-    assert len(found.train) + len(found.evaluation) == 10
+    tokenizer = tiny.tokenizer()
+    rows, tests = datasets.Dataset.from_list(labelled(*[0, 1] * 4)), datasets.Dataset.from_list(labelled(3))
+    stream, parts = rows.to_iterable_dataset(), datasets.DatasetDict(train=rows, test=tests)
+    refuses(TypeError, whole("dataset=<IterableDataset> is a stream"), read_rows, stream, tokenizer, "masked-lm")
+    refuses(ValueError, whole("label=3 is not among the 2"), read_rows, parts, tokenizer, LABELLED)
+    refuses(ValueError, whole("text=1 is not text"), read, [{"text": 1}] * 2, tokenizer)
+    tokenizer = byte_tokenizer("</s>", "{{ raise_exception('No system') }}")
+    system = [{"messages": [{"role": "system"}]}] * 2
+    refuses(ValueError, whole("messages=[{'role': 'system'}] cannot"), read, system, tokenizer)
 
 
 def test_token_ids_keep_their_labels() -> None:
     rows = [{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "label": 5 + i % 2} for i in range(8)]
     found = read(rows, tiny.tokenizer(), "sequence-classification", max_length=2)
-    ends = {tuple(row["input_ids"]) for row in [*found.train, *found.evaluation]}
+    ends = {tuple(row["input_ids"]) for row in every(found)}
     assert (ends, found.head["id2label"]) == ({(5, 6)}, {0: "5", 1: "6"})
     tagged = read([{"input_ids": [5, 6, 7], "labels": [-100, 3, 9]}] * 3, tiny.tokenizer(), "token-classification")
     assert tagged.train[0]["labels"] == [-100, 0, 1]
@@ -264,35 +271,24 @@ def test_splits_that_are_not_used_are_told_and_several_to_train_on_refused() -> 
     data = datasets.DatasetDict({name: rows_of_split(name) for name in ("train", "dev", "extra")})
     assert "splits that are not used: extra" in read_rows(data, byte_tokenizer(), "masked-lm").notes
     data = datasets.DatasetDict({name: rows_of_split(name) for name in ("train_sft", "test_sft", "train_gen")})
-    with pytest.raises(ValueError) as error:
-        read_rows(data, byte_tokenizer(), "masked-lm")
-    assert str(error.value) == (
-        "dataset=<splits train_sft, test_sft, train_gen> has none that is 'train', and several that could be; expected "
-        "one to train on. Pass datasets.DatasetDict(train=data['train_sft'], validation=data['test_sft'])"
-    )
+    refuses(ValueError, whole("dataset=<splits train_sft"), read_rows, data, byte_tokenizer(), "masked-lm")
 
 
-@pytest.mark.parametrize("label", [[], [-1], [None]])
-def test_a_split_without_labels_is_not_evaluated(label: list[Any]) -> None:
-    train = [{"text": "w1", "label": at % 2} for at in range(8)]
-    rows = [{"text": "w1", **({"label": label[0]} if label else {})}] * 2
-    test = datasets.Dataset.from_list(rows)
-    found = read_rows(
-        datasets.DatasetDict(train=datasets.Dataset.from_list(train), test=test), tiny.tokenizer(), LABELLED
-    )
+@pytest.mark.parametrize("test", [[{"text": "w1"}], labelled(-1), labelled(None)])
+def test_a_split_without_labels_is_not_evaluated(test: list[Any]) -> None:
+    parts = {"train": labelled(*[0, 1] * 4), "test": test * 2}
+    data = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()})
+    found = read_rows(data, tiny.tokenizer(), LABELLED)
     assert (len(found.train), len(found.evaluation)) == (7, 1)
     assert found.notes[0] == "the split 'test' has no label, so it is not evaluated"
 
 
 def test_splits_whose_ids_are_other_classes_are_refused_with_what_aligns_them() -> None:
-    parts = {"train": ["a", "b", "c"] * 2, "test": ["a", "c"]}
     data = datasets.DatasetDict()
-    for split, names in parts.items():
-        rows = datasets.Dataset.from_list([{"text": "w1", "label": name} for name in names])
-        data[split] = rows.class_encode_column("label")
-    with pytest.raises(
-        ValueError, match="the classes of the split 'test' are a, c, those of the training rows a, b, c"
-    ):
+    for split, names in (("train", "abcabc"), ("test", "ac")):
+        data[split] = datasets.Dataset.from_list(labelled(*names)).class_encode_column("label")
+    message = "the classes of the split 'test' are a, c, those of the training rows a, b, c"
+    with pytest.raises(ValueError, match=message):
         read_rows(data, tiny.tokenizer(), LABELLED)
     data["test"] = data["test"].align_labels_with_mapping({"a": 0, "b": 1, "c": 2}, "label")
     assert read_rows(data, tiny.tokenizer(), LABELLED).evaluation["labels"][:] == [0, 2]
@@ -309,12 +305,11 @@ def test_labels_have_the_type_of_the_loss_whatever_their_column_is_called(column
 
 
 def test_rows_whose_label_is_not_known_are_left_out() -> None:
-    labels = [1.0, 0.0, float("nan"), 1.0, None]
-    found = read([{"text": "w1", "label": label} for label in labels * 4], tiny.tokenizer(), LABELLED)
-    assert (found.head["problem_type"], len(found.train) + len(found.evaluation)) == ("single_label_classification", 12)
+    found = read(labelled(*[1.0, 0.0, float("nan"), 1.0, None] * 4), tiny.tokenizer(), LABELLED)
+    assert (found.head["problem_type"], len(every(found))) == ("single_label_classification", 12)
     assert "8 of 20 rows without text or label, or with nothing to learn, were left out" in found.notes
     with pytest.raises(ValueError, match="label=inf is no finite number"):
-        read([{"text": "w1", "label": label} for label in (0.5, float("inf"))], tiny.tokenizer(), LABELLED)
+        read(labelled(0.5, float("inf")), tiny.tokenizer(), LABELLED)
 
 
 def test_what_is_not_read_is_told() -> None:
@@ -328,9 +323,7 @@ REFUSED = TABLES["refused"]
 @pytest.mark.parametrize("name", REFUSED)
 def test_rows_that_are_not_as_their_format_says_are_refused(name: str) -> None:
     rows, task, message = REFUSED[name]
-    with pytest.raises(ValueError) as error:
-        read(rows * 2, byte_tokenizer("<|im_end|>", CHATML), task)
-    assert str(error.value) == message
+    refuses(ValueError, message, read, rows * 2, byte_tokenizer("<|im_end|>", CHATML), task)
 
 
 def test_masks_of_token_ids_say_what_is_learned() -> None:
@@ -351,52 +344,32 @@ def test_no_special_token_is_written_twice() -> None:
     assert mine == theirs
 
 
-def test_arguments_of_calls_may_be_json_and_answers_of_weight_zero_are_not_learned() -> None:
-    tokenizer = byte_tokenizer("<|im_end|>", TOOLS)
-    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-    turns = [TURNS[2], {"role": "assistant", "content": "No", "weight": 0}, TURNS[2]]
-    turns += [{"role": "assistant", "tool_calls": [call]}]
-    row = read([{"messages": turns}] * 2, tokenizer).train[0]
-    [only] = learned(row, tokenizer)
-    assert only in {'<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>', SORTED}
-
-
-def test_what_a_template_writes_as_json_is_not_left_out() -> None:
-    template = "{% for one in messages %}{{ one.content | tojson if one.role == 'tool' else one.content }}{% endfor %}"
-    tokenizer = byte_tokenizer("</s>", template)
-    turns = [{"role": "tool", "content": 'ü "a"\n'}, {"role": "assistant", "content": "b"}]
-    assert learned(read([{"messages": turns}] * 2, tokenizer).train[0], tokenizer) == ["b</s>"]
-
-
 def test_an_instruction_and_its_input_are_both_read_by_an_encoder() -> None:
     rows = [{"instruction": "Add.", "input": "2 2", "output": "4"}, {"instruction": "Hi", "input": "", "output": "4"}]
-    found = read(rows, byte_tokenizer(), "seq2seq")
-    texts = {byte_tokenizer().decode(row["input_ids"]) for row in [*found.train, *found.evaluation]}
+    texts = {byte_tokenizer().decode(row["input_ids"]) for row in every(read(rows, byte_tokenizer(), "seq2seq"))}
     assert texts == {"Add.\n\n2 2", "Hi"}
-    pairs = [
-        {"translation": None},
-        {"translation": {"en": "a", "de": None}},
-        *[{"translation": {"en": "a", "de": "b"}}] * 2,
-    ]
-    assert (
-        "2 of 4 rows without translation, or with nothing to learn, were left out"
-        in read(pairs, byte_tokenizer(), "seq2seq").notes
-    )
 
 
-def test_names_of_classes_are_kept() -> None:
-    data = datasets.Dataset.from_list([{"text": "w1", "label": i % 2} for i in range(8)])
-    data = data.cast_column("label", datasets.ClassLabel(names=["bad", "good"]))
-    found = read_rows(data, tiny.tokenizer(), "sequence-classification")
-    assert found.head["id2label"] == {0: "bad", 1: "good"}
+def test_source_and_target() -> None:
+    tokenizer = byte_tokenizer()
+    found = read([{"document": "ab", "summary": "c"}] * 2, tokenizer, "seq2seq", prefix="summarize: ")
+    assert [tokenizer.decode(found.train[0][name]) for name in ("input_ids", "labels")] == ["summarize: ab", "c"]
+    pairs = read([{"translation": None}, {"translation": {"de": "ab", "en": None}}, PAIR, PAIR], tokenizer, "seq2seq")
+    assert "2 of 4 rows without translation, or with nothing to learn, were left out" in pairs.notes
+    assert "translation: from 'de' to 'en', as they stand in the data" in pairs.notes
+    assert [pairs.train[0][name] for name in ("input_ids", "labels")] == tokenizer(["ab", "c"])["input_ids"]
 
 
-def test_rows_that_datasets_marks_as_without_a_class_are_left_out() -> None:
-    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])})
+def test_names_of_classes_are_kept_and_rows_that_datasets_marks_as_without_one_left_out() -> None:
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
     data = datasets.Dataset.from_dict({"text": ["w1"] * 9, "label": [0, 1, -1] * 3}, features=kinds)
     found = read_rows(data, tiny.tokenizer(), LABELLED)
     assert found.notes[0] == "3 of 9 rows without text or label, or with nothing to learn, were left out"
-    assert {*found.train["labels"], *found.evaluation["labels"]} == {0, 1}
+    assert {row["labels"] for row in every(found)} == {0, 1}
+    assert found.head["id2label"] == {0: "bad", 1: "good"}
+    tokenizer = byte_tokenizer()  # a class that is a target is learned by its name
+    found = read_rows(data, tokenizer, "seq2seq", columns={"source": "text", "target": "label"})
+    assert {tokenizer.decode(row["labels"]) for row in every(found)} == {"bad", "good"}
 
 
 def test_tags_stand_at_the_first_token_of_a_word() -> None:
@@ -406,59 +379,11 @@ def test_tags_stand_at_the_first_token_of_a_word() -> None:
 
 
 def test_answers_are_found_by_their_characters() -> None:
-    answers = {"text": ["cd"], "answer_start": [2]}
-    rows = [{"question": "q", "context": "abcd", "answers": answers}] * 2
-    rows += [{"question": "q", "context": "abcd", "answers": {"text": [], "answer_start": []}}] * 2
-    found = read(rows, byte_tokenizer(), "question-answering")
-    spans = {(row["start_positions"], row["end_positions"]) for row in [*found.train, *found.evaluation]}
-    assert spans == {(3, 4), (0, 0)}
-    cut = read(rows, byte_tokenizer(), "question-answering", max_length=4)
-    assert [(row["start_positions"], row["end_positions"]) for row in [*cut.train, *cut.evaluation]] == [(0, 0)] * 2
+    rows = [ANSWERS] * 2 + [{**ANSWERS, "answers": {"text": [], "answer_start": []}}] * 2
+    found, cut = (read(rows, byte_tokenizer(), "question-answering", max_length=most) for most in (512, 4))
+    assert {(row["start_positions"], row["end_positions"]) for row in every(found)} == {(3, 4), (0, 0)}
+    assert [(row["start_positions"], row["end_positions"]) for row in every(cut)] == [(0, 0)] * 2
     assert "2 of 4 rows" in cut.notes[0]
-    with pytest.raises(ValueError, match="max_length=4 has no room for a question and its context"):
-        read([{**rows[0], "question": "which"}] * 2, byte_tokenizer(), "question-answering", max_length=4)
-
-
-def test_a_prefix_is_for_encoder_decoders() -> None:
-    with pytest.raises(ValueError, match="prefix='a: ' is for task='seq2seq' alone, and task='causal-lm'"):
-        read([{"text": "b"}] * 2, byte_tokenizer(), prefix="a: ")
-
-
-def test_a_translator_has_to_know_both_languages() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.tgt_lang = None  # as of NLLB and mBART, where none is given
-    with pytest.raises(ValueError, match="has tgt_lang=None, and would mark targets as of the language of their"):
-        read([{"translation": {"de": "ab", "en": "c"}}] * 2, tokenizer, "seq2seq")
-
-
-def test_source_and_target() -> None:
-    tokenizer = byte_tokenizer()
-    found = read([{"document": "ab", "summary": "c"}] * 2, tokenizer, "seq2seq", prefix="summarize: ")
-    assert tokenizer.decode(found.train[0]["input_ids"]) == "summarize: ab"
-    assert tokenizer.decode(found.train[0]["labels"]) == "c"
-    pair = read([{"translation": {"de": "ab", "en": "c"}}] * 2, tokenizer, "seq2seq")
-    assert "translation: from 'de' to 'en', as they stand in the data" in pair.notes
-    assert (pair.train[0]["input_ids"], pair.train[0]["labels"]) == (
-        tokenizer("ab")["input_ids"],
-        tokenizer("c")["input_ids"],
-    )
-
-
-def test_a_class_that_is_a_target_is_learned_by_its_name() -> None:
-    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
-    data = datasets.Dataset.from_dict({"text": ["ab"] * 6, "label": [0, 1, -1] * 2}, features=kinds)
-    tokenizer = byte_tokenizer()
-    found = read_rows(data, tokenizer, "seq2seq", columns={"source": "text", "target": "label"})
-    learned = {tokenizer.decode(row) for part in (found.train, found.evaluation) for row in part["labels"]}
-    assert learned == {"bad", "good"}
-
-
-def test_named_splits_are_taken() -> None:
-    rows = datasets.Dataset.from_list([{"text": f"w{i}"} for i in range(4)])
-    parts = datasets.DatasetDict(train=rows.select([0, 1]), test=rows.select([2]), validation=rows.select([3]))
-    found = read_rows(parts, tiny.tokenizer(), "masked-lm")
-    assert found.evaluation[0]["input_ids"] == tiny.tokenizer()("w3")["input_ids"]
-    assert len(found.train) == 2
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(2, 1), (50, 5), (990, 99), (2000, 100), (6000, 120)])
@@ -468,54 +393,30 @@ def test_without_a_split_a_hundred_rows_are_evaluated_but_never_most(rows: int, 
     assert found.notes == (f"{kept} of {rows} rows are kept for evaluation: the data has no split for it",)
 
 
-def test_rows_with_nothing_in_them_are_left_out() -> None:
-    found = read([{"text": text} for text in ("a", None, "", "b", "c")], byte_tokenizer())
-    assert len(found.train) + len(found.evaluation) == 3
-    assert found.notes[0] == "2 of 5 rows without text, or with nothing to learn, were left out"
+@pytest.mark.parametrize(("count", "nothing"), [(3, [None, ""]), (10, [None] * 1500)])  # of which whole batches
+def test_rows_with_nothing_in_them_are_left_out(count: int, nothing: list[Any]) -> None:
+    found = read([{"text": text} for text in (*nothing, *["ab"] * count)], byte_tokenizer())
+    assert len(every(found)) == count
+    of = f"{len(nothing)} of {len(nothing) + count}"
+    assert found.notes[0] == f"{of} rows without text, or with nothing to learn, were left out"
 
 
 def test_other_names_are_given() -> None:
     rows = [{"body": "w1", "stars": i % 2} for i in range(6)]
-    with pytest.raises(ValueError, match=r"columns \['body', 'stars'\] are in no format of sequence-classification"):
-        read(rows, tiny.tokenizer(), "sequence-classification")
     columns = {"text": "body", "label": "stars"}
-    assert read(rows, tiny.tokenizer(), "sequence-classification", columns=columns).head["num_labels"] == 2
-    with pytest.raises(ValueError, match=r"name 'bodi', which is not in the data.*Did you mean 'body'"):
-        read(rows, tiny.tokenizer(), "sequence-classification", columns={"text": "bodi"})
+    assert read(rows, tiny.tokenizer(), LABELLED, columns=columns).head["num_labels"] == 2
 
 
 RIGHT = np.array([0, 1, 2, 1])
 FOUND = np.array([0, 1, 1, 1])
-ANSWERS = {"question": "q", "context": "abcd", "answers": {"text": ["cd"], "answer_start": [2]}}
+SCORES, TARGETS = np.array([[1.0, -1.0], [2.0, 3.0]]), np.array([[1.0, 0.0], [1.0, 0.0]])
+NUMBERS, FIT = (np.array([[1.0], [2.0], [3.0]]), np.array([2.0, 4.0, 6.0])), {"pearson": 1.0, "rmse": (14 / 3) ** 0.5}
+TAGS = [{"tokens": ["w1"], "ner_tags": [0]}] * 4
 METRICS: dict[str, tuple[list[dict[str, Any]], str, Any, Any, dict[str, float]]] = {
-    "classes": (
-        [{"text": "w1", "label": i % 3} for i in range(6)],
-        "sequence-classification",
-        FOUND,
-        RIGHT,
-        {"accuracy": 0.75, "f1": (1 + 0.8 + 0) / 3},
-    ),
-    "several classes": (
-        [{"text": "w1", "label": ["a", "b"]}] * 4,
-        "sequence-classification",
-        np.array([[1.0, -1.0], [2.0, 3.0]]),
-        np.array([[1.0, 0.0], [1.0, 0.0]]),
-        {"accuracy": 0.5, "f1": 0.8},
-    ),
-    "numbers": (
-        [{"text": "w1", "label": 0.5}] * 4,
-        "sequence-classification",
-        np.array([[1.0], [2.0], [3.0]]),
-        np.array([2.0, 4.0, 6.0]),
-        {"pearson": 1.0, "rmse": (14 / 3) ** 0.5},
-    ),
-    "tags": (
-        [{"tokens": ["w1"], "ner_tags": [0]}] * 4,
-        "token-classification",
-        FOUND,
-        np.array([0, 1, -100, 1]),
-        {"accuracy": 1.0, "f1": 1.0},
-    ),
+    "classes": (labelled(0, 1, 2, 0, 1, 2), LABELLED, FOUND, RIGHT, {"accuracy": 0.75, "f1": (1 + 0.8 + 0) / 3}),
+    "several classes": (labelled(*[["a", "b"]] * 4), LABELLED, SCORES, TARGETS, {"accuracy": 0.5, "f1": 0.8}),
+    "numbers": (labelled(*[0.5] * 4), LABELLED, *NUMBERS, FIT),
+    "tags": (TAGS, "token-classification", FOUND, np.array([0, 1, -100, 1]), {"accuracy": 1.0, "f1": 1.0}),
     "answers": ([ANSWERS] * 4, "question-answering", (FOUND, FOUND), (FOUND, RIGHT), {"exact_match": 0.75}),
 }
 
