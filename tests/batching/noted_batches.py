@@ -25,6 +25,15 @@ def make_trainer(
     return Trainer(model, args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer())), seen
 
 
+def note_shapes(model: Any) -> list[tuple[int, ...]]:
+    """Return the list that the shapes of a model's ids go to."""
+    seen: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return seen
+
+
 class Listed:
     """The smallest stream: no length, no index."""
 

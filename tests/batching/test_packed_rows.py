@@ -32,12 +32,14 @@ LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=80)
 
 
 def examples(count: int = 30, longest: int = 20) -> list[dict[str, Any]]:
-    """Return texts whose tokens nobody else has the same of at the same place, with labels for a causal LM."""
+    """Return texts of random tokens and lengths."""
     numbers = random.Random(0)
-    return [
-        {"input_ids": [numbers.randint(5, 99) for _ in range(numbers.randint(2, longest))], "position": i}
-        for i in range(count)
-    ]
+    lengths = (numbers.randint(2, longest) for _ in range(count))
+    return [{"input_ids": [numbers.randint(5, 99) for _ in range(length)]} for length in lengths]
+
+
+def labelled(count: int) -> list[dict[str, Any]]:
+    return [{**row, "labels": row["input_ids"]} for row in examples(count)]
 
 
 def tokens_of(rows: Any) -> list[int]:
@@ -210,29 +212,18 @@ def test_models_that_model_init_makes_keep_texts_apart_too(tmp_path):
 def test_a_collated_row_begins_positions_anew_and_has_no_label_at_a_texts_first_token():
     view = packed([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], 9)
     batch = BucketedCollator(tiny.tokenizer(), causal_lm=True)([view[0]])
-    pad = tiny.tokenizer().pad_token_id
-    assert {name: value.tolist()[0] for name, value in batch.items()} in (
-        {
-            "input_ids": [5, 6, 7, 8, 9, *[pad] * 4],
-            "position_ids": [0, 1, 2, 0, 1, 0, 1, 2, 0],
-            "labels": [-100, 6, 7, -100, 9, *[-100] * 4],
-        },
-        {
-            "input_ids": [8, 9, 5, 6, 7, *[pad] * 4],
-            "position_ids": [0, 1, 0, 1, 2, 0, 1, 2, 0],
-            "labels": [-100, 9, -100, 6, 7, *[-100] * 4],
-        },
-    )
+    texts = sorted(([5, 6, 7], [8, 9]), key=lambda text: text != view[0][0]["input_ids"])  # in any order
+    assert {name: value.tolist()[0] for name, value in batch.items()} == {
+        "input_ids": [*texts[0], *texts[1], *[tiny.tokenizer().pad_token_id] * 4],
+        "position_ids": [*range(len(texts[0])), *range(len(texts[1])), 0, 1, 2, 0],
+        "labels": [-100, *texts[0][1:], -100, *texts[1][1:], *[-100] * 4],
+    }
 
 
 def test_one_label_per_text_is_refused():
     row = packed([{"input_ids": [5, 6], "labels": 1}, {"input_ids": [8], "labels": 0}], 9)[0]
-    with pytest.raises(ValueError) as error:
-        BucketedCollator(tiny.tokenizer())([row])
-    first = row[0]
-    assert str(error.value) == whole(
-        "features[0]['labels']={value}", value=first["labels"], count=len(first["input_ids"])
-    )
+    message = whole("features[0]['labels']={value}", value=row[0]["labels"], count=len(row[0]["input_ids"]))
+    refuses(ValueError, message, BucketedCollator(tiny.tokenizer()), [row])
 
 
 SIZES = {
@@ -291,7 +282,7 @@ def test_packed_texts_have_the_losses_and_gradients_of_each_alone(name, tmp_path
     """The slow reference: every text in a row of its own; in float64 sums in another order differ by 1e-12 at most, and
     norms, routers and eager attention that stock computes in float32 by 1e-6.
     """
-    texts = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in examples(9)]
+    texts = labelled(9)
     model = tiny_model(name).double()
     if DECODERS.get(name, {}).get("num_experts"):
         model.set_experts_implementation("eager")  # the grouped kernels know no float64
@@ -342,7 +333,7 @@ def test_the_docs_say_which_models_are_which():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_whose_texts_cannot_be_kept_apart_are_refused_by_name(name, tmp_path):
-    texts = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in examples(9)]
+    texts = labelled(9)
     model = tiny_model(name)
     if name == "falcon" and OF_24:
         attach(make_trainer(tmp_path, model, packed(texts, ROW), BucketedCollator(tiny.tokenizer())))
@@ -374,9 +365,8 @@ def test_training_packed_rows_is_training_the_texts(name, tmp_path):
 
 
 def test_a_leak_that_appears_later_stops_the_run_at_its_first_batch(tmp_path):
-    texts = [{"input_ids": row["input_ids"]} for row in examples()]
     model = tiny.llama()
-    trainer = attach(make_trainer(tmp_path, model, packed(texts, ROW)))
+    trainer = attach(make_trainer(tmp_path, model, packed(examples(), ROW)))
     model.set_attn_implementation("eager")  # stock's masks: apart, too
     trainer.train()
     model.model.layers[0].register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
@@ -385,9 +375,8 @@ def test_a_leak_that_appears_later_stops_the_run_at_its_first_batch(tmp_path):
 
 
 def test_a_batch_whose_gradients_are_zero_shows_nothing_and_the_next_is_looked_at(tmp_path, caplog):
-    texts = [{"input_ids": row["input_ids"]} for row in examples()]
     model = tiny.llama()
-    trainer = attach(make_trainer(tmp_path, model, packed(texts, ROW), max_steps=6))
+    trainer = attach(make_trainer(tmp_path, model, packed(examples(), ROW), max_steps=6))
     silent = model.model.norm.register_forward_hook(lambda module, args, output: output * 0)
     with caplog.at_level("WARNING", logger="hf_memopt"):
         trainer.train()
@@ -403,15 +392,14 @@ def test_a_batch_whose_gradients_are_zero_shows_nothing_and_the_next_is_looked_a
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_are_looked_at_too(reentrant, tmp_path):
-    texts = [{"input_ids": row["input_ids"]} for row in examples()]
     model = tiny.llama()
     enable_checkpointing(model, {"use_reentrant": reentrant})
-    attach(make_trainer(tmp_path, model, packed(texts, ROW))).train()
+    attach(make_trainer(tmp_path, model, packed(examples(), ROW))).train()
 
 
 def test_a_resumed_run_is_the_straight_one(tmp_path):
     def run(folder: Any, checkpoint: str | None = None) -> Any:
-        view = packed(Dataset.from_list([{"input_ids": row["input_ids"]} for row in examples()]), ROW)
+        view = packed(Dataset.from_list(examples()), ROW)
         settings = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2}
         trainer = attach(make_trainer(folder, tiny.llama(), view, **settings))
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -438,7 +426,7 @@ def test_other_batches_go_the_stock_way_and_the_saved_config_is_stocks(tmp_path)
 
 
 def test_a_recipes_trainer_takes_packed_rows(tmp_path):
-    view = packed(Dataset.from_list([{"input_ids": row["input_ids"]} for row in examples()]), ROW)
+    view = packed(Dataset.from_list(examples()), ROW)
     settings = {"output_dir": str(tmp_path), "max_steps": 2, "use_cpu": True, "report_to": "none"}
     trainer = recipe("auto").trainer(
         model=tiny.llama(), train_dataset=view, processing_class=tiny.tokenizer(), training_arguments=settings
@@ -449,27 +437,18 @@ def test_a_recipes_trainer_takes_packed_rows(tmp_path):
 
 def train_and_note(folder: Path, rows: Any) -> list[list[int]]:
     """Train for an epoch, or 6 steps of a stream; return the ids of every row that this process was given."""
-    is_stream = not isinstance(rows, list)
-    view = packed(rows, ROW, buffer_examples=20) if is_stream else packed(rows, ROW)
+    of_stream = {} if isinstance(rows, list) else {"buffer_examples": 20}
     model, seen = tiny.llama(), []
-    settings = {
-        "ddp_find_unused_parameters": False,
-        "ddp_broadcast_buffers": False,
-        "max_steps": 6 if is_stream else -1,
-    }
-    trainer = make_trainer(folder, model, view, **settings)
-    model.register_forward_hook(
-        lambda module, _, kwargs, output: (
-            seen.append(kwargs["input_ids"][0].tolist()) if module.training and "loss" in output else None
-        ),
-        with_kwargs=True,
-    )
+    settings = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+    trainer = make_trainer(folder, model, packed(rows, ROW, **of_stream), **settings, max_steps=6 if of_stream else -1)
+
+    def see(module: Any, _: Any, kwargs: Any, output: Any) -> None:
+        if module.training and "loss" in output:
+            seen.append(kwargs["input_ids"][0].tolist())
+
+    model.register_forward_hook(see, with_kwargs=True)
     attach(trainer).train()
     return seen
-
-
-def rows_of_processes() -> list[dict[str, Any]]:
-    return [{"input_ids": row["input_ids"]} for row in examples(60)]
 
 
 @pytest.mark.slow
@@ -481,15 +460,15 @@ def test_two_processes_share_the_rows(tmp_path):
     assert len(first["stream"]) == len(second["stream"]) == 6
     pad = tiny.tokenizer().pad_token_id
     real = sorted(token for row in (*first["view"], *second["view"]) for token in row if token != pad)
-    assert real == sorted(token for row in rows_of_processes() for token in row["input_ids"])
+    assert real == sorted(token for row in examples(60) for token in row["input_ids"])
     assert all(len(row) == ROW for rank in (first, second) for rows in rank.values() for row in rows)
     assert not {*map(tuple, first["stream"])} & {*map(tuple, second["stream"])}
 
 
 if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    stream = Dataset.from_list(rows_of_processes()).to_iterable_dataset()
-    found = {"view": train_and_note(folder, rows_of_processes()), "stream": train_and_note(folder, stream)}
+    stream = Dataset.from_list(examples(60)).to_iterable_dataset()
+    found = {"view": train_and_note(folder, examples(60)), "stream": train_and_note(folder, stream)}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 
@@ -503,7 +482,7 @@ def test_examples_that_are_left_out_are_told(caplog):
 
 
 def test_rows_that_no_trainer_is_attached_to_are_told_of_once(tmp_path, caplog):
-    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in examples(8)]
+    rows = labelled(8)
     collator = BucketedCollator(tiny.tokenizer())
     sources = packed(rows, 24), packed(Dataset.from_list(rows).to_iterable_dataset(), 24)
     with caplog.at_level("WARNING", logger="hf_memopt"):
@@ -528,7 +507,7 @@ def test_a_row_of_a_stream_that_is_too_long_is_told_in_the_words_of_packed():
 @pytest.mark.parametrize(("lengths", "processes"), [([60, 50, 45, 44, 40, 24], 4), ([60, 50, 45, 40, 24], 3)])
 def test_the_fullest_row_may_be_among_the_last_that_are_too_few_for_all_processes(lengths, processes):
     view = view_of(lengths, 64, world_size=processes)
-    assert sorted(len(text["input_ids"]) for at in range(len(view)) for text in view[at]) == sorted(lengths)
+    assert sorted(len(text["input_ids"]) for row in view for text in row) == sorted(lengths)
 
 
 def test_cells_without_a_length_stay_whole(tmp_path):
