@@ -301,8 +301,7 @@ RUNS = {
 def test_a_resumed_run_takes_the_batches_of_the_straight_run(kind, source, settings, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 7, **settings}
     straight, seen = make_trainer(tmp_path, make_stream(kind, source), **settings)
-    attach(straight)
-    straight.train()
+    attach(straight).train()
     accumulation = straight.args.gradient_accumulation_steps
     assert len(seen) == 24 * accumulation
     read = [i for batch in seen for i in batch]
@@ -313,8 +312,7 @@ def test_a_resumed_run_takes_the_batches_of_the_straight_run(kind, source, setti
     assert len(read) > 2 * COUNT  # so step 14 is in the second pass and step 21 in the third
     for step in (7, 14, 21) if not settings.get("dataloader_num_workers") else (14,):
         resumed, rest = make_trainer(tmp_path, make_stream(kind, source), **settings)
-        attach(resumed)
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        attach(resumed).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert rest == seen[step * accumulation :]
         assert tiny.largest_difference(straight.model, resumed.model) == 0.0
 
@@ -336,15 +334,11 @@ for name in sys.argv[2:]:
     settings |= {"optim": "sgd", "learning_rate": 0.05}
     folder = f"{sys.argv[1]}/{name}"
     straight, seen = t.make_trainer(folder, t.make_stream(**of_stream, world_size=2), **settings)
-    widths = []
-    straight.model.register_forward_pre_hook(
-        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    t.attach(straight)
-    widths.clear()
-    straight.train()
+    shapes = t.noted_batches.note_shapes(straight.model)
+    t.attach(straight).train()
+    widths = [width for _, width in shapes]
     resumed, rest = t.make_trainer(folder, t.make_stream(**of_stream, world_size=2), **settings)
-    t.attach(resumed)
-    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-7")
+    t.attach(resumed).train(resume_from_checkpoint=f"{folder}/checkpoint-7")
     difference = t.tiny.largest_difference(straight.model, resumed.model)
     found[name] = {"seen": seen, "rest": rest, "widths": widths[-14:], "difference": difference}
 with open(f"{sys.argv[1]}/rank{straight.args.process_index}.json", "w") as file:
@@ -378,9 +372,8 @@ def test_two_processes_read_the_stream_between_them_and_resume_exactly(names, tm
             assert rank[name]["difference"] == 0.0, name
 
 
-COUNTS_BATCHES = Change(
-    "samples in the Trainer's log", "examples", "batches", "an item of a max_tokens= view is a whole batch"
-)
+WHOLE_BATCHES = "an item of a max_tokens= view is a whole batch"
+COUNTS_BATCHES = Change("samples in the Trainer's log", "examples", "batches", WHOLE_BATCHES)
 
 
 DIVIDES = Change("model_accepts_loss_kwargs", True, False, whole("the loss of BertForSequenceClassification"))
@@ -391,11 +384,8 @@ def test_attach_lets_every_process_read_for_itself_and_keeps_only_what_the_model
     trainer, _ = make_trainer(tmp_path, bucketed(Listed(rows), max_tokens=64, buffer_examples=4, seed=0))
     attach(attach(trainer))
     reason = "each process reads the stream for itself: stock would cut up batches of the first one for all"
-    assert trainer.memopt_changes == (
-        COUNTS_BATCHES,
-        Change("accelerator_config.dispatch_batches", None, False, reason),
-        DIVIDES,
-    )
+    each = Change("accelerator_config.dispatch_batches", None, False, reason)
+    assert trainer.memopt_changes == (COUNTS_BATCHES, each, DIVIDES)
     assert type(trainer.get_train_dataloader()) is DataLoaderShard
     assert set(next(iter(trainer.train_dataset))[0]) == {"input_ids", "labels"}
     settled, _ = make_trainer(tmp_path, make_stream("batches"), accelerator_config={"dispatch_batches": False})
@@ -408,10 +398,8 @@ def test_attach_lets_every_process_read_for_itself_and_keeps_only_what_the_model
 def test_attach_takes_the_seed_where_none_was_given(tmp_path):
     stream = make_stream("batches", seed=None)
     trainer, _ = make_trainer(tmp_path, stream, data_seed=9)
-    assert attach(trainer).memopt_changes[0] == Change(
-        "seed of the bucketed stream", 0, 9, "that of TrainingArguments(data_seed=...)"
-    )
-    assert stream.seed == 9
+    change = Change("seed of the bucketed stream", 0, 9, "that of TrainingArguments(data_seed=...)")
+    assert (attach(trainer).memopt_changes[0], stream.seed) == (change, 9)
 
 
 REFUSED = {name: tuple(row) for name, *row in table("batching/tables/refused_stream")}

@@ -102,6 +102,10 @@ class Case(NamedTuple):
     smoothing: float = 0.0
 
 
+def lora(model: torch.nn.Module, task: str, *modules: str) -> torch.nn.Module:
+    return peft.get_peft_model(model, peft.LoraConfig(task_type=task, target_modules=[*modules]))
+
+
 def gpt2_lm() -> torch.nn.Module:
     return transformers.GPT2LMHeadModel(heads.HEADS["gpt2"].build().config)
 
@@ -110,29 +114,12 @@ def bert_tokens() -> torch.nn.Module:
     return transformers.BertForTokenClassification(tiny.bert_config())
 
 
-def bert_mlm() -> torch.nn.Module:
-    return transformers.BertForMaskedLM(tiny.bert_config())
-
-
 def modernbert_mlm() -> torch.nn.Module:
     special = {**heads.SPECIAL, "cls_token_id": 2, "sep_token_id": 3, "max_position_embeddings": 64}
     return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**heads.TINY, **special))
 
 
-def llama_tokens() -> torch.nn.Module:
-    return transformers.LlamaForTokenClassification(tiny.llama_config(num_labels=3, classifier_dropout=0.0))
-
-
-def llama_lora() -> torch.nn.Module:
-    return peft.get_peft_model(
-        tiny.llama(), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
-    )
-
-
-def bert_lora() -> torch.nn.Module:
-    return peft.get_peft_model(tiny.bert(), peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
-
-
+TAGGER = tiny.llama_config(num_labels=3, classifier_dropout=0.0)
 CASES = {
     "bert": Case(tiny.bert, "class"),
     "bert, smoothed": Case(tiny.bert, "class", 0.1),
@@ -140,26 +127,28 @@ CASES = {
     "bert, multi-label": Case(tiny.bert, "several classes"),
     "bert, regression": Case(functools.partial(tiny.bert, num_labels=1), "number"),
     "bert, three targets": Case(functools.partial(tiny.bert, problem_type="regression"), "numbers"),
-    "deberta-v2": Case(heads.HEADS["deberta-v2"].build, "class"),
-    "gpt2": Case(heads.HEADS["gpt2"].build, "class"),
-    "llama": Case(heads.HEADS["llama"].build, "class"),
+    **{name: Case(heads.HEADS[name].build, "class") for name in ("deberta-v2", "gpt2", "llama")},
     "vit": Case(heads.HEADS["vit"].build, "image"),
     "bert-tokens": Case(bert_tokens, "token"),
     "bert-tokens, smoothed": Case(bert_tokens, "token", 0.2),
-    "llama-tokens": Case(llama_tokens, "token"),
-    "bert-mlm": Case(bert_mlm, "masked"),
-    "bert-mlm, smoothed": Case(bert_mlm, "masked", 0.1),
+    "llama-tokens": Case(
+        lambda: transformers.LlamaForTokenClassification(tiny.llama_config(num_labels=3, classifier_dropout=0.0)),
+        "token",
+    ),
     "modernbert-mlm": Case(modernbert_mlm, "masked"),
-    "gpt2-lm": Case(gpt2_lm, "causal"),
-    "gpt2-lm, smoothed": Case(gpt2_lm, "causal", 0.1),
-    "llama-lm": Case(tiny.llama, "causal"),
-    "llama-lm, smoothed": Case(tiny.llama, "causal", 0.1),
-    "t5": Case(heads.HEADS["t5"].build, "seq2seq"),
-    "t5, smoothed": Case(heads.HEADS["t5"].build, "seq2seq", 0.1),
-    "bart": Case(heads.HEADS["bart"].build, "seq2seq"),
-    "bart, smoothed": Case(heads.HEADS["bart"].build, "seq2seq", 0.1),
-    "bert, LoRA": Case(bert_lora, "class"),
-    "llama-lm, LoRA": Case(llama_lora, "causal", 0.1),
+    **{
+        f"{name}{said}": Case(build, labels, smoothing)
+        for name, build, labels in (
+            ("bert-mlm", lambda: transformers.BertForMaskedLM(tiny.bert_config()), "masked"),
+            ("gpt2-lm", gpt2_lm, "causal"),
+            ("llama-lm", tiny.llama, "causal"),
+            ("t5", heads.HEADS["t5"].build, "seq2seq"),
+            ("bart", heads.HEADS["bart"].build, "seq2seq"),
+        )
+        for said, smoothing in (("", 0.0), (", smoothed", 0.1))
+    },
+    "bert, LoRA": Case(lambda: lora(tiny.bert(), "SEQ_CLS", "query"), "class"),
+    "llama-lm, LoRA": Case(lambda: lora(tiny.llama(), "CAUSAL_LM", "q_proj", "v_proj"), "causal", 0.1),
     "bart, with decoder_input_ids": Case(heads.HEADS["bart"].build, "seq2seq with inputs"),
 }
 IN_TWO_PRECISIONS = ("bert, smoothed", "gpt2-lm", "t5, smoothed")
@@ -219,28 +208,13 @@ class Gradient(TrainerCallback):
 def make_trainer(case: Case, dtype: torch.dtype, output_dir: Any, **settings: Any) -> tuple[Trainer, Gradient]:
     """Return a stock Trainer whose first step takes the six micro-batches, and what will hold its gradient."""
     model, recorder = seeded(case, dtype), Gradient()
-    loss = exact_loss(model) if settings.pop("exact", True) else None
     batches = settings.pop("batches", None) or micro_batches(case.labels)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    args = tiny.arguments(
-        output_dir,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=len(batches) // world_size,
-        train_sampling_strategy="sequential",
-        label_smoothing_factor=case.smoothing,
-        remove_unused_columns=False,
-        max_steps=1,
-        **settings,
-    )
-    trainer = Trainer(
-        model,
-        args,
-        train_dataset=[cast(batch, dtype) for batch in batches],
-        data_collator=lambda items: items[0],
-        callbacks=[recorder],
-        compute_loss_func=loss,
-    )
-    return trainer, recorder
+    settings |= {"gradient_accumulation_steps": len(batches) // int(os.environ.get("WORLD_SIZE", "1"))}
+    settings |= {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential", "max_steps": 1}
+    settings |= {"label_smoothing_factor": case.smoothing, "remove_unused_columns": False}
+    given = {"data_collator": lambda items: items[0], "callbacks": [recorder], "compute_loss_func": exact_loss(model)}
+    data = [cast(batch, dtype) for batch in batches]
+    return Trainer(model, tiny.arguments(output_dir, **settings), train_dataset=data, **given), recorder
 
 
 def bind(trainer: Trainer, loss: Any = None) -> tuple[Change, ...]:
@@ -351,37 +325,22 @@ def test_16_bit_logits_are_summed_in_float32(dtype):
     torch.testing.assert_close(found, loss({"logits": logits.float()}, labels, 40), rtol=0, atol=0)
 
 
-def test_binding_tells_what_it_changed_and_only_once(tmp_path):
-    smoothing = Change(
-        "exact_loss label_smoothing",
-        0.0,
-        0.1,
-        "the TrainingArguments' label_smoothing_factor, which stock ignores beside a compute_loss_func",
-    )
-    bound = {
-        "bert": (),
-        "bert, smoothed": (smoothing,),
-        "gpt2-lm, smoothed": (
-            smoothing,
-            Change(
-                "num_items_in_batch",
-                "labels",
-                "labels without those of position 0",
-                "GPT2LMHeadModel predicts no token from nothing",
-            ),
-        ),
-        "bart": (
-            Change(
-                "decoder_input_ids", None, "made from the labels where missing", whole("BartForConditionalGeneration")
-            ),
-        ),
-    }
-    for name, changes in bound.items():
-        trainer, _ = make_trainer(CASES[name], torch.float32, tmp_path)
-        assert bind(trainer) == changes
-        methods = trainer._get_num_items_in_batch, trainer.compute_loss
-        assert bind(trainer) == ()
-        assert (trainer._get_num_items_in_batch, trainer.compute_loss) == methods
+FROM_ARGUMENTS = "the TrainingArguments' label_smoothing_factor, which stock ignores beside a compute_loss_func"
+SMOOTHING = Change("exact_loss label_smoothing", 0.0, 0.1, FROM_ARGUMENTS)
+FROM_NOTHING = "GPT2LMHeadModel predicts no token from nothing"
+COUNTED = Change("num_items_in_batch", "labels", "labels without those of position 0", FROM_NOTHING)
+FOR_BART = whole("BartForConditionalGeneration")
+INPUTS = Change("decoder_input_ids", None, "made from the labels where missing", FOR_BART)
+BOUND = {"bert": (), "bert, smoothed": (SMOOTHING,), "gpt2-lm, smoothed": (SMOOTHING, COUNTED), "bart": (INPUTS,)}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_binding_tells_what_it_changed_and_only_once(name, tmp_path):
+    trainer, _ = make_trainer(CASES[name], torch.float32, tmp_path)
+    assert bind(trainer) == BOUND[name]
+    methods = trainer._get_num_items_in_batch, trainer.compute_loss
+    assert bind(trainer) == ()
+    assert (trainer._get_num_items_in_batch, trainer.compute_loss) == methods
 
 
 def test_label_smoothing_can_be_given_but_not_twice(tmp_path):
@@ -413,11 +372,10 @@ def test_several_labels_are_not_smoothed_as_in_stock(tmp_path):
 def test_heads_that_need_the_trainer_refuse_to_train_without(name, tmp_path):
     trainer, recorder = make_trainer(CASES[name], torch.float32, tmp_path)
     other, _ = make_trainer(CASES[name], torch.float32, tmp_path)
-    trainer.compute_loss_func.bind_trainer(other)
-    with pytest.raises(RuntimeError) as error:
-        trainer.train()
     loss = trainer.compute_loss_func
-    assert str(error.value) == whole("exact_loss of {model_name}", model_name=loss.model_name, task=loss.task)
+    loss.bind_trainer(other)
+    message = whole("exact_loss of {model_name}", model_name=loss.model_name, task=loss.task)
+    refuses(RuntimeError, message, trainer.train)
     assert not hasattr(recorder, "found")
 
 
@@ -475,47 +433,40 @@ NOTHING_ELSE = (
     "expected logits and nothing else that adds to the loss. Leave compute_loss_func out and call attach(trainer)"
 )
 OWN_WAY = "Leave compute_loss_func out and call attach(trainer) if the model reads its labels in its own way."
+MIXTRAL = ("output_router_logits=True", "MixtralForCausalLM", "output_router_logits = False")
+BAMBA = ("z_loss_coefficient=0.5", "BambaForCausalLM", "z_loss_coefficient = 0.0")
+REGRESSION = (
+    "label_smoothing=0.1 has no meaning for regression; expected 0. Call: exact_loss(model, label_smoothing=0.0)"
+)
+NO_LOGITS = f"outputs=<dict> of BertForTokenClassification have no logits; {NOTHING_ELSE}"
+AUX_LOSS = f"outputs=<dict> of LlamaForCausalLM have an auxiliary aux_loss; {NOTHING_ELSE}"
+
+
+def of_number() -> Any:
+    return exact_loss(tiny.bert(num_labels=1), label_smoothing=0.1)((torch.zeros(2, 1),), torch.zeros(2))
+
+
+def loss_of(build: Callable[[], Any], outputs: Any, labels: Any) -> Callable[[], Any]:
+    return lambda: exact_loss(build())({"logits": LOGITS, **outputs}, labels)
+
+
 BAD_CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: exact_loss(NewHead(tiny.bert_config())), whole("model=<NewHead> has")),
-    (
-        lambda: exact_loss(build("MixtralForCausalLM", output_router_logits=True)),
-        AUXILIARY.format("output_router_logits=True", "MixtralForCausalLM", "output_router_logits = False"),
-    ),
-    (
-        lambda: exact_loss(build("BambaForCausalLM", z_loss_coefficient=0.5)),
-        AUXILIARY.format("z_loss_coefficient=0.5", "BambaForCausalLM", "z_loss_coefficient = 0.0"),
-    ),
+    (lambda: exact_loss(build("MixtralForCausalLM", output_router_logits=True)), AUXILIARY.format(*MIXTRAL)),
+    (lambda: exact_loss(build("BambaForCausalLM", z_loss_coefficient=0.5)), AUXILIARY.format(*BAMBA)),
     *[
-        (
-            lambda share=share: exact_loss(tiny.bert(), label_smoothing=share),
-            whole("label_smoothing={share!r}", share=share),
-        )
+        (lambda share=share: exact_loss(tiny.bert(), label_smoothing=share), whole("label_smoothing={", share=share))
         for share in (-0.1, 1, float("nan"))
     ],
     (lambda: exact_loss(tiny.bert(), task="causal"), whole("task='causal' is unknown;")),
+    (of_number, REGRESSION),
+    (loss_of(bert_tokens, {}, None), whole("labels=None reached")),
+    (lambda: exact_loss(bert_tokens())({"scores": LOGITS}, TOKEN_LABELS), NO_LOGITS),
+    (loss_of(tiny.llama, {"aux_loss": torch.tensor(1.0)}, TOKEN_LABELS), AUX_LOSS),
+    (loss_of(CASES["bart"].build, {}, TOKEN_LABELS[:, :3]), whole("labels=<shape (2, 3)>", own_way=OWN_WAY)),
+    (loss_of(tiny.bert, {"logits": LOGITS[:, 0]}, TOKEN_LABELS), whole("labels=<shape (2, 4)>", own_way=OWN_WAY)),
     (
-        lambda: exact_loss(tiny.bert(num_labels=1), label_smoothing=0.1)((torch.zeros(2, 1),), torch.zeros(2)),
-        "label_smoothing=0.1 has no meaning for regression; expected 0. Call: exact_loss(model, label_smoothing=0.0)",
-    ),
-    (lambda: exact_loss(bert_tokens())({"logits": LOGITS}, None), whole("labels=None reached")),
-    (
-        lambda: exact_loss(bert_tokens())({"scores": LOGITS}, TOKEN_LABELS),
-        f"outputs=<dict> of BertForTokenClassification have no logits; {NOTHING_ELSE}",
-    ),
-    (
-        lambda: exact_loss(tiny.llama())({"logits": LOGITS, "aux_loss": torch.tensor(1.0)}, TOKEN_LABELS),
-        f"outputs=<dict> of LlamaForCausalLM have an auxiliary aux_loss; {NOTHING_ELSE}",
-    ),
-    (
-        lambda: exact_loss(CASES["bart"].build())({"logits": LOGITS}, TOKEN_LABELS[:, :3]),
-        whole("labels=<shape (2, 3)>", own_way=OWN_WAY),
-    ),
-    (
-        lambda: exact_loss(tiny.bert())({"logits": LOGITS[:, 0]}, TOKEN_LABELS),
-        whole("labels=<shape (2, 4)>", own_way=OWN_WAY),
-    ),
-    (
-        lambda: exact_loss(CASES["deberta-v2"].build())({"logits": LOGITS[:, 0]}, torch.zeros(2, 3)),
+        loss_of(CASES["deberta-v2"].build, {"logits": LOGITS[:, 0]}, torch.zeros(2, 3)),
         whole("problem_type=None makes"),
     ),
 ]

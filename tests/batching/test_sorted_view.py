@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from noted_batches import note_shapes
 from slow_cases import slow_except
 from tables import refuses, table, whole
 from torch.nn import functional
@@ -137,20 +138,15 @@ def record(prediction: transformers.EvalPrediction) -> dict[str, Any]:
 def make_trainer(name: str, output_dir: Any, dataset: Any, **settings: Any) -> Trainer:
     """Return an attached trainer of a case that evaluates a dataset."""
     names = [key for key in settings if key.startswith("trainer_")]
-    of_trainer = {key.removeprefix("trainer_"): settings.pop(key) for key in names}
-    args = tiny.arguments(
-        output_dir, **{"per_device_eval_batch_size": 4, "include_for_metrics": ["inputs", "loss"], **settings}
-    )
+    given = {key.removeprefix("trainer_"): settings.pop(key) for key in names}
+    settings = {"per_device_eval_batch_size": 4, "include_for_metrics": ["inputs", "loss"], **settings}
+    given = {"eval_dataset": dataset, "compute_metrics": record, **given}
     collator = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=1)
-    trainer = Trainer(
-        CASES[name].build(),
-        args,
-        eval_dataset=dataset,
-        data_collator=collator,
-        compute_metrics=of_trainer.pop("compute_metrics", record),
-        **of_trainer,
-    )
-    return attach(trainer)
+    return attach(Trainer(CASES[name].build(), tiny.arguments(output_dir, **settings), data_collator=collator, **given))
+
+
+def classes(count: int = COUNT) -> list[Row]:
+    return rows(count, CASES["classes"].labels)
 
 
 def without_speed(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +196,7 @@ def test_results_are_those_of_each_example_alone_in_dataset_order(name, kind, tm
 
 
 def test_a_dataset_without_labels_gives_predictions_and_no_loss(tmp_path):
-    examples = [{"input_ids": row["input_ids"]} for row in rows(COUNT, CASES["classes"].labels)]
+    examples = [{"input_ids": row["input_ids"]} for row in classes()]
     trainer = make_trainer("classes", tmp_path, None)
     plain, by_view = trainer.predict(examples), trainer.predict(sorted_by_length(examples))
     np.testing.assert_allclose(by_view.predictions, plain.predictions, rtol=0, atol=1e-6)
@@ -241,36 +237,25 @@ def test_batches_without_any_label_do_not_count(tmp_path):
 
 
 def test_it_pads_less_and_begins_with_the_longest(tmp_path):
-    examples = rows(COUNT, CASES["classes"].labels)
-    real, shapes = sum(len(row["input_ids"]) for row in examples), {}
+    examples, shapes = classes(), {}
     for kind, dataset in (("plain", examples), ("sorted", sorted_by_length(examples))):
-        trainer, seen = make_trainer("classes", tmp_path, dataset), []
-        trainer.model.register_forward_pre_hook(
-            lambda _, args, kwargs, seen=seen: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-        )
+        trainer = make_trainer("classes", tmp_path, dataset)
+        shapes[kind] = note_shapes(trainer.model)
         trainer.evaluate()
-        shapes[kind] = seen
-    efficiency = {kind: real / sum(count * width for count, width in seen) for kind, seen in shapes.items()}
+    padded = {kind: sum(count * width for count, width in seen) for kind, seen in shapes.items()}
     assert [width for _, width in shapes["sorted"]] == sorted(LENGTHS, reverse=True)[::4]
     assert len(shapes["plain"]) == len(shapes["sorted"])  # one forward pass per batch and no more
-    assert efficiency["sorted"] > 1.2 * efficiency["plain"], efficiency
+    assert padded["plain"] > 1.2 * padded["sorted"], padded
 
 
 def test_a_dict_of_datasets_and_evaluation_during_training(tmp_path):
-    examples, others = rows(COUNT, CASES["classes"].labels), rows(7, CASES["classes"].labels)
-    trainer = make_trainer(
-        "classes",
-        tmp_path,
-        {"a": sorted_by_length(examples), "b": others, "c": sorted_by_length(others)},
-        trainer_train_dataset=bucketed(examples, batch_size=4),
-        train_sampling_strategy="sequential",
-        per_device_train_batch_size=4,
-        eval_strategy="epoch",
-        num_train_epochs=2,
-    )
+    examples, others = classes(), classes(7)
+    views = {"a": sorted_by_length(examples), "b": others, "c": sorted_by_length(others)}
+    settings = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 4, "eval_strategy": "epoch"}
+    settings |= {"num_train_epochs": 2, "trainer_train_dataset": bucketed(examples, batch_size=4)}
+    trainer = make_trainer("classes", tmp_path, views, **settings)
     trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "eval_a_indices" in entry]
-    assert len(logged) == 2
+    assert sum("eval_a_indices" in entry for entry in trainer.state.log_history) == 2
     metrics = trainer.evaluate()
     assert metrics["eval_a_indices"] == list(range(COUNT))
     assert metrics["eval_b_indices"] == metrics["eval_c_indices"] == list(range(7))
@@ -279,31 +264,24 @@ def test_a_dict_of_datasets_and_evaluation_during_training(tmp_path):
 
 
 def test_attaching_twice_and_two_trainers_stay_apart(tmp_path):
-    examples = rows(COUNT, CASES["classes"].labels)
-    one = make_trainer("classes", tmp_path, sorted_by_length(examples))
+    one = make_trainer("classes", tmp_path, sorted_by_length(classes()))
     loop = one.evaluation_loop
     assert attach(one).evaluation_loop is loop
     other = make_trainer("tokens", tmp_path, sorted_by_length(rows(5, some_ignored)))
     assert one.evaluate()["eval_indices"] == list(range(COUNT))
     assert other.evaluate()["eval_indices"] == list(range(5))
     assert one.compute_metrics is record
-    assert "prediction_step" not in vars(one)
-    assert "compute_loss" not in vars(one)
+    assert not {"prediction_step", "compute_loss"} & vars(one).keys()
     assert one.args.average_tokens_across_devices is True
-
-
-def test_attaching_again_around_a_loop_of_the_users_restores_once(tmp_path):
-    trainer = make_trainer("classes", tmp_path, sorted_by_length(rows(COUNT, CASES["classes"].labels)))
-    attached = trainer.evaluation_loop
-    trainer.evaluation_loop = lambda *args, **kwargs: attached(*args, **kwargs)
-    assert attach(trainer).evaluate()["eval_indices"] == list(range(COUNT))
+    one.evaluation_loop = lambda *args, **kwargs: loop(*args, **kwargs)  # around it a loop of the user's
+    assert attach(one).evaluate()["eval_indices"] == list(range(COUNT))
 
 
 def test_a_failed_evaluation_leaves_the_trainer_as_it_was(tmp_path):
     def failing(prediction: Any) -> dict[str, float]:
         raise ArithmeticError("no metrics")
 
-    view = sorted_by_length(rows(5, CASES["classes"].labels))
+    view = sorted_by_length(classes(5))
     trainer = make_trainer("classes", tmp_path, view, trainer_compute_metrics=failing)
     with pytest.raises(ArithmeticError):
         trainer.evaluate()
@@ -318,7 +296,7 @@ def test_metrics_per_batch_get_every_row_once(tmp_path):
         seen.extend((prediction.inputs["input_ids"][:, 0] - 5).tolist())
         return {"rows": len(seen)} if compute_result else {}
 
-    view = sorted_by_length(rows(COUNT, CASES["classes"].labels))
+    view = sorted_by_length(classes())
     trainer = make_trainer("classes", tmp_path, view, trainer_compute_metrics=per_batch, batch_eval_metrics=True)
     assert trainer.evaluate()["eval_rows"] == COUNT
     assert seen == view.order.tolist()
@@ -337,18 +315,15 @@ def test_what_compute_metrics_changes_in_place_shows_in_the_output(tmp_path):
 
 
 def test_our_collator_reads_the_columns_straight_from_arrow(tmp_path, monkeypatch):
-    def row_by_row(*_: Any) -> None:
-        raise AssertionError("the rows were read one by one")
-
-    view = sorted_by_length(Dataset.from_list(rows(COUNT, CASES["classes"].labels)))
-    monkeypatch.setattr(view._reader, "read", row_by_row)
+    view = sorted_by_length(Dataset.from_list(classes()))
+    monkeypatch.setattr(view._reader, "read", None)  # which reads row by row
     assert make_trainer("classes", tmp_path, view).evaluate()["eval_indices"] == list(range(COUNT))
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_read_the_view(persistent, tmp_path):
-    view = sorted_by_length(Dataset.from_list(rows(COUNT, CASES["classes"].labels)))
+    view = sorted_by_length(Dataset.from_list(classes()))
     settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": persistent}
     trainer = make_trainer("classes", tmp_path, view, **settings)
     for _ in range(2):
@@ -380,7 +355,7 @@ UNATTACHED = whole("dataset=<SortedExamples>")
 
 
 def test_a_view_that_nobody_restores_is_not_read(tmp_path):
-    view = sorted_by_length(rows(5, CASES["classes"].labels))
+    view = sorted_by_length(classes(5))
     collator = BucketedCollator(tiny.tokenizer())
     trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path), eval_dataset=view, data_collator=collator)
     attached = make_trainer("classes", tmp_path, Subset(view, [3, 1]))
@@ -398,7 +373,7 @@ def test_a_view_that_nobody_restores_is_not_read(tmp_path):
 
 
 def test_a_loop_of_ones_own_says_that_it_restores_the_order(tmp_path):
-    examples = rows(COUNT, CASES["classes"].labels)
+    examples = classes()
     view = sorted_by_length(examples, restore_by_hand=True)
     collator = BucketedCollator(tiny.tokenizer())
     trainer = Trainer(CASES["classes"].build(), tiny.arguments(tmp_path), data_collator=collator)
@@ -411,11 +386,9 @@ def test_a_loop_of_ones_own_says_that_it_restores_the_order(tmp_path):
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")  # what the test wants
 def test_generated_tokens_come_in_dataset_order(tmp_path):
     examples = rows(COUNT, CASES["seq2seq"].labels)
-    settings = tiny.arguments(tmp_path).to_dict()
-    quiet = {key: settings[key] for key in ("output_dir", "use_cpu", "report_to", "disable_tqdm", "save_strategy")}
-    args = Seq2SeqTrainingArguments(
-        **quiet, per_device_eval_batch_size=4, predict_with_generate=True, generation_max_length=6
-    )
+    quiet = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    generates = {"predict_with_generate": True, "generation_max_length": 6}
+    args = Seq2SeqTrainingArguments(**quiet, save_strategy="no", per_device_eval_batch_size=4, **generates)
     collator = BucketedCollator(tiny.tokenizer())
     trainer = attach(Seq2SeqTrainer(CASES["seq2seq"].build(), args, data_collator=collator))
     output = trainer.predict(sorted_by_length(examples))
@@ -480,9 +453,8 @@ def test_restore_order_goes_through_nests_and_leaves_its_input():
     view = sorted_by_length([{"input_ids": [1] * length} for length in (1, 3, 2)])
     of_view = np.array([[1.0], [2.0], [0.0]])
     restored = view.restore_order({"a": (of_view, None), "b": [torch.from_numpy(of_view)]})
-    assert restored["a"][0].tolist() == [[0.0], [1.0], [2.0]]
+    assert [restored["a"][0].tolist(), restored["b"][0].tolist()] == [[[0.0], [1.0], [2.0]]] * 2
     assert restored["a"][1] is None
-    assert restored["b"][0].tolist() == [[0.0], [1.0], [2.0]]
     assert of_view[0, 0] == 1.0
 
 
@@ -492,7 +464,7 @@ REFUSED = {name: tuple(row) for name, *row in table("batching/tables/refused_eva
 @pytest.mark.parametrize("as_dict", [False, True], ids=["one", "dict"])
 @pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED)
 def test_attach_and_predict_refuse_arguments_that_lose_the_order(settings, message, as_dict, tmp_path):
-    view = sorted_by_length(rows(5, CASES["classes"].labels))
+    view = sorted_by_length(classes(5))
     refuses(ValueError, message, make_trainer, "classes", tmp_path, {"a": view} if as_dict else view, **settings)
     refuses(ValueError, message, make_trainer("classes", tmp_path, None, **settings).predict, view)
 
@@ -509,20 +481,13 @@ class Backwards(Sampler[int]):
 
 
 def test_another_sampler_training_and_a_dataset_that_grew_are_refused(tmp_path, monkeypatch):
-    examples = rows(5, CASES["classes"].labels)
+    examples = classes(5)
     view = sorted_by_length(examples)
     trainer = make_trainer("classes", tmp_path, view)
     monkeypatch.setattr(trainer, "_get_eval_sampler", Backwards)
     refuses(ValueError, whole("sampler=<Backwards>"), trainer.evaluate)
-    refuses(
-        ValueError,
-        whole("train_dataset=<SortedExamples>"),
-        make_trainer,
-        "classes",
-        tmp_path,
-        None,
-        trainer_train_dataset=view,
-    )
+    trained, message = {"trainer_train_dataset": view}, whole("train_dataset=<SortedExamples>")
+    refuses(ValueError, message, make_trainer, "classes", tmp_path, None, **trained)
     view = sorted_by_length(examples, restore_by_hand=True)
     examples.append(examples[0])
     for read in (lambda: view[0], lambda: view.__getitems__([0])):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -257,17 +258,7 @@ def test_a_resumed_run_that_skips_nothing_takes_the_batches_of_the_straight_run(
     assert not {"save_model", "train"} & vars(resumed).keys()
 
 
-def test_batches_are_counted_where_a_resumed_run_accumulates_more(tmp_path) -> None:
-    settings = {**SAVED, "max_steps": 7}
-    straight, _ = make_trainer(tmp_path, make_stream("examples"), **settings)
-    attach(straight).train()
-    more = {"max_steps": 14, "gradient_accumulation_steps": 2, "ignore_data_skip": True}
-    resumed, _ = make_trainer(tmp_path, make_stream("examples"), **{**settings, **more})
-    attach(resumed).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
-    assert json.loads((tmp_path / "checkpoint-14" / "memopt_stream_0.json").read_text())["turn"] == 7 + 2 * 7
-
-
-def test_the_state_is_in_the_manifest_and_a_run_without_it_is_refused(tmp_path) -> None:
+def test_a_saved_state_counts_batches_and_is_in_the_manifest_and_a_run_without_it_is_refused(tmp_path) -> None:
     settings = {**SAVED, "max_steps": 7}
     straight, _ = make_trainer(tmp_path, make_stream("examples"), **settings)
     attach(straight).train()
@@ -275,11 +266,14 @@ def test_the_state_is_in_the_manifest_and_a_run_without_it_is_refused(tmp_path) 
     assert json.loads(file.read_text())["turn"] == 7
     manifest = file.with_name("memopt_manifest.json")
     assert file.name in json.loads(manifest.read_text())["files"]
+    more = {**settings, "ignore_data_skip": True, "max_steps": 14, "gradient_accumulation_steps": 2}
+    attach(make_trainer(tmp_path, make_stream("examples"), **more)[0]).train(resume_from_checkpoint=str(file.parent))
+    assert json.loads((tmp_path / "checkpoint-14" / file.name).read_text())["turn"] == 7 + 2 * 7
     file.unlink()
     manifest.unlink()  # which would refuse it by itself
-    resumed, _ = make_trainer(tmp_path, make_stream("examples"), **settings | {"max_steps": 9}, ignore_data_skip=True)
+    resumed, _ = make_trainer(tmp_path, make_stream("examples"), **more)
     with pytest.raises(ValueError, match=r"ignore_data_skip=True cannot resume: .*memopt_stream_0.json could not be"):
-        attach(resumed).train(resume_from_checkpoint=True)
+        attach(resumed).train(resume_from_checkpoint=str(file.parent))
 
 
 TRAINER_PROGRAM = """
@@ -304,27 +298,19 @@ with open(f"{sys.argv[1]}/rank{rank}.json", "w") as file:
 def test_two_processes_train_on_their_shares_and_resume_exactly(tmp_path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{TRAINER_PROGRAM}")
-    one, other = run_pair(tmp_path, str(script), str(tmp_path), json.dumps({**SAVED, "max_steps": 14}))
-    for rank in (one, other):
+    both = run_pair(tmp_path, str(script), str(tmp_path), json.dumps({**SAVED, "max_steps": 14}))
+    for rank in both:
         assert (rank["rest"], rank["difference"]) == (rank["seen"][7:], 0.0)
         assert [len(batch) for batch in rank["seen"]] == [2] * 14
-    both = [
-        {i for batch in rank["seen"][:8] for i in batch} for rank in (one, other)
-    ]  # 16 of 19: the others fill no batch
-    assert [len(found) for found in both] == [16, 16]
-    assert not both[0] & both[1]
+    one, other = ({i for batch in rank["seen"][:8] for i in batch} for rank in both)
+    assert (len(one), len(other), one & other) == (16, 16, set())  # 16 of 19: the others fill no batch
 
 
 def test_states_that_do_not_fit_are_refused() -> None:
-    stream = bucketed(Rows(), batch_size=4, buffer_examples=16)
+    stream, other = (bucketed(Rows(), batch_size=size, buffer_examples=16) for size in (4, 2))
     state = stream.state_dict()
     assert state["turn"] == 0
-    refuses(
-        ValueError,
-        whole("state['batch_size']=4"),
-        bucketed(Rows(), batch_size=2, buffer_examples=16).load_state_dict,
-        state,
-    )
+    refuses(ValueError, whole("state['batch_size']=4"), other.load_state_dict, state)
     with pytest.raises(ValueError, match=r"^state=<keys \['turn'\]> lacks \['batch_size', .*Save it anew: stream\."):
         stream.load_state_dict({"turn": 1})
     with pytest.raises(ValueError, match=r"^position=-1 is invalid; expected an integer of 0 or more"):
@@ -339,50 +325,34 @@ def test_the_position_is_asked_for_where_workers_read() -> None:
     assert stream.state_dict(position=1)["turn"] == 1
 
 
-def test_ranks_that_do_not_fit_are_refused(tmp_path) -> None:
+def test_ranks_that_do_not_fit_are_refused(tmp_path, monkeypatch) -> None:
     for rank in (2, -1, True, "0"):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=rf"^rank={rank!r} is invalid; expected an integer of 0 or more, or None"):
             bucketed(Rows(), batch_size=4, world_size=2, rank=rank)
-        assert str(error.value).startswith(f"rank={rank!r} is invalid; expected an integer of 0 or more, or None")
-    with pytest.raises(ValueError) as error:
-        bucketed([example(0)], batch_size=4, world_size=2, rank=1)
-    assert str(error.value) == whole("rank=1 is for streams,")
+    refuses(ValueError, whole("rank=1 is for streams,"), bucketed, [example(0)], batch_size=4, world_size=2, rank=1)
     trainer, _ = make_trainer(tmp_path, make_stream("examples", rank=0))
-    trainer.args.distributed_state.process_index, before = 1, trainer.args.distributed_state.process_index
-    try:
-        with pytest.raises(ValueError) as error:
-            attach(trainer)
-    finally:
-        trainer.args.distributed_state.process_index = before
-    assert str(error.value) == whole("rank=0 of the bucketed")
-    refuses(
-        ValueError, whole("rank=1 of world_size=2"), list, bucketed(Passes([3]), batch_size=1, world_size=2, rank=1)
-    )
+    monkeypatch.setattr(trainer.args.distributed_state, "process_index", 1)
+    refuses(ValueError, whole("rank=0 of the bucketed"), attach, trainer)
+    stream = bucketed(Passes([3]), batch_size=1, world_size=2, rank=1)
+    refuses(ValueError, whole("rank=1 of world_size=2"), list, stream)
 
 
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"turn": "4"}, "state['turn']='4' is invalid; expected an integer of 0 or more. "),
-        (
-            {"place": None},
-            "state=None is not a state; expected what state_dict() returns. Save it: stream.state_dict()",
-        ),
-        ({"place": {"row": -1}}, "state['place']['row']=-1 is invalid; expected an integer of 0 or more. "),
-        ({"place": {"dataset": True}}, "state['place']['dataset']=True is not a state of <Resumable> (TypeError: "),
-    ],
-)
+NO_STATE = "state=None is not a state; expected what state_dict() returns. Save it: stream.state_dict()"
+INVALID = [
+    ({"turn": "4"}, "state['turn']='4' is invalid; expected an integer of 0 or more. "),
+    ({"place": None}, NO_STATE),
+    ({"place": {"row": -1}}, "state['place']['row']=-1 is invalid; expected an integer of 0 or more. "),
+    ({"place": {"dataset": True}}, "state['place']['dataset']=True is not a state of <Resumable> (TypeError: "),
+]
+
+
+@pytest.mark.parametrize(("changed", "says"), INVALID)
 def test_a_state_that_is_none_is_refused(changed, says) -> None:
     stream = bucketed(Resumable(COUNT), batch_size=4, buffer_examples=16)
     list(itertools.islice(stream, 12))
     state = stream.state_dict()
     place = changed.get("place", {})
     broken = {**state, **changed, "place": None if place is None else {**state["place"], **place}}
-
-    def resume() -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(says)):  # noqa: PT012  # either refuses
         stream.load_state_dict(broken)
         next(iter(stream))
-
-    with pytest.raises(ValueError) as error:
-        resume()
-    assert str(error.value).startswith(says)
