@@ -46,14 +46,18 @@ def message_of(function: Any, *args: Any, **kwargs: Any) -> str:
     return str(error.value)
 
 
+def precision_of(chosen: Recipe) -> Any:
+    return next(change.new for change in chosen.changes() if change.name == "precision")
+
+
 # ---- Estimates ------------------------------------------------------------------------------------------------------
 
 
-def test_the_precision_of_an_estimate_is_that_of_the_run(on_t4: None) -> None:
-    for chosen in (PLAIN, PLAIN.replace(gradient_release=True), PLAIN.replace(lora=4, weights_dtype="float16")):
-        [real] = [change.new for change in chosen.changes() if change.name == "precision"]
-        found = estimate(tiny.llama_config(), batch_size=2, seq_len=8, recipe=chosen, gpu="T4")
-        assert found.settings.precision == real
+@pytest.mark.parametrize("changed", [{}, {"gradient_release": True}, {"lora": 4, "weights_dtype": "float16"}])
+def test_the_precision_of_an_estimate_is_that_of_the_run(changed: dict[str, Any], on_t4: None) -> None:
+    chosen = PLAIN.replace(**changed)
+    found = estimate(tiny.llama_config(), batch_size=2, seq_len=8, recipe=chosen, gpu="T4")
+    assert found.settings.precision == precision_of(chosen)
 
 
 def test_trained_parameters_are_those_of_the_estimate() -> None:
@@ -174,12 +178,12 @@ def test_quantised_weights_compute_in_float32_where_nothing_is_narrow(on_t4: Non
     chosen = PLAIN.replace(lora=4, load_in="nf4", precision="fp32")
     keywords = chosen.model_kwargs()
     assert keywords["dtype"] == keywords["quantization_config"].bnb_4bit_compute_dtype == torch.float32
-    found = estimate(tiny.llama_config(**SIZES), batch_size=1, seq_len=8, recipe=chosen, gpu="T4")
-    narrow = estimate(
-        tiny.llama_config(**SIZES), batch_size=1, seq_len=8, recipe=chosen.replace(precision="fp16"), gpu="T4"
+    wide, narrow = (
+        estimate(tiny.llama_config(**SIZES), batch_size=1, seq_len=8, recipe=chosen.replace(precision=name), gpu="T4")
+        for name in ("fp32", "fp16")
     )
-    assert (found.settings.weights_dtype, narrow.settings.weights_dtype) == ("float32", "float16")
-    assert found.components["weights"] > narrow.components["weights"]
+    assert (wide.settings.weights_dtype, narrow.settings.weights_dtype) == ("float32", "float16")
+    assert wide.components["weights"] > narrow.components["weights"]
 
 
 def test_16_bit_formats_that_the_gpu_lacks_are_refused_when_arguments_are_made(on_t4: None) -> None:
@@ -191,7 +195,7 @@ def test_16_bit_formats_that_the_gpu_lacks_are_refused_when_arguments_are_made(o
                 f"Call: recipe.replace(weights_dtype={other!r})"
             )
     half = PLAIN.replace(lora=4, weights_dtype="float16")
-    assert next(change.new for change in half.changes() if change.name == "precision") == "fp16"
+    assert precision_of(half) == "fp16"
     assert message_of(PLAIN.changes, bf16=True).startswith("bf16=True is emulated here: ")
 
 
@@ -199,7 +203,7 @@ def test_weights_and_autocast_of_two_formats_are_refused(monkeypatch: pytest.Mon
     ampere = replace(T4, name="bf16", reason="an A10 computes bfloat16 natively", emulates_bf16=False)
     answer_as(ampere, monkeypatch)
     half = PLAIN.replace(lora=4, weights_dtype="float16")
-    assert next(change.new for change in half.changes() if change.name == "precision") == "fp16"
+    assert precision_of(half) == "fp16"
     assert message_of(half.changes, bf16=True) == (
         "weights_dtype='float16' and autocast in bfloat16 do not mix: torch has no operations with both 16-bit "
         "formats; expected one of them. Call: recipe.replace(weights_dtype='bfloat16'), and load it anew"
@@ -211,18 +215,14 @@ def test_weights_and_autocast_of_two_formats_are_refused(monkeypatch: pytest.Mon
 
 def test_gradient_release_takes_one_pass_and_clips_nothing() -> None:
     released = PLAIN.replace(gradient_release=True, per_device_train_batch_size=8)
-    changes = [
-        str(change) for change in released.changes(use_cpu=True) if "norm" in change.name or "effec" in change.name
-    ]
-    assert changes == [
-        "max_grad_norm: 1.0 -> 0.0 (released gradients have no norm of all of them to clip)",
-        "effective_batch_size: 32 -> 8 (released gradients are not accumulated, so a step has the examples of one "
-        "pass)",
-    ]
-    args = released.training_arguments("out", use_cpu=True)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.max_grad_norm) == (8, 1, 0)
-    args = released.training_arguments("out", use_cpu=True, effective_batch_size=12)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (12, 1)
+    changes = {change.name: (change.old, change.new, change.reason) for change in released.changes(use_cpu=True)}
+    assert changes["max_grad_norm"] == (1.0, 0.0, "released gradients have no norm of all of them to clip")
+    one_pass = "released gradients are not accumulated, so a step has the examples of one pass"
+    assert changes["effective_batch_size"] == (32, 8, one_pass)
+    for given, rows in (({}, 8), ({"effective_batch_size": 12}, 12)):
+        args = released.training_arguments("out", use_cpu=True, **given)
+        assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (rows, 1)
+        assert args.max_grad_norm == 0
 
 
 def test_gradient_release_refuses_fp16(monkeypatch: pytest.MonkeyPatch) -> None:

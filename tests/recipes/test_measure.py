@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -301,22 +302,16 @@ def test_reports_are_set_aside_and_nothing_is_written(tmp_path: Any) -> None:
     ("options", "message"),
     [
         ({"steps": 0}, "steps=0 is invalid; expected an integer of 1 or more. Pass steps=10"),
-        (
-            {"path": "no/such/folder/run.json"},
-            "is a folder or is in a missing one; expected a file in an existing folder. Pass run.json",
-        ),
+        ({"path": "no/such/run.json"}, "is in a missing one; expected a file in an existing folder. Pass run.json"),
     ],
 )
 def test_bad_input_is_refused(options: dict[str, Any], message: str, tmp_path: Any) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message):
         measure(trainer_of(tmp_path), **options)
-    assert message in str(error.value)
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"trainer=<str> is not a transformers\.Trainer; expected the Trainer that trains"
-    ):
+    with pytest.raises(TypeError, match=r"trainer=<str> is not a transformers\.Trainer; expected the Trainer"):
         measure("trainer")  # type: ignore[arg-type]
     trainer = trainer_of(tmp_path)
     trainer.args._n_gpu = 2  # private: what stock sets where it sees two GPUs; seen in transformers 5.8.1 to 5.23.0
@@ -336,11 +331,14 @@ def test_a_file_is_written_once_and_read_again(measured: Measurement, tmp_path: 
     path = tmp_path / "run.json"
     measured.write(path)
     assert Measurement.from_json(path.read_text()) == measured
-    with pytest.raises(
-        ValueError, match=r"exists already; expected a new file\. Pass another name, or force=True to replace it"
-    ):
+    message = "exists already; expected a new file. Pass another name, or force=True to replace it"
+    with pytest.raises(ValueError, match=message):
         measured.write(path)
     measured.write(path, force=True)
+
+
+def of_measured(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda told: told["measured"].update(values)
 
 
 BROKEN: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
@@ -349,18 +347,12 @@ BROKEN: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda told: told.pop("gpu"), "gpu is missing; expected a string"),
     (lambda told: told["versions"].pop("torch"), "lack torch; expected all of"),
     (lambda told: told.update(precision="fp64"), "precision='fp64' is invalid"),
-    (lambda told: told["measured"].update(allocated_bytes=-1), "allocated_bytes=-1 is invalid"),
-    (lambda told: told["measured"].update(reserved_bytes=1), "what is allocated is a part of what is reserved"),
-    (lambda told: told["measured"].update(seconds=-1.0), "expected low, then seconds, then high, all above 0"),
-    (
-        lambda told: told["measured"].update(phases={"load": "2"}),
-        "expected values that are each an integer of 0 or more",
-    ),
+    (of_measured(allocated_bytes=-1), "allocated_bytes=-1 is invalid"),
+    (of_measured(reserved_bytes=1), "what is allocated is a part of what is reserved"),
+    (of_measured(seconds=-1.0), "expected low, then seconds, then high, all above 0"),
+    (of_measured(phases={"load": "2"}), "expected values that are each an integer of 0 or more"),
     (lambda told: told.update(measured=None), "measured=None is invalid; expected a Figures"),
-    (
-        lambda told: told.update(step_seconds=["1"]),
-        "step_seconds=('1',) is invalid; expected a tuple or list of values",
-    ),
+    (lambda told: told.update(step_seconds=["1"]), "('1',) is invalid; expected a tuple or list of values"),
 ]
 
 
@@ -370,16 +362,18 @@ def test_a_changed_file_is_refused(measured: Measurement, change: Any, message: 
     change(told)
     path = tmp_path / "run.json"
     path.write_text(json.dumps(told))
-    with pytest.raises(ValueError) as error:
+    start = f"measured={str(path)!r} is not a measurement ("
+    with pytest.raises(ValueError, match=f"^{re.escape(start)}.*{re.escape(message)}"):
         plan("bert-base-uncased", gpu="T4", measured=path)
-    assert message in str(error.value)
-    assert str(error.value).startswith(f"measured={str(path)!r} is not a measurement (")
 
 
-def test_a_file_that_is_not_there_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"measured='none\.json' cannot be read: No such file or directory; expected a"
-    ):
-        plan("bert-base-uncased", gpu="T4", measured="none.json")
-    with pytest.raises(ValueError, match=r"measured=True cannot be a path .*; expected text or a pathlib\.Path\."):
-        plan("bert-base-uncased", gpu="T4", measured=True)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("none.json", r"measured='none\.json' cannot be read: No such file or directory; expected a"),
+        (True, r"measured=True cannot be a path .*; expected text or a pathlib\.Path\."),
+    ],
+)
+def test_a_file_that_is_not_there_is_refused(path: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan("bert-base-uncased", gpu="T4", measured=path)

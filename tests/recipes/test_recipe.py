@@ -16,6 +16,7 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from slow_cases import slow_except
+from tables import refuses
 
 import tiny
 from hf_memopt import (
@@ -51,8 +52,7 @@ def dataset(count: int = 16) -> Dataset:
 
 
 def test_all_nine_names_are_there_and_literal() -> None:
-    assert list(PRESETS) == NAMES
-    assert all(isinstance(value, Recipe) and value.name == name for name, value in PRESETS.items())
+    assert [(name, type(value), value.name) for name, value in PRESETS.items()] == [(n, Recipe, n) for n in NAMES]
     with pytest.raises(TypeError):
         PRESETS["4gb-gpu"] = PRESETS["cpu"]  # type: ignore[index]
 
@@ -125,11 +125,9 @@ def test_the_effective_batch_stays_or_the_call_is_refused(per_device, effective)
 
 
 def test_the_new_accumulation_is_told_as_a_change() -> None:
-    change = recipe("4gb-gpu").changes(per_device_train_batch_size=4)[-1]
-    assert str(change) == (
-        "per_device_train_batch_size x gradient_accumulation_steps: (8, 4) -> (4, 8) "
-        "(keeps 32 examples per optimizer step on 1 process)"
-    )
+    why = "keeps 32 examples per optimizer step on 1 process"
+    expected = f"per_device_train_batch_size x gradient_accumulation_steps: (8, 4) -> (4, 8) ({why})"
+    assert str(recipe("4gb-gpu").changes(per_device_train_batch_size=4)[-1]) == expected
 
 
 def test_what_is_not_given_follows() -> None:
@@ -146,29 +144,22 @@ def test_processes_share_the_effective_batch(monkeypatch) -> None:
     [change] = [c for c in recipe("40gb-gpu").changes() if c.name.startswith("per_device")]
     assert (change.old, change.new) == ((32, 1), (16, 1))
     assert change.reason == "keeps 32 examples per optimizer step on 2 processes"
-    with pytest.raises(ValueError) as error:
-        recipe("40gb-gpu").changes(effective_batch_size=5)
-    assert str(error.value) == (
+    message = (
         "WORLD_SIZE=2 on 2 processes does not divide the effective batch of 5; expected a divisor. "
         "Pass effective_batch_size=4"
     )
-    for count in ("0", "many", "-2", ""):
+    refuses(ValueError, message, recipe("40gb-gpu").changes, effective_batch_size=5)
+    for count, shown in (("0", "0"), ("many", "'many'"), ("-2", "'-2'"), ("", "''")):
         monkeypatch.setenv("WORLD_SIZE", count)
-        with pytest.raises(ValueError) as error:
-            PRESETS["cpu"].changes()
-        shown = count if count == "0" else repr(count)
-        expected = f"WORLD_SIZE={shown} is invalid; expected an integer of 1 or more. Pass WORLD_SIZE=1"
-        assert str(error.value) == expected
+        message = f"WORLD_SIZE={shown} is invalid; expected an integer of 1 or more. Pass WORLD_SIZE=1"
+        refuses(ValueError, message, PRESETS["cpu"].changes)
 
 
 def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path) -> None:
     path = tmp_path / "taken"
     path.write_text("something", encoding="utf-8")
-    with pytest.raises(NotADirectoryError) as error:
-        preset("cpu", output_dir=str(path))
-    assert str(error.value) == (
-        f"output_dir={str(path)!r} is a file; expected a folder or a new path. Pass another output_dir"
-    )
+    message = f"output_dir={str(path)!r} is a file; expected a folder or a new path. Pass another output_dir"
+    refuses(NotADirectoryError, message, preset, "cpu", output_dir=str(path))
     assert path.read_text(encoding="utf-8") == "something"
 
 
@@ -273,9 +264,8 @@ def test_recipes_are_frozen_hashable_and_replaced() -> None:
 
 def test_model_kwargs_ask_for_float32_weights(tmp_path) -> None:
     tiny.bert().to(torch.bfloat16).save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(
-        tmp_path, **recipe("4gb-gpu").model_kwargs()
-    )
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    loaded = load(tmp_path, **recipe("4gb-gpu").model_kwargs())
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
     assert loaded.config._attn_implementation == "sdpa"
 

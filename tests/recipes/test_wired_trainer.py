@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from tables import refuses, whole
 
 import tiny
 from hf_memopt import (
@@ -102,12 +103,8 @@ def test_evaluation_that_cannot_be_put_back_into_order_is_left_alone(tmp_path) -
 
 
 def test_a_bucketed_view_as_evaluation_data_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError) as error:
-        wired(tmp_path, recipe("cpu"), dataset(), eval_dataset=bucketed(dataset(), batch_size=4))
-    assert str(error.value) == (
-        "dataset=<BucketedView> is in shuffled order, and predictions would be in that order too; expected the "
-        "dataset itself, or sorted by length. Evaluate or predict sorted_by_length(view.dataset)"
-    )
+    view = bucketed(dataset(), batch_size=4)
+    refuses(ValueError, whole("dataset=<BucketedView>"), wired, tmp_path, recipe("cpu"), dataset(), eval_dataset=view)
 
 
 def test_a_view_of_whole_batches_gets_the_arguments_that_fit_it(tmp_path) -> None:
@@ -151,15 +148,12 @@ def test_a_causal_model_without_labels_learns_its_tokens_and_says_so(tmp_path, i
 
 
 def test_what_would_be_ignored_or_train_nothing_is_refused(tmp_path) -> None:
-    model, sixteen = tiny.bert(), recipe("cpu").replace(weights_dtype="bfloat16", rounding="stochastic")
-    optimizers = torch.optim.AdamW(model.parameters()), None
+    model, cpu = tiny.bert(), recipe("cpu")
+    sixteen = cpu.replace(weights_dtype="bfloat16", rounding="stochastic")
+    own = {"model": model, "optimizers": (torch.optim.AdamW(model.parameters()), None)}
     for chosen, given, message in [
-        (recipe("cpu").replace(lora=4), {"model": model, "optimizers": optimizers}, "holds no weight that is trained"),
-        (
-            recipe("cpu").replace(prediction_loss_only=True),
-            {"compute_metrics": dict},
-            "is never called with prediction_loss_only=True",
-        ),
+        (cpu.replace(lora=4), own, "holds no weight that is trained"),
+        (cpu.replace(prediction_loss_only=True), {"compute_metrics": dict}, "never called with prediction_loss_only"),
         (sixteen, {"model": None, "model_init": lambda: tiny.bert()}, "has float32 weights"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -169,23 +163,14 @@ def test_what_would_be_ignored_or_train_nothing_is_refused(tmp_path) -> None:
 def test_a_callback_of_the_callers_own_takes_the_place_of_the_recipes(tmp_path) -> None:
     own = [MicrobatchCallback(max_tokens=64), MemoryReportCallback()]
     trainer = wired(tmp_path, recipe("cpu").replace(micro_batching=True), dataset(), callbacks=own)
-    found = [
-        one for one in trainer.callback_handler.callbacks if isinstance(one, (MicrobatchCallback, MemoryReportCallback))
-    ]
-    assert {*found} == {*own}
+    kinds = (MicrobatchCallback, MemoryReportCallback)
+    assert {one for one in trainer.callback_handler.callbacks if isinstance(one, kinds)} == {*own}
 
 
 @pytest.mark.parametrize("model", [tiny.llama, tiny.bert])
 def test_labels_of_the_data_or_another_model_leave_labels_alone(tmp_path, model) -> None:
-    data = dataset() if model is tiny.llama else dataset().remove_columns("labels")
-    if model is tiny.llama:
-        data = data.map(lambda row: {"labels": row["input_ids"]})
-    trainer = recipe("cpu").trainer(
-        model=model(),
-        train_dataset=data if model is tiny.llama else None,
-        processing_class=tiny.tokenizer(),
-        training_arguments={"output_dir": str(tmp_path), "use_cpu": True},
-    )
+    data = dataset().map(lambda row: {"labels": row["input_ids"]}) if model is tiny.llama else None
+    trainer = wired(tmp_path, recipe("auto"), data, model=model())
     assert not trainer.data_collator.causal_lm
     assert "labels" not in [change.name for change in getattr(trainer, "memopt_changes", ())]
 
@@ -210,30 +195,22 @@ def test_the_8_bit_names_are_those_that_stock_knows() -> None:
     assert found == names - other_makers
 
 
-def test_what_cannot_work_with_what_the_caller_asks_for_is_left_out_and_told(tmp_path) -> None:
-    released = (gradient_release(torch.optim.SGD), {"lr": 0.1})
-    arguments = {"max_grad_norm": 0}
-    trainer = wired(tmp_path, recipe("cpu"), dataset(), training_arguments=arguments, optimizer_cls_and_kwargs=released)
+def test_what_cannot_work_with_what_the_caller_asks_for_is_left_out_and_told_and_of_his_own_refused(tmp_path) -> None:
+    released = {"optimizer_cls_and_kwargs": (gradient_release(torch.optim.SGD), {"lr": 0.1})}
+    released |= {"training_arguments": {"max_grad_norm": 0}}
+    trainer = wired(tmp_path, recipe("cpu"), dataset(), **released)
     assert not any(isinstance(c, MicrobatchCallback) for c in trainer.callback_handler.callbacks)
+    why = (
+        "incompatible{}: gradients have to stay until the last micro-batch, and a weight that has stepped cannot be "
+        "taken back"
+    )
     assert [str(change) for change in trainer.memopt_changes if change.name == "micro-batching"] == [
-        "micro-batching: True -> False (incompatible with gradient release: gradients have to stay until the last "
-        "micro-batch, and a weight that has stepped cannot be taken back)"
+        f"micro-batching: True -> False ({why.format(' with gradient release')})"
     ]
-
-
-def test_a_callback_of_the_callers_own_is_refused_not_left_out(tmp_path) -> None:
-    released = (gradient_release(torch.optim.SGD), {"lr": 0.1})
-    with pytest.raises(ValueError) as error:
-        wired(
-            tmp_path,
-            recipe("cpu").replace(micro_batching=False),
-            dataset(),
-            training_arguments={"max_grad_norm": 0},
-            optimizer_cls_and_kwargs=released,
-            callbacks=[MicrobatchCallback()],
-        )
-    assert str(error.value) == (
-        "gradient release and micro-batching are incompatible: gradients have to stay until the last micro-batch, "
-        "and a weight that has stepped cannot be taken back; expected only one of them. Take MicrobatchCallback out of "
-        "callbacks="
+    chosen = recipe("cpu").replace(micro_batching=False)
+    refuses(
+        ValueError,
+        f"gradient release and micro-batching are {why.format('')}; expected only one of them. Take MicrobatchCallback "
+        "out of callbacks=",
+        lambda: wired(tmp_path, chosen, dataset(), callbacks=[MicrobatchCallback()], **released),
     )
