@@ -256,9 +256,5 @@ def test_what_is_refused_is_told_in_whole(settings, message):
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, None])
 def test_an_epoch_out_of_range_is_refused(epoch):
-    refuses(
-        ValueError,
-        f"epoch={epoch!r} is invalid; expected an integer of 0 or more. Pass epoch=0",
-        LengthBuckets([3, 4], batch_size=2).plan,
-        epoch,
-    )
+    message = f"epoch={epoch!r} is invalid; expected an integer of 0 or more. Pass epoch=0"
+    refuses(ValueError, message, LengthBuckets([3, 4], batch_size=2).plan, epoch)

@@ -15,7 +15,7 @@ from datasets import Array2D, Dataset, Features, LargeList, List, Value
 from datasets.table import InMemoryTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tables import whole
+from tables import refuses, whole
 from torch.utils.data import Subset
 from transformers import Trainer, default_data_collator
 
@@ -227,13 +227,8 @@ class Doubling(Dataset):
 def test_transforms_other_formats_and_other_datasets_are_left_to_themselves(tmp_path):
     dataset = Dataset.from_dict({"input_ids": [[5], [6, 7]]})
     plus_one = dataset.with_transform(lambda rows: {"input_ids": [[i + 1 for i in row] for row in rows["input_ids"]]})
-    for other in (
-        plus_one,
-        dataset.with_format("numpy", dtype=np.int32),
-        Doubling(dataset.data),
-        list(dataset),
-        Subset(list(dataset), [1, 0]),
-    ):
+    by_row, rows = [plus_one, dataset.with_format("numpy", dtype=np.int32), Doubling(dataset.data)], list(dataset)
+    for other in (*by_row, rows, Subset(rows, [1, 0])):
         check(tmp_path, other, from_arrow=False)
 
 
@@ -273,9 +268,7 @@ def test_lengths_that_are_too_short_and_batches_of_different_widths():
     rows = [{"input_ids": [5] * 9}, {"input_ids": [6]}, {"input_ids": [7] * 3}, {"input_ids": [8] * 3}]
     collator = BucketedCollator(tiny.tokenizer())
     wrong = bucketed(rows, max_tokens=16, boundaries=[4, 8], lengths=[8, 1, 3, 3])
-    with pytest.raises(ValueError) as error:
-        [collator([wrong[i]]) for i in range(len(wrong))]
-    assert str(error.value) == whole("width=8 is too short")
+    refuses(ValueError, whole("width=8 is too short"), lambda: [collator([batch]) for batch in wrong])
     right = bucketed(rows, max_tokens=24, boundaries=[4, 12])
     short, long = sorted((right[i] for i in range(2)), key=lambda batch: batch.width)
     assert collator([short, long])["input_ids"].shape == (4, 12)

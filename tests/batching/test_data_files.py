@@ -100,15 +100,9 @@ def test_ids_words_and_tokens_of_every_kind(tmp_path, name):
     found = file_lengths(tmp_path / name)
     assert found.lengths.dtype == np.int32
     assert found.lengths.tolist() == [n + 2 for n in LENGTHS]
-    assert found.as_dict() == {
-        "kind": "arrow" if name == "saved" else KINDS["." + name.split(".")[1]],
-        "files": 1,
-        "format": "tokens",
-        "column": "input_ids",
-        "unit": "tokens",
-        "null_rows": 0,
-        "empty_rows": 0,
-    }
+    kind = "arrow" if name == "saved" else KINDS["." + name.split(".")[1]]
+    told = {"kind": kind, "files": 1, "format": "tokens", "column": "input_ids", "unit": "tokens"}
+    assert found.as_dict() == {**told, "null_rows": 0, "empty_rows": 0}
     if not name.endswith((".bz2", ".zst")) and name not in ("saved", "a.feather", "a.ndjson", "lines.json"):
         content = (tmp_path / name).read_bytes()  # a file that was cut off is never counted by half
         (tmp_path / name).write_bytes(content[: len(content) * 2 // 3])
@@ -168,10 +162,11 @@ def test_a_row_may_be_large(tmp_path):
 
 def test_nothing_is_asked_for_and_nothing_is_kept(tmp_path):
     """Without HF_HUB_OFFLINE and in a home of its own: no connection is tried and no file is left behind."""
-    home = tmp_path / "home"
+    home, names = tmp_path / "home", ("a.jsonl", "a.csv", "a.parquet", "stream.arrow", "saved")
     home.mkdir()
-    for name in ("a.jsonl", "a.csv", "a.parquet", "stream.arrow", "saved"):
-        WRITERS[name](tmp_path / name)
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        WRITERS[path.name](path)
     code = (
         "import socket, sys\n"
         "def refuse(*_, **__): print('asked'); raise OSError('no network')\n"
@@ -180,14 +175,8 @@ def test_nothing_is_asked_for_and_nothing_is_kept(tmp_path):
         "for path in sys.argv[1:]: print(len(file_lengths(path, column='text').lengths))\n"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
-    paths = [str(tmp_path / name) for name in ("a.jsonl", "a.csv", "a.parquet", "stream.arrow", "saved")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *paths],
-        env={**kept, "HOME": str(home)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-c", code, *map(str, paths)]
+    done = subprocess.run(command, env={**kept, "HOME": str(home)}, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(len(ROWS))] * len(paths)
     assert list(home.rglob("*")) == []
 
@@ -236,13 +225,8 @@ def error_of(path: Path, **settings: Any) -> str:
 def test_a_row_that_is_too_long_is_refused(tmp_path, name, opening, mebibytes, cause, most):
     with gzip.open(tmp_path / name, "wb", 1) as file:
         file.write(opening.encode() + b"a" * mebibytes * 2**20)
-    assert error_of(tmp_path / name) == whole(
-        "path={path!r} cannot be read as {value}",
-        path=str(tmp_path / name),
-        value=KINDS[Path(name).suffixes[0]],
-        cause=cause,
-        most=most,
-    )
+    values = {"path": str(tmp_path / name), "value": KINDS[Path(name).suffixes[0]], "cause": cause, "most": most}
+    assert error_of(tmp_path / name) == whole("path={path!r} cannot be read as {value}", **values)
 
 
 @pytest.mark.parametrize("rows", ['{"text": %s}\n', '{"text": "a", "other": %s}\n'])

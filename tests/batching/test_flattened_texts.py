@@ -64,15 +64,9 @@ def make_trainer(
             seen.append(kwargs["input_ids"])
 
     model.register_forward_hook(see, with_kwargs=True)
-    trainer = Trainer(
-        model,
-        args,
-        train_dataset=dataset,
-        data_collator=flattening() if collator is None else collator,
-        callbacks=list(callbacks),
-        compute_loss_func=loss,
-    )
-    return trainer, seen
+    collator = flattening() if collator is None else collator
+    given = {"data_collator": collator, "callbacks": list(callbacks), "compute_loss_func": loss}
+    return Trainer(model, args, train_dataset=dataset, **given), seen
 
 
 def refusal(folder: Path, model: Any, **settings: Any) -> str:
@@ -107,15 +101,12 @@ def test_a_step_is_that_of_padded_training(name, attention, is_exact, tmp_path):
             view, collator, per_device = bucketed(examples(), max_tokens=MAX_TOKENS), flattening(), 1
         else:
             view, collator, per_device = bucketed(examples(), batch_size=6), BucketedCollator(tiny.tokenizer()), 6
-        trainer, seen = make_trainer(
-            tmp_path,
-            model,
-            view,
-            collator,
-            loss=exact_loss(model) if is_exact else None,
-            per_device_train_batch_size=per_device,
-            gradient_accumulation_steps=COUNT,  # an epoch is one step
-        )
+        settings = {
+            "per_device_train_batch_size": per_device,
+            "gradient_accumulation_steps": COUNT,
+        }  # one step an epoch
+        loss = exact_loss(model) if is_exact else None
+        trainer, seen = make_trainer(tmp_path, model, view, collator, loss=loss, **settings)
         attach(trainer).train()
         assert trainer.state.global_step == 1
         assert {len(ids) for ids in seen} == {per_device}
@@ -156,21 +147,16 @@ def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, tmp_
     )
 
 
+TAGGER, CLASSES = tiny.llama_config(num_labels=100), tiny.llama_config(num_labels=3)
+NO_CLASS = "which LlamaForSequenceClassification could not be trained on (ValueError: "
+NO_MODEL = "which Linear could not be trained on (AttributeError: "
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no positions": (tiny.llama, {"return_position_ids": False}, whole("where those of LlamaForCausalLM")),
     "other positions": (lambda: tiny_model("gpt2"), {"position_ids_start": 5}, whole("where GPT2LMHeadModel")),
     "labels of first tokens": (tiny.llama, {"separator_id": 7}, whole("with labels [7, 7,")),
-    "a loss of first tokens": (
-        lambda: transformers.LlamaForTokenClassification(tiny.llama_config(num_labels=100)),
-        {},
-        whole("and leaves out the"),
-    ),
-    "a class for a row": (
-        lambda: transformers.LlamaForSequenceClassification(tiny.llama_config(num_labels=3)),
-        {},
-        "which LlamaForSequenceClassification could not be trained on (ValueError: ",
-    ),
-    "no model": (lambda: torch.nn.Linear(2, 2), {}, "which Linear could not be trained on (AttributeError: "),
+    "first tokens": (lambda: transformers.LlamaForTokenClassification(TAGGER), {}, whole("and leaves out the")),
+    "a class for a row": (lambda: transformers.LlamaForSequenceClassification(CLASSES), {}, NO_CLASS),
+    "no model": (lambda: torch.nn.Linear(2, 2), {}, NO_MODEL),
 }
 
 

@@ -241,31 +241,25 @@ def test_two_processes_of_torchrun(tmp_path: Path) -> None:
     assert found.stderr.count("nothing is predicted") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["nothing.py"],
-            "error: 'nothing.py' is not a file; expected a Python script that trains with the stock Trainer, or "
-            "--module and a module's name hint: Call: hf-memopt run train.py",
-        ),
-        (
-            ["--apply", "all", __file__],
-            "error: --apply all is unknown; expected one of 'exact' hint: Pass --apply exact",
-        ),
-        (
-            ["--repair", "all", __file__],
-            "error: --repair all is unknown; expected one of 'gradient-scale' hint: Pass --repair gradient-scale",
-        ),
-        (
-            ["--allow", "shorter", __file__],
-            "error: --allow shorter is unknown; expected one of 'release_clipping', 'bf16_weights', 'freeze' hint: "
-            "Pass --allow release_clipping",
-        ),
-        (["--gpu", "RTX 1", __file__], "RTX 1"),
-    ],
+NO_SCRIPT = (
+    "error: 'nothing.py' is not a file; expected a Python script that trains with the stock Trainer, or --module and a "
+    "module's name hint: Call: hf-memopt run train.py"
 )
-def test_bad_input_is_refused(words: list[str], message: str) -> None:
-    found = invoked("run", *words)
-    assert found.exit_code == 2
-    assert message in " ".join(found.output.split())
+WORDS = {
+    ("--apply", "all"): "'exact'",
+    ("--repair", "all"): "'gradient-scale'",
+    ("--allow", "shorter"): "'release_clipping', 'bf16_weights', 'freeze'",
+}
+"""Options with a word that is unknown, and the words that are expected."""
+
+
+def test_bad_input_is_refused() -> None:
+    told = {("nothing.py",): NO_SCRIPT, ("--gpu", "RTX 1", __file__): "RTX 1"}
+    for (option, word), known in WORDS.items():
+        first = known.split("'")[1]
+        message = f"error: {option} {word} is unknown; expected one of {known} hint: Pass {option} {first}"
+        told[option, word, __file__] = message
+    for words, message in told.items():
+        found = invoked("run", *words)
+        assert found.exit_code == 2
+        assert message in " ".join(found.output.split())

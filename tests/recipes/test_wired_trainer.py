@@ -9,6 +9,7 @@ import torch
 import transformers
 from datasets import Dataset
 from tables import refuses, whole
+from test_recipe import dataset
 
 import tiny
 from hf_memopt import (
@@ -22,13 +23,6 @@ from hf_memopt import (
     recipe,
 )
 from hf_memopt.recipes import callbacks_of
-
-
-def dataset(count: int = 16) -> Dataset:
-    lengths = [4 + (7 * i) % 17 for i in range(count)]
-    return Dataset.from_list(
-        [{"input_ids": [5 + (i * j) % 90 for j in range(n)], "labels": i % 3} for i, n in enumerate(lengths)]
-    )
 
 
 def kind(data: Any) -> str:
