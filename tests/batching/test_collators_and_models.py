@@ -109,19 +109,12 @@ def assert_padding_changes_no_loss(
 FEW = settings(max_examples=10)  # each runs a model on every row
 
 
+CLASSIFIER = "SequenceClassification"
 HEADS: dict[str, tuple[str, dict[str, Any], Any]] = {  # the head, its configuration, the labels of row i with n tokens
-    "classification": ("SequenceClassification", {"num_labels": 3}, lambda i, n: i % 3),
-    "multi-label": (
-        "SequenceClassification",
-        {"num_labels": 3, "problem_type": "multi_label_classification"},
-        lambda i, n: [float(i % 2), 1.0, 0.0],
-    ),
-    "regression": ("SequenceClassification", {"num_labels": 1}, lambda i, n: i / 3),
-    "several targets": (
-        "SequenceClassification",
-        {"num_labels": 3, "problem_type": "regression"},
-        lambda i, n: [i / 3, -1.0, 0.5],
-    ),
+    "classification": (CLASSIFIER, {}, lambda i, n: i % 3),
+    "multi-label": (CLASSIFIER, {"problem_type": "multi_label_classification"}, lambda i, n: [float(i % 2), 1.0, 0.0]),
+    "regression": (CLASSIFIER, {"num_labels": 1}, lambda i, n: i / 3),
+    "several targets": (CLASSIFIER, {"problem_type": "regression"}, lambda i, n: [i / 3, -1.0, 0.5]),
     "tokens": ("TokenClassification", {"num_labels": 3}, lambda i, n: [(i + j) % 3 for j in range(n)]),
     "mlm": ("MaskedLM", {}, lambda i, n: [5 + i + j if j % 2 == 0 else -100 for j in range(n)]),
 }
@@ -133,9 +126,7 @@ HEADS: dict[str, tuple[str, dict[str, Any], Any]] = {  # the head, its configura
 def test_padding_changes_no_loss_of_an_encoder(head, lengths, side):
     kind, config, label = HEADS[head]
     model, labels = bert(kind, **config), [label(i, n) for i, n in enumerate(lengths)]
-    weights = None
-    if kind != "SequenceClassification":
-        weights = [sum(value != -100 for value in row) for row in labels]
+    weights = None if kind == CLASSIFIER else [sum(value != -100 for value in row) for row in labels]
     side = side if weights else "right"  # BERT's pooler reads the first column
     collator = DynamicPaddingCollator(tiny.tokenizer(side), model=model)
     assert_padding_changes_no_loss(model, collator, tokenized(lengths, labels=labels), weights)

@@ -75,12 +75,8 @@ class SaveWhereCasesResume(TrainerCallback):
 
 def train(case: Case, folder: str, checkpoint: str | None = None) -> tuple[Trainer, list[list[int]]]:
     """Train a tiny BERT and return the trainer and the examples of every batch; the first token, 5 + index, tells."""
-    rows = Dataset.from_list(
-        [
-            {"input_ids": [5 + i] + [50] * (length - 1), "text": f"row {i}", "labels": i % 3}
-            for i, length in enumerate(LENGTHS)
-        ]
-    )
+    ids = [[5 + i] + [50] * (length - 1) for i, length in enumerate(LENGTHS)]
+    rows = Dataset.from_list([{"input_ids": row, "text": f"row {i}", "labels": i % 3} for i, row in enumerate(ids)])
     view = bucketed(rows if case.attached else rows.remove_columns("text"), **VIEWS[case.kind])
     trainer, seen = make_trainer(
         folder,

@@ -134,9 +134,8 @@ OTHER = {
 def test_a_state_of_another_order_is_refused(name):
     mine, theirs = make("tokens", **{"lengths": LENGTHS, **OTHER[name]}), make("tokens")
     first = next(key for key, value in mine.state_dict().items() if theirs.state_dict()[key] != value)
-    assert state_error(**OTHER[name]) == whole(
-        "state[{first!r}]={value!r}", first=first, value=theirs.state_dict()[first], own=mine.state_dict()[first]
-    )
+    value, own = theirs.state_dict()[first], mine.state_dict()[first]
+    assert state_error(**OTHER[name]) == whole("state[{first!r}]={value!r}", first=first, value=value, own=own)
 
 
 @pytest.mark.parametrize("position", [-1, 100, 1.0, True])
@@ -151,12 +150,9 @@ def test_a_position_outside_the_epoch_is_refused(position):
 @pytest.mark.parametrize("rank", [-1, 2, 0.0, True])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_rank_out_of_range_is_refused(kind, rank):
-    with pytest.raises(ValueError) as error:
-        make(kind, world_size=2, rank=rank)
     below = ", below 2" if rank == 2 else ""
-    assert (
-        str(error.value) == f"rank={rank!r} is invalid; expected an integer of 0 or more, or None{below}. Pass rank=0"
-    )
+    message = f"rank={rank!r} is invalid; expected an integer of 0 or more, or None{below}. Pass rank=0"
+    refuses(ValueError, message, make, kind, world_size=2, rank=rank)
 
 
 def test_diagnostics_are_those_of_the_plan():
@@ -202,10 +198,8 @@ def test_accelerate_sets_the_epoch_and_keeps_the_batches():
 @pytest.mark.parametrize("kind", ["tokens", "batches"])
 def test_accelerate_gives_each_rank_its_batch_of_a_group(kind):
     sampler = make(kind, np.tile(LENGTHS, 4), world_size=2)
-    shares = [
-        list(BatchSamplerShard(sampler, num_processes=2, process_index=rank, even_batches=kind == "batches"))
-        for rank in (0, 1)
-    ]
+    settings = {"num_processes": 2, "even_batches": kind == "batches"}
+    shares = [list(BatchSamplerShard(sampler, process_index=rank, **settings)) for rank in (0, 1)]
     assert set(indices(itertools.chain(*shares))) == set(range(4 * len(LENGTHS)))
     assert len(shares[0]) == len(shares[1])
     assert [len(batch) for batch in shares[0]][:-1] == [len(batch) for batch in shares[1]][:-1]

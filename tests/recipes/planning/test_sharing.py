@@ -60,16 +60,9 @@ def sharded() -> Plan:
 def test_fsdp2_where_it_is_faster_than_what_fits_under_ddp(sharded: Plan) -> None:
     chosen = sharded.chosen
     assert sharing(chosen) == ("fsdp2", False)
-    itself = estimate(
-        tiny_plans.config(vocab_size=2000),
-        batch_size=chosen.rows,
-        seq_len=32,
-        recipe=chosen.recipe,
-        gpu=sharded.gpu,
-        gradient_accumulation_steps=chosen.accumulation_steps,
-        world_size=2,
-        strategy="fsdp2",
-    )
+    step = {"batch_size": chosen.rows, "seq_len": 32, "gradient_accumulation_steps": chosen.accumulation_steps}
+    job = {"recipe": chosen.recipe, "gpu": sharded.gpu, "world_size": 2, "strategy": "fsdp2"}
+    itself = estimate(tiny_plans.config(vocab_size=2000), **step, **job)
     assert chosen.total_bytes == itself.total_bytes
     rivals = [one for one in sharded.candidates if sharing(one)[0] == "ddp" and one.fits]
     assert min(one.cost for one in rivals) > chosen.cost
