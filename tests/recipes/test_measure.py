@@ -302,7 +302,10 @@ def test_reports_are_set_aside_and_nothing_is_written(tmp_path: Any) -> None:
     ("options", "message"),
     [
         ({"steps": 0}, "steps=0 is invalid; expected an integer of 1 or more. Pass steps=10"),
-        ({"path": "no/such/run.json"}, "is in a missing one; expected a file in an existing folder. Pass run.json"),
+        (
+            {"path": "no/such/run.json"},
+            "is a folder or is in a missing one; expected a file in an existing folder. Pass run.json",
+        ),
     ],
 )
 def test_bad_input_is_refused(options: dict[str, Any], message: str, tmp_path: Any) -> None:

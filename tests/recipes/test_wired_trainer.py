@@ -147,7 +147,11 @@ def test_what_would_be_ignored_or_train_nothing_is_refused(tmp_path) -> None:
     own = {"model": model, "optimizers": (torch.optim.AdamW(model.parameters()), None)}
     for chosen, given, message in [
         (cpu.replace(lora=4), own, "holds no weight that is trained"),
-        (cpu.replace(prediction_loss_only=True), {"compute_metrics": dict}, "never called with prediction_loss_only"),
+        (
+            cpu.replace(prediction_loss_only=True),
+            {"compute_metrics": dict},
+            "is never called with prediction_loss_only=True",
+        ),
         (sixteen, {"model": None, "model_init": lambda: tiny.bert()}, "has float32 weights"),
     ]:
         with pytest.raises(ValueError, match=message):
