@@ -203,6 +203,29 @@ def test_the_trainer_s_checkpointing_becomes_non_reentrant(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize("size", [None, 4])
+def test_a_second_trainer_of_a_tiled_model_has_the_same_tiles(size: int | None, tmp_path: Path) -> None:
+    model, args = tiny.llama(intermediate_size=128), tiny.arguments(tmp_path)
+    before = [vars(layer.mlp).keys() for layer in model.model.layers]
+    first, second = (TiledLayersCallback(size) for _ in range(2))
+    trainers = [Trainer(model, args, callbacks=[one, one]) for one in (first, second)]
+    assert [attach(one).memopt_changes for one in trainers] == [tuple(first.changes)] * 2
+    with pytest.raises(ValueError, match="not the size") as error:
+        tile_layers(model, 8)
+    assert str(error.value) == (
+        f"tile_tokens=8 is not the size of the tiles that LlamaForCausalLM has already, {size}; expected one size for "
+        f"a model. Pass tile_tokens={size}, or call handle.remove() of the first"
+    )
+    second.handle.remove()
+    with torch.no_grad():
+        positions = calls_of(model.model.layers[0].mlp.up_proj)
+        model(input_ids=IDS)
+        assert len(positions) == (1 if size is None else 19)  # of 37 positions in 2 rows
+    first.handle.remove()
+    assert [vars(layer.mlp).keys() for layer in model.model.layers] == before
+    tile_layers(model, 8).remove()
+
+
 def much(hidden: torch.Tensor) -> torch.Tensor:
     """Return numbers of the hidden ones alone, which keep four times as many."""
     return hidden.exp().sin().exp().sin().exp().sin().exp()

@@ -14,6 +14,7 @@ import copy
 import math
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -65,8 +66,10 @@ def tile_layers(model: Any, tile_tokens: int | None = None) -> TileHandle:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``tile_tokens`` below 1; the model has dropout above 0 inside of what would be tiled, positions in
-            the first dimension, inputs other than text, or nothing that tiles. The model is unchanged then.
+        ValueError: ``tile_tokens`` below 1, or another size than that of the tiles that the model has (of the same size
+            they stay, and only the handle of the first call undoes them); the model has dropout above 0 inside of what
+            would be tiled, positions in the first dimension, inputs other than text, or nothing that tiles. The model
+            is unchanged then.
         RuntimeError: in the first batch, where a module returns something else in tiles.
 
     Examples:
@@ -77,6 +80,8 @@ def tile_layers(model: Any, tile_tokens: int | None = None) -> TileHandle:
     """
     check_model(model)
     check_value("tile_tokens", tile_tokens, Count | None, 1024)
+    if (tiles := _tiled_already(model, tile_tokens)) is not None:
+        return TileHandle(tiles.modules, without_reentrant(model).remove)
     handles, compared = [without_reentrant(model)], set[Any]()
     try:
         for place in (places := _checked_places(model)):
@@ -85,7 +90,26 @@ def tile_layers(model: Any, tile_tokens: int | None = None) -> TileHandle:
     except BaseException:
         remove_all(handles)
         raise
-    return TileHandle({place.name: place.kept_bytes for place in places}, undo_all(*handles).remove)
+    tiles = TileHandle({place.name: place.kept_bytes for place in places}, undo_all(*handles).remove)
+    _tiled[unwrap_model(model)] = tile_tokens, tiles
+    return tiles
+
+
+_tiled: weakref.WeakKeyDictionary[nn.Module, tuple[int | None, TileHandle]] = weakref.WeakKeyDictionary()
+
+
+def _tiled_already(model: nn.Module, tile_tokens: int | None) -> TileHandle | None:
+    """Return the handle of the tiles that a model has, None where it has none; refuse those of another size."""
+    inner = unwrap_model(model)
+    size, tiles = _tiled.get(inner, (None, None))
+    if tiles is None or tiles.is_removed:
+        return None
+    if size != tile_tokens:
+        raise ValueError(
+            f"tile_tokens={tile_tokens!r} is not the size of the tiles that {type(inner).__name__} has already, "
+            f"{size!r}; expected one size for a model. Pass tile_tokens={size!r}, or call handle.remove() of the first"
+        )
+    return tiles
 
 
 def without_reentrant(model: nn.Module) -> UndoHandle:
