@@ -267,6 +267,21 @@ def test_a_search_for_a_scale_without_end_is_a_finding(tmp_path: Any) -> None:
     assert "clip_grad_norm_" not in vars(trainer.accelerator)
 
 
+class Interrupts(TrainerCallback):
+    """Stop as Ctrl-C does, after a step was skipped and before it ends."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_leaves_no_override(tmp_path: Any) -> None:
+    trainer = half_precision_trainer(tmp_path, 2.0**40, OverflowCallback(), Interrupts(), max_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert "clip_grad_norm_" not in vars(trainer.accelerator)
+    assert "step" not in vars(trainer.lr_scheduler)
+
+
 @pytest.mark.parametrize(
     ("reading", "skips", "expected"),
     [

@@ -61,7 +61,7 @@ SMALLEST_SCALE = 1.0
 class OverflowCallback(TechniqueCallback):
     """Drop steps that are not finite, report where they began and in which examples, and stop if it goes on.
 
-    Bind it with ``attach(trainer)``: it overrides ``training_step`` of this one Trainer, and within a run
+    Bind it with ``attach(trainer)``: it overrides ``train`` and ``training_step`` of this one Trainer, and within a run
     ``clip_grad_norm_`` of its accelerator. A finding is logged once per kind and place as a warning, and its batch is
     saved as ``overflow_batch_step<n>.pt``, for ``model(**torch.load(path))``. All findings are written to
     ``overflow_report.json`` and ``.txt`` beside it, whenever there is a new one. A warning says where that fails, once
@@ -133,8 +133,16 @@ class OverflowCallback(TechniqueCallback):
                 "Keep one OverflowCallback in callbacks=, or call handle.remove() first"
             )
         override = override_method(trainer, "training_step", self._training_step, purpose=DETECTS)
-        self.handle = self.binding.to(trainer, UndoHandle(self._end_run), override)
+        self.handle = self.binding.to(
+            trainer, UndoHandle(self._end_run), override, override_method(trainer, "train", self._train)
+        )
         return self.handle
+
+    def _train(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return before(*args, **kwargs)
+        finally:
+            self._end_run()  # one that was interrupted too
 
     def _training_step(
         self, before: Callable[..., Any], model: Any, inputs: Any, num_items_in_batch: Any = None
@@ -189,7 +197,6 @@ class OverflowCallback(TechniqueCallback):
         report = self._report(trainer, reading, gradients)
         path = None if report is None else self._publish(trainer, report)
         if self._in_a_row >= self.max_in_a_row or self.nonfinite_steps >= self.max_nonfinite_steps:
-            self._end_run()
             raise RuntimeError(self._why_stopped(state.global_step + 1, path))
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -198,7 +205,6 @@ class OverflowCallback(TechniqueCallback):
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Log the counts."""
-        self._end_run()
         steps = "1 step" if self.nonfinite_steps == 1 else f"{self.nonfinite_steps} steps"
         counts = f"non-finite detection dropped {steps} of this run; the loss scale skipped {self.skipped_steps}"
         if self.nonfinite_steps:
