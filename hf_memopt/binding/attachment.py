@@ -37,9 +37,10 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     ``resume_from_checkpoint=True`` means the last whole one, and one that is asked for and is not whole raises.
 
     All of it belongs to this one trainer, and ``trainer.memopt_handle.remove()`` undoes it (not while it trains):
-    callbacks that were added are removed, all are unbound, and dataset, collator, loss and arguments are as before. A
-    deep copy or an unpickled trainer is not attached: callbacks that need it refuse to train until ``attach(copy)``. A
-    shallow copy shares everything, as in stock. A callback serves one trainer at a time.
+    callbacks that were added are removed, all are unbound, and dataset, collator, loss and arguments are as before; so
+    is the model, with what callbacks in ``callbacks=`` changed when the Trainer was built. A deep copy or an unpickled
+    trainer is not attached: callbacks that need it refuse to train until ``attach(copy)``. A shallow copy shares
+    everything, as in stock. A callback serves one trainer at a time.
 
     Args:
         trainer: a ``transformers.Trainer`` or an instance of a subclass.
@@ -90,7 +91,9 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         remove_all(handles)  # but what an earlier call bound stays
         _keep_handles(trainer, bound_again)
         raise
-    _keep_handles(trainer, [*handles, *bound_again])
+    given = [getattr(callback, "handle", None) for callback in trainer.callback_handler.callbacks]
+    earlier = [handle for handle in given if isinstance(handle, UndoHandle)]  # of what they changed before, too
+    _keep_handles(trainer, [*earlier, *handles, *bound_again])
     return trainer
 
 

@@ -114,8 +114,9 @@ CALLBACKS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("is_given", [False, True], ids=["attached", "given to the Trainer"])
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_what_training_changes_is_listed_and_taken_back(name: str, tmp_path: Any) -> None:
+def test_what_callbacks_change_is_listed_and_taken_back(name: str, is_given: bool, tmp_path: Any) -> None:
     model = tiny.llama(num_hidden_layers=2)
 
     def states() -> list[bool]:
@@ -124,10 +125,24 @@ def test_what_training_changes_is_listed_and_taken_back(name: str, tmp_path: Any
 
     before, callback = states(), CALLBACKS[name]()
     rows = [{**row, "labels": row["input_ids"]} for row in tiny.rows(8)]
-    trainer = attach(Trainer(model=model, args=tiny.arguments(tmp_path, max_steps=1), train_dataset=rows), callback)
+    args, given = tiny.arguments(tmp_path, max_steps=1), {"callbacks": [callback]} if is_given else {}
+    trainer = attach(Trainer(model=model, args=args, train_dataset=rows, **given), *([] if is_given else [callback]))
     trainer.train()
     assert states() != before
     assert {change.name for change in callback.changes} <= {change.name for change in trainer.memopt_changes}
     assert callback.changes
     trainer.memopt_handle.remove()
     assert states() == before
+
+
+class Unfinished(TrainerCallback):
+    def bind(self, trainer: Trainer) -> None:
+        """Return no handle, which attach refuses."""
+
+
+def test_an_attach_that_fails_leaves_what_was_changed_before(tmp_path: Any) -> None:
+    model = tiny.bert()
+    trainer = Trainer(model=model, args=tiny.arguments(tmp_path), callbacks=[FreezeCallback("embeddings")])
+    with pytest.raises(TypeError, match="expected the handle"):
+        attach(trainer, Unfinished())
+    assert not any(one.requires_grad for one in model.bert.embeddings.parameters())
