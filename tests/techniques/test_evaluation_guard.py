@@ -364,6 +364,23 @@ def test_argmax_gives_the_same_metrics_during_training_and_alone(tmp_path: Path)
     assert output.predictions.dtype == np.int64
 
 
+def test_a_metric_may_predict_other_rows_itself(tmp_path: Path) -> None:
+    found = []
+
+    def metric(prediction: Any) -> dict[str, float]:
+        trainer.compute_metrics = None
+        others = trainer.predict(of_lengths(8))
+        trainer.compute_metrics = metric
+        return {**accuracy(prediction), "of_others": accuracy(others)["accuracy"]}
+
+    for callbacks in ([], [EvaluationGuardCallback("argmax")]):
+        trainer = token_trainer(tmp_path, *callbacks, trainer_compute_metrics=metric)
+        measured = attach(trainer).evaluate()
+        found.append([measured["eval_loss"], measured["eval_accuracy"], measured["eval_of_others"]])
+    assert found[0] == found[1]
+    assert trainer.predict(of_lengths(8)).predictions.ndim == 2
+
+
 def test_callable_and_datasets_by_name(tmp_path: Path) -> None:
     def first_class(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return logits[..., 0]

@@ -135,18 +135,23 @@ def _evaluation_loop(
     ignore_keys: list[str] | None = None,
     metric_key_prefix: str = "eval",
 ) -> Any:
-    _refuse_two_reductions(trainer, reduce)
-    function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
-    dataset = getattr(dataloader, "dataset", None)
-    # what tells a data set from others: a stream is a new object in each evaluation, and so is a data set without its
-    # unused columns, but for `_fingerprint`, private, of datasets 5.2
-    data_set = getattr(dataset, "_fingerprint", id(dataset)) if has_length(dataset) else None
-    case = metric_key_prefix, data_set, id(function), trainer.args.batch_eval_metrics
-    outputs = KeptOutputs(trainer, reduce, _name(reduce), budget_bytes, dataloader, description)
-    if reduce is not None and function is not None:
-        outputs.why_whole = checked.get(case)
     args = trainer.args
     with ExitStack() as stack:
+        outer = getattr(trainer.preprocess_logits_for_metrics, "__self__", None)
+        if isinstance(outer, KeptOutputs):  # compute_metrics evaluates itself
+            theirs, steps = outer.of_trainer
+            stack.enter_context(set_attribute(trainer, "preprocess_logits_for_metrics", theirs))
+            stack.enter_context(set_attribute(args, "eval_accumulation_steps", steps))
+        _refuse_two_reductions(trainer, reduce)
+        function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
+        dataset = getattr(dataloader, "dataset", None)
+        # what tells a data set from others: a stream is a new object in each evaluation, and so is a data set without
+        # its unused columns, but for `_fingerprint`, private, of datasets 5.2
+        data_set = getattr(dataset, "_fingerprint", id(dataset)) if has_length(dataset) else None
+        case = metric_key_prefix, data_set, id(function), trainer.args.batch_eval_metrics
+        outputs = KeptOutputs(trainer, reduce, _name(reduce), budget_bytes, dataloader, description)
+        if reduce is not None and function is not None:
+            outputs.why_whole = checked.get(case)
         stack.enter_context(set_attribute(trainer, "preprocess_logits_for_metrics", outputs.reduce_and_check))
         stack.enter_context(set_attribute(args, "eval_accumulation_steps", args.eval_accumulation_steps))
         if outputs.why_whole is None and args.include_for_metrics:

@@ -41,6 +41,8 @@ class KeptOutputs:
         # why compute_metrics needs them whole, and a remedy; () where it does not, None: not checked yet
         self.why_whole: tuple[str, ...] | None = ()
         self._batch: tuple[Mapping[str, Any], Any] | None = None
+        # what this evaluation replaces
+        self.of_trainer = trainer.preprocess_logits_for_metrics, trainer.args.eval_accumulation_steps
         self._reduce = reduce or trainer.preprocess_logits_for_metrics
         self._are_kept = description == "Prediction" or not trainer.args.batch_eval_metrics
         self._chooses_steps = trainer.args.eval_accumulation_steps is None and trainer.args.device.type != "cpu"
