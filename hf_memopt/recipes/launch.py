@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,8 +124,20 @@ class Launch:
         return files
 
 
-def launch_of(recipe: Recipe, world_size: int, strategy: str, *, offload_params: bool) -> Launch:
-    """Return how a recipe is trained in several processes; see ``Recipe.distributed``."""
+def ddp_flags(unused: Sequence[str] = ()) -> dict[str, bool]:
+    """Return DDP's flags: those with which micro-batching works, or what weights that get no gradient need."""
+    if unused:  # stock takes False with checkpointing, and DDP then stops
+        return {"ddp_find_unused_parameters": True}
+    return {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+
+
+def launch_of(
+    recipe: Recipe, world_size: int, strategy: str, *, offload_params: bool, unused: Sequence[str] = ()
+) -> Launch:
+    """Return how a recipe is trained in several processes; see ``Recipe.distributed``.
+
+    ``unused`` are names of trainable weights that get no gradient.
+    """
     _check_request(world_size, strategy, offload_params)
     changes = []
     if strategy == "auto":
@@ -141,7 +153,7 @@ def launch_of(recipe: Recipe, world_size: int, strategy: str, *, offload_params:
     of_machine = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", **machine}
     accelerate: dict[str, Any] = {**of_machine, "use_cpu": False}
     deepspeed = None
-    engine: dict[str, Any] = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+    engine: dict[str, Any] = {**ddp_flags(unused)}
     if strategy == "fsdp2":
         accelerate |= {"distributed_type": "FSDP", "mixed_precision": "no", "fsdp_config": _fsdp_config(offload_params)}
         engine = versions.fsdp_arguments(offload_params=offload_params)
@@ -151,6 +163,8 @@ def launch_of(recipe: Recipe, world_size: int, strategy: str, *, offload_params:
         engine = {"deepspeed": deepspeed}
     else:
         accelerate["mixed_precision"] = "no"  # TrainingArguments decide
+        if unused:
+            changes.append(Change("ddp_find_unused_parameters", False, True, f"{unused[0]} gets no gradient"))
     arguments = {**batch, **engine}
     return Launch(recipe.name, world_size, strategy, offload_params, arguments, accelerate, deepspeed, tuple(changes))
 

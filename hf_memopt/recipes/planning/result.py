@@ -99,10 +99,21 @@ class Plan:
         Raises:
             ValueError: none fits.
         """
+        from hf_memopt.recipes import launch_of
+
         sharing = None if self.chosen is None else self.chosen.sharing
         if sharing is None:
             return None
-        return self.recipe.distributed(self.world_size, sharing.strategy, sharing.offload_params)
+        unused = self.unused_parameters if sharing.strategy == "ddp" else ()
+        options: dict[str, Any] = {"offload_params": sharing.offload_params, "unused": unused}
+        return launch_of(self.recipe, self.world_size, sharing.strategy, **options)
+
+    @cached_property
+    def unused_parameters(self) -> tuple[str, ...]:
+        """Names of trainable weights that get no gradient from a step; none where it is not known."""
+        if self.simulation is None or self.chosen is None:
+            return ()
+        return self.simulation.estimate(self.recipe, self.chosen.seq_len).unused_parameters
 
     def table(self, width: int = 80) -> str:
         """Return the plan as text of at most ``width`` columns."""

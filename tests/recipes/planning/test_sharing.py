@@ -46,9 +46,11 @@ def test_ddp_where_the_model_fits_on_each_gpu() -> None:
 def test_a_script_under_ddp_cuts_batches_unless_a_weight_gets_no_gradient(model: str, flags: str, is_cut: bool) -> None:
     """Stock looks for such weights unless there is checkpointing, and DDP then stops; micro-batching needs it off."""
     found = plan(model, gpu="T4", world_size=2)
-    script = str(found.script())
-    assert found.launch.strategy == "ddp"
+    script, launch = str(found.script()), found.launch
+    assert launch.strategy == "ddp"
     assert flags in script
+    assert launch.training_arguments["ddp_find_unused_parameters"] is not is_cut
+    assert ("mask_token gets no gradient" in str(launch)) is not is_cut
     assert ("hf_memopt.MicrobatchCallback()," in script) == is_cut
 
 

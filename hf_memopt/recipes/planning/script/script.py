@@ -25,7 +25,7 @@ from hf_memopt import __version__
 from hf_memopt.binding.compatibility import names_of, refusal_of
 from hf_memopt.binding.model import head_for
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
-from hf_memopt.recipes import NAMES, callbacks_of, sixteen_bits_here, stock_arguments
+from hf_memopt.recipes import NAMES, callbacks_of, ddp_flags, sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
 from hf_memopt.rows import fitting_format
 from hf_memopt.technique_list import TECHNIQUES, asked_by
@@ -78,9 +78,7 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         "head": head_for(task),
         "stock": [*_stock(recipe), *of_processes],
         "optimizer": next((one for one in asked_by(recipe).values() if one.optimizer), None),
-        "callbacks": list(
-            _callbacks(found, engine, is_ddp=any("ddp_broadcast_buffers" in flags for flags, _ in of_processes))
-        ),
+        "callbacks": list(_callbacks(found, engine, is_ddp=[flags for flags, _ in of_processes] == [ddp_flags()])),
     }
     new = None if facts is None else facts.new_parts
     if recipe.load_in is not None:
@@ -158,11 +156,9 @@ def _flags(found: Plan, engine: str) -> list[tuple[dict[str, Any], str]]:
     """Return DDP's flags: with which micro-batching works, or what a weight that gets no gradient needs."""
     if found.simulation is None or found.chosen is None or found.world_size == 1 or engine not in ("", "DDP"):
         return []
-    unused = found.simulation.estimate(found.recipe, found.chosen.seq_len).unused_parameters
-    if unused:  # stock takes False with checkpointing, and DDP then stops
-        return [({"ddp_find_unused_parameters": True}, f"{unused[0]} gets no gradient")]
-    flags = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
-    return [(flags, "each process may cut its batches by itself: every weight gets a gradient")]
+    unused = found.unused_parameters
+    reason = "each process may cut its batches by itself: every weight gets a gradient"
+    return [(ddp_flags(unused), f"{unused[0]} gets no gradient" if unused else reason)]
 
 
 def _callbacks(found: Plan, engine: str, *, is_ddp: bool) -> Iterator[tuple[str, str]]:
