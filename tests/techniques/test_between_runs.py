@@ -16,24 +16,27 @@ from hf_memopt import (
     PrecisionCallback,
     ShardedCheckpointCallback,
     attach,
+    gradient_release,
     released_optimizer,
 )
 
 
-def released(folder: Any, model: Any) -> Trainer:
+def released(folder: Any, model: Any, *, is_attached: bool = True) -> Trainer:
     args = tiny.arguments(folder, max_grad_norm=0.0, max_steps=2, lr_scheduler_type="constant", learning_rate=1e-2)
     optimizer = {"optimizer_cls_and_kwargs": released_optimizer(args, model)}
-    return attach(Trainer(model=model, args=args, train_dataset=tiny.rows(16), **optimizer))
+    trainer = Trainer(model=model, args=args, train_dataset=tiny.rows(16), **optimizer)
+    return attach(trainer) if is_attached else trainer
 
 
 def weights_of(model: Any) -> list[torch.Tensor]:
     return [one.detach().clone() for one in model.parameters()]
 
 
-def test_a_backward_pass_after_a_run_steps_nothing(tmp_path: Any) -> None:
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_a_backward_pass_after_a_run_steps_nothing(is_attached: bool, tmp_path: Any) -> None:
     """Nor does the next Trainer of the model get steps of the first one's optimizer."""
     model = tiny.bert()
-    trainer = released(tmp_path, model)
+    trainer = released(tmp_path, model, is_attached=is_attached)
     trainer.train()
     before = weights_of(model)
     batch = {name: torch.tensor([row[name] for row in tiny.rows(2)]) for name in tiny.rows(1)[0]}
@@ -49,6 +52,21 @@ def test_a_backward_pass_after_a_run_steps_nothing(tmp_path: Any) -> None:
     assert all(map(torch.equal, before, weights_of(model)))
     trainer.train()  # it steps again in its own runs
     assert not any(map(torch.equal, before, weights_of(model)))
+
+
+def test_a_loop_that_begins_a_step_once_trains_as_the_plain_class() -> None:
+    trained = []
+    for kind in (torch.optim.SGD, gradient_release(torch.optim.SGD)):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 2)
+        optimizer = kind(layer.parameters(), lr=0.1)
+        getattr(optimizer, "train", lambda: None)()
+        for _ in range(3):
+            layer(torch.ones(1, 4)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(weights_of(layer))
+    assert all(map(torch.equal, *trained))
 
 
 def test_a_run_after_one_that_was_interrupted_in_its_backward_pass(tmp_path: Any) -> None:

@@ -176,6 +176,7 @@ class _Released(Built):
     _plain_step: Any
     _is_releasing = False
     _is_paused = False
+    _is_told = False  # by train(), when a step begins
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)
@@ -221,7 +222,17 @@ class _Released(Built):
         self._stepped.clear()
         self._last_norms, self._norms = self._norms, []
         self._install_hooks()
+        self._is_paused = self._is_told
         return loss
+
+    def train(self) -> None:
+        """Begin a step, as stock tells an optimizer before each; what follows its ``step()`` steps nothing then.
+
+        A loop that calls it once only steps in ``step()`` from the second on, and releases nothing.
+        """
+        plain: Any = getattr(super(), "train", lambda: None)
+        plain()
+        self._is_told, self._is_paused = True, False
 
     def last_grad_norm(self) -> torch.Tensor | None:
         """Return the L2 norm of all gradients of the last step before clipping; None if none was measured."""
