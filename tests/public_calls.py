@@ -443,7 +443,8 @@ CALLS: dict[str, Call] = {
     "Recipe.collator": Call(m.recipe("cpu").collator, lambda folder: {"tokenizer": _tokenizer(), "causal_lm": False}),
     "Recipe.prepare_model": Call(m.recipe("cpu").replace(lora=4).prepare_model, lambda folder: {"model": llama()}),
     "Recipe.distributed": Call(
-        _distributed, lambda folder: {"world_size": 2, "strategy": "fsdp2", "offload_params": False}
+        _distributed,
+        lambda folder: {"world_size": 2, "strategy": "fsdp2", "offload_params": False, "unused_parameters": ("a",)},
     ),
     "Launch.write": Call(
         _launch_write, lambda folder: {"folder": folder / "launch", "script": "train.py", "force": False}

@@ -1,9 +1,7 @@
 from .launch import NAMES as NAMES
 from .launch import STRATEGIES as STRATEGIES
 from .launch import Launch as Launch
-from .launch import ddp_flags as ddp_flags
 from .launch import launch_files as launch_files
-from .launch import launch_of as launch_of
 from .presets import PRESETS as PRESETS
 from .presets import preset_rows as preset_rows
 from .presets import recipe as recipe

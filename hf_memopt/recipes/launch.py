@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.compatibility import is_of_bitsandbytes, refusal_of, refused_fields
+from hf_memopt.binding.compatibility import ddp_flags, is_of_bitsandbytes, refusal_of, refused_fields
 from hf_memopt.changes import Change
 from hf_memopt.memory.distributed import ZERO_STAGES, zero_options
 from hf_memopt.plain_data import Count, check_value, check_word, checked_path
@@ -124,13 +124,6 @@ class Launch:
         return files
 
 
-def ddp_flags(unused: Sequence[str] = ()) -> dict[str, bool]:
-    """Return DDP's flags: those with which micro-batching works, or what weights that get no gradient need."""
-    if unused:  # stock takes False with checkpointing, and DDP then stops
-        return {"ddp_find_unused_parameters": True}
-    return {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
-
-
 def launch_of(
     recipe: Recipe, world_size: int, strategy: str, *, offload_params: bool, unused: Sequence[str] = ()
 ) -> Launch:
@@ -153,7 +146,7 @@ def launch_of(
     of_machine = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", **machine}
     accelerate: dict[str, Any] = {**of_machine, "use_cpu": False}
     deepspeed = None
-    engine: dict[str, Any] = {**ddp_flags(unused)}
+    engine: dict[str, Any] = dict(ddp_flags(unused))
     if strategy == "fsdp2":
         accelerate |= {"distributed_type": "FSDP", "mixed_precision": "no", "fsdp_config": _fsdp_config(offload_params)}
         engine = versions.fsdp_arguments(offload_params=offload_params)

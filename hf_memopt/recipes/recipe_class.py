@@ -404,7 +404,14 @@ class Recipe:
         data = {"train_dataset": train_dataset, "processing_class": processing_class}
         return build_trainer(self, model, training_arguments, given, **data, **trainer_kwargs)
 
-    def distributed(self, world_size: int, strategy: str = "auto", offload_params: bool = False) -> Launch:
+    def distributed(
+        self,
+        world_size: int,
+        strategy: str = "auto",
+        offload_params: bool = False,
+        *,
+        unused_parameters: tuple[str, ...] = (),
+    ) -> Launch:
         """Return how the recipe is trained in several processes, with the effective batch as it is.
 
         ``Launch.write`` writes the files of ``accelerate launch``, ``torchrun`` and DeepSpeed, and
@@ -416,6 +423,8 @@ class Recipe:
                 ``offload_params``.
             offload_params: whether the sharded optimizer states wait in host memory, and with ``"fsdp2"`` and
                 ``"zero3"`` the weights too.
+            unused_parameters: names of trainable weights that get no gradient from a step, for which DDP has to look:
+                ``Estimate.unused_parameters``.
 
         Raises:
             ValueError: an unknown strategy; a number of processes that does not divide the effective batch; something
@@ -427,7 +436,8 @@ class Recipe:
         """
         from hf_memopt.recipes.launch import launch_of
 
-        return launch_of(self, world_size, strategy, offload_params=offload_params)
+        check_value("unused_parameters", unused_parameters, tuple[str, ...], ())
+        return launch_of(self, world_size, strategy, offload_params=offload_params, unused=unused_parameters)
 
 
 # ---- Fields that contradict each other ------------------------------------------------------------------------------

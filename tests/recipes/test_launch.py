@@ -96,6 +96,13 @@ def test_missing_deepspeed_is_an_error_of_every_process(monkeypatch: pytest.Monk
         launched(monkeypatch, PLAIN.distributed(2, "zero2"))
 
 
+def test_ddp_looks_for_weights_without_a_gradient() -> None:
+    launch = PLAIN.distributed(2, "ddp", unused_parameters=("mask_token", "pooler"))
+    assert launch.training_arguments["ddp_find_unused_parameters"] is True
+    assert "ddp_broadcast_buffers" not in launch.training_arguments
+    assert "ddp_find_unused_parameters: False -> True (mask_token gets no gradient)" in str(launch)
+
+
 def test_auto_is_ddp_or_with_offload_fsdp2() -> None:
     launch = recipe("8gb-gpu").distributed(2)
     reason = "a recipe is made for one GPU, so it fits on each"

@@ -10,7 +10,7 @@ Limitations: an engine is found by stock's own flags and by the parameters, so a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
@@ -151,11 +151,18 @@ def optimizers_of(trainer: Any) -> tuple[Any, ...]:
     return (inner, None if asked is None else asked[0])
 
 
+def ddp_flags(unused: Sequence[str] = ()) -> dict[str, bool]:
+    """Return DDP's flags: those with which micro-batching works, or what weights that get no gradient need."""
+    if unused:  # stock takes False with checkpointing, and DDP then stops
+        return {"ddp_find_unused_parameters": True}
+    return {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+
+
 def settings_in_use(args: TrainingArguments, *, world_size: int) -> tuple[str, ...]:
     """Return the names among ``SETTINGS`` that ``TrainingArguments`` ask for."""
     is_checkpointed, options = versions.checkpointing_of(args)
     optim = str(getattr(args.optim, "value", args.optim))
-    flags = (args.ddp_broadcast_buffers, args.ddp_find_unused_parameters)
+    are_flags_set = all(getattr(args, name) == value for name, value in ddp_flags().items())
     asked = {
         "bf16": args.bf16,
         "fp16": args.fp16,
@@ -167,7 +174,7 @@ def settings_in_use(args: TrainingArguments, *, world_size: int) -> tuple[str, .
         "auto_find_batch_size": args.auto_find_batch_size,
         "torch.compile": args.torch_compile,
         "Liger kernel": args.use_liger_kernel,
-        "DDP": world_size > 1 and flags == (False, False),
-        "DDP, default flags": world_size > 1 and flags != (False, False),
+        "DDP": world_size > 1 and are_flags_set,
+        "DDP, default flags": world_size > 1 and not are_flags_set,
     }
     return tuple(name for name in SETTINGS if asked.get(name))

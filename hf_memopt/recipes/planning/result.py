@@ -99,14 +99,12 @@ class Plan:
         Raises:
             ValueError: none fits.
         """
-        from hf_memopt.recipes import launch_of
-
         sharing = None if self.chosen is None else self.chosen.sharing
         if sharing is None:
             return None
         unused = self.unused_parameters if sharing.strategy == "ddp" else ()
-        options: dict[str, Any] = {"offload_params": sharing.offload_params, "unused": unused}
-        return launch_of(self.recipe, self.world_size, sharing.strategy, **options)
+        options: dict[str, Any] = {"offload_params": sharing.offload_params, "unused_parameters": unused}
+        return self.recipe.distributed(self.world_size, sharing.strategy, **options)
 
     @cached_property
     def unused_parameters(self) -> tuple[str, ...]:

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from hf_memopt import __version__
-from hf_memopt.binding.compatibility import names_of, refusal_of
+from hf_memopt.binding.compatibility import ddp_flags, names_of, refusal_of
 from hf_memopt.binding.model import head_for
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
-from hf_memopt.recipes import NAMES, callbacks_of, ddp_flags, sixteen_bits_here, stock_arguments
+from hf_memopt.recipes import NAMES, callbacks_of, sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
 from hf_memopt.rows import fitting_format
 from hf_memopt.technique_list import TECHNIQUES, asked_by
