@@ -245,37 +245,7 @@ def recording(*modes: Any) -> Iterator[None]:
         # masks are small, and threads that wait for the next one take longer than they save
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        dtype_of: Any = torch.get_autocast_dtype
-        handle = set_attribute(torch, "get_autocast_dtype", lambda kind: dtype_of("cuda" if kind == "meta" else kind))
-        stack.callback(handle.remove)
-        autocast: Any = torch.autocast
-        init = autocast.__init__
-
-        @wraps(init)
-        def of_cuda(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-            init(self, "cuda" if device_type == "meta" else device_type, *args, **kwargs)  # PEFT opens it for meta
-            asked = kwargs.get("enabled", args[1] if len(args) > 1 else True)
-            self._is_off = device_type == "meta" and not asked
-
-        enter, leave = autocast.__enter__, autocast.__exit__
-
-        def count(self: Any, step: int) -> None:
-            for mode in modes:
-                if hasattr(mode, "switched_off"):
-                    mode.switched_off += step * getattr(self, "_is_off", False)
-
-        def entered(self: Any) -> Any:
-            count(self, 1)
-            return enter(self)
-
-        def left(self: Any, *error: Any) -> Any:
-            count(self, -1)
-            return leave(self, *error)
-
-        stack.callback(set_attribute(autocast, "__enter__", entered).remove)
-        stack.callback(set_attribute(autocast, "__exit__", left).remove)
-
-        stack.callback(set_attribute(autocast, "__init__", of_cuda).remove)
+        stack.enter_context(_autocast_of_cuda(modes))
         stack.callback(logging.set_verbosity, logging.get_verbosity())
         logging.set_verbosity(max(logging.get_verbosity(), ERROR))
         stack.enter_context(warnings.catch_warnings())
@@ -285,6 +255,41 @@ def recording(*modes: Any) -> Iterator[None]:
         stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
         for mode in modes:
             stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def _autocast_of_cuda(modes: Iterable[Any]) -> Iterator[None]:
+    """Let autocast of meta tensors be CUDA's, and count in each mode the open regions that switch it off."""
+    autocast: Any = torch.autocast
+    dtype_of: Any = torch.get_autocast_dtype
+    init, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
+    counting = [mode for mode in modes if hasattr(mode, "switched_off")]
+
+    @wraps(init)
+    def of_cuda(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, "cuda" if device_type == "meta" else device_type, *args, **kwargs)  # PEFT opens it for meta
+        asked = kwargs.get("enabled", args[1] if len(args) > 1 else True)
+        self._is_off = device_type == "meta" and not asked
+
+    def count(self: Any, step: int) -> None:
+        for mode in counting:
+            mode.switched_off += step * getattr(self, "_is_off", False)
+
+    def entered(self: Any) -> Any:
+        count(self, 1)
+        return enter(self)
+
+    def left(self: Any, *error: Any) -> Any:
+        count(self, -1)
+        return leave(self, *error)
+
+    with (
+        set_attribute(torch, "get_autocast_dtype", lambda kind: dtype_of("cuda" if kind == "meta" else kind)),
+        set_attribute(autocast, "__init__", of_cuda),
+        set_attribute(autocast, "__enter__", entered),
+        set_attribute(autocast, "__exit__", left),
+    ):
         yield
 
 
