@@ -190,7 +190,6 @@ ATTENTIONS = {  # asked of BERT and of DeBERTa, which has no sdpa, and what they
     ("bert", "eager"): "eager",
     ("bert", "sdpa"): "sdpa",
     ("bert", None): "sdpa",
-    ("bert", "flex_attention"): "flex_attention",
     ("deberta-v2", "eager"): "eager",
     ("deberta-v2", "sdpa"): "eager",
     ("deberta-v2", None): "eager",

@@ -85,7 +85,7 @@ def test_the_estimate_of_a_trainer_does_to_the_model_what_it_does(toy: Any, tmp_
 def test_a_plan_considers_it_and_asks_for_its_word(toy: Any) -> None:
     config, gpu = tiny.llama_config(vocab_size=4000), custom_gpu("2GiB", "8.6")
     asked = {"gpu": gpu, "effective_batch_size": 2, "seq_len": 16, "method": "full"}
-    with pytest.raises(ValueError, match=r"'shorter', 'still'\. Did you mean 'still'\? "):
+    with pytest.raises(ValueError, match=r"'shorter', 'still'\. Did you mean 'still'\?$"):
         plan(config, allow="stil", **asked)
     assert plan(config, allow="still", **asked).allow == ("still",)
     found = [one for one in set_ups("full", ModelFacts("causal-lm", False, 2), gpu, 2) if "still" in one.consents]
