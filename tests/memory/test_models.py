@@ -403,4 +403,4 @@ def test_limit_is_the_one_that_the_real_model_has(model_type: str, positions: in
 def test_media_that_a_model_does_not_read_are_named(given) -> None:
     found = estimate(tiny.bert_config(), batch_size=1, seq_len=8, **given)
     ((name, value),) = given.items()
-    assert f"{name}={value!r} has no effect: {found.model} does not read it" in found.notes
+    assert f"{name}={value!r} has no effect on {found.model}" in found.notes

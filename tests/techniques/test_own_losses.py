@@ -409,7 +409,7 @@ def plain_mean(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
     ("loss", "text", "calls"),
     [
         (plain_mean, "mean over rows", ()),
-        (plain_mean, "mean over rows", (1,)),  # verified with the rows that fit
+        (plain_mean, "mean over rows", (3,)),  # verified with the rows that fit
         (plain_mean, "mean over labels", ()),
         (weighted_mean, "mean over weight", ()),
         (masked_tokens, "mean over loss_mask", ()),
@@ -421,7 +421,7 @@ def test_a_stated_loss_is_verified_and_runs_whole_micro_batches(
     model, scarcity = tiny.bert(), Scarcity(calls=calls)
     scarcity.watch(model)
     assert_same(own(loss), tmp_path, MicrobatchCallback(max_examples=2, loss=text), model=model)
-    verified = 1 + 3 if calls else 5  # two rows together and each alone, or four
+    verified = 2 + (1 + 3 if calls else 5)  # a row with and without padding; two rows together and each alone, or four
     assert (scarcity.errors, scarcity.count) == (len(calls), verified + 2 * BATCHES)
 
 

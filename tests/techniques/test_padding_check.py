@@ -59,11 +59,16 @@ def padded(lengths: tuple[int, ...], columns: int | None = None) -> dict[str, to
 
 
 def trained(
-    model: Callable[[], nn.Module], batches: list[Mapping[str, Any]], folder: Any, callback: Any = None, **settings: Any
+    model: Callable[[], nn.Module],
+    batches: list[Mapping[str, Any]],
+    folder: Any,
+    callback: Any = None,
+    *,
+    kind: type[transformers.Trainer] = transformers.Trainer,
 ) -> transformers.Trainer:
     torch.manual_seed(0)
-    options = {"per_device_train_batch_size": 1, "logging_strategy": "steps", "logging_steps": 1, **settings}
-    trainer = transformers.Trainer(
+    options = {"per_device_train_batch_size": 1, "logging_strategy": "steps", "logging_steps": 1}
+    trainer = kind(
         model().double(),
         tiny.arguments(folder, **options, max_steps=len(batches), train_sampling_strategy="sequential"),
         train_dataset=batches,
@@ -114,7 +119,8 @@ def test_a_wider_batch_and_a_shorter_row_are_compared_anew_and_no_other(tmp_path
     ours = trained(lambda: Classifier(read), batches, tmp_path, callback)
     assert_stocks(ours, stock)
     stated = [9, 3, 5, 8, 9]  # all rows together, then each alone
-    assert widths == [*(9, 3), *stated, *(9, 5), *(9, 5), *(9, 2), *(9, 5), *(16, 3), *(16, 16), *(20, 20)]
+    # with padding a second time, since the model draws: whether that makes a difference
+    assert widths == [*(9, 9, 3), *stated, *(9, 5), *(9, 5), *(9, 9, 2), *(9, 5), *(16, 16, 3), *(16, 16), *(20, 20)]
     assert len(kept(ours)) == 1
 
 
@@ -147,3 +153,93 @@ def test_padding_is_kept_for_a_known_loss_after_memory_ran_out(tmp_path: Any) ->
     assert_stocks(ours, stock)
     assert scarcity.errors == 1
     assert [change.new for change in kept(ours)] == ["padding kept"]
+
+
+def bart() -> nn.Module:
+    sizes = {"vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.1}
+    layers = {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **layers))
+
+
+def bigcode() -> nn.Module:
+    config = transformers.GPTBigCodeConfig(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    return transformers.GPTBigCodeForCausalLM(config)
+
+
+def falcon() -> nn.Module:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, hidden_dropout=0.1))
+
+
+@pytest.mark.parametrize("model", [bart, bigcode, falcon])
+def test_dropout_is_no_difference(model: Callable[[], nn.Module], tmp_path: Any) -> None:
+    """BART and GPTBigCode hold its probability in attributes; Falcon reads its configuration, and is not compared."""
+    batch = padded(WIDE)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    callback = MicrobatchCallback(max_examples=2)
+    ours = trained(model, [{**batch, "labels": labels}], tmp_path, callback)
+    assert (kept(ours), callback.tally.cut_steps) == ([], 1)
+
+
+def test_a_row_that_does_not_fit_with_all_its_padding_is_not_compared(tmp_path: Any, caplog: Any) -> None:
+    def scarce(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if mask.numel() > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return masked_mean(hidden, mask)
+
+    batch = padded(WIDE, 200)
+    callback = MicrobatchCallback(max_examples=2, loss="mean over rows")
+    with caplog.at_level("INFO"):
+        ours = trained(lambda: Classifier(scarce), [batch], tmp_path, callback)
+    assert_stocks(ours, trained(lambda: Classifier(masked_mean), [batch], tmp_path))
+    assert "one row with all of its padding does not fit" in caplog.text
+
+
+def test_products_in_tf32_are_known(tmp_path: Any, monkeypatch: Any) -> None:
+    def refuses() -> str:  # as torch does once stock's tf32=True has used the new setting
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuses)
+    ours = trained(
+        lambda: Classifier(masked_mean),
+        [padded(WIDE)],
+        tmp_path,
+        MicrobatchCallback(max_examples=2, loss="mean over rows"),
+    )
+    assert kept(ours) == []
+
+
+class Adversarial(transformers.Trainer):
+    """The loss of rows that were moved along their gradient."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        embedded = model.embed(inputs["input_ids"]).detach().requires_grad_()
+        mask = inputs["attention_mask"][..., None]
+
+        def loss(hidden: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(model.classify(masked_mean(hidden, mask)), inputs["labels"])
+
+        (gradient,) = torch.autograd.grad(loss(embedded), embedded)
+        return loss(model.embed(inputs["input_ids"]) + 0.1 * gradient.sign())
+
+
+def test_a_stated_loss_may_take_gradients_itself(tmp_path: Any) -> None:
+    callback = MicrobatchCallback(max_examples=2, loss="mean over rows")
+    stock, ours = (
+        trained(lambda: Classifier(masked_mean), [padded(WIDE)], tmp_path, one, kind=Adversarial)
+        for one in (None, callback)
+    )
+    assert_stocks(ours, stock)
+    assert callback.tally.cut_steps == 1
+
+
+def test_what_a_hook_of_the_user_s_notes_is_that_of_the_steps(tmp_path: Any) -> None:
+    seen: list[int] = []
+
+    def watched() -> nn.Module:
+        model = Classifier(masked_mean)
+        model.embed.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+        return model
+
+    trained(watched, [padded(WIDE)], tmp_path, MicrobatchCallback(max_examples=2, loss="mean over rows"))
+    assert seen == [2, 2]

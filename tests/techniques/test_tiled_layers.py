@@ -216,12 +216,12 @@ def test_a_second_trainer_of_a_tiled_model_has_the_same_tiles(size: int | None, 
         f"tile_tokens=8 is not the size of the tiles that LlamaForCausalLM has already, {size}; expected one size for "
         f"a model. Pass tile_tokens={size}, or call handle.remove() of the first"
     )
-    second.handle.remove()
+    first.handle.remove()
     with torch.no_grad():
         positions = calls_of(model.model.layers[0].mlp.up_proj)
         model(input_ids=IDS)
         assert len(positions) == (1 if size is None else 19)  # of 37 positions in 2 rows
-    first.handle.remove()
+    second.handle.remove()
     assert [vars(layer.mlp).keys() for layer in model.model.layers] == before
     tile_layers(model, 8).remove()
 

@@ -56,7 +56,8 @@ def assumed_inputs(model: nn.Module, settings: StepSettings) -> Iterator[str]:
         named, head = inside.config.architectures[0], type(inside).__name__
         yield f"{named} has no loss: estimated as {head}; give task for another head"
     if _reads_audio_alone(inside):
-        note, read = audio_of(inside, settings, 1)[1], ["audio_seconds"]
+        note = audio_of(inside, settings, 1)[1]
+        read = ["audio_seconds"] if note else []  # Whisper's recordings have one length
     elif task_of(model) in (*_OF_IMAGES, "zero-shot-image-classification"):
         height, width = picture_side(inside.config, settings.image_size)
         said = settings.image_size or picture_side(inside.config, None, unknown=0)[0]
@@ -69,7 +70,7 @@ def assumed_inputs(model: nn.Module, settings: StepSettings) -> Iterator[str]:
         yield note
     for name in ("images", "image_size", "audio_seconds"):
         if (value := getattr(settings, name)) and name not in read:
-            yield f"{name}={value!r} has no effect: {type(inside).__name__} does not read it"
+            yield f"{name}={value!r} has no effect on {type(inside).__name__}"
 
 
 def default_length(model: nn.Module, settings: StepSettings | None = None) -> int | None:

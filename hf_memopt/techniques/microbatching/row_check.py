@@ -39,7 +39,7 @@ from hf_memopt.techniques.microbatching.module_call import (
 
 DROPOUTS = (
     *("p", "dropout", "attention_dropout", "activation_dropout", "hidden_dropout"),
-    *("layerdrop", "dropout_p", "dropout_prob", "drop_prob", "jitter_noise"),
+    *("attn_dropout", "residual_dropout", "layerdrop", "dropout_p", "dropout_prob", "drop_prob", "jitter_noise"),
 )
 """Attributes of modules that hold a probability of dropping something, or the width of a noise."""
 

@@ -32,6 +32,7 @@ from hf_memopt.techniques.microbatching.padding_check import (
     SMALLEST,
     AccumulationStep,
     Padding,
+    is_narrow,
     loss_of,
     untraced,
 )
@@ -225,11 +226,11 @@ def _verify(trainer: Any, step: AccumulationStep, loss: KnownLoss, keeps_padding
                     total.add_(gradient, alpha=weight)
     # of the largest of all: that of an attention's key bias is 0 but for rounding
     smallest = SMALLEST * max((float(gradient.abs().max()) for gradient in whole), default=0.0)
-    is_narrow = trainer.args.bf16 or trainer.args.fp16
+    limit = LARGEST_ERROR_16_BITS if is_narrow(trainer, model) else LARGEST_ERROR
     for name, one, other in zip(parameters, whole, summed, strict=True):
         largest = max(float(one.abs().max()), float(other.abs().max()), smallest, 1e-12)
         error = float((one - other).abs().max()) / largest
-        if error > (LARGEST_ERROR_16_BITS if is_narrow or one.element_size() < 4 else LARGEST_ERROR):
+        if error > limit:
             raise NotSplittableError(
                 trainer.model,
                 f"its loss is not what is stated ({loss.source}): the gradient of {name} for {len(rows)} rows differs "

@@ -67,7 +67,7 @@ def tile_layers(model: Any, tile_tokens: int | None = None) -> TileHandle:
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: ``tile_tokens`` below 1, or another size than that of the tiles that the model has (of the same size
-            they stay, and only the handle of the first call undoes them); the model has dropout above 0 inside of what
+            they stay until the last handle is removed); the model has dropout above 0 inside of what
             would be tiled, positions in the first dimension, inputs other than text, or nothing that tiles. The model
             is unchanged then.
         RuntimeError: in the first batch, where a module returns something else in tiles.
@@ -80,36 +80,48 @@ def tile_layers(model: Any, tile_tokens: int | None = None) -> TileHandle:
     """
     check_model(model)
     check_value("tile_tokens", tile_tokens, Count | None, 1024)
-    if (tiles := _tiled_already(model, tile_tokens)) is not None:
-        return TileHandle(tiles.modules, without_reentrant(model).remove)
-    handles, compared = [without_reentrant(model)], set[Any]()
+    inner, reentrant = unwrap_model(model), without_reentrant(model)
     try:
-        for place in (places := _checked_places(model)):
-            run = partial(_in_tiles, place, tile_tokens, compared)
-            handles.append(override_method(place.module, place.method, run))
+        found = _tiled.get(inner)
+        if found is None or not found.handles:
+            found = _tiled[inner] = _Tiles(model, tile_tokens)
+        return found.handle(tile_tokens, reentrant)
     except BaseException:
-        remove_all(handles)
+        reentrant.remove()
         raise
-    tiles = TileHandle({place.name: place.kept_bytes for place in places}, undo_all(*handles).remove)
-    _tiled[unwrap_model(model)] = tile_tokens, tiles
-    return tiles
 
 
-_tiled: weakref.WeakKeyDictionary[nn.Module, tuple[int | None, TileHandle]] = weakref.WeakKeyDictionary()
+class _Tiles:
+    """The tiles of a model, which are undone with the last of their handles."""
+
+    def __init__(self, model: Any, tile_tokens: int | None) -> None:
+        self.tile_tokens, self.handles, self._undo, compared = tile_tokens, 0, list[UndoHandle](), set[Any]()
+        self._of, places = type(unwrap_model(model)).__name__, _checked_places(model)
+        for place in places:
+            run = partial(_in_tiles, place, tile_tokens, compared)
+            self._undo.append(override_method(place.module, place.method, run))
+        self._modules = {place.name: place.kept_bytes for place in places}
+
+    def handle(self, tile_tokens: int | None, reentrant: UndoHandle) -> TileHandle:
+        """Return one more handle, which puts reentrant checkpointing back too."""
+        if tile_tokens != self.tile_tokens:
+            raise ValueError(
+                f"tile_tokens={tile_tokens!r} is not the size of the tiles that {self._of} has already, "
+                f"{self.tile_tokens!r}; expected one size for a model. Pass tile_tokens={self.tile_tokens!r}, or call "
+                "handle.remove() of the first"
+            )
+
+        def undo() -> None:
+            reentrant.remove()
+            self.handles -= 1
+            if not self.handles:
+                remove_all(self._undo)
+
+        self.handles += 1
+        return TileHandle(self._modules, undo)
 
 
-def _tiled_already(model: nn.Module, tile_tokens: int | None) -> TileHandle | None:
-    """Return the handle of the tiles that a model has, None where it has none; refuse those of another size."""
-    inner = unwrap_model(model)
-    size, tiles = _tiled.get(inner, (None, None))
-    if tiles is None or tiles.is_removed:
-        return None
-    if size != tile_tokens:
-        raise ValueError(
-            f"tile_tokens={tile_tokens!r} is not the size of the tiles that {type(inner).__name__} has already, "
-            f"{size!r}; expected one size for a model. Pass tile_tokens={size!r}, or call handle.remove() of the first"
-        )
-    return tiles
+_tiled: weakref.WeakKeyDictionary[nn.Module, _Tiles] = weakref.WeakKeyDictionary()
 
 
 def without_reentrant(model: nn.Module) -> UndoHandle:
