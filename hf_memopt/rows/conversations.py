@@ -40,10 +40,13 @@ class Written(NamedTuple):
     is_chat: bool = False  # whether a chat template wrote it, which writes special tokens such as the first one too
 
 
-def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return messages with ``role`` and ``content``; those of ShareGPT, ``from`` and ``value``, are renamed."""
+def messages_of(value: Any, *, has_own_none: bool = False) -> list[dict[str, Any]]:
+    """Return messages with ``role`` and ``content``; those of ShareGPT, ``from`` and ``value``, are renamed.
+
+    Arguments of calls that are None are left out, unless the row ``has_own_none``, which Arrow has not filled in.
+    """
     try:
-        return [_message(_without_none(one)) for one in value]
+        return [_message(_without_none(one, "arguments" if has_own_none else None)) for one in value]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"messages={value!r:.80} is no conversation of texts; expected a list of {{'role': ..., 'content': ...}}. "
@@ -51,11 +54,12 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
         ) from error
 
 
-def _without_none(value: Any) -> Any:
-    """Return a value without the None that Arrow fills in where other rows have a field."""
+def _without_none(value: Any, kept: str | None = None) -> Any:
+    """Return a value without the None that Arrow fills in where other rows have a field; what is ``kept`` stays."""
     if isinstance(value, Mapping):
-        return {name: _without_none(part) for name, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list) else value
+        present = {name: part for name, part in value.items() if part is not None}
+        return {name: part if name == kept else _without_none(part, kept) for name, part in present.items()}
+    return [_without_none(part, kept) for part in value] if isinstance(value, list) else value
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
@@ -67,13 +71,14 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def written_row(row: Mapping[str, Any], tokenizer: Any) -> Written:
+def written_row(row: Mapping[str, Any], tokenizer: Any, *, has_own_none: bool = False) -> Written:
     """Return what a row of text, prompt and completion, or an instruction says to the model.
 
     Args:
         row: with ``text``; ``prompt`` and ``completion``, both texts or both lists of messages; ``instruction``,
             ``output`` and perhaps ``input``; or ``messages``. Conversations may have ``tools``, a list or its JSON.
         tokenizer: writes conversations by its chat template.
+        has_own_none: see ``messages_of``.
 
     Raises:
         ValueError: a conversation that cannot be written, or whose turns cannot be told apart.
@@ -81,15 +86,15 @@ def written_row(row: Mapping[str, Any], tokenizer: Any) -> Written:
     if "text" in row:
         return Written(row["text"])
     if "messages" in row:
-        return _conversation(messages_of(row["messages"]), tokenizer, row.get("tools"))
+        return _conversation(messages_of(row["messages"], has_own_none=has_own_none), tokenizer, row.get("tools"))
     if "instruction" in row:
         row = _as_prompt(row, has_template=getattr(tokenizer, "chat_template", None) is not None)
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         text = prompt + completion
         return Written(text, [(len(prompt), len(text), len(text))])
-    asked = messages_of(prompt)
-    return _conversation([*asked, *messages_of(completion)], tokenizer, row.get("tools"), first=len(asked))
+    asked, said = (messages_of(one, has_own_none=has_own_none) for one in (prompt, completion))
+    return _conversation([*asked, *said], tokenizer, row.get("tools"), first=len(asked))
 
 
 def _as_prompt(row: Mapping[str, Any], *, has_template: bool) -> dict[str, Any]:

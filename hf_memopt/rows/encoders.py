@@ -42,6 +42,7 @@ class Encoder:
     max_length: int | None = None  # tokens at which rows are cut; None cuts none
     prefix: str = ""  # before each text to read
     labels: Labels | None = None  # the classes; None where there are none
+    has_own_none: bool = False  # whether the arguments of calls are as their row says, not filled in by Arrow
 
     def __call__(self, batch: Mapping[str, list[Any]]) -> Columns:
         given = _whole_rows({part: batch[name] for part, name in self.columns.items()})
@@ -121,7 +122,7 @@ def _cut(given: Columns, how: Encoder) -> Columns:
 def _causal_lm(given: Columns, how: Encoder) -> Columns:
     """Write rows as text; each ends with one end-of-text token. Where all is learned there are no labels."""
     rows = [dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True)]
-    written = [written_row(row, how.tokenizer) for row in rows]
+    written = [written_row(row, how.tokenizer, has_own_none=how.has_own_none) for row in rows]
     is_all = written[0].spans is None
     if not is_all and not getattr(how.tokenizer, "is_fast", False):
         raise ValueError(

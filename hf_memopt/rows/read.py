@@ -9,7 +9,7 @@ Python.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
@@ -203,6 +203,30 @@ def _column(rows: Any, name: str) -> pa.ChunkedArray:
     return rows.select_columns([name]).with_format("arrow")[:].column(name)
 
 
+def _arguments(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
+    """Return the arguments of calls in conversations, where Arrow holds them as structs."""
+    for name in ("tool_calls", "function", "arguments"):
+        column = _without_lists(column)
+        if pa.types.is_struct(column.type) and column.type.get_field_index(name) >= 0:
+            column = pc.struct_field(column, name)
+        elif name != "function":
+            return None
+    return column if pa.types.is_struct(column.type) else None
+
+
+def _has_null_fields(column: pa.ChunkedArray) -> bool:
+    """Return whether objects in a column have fields that are null."""
+    column = _without_lists(column).drop_null()
+    is_object = pa.types.is_struct(column.type)
+    return is_object and any(one.null_count or _has_null_fields(one) for one in column.flatten())
+
+
+def _without_lists(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        column = pc.list_flatten(column)
+    return column
+
+
 def _labels(rows: Dataset, found: Mapping[str, str], kind: Any) -> Labels | None:
     """Return the classes of the rows or of their words; None where they have none."""
     name = found.get("label") or found.get("tags")
@@ -219,6 +243,14 @@ def _encoded(rows: Dataset, encoder: Encoder, notes: list[str]) -> Dataset:
     names = {name: f"{name} that is read" for name in encoder.columns.values()}
     read = rows.with_format(None).select_columns([*names]).rename_columns(names)
 
+    chats = [name for part, name in encoder.columns.items() if part in ("messages", "prompt", "completion")]
+    arguments = [_arguments(_column(rows, name)) for name in chats]
+    encoder = replace(encoder, has_own_none=all(one is None for one in arguments))
+    if any(one is not None and _has_null_fields(one) for one in arguments):
+        notes.append(
+            "arguments of calls that are null are left out: where they are columns, null may be one that a row lacks; "
+            "arguments as JSON keep it"
+        )
     target = encoder.columns.get("target", "")
     classes = _names(rows.features.get(target))  # of which one to write is learned by its name
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -103,6 +105,19 @@ def test_what_is_learned_of_thoughts_calls_and_other_templates(name: str) -> Non
     row = read([{"messages": turns, "tools": None}] * 2, tokenizer).train[0]
     assert [CALL if part == SORTED else part for part in learned(row, tokenizer)] == parts
     assert tokenizer.decode(row["input_ids"]).count("<tool_response>4</tool_response>") == turns.count(TOOL)
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="older datasets hold all objects as structs")
+def test_null_arguments_are_the_rows_own_or_told_to_be_left_out(tmp_path: Path) -> None:
+    rows = [{"messages": [TURNS[2], call(arguments)]} for arguments in ({"a": 2, "b": None}, {"a": 2})]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = byte_tokenizer("<|im_end|>", TOOLS)
+    loaded = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path))
+    as_json, as_structs = (read_rows(one, tokenizer, "causal-lm") for one in (loaded, datasets.Dataset.from_list(rows)))
+    both = [[*one.train, *one.evaluation] for one in (as_json, as_structs)]
+    written = [sorted(learned(row, tokenizer)[0] for row in made) for made in both]
+    assert written == [[CALL.replace("}}", ', "b": null}}'), CALL], [CALL] * 2]
+    assert [any("null are left out" in note for note in one.notes) for one in (as_json, as_structs)] == [False, True]
 
 
 def test_conversations_of_sharegpt_are_the_same_rows() -> None:
