@@ -28,7 +28,7 @@ from collated_rows import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import table
+from tables import refuses, table
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -38,7 +38,7 @@ from transformers import (
 )
 
 import tiny
-from hf_memopt import Change, DynamicPaddingCollator
+from hf_memopt import Change, DynamicPaddingCollator, attach
 
 
 @given(lengths=LENGTHS, side=SIDES, multiple=st.sampled_from([None, 8]))
@@ -248,3 +248,24 @@ def test_peft_wrappers_are_looked_into():
     lora = peft.LoraConfig(target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
     collator = DynamicPaddingCollator(tiny.tokenizer(), model=peft.get_peft_model(copy.deepcopy(t5()), lora))
     assert "decoder_input_ids" in collator(tokenized([2], labels=[[5, 6, 7]]))
+
+
+def attached(model, collator, folder):
+    rows = tokenized([5, 9])
+    return attach(transformers.Trainer(model, tiny.arguments(folder), train_dataset=rows, data_collator=collator))
+
+
+@pytest.mark.parametrize("name", ["input_ids", "decoder_input_ids"])
+def test_an_id_without_an_embedding_is_refused_before_torch_meets_it(name, tmp_path):
+    tokenizer = tiny.tokenizer()
+    model = t5() if name.startswith("decoder") else tiny.llama()
+    rows = model.get_input_embeddings().num_embeddings
+    collator = attached(model, DynamicPaddingCollator(tokenizer), tmp_path).data_collator
+    row = {"input_ids": [5, rows - 1], "labels": [5, rows - 1]}
+    assert collator([row])["input_ids"].max() == rows - 1
+    message = (
+        f"{name} has the token id {rows}, and the model has embeddings of {rows} ids; expected ids below {rows}. "
+        "Call model.resize_token_embeddings(len(tokenizer)) before the Trainer is made"
+    )
+    column = "labels" if name.startswith("decoder") else name
+    refuses(ValueError, message, collator, [{**row, column: [rows, 5]}])

@@ -37,7 +37,14 @@ from hf_memopt.batching.collation.columns import (
     where_padding,
 )
 from hf_memopt.batching.collation.flattened_texts import keep_texts_apart
-from hf_memopt.batching.collation.model_needs import first_position, has_decoder, label_shifter, needs_position_ids
+from hf_memopt.batching.collation.model_needs import (
+    check_ids,
+    embedding_rows,
+    first_position,
+    has_decoder,
+    label_shifter,
+    needs_position_ids,
+)
 from hf_memopt.batching.collation.rows import ColumnBatch, PackedRow, RowBatch
 from hf_memopt.batching.plan import check_settings
 from hf_memopt.binding.model import check_model, is_causal_lm
@@ -145,6 +152,7 @@ class BucketedCollator:
         self._first_position = 0
         self._predicts_next_token = causal_lm
         self._has_model = False
+        self._embedding_rows: int | None = None  # of the attached Trainer's model
         self._told_of_texts = False
         if model is not None:
             check_model(model)
@@ -161,6 +169,7 @@ class BucketedCollator:
         apart = keep_texts_apart(trainer, self.inner) if self.is_padding_free else undo_all()
         names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids", "_first_position")
         handles = [set_attribute(self, name, getattr(self, name)) for name in names]
+        handles.append(set_attribute(self, "_embedding_rows", embedding_rows(cast(nn.Module, trainer.model))))
         record_changes(trainer, self.adapt(cast(nn.Module, trainer.model)))
         return undo_all(apart, *handles)
 
@@ -221,6 +230,7 @@ class BucketedCollator:
         label_name, labels = take_labels(columns)
         batch = self._pad_inputs(columns, lengths, self._width(lengths, width))
         batch.update(self._pad_labels(label_name, labels, lengths, batch))
+        check_ids(batch, self._embedding_rows)
         special = None
         if self.causal_lm or self._masking is not None:  # as stock: a language model takes neither
             special = batch.pop("special_tokens_mask", None)

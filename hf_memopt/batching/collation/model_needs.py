@@ -1,12 +1,15 @@
-"""What a collator asks of the model: absolute positions, a decoder, and how labels become its inputs."""
+"""What a collator asks of the model: absolute positions, a decoder, how labels become its inputs, known ids."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from hf_memopt.binding.model import unwrap_model
@@ -51,6 +54,28 @@ def has_decoder(model: nn.Module) -> bool | None:
         return None
     takes_decoder_ids = "decoder_input_ids" in inspect.signature(inside.forward).parameters
     return takes_decoder_ids and bool(getattr(inside.config, "is_encoder_decoder", False))
+
+
+def embedding_rows(model: nn.Module) -> int | None:
+    """Return how many token ids have an embedding; None where it is not known, or images and sounds have ids beyond."""
+    inside: Any = unwrap_model(model)
+    with suppress(
+        AttributeError, NotImplementedError, ValueError
+    ):  # of other models than transformers' language models
+        if inside.config.get_text_config() is inside.config:
+            return int(inside.get_input_embeddings().num_embeddings)
+    return None
+
+
+def check_ids(batch: Mapping[str, NDArray[Any]], rows: int | None) -> None:
+    """Raise for a token id without an embedding, of which torch says on a GPU only that an index is out of range."""
+    for name in {"input_ids", "decoder_input_ids"} & batch.keys():
+        most = batch[name].max(initial=0)
+        if rows is not None and most >= rows:
+            raise ValueError(
+                f"{name} has the token id {most}, and the model has embeddings of {rows} ids; expected ids below "
+                f"{rows}. Call model.resize_token_embeddings(len(tokenizer)) before the Trainer is made"
+            )
 
 
 def label_shifter(model: nn.Module) -> Callable[..., torch.Tensor] | None:
