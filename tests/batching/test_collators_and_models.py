@@ -269,3 +269,17 @@ def test_an_id_without_an_embedding_is_refused_before_torch_meets_it(name, tmp_p
     )
     column = "labels" if name.startswith("decoder") else name
     refuses(ValueError, message, collator, [{**row, column: [rows, 5]}])
+
+
+def test_two_trainers_that_share_a_collator_do_not_disturb_each_other(tmp_path):
+    collator = DynamicPaddingCollator(tiny.tokenizer("left"))
+    rows = tokenized([5, 9], labels=ids_of([5, 9], seed=1))
+    alone = attached(gpt2(), DynamicPaddingCollator(tiny.tokenizer("left")), tmp_path).data_collator(rows)
+    first, second = attached(gpt2(), collator, tmp_path), attached(tiny.bert(), collator, tmp_path)
+    assert_same(first.data_collator(rows), alone)
+    before = second.data_collator(rows)
+    assert before["labels"][0].tolist() != alone["labels"][0].tolist()
+    first.memopt_handle.remove()
+    assert_same(second.data_collator(rows), before)
+    second.memopt_handle.remove()
+    assert second.data_collator is collator

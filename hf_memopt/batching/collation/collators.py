@@ -12,6 +12,7 @@ wraps the collator that knows it).
 
 from __future__ import annotations
 
+import copy
 import logging
 import reprlib
 from collections.abc import Callable, Sequence
@@ -153,6 +154,7 @@ class BucketedCollator:
         self._predicts_next_token = causal_lm
         self._has_model = False
         self._embedding_rows: int | None = None  # of the attached Trainer's model
+        self._trainer_id: int | None = None  # of the attached Trainer
         self._told_of_texts = False
         if model is not None:
             check_model(model)
@@ -165,12 +167,19 @@ class BucketedCollator:
         return isinstance(self.inner, DataCollatorWithFlattening)
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
-        """Adapt to the trainer's model, or refuse one that cannot train on flattened texts; ``attach`` calls it."""
+        """Adapt to the trainer's model, or refuse one that cannot train on flattened texts; ``attach`` calls it.
+
+        A trainer gets a copy where another one has this collator.
+        """
         apart = keep_texts_apart(trainer, self.inner) if self.is_padding_free else undo_all()
+        is_taken = self._trainer_id not in (None, id(trainer))
+        own, model = copy.copy(self) if is_taken else self, cast(nn.Module, trainer.model)
+        handles = [set_attribute(trainer, "data_collator", own)] if is_taken else []
         names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids", "_first_position")
-        handles = [set_attribute(self, name, getattr(self, name)) for name in names]
-        handles.append(set_attribute(self, "_embedding_rows", embedding_rows(cast(nn.Module, trainer.model))))
-        record_changes(trainer, self.adapt(cast(nn.Module, trainer.model)))
+        handles += [set_attribute(own, name, getattr(own, name)) for name in names]
+        handles.append(set_attribute(own, "_embedding_rows", embedding_rows(model)))
+        handles.append(set_attribute(own, "_trainer_id", id(trainer)))
+        record_changes(trainer, own.adapt(model))
         return undo_all(apart, *handles)
 
     def adapt(self, model: nn.Module) -> tuple[Change, ...]:
