@@ -8,6 +8,8 @@ import copy
 import itertools
 import json
 import pickle
+import random
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -451,6 +453,24 @@ def test_persistent_workers_say_that_they_do_not_know_a_loaded_state():
     other.load_state_dict(None)
     assert next(iter(stream))
     assert next(iter(other))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
+def test_a_resumed_stream_tells_of_a_source_that_draws_global_random_numbers(draw):
+    class Drawing(Rows):
+        def __iter__(self):
+            return iter(sorted(super().__iter__(), key=lambda _: float(draw())))
+
+    stream = bucketed(Drawing(), batch_size=2, buffer_examples=8)
+    list(itertools.islice(stream, 40))
+    stream.load_state_dict(stream.state_dict())
+    message = (
+        "dataset=<Drawing> draws global random numbers, and they are others than before the checkpoint: if they order "
+        "its rows, some are trained on twice and others never; expected an order that the pass decides. Shuffle by "
+        "random.Random(epoch), or resume with TrainingArguments(..., ignore_data_skip=False)"
+    )
+    with pytest.warns(UserWarning, match=re.escape(message) + "$"):
+        next(iter(stream))
 
 
 def test_a_stream_keeps_what_it_was_given():

@@ -253,7 +253,7 @@ def test_a_resumed_run_that_skips_nothing_takes_the_batches_of_the_straight_run(
     attach(attach(resumed)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
     assert rest == seen[7:]
     assert tiny.largest_difference(straight.model, resumed.model) == 0.0
-    assert resumed.train_dataset._begin is None  # another run begins at the beginning
+    assert resumed.train_dataset.loaded_state is None  # another run begins at the beginning
     resumed.memopt_handle.remove()
     assert not {"save_model", "train"} & vars(resumed).keys()
 

@@ -134,7 +134,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         self._leaves_room = False  # for the batches of the other processes, which accelerate cuts out
         self.kept_columns: frozenset[str] | None = None
         self._places = SharedPlaces()
-        self._begin: dict[str, Any] | None = None  # a state that was loaded
+        self.loaded_state: dict[str, Any] | None = None  # where iterations begin
         self._loads = SharedArray(1)  # how many states were loaded; copies in persistent workers lack the later ones
         self._known_loads = 0  # of these, what this copy has
         self._handed_out = (0, 0)  # the number of the latest iteration in this process, and its turns
@@ -173,7 +173,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
                 "persistent_workers=True keeps copies of the stream that load_state_dict does not reach; expected "
                 "workers that began after it. Build the DataLoader again after stream.load_state_dict(state)"
             )
-        state = self._begin
+        state = self.loaded_state
         first, origin = (0, 0) if state is None else (state["turn"], state["origin"])
         if number == 0:
             self._shared.values[ITERATIONS] += 1
@@ -331,7 +331,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
                 check_value(f"state{name}", value, CountOrZero)
             self._places.begin(place)
             self._handed_out = int(self._shared.values[ITERATIONS]), state["turn"]
-        self._begin = None if state is None else dict(state)
+        self.loaded_state = None if state is None else dict(state)
         if get_worker_info() is None:  # else a StatefulDataLoader loads the copy that is read
             self._known_loads += 1
             self._loads.values[0] = self._known_loads

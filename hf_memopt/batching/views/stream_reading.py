@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import copy
 import json
+import random
+import warnings
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -93,7 +95,10 @@ class StreamReader:
                     "Save it anew: stream.state_dict()"
                 ) from error
             first = self._step - 1
-        self._rows = islice(_read_whole(self._dataset), first, None, self._step)
+        rows, loaded = _read_whole(self._dataset), self._stream.loaded_state
+        if loaded is not None and place is loaded["place"]:
+            rows = _told_of_random_order(rows, type(self._dataset).__name__)
+        self._rows = islice(rows, first, None, self._step)
 
     def take(self, count: int) -> list[Entry]:
         """Return the next examples that fit into a batch with all their parts, fewer at the end of the pass."""
@@ -183,6 +188,26 @@ def _read_whole(source: Iterable[Any]) -> Iterator[Any]:
         finally:
             module._worker_info = here
         yield row
+
+
+def _told_of_random_order(rows: Iterator[Any], name: str) -> Iterator[Any]:
+    """Yield the rows, and warn if the first of them draws global random numbers, which are others after a resume."""
+    before = _global_random_numbers()
+    first = list(islice(rows, 1))
+    if _global_random_numbers() != before:
+        warnings.warn(
+            f"dataset=<{name}> draws global random numbers, and they are others than before the checkpoint: if they "
+            "order its rows, some are trained on twice and others never; expected an order that the pass decides. "
+            "Shuffle by random.Random(epoch), or resume with TrainingArguments(..., ignore_data_skip=False)",
+            stacklevel=2,
+        )
+    yield from first
+    yield from rows
+
+
+def _global_random_numbers() -> tuple[Any, ...]:
+    of_numpy: Any = np.random.get_state()
+    return random.getstate(), of_numpy[1].tobytes(), of_numpy[2], torch.get_rng_state().numpy().tobytes()
 
 
 def _holds_rows_back(examples: Any) -> bool:
