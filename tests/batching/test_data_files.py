@@ -307,12 +307,15 @@ def lines(*rows: Any) -> str:
 
 
 LATER = [{"text": None, "score": 1}] * 600 + [{"text": "a b"}, {"score": 2.5}, {"text": "c", "more": [1]}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]}]
+TURNS = [{"messages": [{"role": "user", "content": "a"}, *PARTS]}, {"messages": PARTS}]
 OTHERS = [{"text": "a", "message": {"a": 1}}] * 600 + [{"text": "b c", "message": [1], "x": 2.5}]
 COUNTED: dict[str, tuple[str, str, list[int], int, int]] = {
     "a later block": ("a.jsonl", lines(*LATER), [2, 1], 601, 0),
     "later ids": ("a.jsonl", lines(*[{"input_ids": []}] * 600, {"input_ids": [1, 2]}), [2], 0, 600),
     "a later type": ("a.csv", "id,text\n" + "1,\n" * 2000 + '2.5,"a b\nc"\n', [3], 0, 2000),
     "other fields": ("a.jsonl", lines(*OTHERS), [1] * 600 + [2], 0, 0),
+    "texts and parts of texts": ("a.jsonl", lines(*TURNS), [4, 3], 0, 0),
     "one record": ("a.json", lines({"label": 1, "text": "a b c"}), [3], 0, 0),
     "one record of many lines": ("a.json", json.dumps({"label": 1, "input_ids": [4, 5]}, indent=2), [2], 0, 0),
     "texts that say null": ("a.csv", "text,label\nNA,1\nnull,2\nNaN None,3\n,4\n", [1, 1, 2], 0, 1),

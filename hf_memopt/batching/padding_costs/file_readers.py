@@ -164,12 +164,26 @@ def _open_json(file: Path) -> tuple[pa.Schema, Read]:
     def read(columns: Sequence[str]) -> Batches:
         kinds, block = {name: likely_type(schema.field(name).type) for name in columns}, first
         while block:
-            # the fields of an object are those of all rows of a block
-            of_type = {name: None if "struct" in str(kind) else kind for name, kind in kinds.items()}
-            yield pa.record_batch({name: pa.array([row.get(name) for row in block], of_type[name]) for name in columns})
+            yield pa.record_batch({name: _cells([row.get(name) for row in block], kinds[name]) for name in columns})
             block = _block(rows)
 
     return schema, read
+
+
+def _cells(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return the values of a column; where they hold objects, a message's parts of text as the one text they are."""
+    if "struct" not in str(kind):
+        return pa.array(values, kind)
+    return pa.array([_joined(value) for value in values])  # the fields of an object are those of all rows of a block
+
+
+def _joined(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_joined(one) for one in value]
+    parts = value.get("content") if isinstance(value, dict) else None
+    if not isinstance(parts, list) or not all(isinstance(part, dict) and "text" in part for part in parts):
+        return value
+    return {**value, "content": "".join(part["text"] for part in parts)}
 
 
 def _block(rows: Iterator[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
