@@ -111,9 +111,11 @@ def _check_quantisation(recipe: Recipe, model: nn.Module) -> None:
             "Call: recipe.replace(lora=16).trainer(...)"
         )
     task = task_of(model) if quantized else None
-    for head in head_for(task).new:
-        part = dict(model.named_children()).get(head)
-        if part is not None and is_quantized(part):
+    new = head_for(task).new
+    for head, part in model.named_modules() if new else ():
+        # what a checkpoint lacks is a plain weight in a layer of bitsandbytes (transformers 5.8.1 to 5.23.0)
+        is_lacking = type(part).__name__ in ("Linear4bit", "Linear8bitLt") and not is_quantized(part)
+        if is_lacking or (head in new and is_quantized(part)):
             raise ValueError(
                 f"model=<{name}> has a quantised head ({head}), which cannot be trained; expected it in 16 bits. "
                 f"Load the model with **recipe.model_kwargs(task={task!r})"

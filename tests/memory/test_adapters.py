@@ -60,14 +60,17 @@ def test_settings_of_adapters_are_what_functions_of_prepare_did(load_in: str | N
     assert lora.target_modules == {"q_proj", "v_proj"}  # peft resolves names in a copy
 
 
+POOLER = 32 * 32 + 32  # of BERT, which checkpoints of masked LMs lack
+
+
 @pytest.mark.parametrize(
     ("config", "task", "trained"),
     [
-        (tiny.bert_config(), "sequence-classification", 32 * 3 + 3),
+        (tiny.bert_config(), "sequence-classification", 32 * 3 + 3 + POOLER),
         (tiny.bert_config(), "token-classification", 32 * 3 + 3),
         (tiny.bert_config(num_labels=2), "question-answering", 32 * 2 + 2),
         (tiny.bert_config(num_labels=3), "question-answering", 32 * 2 + 2),  # of a model for inference
-        (tiny.bert_config(), "multiple-choice", 32 + 1),
+        (tiny.bert_config(), "multiple-choice", 32 + 1 + POOLER),
         (tiny.bert_config(), "masked-lm", 0),
         (tiny.llama_config(), "causal-lm", 0),
     ],
@@ -77,9 +80,8 @@ def test_a_rank_adapts_every_linear_but_the_head(config: Any, task: str, trained
     adapted = estimate(config, batch_size=2, seq_len=8, task=task, lora=2)
     attention, feed_forward = 4 * 2 * (32 + 32), (2 if task != "causal-lm" else 3) * 2 * (32 + 64)
     layers = 2 * (attention + feed_forward)
-    extra = {"sequence-classification": 2 * (32 + 32), "multiple-choice": 2 * (32 + 32)}  # BERT's pooler
     inner_head = {"masked-lm": 2 * (32 + 32)}  # cls.predictions.transform.dense
-    adapters = layers + extra.get(task, 0) + inner_head.get(task, 0)
+    adapters = layers + inner_head.get(task, 0)
     assert adapted.trainable_parameters == adapters + trained
     assert adapted.parameters == whole.parameters + adapters + trained
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import transformers
 from datasets import Dataset
 
 import tiny
-from hf_memopt import OverflowCallback, Recipe, estimate, recipe
+from hf_memopt import OverflowCallback, Recipe, estimate, plan, recipe
 from hf_memopt.binding import versions
 from hf_memopt.devices import choose_precision
 
@@ -84,7 +86,7 @@ def test_model_kwargs_have_the_quantisation() -> None:
     assert keywords["dtype"] == config.bnb_4bit_compute_dtype == torch.bfloat16
     assert config.llm_int8_skip_modules is None  # transformers leaves the head of a language model out
     eight = chosen.replace(load_in="int8").model_kwargs(task="token-classification")["quantization_config"]
-    assert (eight.load_in_8bit, eight.llm_int8_skip_modules) == (True, ["classifier", "score"])
+    assert (eight.load_in_8bit, eight.llm_int8_skip_modules[:2]) == (True, ["classifier", "score"])
 
 
 def test_the_recipe_decides_alpha_and_targets() -> None:
@@ -269,16 +271,62 @@ def test_the_reasons_of_new_fields_are_printed() -> None:
     assert str(changed).count("full training needs 20 GiB") == 1
 
 
-def test_a_new_pooler_is_trained_and_saved_whole_and_a_pretrained_one_is_not() -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    deberta = transformers.DebertaV2Config(**sizes, intermediate_size=32, pooler_hidden_size=16)
-    model = PLAIN.replace(lora=4).prepare_model(transformers.DebertaV2ForSequenceClassification(deberta))
-    saved = peft.get_peft_model_state_dict(model)
-    assert {name for name in saved if "pooler" in name} == {
-        f"base_model.model.pooler.dense.{n}" for n in ("weight", "bias")
-    }
-    bert = PLAIN.replace(lora=4).prepare_model(tiny.bert())
-    assert all("lora_" in name for name in peft.get_peft_model_state_dict(bert) if "pooler" in name)
+BASE = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
+ENCODER = {"vocab_size": 64, "hidden_size": 64, **BASE, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+DISTIL = {"vocab_size": 64, "dim": 64, "hidden_dim": 64, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 64}
+LACKING: list[tuple[str, str, dict[str, Any], set[str]]] = [
+    ("Bert", "MaskedLM", ENCODER, {"bert.pooler.dense", "classifier"}),
+    ("Bert", "PreTraining", ENCODER, {"classifier"}),  # it holds a pooler, which is trained whole as well
+    ("Roberta", "MaskedLM", ENCODER, {"classifier.dense", "classifier.out_proj"}),
+    ("XLMRoberta", "MaskedLM", ENCODER, {"classifier.dense", "classifier.out_proj"}),
+    ("Electra", "PreTraining", {**ENCODER, "embedding_size": 64}, {"classifier.dense", "classifier.out_proj"}),
+    ("DistilBert", "MaskedLM", DISTIL, {"pre_classifier", "classifier"}),
+    ("DebertaV2", "MaskedLM", ENCODER, {"pooler.dense", "classifier"}),
+    ("EuroBert", "MaskedLM", {**ENCODER, "num_key_value_heads": 2, "mask_token_id": 4}, {"dense", "classifier"}),
+    ("Llama", "CausalLM", ENCODER, {"score"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "checkpoint", "sizes", "lacking"), LACKING)
+def test_what_a_checkpoint_lacks_is_trained_whole_and_not_quantised(
+    kind: str, checkpoint: str, sizes: dict[str, Any], lacking: set[str], tmp_path: Path
+) -> None:
+    """Of the names for any model of the task, in the estimate, and of a script's names for this one."""
+    task = "sequence-classification"
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    getattr(transformers, f"{kind}For{checkpoint}")(config).save_pretrained(tmp_path)
+    qlora = PLAIN.replace(lora=4, load_in="nf4", attn_implementation="eager")
+    keywords = qlora.model_kwargs(task)
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    text = str(plan(tmp_path, gpu="T4", task=task, method="qlora", seq_len=8).script())
+    named = [ast.literal_eval(found) for found in re.findall(r"(?:skip_modules|modules_to_save)=(\[.*?\])", text)]
+    assert len(named) == 2
+    assert named[0] == named[1]
+    trained = []
+    for skipped in (keywords["quantization_config"].llm_int8_skip_modules, named[0]):
+        keywords["quantization_config"].llm_int8_skip_modules = skipped
+        loaded, info = load(tmp_path, output_loading_info=True, **keywords)
+        linears = {name for name, one in loaded.named_modules() if isinstance(one, torch.nn.Linear)}
+        assert {key.rpartition(".")[0] for key in info["missing_keys"]} & linears == lacking
+        adapted: Any = qlora.prepare_model(loaded)
+        whole = {name for name, one in adapted.named_parameters() if one.requires_grad and "lora_" not in name}
+        names = {name.removeprefix("base_model.model.").replace(".modules_to_save.default", "") for name in whole}
+        assert {f"{name}.weight" for name in lacking} <= names
+        trained.append(sum(one.numel() for one in adapted.parameters() if one.requires_grad))
+    found = estimate(config, task=task, batch_size=2, seq_len=8, recipe=qlora)
+    assert trained == [found.trainable_parameters] * 2
+
+
+def test_a_lacking_layer_that_is_quantised_is_refused(tmp_path: Path) -> None:
+    transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)).save_pretrained(tmp_path)
+    qlora = PLAIN.replace(lora=4, load_in="nf4")
+    keywords = qlora.model_kwargs("sequence-classification")
+    keywords["quantization_config"].llm_int8_skip_modules = ["classifier"]
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, **keywords)
+    assert message_of(qlora.prepare_model, loaded) == (
+        "model=<BertForSequenceClassification> has a quantised head (bert.pooler.dense), which cannot be trained; "
+        "expected it in 16 bits. Load the model with **recipe.model_kwargs(task='sequence-classification')"
+    )
 
 
 def test_each_part_of_a_new_head_is_trained_and_saved_whole() -> None:
@@ -289,17 +337,12 @@ def test_each_part_of_a_new_head_is_trained_and_saved_whole() -> None:
     eurobert = transformers.EuroBertConfig(**sizes, **of_llama, eos_token_id=1, bos_token_id=1, mask_token_id=2)
     for model, parts in [
         (transformers.BigBirdForQuestionAnswering(bird), {"qa_classifier"}),
+        (transformers.BertForMultipleChoice(tiny.bert_config()), {"bert", "classifier"}),  # bert.pooler
+        (transformers.BertForTokenClassification(tiny.bert_config()), {"classifier"}),
+        (transformers.BigBirdForSequenceClassification(bird), {"classifier"}),  # which does not read the pooler
         (transformers.XLNetForSequenceClassification(xlnet), {"sequence_summary", "logits_proj"}),
         (transformers.EuroBertForSequenceClassification(eurobert), {"classifier", "dense"}),
     ]:
         adapted: Any = PLAIN.replace(lora=4).prepare_model(model)
         whole = {name.split(".")[2] for name in peft.get_peft_model_state_dict(adapted) if "lora_" not in name}
         assert whole == parts
-
-
-def test_a_new_pooler_in_4_bits_is_not_trained() -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    deberta = transformers.DebertaV2Config(**sizes, intermediate_size=64, pooler_hidden_size=64)
-    task = {"task": "sequence-classification", "batch_size": 1, "seq_len": 8, "gpu": "T4", "lora": 4}
-    whole, packed = (estimate(deberta, **task, load_in=load_in) for load_in in (None, "nf4"))
-    assert whole.trainable_parameters > packed.trainable_parameters + 64 * 64 - 2 * 4 * 64

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_memopt.binding.model import head_for, task_of
+from hf_memopt.binding.model import head_for, task_of, unwrap_model
 from hf_memopt.binding.model_changes.quantized_weights import is_quantized
 from hf_memopt.errors import MissingExtraError, nearest
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 AUTO_TARGETS = "auto"
 """As ``lora_targets``: all linear layers but the head."""
+_WITH_A_NECK = ("semantic-segmentation", "object-detection")
+"""Tasks whose checkpoints hold parts beside the base model that are no head."""
+_OF_POOLED_ROWS = ("sequence-classification", "multiple-choice")
+"""Tasks whose heads read a base model's pooler; other classes may have one that nothing reads."""
 
 
 def add_adapters(
@@ -94,18 +98,43 @@ def without_warnings_of_peft() -> Iterator[None]:
 
 
 def new_parts(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of a model's parts that a checkpoint usually lacks, which are trained whole.
+    """Return the names of a model's parts that a checkpoint usually lacks, which are trained whole and not quantised.
 
-    A layer in 16 bits or more beside the classifier is among them where it belongs to the head, as DeBERTa's pooler and
-    EuroBERT's ``dense``; BERT's are the backbone's. PEFT compares the ends of names.
+    Of a class for a task with a new head these are the parts with weights outside its base model, as RoBERTa's
+    ``classifier`` and DeBERTa's ``pooler``, and the base model's pooler where the head is one linear layer behind it,
+    as BERT's: checkpoints of masked LMs have none. What is quantised all the same is left out.
     """
-    names = [name for name, _ in model.named_modules()]
-    last_parts = {name.rpartition(".")[2] for name in names}
-    new = tuple(name for name in head_for(task_of(model)).new if name in last_parts)
-    if not hasattr(model, "classifier") or is_quantized(model):
-        return new
-    beside = (name for name in ("pooler", "dense", "head") if hasattr(model, name))
-    return (*new, *(name for name in beside if sum(one.endswith(name) for one in names) == 1))
+    inside = unwrap_model(model)
+    task, base = task_of(inside), getattr(inside, "base_model", inside)
+    head, modules = head_for(task), dict(inside.named_modules())
+    last_parts = {name.rpartition(".")[2] for name in modules}
+    found = dict.fromkeys(name for name in head.new if name in last_parts)
+    if head.new and base is not inside and task not in _WITH_A_NECK:
+        prefix = f"{inside.base_model_prefix}."
+        found |= dict.fromkeys(_parts_outside(prefix, modules))
+        pooler = f"{prefix}pooler"
+        is_read = task in _OF_POOLED_ROWS and len(found) == 1 and isinstance(modules.get(*found), nn.Linear)
+        if is_read and _linears(pooler, modules):
+            found[pooler] = None
+    return tuple(name for name in found if name not in modules or not is_quantized(modules[name]))
+
+
+def _parts_outside(prefix: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield names of the parts with weights outside the base model, such that PEFT finds nothing else by them.
+
+    PEFT compares the ends of names: a part whose name ends one of the base model's is named layer by layer.
+    """
+    inner = [name for name in modules if name.startswith(prefix)]
+    for name, part in modules.items():
+        is_whole = name and "." not in name and not isinstance(part, nn.ModuleList | nn.ModuleDict)
+        if is_whole and f"{name}." != prefix and any(True for _ in part.parameters()):
+            names = _linears(name, modules) if any(one.endswith(name) for one in inner) else [name]
+            yield from (one for one in names if not any(other.endswith(one) for other in inner))
+
+
+def _linears(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    own = (one for one in modules if one == name or one.startswith(f"{name}."))
+    return [one for one in own if isinstance(modules[one], nn.Linear)]
 
 
 def adapter_options(

@@ -36,6 +36,8 @@ REPACKS = "support_avx512bf16_for_cpu"
 """By this attribute bitsandbytes 0.50's ``Linear4bit`` repacks its weight for a CPU with AVX-512 BF16 at the first
 forward pass in evaluation mode, and keeps it so: gradients no longer pass the layer when training goes on, with no more
 than a warning. False keeps the weight as it is."""
+_BESIDE_A_BASE = r"[^.]+(\.pooler)?(\.dense)?$"
+"""Linear layers beside a base model, and its pooler: a pattern of transformers' own matching of names."""
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _CHECKED_ROWS = 4096
 
@@ -59,7 +61,8 @@ def quantization_options(
             that is computed in; the bytes are the same. accelerate leaves whole what is stored as uint8.
         new: the new parts of the model; None for those that any with a head for the task may have.
     """
-    new = head_for(task).new if new is None else new
+    if new is None and (new := head_for(task).new):
+        new = *new, _BESIDE_A_BASE
     heads = {"llm_int8_skip_modules": list(new)} if new else {}
     storage = {"bnb_4bit_quant_storage": compute_dtype} if is_sharded and load_in == "nf4" else {}
     return {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype, **storage, **heads}

@@ -28,7 +28,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from hf_memopt.binding.model import HEADS, task_of_class, unwrap_model
-from hf_memopt.binding.model_changes import quantization_options
+from hf_memopt.binding.model_changes import new_parts, quantization_options
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.cuda import use_stand_in
 from hf_memopt.memory.models.config_files import TASKS, check_task, find_config, known_models, known_name
@@ -126,9 +126,14 @@ def load_model(
         quantization = _quantization(config)
         if quantization is not None:
             del config.quantization_config
+        built = _build(config, task, attn_implementation, weights_dtype)
         if load_in is not None:
-            quantization = quantization_options(load_in, compute_dtype, task, is_sharded=is_sharded)
-        built = _build(config, task, attn_implementation, weights_dtype, quantization)
+            new = new_parts(built)
+            quantization = quantization_options(load_in, compute_dtype, task, is_sharded=is_sharded, new=new)
+        if quantization is not None:
+            from hf_memopt.memory.quantized import quantize  # bitsandbytes takes a second to import
+
+            quantize(built, quantization)
         if name is not None:
             _untie_head(built)
     options = weights_dtype, attn_implementation, load_in, compute_dtype, is_sharded, keep_cache
@@ -222,8 +227,7 @@ def _build(
     task: str,
     attn_implementation: str | None,
     weights_dtype: str,
-    quantization: dict[str, Any] | None,
-) -> nn.Module:
+) -> Any:
     """Return the head for ``task`` on the meta device."""
     if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # decoders refuse to classify several rows without one; it needs no memory
@@ -244,13 +248,7 @@ def _build(
             raise _no_kernels(attn_implementation) from error
     if attn_implementation == "flash_attention_2":
         use_stand_in(model)
-    rest_to_meta(model)
-    if quantization is not None:
-        from hf_memopt.memory.quantized import quantize  # bitsandbytes takes a second to import
-
-        quantize(model, quantization)
-    built: nn.Module = model
-    return built
+    return rest_to_meta(model)
 
 
 def _quantization(config: Any) -> dict[str, Any] | None:

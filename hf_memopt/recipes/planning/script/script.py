@@ -82,7 +82,6 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
     }
     new = None if facts is None else facts.new_parts
     if recipe.load_in is not None:
-        new = None if new is None else tuple(name for name in new if name in head_for(task).new)  # others are quantised
         view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=engine == "FSDP2", new=new)
     if recipe.lora is not None:
         of_recipe: dict[str, Any] = {"alpha": recipe.lora_alpha, "targets": recipe.lora_targets}
