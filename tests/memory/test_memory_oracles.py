@@ -197,7 +197,7 @@ def adapted(family: str, device: str, dtype: str, lora: Any) -> Any:
         return prepared(model, StepSettings(lora=lora))
     task_types = {"llama": "CAUSAL_LM", "gpt2": "CAUSAL_LM", "bert": "SEQ_CLS", "t5": "SEQ_2_SEQ_LM"}
     if isinstance(lora, int):
-        heads = ["classifier"] if family == "vit" else None
+        heads = {"vit": ["classifier"], "bert": ["classifier", "bert.pooler"]}.get(family)
         task = task_types.get(family)
         lora = peft.LoraConfig(r=lora, target_modules="all-linear", task_type=task, modules_to_save=heads)
     return peft.get_peft_model(model, lora)

@@ -252,7 +252,7 @@ def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techn
     plain = Technique("fp32", {"precision": "fp32"}, problem or "nothing is rounded to 16 bits")
     autocast = plain if problem else Technique(name, {"precision": name}, AUTOCAST, "rounding")
     if stage == "lora":
-        loaded = {} if facts.is_quantized else {"weights_dtype": weights}
+        loaded = {"weights_dtype": weights} if facts.can_reload or not facts.is_quantized else {}
         reason = "adapters are trained in float32, and the weights "
         reason += f"are float32 too: {problem}" if problem else "stay as published, in 16 bits"
         yield (Technique(name, dict(lora=LORA_RANK, **loaded, precision=name), reason, "training"),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -319,6 +320,20 @@ def test_nothing_is_computed_in_float16_that_overflows_in_it(
     is_avoided = dtypes[0] == "fp32"
     assert [note for note in found.notes if "float16" in note] == ([problem] if is_avoided else [])
     assert not is_avoided or problem in found.recipe.reason_of("precision")
+
+
+def test_a_model_that_is_stored_in_4_bits_is_planned_as_qlora_of_it_is(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"gpu": "RTX 3060 12GB", "seq_len": 64, "effective_batch_size": 2}
+    packed = config()
+    qlora = Recipe("one", "a test", lora=4, load_in="nf4").model_kwargs()["quantization_config"]
+    packed.quantization_config = {**qlora.to_dict(), "bnb_4bit_compute_dtype": "bfloat16"}
+    packed.save_pretrained(tmp_path)
+    found, same = plan(tmp_path, **options), plan(config(), method="qlora", **options)
+    assert found.recipe.weights_dtype == "bfloat16"  # its embeddings are 16-bit tensors, whatever dtype is asked for
+    assert found.chosen is not None
+    assert same.chosen is not None
+    assert found.chosen.total_bytes == same.chosen.total_bytes
+    assert 'from_pretrained(NAME, dtype="bfloat16")' in str(found.script())
 
 
 def test_weights_that_are_loaded_in_float16_already_are_noted() -> None:

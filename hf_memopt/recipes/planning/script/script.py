@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import glob
 import inspect
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -95,7 +96,9 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
 def _is_loaded(found: Plan, facts: Any) -> bool:
     """Return whether a script that loads a model by its name trains what was planned, and knows its kind."""
     assert found.simulation is not None
-    is_changed = facts.has_adapters or (facts.is_quantized and not isinstance(found.simulation.model, str))
+    is_changed = facts.has_adapters or (
+        facts.is_quantized and not isinstance(found.simulation.model, str | os.PathLike)
+    )
     unknown = {"seq2seq": facts.kind == "mbart", "speech-seq2seq": facts.kind not in ("", "whisper")}
     is_other_kind = unknown.get(found.task or "", False)
     return not is_changed and not is_other_kind
