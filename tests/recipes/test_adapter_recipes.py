@@ -317,9 +317,10 @@ def test_what_a_checkpoint_lacks_is_trained_whole_and_not_quantised(
     assert trained == [found.trainable_parameters] * 2
 
 
-def test_a_lacking_layer_that_is_quantised_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load_in", ["nf4", "int8"])
+def test_a_lacking_layer_that_is_quantised_is_refused(load_in: str, tmp_path: Path) -> None:
     transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)).save_pretrained(tmp_path)
-    qlora = PLAIN.replace(lora=4, load_in="nf4")
+    qlora = PLAIN.replace(lora=4, load_in=load_in)
     keywords = qlora.model_kwargs("sequence-classification")
     keywords["quantization_config"].llm_int8_skip_modules = ["classifier"]
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, **keywords)
