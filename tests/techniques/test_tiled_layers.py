@@ -226,6 +226,22 @@ def test_a_second_trainer_of_a_tiled_model_has_the_same_tiles(size: int | None, 
     tile_layers(model, 8).remove()
 
 
+def test_a_layer_that_cannot_be_overridden_leaves_no_tiles() -> None:
+    class Sealed(transformers.models.llama.modeling_llama.LlamaMLP):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "forward":
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    model = tiny.llama()
+    first, last = (layer.mlp for layer in model.model.layers)
+    before = list(vars(first))
+    last.__class__ = Sealed
+    with pytest.raises(AttributeError, match="forward"):
+        tile_layers(model, 4)
+    assert list(vars(first)) == before
+
+
 def much(hidden: torch.Tensor) -> torch.Tensor:
     """Return numbers of the hidden ones alone, which keep four times as many."""
     return hidden.exp().sin().exp().sin().exp().sin().exp()

@@ -97,9 +97,13 @@ class _Tiles:
     def __init__(self, model: Any, tile_tokens: int | None) -> None:
         self.tile_tokens, self.handles, self._undo, compared = tile_tokens, 0, list[UndoHandle](), set[Any]()
         self._of, places = type(unwrap_model(model)).__name__, _checked_places(model)
-        for place in places:
-            run = partial(_in_tiles, place, tile_tokens, compared)
-            self._undo.append(override_method(place.module, place.method, run))
+        try:
+            for place in places:
+                run = partial(_in_tiles, place, tile_tokens, compared)
+                self._undo.append(override_method(place.module, place.method, run))
+        except BaseException:
+            remove_all(self._undo)
+            raise
         self._modules = {place.name: place.kept_bytes for place in places}
 
     def handle(self, tile_tokens: int | None, reentrant: UndoHandle) -> TileHandle:
