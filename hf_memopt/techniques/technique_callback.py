@@ -48,12 +48,16 @@ class ModelHandles:
         """Undo all changes to the last model."""
         remove_all(self._handles)
 
-    def handle_of(self, model: Any) -> UndoHandle:
-        """Return a handle that undoes all changes to this model, unless another one has become the last."""
-        reference = weakref.ref(model)
+    def handle_of(self, trainer: Trainer, *, only_later: bool = False) -> UndoHandle:
+        """Return a handle that undoes all changes to the last model if it is this Trainer's: the one that it has now,
+        unless ``only_later``, or one that ``model_init`` gives it later.
+        """
+        reference, now = weakref.ref(trainer), weakref.ref(trainer.model)
 
         def undo() -> None:
-            if reference() is not None and self._model() is reference():
+            last = self._model()
+            is_now, owner = last is now(), reference()
+            if last is not None and (not only_later if is_now else owner is not None and last is owner.model):
                 self.remove()
 
         return UndoHandle(undo)
@@ -78,7 +82,7 @@ class TechniqueCallback(TrainerCallback):
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Belong to this trainer; ``attach`` calls it. The handle undoes what training changes in its model, too."""
-        return undo_all(self.binding.to(trainer), self._handles.handle_of(trainer.model))
+        return undo_all(self.binding.to(trainer), self._handles.handle_of(trainer))
 
     def note(self, *changes: Change, logs: bool = True) -> None:
         """Add changes that are new to ``changes`` and to those of the trainer, and log them."""
@@ -127,7 +131,7 @@ class ModelCallback(TechniqueCallback):
         self.change_model(trainer.model, trainer.args)
         bound = self.binding.to(trainer)
         record_changes(trainer, self.changes)
-        return undo_all(bound, *([] if is_changed else [self._handles.handle_of(trainer.model)]))
+        return undo_all(bound, self._handles.handle_of(trainer, only_later=is_changed))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Change a model that is new, and not one that only a wrapper (FSDP1, compile) is around."""

@@ -15,6 +15,7 @@ from hf_memopt import (
     GradualUnfreezeCallback,
     PrecisionCallback,
     ShardedCheckpointCallback,
+    TiledLayersCallback,
     attach,
     gradient_release,
     released_optimizer,
@@ -151,6 +152,24 @@ def test_what_callbacks_change_is_listed_and_taken_back(name: str, is_given: boo
     assert callback.changes
     trainer.memopt_handle.remove()
     assert states() == before
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["attached", "given to the Trainer"])
+@pytest.mark.parametrize("name", [*CALLBACKS, "tiling"])
+def test_what_callbacks_change_in_a_model_that_training_makes_is_taken_back(
+    name: str, is_given: bool, tmp_path: Any
+) -> None:
+    callback = TiledLayersCallback(4) if name == "tiling" else CALLBACKS[name]()
+    rows = [{**row, "labels": row["input_ids"]} for row in tiny.rows(8)]
+    args, given = tiny.arguments(tmp_path, max_steps=1), {"callbacks": [callback]} if is_given else {}
+    trainer = Trainer(model_init=lambda: tiny.llama(num_hidden_layers=2), args=args, train_dataset=rows, **given)
+    first = attach(trainer, *([] if is_given else [callback])).model
+    trainer.train()
+    assert trainer.model is not first
+    trainer.memopt_handle.remove()
+    assert all(one.requires_grad for one in trainer.model.parameters())
+    assert not any(getattr(one, "gradient_checkpointing", False) for one in trainer.model.modules())
+    assert not any("forward" in vars(one) for one in trainer.model.modules())
 
 
 class Unfinished(TrainerCallback):
