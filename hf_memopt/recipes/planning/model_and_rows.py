@@ -15,7 +15,7 @@ from hf_memopt.binding.model import task_of
 from hf_memopt.binding.model_changes import is_quantized, new_parts, tied_embeddings
 from hf_memopt.binding.parameters import layer_stacks
 from hf_memopt.devices import against_float16, current_os
-from hf_memopt.memory.models import default_length, most_tokens, name_on_hub
+from hf_memopt.memory.models import assumed_inputs, default_length, most_tokens, name_on_hub
 from hf_memopt.memory.recording import session
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.plain_data import checked_array
@@ -151,6 +151,11 @@ def facts_of(
         notes=loaded.notes,
     )
     return source, own_task, facts
+
+
+def assumptions(source: Any, task: str | None, settings: StepSettings) -> tuple[str, ...]:
+    """Return what is assumed of head, pictures and audio, and what was given without effect, as ``estimate`` does."""
+    return tuple(assumed_inputs(session().load(source, task=task).model, settings))
 
 
 def can_tile(source: Any, task: str | None) -> bool:

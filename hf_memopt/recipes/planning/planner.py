@@ -30,7 +30,7 @@ from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.plain_data import Count, check_value, check_word
 from hf_memopt.recipes.planning.measured import Corrections
-from hf_memopt.recipes.planning.model_and_rows import LONG_ROW, Texts, can_tile, facts_of, name_to_load
+from hf_memopt.recipes.planning.model_and_rows import LONG_ROW, Texts, assumptions, can_tile, facts_of, name_to_load
 from hf_memopt.recipes.planning.nearest import NAMES, shortfall_of
 from hf_memopt.recipes.planning.request import (
     GOALS,
@@ -170,6 +170,7 @@ def plan(
             on_host = any(one.recipe.streamed and not one.host_lacks_bytes for one in candidates)
             set_ups = [one for stage in stages for one in search_of.set_ups(stage, streamed=on_host)]
             shortfall = shortfall_of(simulation, set_ups, budget)
+        assumed = assumptions(source, own_task, StepSettings(**media))
     used = () if chosen is None or os else [one.name for one in chosen.techniques if one in LINUX_ONLY]
     of_linux = (
         f"the plan uses {name}, which Linux alone has, as this machine; os='windows' plans without" for name in used
@@ -190,7 +191,7 @@ def plan(
         candidates=reasoned,
         chosen=None if chosen is None else reasoned[candidates.index(chosen)],
         shortfall=shortfall,
-        notes=(*_notes(simulation, texts, chosen, method, lengths is None and seq_len is None), *of_linux),
+        notes=(*_notes(simulation, texts, chosen, method, lengths is None and seq_len is None), *assumed, *of_linux),
         simulations=simulation.count,
         source=name_to_load(model),
         task=facts.task,

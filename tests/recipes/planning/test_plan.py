@@ -370,6 +370,13 @@ def test_the_default_length_of_a_model_that_takes_tokens_one_by_one() -> None:
     assert "seq_len=64 by default; better that of your rows: lengths, or --data FILE" in found.notes
 
 
+@pytest.mark.parametrize("given", [{"images": 2}, {"image_size": 224}, {"audio_seconds": 5.0}])
+def test_media_that_the_model_does_not_read_are_named(given: dict[str, Any]) -> None:
+    found = planned("114MiB", method="full", **given)
+    ((name, value),) = given.items()
+    assert f"{name}={value!r} has no effect on LlamaForCausalLM" in found.notes
+
+
 def test_what_cannot_be_simulated_for_one_reason_is_one_note() -> None:
     found = plan("sentence-transformers/all-mpnet-base-v2", gpu="T4", method="full")
     (note,) = [note for note in found.notes if "not simulated" in note]
