@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 TRAINING_STEPS = {"transformers.trainer.Trainer.training_step", "trl.trainer.sft_trainer.SFTTrainer.training_step"}
-STOCK = "transformers.trainer.Trainer.compute_loss"
+STOCK_LOSS = "transformers.trainer.Trainer.compute_loss"
 SFT = "trl.trainer.sft_trainer.SFTTrainer.compute_loss"
 SFT_LOSSES = known("loss of TRL")  # how TRL 1.16 makes its loss, beside that of sequence parallelism
 EMBEDDINGS = {
@@ -54,7 +54,7 @@ def known_loss(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) 
     function = function_below(trainer.compute_loss)
     name = full_name(function)
     is_sft = name == SFT
-    if name not in (STOCK, SFT, *EMBEDDINGS):
+    if name not in (STOCK_LOSS, SFT, *EMBEDDINGS):
         return f"compute_loss is {name}"
     model = unwrap_parallel(trainer.model)
     reason = foreign_code(model, "trl" if is_sft else "")
@@ -97,7 +97,7 @@ def counts_items(trainer: Trainer, labels: Any = None) -> bool | None:
     too, as for question answering: stock counts nothing then.
     """
     model = unwrap_parallel(trainer.model)
-    if full_name(function_below(trainer.compute_loss)) != STOCK or foreign_code(model) is not None:
+    if full_name(function_below(trainer.compute_loss)) != STOCK_LOSS or foreign_code(model) is not None:
         return None
     if trainer.label_smoother is not None:
         loss = _of_smoother(trainer, model, 1)
