@@ -404,3 +404,19 @@ def test_media_that_a_model_does_not_read_are_named(given) -> None:
     found = estimate(tiny.bert_config(), batch_size=1, seq_len=8, **given)
     ((name, value),) = given.items()
     assert f"{name}={value!r} has no effect on {found.model}" in found.notes
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_a_decoder_of_one_picture_takes_no_other_number(images: int) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    vision, text = transformers.ViTConfig(**sizes, image_size=16, patch_size=8), tiny.bert_config(**sizes)
+    kind = transformers.VisionEncoderDecoderConfig
+    config = kind.from_encoder_decoder_configs(vision, text, pad_token_id=0, decoder_start_token_id=1)
+    one, default = (estimate(config, batch_size=2, seq_len=8, images=given) for given in (1, None))
+    assert one.total_bytes == default.total_bytes
+    with pytest.raises(ValueError, match="images") as error:
+        estimate(config, batch_size=2, seq_len=8, images=images)
+    assert str(error.value) == (
+        f"images={images} is not what VisionEncoderDecoderModel reads, one picture in each example; expected 1. "
+        "Leave images out"
+    )

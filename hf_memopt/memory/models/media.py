@@ -81,6 +81,11 @@ def media_of(model: Any, settings: StepSettings, batch_size: int) -> Media:
         inputs, note = audio_of(model, settings, batch_size)
         turned = {name: one.transpose(1, 2) if one.dim() == 3 else one for name, one in inputs.items()}
         return _first_that_runs(model, "get_audio_features", [(inputs, note), (turned, note)], 1, batch_size)
+    if model.main_input_name == "pixel_values" and model.config.is_encoder_decoder and images not in (None, 1):
+        raise ValueError(
+            f"images={images} is not what {type(model).__name__} reads, one picture in each example; expected 1. "
+            "Leave images out"
+        )
     if "pixel" not in " ".join(taken) or images == 0 or getattr(model.config, "vision_config", model.config) is None:
         return Media({})
     if images is None and task_of(model) == "causal-lm":
