@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import csv
 import gc
+import json
 import logging
+import os
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,9 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt import Change, FreezeCallback, freeze
+from hf_memopt import Change, FreezeCallback, attach, freeze
 from hf_memopt.binding import checkpointing_arguments
+from two_ranks import run_pair
 
 pytestmark = [
     # DeBERTa-v2 in transformers 5.8 and 5.17, with torch 2.13
@@ -353,3 +357,25 @@ def test_a_wrapper_around_the_frozen_model_is_left_alone(tmp_path: Path) -> None
     wrapper = nn.ModuleDict({"module": model})  # names change: "module.bert.pooler"
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=wrapper)
     assert frozen(model) == under(model, ["bert.pooler."])
+
+
+def test_two_processes_train_the_rest_of_a_model_that_training_makes(tmp_path: Path) -> None:
+    """DDP waits for the gradient of each weight that was trained when it was built."""
+    first, second = run_pair(tmp_path, __file__, str(tmp_path))
+    assert first == second == {"steps": 3, "frozen in the optimizer": 0}
+
+
+def main(folder: str) -> None:
+    """Train as one of two processes; write the steps."""
+    rank = os.environ["RANK"]
+    flags = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+    args = tiny.arguments(Path(folder, rank), max_steps=3, **flags)
+    trainer = Trainer(model_init=lambda: tiny.bert(), args=args, train_dataset=tiny.rows(16))
+    attach(trainer, FreezeCallback("embeddings")).train()
+    trained = [one for group in trainer.optimizer.param_groups for one in group["params"]]
+    found = {"steps": trainer.state.global_step, "frozen in the optimizer": sum(not x.requires_grad for x in trained)}
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

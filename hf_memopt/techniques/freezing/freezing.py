@@ -13,13 +13,17 @@ of a frozen layer is as slow as before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.model_changes import INPUT_GRADIENTS_DROPPED, drop_input_gradients
 from hf_memopt.binding.parameters import checked_patterns, freeze, trainable_parameters
+from hf_memopt.binding.undo import UndoHandle, override_method, undo_all
 from hf_memopt.changes import Change, add_change
 from hf_memopt.techniques import ModelCallback
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 __all__ = ["FreezeCallback", "freeze", "trainable_parameters"]
 
@@ -29,8 +33,9 @@ logger = logging.getLogger(__name__)
 class FreezeCallback(ModelCallback):
     """Freeze parts of the ``Trainer``'s model before the optimizer is built, and again when ``train()`` starts.
 
-    By then ``model_init`` has rebuilt the model; its frozen parameters are in the optimizer's groups already, but get
-    no state. Under checkpointing it also calls ``drop_input_gradients``. It logs no keys.
+    A model of ``model_init`` is frozen as soon as ``train()`` has made it after ``attach(trainer)``, which DDP needs.
+    Without, its frozen parameters are in the optimizer's groups already, but get no state. Under checkpointing it also
+    calls ``drop_input_gradients``. It logs no keys.
 
     Args:
         patterns: what to freeze, as ``freeze`` takes it.
@@ -59,6 +64,18 @@ class FreezeCallback(ModelCallback):
             add_change(self.changes, Change("trainable_parameters", before, after, reason))
             total = sum(parameter.numel() for parameter in model.parameters())
             logger.info(f"FreezeCallback trains {after:,} of {total:,} parameters; {reason}")
+
+    def bind(self, trainer: Trainer) -> UndoHandle:
+        """Freeze the model, and each that ``model_init`` makes: DDP waits for the gradient of what is trained now."""
+
+        def call_model_init(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            model = before(*args, **kwargs)
+            self.change_model(model, None)
+            return model
+
+        is_making = trainer.model_init is not None and self.binding.trainer is not trainer
+        bound = super().bind(trainer)
+        return undo_all(bound, override_method(trainer, "call_model_init", call_model_init)) if is_making else bound
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Freeze a model that is new, or that was thawed since, and take off the hooks that undo the saving."""
