@@ -70,19 +70,28 @@ def test_a_loop_that_begins_a_step_once_trains_as_the_plain_class() -> None:
     assert all(map(torch.equal, *trained))
 
 
-def test_a_run_after_one_that_was_interrupted_in_its_backward_pass(tmp_path: Any) -> None:
+@pytest.mark.parametrize("is_attached", [True, False])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_runs_after_one_that_was_interrupted(where: str, is_attached: bool, tmp_path: Any) -> None:
+    """The next Trainer of the model gets no step of the first one's optimizer, which steps again in its own runs."""
     model = tiny.bert()
-    trainer = released(tmp_path, model)
+    trainer = released(tmp_path, model, is_attached=is_attached)
 
-    def stop(gradient: torch.Tensor) -> None:
+    def stop(*given: Any) -> None:
         raise KeyboardInterrupt
 
-    handle = model.bert.embeddings.word_embeddings.weight.register_hook(stop)
+    weight = model.bert.embeddings.word_embeddings.weight
+    handle = weight.register_hook(stop) if where == "backward" else model.register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     handle.remove()
+    before = weights_of(model)
+    args = tiny.arguments(tmp_path, max_steps=2, optim="sgd", learning_rate=0.0)
+    Trainer(model=model, args=args, train_dataset=tiny.rows(16)).train()
+    assert all(map(torch.equal, before, weights_of(model)))
     trainer.train()
     assert trainer.state.global_step == 2
+    assert not any(map(torch.equal, before, weights_of(model)))
 
 
 class Dtypes(TrainerCallback):

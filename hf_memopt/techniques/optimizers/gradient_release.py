@@ -177,6 +177,7 @@ class _Released(Built):
     _is_releasing = False
     _is_paused = False
     _is_told = False  # by train(), when a step begins
+    _loop: Any = None  # that told it last
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)
@@ -232,7 +233,9 @@ class _Released(Built):
         """
         plain: Any = getattr(super(), "train", lambda: None)
         plain()
-        self._is_told, self._is_paused = True, False
+        if (loop := _loop_of_now()) != self._loop:
+            self.pause(False)
+        self._loop, self._is_told, self._is_paused = loop, True, False
 
     def last_grad_norm(self) -> torch.Tensor | None:
         """Return the L2 norm of all gradients of the last step before clipping; None if none was measured."""
@@ -250,7 +253,7 @@ class _Released(Built):
 
     def steps(self, parameter: torch.Tensor) -> bool:
         """Return whether it steps this parameter within the backward pass."""
-        return self._is_releasing and not self._is_paused and parameter in self._places
+        return self._is_releasing and not self._is_idle() and parameter in self._places
 
     def has_counter_on_device(self, parameter: torch.Tensor) -> bool:
         """Return whether the count of steps in a parameter's state is a tensor beside its weight."""
@@ -285,8 +288,12 @@ class _Released(Built):
             hook.remove()
         self._is_releasing = False
 
+    def _is_idle(self) -> bool:
+        """Return whether it is paused, or another loop trains since its own was interrupted."""
+        return self._is_paused or (self._is_told and _loop_of_now() != self._loop)
+
     def _release(self, parameter: torch.Tensor) -> None:
-        if self._is_paused:
+        if self._is_idle():
             return
         with self._lock:
             if parameter.grad is None and parameter in self._stepped:
@@ -371,6 +378,14 @@ def _steps_alone(optimizer_class: Any) -> bool:
     of_torch = (getattr(torch.optim, name) for name in (*ELEMENTWISE, "Adafactor"))
     known = {plain_step(kind.step) for kind in (Optimizer8bit, Adafactor, *of_torch)}
     return plain_step(optimizer_class.step) in known
+
+
+def _loop_of_now() -> Any:
+    """Return a reference to the dataloader that accelerate reads now, another one in each run; None without."""
+    from accelerate.state import GradientState, is_initialized
+
+    loader = GradientState().active_dataloader if is_initialized() else None
+    return None if loader is None else weakref.ref(loader)
 
 
 def _check_surroundings() -> None:
