@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 import scarcity
 import tiny
 from hf_memopt import MicrobatchCallback, attach
+from hf_memopt.techniques.microbatching.padding_check import AccumulationStep, Padding
 from hf_memopt.techniques.microbatching.whole_micro_batches import groups_in_lockstep
 from two_ranks import run_pair
 
@@ -76,6 +77,37 @@ def test_passes_that_a_process_only_joins_change_nothing(
     split.train()
     assert sum(passes) == 3 * most
     assert tiny.largest_difference(split.model, whole.model) <= 1e-7
+
+
+def test_processes_compare_padding_once_all_of_them_have_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers = (
+        [],
+        iter([1, 0, 0]),
+    )  # whether any process has no text: first one, then none; whether padding matters
+
+    def beside(_: Any, own: int) -> int:
+        asked.append(own)
+        return next(answers)
+
+    monkeypatch.setattr("hf_memopt.techniques.microbatching.padding_check.largest_of_all", beside)
+    split = causal_lm(tmp_path)
+    attach(split, MicrobatchCallback(max_examples=3), Sharded(split))
+    split.train()
+    assert asked == [0, 0, 0]  # once in the first step, twice in the second
+
+
+def test_a_process_without_text_says_so() -> None:
+    asked = []
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        asked.append(int(own))
+        return own
+
+    accelerator, args = SimpleNamespace(gather=gather), SimpleNamespace(device="cpu")
+    trainer = SimpleNamespace(accelerator=accelerator, args=args, is_fsdp_enabled=True)
+    step = AccumulationStep(pytest.fail, torch.nn.Linear(1, 1), {"pixel_values": torch.rand(2, 3)}, None, 1)
+    Padding().check(trainer, step, scarcity)
+    assert asked == [1]
 
 
 @pytest.fixture(scope="module")

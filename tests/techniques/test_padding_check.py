@@ -65,11 +65,12 @@ def trained(
     callback: Any = None,
     *,
     kind: type[transformers.Trainer] = transformers.Trainer,
+    dtype: torch.dtype = torch.float64,
 ) -> transformers.Trainer:
     torch.manual_seed(0)
     options = {"per_device_train_batch_size": 1, "logging_strategy": "steps", "logging_steps": 1}
     trainer = kind(
-        model().double(),
+        model().to(dtype),
         tiny.arguments(folder, **options, max_steps=len(batches), train_sampling_strategy="sequential"),
         train_dataset=batches,
         data_collator=lambda rows: dict(rows[0]),
@@ -120,7 +121,8 @@ def test_a_wider_batch_and_a_shorter_row_are_compared_anew_and_no_other(tmp_path
     assert_stocks(ours, stock)
     stated = [9, 3, 5, 8, 9]  # all rows together, then each alone
     # with padding a second time, since the model draws: whether that makes a difference
-    assert widths == [*(9, 9, 3), *stated, *(9, 5), *(9, 5), *(9, 9, 2), *(9, 5), *(16, 16, 3), *(16, 16), *(20, 20)]
+    compared, anew = [*(9, 9, 3), *(9, 3)], [*(9, 9, 2), *(9, 2)]  # losses, then gradients
+    assert widths == [*compared, *stated, *(9, 5), *(9, 5), *anew, *(9, 5), *(16, 16, 3), *(16, 16), *(20, 20)]
     assert len(kept(ours)) == 1
 
 
@@ -138,6 +140,50 @@ def yoso() -> nn.Module:
     sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 16}
     return transformers.YosoForSequenceClassification(transformers.YosoConfig(**sizes, **rates))
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "num_labels": 3}
+
+
+def convbert() -> nn.Module:
+    config = transformers.ConvBertConfig(vocab_size=50, embedding_size=32, **SIZES)
+    return transformers.ConvBertForSequenceClassification(config)
+
+
+def canine() -> nn.Module:
+    return transformers.CanineForSequenceClassification(transformers.CanineConfig(num_hash_buckets=64, **SIZES))
+
+
+@pytest.mark.parametrize(
+    ("model", "seed", "reason"),
+    [(convbert, 0, "of its largest at padding, not 0"), (canine, 197, "without its padding")],
+    ids=["convbert", "canine"],
+)
+@pytest.mark.parametrize("is_adapted", [False, True], ids=["all weights", "frozen"])
+def test_gradients_tell_what_the_loss_of_fresh_weights_does_not(
+    model: Callable[[], nn.Module], seed: int, reason: str, is_adapted: bool, tmp_path: Any
+) -> None:
+    """In float32 the losses are the same but for rounding. No weight gets a gradient from the comparison."""
+    gradients = []
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(seed)
+        made = model().requires_grad_(not is_adapted)
+        made.classifier.requires_grad_()
+        for weight in filter(lambda weight: weight.requires_grad, made.parameters()):
+            weight.register_post_accumulate_grad_hook(lambda weight: gradients.append(weight.grad.clone()))
+        return made
+
+    callback, batch = MicrobatchCallback(max_examples=2, loss="mean over rows"), padded((24, 5, 5, 8))
+    ours = trained(fresh, [batch], tmp_path, callback, dtype=torch.float32)
+    (change,) = kept(ours)
+    assert (change.new, callback.tally.cut_steps) == ("padding kept", 1)
+    assert reason in change.reason
+    assert (
+        0 < len(gradients) <= 2 * sum(weight.requires_grad for weight in ours.model.parameters())
+    )  # of two micro-batches
+    assert all(weight.requires_grad for weight in ours.model.classifier.parameters())
+    assert all(weight.requires_grad != is_adapted for weight in ours.model.base_model.parameters())
 
 
 def test_padding_is_kept_for_a_known_loss_after_memory_ran_out(tmp_path: Any) -> None:

@@ -1,15 +1,23 @@
 """Whether the loss of a row is the same without its padding, so that micro-batches may cut it off.
 
 Most models mask padding; heads that read it (XLNet's last column, a mean over all of them) and layers that mix columns
-whatever the mask is (YOSO, ConvBERT) do not. No names: the loss of one row is computed with its padding and without.
+whatever the mask is (YOSO, ConvBERT) do not. No names: the loss of one row is computed with its padding and without,
+and where it is the same, also its gradient by what the embeddings give:
 
-The price: two forward passes of one row, without a graph, before the first cut, and again for a batch that is wider or
-a row that is shorter than any compared before, since some models change at a length, and in one of 200 batches, since
-weights change.
+- For padding it is exactly 0 where that is masked, in any dtype and whatever dropout draws (seen in 29 models with
+  fresh weights). That of ConvBERT with two layers is 2e-6 of the largest or more, while its loss may differ by 1e-7, as
+  if by rounding.
+- For tokens it is the same but for 7e-7 of the largest, or 1e-4 in T5 with large weights. This finds models that read
+  the number of columns and not what they hold: CANINE's differs by 5e-3 or more.
 
-Limitations: in 16 bits or TF32 a difference below 5 % may pass, and in float32 one below 1e-5, as that of ConvBERT
-with fresh weights. Under FSDP2 it is compared once. Not compared are rows that do not fit with all their padding, and
-models with a dropout that ``without_dropout`` does not know, such as Falcon's.
+The price: two forward passes of one row without a graph, and a forward and a backward pass each without gradients of
+weights, before the first cut, and again for a batch that is wider or a row that is shorter than any compared before,
+since some models change at a length, and in one of 200 batches, since weights change.
+
+Limitations: in 16 bits or TF32 a difference of the loss below 5 % may pass if no gradient reaches padding, and any if
+the model has a dropout that ``without_dropout`` does not know, such as Falcon's. Gradients are not compared under
+FSDP2, where losses are compared once, under reentrant checkpointing and without an ``nn.Embedding``. Not compared are
+rows that do not fit with all their padding.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from hf_memopt.binding.losses import KnownLoss, foreign_hooks
 from hf_memopt.binding.undo import KeptState, override_method
@@ -38,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 LARGEST_ERROR = 64 * 2**-23  # of the loss of a row: columns are added in another order
 LARGEST_ERROR_16_BITS = 5e-2
+LARGEST_AT_PADDING = 1e-9  # of the largest gradient: exactly 0 where padding is masked, 2e-6 and more elsewhere
+LARGEST_ERROR_AT_TOKENS = 1e-3  # of the largest gradient
 SMALLEST = 1e-2  # of the unit of a loss: a smaller loss is a difference of larger numbers
 
 Items = torch.Tensor | int | None
@@ -70,7 +81,8 @@ def untraced(trainer: Any, model: nn.Module) -> Iterator[StepState]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # else each length would be compiled
         stack.enter_context(override_method(trainer, "log", lambda before, *args, **kwargs: None))
         stack.enter_context(without_dropout(model))
-        state = StepState(trainer)  # only now: what it puts back in between drops nothing either
+        # only now: what it puts back in between drops nothing either
+        state = StepState(trainer, keeps_norms=False)
         stack.callback(state.restore)
         noted = KeptState(what="a check of the loss", others=model.buffers())
         stack.callback(noted.restore)
@@ -110,6 +122,8 @@ class Padding:
         if self.is_kept or (trainer.is_fsdp_enabled and self._widest):
             return
         lengths = row_lengths(step.inputs)
+        if trainer.is_fsdp_enabled and largest_of_all(trainer, int(lengths is None)):
+            return  # a process alone in a forward pass would wait for the others
         if lengths is None:
             return
         weights = loss.row_weights(step.inputs) or [1.0] * len(lengths)
@@ -121,10 +135,9 @@ class Padding:
         self._shortest = min(lengths[row], self._shortest or columns)
         self._widest = max(columns, self._widest)
         reason = _difference(trainer, step, row, takes_gradients=loss.source.startswith("stated"))
-        if trainer.is_fsdp_enabled:  # all have to keep it or none, since their numbers of passes are those of lengths
-            flag = torch.tensor([int(reason is not None)], device=trainer.args.device)
-            if bool(trainer.accelerator.gather(flag).any()):
-                reason = reason or "the loss of a row of another process differs with and without its padding"
+        # all have to keep it or none, since their numbers of passes are those of lengths
+        if trainer.is_fsdp_enabled and largest_of_all(trainer, int(reason is not None)):
+            reason = reason or "the loss of a row of another process differs with and without its padding"
         if reason is not None:
             self.is_kept = True
             change = Change("micro-batches", "padding cut off", "padding kept", reason)
@@ -132,41 +145,121 @@ class Padding:
             record_changes(trainer, [change])
 
 
+def largest_of_all(trainer: Any, number: int) -> int:
+    """Return the largest of the numbers of all processes."""
+    numbers: torch.Tensor = trainer.accelerator.gather(torch.tensor([number], device=trainer.args.device))
+    return int(numbers.max())
+
+
 def _difference(trainer: Any, step: AccumulationStep, row: int, *, takes_gradients: bool) -> str | None:
-    """Return how the loss of a row differs with and without its padding; None if it does not, or cannot be compared.
+    """Return how a row differs with and without its padding; None if it does not, or cannot be compared.
 
     ``takes_gradients``: the loss may do so itself, as adversarial ones do.
     """
-    narrow, losses = is_narrow(trainer, step.model), list[float]()
+    # no column of padding in the second
+    rows = [take_rows(step.inputs, [row], keeps_padding=keeps, multiple=1) for keeps in (True, False)]
+    with warnings.catch_warnings(), untraced(trainer, step.model) as state:
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # no graph is wanted
+        try:
+            with torch.set_grad_enabled(takes_gradients):
+                reason = _difference_of_losses(trainer, step, rows, state)
+            if reason is None and not trainer.is_fsdp_enabled:
+                reason = _difference_of_gradients(trainer, step, rows, state)
+            return reason
+        except _NotComparedError as error:
+            text = str(error)
+    free_failed_step()
+    logger.info("micro-batching: %s", text)
+    return None
+
+
+class _NotComparedError(Exception):
+    """Something of a row cannot be compared, for the reason given."""
+
+
+def _difference_of_losses(
+    trainer: Any, step: AccumulationStep, rows: list[dict[str, Any]], state: StepState
+) -> str | None:
+    """Return how the loss of a row differs; None if it does not, or is random."""
+    narrow, losses, is_random = is_narrow(trainer, step.model), list[float](), False
     unit = (1.0 if narrow else SMALLEST) / float(step.num_items_in_batch or 1)
     limit = LARGEST_ERROR_16_BITS if narrow else LARGEST_ERROR
 
-    def loss(*, keeps_padding: bool) -> float:
-        taken = take_rows(step.inputs, [row], keeps_padding=keeps_padding, multiple=1)  # no column of padding
-        return float(loss_of(trainer, step, taken).detach())
+    def loss(keeps_padding: bool) -> float:
+        return float(loss_of(trainer, step, rows[not keeps_padding]).detach())
 
     def is_same(one: float, other: float) -> bool:
         # not a number: no label counts
         return one != one or abs(one - other) <= limit * max(abs(one), abs(other), unit)
 
-    with torch.set_grad_enabled(takes_gradients), warnings.catch_warnings(), untraced(trainer, step.model) as state:
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # no graph is wanted
-        try:
-            losses.append(loss(keeps_padding=True))
-            if state.has_drawn() and not is_same(losses[0], loss(keeps_padding=True)):
-                return None  # a dropout that is unknown here
-            state.restore()
-            losses.append(loss(keeps_padding=False))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                if not losses:
-                    raise
-                return f"a row fails without its padding ({type(error).__name__}: {str(error)[:80]})"
+    try:
+        losses.append(loss(True))
+        is_random = state.has_drawn() and not is_same(losses[0], loss(True))  # a dropout that is unknown here
+        state.restore()
+        losses.append(loss(False))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            if not losses:
+                raise
+            return f"a row fails without its padding ({type(error).__name__}: {str(error)[:80]})"
     if len(losses) < 2:  # a row does not fit with all its padding, which has to be cut off then
-        free_failed_step()
-        logger.info("micro-batching: padding is cut off unchecked: one row with all of its padding does not fit")
-        return None
+        raise _NotComparedError("padding is cut off unchecked: one row with all of its padding does not fit")
     one, other = losses
-    if is_same(one, other):
+    if is_random or is_same(one, other):
         return None
     return f"the loss of a row is {one:.7g} with its padding and {other:.7g} without"
+
+
+def _difference_of_gradients(
+    trainer: Any, step: AccumulationStep, rows: list[dict[str, Any]], state: StepState
+) -> str | None:
+    """Return how the gradient of a row's loss by what the embeddings give differs; None if it does not."""
+    try:
+        found = []
+        for taken in rows:
+            state.restore()
+            found.append(_embedding_gradients(trainer, step, taken))
+        pairs = [*zip(*found, strict=True)]
+    except Exception as error:  # what cannot be differentiated again, or does not fit with a graph
+        text = f"{type(error).__name__}: {str(error)[:80]}"
+        raise _NotComparedError(f"with and without padding losses are compared alone ({text})") from None
+    has_tokens = not (is_narrow(trainer, step.model) or state.has_drawn())
+    for one, other in pairs:
+        if one is None or other is None or one.shape == other.shape:
+            continue
+        sizes, largest = zip(one.shape, other.shape, strict=True), float(one.abs().max())
+        dim, columns = next((dim, kept) for dim, (every, kept) in enumerate(sizes) if every != kept)
+        tokens, padding = one.tensor_split([columns], dim)
+        if (size := float(padding.abs().max())) > LARGEST_AT_PADDING * largest:
+            return f"the gradient of the loss of a row is {size / largest:.1e} of its largest at padding, not 0"
+        if not has_tokens or tokens.shape != other.shape:  # relative positions have columns twice
+            continue
+        if (size := float((tokens - other).abs().max())) > LARGEST_ERROR_AT_TOKENS * largest:
+            return f"the gradient of the loss of a row differs by {size / largest:.1e} without its padding"
+    return None
+
+
+def _embedding_gradients(
+    trainer: Any, step: AccumulationStep, taken: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the loss of a row by each output of an embedding, in the order of their calls.
+
+    Weights are frozen meanwhile: whatever runs backward inside, they get no gradient, and none of their hooks runs.
+    """
+    moves: list[torch.Tensor] = []  # 0, added to each output
+
+    def move(module: nn.Module, _: Any, output: torch.Tensor) -> Any:
+        if not isinstance(module, nn.Embedding) or not torch.is_grad_enabled():
+            return None
+        moves.append(torch.zeros_like(output).requires_grad_())
+        return output + moves[-1]
+
+    trained = [weight for weight in step.model.parameters() if weight.requires_grad]
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_hook(move).remove)
+        for weight in trained:
+            stack.callback(weight.requires_grad_)
+            weight.requires_grad_(False)
+        with torch.enable_grad():
+            loss = loss_of(trainer, step, taken)
+            return torch.autograd.grad(loss, tuple(moves), allow_unused=True) if moves else ()

@@ -31,10 +31,18 @@ from hf_memopt.changes import CHANGES
 class StepState:
     """What a Trainer holds as a step begins; of a step ``of_stock`` the random numbers alone.
 
-    ``others`` are tensors that the caller puts back.
+    ``others`` are tensors that the caller puts back. Without ``keeps_norms``, of no use to whom only restores,
+    ``lost`` does not see changed weights.
     """
 
-    def __init__(self, trainer: Any, *, of_stock: bool = False, others: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        of_stock: bool = False,
+        others: Iterable[torch.Tensor] = (),
+        keeps_norms: bool = True,
+    ) -> None:
         self._trainer, self._random = trainer, RandomState.capture(trainer.args.device)
         self._kept = KeptState(what="a step that ran out of memory", others=others)
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
@@ -57,6 +65,8 @@ class StepState:
                     self._kept.look_at(part)
             for name, buffer in module.named_buffers():
                 self._kept.keep(buffer, f"{owner}.{name}")
+            if not keeps_norms:
+                continue
             is_trained = module in (trainer.model, trainer.model_wrapped)
             for name, weight in module.named_parameters():
                 if id(weight) in seen or not weight.is_floating_point() or not (weight.requires_grad or not is_trained):

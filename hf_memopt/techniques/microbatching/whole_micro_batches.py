@@ -33,6 +33,7 @@ from hf_memopt.techniques.microbatching.padding_check import (
     AccumulationStep,
     Padding,
     is_narrow,
+    largest_of_all,
     loss_of,
     untraced,
 )
@@ -158,7 +159,7 @@ def refuse_together(trainer: Any, way: KnownLoss | str | None, inputs: Any) -> N
             f"under FSDP2 its loss has to be a known sum that num_items_in_batch divides, and {found} "
             "(compute_loss_func=exact_loss(model) makes such a sum of a mean)"
         )
-    if _most(trainer, int(reason is not None)):
+    if largest_of_all(trainer, int(reason is not None)):
         raise NotSplittableError(trainer.model, reason or "the batch of another process cannot be split")
 
 
@@ -167,18 +168,12 @@ def groups_in_lockstep(trainer: Any, groups: Sequence[list[int]]) -> tuple[list[
 
     Of too few rows, also how many more passes it has to run.
     """
-    wanted, found = _most(trainer, len(groups)), list(groups)
+    wanted, found = largest_of_all(trainer, len(groups)), list(groups)
     while len(found) < wanted and max(map(len, found)) > 1:
         index = max(range(len(found)), key=lambda index: len(found[index]))
         largest = found[index]
         found[index : index + 1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
     return found, wanted - len(found)
-
-
-def _most(trainer: Any, number: int) -> int:
-    """Return the largest of the numbers of all processes."""
-    numbers: torch.Tensor = trainer.accelerator.gather(torch.tensor([number], device=trainer.args.device))
-    return int(numbers.max())
 
 
 # ---- A loss that the user has stated, verified once
