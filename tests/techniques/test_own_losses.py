@@ -406,23 +406,28 @@ def plain_mean(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss", "text", "calls"),
+    (
+        "loss",
+        "text",
+        "calls",
+        "checks",
+    ),  # a row's loss and gradients with and without padding; four rows, and each alone
     [
-        (plain_mean, "mean over rows", ()),
-        (plain_mean, "mean over rows", (3,)),  # verified with the rows that fit
-        (plain_mean, "mean over labels", ()),
-        (weighted_mean, "mean over weight", ()),
-        (masked_tokens, "mean over loss_mask", ()),
+        (plain_mean, "mean over rows", (), 4 + 5),
+        (plain_mean, "mean over rows", (3,), 3 + 5),  # losses are compared alone
+        (plain_mean, "mean over rows", (5,), 4 + 1 + 3),  # verified with the two rows that fit
+        (plain_mean, "mean over labels", (), 4 + 5),
+        (weighted_mean, "mean over weight", (), 4 + 5),
+        (masked_tokens, "mean over loss_mask", (), 4 + 5),
     ],
 )
 def test_a_stated_loss_is_verified_and_runs_whole_micro_batches(
-    loss: Any, text: str, calls: tuple[int, ...], tmp_path: Path
+    loss: Any, text: str, calls: tuple[int, ...], checks: int, tmp_path: Path
 ) -> None:
     model, scarcity = tiny.bert(), Scarcity(calls=calls)
     scarcity.watch(model)
     assert_same(own(loss), tmp_path, MicrobatchCallback(max_examples=2, loss=text), model=model)
-    verified = 2 + (1 + 3 if calls else 5)  # a row with and without padding; two rows together and each alone, or four
-    assert (scarcity.errors, scarcity.count) == (len(calls), verified + 2 * BATCHES)
+    assert (scarcity.errors, scarcity.count) == (len(calls), checks + 2 * BATCHES)
 
 
 @pytest.mark.parametrize(
