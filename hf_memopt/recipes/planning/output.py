@@ -78,7 +78,7 @@ def _epochs(found: Plan) -> Iterator[str]:
     costs = []
     for way in kept:
         time = "" if way["epoch_seconds"] is None else f", {_duration(way['epoch_seconds'])}"
-        costs.append(f"{way['name']} {way['epoch_tokens']:,} tokens{time}")
+        costs.append(f"{way['name']}: {way['epoch_tokens']:,} tokens{time}")
     yield f"An epoch of your data: {'; '.join(costs)}."
 
 
