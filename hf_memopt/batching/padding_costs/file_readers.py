@@ -181,9 +181,15 @@ def _joined(value: Any) -> Any:
     if isinstance(value, list):
         return [_joined(one) for one in value]
     parts = value.get("content") if isinstance(value, dict) else None
-    if not isinstance(parts, list) or not all(isinstance(part, dict) and "text" in part for part in parts):
+    if not isinstance(parts, list):
         return value
-    return {**value, "content": "".join(part["text"] for part in parts)}
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"content={parts!r:.80} has a part that is no text; expected a text, or parts that have one each. "
+            "Remove pictures and sounds from the messages"
+        )
+    return {**value, "content": "".join(texts)}
 
 
 def _block(rows: Iterator[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
