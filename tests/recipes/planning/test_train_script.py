@@ -241,15 +241,25 @@ def test_the_script_of_an_encoder_decoder_generates_what_it_is_measured_by(metho
 @pytest.mark.filterwarnings(
     "ignore:unclosed file .*metadata.csv:ResourceWarning"
 )  # datasets (seen in 5.2) leaves it open
-@pytest.mark.parametrize(("method", "classes"), [("full", "folders"), ("lora", "folders"), ("lora", "metadata.csv")])
-def test_the_script_of_a_vision_transformer_runs_on_folders_of_images(method: str, classes: str, work: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "classes", "labels"),
+    [
+        ("full", "folders", ["a", "b", "c"]),
+        ("lora", "folders", ["a", "b", "c"]),
+        ("lora", "metadata.csv", ["a", "b", "c"]),
+        ("lora", "metadata.csv", ["1", "2", "5"]),  # numbers, which are no ids
+    ],
+)
+def test_the_script_of_a_vision_transformer_runs_on_folders_of_images(
+    method: str, classes: str, labels: list[str], work: Path
+) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.ViTConfig(**sizes, image_size=32, num_labels=7)
     transformers.ViTForImageClassification(config).save_pretrained("model")
     transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained("model")
     for number in range(32):
         split = work / "images" / ("validation" if number > 23 else "train")
-        name = "abc"[number % 3] if number < 24 else "bc"[number % 2]
+        name = labels[number % 3] if number < 24 else labels[1 + number % 2]
         folder = split / name if classes == "folders" else split
         folder.mkdir(parents=True, exist_ok=True)
         PIL.Image.new("L", (40, 36), number).save(folder / f"{number}.png")
@@ -269,8 +279,8 @@ def test_the_script_of_a_vision_transformer_runs_on_folders_of_images(method: st
     assert {names["in_colour"](image).getpixel((0, 0)) for image in images} == {(7, 7, 7)}
     trainer = run_script(work / "run/train.py")
     assert (trainer.state.global_step, len(trainer.eval_dataset)) == (9, 8)
-    assert trainer.model.config.id2label == {0: "a", 1: "b", 2: "c"}
-    assert trainer.model.config.label2id == {"a": 0, "b": 1, "c": 2}
+    assert trainer.model.config.id2label == dict(enumerate(labels))
+    assert trainer.model.config.label2id == {name: at for at, name in enumerate(labels)}
     assert {int(row["labels"]) for row in trainer.eval_dataset} == {1, 2}
     assert Path(trainer.state.best_model_checkpoint).is_dir()
     trainer.args.remove_unused_columns = True  # the script's own: its images are read by a transform
