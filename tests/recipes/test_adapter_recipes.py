@@ -330,6 +330,23 @@ def test_a_lacking_layer_that_is_quantised_is_refused(load_in: str, tmp_path: Pa
     )
 
 
+def test_a_stored_quantisation_of_a_new_head_is_refused(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**ENCODER, architectures=["BertForMaskedLM"])
+    config.quantization_config = transformers.BitsAndBytesConfig(load_in_4bit=True).to_dict()
+    config.save_pretrained(tmp_path)
+    task: dict[str, Any] = {"task": "sequence-classification", "seq_len": 8, "gpu": "T4"}
+    message = (
+        f"model={tmp_path.name!r} has a quantization_config by which new parts for task='sequence-classification' are "
+        "quantised (bert.pooler, classifier), which cannot be trained; expected them in 16 bits. Pass its "
+        "configuration with config.quantization_config['llm_int8_skip_modules'] = ['classifier', 'bert.pooler']"
+    )
+    assert message_of(plan, tmp_path, method="lora", **task) == message
+    assert message_of(estimate, tmp_path, batch_size=1, lora=4, **task) == message
+    config.quantization_config["llm_int8_skip_modules"] = ["classifier", "bert.pooler"]
+    asked = estimate(transformers.BertConfig(**ENCODER), batch_size=1, lora=4, load_in="nf4", **task)
+    assert estimate(config, batch_size=1, lora=4, **task).trainable_parameters == asked.trainable_parameters
+
+
 def test_each_part_of_a_new_head_is_trained_and_saved_whole() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     bird = transformers.BigBirdConfig(**sizes)

@@ -127,8 +127,8 @@ def load_model(
         if quantization is not None:
             del config.quantization_config
         built = _build(config, task, attn_implementation, weights_dtype)
+        new = new_parts(built)
         if load_in is not None:
-            new = new_parts(built)
             quantization = quantization_options(load_in, compute_dtype, task, is_sharded=is_sharded, new=new)
         if quantization is not None:
             from hf_memopt.memory.quantized import quantize  # bitsandbytes takes a second to import
@@ -136,6 +136,15 @@ def load_model(
             quantize(built, quantization)
         if name is not None:
             _untie_head(built)
+    packed = {*new} - {*new_parts(built)}
+    is_new = task_of_class().get(str(_named_class(config))) != task
+    if quantization and packed and (is_new or packed & {*HEADS[task].new}):
+        skipped = [*dict.fromkeys([*(quantization.get("llm_int8_skip_modules") or ()), *new])]
+        raise ValueError(
+            f"model={name or type(config).__name__!r} has a quantization_config by which new parts for task={task!r} "
+            f"are quantised ({', '.join(sorted(packed))}), which cannot be trained; expected them in 16 bits. Pass its "
+            f"configuration with config.quantization_config['llm_int8_skip_modules'] = {skipped}"
+        )
     options = weights_dtype, attn_implementation, load_in, compute_dtype, is_sharded, keep_cache
     key = _code_of(built), text, name is None, *options
     notes = [str(note)] if (note := known_models().get(name or "", {}).get("note")) is not None else []
