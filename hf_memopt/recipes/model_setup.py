@@ -115,6 +115,11 @@ def _check_quantisation(recipe: Recipe, model: nn.Module) -> None:
     for head, part in model.named_modules() if new else ():
         # what a checkpoint lacks is a plain weight in a layer of bitsandbytes (transformers 5.8.1 to 5.23.0)
         is_lacking = type(part).__name__ in ("Linear4bit", "Linear8bitLt") and not is_quantized(part)
+        if is_lacking and head.startswith(f"{getattr(model, 'base_model_prefix', '')}.") and "pooler" not in head:
+            raise ValueError(
+                f"model=<{name}> has a quantised layer of its base model ({head}) that its checkpoint lacks, so that "
+                f"it is random; expected a checkpoint of all layers. Load one that a {name} has saved"
+            )
         if is_lacking or (head in new and is_quantized(part)):
             raise ValueError(
                 f"model=<{name}> has a quantised head ({head}), which cannot be trained; expected it in 16 bits. "

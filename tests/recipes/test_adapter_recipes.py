@@ -330,6 +330,19 @@ def test_a_lacking_layer_that_is_quantised_is_refused(load_in: str, tmp_path: Pa
     )
 
 
+def test_a_lacking_layer_of_the_base_model_is_no_head(tmp_path: Path) -> None:
+    """As all layers of Llama are for questions, whose names are others than those for texts."""
+    transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)).save_pretrained(tmp_path)
+    qlora = PLAIN.replace(lora=4, load_in="nf4")
+    keywords = {**qlora.model_kwargs("token-classification"), "num_hidden_layers": 2}
+    loaded = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path, **keywords)
+    assert message_of(qlora.prepare_model, loaded) == (
+        "model=<BertForTokenClassification> has a quantised layer of its base model "
+        "(bert.encoder.layer.1.attention.self.query) that its checkpoint lacks, so that it is random; expected a "
+        "checkpoint of all layers. Load one that a BertForTokenClassification has saved"
+    )
+
+
 def test_a_stored_quantisation_of_a_new_head_is_refused(tmp_path: Path) -> None:
     config = transformers.BertConfig(**ENCODER, architectures=["BertForMaskedLM"])
     config.quantization_config = transformers.BitsAndBytesConfig(load_in_4bit=True).to_dict()
