@@ -186,6 +186,49 @@ def test_gradients_tell_what_the_loss_of_fresh_weights_does_not(
     assert all(weight.requires_grad != is_adapted for weight in ours.model.base_model.parameters())
 
 
+class Windowed(Classifier):
+    """Pads a batch to a multiple of 8 with embeddings of its own; other shapes where nothing is padded."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        free = -input_ids.shape[1] % 8
+        hidden = torch.cat([self.embed(input_ids), self.embed(input_ids.new_ones(len(input_ids), free))], 1)
+        mask = nn.functional.pad(attention_mask, (0, free))
+        logits = self.classify(masked_mean(hidden, mask[..., None]))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class WithDistances(Classifier):
+    """Embeds the 2n - 1 distances between n columns."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        columns, hidden = torch.arange(input_ids.shape[1]), self.embed(input_ids)
+        distances = self.embed(torch.arange(1 - len(columns), len(columns)) + 25)
+        between = distances[columns[:, None] - columns + len(columns) - 1]
+        scores = torch.einsum("bih,ijh->bij", hidden, between)
+        weights = scores.masked_fill(attention_mask[:, None] == 0, float("-inf")).softmax(-1)
+        logits = self.classify(masked_mean(weights @ hidden, attention_mask[..., None]))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Unpadded(Classifier):
+    """Embeds tokens alone in one dimension less, where a batch has padding."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        is_token = attention_mask.bool()
+        hidden = self.embed(input_ids if is_token.all() else input_ids[is_token])
+        if hidden.dim() == 2:
+            hidden = hidden.new_zeros(*is_token.shape, 8).masked_scatter(is_token[..., None], hidden)
+        logits = self.classify(masked_mean(hidden, attention_mask[..., None]))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("kind", [Windowed, WithDistances, Unpadded])
+def test_embeddings_of_other_things_than_columns_are_not_compared(kind: type[Classifier], tmp_path: Any) -> None:
+    callback = MicrobatchCallback(max_examples=2, loss="mean over rows")
+    ours = trained(lambda: kind(masked_mean), [padded((15, 3, 5, 8))], tmp_path, callback)
+    assert (kept(ours), callback.tally.cut_steps) == ([], 1)
+
+
 def test_padding_is_kept_for_a_known_loss_after_memory_ran_out(tmp_path: Any) -> None:
     scarcity = Scarcity(limit=40)
 

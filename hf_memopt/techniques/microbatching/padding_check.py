@@ -224,11 +224,16 @@ def _difference_of_gradients(
         text = f"{type(error).__name__}: {str(error)[:80]}"
         raise _NotComparedError(f"with and without padding losses are compared alone ({text})") from None
     has_tokens = not (is_narrow(trainer, step.model) or state.has_drawn())
+    texts = [(value, rows[1][name]) for name, value in rows[0].items() if torch.is_tensor(value) and value.dim() > 1]
+    cut = {one.shape[1] - other.shape[1] for one, other in texts} - {0}
     for one, other in pairs:
-        if one is None or other is None or one.shape == other.shape:
+        if one is None or other is None or one.dim() != other.dim():
             continue
-        sizes, largest = zip(one.shape, other.shape, strict=True), float(one.abs().max())
-        dim, columns = next((dim, kept) for dim, (every, kept) in enumerate(sizes) if every != kept)
+        sizes = enumerate(zip(one.shape, other.shape, strict=True))
+        place = next(((dim, kept) for dim, (every, kept) in sizes if every - kept in cut), None)
+        if place is None:  # no columns: the padding of a model's own up to a multiple, distances of columns
+            continue
+        (dim, columns), largest = place, float(one.abs().max())
         tokens, padding = one.tensor_split([columns], dim)
         if (size := float(padding.abs().max())) > LARGEST_AT_PADDING * largest:
             return f"the gradient of the loss of a row is {size / largest:.1e} of its largest at padding, not 0"
