@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import peft
@@ -269,6 +270,30 @@ def test_an_id_without_an_embedding_is_refused_before_torch_meets_it(name, tmp_p
     )
     column = "labels" if name.startswith("decoder") else name
     refuses(ValueError, message, collator, [{**row, column: [rows, 5]}])
+
+
+def test_an_embedding_resized_after_attach_is_that_of_the_model(tmp_path):
+    trainer = attached(tiny.llama(), DynamicPaddingCollator(tiny.tokenizer()), tmp_path)
+    rows = trainer.model.get_input_embeddings().num_embeddings
+    batch = [{"input_ids": [5, rows], "labels": [5, 6]}]
+    trainer.model.resize_token_embeddings(rows + 1)
+    in_a_worker = pickle.loads(pickle.dumps(trainer.data_collator))
+    for collator in (trainer.data_collator, in_a_worker):
+        assert collator(batch)["input_ids"].max() == rows
+        with pytest.raises(ValueError, match=f"embeddings of {rows + 1} ids"):
+            collator([{"input_ids": [5, rows + 1], "labels": [5, 6]}])
+
+
+def test_a_decoder_may_have_more_ids_than_its_encoder(tmp_path):
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 1, "eos_token_id": 2}
+    words = {"vocab_size": 50, "decoder_vocab_size": 90, "share_encoder_decoder_embeddings": False}
+    config = transformers.MarianConfig(**sizes, **heads, **words, decoder_start_token_id=1, tie_word_embeddings=False)
+    trainer = attached(transformers.MarianMTModel(config), DynamicPaddingCollator(tiny.tokenizer()), tmp_path)
+    batch = trainer.data_collator([{"input_ids": [5, 6], "labels": [80, 89, 7]}])
+    assert batch["decoder_input_ids"].max() == 89
+    with pytest.raises(ValueError, match="embeddings of 90 ids"):
+        trainer.data_collator([{"input_ids": [5, 6], "labels": [90, 89, 7]}])
 
 
 def test_two_trainers_that_share_a_collator_do_not_disturb_each_other(tmp_path):

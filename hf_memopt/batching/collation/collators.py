@@ -39,8 +39,7 @@ from hf_memopt.batching.collation.columns import (
 )
 from hf_memopt.batching.collation.flattened_texts import keep_texts_apart
 from hf_memopt.batching.collation.model_needs import (
-    check_ids,
-    embedding_rows,
+    KnownIds,
     first_position,
     has_decoder,
     label_shifter,
@@ -153,7 +152,7 @@ class BucketedCollator:
         self._first_position = 0
         self._predicts_next_token = causal_lm
         self._has_model = False
-        self._embedding_rows: int | None = None  # of the attached Trainer's model
+        self._known_ids: KnownIds | None = None  # of the attached Trainer's model
         self._trainer_id: int | None = None  # of the attached Trainer
         self._told_of_texts = False
         if model is not None:
@@ -177,7 +176,7 @@ class BucketedCollator:
         handles = [set_attribute(trainer, "data_collator", own)] if is_taken else []
         names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids", "_first_position")
         handles += [set_attribute(own, name, getattr(own, name)) for name in names]
-        handles.append(set_attribute(own, "_embedding_rows", embedding_rows(model)))
+        handles.append(set_attribute(own, "_known_ids", KnownIds(trainer)))
         handles.append(set_attribute(own, "_trainer_id", id(trainer)))
         record_changes(trainer, own.adapt(model))
         return undo_all(apart, *handles)
@@ -239,7 +238,8 @@ class BucketedCollator:
         label_name, labels = take_labels(columns)
         batch = self._pad_inputs(columns, lengths, self._width(lengths, width))
         batch.update(self._pad_labels(label_name, labels, lengths, batch))
-        check_ids(batch, self._embedding_rows)
+        if self._known_ids is not None:
+            self._known_ids.check(batch)
         special = None
         if self.causal_lm or self._masking is not None:  # as stock: a language model takes neither
             special = batch.pop("special_tokens_mask", None)

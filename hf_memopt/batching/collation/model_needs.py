@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from hf_memopt.binding.model import unwrap_model
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 def needs_position_ids(model: nn.Module) -> bool:
@@ -56,26 +61,42 @@ def has_decoder(model: nn.Module) -> bool | None:
     return takes_decoder_ids and bool(getattr(inside.config, "is_encoder_decoder", False))
 
 
-def embedding_rows(model: nn.Module) -> int | None:
-    """Return how many token ids have an embedding; None where it is not known, or images and sounds have ids beyond."""
-    inside: Any = unwrap_model(model)
+def embedding_rows(model: nn.Module) -> dict[str, int]:
+    """Return how many token ids have an embedding, as far as known; none where images and sounds have ids beyond."""
+    inside, rows = cast(Any, unwrap_model(model)), dict[str, int]()
     with suppress(
         AttributeError, NotImplementedError, ValueError
     ):  # of other models than transformers' language models
         if inside.config.get_text_config() is inside.config:
-            return int(inside.get_input_embeddings().num_embeddings)
-    return None
+            rows["input_ids"] = int(inside.get_input_embeddings().num_embeddings)
+            rows["decoder_input_ids"] = int(inside.get_decoder().get_input_embeddings().num_embeddings)
+    return rows
 
 
-def check_ids(batch: Mapping[str, NDArray[Any]], rows: int | None) -> None:
-    """Raise for a token id without an embedding, of which torch says on a GPU only that an index is out of range."""
-    for name in {"input_ids", "decoder_input_ids"} & batch.keys():
-        most = batch[name].max(initial=0)
-        if rows is not None and most >= rows:
-            raise ValueError(
-                f"{name} has the token id {most}, and the model has embeddings of {rows} ids; expected ids below "
-                f"{rows}. Call model.resize_token_embeddings(len(tokenizer)) before the Trainer is made"
-            )
+class KnownIds:
+    """The token ids that a Trainer's model has embeddings of now; in a copy for a worker, those of its beginning."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Callable[[], Any] = weakref.ref(trainer)
+        self._rows = embedding_rows(cast(nn.Module, trainer.model))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object.__new__, (KnownIds,), {"_trainer": NoneType, "_rows": self._now()}
+
+    def _now(self) -> dict[str, int]:
+        if (trainer := self._trainer()) is not None:  # its model may be resized, or another of model_init
+            self._rows = embedding_rows(trainer.model)
+        return self._rows
+
+    def check(self, batch: Mapping[str, NDArray[Any]]) -> None:
+        """Raise for a token id without an embedding: torch says on a GPU only that an index is out of range."""
+        for name in self._rows.keys() & batch.keys():
+            most = batch[name].max(initial=0)
+            if most >= self._rows[name] and most >= (rows := self._now().get(name, most + 1)):
+                raise ValueError(
+                    f"{name} has the token id {most}, and the model has embeddings of {rows} ids; expected ids below "
+                    f"{rows}. Call model.resize_token_embeddings(len(tokenizer)) before the Trainer is made"
+                )
 
 
 def label_shifter(model: nn.Module) -> Callable[..., torch.Tensor] | None:
