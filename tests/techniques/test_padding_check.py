@@ -12,6 +12,7 @@ from torch import nn
 
 import tiny
 from hf_memopt import MicrobatchCallback, attach
+from hf_memopt.binding import enable_checkpointing
 from scarcity import Scarcity
 
 Head = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -184,6 +185,25 @@ def test_gradients_tell_what_the_loss_of_fresh_weights_does_not(
     )  # of two micro-batches
     assert all(weight.requires_grad for weight in ours.model.classifier.parameters())
     assert all(weight.requires_grad != is_adapted for weight in ours.model.base_model.parameters())
+
+
+@pytest.mark.parametrize("model", [convbert, tiny.bert])
+def test_gradients_are_taken_under_reentrant_checkpointing(model: Callable[[], nn.Module], tmp_path: Any) -> None:
+    """Torch refuses them there; also those that verify a stated loss."""
+
+    def checkpointed() -> nn.Module:
+        torch.manual_seed(0)
+        made: Any = model()
+        enable_checkpointing(made, {"use_reentrant": True})
+        made.enable_input_require_grads()
+        return made
+
+    callback, batch = MicrobatchCallback(max_examples=2, loss="mean over rows"), padded((24, 5, 5, 8))
+    ours = trained(checkpointed, [batch], tmp_path, callback, dtype=torch.float32)
+    reasons = [change.reason for change in kept(ours)]
+    assert ["at padding, not 0" in reason for reason in reasons] == [True] * (model is convbert)
+    modules = (vars(module).get("_gradient_checkpointing_func") for module in ours.model.modules())
+    assert {function.keywords["use_reentrant"] for function in modules if function is not None} == {True}
 
 
 class Windowed(Classifier):

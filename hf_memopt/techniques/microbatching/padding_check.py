@@ -16,8 +16,8 @@ since some models change at a length, and in one of 200 batches, since weights c
 
 Limitations: in 16 bits or TF32 a difference of the loss below 5 % may pass if no gradient reaches padding, and any if
 the model has a dropout that ``without_dropout`` does not know, such as Falcon's. Gradients are not compared under
-FSDP2, where losses are compared once, under reentrant checkpointing and without an ``nn.Embedding``. Not compared are
-rows that do not fit with all their padding.
+FSDP2, where losses are compared once, in a model that calls reentrant checkpointing itself and without an
+``nn.Embedding``. Not compared are rows that do not fit with all their padding.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from hf_memopt.techniques.microbatching.backbones import CHECKED_STEPS
 from hf_memopt.techniques.microbatching.row_check import without_dropout
 from hf_memopt.techniques.microbatching.splitting import copied_batch, row_lengths, take_rows
 from hf_memopt.techniques.microbatching.step_state import StepState
+from hf_memopt.techniques.tiling.tiles import without_reentrant
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def untraced(trainer: Any, model: nn.Module) -> Iterator[StepState]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # else each length would be compiled
         stack.enter_context(override_method(trainer, "log", lambda before, *args, **kwargs: None))
         stack.enter_context(without_dropout(model))
+        stack.callback(without_reentrant(model).remove)  # which allows no torch.autograd.grad
         # only now: what it puts back in between drops nothing either
         state = StepState(trainer, keeps_norms=False)
         stack.callback(state.restore)
