@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -308,3 +309,12 @@ def test_two_trainers_that_share_a_collator_do_not_disturb_each_other(tmp_path):
     assert_same(second.data_collator(rows), before)
     second.memopt_handle.remove()
     assert second.data_collator is collator
+
+
+def test_a_collator_is_copied_only_while_its_first_trainer_is_there(tmp_path):
+    collator = DynamicPaddingCollator(tiny.tokenizer())
+    first = attached(tiny.bert(), collator, tmp_path)
+    assert attached(tiny.bert(), collator, tmp_path).data_collator is not collator
+    del first
+    gc.collect()
+    assert attached(tiny.bert(), collator, tmp_path).data_collator is collator

@@ -153,7 +153,6 @@ class BucketedCollator:
         self._predicts_next_token = causal_lm
         self._has_model = False
         self._known_ids: KnownIds | None = None  # of the attached Trainer's model
-        self._trainer_id: int | None = None  # of the attached Trainer
         self._told_of_texts = False
         if model is not None:
             check_model(model)
@@ -168,16 +167,15 @@ class BucketedCollator:
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Adapt to the trainer's model, or refuse one that cannot train on flattened texts; ``attach`` calls it.
 
-        A trainer gets a copy where another one has this collator.
+        A trainer gets a copy where another one, that is still there, has this collator.
         """
         apart = keep_texts_apart(trainer, self.inner) if self.is_padding_free else undo_all()
-        is_taken = self._trainer_id not in (None, id(trainer))
+        is_taken = self._known_ids is not None and self._known_ids.trainer() not in (None, trainer)
         own, model = copy.copy(self) if is_taken else self, cast(nn.Module, trainer.model)
         handles = [set_attribute(trainer, "data_collator", own)] if is_taken else []
         names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids", "_first_position")
         handles += [set_attribute(own, name, getattr(own, name)) for name in names]
         handles.append(set_attribute(own, "_known_ids", KnownIds(trainer)))
-        handles.append(set_attribute(own, "_trainer_id", id(trainer)))
         record_changes(trainer, own.adapt(model))
         return undo_all(apart, *handles)
 

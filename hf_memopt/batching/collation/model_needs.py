@@ -77,14 +77,14 @@ class KnownIds:
     """The token ids that a Trainer's model has embeddings of now; in a copy for a worker, those of its beginning."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer: Callable[[], Any] = weakref.ref(trainer)
+        self.trainer: Callable[[], Any] = weakref.ref(trainer)
         self._rows = embedding_rows(cast(nn.Module, trainer.model))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return object.__new__, (KnownIds,), {"_trainer": NoneType, "_rows": self._now()}
+        return object.__new__, (KnownIds,), {"trainer": NoneType, "_rows": self._now()}
 
     def _now(self) -> dict[str, int]:
-        if (trainer := self._trainer()) is not None:  # its model may be resized, or another of model_init
+        if (trainer := self.trainer()) is not None:  # its model may be resized, or another of model_init
             self._rows = embedding_rows(trainer.model)
         return self._rows
 
