@@ -135,7 +135,8 @@ class _Recorded:
         return found
 
     def __init__(self, trace: StepTrace, first_key: int) -> None:
-        self.trace = trace
+        self.tracker, self.evaluation = trace.tracker, trace.evaluation  # not the trace, which refers to this
+        self.apart = {*trace.weights, *trace.inputs, *trace.evaluation_inputs}
         self.first_key = first_key
         self.gradients = frozenset(trace.gradients)
         self.freed_at = {number: event for event, (number, delta) in enumerate(trace.tracker.events) if delta < 0}
@@ -144,7 +145,7 @@ class _Recorded:
     @cached_property
     def evaluated(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """The events of the evaluation that are replayed, up to the end of what it generates and after it."""
-        part, tracker = self.trace.evaluation, self.trace.tracker
+        part, tracker = self.evaluation, self.tracker
         assert part is not None
         numbers, deltas = np.array(tracker.events[part.start : part.end], np.int64).reshape(-1, 2).T
         lives = np.full(len(tracker.sizes), part.end)
@@ -167,8 +168,7 @@ class _Recorded:
         activation again, and what a node of the loss allocates belongs to logits and loss, by autograd's sequence
         numbers.
         """
-        trace, tracker = self.trace, self.trace.tracker
-        apart = {*trace.weights, *trace.inputs, *trace.evaluation_inputs}
+        tracker, apart = self.tracker, self.apart
         stretches = iter([*tracker.recomputed, (2**63, 2**63)])
         begin, end = next(stretches)
         found = []

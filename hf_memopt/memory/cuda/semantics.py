@@ -121,6 +121,10 @@ class CudaSemantics(TorchFunctionMode):
         self._leave_autocast()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    def close(self) -> None:
+        """Handle no more calls; without what refers to itself, it and the tracker are freed with their last user."""
+        self._handlers.clear()
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.fx.experimental._config as fx_config
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.binding.model import task_of
 from hf_memopt.memory.cuda import CudaSemantics
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.memory.tracking import StorageTracker, all_nonzero
 
 DEFAULT_SIDE = 448
 """Pixels of a side where neither the caller nor the configuration has them: models that take pictures of any size."""
@@ -210,9 +209,8 @@ def _rows_of(reads: Any, inputs: dict[str, torch.Tensor]) -> int:
     taken = inspect.signature(reads).parameters
     tracker = StorageTracker(flops=False)
     tracker.know(inputs)
-    assumed = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]  # as in recording
     semantics = CudaSemantics(tracker=tracker, autocast=torch.bfloat16)  # which casts pictures to any weights
-    with torch.no_grad(), assumed, tracker, semantics, semantics.autocast_region():
+    with torch.no_grad(), all_nonzero(), tracker, semantics, semantics.autocast_region():
         out = reads(**{name: one for name, one in inputs.items() if name in taken or "pixel_values" not in taken})
     out = getattr(out, "pooler_output", out)
     leaves = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor) and one.is_floating_point()]

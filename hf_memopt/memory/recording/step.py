@@ -36,7 +36,7 @@ from hf_memopt.memory.recording.passes import (
     storage_numbers,
 )
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.memory.tracking import HOST_GENERATOR, StorageTracker
+from hf_memopt.memory.tracking import HOST_GENERATOR, StorageTracker, all_nonzero
 
 if TYPE_CHECKING:
     from hf_memopt.memory.distributed import FullyShardedStep, ZeroStep
@@ -145,6 +145,7 @@ def record_step(
         raise _not_estimable(model, error) from error
     finally:
         tracker.close()
+        semantics.close()
         _drop_gradients(weights)
         model.train()
     trace.host_bytes = semantics.peak_host_bytes
@@ -215,15 +216,16 @@ def _weights(model: nn.Module, tracker: StorageTracker) -> tuple[int, ...]:
     """Register parameters and buffers in the order in which ``model.to(device)`` allocates them; tied ones once."""
     numbers: dict[int, None] = {}
 
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            visit(child)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                numbers.setdefault(tracker.add(tensor))
-
-    visit(model)
+    for tensor in _children_first(model):
+        if tensor is not None:
+            numbers.setdefault(tracker.add(tensor))
     return tuple(number for number in numbers if number >= 0)
+
+
+def _children_first(module: nn.Module) -> Iterator[torch.Tensor | None]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield from (*module._parameters.values(), *module._buffers.values())
 
 
 # ---- Around a recording ----------------------------------------------------------------------------------------------
@@ -237,7 +239,6 @@ def recording(*modes: Any) -> Iterator[None]:
     numbers come from one seed, and no generator of the process is touched. transformers logs errors only. One thread
     records at a time.
     """
-    import torch.fx.experimental._config as fx_config
     from transformers.utils import logging
 
     with collector_paused(), ExitStack() as stack:
@@ -251,8 +252,7 @@ def recording(*modes: Any) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         # torch's checkpoint enters CUDA's autocast where it recomputes; a build without CUDA warns each time
         warnings.filterwarnings("ignore", "User provided device_type of 'cuda', but CUDA is not available")
-        # private, pinned by a test, seen in torch 2.6 to 2.13: how many elements are nonzero cannot be known
-        stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
+        stack.enter_context(all_nonzero())
         for mode in modes:
             stack.enter_context(mode)
         yield

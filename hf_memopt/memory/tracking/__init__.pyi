@@ -1,4 +1,5 @@
 from .meta_outputs import HOST_GENERATOR as HOST_GENERATOR
+from .meta_outputs import all_nonzero as all_nonzero
 from .storage_tracker import Hidden as Hidden
 from .storage_tracker import StorageTracker as StorageTracker
 from .tensors_alive import bytes_on as bytes_on

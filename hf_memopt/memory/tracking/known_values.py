@@ -95,6 +95,10 @@ class KnownValues:
         ):
             self.give(indices, on_host(torch.arange, ((indices.numel(),), {})).remainder_(experts).view(indices.shape))
 
+    def forget(self) -> None:
+        """Forget all values."""
+        self._hosts.clear()
+
     def forget_written(self, func: Any, args: tuple[Any, ...]) -> None:
         """Forget the values of what an operation with unknown arguments writes to."""
         if self._hosts:

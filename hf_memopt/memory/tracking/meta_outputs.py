@@ -13,7 +13,8 @@ What else follows from the arguments alone, such as the cost of the operation, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -71,6 +72,24 @@ _MISSING: dict[Any, Callable[..., Any]] = {
 
 Beside = dict[Any, Any]
 _remembered: dict[Hashable, tuple[Any, int, Beside]] = {}
+
+
+@contextmanager
+def all_nonzero() -> Iterator[None]:
+    """Let each element of a meta tensor be nonzero inside: how many are cannot be known.
+
+    The setting is private, pinned by a test, seen in torch 2.6 to 2.14. Its ``patch`` would leave a variable in the
+    context of the thread at each use, since 2.13.
+    """
+    import torch.fx.experimental._config as fx_config
+
+    settings: Any = fx_config
+    before = settings.meta_nonzero_assume_all_nonzero
+    settings.meta_nonzero_assume_all_nonzero = True
+    try:
+        yield
+    finally:
+        settings.meta_nonzero_assume_all_nonzero = before
 
 
 def run_on_meta(

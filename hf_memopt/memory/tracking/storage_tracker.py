@@ -216,7 +216,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def close(self) -> None:
         """End the list: what is still allocated has no free in it, whenever it is freed."""
         self._live.clear()  # the weak references too, so that none is called
-        self.values = KnownValues()
+        self.values.forget()
         self.after_recomputation.clear()
 
     def number(self, tensor: torch.Tensor) -> int:
