@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -230,7 +230,8 @@ class CudaSemantics(TorchFunctionMode):
     def _attention(self, query: Any, key: Any, value: Any, attn_mask: Any = None, *options: Any, **named: Any) -> Any:
         if self._autocasting():
             query, key, value, attn_mask = (self._lower(tensor) for tensor in (query, key, value, attn_mask))
-        return attend(query, key, value, attn_mask, *options, **named, capability=self._capability)
+        with nullcontext() if self._tracker is None else self._tracker.values.unread():  # a bias made of each mask
+            return attend(query, key, value, attn_mask, *options, **named, capability=self._capability)
 
     def _backward(
         self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, *_: Any, **__: Any

@@ -9,6 +9,8 @@ weights, pixels or random numbers is known.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -31,6 +33,7 @@ class KnownValues:
     """The values of meta tensors, as host tensors over one storage for each of theirs."""
 
     def __init__(self) -> None:
+        self._is_unread = False
         self._hosts: dict[int, tuple[torch.UntypedStorage, Any]] = {}  # by _cdata, private: pinned by a test
 
     def give(self, tensor: torch.Tensor, values: Any) -> None:
@@ -57,7 +60,12 @@ class KnownValues:
     def arguments(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``args, kwargs`` with values in place of meta tensors; None where one is unknown, or none is meta."""
         on_meta = kwargs.get("device") == _META
-        if (not self._hosts and not on_meta) or _has_no_value(func) or any(map(self._is_unknown, args)):
+        if (
+            self._is_unread
+            or (not self._hosts and not on_meta)
+            or _has_no_value(func)
+            or any(map(self._is_unknown, args))
+        ):
             return None
         leaves, structure = tree_flatten((args, kwargs))
         for index, leaf in enumerate(leaves):
@@ -94,6 +102,15 @@ class KnownValues:
             and 0 < experts <= _MOST_EXPERTS
         ):
             self.give(indices, on_host(torch.arange, ((indices.numel(),), {})).remainder_(experts).view(indices.shape))
+
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        """Compute no values inside, where what is made is never read."""
+        self._is_unread = True
+        try:
+            yield
+        finally:
+            self._is_unread = False
 
     def forget(self) -> None:
         """Forget all values."""
