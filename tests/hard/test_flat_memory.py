@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ class Held(NamedTuple):
     objects: int
     descriptors: int
     threads: int
+    context_variables: int  # of this thread: the objects of their tree come and go
 
 
 def held() -> Held:
@@ -47,6 +49,7 @@ def held() -> Held:
         objects=len(everything),
         descriptors=len(os.listdir("/proc/self/fd")),
         threads=threading.active_count(),
+        context_variables=len(copy_context()),
     )
 
 
@@ -62,6 +65,7 @@ def assert_flat(repeat: Callable[[int], object], *, warm_up: int, times: int, mo
     assert grown.tensors <= 0, grown
     assert grown.descriptors <= 0, grown
     assert grown.threads <= 0, grown
+    assert grown.context_variables <= 0, grown
     assert grown.objects < times - warm_up, grown  # less than one for each
     assert grown.rss_bytes < most_bytes_each * (times - warm_up), grown
 
