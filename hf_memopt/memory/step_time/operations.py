@@ -25,7 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -80,10 +80,7 @@ def operation_of(
     ``in_backward`` says whether autograd's C++ code called it; ``on_host`` are the addresses (``_cdata``) of storages
     that represent memory of the host.
     """
-    name, arguments = func._overloadpacket.__name__, func._schema.arguments
-    aliases = [item.alias_info for item in arguments]
-    places = [place for place, alias in enumerate(aliases) if alias is not None and alias.is_write]
-    is_view = not places and any(item.alias_info is not None for item in func._schema.returns)
+    name, places, is_view = _schema_facts(func)
     allocates_alone = name in _NO_KERNEL
     if is_view or (allocates_alone and not on_host):
         return VIEW[in_backward]
@@ -106,10 +103,19 @@ def operation_of(
     kind, work = _kind(name), float(flops)
     if kind == "memory":
         work = 0.0
-    by_name = {item.name: value for item, value in zip(arguments, args, strict=False)}
-    if kind == "attention" and by_name.get("is_causal"):
-        work /= 2
+    if kind == "attention":
+        by_name = {item.name: value for item, value in zip(func._schema.arguments, args, strict=False)}
+        work /= 2 if by_name.get("is_causal") else 1
     return Operation(kind, _DTYPES.get(first.dtype, "fp32"), in_backward, work, moved, kernels, launches)
+
+
+@cache
+def _schema_facts(func: Any) -> tuple[str, tuple[int, ...], bool]:
+    """Return the name of an operator, the places of the arguments that it writes to, and whether it makes a view."""
+    aliases = [item.alias_info for item in func._schema.arguments]
+    places = tuple(place for place, alias in enumerate(aliases) if alias is not None and alias.is_write)
+    is_view = not places and any(item.alias_info is not None for item in func._schema.returns)
+    return func._overloadpacket.__name__, places, is_view
 
 
 def _moved_bytes(name: str, tensors: list[Tensor], written: list[Tensor], made: list[Tensor]) -> int:

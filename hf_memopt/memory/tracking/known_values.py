@@ -60,12 +60,7 @@ class KnownValues:
     def arguments(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``args, kwargs`` with values in place of meta tensors; None where one is unknown, or none is meta."""
         on_meta = kwargs.get("device") == _META
-        if (
-            self._is_unread
-            or (not self._hosts and not on_meta)
-            or _has_no_value(func)
-            or any(map(self._is_unknown, args))
-        ):
+        if self._is_unread or not (self._hosts or on_meta) or any(map(self._is_unknown, args)) or _has_no_value(func):
             return None
         leaves, structure = tree_flatten((args, kwargs))
         for index, leaf in enumerate(leaves):
