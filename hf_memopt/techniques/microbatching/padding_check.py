@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from hf_memopt.binding.losses import KnownLoss, foreign_hooks
 from hf_memopt.binding.undo import KeptState, override_method
@@ -255,15 +254,17 @@ def _embedding_gradients(
     """
     moves: list[torch.Tensor] = []  # 0, added to each output
 
-    def move(module: nn.Module, _: Any, output: torch.Tensor) -> Any:
-        if not isinstance(module, nn.Embedding) or not torch.is_grad_enabled():
-            return None
+    def move(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return output
         moves.append(torch.zeros_like(output).requires_grad_())
         return output + moves[-1]
 
     trained = [weight for weight in step.model.parameters() if weight.requires_grad]
     with ExitStack() as stack:
-        stack.callback(register_module_forward_hook(move).remove)
+        for module in step.model.modules():
+            if isinstance(module, nn.Embedding):
+                stack.callback(module.register_forward_hook(move).remove)
         for weight in trained:
             stack.callback(weight.requires_grad_)
             weight.requires_grad_(False)
