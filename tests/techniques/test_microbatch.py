@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import logging
@@ -555,6 +556,31 @@ def test_memory_that_cannot_be_spared_says_why(
     callback = MicrobatchCallback(backbone=settings.pop("backbone", None))
     with pytest.raises(torch.OutOfMemoryError, match=f"^{message}"):
         make(case, tmp_path, callback, Scarcity(**scarce), **settings).train()
+
+
+def test_a_forward_of_the_user_is_trained_as_the_loss_that_is_stated(tmp_path: Path) -> None:
+    """Its loss is not known, and memory runs out where no part helps: stating the loss does, the right one."""
+
+    def build() -> nn.Module:
+        model: Any = CASES["llama"].build()
+        before = model.forward
+
+        @functools.wraps(before)
+        def forward(input_ids: torch.Tensor, **others: Any) -> Any:
+            if input_ids.numel() > 24:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return before(input_ids, **others)
+
+        model.forward = forward
+        return model
+
+    case = CASES["llama"]._replace(build=build)
+    with pytest.raises(torch.OutOfMemoryError, match=r"State the loss, .*: MicrobatchCallback\(loss='...'\)"):
+        run(case, tmp_path, MicrobatchCallback())
+    with pytest.raises(ValueError, match=r'num_items_in_batch here. Call MicrobatchCallback\(loss="sum"\)'):
+        run(case, tmp_path, MicrobatchCallback(loss="mean over labels"))
+    split = run(case, tmp_path, MicrobatchCallback(loss="sum"))
+    assert tiny.largest_difference(run(CASES["llama"], tmp_path).model, split.model) <= FLOAT32
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,10 @@ from hf_memopt.binding.undo import override_method
 from hf_memopt.devices.readings import is_out_of_memory
 from hf_memopt.errors import did_you_mean
 from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall
-from hf_memopt.techniques.microbatching.not_splittable import placeholder_reason
+from hf_memopt.techniques.microbatching.not_splittable import LOSS_OF_ALL_ROWS, placeholder_reason
 from hf_memopt.techniques.microbatching.row_check import check_rows
 from hf_memopt.techniques.microbatching.rows_in_parts import Size, run_rows_in_parts
 
-LOSS_OF_ALL_ROWS = "it returns the loss of all rows"  # why a call stays whole, and what is inside it is tried
 CHECKED_STEPS = 1 / 200  # of those after the second, drawn at random
 
 

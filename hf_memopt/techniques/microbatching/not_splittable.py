@@ -18,6 +18,7 @@ from hf_memopt.units import format_bytes
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 FUSED = "fused cross entropy"  # the purpose of the override that never makes logits
+LOSS_OF_ALL_ROWS = "it returns the loss of all rows"  # why a call stays whole, and what is inside it is tried
 DROP = "MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
 
 
@@ -161,4 +162,6 @@ def remedy_of(reason: str, model: Any) -> str:
     part = f"Name a part of the model whose rows are independent: MicrobatchCallback(backbone={name!r})"
     if "would see parts" in reason:
         part = "Take the hook off, or name a part of the model without it: MicrobatchCallback(backbone='...')"
+    if reason.endswith(LOSS_OF_ALL_ROWS):
+        part = "State the loss, if it is a sum or a mean over rows or labels: MicrobatchCallback(loss='...')"
     return f"{part}, or take {DROP}"

@@ -27,11 +27,12 @@ from hf_memopt.binding.undo import override_method
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.notices import notify
-from hf_memopt.techniques.microbatching.backbones import LOSS_OF_ALL_ROWS, Backbones, CutStep
+from hf_memopt.techniques.microbatching.backbones import Backbones, CutStep
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, are_set, part_rows
 from hf_memopt.techniques.microbatching.module_call import DependentRowsError
 from hf_memopt.techniques.microbatching.not_splittable import (
     DROP,
+    LOSS_OF_ALL_ROWS,
     NotSplittableError,
     batch_text,
     check_logits,

@@ -201,10 +201,24 @@ def verify_stated_loss(
 
 
 def _verify(trainer: Any, step: AccumulationStep, loss: KnownLoss, keeps_padding: bool, most_rows: int) -> None:
-    model, inputs = step.model, step.inputs
+    inputs = step.inputs
     lengths = row_lengths(inputs) or [1] * row_count(inputs)
     rows = sorted(range(len(lengths)), key=lambda row: lengths[row])[:most_rows]
     batch = take_rows(inputs, rows, keeps_padding=keeps_padding)
+    found = _difference(trainer, step, batch, loss.row_weights(batch), keeps_padding)
+    if found is None:
+        return
+    remedy = "Leave loss= out: MicrobatchCallback() then cuts below the loss, whatever it is."
+    if step.num_items_in_batch is not None and _difference(trainer, step, batch, None, keeps_padding) is None:
+        remedy = 'The Trainer divides a sum by num_items_in_batch here. Call MicrobatchCallback(loss="sum")'
+    raise NotSplittableError(trainer.model, f"its loss is not what is stated ({loss.source}): {found}", remedy=remedy)
+
+
+def _difference(
+    trainer: Any, step: AccumulationStep, batch: Mapping[str, Any], weights: list[float] | None, keeps_padding: bool
+) -> str | None:
+    """Return how the gradients of some rows differ from the weighted sum of those of the rows alone; None if not."""
+    model, rows = step.model, row_count(batch)
     parameters = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
     def gradients(some: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -213,7 +227,7 @@ def _verify(trainer: Any, step: AccumulationStep, loss: KnownLoss, keeps_padding
     with untraced(trainer, model):
         whole = gradients(batch)
         summed = [torch.zeros_like(gradient) for gradient in whole]
-        for row, weight in enumerate(loss.row_weights(batch) or [1.0] * len(rows)):
+        for row, weight in enumerate(weights or [1.0] * rows):
             if weight:
                 for total, gradient in zip(
                     summed, gradients(take_rows(batch, [row], keeps_padding=keeps_padding)), strict=True
@@ -226,9 +240,5 @@ def _verify(trainer: Any, step: AccumulationStep, loss: KnownLoss, keeps_padding
         largest = max(float(one.abs().max()), float(other.abs().max()), smallest, 1e-12)
         error = float((one - other).abs().max()) / largest
         if error > limit:
-            raise NotSplittableError(
-                trainer.model,
-                f"its loss is not what is stated ({loss.source}): the gradient of {name} for {len(rows)} rows differs "
-                f"by {error:.1e} from that of the rows alone",
-                remedy="Leave loss= out: MicrobatchCallback() then cuts below the loss, whatever it is.",
-            )
+            return f"the gradient of {name} for {rows} rows differs by {error:.1e} from that of the rows alone"
+    return None
