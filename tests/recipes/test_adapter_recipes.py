@@ -365,6 +365,7 @@ def test_each_part_of_a_new_head_is_trained_and_saved_whole() -> None:
     bird = transformers.BigBirdConfig(**sizes)
     xlnet = transformers.XLNetConfig(vocab_size=64, d_model=16, n_layer=1, n_head=2, d_inner=32)
     of_llama = {"num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0}
+    squeezebert = transformers.SqueezeBertConfig(**sizes, embedding_size=sizes["hidden_size"])
     eurobert = transformers.EuroBertConfig(**sizes, **of_llama, eos_token_id=1, bos_token_id=1, mask_token_id=2)
     for model, parts in [
         (transformers.BigBirdForQuestionAnswering(bird), {"qa_classifier"}),
@@ -373,6 +374,7 @@ def test_each_part_of_a_new_head_is_trained_and_saved_whole() -> None:
         (transformers.BigBirdForSequenceClassification(bird), {"classifier"}),  # which does not read the pooler
         (transformers.XLNetForSequenceClassification(xlnet), {"sequence_summary", "logits_proj"}),
         (transformers.EuroBertForSequenceClassification(eurobert), {"classifier", "dense"}),
+        (transformers.SqueezeBertForSequenceClassification(squeezebert), {"classifier"}),  # adapters need a place
     ]:
         adapted: Any = PLAIN.replace(lora=4).prepare_model(model)
         whole = {name.split(".")[2] for name in peft.get_peft_model_state_dict(adapted) if "lora_" not in name}

@@ -114,7 +114,8 @@ def new_parts(model: nn.Module) -> tuple[str, ...]:
         found |= dict.fromkeys(_parts_outside(prefix, modules))
         pooler = f"{prefix}pooler"
         is_read = task in _OF_POOLED_ROWS and len(found) == 1 and isinstance(modules.get(*found), nn.Linear)
-        if is_read and _linears(pooler, modules):
+        # SqueezeBERT's other layers are convolutions: adapters of a pooler trained whole would have no place
+        if is_read and _linears(pooler, modules) not in ([], _linears(prefix[:-1], modules)):
             found[pooler] = None
     return tuple(name for name in found if name not in modules or not is_quantized(modules[name]))
 
