@@ -206,6 +206,9 @@ def test_workers_end_with_the_script(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["steps"] == 4, done.stderr
     workers = {int(word) for line in done.stderr.splitlines() for word in line.split() if word.isdigit()}
     assert len(workers) == 2
+    end = time.monotonic() + 30  # they are killed, and gone when init has seen it
+    while any(map(runs, workers)) and time.monotonic() < end:
+        time.sleep(0.05)
     assert not any(map(runs, workers))
 
 
