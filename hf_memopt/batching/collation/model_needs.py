@@ -64,9 +64,8 @@ def has_decoder(model: nn.Module) -> bool | None:
 def embedding_rows(model: nn.Module) -> dict[str, int]:
     """Return how many token ids have an embedding, as far as known; none where images and sounds have ids beyond."""
     inside, rows = cast(Any, unwrap_model(model)), dict[str, int]()
-    with suppress(
-        AttributeError, NotImplementedError, ValueError
-    ):  # of other models than transformers' language models
+    # of other models than transformers' language models
+    with suppress(AttributeError, NotImplementedError, ValueError):
         if inside.config.get_text_config() is inside.config:
             rows["input_ids"] = int(inside.get_input_embeddings().num_embeddings)
             rows["decoder_input_ids"] = int(inside.get_decoder().get_input_embeddings().num_embeddings)

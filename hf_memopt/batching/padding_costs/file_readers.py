@@ -186,7 +186,7 @@ def _joined(value: Any) -> Any:
     texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(
-            f"content={parts!r:.80} has a part that is no text; expected a text, or parts that have one each. "
+            f"content={parts!r:.80} has an item without a text; expected a text, or a list of items with a text each. "
             "Remove pictures and sounds from the messages"
         )
     return {**value, "content": "".join(texts)}
