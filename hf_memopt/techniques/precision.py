@@ -201,10 +201,12 @@ class PrecisionCallback(BoundCallback):
 
     def _train(self, trainer: Trainer, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Cast again what an evaluation with bf16_full_eval or fp16_full_eval has cast to 16 bits."""
-        self._keep_master_weights(trainer, trainer.model, trainer.optimizer)
+        if self.is_in(trainer):
+            self._keep_master_weights(trainer, trainer.model, trainer.optimizer)
         return before(*args, **kwargs)
 
     def _call_model_init(self, trainer: Trainer, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = before(*args, **kwargs)
-        self._keep_master_weights(trainer, model)
+        if self.is_in(trainer):
+            self._keep_master_weights(trainer, model)
         return model

@@ -84,6 +84,10 @@ class TechniqueCallback(TrainerCallback):
         """Belong to this trainer; ``attach`` calls it. The handle undoes what training changes in its model, too."""
         return undo_all(self.binding.to(trainer), self._handles.handle_of(trainer))
 
+    def is_in(self, trainer: Trainer) -> bool:
+        """Return whether a trainer has it still: stock's ``remove_callback`` unbinds nothing."""
+        return any(one is self for one in trainer.callback_handler.callbacks)
+
     def note(self, *changes: Change, logs: bool = True) -> None:
         """Add changes that are new to ``changes`` and to those of the trainer, and log them."""
         for change in changes:

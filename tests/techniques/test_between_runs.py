@@ -181,6 +181,16 @@ def test_what_callbacks_change_in_a_model_that_training_makes_is_taken_back(
     assert not any("forward" in vars(one) for one in trainer.model.modules())
 
 
+@pytest.mark.parametrize("callback", [FreezeCallback("embeddings"), PrecisionCallback()], ids=["freezing", "precision"])
+def test_a_model_that_is_made_after_a_callback_was_removed_is_stocks(callback: Any, tmp_path: Any) -> None:
+    args = tiny.arguments(tmp_path, max_steps=1, bf16=True)
+    trainer = Trainer(model_init=lambda: tiny.bert().bfloat16(), args=args, train_dataset=tiny.rows(8))
+    attach(trainer, callback).train()
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert {(one.requires_grad, one.dtype) for one in trainer.model.parameters()} == {(True, torch.bfloat16)}
+
+
 class Unfinished(TrainerCallback):
     def bind(self, trainer: Trainer) -> None:
         """Return no handle, which attach refuses."""

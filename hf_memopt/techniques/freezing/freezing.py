@@ -70,7 +70,8 @@ class FreezeCallback(ModelCallback):
 
         def call_model_init(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             model = before(*args, **kwargs)
-            self.change_model(model, None)
+            if self.is_in(trainer):
+                self.change_model(model, None)
             return model
 
         is_making = trainer.model_init is not None and self.binding.trainer is not trainer
