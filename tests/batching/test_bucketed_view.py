@@ -52,6 +52,20 @@ def test_attach_takes_the_seed_from_the_arguments(kind, given, expected, tmp_pat
 
 
 @pytest.mark.parametrize("kind", VIEWS)
+def test_each_trainer_of_a_view_reads_the_order_of_its_own_seed(kind, tmp_path):
+    alone, expected = make_trainer(tmp_path, bucketed(examples(), **VIEWS[kind]), seed=7)
+    attach(alone).train()
+    view = bucketed(examples(), **VIEWS[kind])
+    (first, seen), (second, _) = (make_trainer(tmp_path, view, seed=seed) for seed in (6, 8))
+    attach(first)
+    first.args.seed = 7
+    attach(first)
+    attach(second)
+    first.train()
+    assert seen == expected
+
+
+@pytest.mark.parametrize("kind", VIEWS)
 def test_attach_reads_only_what_the_model_takes(kind, tmp_path):
     rows = [{**row, "text": f"row {i}", "length": 3} for i, row in enumerate(examples())]
     view = bucketed(Dataset.from_list(rows), **VIEWS[kind])

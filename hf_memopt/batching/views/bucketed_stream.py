@@ -393,7 +393,8 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
                 )
             handles.append(share_attribute(self, "_leaves_room", True))
         if self.batch_size is not None:
-            handles.append(share_attribute(self, "rows_per_turn", trainer.args.per_device_train_batch_size))
+            rows = trainer.args.per_device_train_batch_size
+            handles.append(share_attribute(self, "rows_per_turn", rows, trainer))
         else:
             tell_what_a_sample_is(trainer)
         config = trainer.accelerator.dataloader_config

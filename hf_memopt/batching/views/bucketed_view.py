@@ -278,18 +278,18 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
             raise
         if self.has_whole_batches:
             tell_what_a_sample_is(trainer)
-        as_columns = share_attribute(self, "_as_columns", takes_columns(trainer.data_collator))
+        as_columns = share_attribute(self, "_as_columns", takes_columns(trainer.data_collator), trainer)
         return undo_all(packing, seed, as_columns, read_in_order(trainer))
 
     def _pack(self, trainer: Trainer) -> UndoHandle:
         """Plan the batches by their tokens alone if the Trainer's collator pads nothing, else by their padded size."""
         buckets = self.buckets
         if not is_padding_free(trainer):  # but another Trainer of this view may pad nothing
-            return share_attribute(self, "buckets", getattr(buckets, "padded", buckets))
+            return share_attribute(self, "buckets", getattr(buckets, "padded", buckets), trainer)
         packed = buckets if isinstance(buckets, PackedRows) else _packed_rows(buckets)
         reason = "a batch without padding costs its tokens, so texts of all lengths share one"
         record_changes(trainer, [Change("what max_tokens limits", "rows x longest row", "sum of lengths", reason)])
-        return share_attribute(self, "buckets", packed)
+        return share_attribute(self, "buckets", packed, trainer)
 
 
 def _packed_rows(buckets: LengthBuckets) -> PackedRows:

@@ -219,4 +219,4 @@ def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> Und
         )
     if wanted != seed:
         record_changes(trainer, [Change(f"seed of the {of}", seed, wanted, f"that of TrainingArguments({name}=...)")])
-    return share_attribute(owner, "seed", wanted)
+    return share_attribute(owner, "seed", wanted, trainer)

@@ -79,10 +79,11 @@ def set_attribute(owner: Any, name: str, value: Any) -> UndoHandle:
     return UndoHandle(undo)
 
 
-def share_attribute(owner: Any, name: str, value: Any) -> UndoHandle:
+def share_attribute(owner: Any, name: str, value: Any, user: Any = None) -> UndoHandle:
     """Set an attribute of an object that several trainers may share, a dataset view for example.
 
-    The last value that is still asked for is in force: handles may be removed in any order.
+    The last value that is still asked for is in force: handles may be removed in any order. A ``user``, a trainer, asks
+    for its value once more whenever it makes the DataLoader of a run.
     """
     name_of_values = f"_values_of_{name}"
     own = [vars(owner)[name]] if name in vars(owner) else []  # else that of the class
@@ -100,7 +101,16 @@ def share_attribute(owner: Any, name: str, value: Any) -> UndoHandle:
         if len(values) == 1:
             vars(owner).pop(name_of_values, None)
 
-    return UndoHandle(undo)
+    def get_train_dataloader(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loader = before(*args, **kwargs)  # where this user asked for an earlier value, too
+        values.sort(key=lambda other: other is asked)
+        setattr(owner, name, value)
+        return loader
+
+    handle = UndoHandle(undo)
+    if user is None:
+        return handle
+    return undo_all(handle, override_method(user, "get_train_dataloader", get_train_dataloader))
 
 
 def override_method(owner: Any, name: str, function: Callable[..., Any], *, purpose: str = "") -> UndoHandle:
