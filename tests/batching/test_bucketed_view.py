@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import warnings
 from typing import Any
 
 import noted_batches
@@ -295,3 +296,22 @@ def test_what_is_dropped_last_is_always_of_the_shortest(tmp_path, caplog, drops,
     with caplog.at_level("WARNING", logger="hf_memopt"):
         attach(trainer)
     assert caplog.text.count("leaves what fills no batch out of every epoch") == told
+
+
+@pytest.mark.parametrize(("size", "is_told"), [(4, False), (2, True)])
+def test_a_run_that_goes_on_with_batches_of_another_size_is_told_what_it_repeats(size, is_told, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 4, "num_train_epochs": 1}
+    first, before = make_trainer(tmp_path, bucketed(examples(), batch_size=4), **saving)
+    attach(first).train()
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **saving}
+    trainer, after = make_trainer(tmp_path, bucketed(examples(), batch_size=size), **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attach(trainer).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    told = (
+        "per_device_train_batch_size=2 differs from the checkpoint's 4, and so does the order of the bucketed view: "
+        "the rest of this epoch repeats examples and lacks others; expected the view of the first run. "
+        "Pass bucketed(..., batch_size=4)"
+    )
+    assert [str(one.message) for one in caught if "bucketed" in str(one.message)] == [told] * is_told
+    assert (len({i for batch in (*before[:4], *after) for i in batch}) < COUNT) == is_told

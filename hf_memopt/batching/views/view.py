@@ -5,7 +5,9 @@ That is arguments that fit them, DataLoaders that read from front to back, and o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +31,7 @@ DESCRIPTIONS = {"builder_name", "citation", "column_names", "config_name", "data
 DESCRIPTIONS |= {"description", "download_checksums", "download_size", "features", "homepage"}
 DESCRIPTIONS |= {"info", "license", "size_in_bytes", "split", "version"}
 """The properties of a ``datasets.Dataset`` that hold for its rows in any order (datasets 3.0 to 5.2)."""
-READS_IN_ORDER = "reads in order"  # the purpose of the overrides
+READS_IN_ORDER, OTHER_BATCHES = "reads in order", "other batches"  # purposes of overrides
 
 
 def is_map_style(dataset: Any) -> bool:
@@ -199,6 +201,39 @@ def read_in_order(trainer: Trainer) -> UndoHandle:
 def reads_in_order(trainer: Trainer) -> bool:
     """Return whether a trainer reads in order although its arguments say otherwise."""
     return is_overridden(trainer, "get_train_dataloader", READS_IN_ORDER)
+
+
+def warn_of_other_batches(trainer: Trainer, batch_size: int) -> UndoHandle:
+    """Warn where a run goes on within an epoch whose order was another: batches of another size are cut otherwise."""
+    if is_overridden(trainer, "train", OTHER_BATCHES):
+        return undo_all()
+
+    def train(before: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        args, asked = trainer.args, given[0] if given else named.get("resume_from_checkpoint")
+        if asked is True:
+            asked = get_last_checkpoint(args.output_dir or "")  # type: ignore[no-untyped-call]
+        file = Path(asked, TRAINER_STATE_NAME) if asked and not args.ignore_data_skip else None
+        if file is not None and file.is_file():
+            state, now = TrainerState.load_from_json(str(file)), args.per_device_train_batch_size
+            before_it, is_within = state.train_batch_size or now, (state.epoch or 0) % 1 > 0
+            if is_within and before_it != now and (batch_size % before_it != 0 or batch_size == now):
+                action = "TrainingArguments(..., per_device_train_batch_size="
+                action = action if before_it % now else "bucketed(..., batch_size="
+                but = "" if batch_size % before_it else f", unless it had batch_size={batch_size} then"
+                warnings.warn(
+                    f"per_device_train_batch_size={now} differs from the checkpoint's {before_it}, and so does the "
+                    f"order of the bucketed view{but}: the rest of this epoch repeats examples and lacks others; "
+                    "expected the view of the first run. "
+                    f"Pass {action}{before_it})",
+                    stacklevel=2,
+                )
+        return before(*given, **named)
+
+    from transformers import TrainerState
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_utils import get_last_checkpoint
+
+    return override_method(trainer, "train", train, purpose=OTHER_BATCHES)
 
 
 def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> UndoHandle:
