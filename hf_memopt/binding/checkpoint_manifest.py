@@ -46,6 +46,7 @@ MANIFEST = "memopt_manifest.json"
 
 logger = getLogger(__name__)
 
+OF_OTHER_GROUPS = "loaded state dict "  # how torch begins to say that parameter groups do not fit (2.6 to 2.13)
 UNFINISHED = ".memopt-*"  # of write_whole
 STALE = (
     *(TRAINER_STATE_NAME, "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth", "global_step*"),
@@ -86,7 +87,18 @@ def keep_manifests(trainer: Trainer) -> UndoHandle:
         found = checkpoint_to_resume(asked, folder, is_reader=is_writer)
         if found is not asked:  # a subclass may take it by name only, or not at all
             args, kwargs = ((found, *args[1:]), kwargs) if args else (args, {**kwargs, "resume_from_checkpoint": found})
-        return before(*args, **kwargs)
+        try:
+            return before(*args, **kwargs)
+        except ValueError as error:
+            if not (found and str(error).startswith(OF_OTHER_GROUPS)):
+                raise
+            optimizer: Any = trainer.optimizer
+            held = sum(len(group["params"]) for group in optimizer.param_groups)
+            raise ValueError(
+                f"resume_from_checkpoint={found!r} has the optimizer of a run that trained others than the {held} "
+                f"parameters of this one ({error}); expected the same, frozen ones frozen. Freeze what that run froze, "
+                "or begin a run with its weights: from_pretrained(checkpoint), and trainer.train()"
+            ) from error
 
     return undo_all(
         override_method(trainer, "save_model", saving.save_model, purpose=MANIFEST),

@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import re
 import sys
 import weakref
 from pathlib import Path
@@ -357,6 +358,18 @@ def test_a_wrapper_around_the_frozen_model_is_left_alone(tmp_path: Path) -> None
     wrapper = nn.ModuleDict({"module": model})  # names change: "module.bert.pooler"
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=wrapper)
     assert frozen(model) == under(model, ["bert.pooler."])
+
+
+def test_a_run_that_froze_others_is_not_resumed(tmp_path: Path) -> None:
+    saving = {"max_steps": 1, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1}
+    asked = str(tmp_path / "checkpoint-1")
+    train(tiny.bert(), tmp_path, **saving)
+    args = tiny.arguments(tmp_path, **{**saving, "max_steps": 2})
+    trainer = Trainer(model_init=lambda: tiny.bert(), args=args, train_dataset=tiny.rows(16))
+    attach(trainer, FreezeCallback("base"))
+    said = f"resume_from_checkpoint={asked!r} has the optimizer of a run that trained others than the 2 parameters of"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        trainer.train(resume_from_checkpoint=asked)
 
 
 def test_two_processes_train_the_rest_of_a_model_that_training_makes(tmp_path: Path) -> None:
