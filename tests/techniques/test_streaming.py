@@ -459,6 +459,30 @@ def test_steps_on_the_device_are_those_of_the_plain_class(case: str, tmp_path: P
     assert callback.handle.ring.steps is None  # after the run gradients are parked again
 
 
+class TwoPasses(Trainer):
+    """Adds up the losses of two forward passes, as contrastive losses and R-Drop do."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return model(**inputs).loss + model(**inputs).loss
+
+
+def test_a_layer_that_runs_twice_is_not_released_but_parked(tmp_path: Path) -> None:
+    args = tiny.arguments(tmp_path, max_grad_norm=0)
+    plain, model, parked = llama(), llama(), llama()
+    for one, callbacks in ((plain, []), (parked, [StreamedLayersCallback()])):
+        attach(TwoPasses(one, args, train_dataset=rows(4), callbacks=callbacks)).train()
+    assert tiny.largest_difference(parked, plain) == 0.0
+    kinds = released_optimizer(args, model)
+    trainer = TwoPasses(model, args, train_dataset=rows(4), optimizer_cls_and_kwargs=kinds)
+    with pytest.raises(RuntimeError) as error:
+        attach(trainer, StreamedLayersCallback()).train()
+    assert str(error.value) == (
+        "a parameter of shape (32,) got a second gradient within one backward pass, of another call of its streamed "
+        f"layer, when {kinds[0].__name__} had stepped it; expected one forward pass for each backward pass. Run the "
+        "model once on all rows joined, or leave released_optimizer out: parked gradients are added up"
+    )
+
+
 def test_copies_of_the_weights_step(tmp_path: Path) -> None:
     trainer = released_run(tmp_path, gradient_release(Recording, trust=True), {}, streamed=True)
     stepped, own = trainer.optimizer.optimizer.stepped, {*trainer.model.parameters()}

@@ -63,6 +63,7 @@ class DeviceSteps:
         self._written: list[Any] = []  # the events of copies out, those of the last layer and of this one
         self._of_last = 0
         self._fetched: dict[torch.Tensor, dict[str, Any]] = {}
+        self._stepped: set[torch.Tensor] = set()  # in this backward pass
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer steps this parameter."""
@@ -83,6 +84,14 @@ class DeviceSteps:
 
     def step(self, parameter: nn.Parameter, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """Step the fetched weight of a parameter, and start to copy weight and state out."""
+        if parameter in self._stepped:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient within one backward pass, of "
+                f"another call of its streamed layer, when {type(self.optimizer).__name__} had stepped it; expected "
+                "one forward pass for each backward pass. Run the model once on all rows joined, or leave "
+                "released_optimizer out: parked gradients are added up"
+            )
+        self._stepped.add(parameter)
         self.fetch([parameter])
         fetched = self._fetched.pop(parameter)
         for _, event in fetched.values():
@@ -123,3 +132,4 @@ class DeviceSteps:
         self._written.clear()
         self._of_last = 0
         self._fetched.clear()
+        self._stepped.clear()
