@@ -49,6 +49,10 @@ def streamed(model: Any, **settings: Any) -> Any:
     return model
 
 
+def prefixed(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
 def wrapped(kind: type) -> Any:
     made = kind.__new__(kind)
     nn.Module.__init__(made)
@@ -167,7 +171,7 @@ def trained(*callbacks: Any, model: Any = None, kind: Any = None, **settings: An
 _CALLED = (
     *(Doubled, InNoStack, LAMB8bit, Meddling, OldStyle, OtherStack, OwnStep, PagedAdamW, PytorchLARS, Quantised, SGD),
     *(Trainer, Words, activation_memory_budget, albert, begin, broken_llama, checkpointing_arguments, frozen, head),
-    *(mixture, of, row_count, sharing, streamed, trained, wide_llama, with_attribute, wrapped),
+    *(mixture, of, prefixed, row_count, sharing, streamed, trained, wide_llama, with_attribute, wrapped),
     *(bitsandbytes.optim.AdamW, bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.AdEMAMix8bit),
     transformers.optimization.Adafactor,
 )

@@ -127,6 +127,7 @@ def stream_layers(
     check_model(model)
     target = torch.device(read_memory(device).device) if lanes is None else lanes.device
     _check_model(model, is_simulated=target.type == "meta")
+    _check_prefixes(model)
     layers = _layers_of(model)
     adapters = {*model.parameters()} - {*parameters_outside_adapters(model)}
     ring = Ring(lanes or Lanes(target), prefetch)
@@ -186,6 +187,7 @@ class StreamedLayersCallback(ModelCallback):
         if model is None:  # model_init makes it when training begins
             return
         _check_evaluation(model, args)
+        _check_prefixes(model)  # adapters may have come after stream_layers
         handle = _handle_of(model)
         if handle is None:
             handle = stream_layers(model, device=args.device, **self._options)
@@ -256,6 +258,16 @@ def _check_model(model: nn.Module, *, is_simulated: bool = False) -> None:
         problem = "has weights on meta, which have no values; expected loaded weights. Load it without device_map"
     if problem is not None:
         raise ValueError(f"model=<{type(model).__name__}> {problem}")
+
+
+def _check_prefixes(model: Any) -> None:
+    """Refuse keys and values that PEFT hands to the layers as a cache, which recomputed layers do without."""
+    config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
+    if getattr(config, "peft_type", None) == "PREFIX_TUNING":
+        raise ValueError(
+            f"model=<{type(model).__name__}> has PEFT's prefix tuning, whose keys and values recomputed layers do not "
+            "get; expected LoRA, or prompts before the text. Take PromptTuningConfig in place of PrefixTuningConfig"
+        )
 
 
 def _check_shared(model: nn.Module, ring: Ring) -> None:
