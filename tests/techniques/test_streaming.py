@@ -329,6 +329,21 @@ def test_rows_in_parts_fetch_no_more(rows: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-15)  # sums of float64 in another order
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_rows_are_cut_where_hidden_states_are_recorded_or_were(asks: bool) -> None:
+    """Of whole rows, by hooks on the layers; those that transformers leaves inside them record nothing then."""
+    model = llama(attn_implementation="eager", attention_dropout=0.0).double()
+    plain = stock(model)
+    stream_layers(model, rows=3)
+    with torch.no_grad():
+        model(IDS, output_hidden_states=True)
+    for one in (model, plain):
+        found = one(IDS, labels=IDS, output_hidden_states=asks)
+        (found.loss + sum(states.square().mean() for states in found.hidden_states or ())).backward()
+    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+
+
 def test_a_position_bias_that_all_rows_share_is_not_joined() -> None:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 3, "vocab_size": 100}

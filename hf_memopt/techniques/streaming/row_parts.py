@@ -5,7 +5,8 @@ The gradient is that of all rows at once but for the order of sums. Dropout draw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,11 +36,24 @@ def _check(module: nn.Module, first: torch.Tensor, rows: int) -> None:
             f"rows={rows} cannot cut a batch of {first.shape[0]} rows of {first.shape[1]} tokens: either dimension may "
             f"be the rows; expected another number of rows. {FIX}, or pad to another length"
         )
-    if any(inner._forward_hooks for inner in module.modules() if inner is not module):
+    hooks = (hook for one in module.modules() if one is not module for hook in one._forward_hooks.values())
+    if not all(map(_is_idle, hooks)):
         raise ValueError(
             f"rows={rows} would give single parts to the hooks inside {type(module).__name__}, which record "
             f"attentions or router logits; expected output_attentions=False and output_router_logits=False. {FIX}"
         )
+
+
+def _is_idle(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is one of transformers', which stay once something was recorded, and records nothing now.
+
+    Private, seen in transformers 5.23.0 and pinned by a test; a hook with other names counts as one that records.
+    """
+    if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
+        return False
+    names = inspect.getclosurevars(hook)
+    collector, key = names.globals.get("_active_collector"), names.nonlocals.get("key")
+    return collector is not None and key is not None and key not in (collector.get() or {})
 
 
 def _cut(value: Any, count: int, part: slice) -> Any:
