@@ -49,6 +49,11 @@ def streamed(model: Any, **settings: Any) -> Any:
     return model
 
 
+def normalised(model: Any) -> Any:
+    model.model.layers[0].mlp.norm = nn.BatchNorm1d(32)
+    return model
+
+
 def prefixed(model: Any) -> Any:
     return peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
@@ -171,7 +176,7 @@ def trained(*callbacks: Any, model: Any = None, kind: Any = None, **settings: An
 _CALLED = (
     *(Doubled, InNoStack, LAMB8bit, Meddling, OldStyle, OtherStack, OwnStep, PagedAdamW, PytorchLARS, Quantised, SGD),
     *(Trainer, Words, activation_memory_budget, albert, begin, broken_llama, checkpointing_arguments, frozen, head),
-    *(mixture, of, prefixed, row_count, sharing, streamed, trained, wide_llama, with_attribute, wrapped),
+    *(mixture, normalised, of, prefixed, row_count, sharing, streamed, trained, wide_llama, with_attribute, wrapped),
     *(bitsandbytes.optim.AdamW, bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.AdEMAMix8bit),
     transformers.optimization.Adafactor,
 )

@@ -36,6 +36,12 @@ def _check(module: nn.Module, first: torch.Tensor, rows: int) -> None:
             f"rows={rows} cannot cut a batch of {first.shape[0]} rows of {first.shape[1]} tokens: either dimension may "
             f"be the rows; expected another number of rows. {FIX}, or pad to another length"
         )
+    means = [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.training]
+    if means:
+        raise ValueError(
+            f"rows={rows} would give single parts to the {type(means[0]).__name__} inside {type(module).__name__}, "
+            f"which takes the mean over all rows; expected layers whose rows do not meet. {FIX}"
+        )
     hooks = (hook for one in module.modules() if one is not module for hook in one._forward_hooks.values())
     if not all(map(_is_idle, hooks)):
         raise ValueError(
