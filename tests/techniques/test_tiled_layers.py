@@ -332,6 +332,17 @@ def test_the_first_batch_is_compared_too() -> None:
     )
 
 
+def test_dropout_that_comes_after_the_first_batch_is_refused() -> None:
+    """A tile would be recomputed with other random numbers than it drew."""
+    model = llama()
+    tile_layers(model, 16)
+    of_llama(model)
+    config = LoraConfig(r=2, target_modules=["up_proj"], lora_dropout=0.1)
+    adapted = get_peft_model(model, config)
+    with pytest.raises(RuntimeError, match="draws random numbers in training in this batch, though not in the probe"):
+        of_llama(adapted)
+
+
 def test_another_call_than_the_one_that_was_asked_runs_whole() -> None:
     model = llama()
     asked = model.model.layers[1].mlp = Asked()

@@ -215,8 +215,9 @@ def _in_tiles(
     length = _length(place, tile_tokens, call.leaves[0])
     if length >= call.leaves[0].shape[place.axes[0]]:
         return before(*args, **kwargs)
-    if torch.is_grad_enabled() and place.kind not in compared and not call.leaves[0].is_meta:
-        compared.add(place.kind)
+    kind = place.kind, _drops(place.module)  # adapters with dropout may come after the first batch
+    if torch.is_grad_enabled() and kind not in compared and not call.leaves[0].is_meta:
+        compared.add(kind)
         with torch.no_grad():
             problem = difference(call.cut(place.axes, MOST_TILES * length)[0], place.axes, length)
         if problem:
@@ -225,6 +226,11 @@ def _in_tiles(
                 "positions at once. Undo the tiles: handle.remove()"
             )
     return _tile_by_tile(call, place.axes, length)
+
+
+def _drops(module: nn.Module, *, is_training: bool = True) -> bool:
+    drops = (one for one in module.modules() if isinstance(one, nn.Dropout) and one.p > 0)
+    return any(one.training or not is_training for one in drops)
 
 
 def _length(place: Place, tile_tokens: int | None, source: torch.Tensor) -> int:
@@ -297,7 +303,7 @@ def _places_on_meta(model: Any) -> tuple[list[Place], dict[str, str]]:
         _found[key] = [place._replace(module=nn.Module()) for place in places], reasons
     places, reasons = _found[key]
     places = [one._replace(module=inner.get_submodule(one.name.removesuffix(f".{one.method}"))) for one in places]
-    dropping = (one for one in places if any(isinstance(x, nn.Dropout) and x.p > 0 for x in one.module.modules()))
+    dropping = (one for one in places if _drops(one.module, is_training=False))
     return places, reasons | {one.name: DRAWS for one in dropping}  # of adapters, which the small one has none of
 
 
