@@ -13,7 +13,8 @@ from transformers import Trainer, TrainerCallback
 import scarcity
 import tiny
 from hf_memopt import MicrobatchCallback, attach
-from hf_memopt.techniques.microbatching.padding_check import AccumulationStep, Padding
+from hf_memopt.techniques.microbatching.accumulation_step import AccumulationStep
+from hf_memopt.techniques.microbatching.padding_check import Padding
 from hf_memopt.techniques.microbatching.whole_micro_batches import groups_in_lockstep
 from two_ranks import run_pair
 
@@ -80,10 +81,8 @@ def test_passes_that_a_process_only_joins_change_nothing(
 
 
 def test_processes_compare_padding_once_all_of_them_have_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, answers = (
-        [],
-        iter([1, 0, 0]),
-    )  # whether any process has no text: first one, then none; whether padding matters
+    # whether any process has no text: first one, then none; whether padding matters
+    asked, answers = [], iter([1, 0, 0])
 
     def beside(_: Any, own: int) -> int:
         asked.append(own)

@@ -27,6 +27,7 @@ from hf_memopt.binding.undo import override_method
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.notices import notify
+from hf_memopt.techniques.microbatching.accumulation_step import AccumulationStep, Items
 from hf_memopt.techniques.microbatching.backbones import Backbones, CutStep
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, are_set, part_rows
 from hf_memopt.techniques.microbatching.module_call import DependentRowsError
@@ -42,7 +43,7 @@ from hf_memopt.techniques.microbatching.not_splittable import (
     splittable_batch_reason,
     splittable_reason,
 )
-from hf_memopt.techniques.microbatching.padding_check import AccumulationStep, Items, Padding
+from hf_memopt.techniques.microbatching.padding_check import Padding
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
 from hf_memopt.techniques.microbatching.splitting import count_rows, padded_tokens
 from hf_memopt.techniques.microbatching.step_state import StepState

@@ -25,18 +25,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.binding.losses import KnownLoss, observed_hooks
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
-from hf_memopt.techniques.microbatching.limits import Limit, are_set
-from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
-from hf_memopt.techniques.microbatching.padding_check import (
+from hf_memopt.techniques.microbatching.accumulation_step import (
     LARGEST_ERROR_16_BITS,
     SMALLEST,
     AccumulationStep,
-    Padding,
     is_narrow,
     largest_of_all,
     loss_of,
     untraced,
 )
+from hf_memopt.techniques.microbatching.limits import Limit, are_set
+from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
+from hf_memopt.techniques.microbatching.padding_check import Padding
 from hf_memopt.techniques.microbatching.splitting import (
     cut,
     decoder_lengths,
