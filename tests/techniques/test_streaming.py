@@ -329,6 +329,47 @@ def test_rows_in_parts_fetch_no_more(rows: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-15)  # sums of float64 in another order
 
 
+def small(family: str, **sizes: Any) -> Any:
+    torch.manual_seed(0)
+    return getattr(transformers, family)(getattr(transformers, family).config_class(vocab_size=100, **sizes)).train()
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (lambda: small("XLNetLMHeadModel", d_model=32, n_layer=3, n_head=4, d_inner=64), "give something else"),
+        (lambda: small("MptForCausalLM", d_model=32, n_layers=3, n_heads=4), "fail "),  # as many heads as rows
+        (lambda: small("BloomForCausalLM", hidden_size=32, n_layer=3, n_head=4), "fail "),
+    ],
+    ids=["positions first", "bias of heads", "heads within rows"],
+)
+def test_rows_are_not_cut_where_parts_give_something_else(model: Any, problem: str) -> None:
+    streamed = model()
+    stream_layers(streamed, rows=1)
+    with pytest.raises(ValueError, match=f"rows=1 cuts what .* parts {problem}.*Pass rows=None to stream_layers"):
+        streamed(IDS[:4], labels=IDS[:4])
+
+
+def test_the_comparison_of_parts_draws_no_random_numbers() -> None:
+    model = llama(attention_dropout=0.5)
+    stream_layers(model, rows=3)
+    losses = []
+    for _ in range(2):  # the first compares
+        torch.manual_seed(0)
+        losses.append(model(IDS, labels=IDS).loss.detach())
+    assert losses[0] == losses[1]
+
+
+def test_rows_are_cut_where_layers_get_a_cache_by_position() -> None:
+    model = small("GPT2LMHeadModel", n_embd=32, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0).double()
+    plain = stock(model)
+    stream_layers(model, rows=2)
+    for one in (model, plain):
+        one(IDS, labels=IDS, use_cache=True).loss.backward()
+    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_rows_are_cut_where_hidden_states_are_recorded_or_were(asks: bool) -> None:
     """Of whole rows, by hooks on the layers; those that transformers leaves inside them record nothing then."""

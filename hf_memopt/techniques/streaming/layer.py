@@ -8,6 +8,7 @@ sum over once. Autograd also owns the memory of a copy, which cannot be taken aw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import Cache
 
 from hf_memopt.binding import versions
 from hf_memopt.binding.model import tensors_in
-from hf_memopt.techniques.streaming.row_parts import joined, row_parts
+from hf_memopt.techniques.streaming.row_parts import compare_parts, joined, row_parts
 
 if TYPE_CHECKING:
     from hf_memopt.techniques.streaming.ring import Ring
@@ -59,8 +61,13 @@ class StreamedLayer:
         call.gates = [Gate.apply(p, call, i) if p.requires_grad else None for i, p in enumerate(self.parameters)]  # type: ignore[no-untyped-call]
         if not getattr(self.module, "_can_checkpoint_with_cache", False):  # the recomputation would write it once more
             kwargs = {name: None if name in versions.CACHES else value for name, value in kwargs.items()}
+            args = tuple(None if isinstance(value, Cache) else value for value in args)  # as GPT-2's layers take it
             kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
-        parts = row_parts(self.module, args, kwargs, self.rows)
+        parts = [*row_parts(self.module, args, kwargs, self.rows)]
+        if len(parts) > 1 and type(self.module) not in self.ring.compared:
+            run = functools.partial(call.run, before)
+            compare_parts(run, self.module, (args, kwargs), parts)
+            self.ring.compared.add(type(self.module))
         outputs = [checkpoint(call.run, before, *part, use_reentrant=False, **named) for part, named in parts]
         call.is_recorded = True
         if any(tensor.requires_grad for tensor in tensors_in(outputs)):

@@ -32,6 +32,7 @@ class Ring:
     def __init__(self, lanes: Lanes, prefetch: int) -> None:
         self.lanes, self.prefetch = lanes, prefetch  # layers to fetch ahead
         self.layers: list[StreamedLayer] = []  # in the order of the model
+        self.compared: set[type] = set()  # kinds of layers whose rows were found in the first dimension
         self.gradients = HostGradients(lanes)
         self.steps: DeviceSteps | None = None  # of an optimizer that steps within the backward pass
         self.fetches = 0  # copies in of a whole layer so far

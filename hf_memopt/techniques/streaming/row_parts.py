@@ -1,6 +1,8 @@
 """The rows of one layer's call in parts: the layer's weights are fetched once for all of them, whatever the batch.
 
-The gradient is that of all rows at once but for the order of sums. Dropout draws its numbers part after part.
+The gradient is that of all rows at once but for the order of sums. Dropout draws its numbers part after part. The first
+time a kind of layer is cut, two parts are compared with their rows at once, without a graph or dropout: XLNet's layers
+take positions first, and MPT's a bias whose heads may be as many as the rows.
 """
 
 from __future__ import annotations
@@ -11,23 +13,79 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hf_memopt.binding.undo import RandomState
+from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
+from hf_memopt.techniques.microbatching.row_check import without_dropout
 
 FIX = "Pass rows=None to stream_layers"
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 def row_parts(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None
-) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+) -> Iterator[Arguments]:
     """Yield the arguments of each part; a tensor is cut where its first dimension is that of the first one."""
-    first = next(v for v in (*args, *kwargs.values()) if torch.is_tensor(v) and v.dim() > 1)  # (batch, seq, hidden)
-    count = first.shape[0]
+    count = _first(args, kwargs).shape[0]
     if rows is None or count <= rows:
         yield args, kwargs
         return
-    _check(module, first, rows)
+    _check(module, _first(args, kwargs), rows)
     for start in range(0, count, rows):
-        part = slice(start, min(start + rows, count))
-        yield _cut(args, count, part), _cut(kwargs, count, part)
+        yield _cut((args, kwargs), count, slice(start, min(start + rows, count)))
+
+
+def compare_parts(run: Callable[..., Any], module: nn.Module, given: Arguments, parts: Sequence[Arguments]) -> None:
+    """Raise ValueError where the first two parts give something else than their rows at once.
+
+    A near tie of a router may send single tokens elsewhere, so most of what is compared has to differ. Not compared is
+    what does not fit into memory, which needs twice the rows of a part but no graph.
+    """
+    first, rows = _first(*given), _first(*parts[0]).shape[0]
+    if first.is_meta:
+        return
+    state, problem = RandomState.capture(first.device), ""
+    try:
+        with torch.no_grad(), without_dropout(module):
+            whole_args, whole_kwargs = _cut(given, first.shape[0], slice(0, 2 * rows))
+            whole = run(*whole_args, **whole_kwargs)
+            cut = joined([run(*args, **kwargs) for args, kwargs in parts[:2]], rows)
+        pairs = [*zip(tree_leaves(whole), tree_leaves(cut), strict=True)]
+        if any(torch.is_tensor(one) and _differs(one, other, _limit(module, first)) for one, other in pairs):
+            problem = "give something else than their rows at once"
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            problem = f"fail ({str(error)[:80]})"
+    finally:
+        state.restore()
+    free_failed_step()
+    if problem:
+        raise ValueError(
+            f"rows={rows} cuts what {type(module).__name__} gets where its rows are not, and parts {problem}; expected "
+            f"rows in the first dimension of all it gets. {FIX}"
+        )
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor, limit: float) -> bool:
+    if one.shape[1:] != other.shape[1:] or (one.shape != other.shape and 1 not in (len(one), len(other))):
+        return True  # but T5's position bias, of which there is one for all rows or one for each
+    error = (one - other).abs() > limit * one.abs().max()
+    return error.ndim > 1 and bool(error.any(-1).float().mean() > 0.5)
+
+
+def _limit(module: nn.Module, first: torch.Tensor) -> float:
+    """Return what rounds, in parts of the largest value; TF32 may be on where there is a GPU."""
+    is_wide = all(weight.element_size() >= 4 for weight in (first, *module.parameters()))
+    is_plain = first.dtype == torch.float64 or (first.is_cpu and not torch.is_autocast_enabled("cpu"))
+    return 1e-5 if is_wide and is_plain else 2**-6
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return what a layer works on: (batch, seq, hidden)."""
+    return next(v for v in (*args, *kwargs.values()) if torch.is_tensor(v) and v.dim() > 1)
 
 
 def _check(module: nn.Module, first: torch.Tensor, rows: int) -> None:
