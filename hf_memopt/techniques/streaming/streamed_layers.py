@@ -94,7 +94,8 @@ def stream_layers(
         model: to be trained, or the Trainer that has it.
         prefetch: layers to fetch ahead. On the device are at most ``prefetch + 1``.
         rows: how many rows of a batch a layer computes at once; the weights are fetched once for all parts. None for
-            all. Dropout then draws its numbers in another order; gradients are the same but for the order of sums.
+            all. Dropout then draws its numbers in another order; gradients are the same but for the order of sums. The
+            first time, two parts are compared with both at once, and a layer whose rows meet is refused.
         embeddings_on_host: look the tokens up on the host. The embeddings, their gradient and state are then nowhere
             on the device; stock steps them on the host, released or not.
         device: that computes; the Trainer's, else the accelerator, else the CPU.
