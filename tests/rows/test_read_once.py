@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 from tables import tables
-from templates import CHATML, byte_tokenizer
+from templates import CHATML, TOOLS, byte_tokenizer
 
 from hf_memopt import read_rows
 from hf_memopt.batching import data_file, file_lengths
@@ -96,3 +96,22 @@ def test_questions_are_counted_where_no_task_is_named(tmp_path: Any) -> None:
     path.write_text((json.dumps(row) + "\n") * 3)
     lengths = file_lengths(path, tokenizer=str(tmp_path / "tokenizer")).lengths
     assert lengths.tolist() == [len(tokenizer("who", "it is me")["input_ids"])] * 3
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="older datasets refuse the file")
+def test_arguments_and_defaults_of_several_types_are_counted_as_they_are_trained(tmp_path: Path) -> None:
+    lines = []
+    for value in ("a", 3, [1], {"b": None}):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": value}}}]
+        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}]
+        tool = {"name": "f", "parameters": {"properties": {"x": {"default": value}}}}
+        lines.append(json.dumps({"messages": turns, "tools": [{"type": "function", "function": tool}]}))
+    path, folder = tmp_path / "rows.jsonl", tmp_path / "tokenizer"
+    path.write_text("\n".join(lines))
+    tokenizer = byte_tokenizer("<|im_end|>", TOOLS)
+    tokenizer.save_pretrained(folder)
+    loaded = datasets.load_dataset("json", data_files=str(path), cache_dir=str(tmp_path / "cache"))
+    rows = read_rows(loaded, tokenizer, "causal-lm")
+    trained = [len(row["input_ids"]) for row in (*rows.train, *rows.evaluation)]
+    counted = file_lengths(path, tokenizer=str(folder), task="causal-lm").lengths
+    assert sorted(trained) == sorted(counted.tolist())

@@ -171,10 +171,36 @@ def _open_json(file: Path) -> tuple[pa.Schema, Read]:
 
 
 def _cells(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Return the values of a column; where they hold objects, a message's parts of text as the one text they are."""
+    """Return the values of a column; where they hold objects, a message's parts of text as the one text they are.
+
+    The fields of an object are those of all rows of a block. Where two rows have values of two types in one, as the
+    arguments of calls and the defaults of tools do, these are JSON, which ``read_rows`` takes too.
+    """
     if "struct" not in str(kind):
         return pa.array(values, kind)
-    return pa.array([_joined(value) for value in values])  # the fields of an object are those of all rows of a block
+    values = [_joined(value) for value in values]
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return pa.array([_with_json(value) for value in values])
+
+
+def _with_json(value: Any) -> Any:
+    """Return messages with the arguments of their calls as JSON; anything else whole."""
+    rows = value if isinstance(value, list) else []
+    if not all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in rows) or not rows:
+        return None if value is None else json.dumps(value, ensure_ascii=False)
+    return [_json_within(message) for message in rows]
+
+
+def _json_within(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_json_within(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    given = value.get("arguments")
+    said = {} if given is None or isinstance(given, str) else {"arguments": json.dumps(given, ensure_ascii=False)}
+    return {name: _json_within(one) for name, one in value.items()} | said
 
 
 def _joined(value: Any) -> Any:

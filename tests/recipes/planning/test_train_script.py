@@ -237,6 +237,13 @@ def test_the_script_of_an_encoder_decoder_generates_what_it_is_measured_by(metho
     check_against_recipe(trainer, recipe(written.recipe))
 
 
+def save_vision_transformer() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTConfig(**sizes, image_size=32, num_labels=7)
+    transformers.ViTForImageClassification(config).save_pretrained("model")
+    transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained("model")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:unclosed file .*metadata.csv:ResourceWarning"
@@ -253,10 +260,7 @@ def test_the_script_of_an_encoder_decoder_generates_what_it_is_measured_by(metho
 def test_the_script_of_a_vision_transformer_runs_on_folders_of_images(
     method: str, classes: str, labels: list[str], work: Path
 ) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = transformers.ViTConfig(**sizes, image_size=32, num_labels=7)
-    transformers.ViTForImageClassification(config).save_pretrained("model")
-    transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained("model")
+    save_vision_transformer()
     for number in range(32):
         split = work / "images" / ("validation" if number > 23 else "train")
         name = labels[number % 3] if number < 24 else labels[1 + number % 2]
@@ -285,6 +289,23 @@ def test_the_script_of_a_vision_transformer_runs_on_folders_of_images(
     assert Path(trainer.state.best_model_checkpoint).is_dir()
     trainer.args.remove_unused_columns = True  # the script's own: its images are read by a transform
     check_against_recipe(trainer, recipe(written.recipe))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed file .*metadata.csv:ResourceWarning")
+@pytest.mark.parametrize("missing", ["train", "validation"])
+def test_the_script_stops_at_images_without_a_label(missing: str, work: Path) -> None:
+    save_vision_transformer()
+    for split in ("train", "validation"):
+        (work / "images" / split).mkdir(parents=True)
+        labels = ["cat", "" if split == missing else "dog"]
+        for number in range(2):
+            PIL.Image.new("L", (40, 36)).save(work / "images" / split / f"{number}.png")
+        lines = (f"{number}.png,{label}" for number, label in enumerate(labels))
+        (work / "images" / split / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
+    plan("model", gpu=GPU, effective_batch_size=8).write("run")
+    with pytest.raises(SystemExit, match="lacks labels: add them, or remove those lines"):
+        run_script(work / "run/train.py")
 
 
 def whisper(folder: str) -> None:
