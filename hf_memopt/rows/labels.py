@@ -111,6 +111,11 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
     if names is not None:
         return Labels(kind or "single_label_classification", tuple(range(len(names))), tuple(names))
     found, note = [one for one in pc.unique(values).to_pylist() if one != IGNORED], ""
+    if is_text and any(found) and all(re.fullmatch(r"""\[(\s*['"\d].*)?\]""", one, re.DOTALL) for one in found):
+        raise ValueError(
+            f"labels are lists written as text, like {found[0]!r:.60}; expected lists. "
+            "Read them: dataset.map(lambda row: {'label': ast.literal_eval(row['label'])})"
+        )
     if pa.types.is_floating(values.type):
         if kind is None and not (len(found) <= CLASSES and all(one.is_integer() for one in found)):
             return Labels("regression")

@@ -234,6 +234,13 @@ def _labels(rows: Dataset, found: Mapping[str, str], kind: Any) -> Labels | None
         return None
     column = _column(rows, name)
     if "tags" in found:
+        for one in (found[part] for part in ("words", "tags") if part in found):
+            if str(_column(rows, one).type) in ("string", "large_string"):
+                raise ValueError(
+                    f"{one}={shown(rows[0][one])} is a text; expected a list in each row. Split the text: "
+                    f"dataset.map(lambda row: {{{one!r}: row[{one!r}].split()}}), or read a list written as text: "
+                    f"ast.literal_eval(row[{one!r}])"
+                )
         column = pc.list_flatten(column)
     return labels_of(column, names=_names(rows.features[name]), kind=kind)
 
