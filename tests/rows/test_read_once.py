@@ -104,6 +104,7 @@ def test_arguments_and_defaults_of_several_types_are_counted_as_they_are_trained
     for value in ("a", 3, [1], {"b": None}):
         calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": value}}}]
         turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}]
+        turns += [{"role": "tool", "content": {"answer": 1}}, {"role": "assistant", "content": "yes"}]
         tool = {"name": "f", "parameters": {"properties": {"x": {"default": value}}}}
         lines.append(json.dumps({"messages": turns, "tools": [{"type": "function", "function": tool}]}))
     path, folder = tmp_path / "rows.jsonl", tmp_path / "tokenizer"

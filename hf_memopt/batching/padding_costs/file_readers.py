@@ -57,15 +57,17 @@ def reading(source: Path, kind: str) -> Iterator[None]:
             action = f"rows of at most {most}. Cut its texts, or close the quotation mark or bracket left open"
         elif cause.startswith("line "):
             action = f"complete JSON. Correct {cause.partition(':')[0]}, or write the file again"
+        elif cause.startswith(("row ", "rows ")):
+            action = f"one type in each column and field. Correct {cause.partition(':')[0]}"
         raise ValueError(f"path={str(source)!r} cannot be read as {kind} ({cause}); expected {action}") from error
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message; the message alone if it names a line."""
+    """Return the type of an error and the first line of its message; the message alone if it names a line or rows."""
     lines = str(error).strip().splitlines() or ["no cause given"]
     text = lines[0].rsplit("Invalid: ", 1)[-1].rstrip(".")  # pyarrow nests its errors
     text = text if len(text) <= MOST_OF_CAUSE else f"{text[: MOST_OF_CAUSE - 3]}..."
-    return text if text.startswith("line ") else f"{type(error).__name__}: {text}"
+    return text if text.startswith(("line ", "row ", "rows ")) else f"{type(error).__name__}: {text}"
 
 
 def open_source(source: Path, kind: str) -> tuple[pa.Schema, Read]:
@@ -162,12 +164,28 @@ def _open_json(file: Path) -> tuple[pa.Schema, Read]:
     schema = pa.schema([(name, _json_type(value)) for name, value in values.items()])
 
     def read(columns: Sequence[str]) -> Batches:
-        kinds, block = {name: likely_type(schema.field(name).type) for name in columns}, first
+        kinds, block, before = {name: likely_type(schema.field(name).type) for name in columns}, first, 0
         while block:
-            yield pa.record_batch({name: _cells([row.get(name) for row in block], kinds[name]) for name in columns})
-            block = _block(rows)
+            made = {name: _cells_of(name, [row.get(name) for row in block], kinds[name], before) for name in columns}
+            yield pa.record_batch(made)
+            before, block = before + len(block), _block(rows)
 
     return schema, read
+
+
+def _cells_of(name: str, values: list[Any], kind: pa.DataType, before: int) -> pa.Array:
+    """Return the values of a column; raise naming the row, by the number of those ``before``, with another type."""
+    try:
+        return _cells(values, kind)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        for number, one in enumerate(values, before + 1):
+            try:
+                _cells([one], kind)
+            except (pa.ArrowInvalid, pa.ArrowTypeError):
+                wrong = "has values of several types" if "struct" in str(kind) else f"is no {kind} as in the first row"
+                raise pa.ArrowInvalid(f"row {number}: {name}={one!r:.60} {wrong}") from error
+        where = f"rows {before + 1} to {before + len(values)}"
+        raise pa.ArrowInvalid(f"{where}: a field in {name!r} has values of several types") from error
 
 
 def _cells(values: list[Any], kind: pa.DataType) -> pa.Array:
@@ -186,7 +204,7 @@ def _cells(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _with_json(value: Any) -> Any:
-    """Return messages with the arguments of their calls as JSON; anything else whole."""
+    """Return messages with the arguments of their calls, and contents that are objects, as JSON; else all of it."""
     rows = value if isinstance(value, list) else []
     if not all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in rows) or not rows:
         return None if value is None else json.dumps(value, ensure_ascii=False)
@@ -200,6 +218,8 @@ def _json_within(value: Any) -> Any:
         return value
     given = value.get("arguments")
     said = {} if given is None or isinstance(given, str) else {"arguments": json.dumps(given, ensure_ascii=False)}
+    if isinstance(value.get("content"), dict):  # what a tool answers
+        said["content"] = json.dumps(value["content"], ensure_ascii=False)
     return {name: _json_within(one) for name, one in value.items()} | said
 
 
