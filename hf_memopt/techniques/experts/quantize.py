@@ -14,7 +14,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_memopt.binding.model import check_model, unwrap_model
-from hf_memopt.binding.undo import UndoHandle, override_method, remove_all, set_attribute
+from hf_memopt.binding.undo import UndoHandle, remove_all, set_attribute
 from hf_memopt.plain_data import check_value
 from hf_memopt.techniques.experts.stacks import BLOCK, ExpertStack, experts_forward
 
@@ -137,7 +137,7 @@ def use_stacks(model: Any) -> UndoHandle:
     for config in configs:
         config._experts_implementation = IMPLEMENTATION
     hook = inner.register_forward_pre_hook(_refuse_adapters)
-    saving = override_method(inner, _SAVING, _refuse_saving)
+    saving = set_attribute(inner, _SAVING, _refuse_saving)  # a function, which a deep copy has too
     # DDP would send buffers to all processes in each step; by their names here, and those below PEFT's wrapper
     stacks = [name for name, one in inner.named_modules() if isinstance(one, ExpertStack)]
     buffers = [f"{name}.{key}" for name in stacks for key in inner.get_submodule(name)._buffers]
@@ -171,7 +171,7 @@ def _refuse_adapters(model: Any, args: Any) -> None:
                 )
 
 
-def _refuse_saving(before: Any, *args: Any, **kwargs: Any) -> None:
+def _refuse_saving(*args: Any, **kwargs: Any) -> None:
     raise ValueError(
         "save_pretrained() of a model with experts in 4 bits writes what transformers loads with new random experts; "
         "expected adapters alone, which load over stock's own model. Save the PEFT model; of a model that "
