@@ -27,6 +27,7 @@ from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,16 @@ STALE = (
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint was when it was saved; ``files`` are size and CRC32 by path below its folder."""
+    """What a checkpoint was when it was saved; ``files`` are size and CRC32 by path below its folder.
+
+    ``trained``: number and CRC32 of the places in the model of what the optimizer steps; "" where it has copies.
+    """
 
     run: str
     step: CountOrZero
     world_size: Count
     files: Mapping[str, str]
+    trained: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -87,24 +92,47 @@ def keep_manifests(trainer: Trainer) -> UndoHandle:
         found = checkpoint_to_resume(asked, folder, is_reader=is_writer)
         if found is not asked:  # a subclass may take it by name only, or not at all
             args, kwargs = ((found, *args[1:]), kwargs) if args else (args, {**kwargs, "resume_from_checkpoint": found})
+        check = partial(_check_trained, trainer, found)
         try:
-            return before(*args, **kwargs)
+            with override_method(trainer.callback_handler, "on_train_begin", check):  # by then there is an optimizer
+                return before(*args, **kwargs)
         except ValueError as error:
             if not (found and str(error).startswith(OF_OTHER_GROUPS)):
                 raise
-            optimizer: Any = trainer.optimizer
-            held = sum(len(group["params"]) for group in optimizer.param_groups)
-            raise ValueError(
-                f"resume_from_checkpoint={found!r} has the optimizer of a run that trained others than the {held} "
-                f"parameters of this one ({error}); expected the same, frozen ones frozen. Freeze what that run froze, "
-                "or begin a run with its weights: from_pretrained(checkpoint), and trainer.train()"
-            ) from error
+            raise _other_parameters(trainer, found, str(error)) from error
 
     return undo_all(
         override_method(trainer, "save_model", saving.save_model, purpose=MANIFEST),
         override_method(trainer, "_save_checkpoint", saving.save_checkpoint),
         override_method(trainer.callback_handler, "on_save", saving.on_save),
         override_method(trainer, "train", train),
+    )
+
+
+def _check_trained(trainer: Any, found: Any, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse the optimizer of a run that trained as many others: its state has places, and no names."""
+    folder = _checkpoints(Path(trainer.args.output_dir))[0] if found is True else Path(found or "")
+    if found and (folder / MANIFEST).is_file():
+        saved, now = from_object(Manifest, parse_object((folder / MANIFEST).read_bytes())).trained, _trained(trainer)
+        if "" not in (saved, now) and saved != now:
+            raise _other_parameters(trainer, found, f"{saved}, and not {now}")
+    return before(*args, **kwargs)
+
+
+def _trained(trainer: Any) -> str:
+    places = {id(weight): place for place, weight in enumerate(trainer.model.parameters())}
+    groups = getattr(trainer.optimizer, "param_groups", ())
+    found = [places.get(id(weight)) for group in groups for weight in group["params"]]
+    crc = zlib.crc32(json.dumps(found).encode())
+    return "" if None in found or not found else f"{len(found)} parameters, CRC32 of their places {crc:08x}"
+
+
+def _other_parameters(trainer: Any, found: Any, why: str) -> ValueError:
+    held = sum(len(group["params"]) for group in trainer.optimizer.param_groups)
+    return ValueError(
+        f"resume_from_checkpoint={found!r} has the optimizer of a run that trained others than the {held} "
+        f"parameters of this one ({why}); expected the same, frozen ones frozen. Freeze what that run froze, "
+        "or begin a run with its weights: from_pretrained(checkpoint), and trainer.train()"
     )
 
 
@@ -157,7 +185,8 @@ class _Saving:
     def manifest(self, folder: Path) -> str:
         """Return the manifest of the files below a folder, which are on the disk then."""
         files = _sums(folder, is_flushing=True)
-        found = Manifest(self.run, self.trainer.state.global_step, self.trainer.args.world_size, files)
+        size, trained = self.trainer.args.world_size, _trained(self.trainer)
+        found = Manifest(self.run, self.trainer.state.global_step, size, files, trained)
         return json.dumps(asdict(found), indent=1)
 
     def begin(self, folder: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import weakref
 from pathlib import Path
@@ -360,16 +361,24 @@ def test_a_wrapper_around_the_frozen_model_is_left_alone(tmp_path: Path) -> None
     assert frozen(model) == under(model, ["bert.pooler."])
 
 
-def test_a_run_that_froze_others_is_not_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "now", "count"), [((), "base", 2), (("layers:0",), "layers:1", 25)])
+def test_a_run_that_froze_others_is_not_resumed(tmp_path: Path, before, now: str, count: int) -> None:
+    """As many others too: their states would go to other weights."""
     saving = {"max_steps": 1, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1}
     asked = str(tmp_path / "checkpoint-1")
-    train(tiny.bert(), tmp_path, **saving)
-    args = tiny.arguments(tmp_path, **{**saving, "max_steps": 2})
-    trainer = Trainer(model_init=lambda: tiny.bert(), args=args, train_dataset=tiny.rows(16))
-    attach(trainer, FreezeCallback("base"))
-    said = f"resume_from_checkpoint={asked!r} has the optimizer of a run that trained others than the 2 parameters of"
-    with pytest.raises(ValueError, match=re.escape(said)):
-        trainer.train(resume_from_checkpoint=asked)
+
+    def trainer(*patterns: str, **settings: Any) -> Trainer:
+        args = tiny.arguments(tmp_path, **{**saving, **settings})
+        made = Trainer(model_init=lambda: tiny.bert(), args=args, train_dataset=tiny.rows(16))
+        return attach(made, *map(FreezeCallback, patterns))
+
+    trainer(*before).train()
+    trainer(*before, max_steps=2).train(resume_from_checkpoint=asked)
+    said = f"has the optimizer of a run that trained others than the {count} parameters of"
+    for name in (asked, True):
+        shutil.rmtree(tmp_path / "checkpoint-2", ignore_errors=True)
+        with pytest.raises(ValueError, match=re.escape(f"resume_from_checkpoint={name!r} {said}")):
+            trainer(now, max_steps=2).train(resume_from_checkpoint=name)
 
 
 def test_two_processes_train_the_rest_of_a_model_that_training_makes(tmp_path: Path) -> None:
