@@ -112,7 +112,7 @@ def keep_manifests(trainer: Trainer) -> UndoHandle:
 def _check_trained(trainer: Any, found: Any, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse the optimizer of a run that trained as many others: its state has places, and no names."""
     folder = _checkpoints(Path(trainer.args.output_dir))[0] if found is True else Path(found or "")
-    if found and (folder / MANIFEST).is_file():
+    if found and (folder / MANIFEST).is_file() and any(folder.glob("optimizer*")):  # none under save_only_model
         saved, now = from_object(Manifest, parse_object((folder / MANIFEST).read_bytes())).trained, _trained(trainer)
         if "" not in (saved, now) and saved != now:
             raise _other_parameters(trainer, found, f"{saved}, and not {now}")

@@ -379,6 +379,8 @@ def test_a_run_that_froze_others_is_not_resumed(tmp_path: Path, before, now: str
         shutil.rmtree(tmp_path / "checkpoint-2", ignore_errors=True)
         with pytest.raises(ValueError, match=re.escape(f"resume_from_checkpoint={name!r} {said}")):
             trainer(now, max_steps=2).train(resume_from_checkpoint=name)
+    trainer(*before, save_only_model=True).train()
+    trainer(now, max_steps=2).train(resume_from_checkpoint=asked)  # weights alone go to their names
 
 
 def test_two_processes_train_the_rest_of_a_model_that_training_makes(tmp_path: Path) -> None:
