@@ -119,6 +119,12 @@ def read_rows(
     labels = _labels(train, found, kind)
     notes += [labels.note] if labels is not None and labels.note else []
     unread = sorted({*train.column_names} - {*found.values()})
+    is_rated = "completion" in found and "label" in unread and getattr(train.features["label"], "dtype", "") == "bool"
+    if is_rated and False in train.unique("label"):
+        raise ValueError(
+            "label=False in rows of prompt and completion marks completions that nobody wants (KTO's), which would be "
+            "learned; expected wanted ones alone. Leave the others out: dataset.filter(lambda row: row['label'])"
+        )
     notes += [f"columns that are not read: {', '.join(unread)}"] if unread else []
     if "translation" in found:
         first: Mapping[str, str] = next((one for one in train[found["translation"]] if one is not None), {})

@@ -169,6 +169,11 @@ IN_PART: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"messages": TURNS}, {}, "has no chat template to write messages by; expected one"),
     ({"messages": TURNS}, {"template": TWICE}, "cannot be told from the rest of what the chat template writes"),
     ({"text": "b"}, {"prefix": "a: "}, "prefix='a: ' is for task='seq2seq' alone, and task='causal-lm'"),
+    (
+        {"prompt": "a", "completion": "b", "label": False},
+        {},
+        r"that nobody wants \(KTO's\).*dataset.filter\(lambda row",
+    ),
     (PAIR, {"task": "seq2seq"}, "has tgt_lang=None, and would mark targets as of the language of their"),
     (OTHER, {"task": LABELLED}, r"columns \['body', 'stars'\] are in no format of sequence-classification"),
     (OTHER, {"task": LABELLED, "columns": {"text": "bodi"}}, "name 'bodi', which is not in.*Did you mean 'body'"),
