@@ -60,7 +60,8 @@ STALE = (
 class Manifest:
     """What a checkpoint was when it was saved; ``files`` are size and CRC32 by path below its folder.
 
-    ``trained``: number and CRC32 of the places in the model of what the optimizer steps; "" where it has copies.
+    ``trained``: number and CRC32 of the places in the model of what the optimizer steps, and of its names; "" where it
+    has copies. A second adapter changes the places, a wrapper the names; where others are trained both differ.
     """
 
     run: str
@@ -114,17 +115,21 @@ def _check_trained(trainer: Any, found: Any, before: Callable[..., Any], *args: 
     folder = _checkpoints(Path(trainer.args.output_dir))[0] if found is True else Path(found or "")
     if found and (folder / MANIFEST).is_file() and any(folder.glob("optimizer*")):  # none under save_only_model
         saved, now = from_object(Manifest, parse_object((folder / MANIFEST).read_bytes())).trained, _trained(trainer)
-        if "" not in (saved, now) and saved != now:
+        if "" not in (saved, now) and not {*saved.split(", ")[1:]} & {*now.split(", ")[1:]}:  # neither places nor names
             raise _other_parameters(trainer, found, f"{saved}, and not {now}")
     return before(*args, **kwargs)
 
 
 def _trained(trainer: Any) -> str:
-    places = {id(weight): place for place, weight in enumerate(trainer.model.parameters())}
+    named = [*trainer.model.named_parameters()]
     groups = getattr(trainer.optimizer, "param_groups", ())
-    found = [places.get(id(weight)) for group in groups for weight in group["params"]]
-    crc = zlib.crc32(json.dumps(found).encode())
-    return "" if None in found or not found else f"{len(found)} parameters, CRC32 of their places {crc:08x}"
+    held = [id(weight) for group in groups for weight in group["params"]]
+    places = {id(weight): place for place, (_, weight) in enumerate(named)}
+    if not held or not places.keys() >= {*held}:
+        return ""
+    names = {id(weight): name for name, weight in named}
+    of_places, of_names = (zlib.crc32(json.dumps([known[one] for one in held]).encode()) for known in (places, names))
+    return f"{len(held)} parameters, CRC32 of their places {of_places:08x}, names {of_names:08x}"
 
 
 def _other_parameters(trainer: Any, found: Any, why: str) -> ValueError:

@@ -145,6 +145,10 @@ def test_adapters_are_resumed_and_not_the_whole_model_of_an_earlier_run(tmp_path
     straight = trained(lora(seed=2), tmp_path)
     resumed = trained(lora(seed=3), tmp_path, resume=str(tmp_path / "checkpoint-4"))
     assert tiny.largest_difference(straight, resumed) == 0.0
+    beside = lora(seed=3)
+    beside.add_adapter("reference", beside.peft_config["default"])  # other places, the same names
+    trained(beside, tmp_path, resume=str(tmp_path / "checkpoint-4"))
+    assert all(torch.equal(beside.get_parameter(name), weight) for name, weight in resumed.named_parameters())
 
 
 def test_weights_that_a_user_saves_into_a_checkpoint_leave_its_state(tmp_path) -> None:
