@@ -296,9 +296,9 @@ def test_the_script_of_a_vision_transformer_runs_on_folders_of_images(
 @pytest.mark.parametrize("missing", ["train", "validation"])
 def test_the_script_stops_at_images_without_a_label(missing: str, work: Path) -> None:
     save_vision_transformer()
-    for split in ("train", "validation"):
+    for split in ("train", "validation", "test"):  # of which the last is not read
         (work / "images" / split).mkdir(parents=True)
-        labels = ["cat", "" if split == missing else "dog"]
+        labels = ["cat", "" if split in (missing, "test") else "dog"]
         for number in range(2):
             PIL.Image.new("L", (40, 36)).save(work / "images" / split / f"{number}.png")
         lines = (f"{number}.png,{label}" for number, label in enumerate(labels))
