@@ -108,6 +108,7 @@ def test_arguments_and_defaults_of_several_types_are_counted_as_they_are_trained
         tool = {"name": "f", "parameters": {"properties": {"x": {"default": value}}}}
         lines.append(json.dumps({"messages": turns, "tools": [{"type": "function", "function": tool}]}))
     path, folder = tmp_path / "rows.jsonl", tmp_path / "tokenizer"
+    lines.append(json.dumps({"messages": [], "tools": []}))  # is left out
     path.write_text("\n".join(lines))
     tokenizer = byte_tokenizer("<|im_end|>", TOOLS)
     tokenizer.save_pretrained(folder)

@@ -200,18 +200,21 @@ def _cells(values: list[Any], kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
-        return pa.array([_with_json(value) for value in values])
+        is_talk = any(map(_is_conversation, values))  # of which another row may be empty
+        return pa.array([_json_within(value) if is_talk else _as_json(value) for value in values])
 
 
-def _with_json(value: Any) -> Any:
-    """Return messages with the arguments of their calls, and contents that are objects, as JSON; else all of it."""
+def _is_conversation(value: Any) -> bool:
     rows = value if isinstance(value, list) else []
-    if not all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in rows) or not rows:
-        return None if value is None else json.dumps(value, ensure_ascii=False)
-    return [_json_within(message) for message in rows]
+    return bool(rows) and all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in rows)
+
+
+def _as_json(value: Any) -> Any:
+    return None if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _json_within(value: Any) -> Any:
+    """Return messages with the arguments of their calls, and contents that are objects, as JSON."""
     if isinstance(value, list):
         return [_json_within(one) for one in value]
     if not isinstance(value, dict):
