@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from hf_memopt.binding.undo import RandomState
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
-from hf_memopt.techniques.microbatching.row_check import without_dropout
 
 FIX = "Pass rows=None to stream_layers"
 
@@ -51,8 +50,10 @@ def compare_parts(run: Callable[..., Any], module: nn.Module, given: Arguments, 
     if first.is_meta:
         return
     state, problem = RandomState.capture(first.device), ""
+    training = [one for one in module.modules() if one.training]
+    module.eval()
     try:
-        with torch.no_grad(), without_dropout(module):
+        with torch.no_grad():
             whole_args, whole_kwargs = _cut(given, first.shape[0], slice(0, 2 * rows))
             whole = run(*whole_args, **whole_kwargs)
             cut = joined([run(*args, **kwargs) for args, kwargs in parts[:2]], rows)
@@ -64,7 +65,10 @@ def compare_parts(run: Callable[..., Any], module: nn.Module, given: Arguments, 
         if not is_out_of_memory(error):
             problem = f"fail ({str(error)[:80]})"
     finally:
+        for one in training:
+            one.training = True
         state.restore()
+        torch.clear_autocast_cache()  # of casts without a graph, which older torch would use again
     free_failed_step()
     if problem:
         raise ValueError(

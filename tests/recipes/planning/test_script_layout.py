@@ -115,7 +115,7 @@ def test_scripts_are_short_and_pass_ruff_at_any_length_of_line(every: int, found
     for number, (told, path, text) in enumerate(scripts_of_all_set_ups(found, every)):
         (tmp_path / f"train_{number}.py").write_text(text)
         lines = [line for line in text.splitlines() if line and not line.strip().startswith("#")]
-        assert told.world_size > 1 or len(path) >= 20 or 30 <= len(lines) <= 71, text
+        assert told.world_size > 1 or len(path) >= 20 or 30 <= len(lines) <= 72, text
         assert "from hf_memopt" not in text  # public names alone
     assert number > 40
     for options in (*RUFF, "format --check --line-length 120"):
