@@ -114,7 +114,7 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
     if is_text and any(found) and all(re.fullmatch(r"""\[(\s*['"\d].*)?\]""", one, re.DOTALL) for one in found):
         raise ValueError(
             f"labels are lists written as text, like {found[0]!r:.60}; expected lists. "
-            "Read them: dataset.map(lambda row: {'label': ast.literal_eval(row['label'])})"
+            "Read them: dataset.map(lambda row: {NAME: ast.literal_eval(row[NAME])}), with the column's name"
         )
     if pa.types.is_floating(values.type):
         if kind is None and not (len(found) <= CLASSES and all(one.is_integer() for one in found)):

@@ -205,6 +205,10 @@ def reads_in_order(trainer: Trainer) -> bool:
 
 def warn_of_other_batches(trainer: Trainer, batch_size: int) -> UndoHandle:
     """Warn where a run goes on within an epoch whose order was another: batches of another size are cut otherwise."""
+    from transformers import TrainerState
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_utils import get_last_checkpoint
+
     if is_overridden(trainer, "train", OTHER_BATCHES):
         return undo_all()
 
@@ -216,6 +220,7 @@ def warn_of_other_batches(trainer: Trainer, batch_size: int) -> UndoHandle:
         if file is not None and file.is_file():
             state, now = TrainerState.load_from_json(str(file)), args.per_device_train_batch_size
             before_it, is_within = state.train_batch_size or now, (state.epoch or 0) % 1 > 0
+            # the view's own size is in no checkpoint: a multiple of both may have been the same then
             if is_within and before_it != now and (batch_size % before_it != 0 or batch_size == now):
                 action = "TrainingArguments(..., per_device_train_batch_size="
                 action = action if before_it % now else "bucketed(..., batch_size="
@@ -228,10 +233,6 @@ def warn_of_other_batches(trainer: Trainer, batch_size: int) -> UndoHandle:
                     stacklevel=2,
                 )
         return before(*given, **named)
-
-    from transformers import TrainerState
-    from transformers.trainer import TRAINER_STATE_NAME
-    from transformers.trainer_utils import get_last_checkpoint
 
     return override_method(trainer, "train", train, purpose=OTHER_BATCHES)
 

@@ -22,8 +22,6 @@ from hf_memopt.binding.undo import RandomState
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 
 FIX = "Pass rows=None to stream_layers"
-
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -49,6 +47,7 @@ def compare_parts(run: Callable[..., Any], module: nn.Module, given: Arguments, 
     first, rows = _first(*given), _first(*parts[0]).shape[0]
     if first.is_meta:
         return
+    limit = _limit(module, first)
     state, problem = RandomState.capture(first.device), ""
     training = [one for one in module.modules() if one.training]
     module.eval()
@@ -59,7 +58,7 @@ def compare_parts(run: Callable[..., Any], module: nn.Module, given: Arguments, 
             cut = joined([run(*args, **kwargs) for args, kwargs in parts[:2]], rows)
         pairs = [*zip(tree_leaves(whole), tree_leaves(cut), strict=True)]
         values = (pair for pair in pairs if torch.is_tensor(pair[0]) and pair[0].is_floating_point())
-        if any(_differs(*pair, _limit(module, first)) for pair in values):
+        if any(_differs(*pair, limit) for pair in values):
             problem = "give something else than their rows at once"
     except RuntimeError as error:
         if not is_out_of_memory(error):

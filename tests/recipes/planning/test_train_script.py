@@ -304,7 +304,7 @@ def test_the_script_stops_at_images_without_a_label(missing: str, work: Path) ->
         lines = (f"{number}.png,{label}" for number, label in enumerate(labels))
         (work / "images" / split / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
     plan("model", gpu=GPU, effective_batch_size=8).write("run")
-    with pytest.raises(SystemExit, match="lacks 1 labels: add them or remove the lines"):
+    with pytest.raises(SystemExit, match="images without a label: 1; add it, or remove the line"):
         run_script(work / "run/train.py")
 
 
