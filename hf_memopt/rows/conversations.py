@@ -26,6 +26,8 @@ PROMPT = (
     "\n\n### Instruction:\n{instruction}\n\n{given}### Response:\n"
 )
 """The prompt of Stanford Alpaca, for tokenizers without a chat template. Source: tatsu-lab/stanford_alpaca, README."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""What APIs and templates call the thoughts of a message."""
 MARK = "\ue000answer\ue000"  # of characters for private use, which no template looks for
 OPENING = re.compile(r"(<think>\s*</think>\s*)?[ \t]*$")  # what templates write before an answer that is the answer's
 
@@ -210,15 +212,18 @@ def _as_json(text: str) -> str:
 def _check_written(messages: list[dict[str, Any]], text: str) -> None:
     """Raise for a message, or a call in it, that the template has left out."""
     for at, message in enumerate(messages):
-        content = message.get("content")  # of tools perhaps an object; some templates leave out what was thought
-        said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
-        parts = [said, *(str(call.get("name") or "") for call in _calls(message))]
+        content = message.get("content")  # of tools perhaps an object
+        thought, _, said = content.rpartition("</think>") if isinstance(content, str) else ("", "", "")
+        parts = [said.strip(), *(str(call.get("name") or "") for call in _calls(message))]
+        if message is messages[-1]:  # templates leave out what was thought before
+            parts += [thought.rpartition("<think>")[2].strip()]
+            parts += [one.strip() for name in THOUGHTS if isinstance(one := message.get(name), str)]
         lost = next((one for one in parts if one not in text and _as_json(one) not in text), None)
         if lost is not None:
             raise ValueError(
                 f"messages[{at}], of the role {message['role']!r}, is not written by the chat template: {lost!r:.60}; "
-                "expected a template that writes each message. Take one that knows the role and calls of tools, or "
-                "leave such rows out: dataset.filter(...)"
+                "expected a template that writes each message. Take one that knows roles, calls of tools and thoughts, "
+                "or leave such rows out: dataset.filter(...)"
             )
 
 

@@ -109,14 +109,17 @@ def _cut(given: Columns, how: Encoder) -> Columns:
         part: values if part in whole else [one[: how.max_length] for one in values] for part, values in given.items()
     }
     masks = [made.pop(name) for name in ("completion_mask", "assistant_masks") if name in made]
-    for mask in masks if "labels" not in made else ():
-        rows = zip(made["input_ids"], mask, strict=True)
-        made["labels"] = [[token if one else IGNORED for token, one in zip(*row, strict=True)] for row in rows]
+    if masks and "labels" not in made:  # of both, as TRL does
+        rows = [zip(*row, strict=True) for row in zip(made["input_ids"], *masks, strict=True)]
+        made["labels"] = [[token if all(bits) else IGNORED for token, *bits in row] for row in rows]
     if "label" in made:
         made["labels"] = how.ids_of(made.pop("label"))
     if "tags" in made:
         made["labels"] = [how.ids_of(tags) for tags in made.pop("tags")]
-    return made
+    ends = made.get("end_positions")
+    if ends is None:
+        return made
+    return _kept(made, [at for at, ids in enumerate(made["input_ids"]) if ends[at] < len(ids)])  # the answer is there
 
 
 def _causal_lm(given: Columns, how: Encoder) -> Columns:
@@ -152,7 +155,7 @@ def _learned(one: Written, offsets: list[tuple[int, int]]) -> list[bool]:
     left, right = np.array(offsets).reshape(-1, 2).T
     learned = np.zeros(len(left), dtype=bool)
     for start, end, end_of_turn in one.spans or ():
-        learned |= (left < right) & (right > start) & ((left < end) | (right <= end_of_turn))
+        learned |= (right > start) & ((left < end) | (right <= end_of_turn))  # blanks may be trimmed: left == right
     found: list[bool] = learned.tolist()
     return found
 
@@ -203,7 +206,10 @@ def _token_classification(given: Columns, how: Encoder) -> Columns:
 
 
 def _question_answering(given: Columns, how: Encoder) -> Columns:
-    """Answers by their first and last token, both 0 where there is none; rows whose answer is cut off are left out."""
+    """Answers by their first and last token; rows whose answer is cut off are left out.
+
+    Where there is no answer both are the place of the classification token, the first one where a row has none.
+    """
     cut = {**how.limits, "truncation": "only_second"} if how.limits else {}
     try:
         made = how.tokenizer(given["question"], given["context"], verbose=False, **cut)
@@ -218,7 +224,10 @@ def _question_answering(given: Columns, how: Encoder) -> Columns:
     ends: list[int | None] = []
     for at, answers in enumerate(given["answers"]):
         text, first = _answer(answers, given["context"][at])
-        span = [made.char_to_token(at, one, 1) for one in (first, first + len(text.strip()) - 1)] if text else [0]
+        ids, of_none = made["input_ids"][at], how.tokenizer.cls_token_id
+        span: list[int | None] = [ids.index(of_none) if of_none in ids else 0]
+        if text:
+            span = [made.char_to_token(at, one, 1) for one in (first, first + len(text.strip()) - 1)]
         starts.append(span[0])
         ends.append(span[-1])
     made = {**made, "start_positions": starts, "end_positions": ends}

@@ -116,6 +116,13 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
             f"labels are lists written as text, like {found[0]!r:.60}; expected lists. "
             "Read them: dataset.map(lambda row: {NAME: ast.literal_eval(row[NAME])}), with the column's name"
         )
+    is_one = kind == "multi_label_classification" and is_text and not is_list
+    several = [one for one in found if is_one and re.search("[,;|]", one)]
+    if several:
+        raise ValueError(
+            f"label={several[0]!r:.60} is one text, and would be one class; expected a list of the row's classes. "
+            "Split it: dataset.map(lambda row: {NAME: row[NAME].split(',')}), with the column's name"
+        )
     if pa.types.is_floating(values.type):
         if kind is None and not (len(found) <= CLASSES and all(one.is_integer() for one in found)):
             return Labels("regression")

@@ -192,11 +192,11 @@ def _check_names(split: str, rows: Any, train: Any, label: str | None) -> None:
         return
     own, expected = (_names(one.features[label]) for one in (rows, train))
     if own is not None and expected is not None and [*own] != [*expected]:
-        ids = {name: at for at, name in enumerate(expected)}
         raise ValueError(
             f"{label}: the classes of the split {split!r} are {', '.join(own)}, those of the training rows "
             f"{', '.join(expected)}; expected the same in the same order. "
-            f"Call: data[{split!r}] = data[{split!r}].align_labels_with_mapping({ids!r:.200}, {label!r})"
+            f"Call: data[{split!r}] = data[{split!r}].align_labels_with_mapping({{name: at for at, name in "
+            f"enumerate(train.features[{label!r}].names)}}, {label!r}), with the training rows as train"
         )
 
 

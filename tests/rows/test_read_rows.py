@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tables import refuses, tables, whole
 from templates import CHATML, TEMPLATES, THINKING, TOOLS, byte_tokenizer
-from tokenizers.processors import TemplateProcessing
+from tokenizers.processors import ByteLevel, TemplateProcessing
 from transformers import EvalPrediction
 
 import tiny
-from hf_memopt import Rows, read_rows
+from hf_memopt import BucketedCollator, Rows, read_rows
 
 TABLES = tables(__file__)
 
@@ -139,6 +139,13 @@ def test_the_completion_is_learned(name: str) -> None:
     assert learned(made, tokenizer) == parts
     if text is not None:
         assert tokenizer.decode(made["input_ids"]) == text
+
+
+def test_blanks_are_learned_where_a_tokenizer_trims_what_it_tells_of_them() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    row = read([{"prompt": "a: ", "completion": "if b:\n    c "}] * 2, tokenizer).train[0]
+    assert learned(row, tokenizer) == ["if b:\n    c </s>"]
 
 
 def test_a_text_ends_once() -> None:
@@ -307,10 +314,12 @@ def test_splits_whose_ids_are_other_classes_are_refused_with_what_aligns_them() 
     data = datasets.DatasetDict()
     for split, names in (("train", "abcabc"), ("test", "ac")):
         data[split] = datasets.Dataset.from_list(labelled(*names)).class_encode_column("label")
-    message = "the classes of the split 'test' are a, c, those of the training rows a, b, c"
+    message = "the classes of the split 'test' are a, c, those of the training rows a, b, c.*for at, name in enumerate"
     with pytest.raises(ValueError, match=message):
         read_rows(data, tiny.tokenizer(), LABELLED)
-    data["test"] = data["test"].align_labels_with_mapping({"a": 0, "b": 1, "c": 2}, "label")
+    train = data["train"]  # what the message says
+    names = {name: at for at, name in enumerate(train.features["label"].names)}
+    data["test"] = data["test"].align_labels_with_mapping(names, "label")
     assert read_rows(data, tiny.tokenizer(), LABELLED).evaluation["labels"][:] == [0, 2]
 
 
@@ -349,6 +358,8 @@ def test_rows_that_are_not_as_their_format_says_are_refused(name: str) -> None:
 def test_masks_of_token_ids_say_what_is_learned() -> None:
     rows = [{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}] * 2
     assert read(rows, byte_tokenizer()).train[0] == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+    both = [{**row, "assistant_masks": [1, 0, 1]} for row in rows]  # of both, as TRL learns
+    assert read(both, byte_tokenizer()).train[0]["labels"] == [-100, -100, 7]
 
 
 def test_no_special_token_is_written_twice() -> None:
@@ -404,6 +415,22 @@ def test_answers_are_found_by_their_characters() -> None:
     assert {(row["start_positions"], row["end_positions"]) for row in every(found)} == {(3, 4), (0, 0)}
     assert [(row["start_positions"], row["end_positions"]) for row in every(cut)] == [(0, 0)] * 2
     assert "2 of 4 rows" in cut.notes[0]
+    ids = [{"input_ids": [5, 6, 7], "start_positions": at, "end_positions": at} for at in (0, 1, 2)] * 2
+    kept = read(ids, byte_tokenizer(), "question-answering", max_length=2)
+    assert {row["end_positions"] for row in every(kept)} == {0, 1}
+
+
+def test_answers_move_with_tokens_that_are_padded_on_the_left() -> None:
+    """As XLNet's are, whose classification token is the last one."""
+    tokenizer = byte_tokenizer()
+    tokenizer.padding_side, tokenizer.cls_token = "left", "<eos>"
+    special = [("<eos>", tokenizer.cls_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(pair="$A $B:1 <eos>:1", special_tokens=special)
+    none = {**ANSWERS, "question": "which", "answers": {"text": [], "answer_start": []}}
+    found = read([ANSWERS, none], tokenizer, "question-answering")
+    batch = BucketedCollator(tokenizer)(every(found))
+    spans = zip(batch["input_ids"], batch["start_positions"], batch["end_positions"], strict=True)
+    assert {tokenizer.decode(ids[start : end + 1]) for ids, start, end in spans} == {"cd", "<eos>"}
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(2, 1), (50, 5), (990, 99), (2000, 100), (6000, 120)])

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PLACES = ("start_positions", "end_positions")  # of tokens in a row: question answering
 LabelId = Annotated[int, range(-(2**31), 2**31)]
 
 
@@ -71,7 +72,8 @@ class BucketedCollator:
     ``input_ids`` are padded with the tokenizer's pad token on its padding side, ``attention_mask`` (made where it is
     missing) with 0, ``token_type_ids`` with the tokenizer's pad type, ``special_tokens_mask`` with 1, any other column
     with one entry per token with 0; the decoder's columns always on the right. One number per row gives ``(batch,)``, a
-    vector of one size in all rows ``(batch, size)``. Columns of None, and ``length``, are dropped.
+    vector of one size in all rows ``(batch, size)``. ``start_positions`` and ``end_positions`` move with the tokens of
+    their row. Columns of None, and ``length``, are dropped.
 
     Labels come from ``labels``, ``label`` or ``label_ids`` and leave as ``labels``: an int per row is a class, a float
     a regression target, a vector of floats or bools several targets (float32). A list of ints is one label per token
@@ -312,6 +314,8 @@ class BucketedCollator:
             kind = column_kind(name, column, lengths)
             if kind == "fixed":
                 batch[name] = stack(column)
+                if name in PLACES and side == "left":  # padding moves the tokens
+                    batch[name] += (width - np.array(lengths)).reshape(-1, *[1] * (batch[name].ndim - 1))
             elif kind == "decoder":
                 own_width = round_up(max(map(len, column)), self.pad_to_multiple_of)
                 batch[name] = pad(column, own_width, self._pad_value(name), "right")
