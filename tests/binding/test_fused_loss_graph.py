@@ -238,6 +238,8 @@ WAYS: dict[str, tuple[int, set[str], Use]] = {
     "retain_grad": (0, {"retain_grad"}, retained),
     "register_hook": (1, {"register_hook"}, hooked),
     "two losses": (1, {"logsumexp"}, lambda logits: loss_of(logits) + z_loss(logits)),
+    "tanh and a cast that changes nothing": (1, set(), lambda logits: loss_of(torch.tanh(logits * 3.0).double())),
+    "logits by name": (0, {"logsumexp"}, lambda logits: torch.logsumexp(input=logits, dim=-1).pow(2).mean()),
     "two fused losses": (2, set(), lambda logits: loss_of(logits) + loss_of(logits * 2, label_smoothing=0.1)),
     "sum": (0, {"sum"}, lambda logits: logits.sum()),
     "in place": (0, {"div_"}, changed_in_place),
@@ -287,6 +289,14 @@ def test_what_is_remembered_needs_no_logits_in_16_bits(name: str) -> None:
     assert handle.record.fused > 0
     assert not handle.record.real
     assert distance(found, expected) <= 2**-6
+
+
+def test_a_factor_with_a_dimension_decides_on_the_dtype() -> None:
+    """bfloat16 times one float32 of shape (1,) is float32, of shape () it is bfloat16."""
+    for factor in (torch.tensor([0.37]), torch.tensor(0.37)):
+        expected, found = stock_and_fused(lambda model, by=factor: loss_of(model(IDS).logits * by), torch.bfloat16)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6 if factor.dim() else 1e-2)
+        assert found.dtype == torch.float32 or not factor.dim()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

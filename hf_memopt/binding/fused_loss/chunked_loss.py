@@ -103,7 +103,8 @@ class Loss:
             else:
                 operand = step.operand_of(columns)
                 logits = logits * operand if step.kind == "multiply" else logits / operand
-        return logits.to(self.dtype, copy=len(self.steps) - 1 in kept)
+        found = logits.to(self.dtype)
+        return found.clone() if any(found is result for result in kept.values()) else found
 
     def backpropagate(
         self, held: list[torch.Tensor], kept: dict[int, torch.Tensor], columns: slice = ALL

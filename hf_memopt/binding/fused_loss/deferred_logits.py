@@ -533,10 +533,12 @@ def _remembered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return None
     if func is F.cross_entropy:
         return _fused(*args, **kwargs)
-    place = next((place for place, one in enumerate(args) if isinstance(one, DeferredLogits)), 0)
+    place = next((place for place, one in enumerate(args) if isinstance(one, DeferredLogits)), None)
+    if place is None:
+        return None
     before, me, after = args[:place], args[place], args[place + 1 :]
     others = tree_leaves((before, after, kwargs))
-    if not isinstance(me, DeferredLogits) or any(isinstance(one, DeferredLogits) for one in others):
+    if any(isinstance(one, DeferredLogits) for one in others):
         return None
     with torch._C.DisableTorchFunction():
         found = step_of(func, before, me, after, kwargs)

@@ -49,9 +49,10 @@ class Step(NamedTuple):
 
     def operand_of(self, columns: slice) -> Any:
         """Return the operand against (..., columns)."""
-        if isinstance(self.operand, torch.Tensor) and self.operand.numel() > 1:
-            return self.operand.reshape(-1)[columns]  # of (1, 1, vocabulary)
-        return self.operand.reshape(()) if isinstance(self.operand, torch.Tensor) else self.operand
+        if not isinstance(self.operand, torch.Tensor) or self.operand.dim() == 0:
+            return self.operand
+        flat = self.operand.reshape(-1)  # of (1, 1, vocabulary); one of (1,) decides on the dtype, as none of () does
+        return flat[columns] if len(flat) > 1 else flat
 
 
 def step_of(
