@@ -47,6 +47,16 @@ def allocator_settings() -> str:
     return next((os.environ[name] for name in names if name in os.environ), "").strip().strip(",")
 
 
+def mixed_precision(args: TrainingArguments) -> str:
+    """Return what autocast computes in, "fp16", "bf16" or "no", by the arguments or else ``accelerate launch``."""
+    return "fp16" if args.fp16 else "bf16" if args.bf16 else str(getattr(args, "mixed_precision", "no"))
+
+
+def is_compiled(args: TrainingArguments) -> bool:
+    """Return whether the model will be compiled, by the arguments or else ``accelerate launch``."""
+    return args.torch_compile or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+
+
 @cache
 def training_argument_names() -> frozenset[str]:
     """Return the names that ``transformers.TrainingArguments`` accepts in the installed version."""

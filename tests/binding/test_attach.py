@@ -113,6 +113,31 @@ def test_a_loss_that_ignores_the_count_in_kwargs_is_repaired_too(tmp_path):
     assert trainer.model_accepts_loss_kwargs
 
 
+@pytest.mark.parametrize("way", ["divided", "times its share", "of the window", "not divided", "a mean of four"])
+def test_a_loss_that_divides_by_the_steps_itself_is_left_alone(way, tmp_path):
+    class Divided(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, steps = model(**inputs).loss, self.args.gradient_accumulation_steps
+            if way == "divided":
+                return loss / steps
+            if way == "of the window":
+                return loss.div(self.current_gradient_accumulation_steps)
+            if way == "a mean of four":
+                return mean(loss)
+            return loss * (1 / steps) if way == "times its share" else loss
+
+    def mean(loss):
+        return (loss + loss + loss + loss) / 4
+
+    settings = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "max_steps": 2}
+    trainer = attach(bert_trainer(tmp_path, Divided, **settings))
+    trainer.train()
+    assert trainer.memopt_changes == ((BERT_CHANGE,) if way in ("not divided", "a mean of four") else ())
+    whole = attach(bert_trainer(tmp_path, per_device_train_batch_size=8, max_steps=2))
+    whole.train()
+    assert tiny.largest_difference(trainer.model, whole.model) < 1e-6
+
+
 class OwnStep(Trainer):
     """A loss that does not take the count."""
 

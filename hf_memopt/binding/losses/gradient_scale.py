@@ -3,7 +3,8 @@
 Stock transformers 5.x multiplies the gradients of such a head (BERT classification, T5, ...) by accumulation steps
 times processes: it leaves the division to a head that never does it. Stock's own division is switched back on where it
 is needed, only there. Heads of transformers are looked up (``known_losses``); of any other loss the first training step
-is watched: a count that stock passed and no operation took is ignored. Nothing is run for it, and nothing read before.
+is watched: a count that stock passed and no operation took is ignored, unless the loss was divided by the accumulation
+steps themselves. Nothing is run for it, and nothing read before.
 
 Limitations: a count that only a kernel of one's own reads, in a ``torch.autograd.Function``, is taken for ignored; what
 ``torch.compile`` has compiled cannot be watched, and a warning says so.
@@ -15,7 +16,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves  # private: pinned by a test, seen i
 
 from hf_memopt.binding.losses.known_losses import counts_items
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, set_attribute, undo_all
+from hf_memopt.binding.versions import is_compiled
 from hf_memopt.changes import Change, record_changes
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,9 @@ WATCHES = "gradient scale"  # the purpose of the override that watches the first
 # Methods of a tensor that give the same numbers on another device, in another dtype or shape.
 SAME_NUMBERS = {"__get__", "clone", "cpu", "cuda", "detach", "double", "float", "long", "to"}
 SAME_NUMBERS |= {"contiguous", "expand", "flatten", "reshape", "squeeze", "unsqueeze", "view"}
+STEPS = {"gradient_accumulation_steps", "current_gradient_accumulation_steps"}
+DIVISIONS = {"__truediv__", "__itruediv__", "div", "div_", "true_divide", "true_divide_"}
+PRODUCTS = {"__mul__", "__rmul__", "__imul__", "mul", "mul_", "multiply"}
 READ_NUMBERS = {"__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist"}
 
 
@@ -76,7 +81,9 @@ def _watch_first_step(trainer: Any) -> UndoHandle:
             handle.remove()
             _decide(trainer, items is not None and counts is False, finding)
             return before(model, inputs, *args, **kwargs)
-        with _WatchedCount(items) as watched:
+        of_window = getattr(trainer, "current_gradient_accumulation_steps", 1)
+        steps = {trainer.args.gradient_accumulation_steps, of_window} - {1}
+        with _WatchedCount(items, steps) as watched:
             loss = before(model, inputs, *args, **kwargs)
         handle.remove()
         _decide(trainer, items is not None and not watched.is_used)
@@ -117,21 +124,26 @@ def _hidden(trainer: Any, model: nn.Module, items: Any) -> str:
     if not torch.is_tensor(items):
         return f"it is {items!r}, not a tensor"
     # what torch.compile puts around a module, or leaves on it: private, seen in torch 2.13
-    is_compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
-    return "torch.compile hides what it computes" if is_compiled or trainer.args.torch_compile else ""
+    is_hidden = any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
+    return "torch.compile hides what it computes" if is_hidden or is_compiled(trainer.args) else ""
+
+
+def _is_among(one: Any, numbers: Collection[float]) -> bool:
+    return isinstance(one, (int, float)) and one in numbers
 
 
 class _WatchedCount(TorchFunctionMode):
-    """See whether an operation takes ``num_items_in_batch``, or a copy of it.
+    """See whether an operation takes ``num_items_in_batch``, or a copy of it, or divides by the accumulation steps.
 
     Stock's ``compute_loss`` multiplies a loss that it takes for a sum by the number of processes, in place, and nothing
     else (5.8.1, 5.17.0, 5.23.0; pinned by a test). That is left out if the count was not used up to then: the loss is a
     mean.
     """
 
-    def __init__(self, items: Any) -> None:
+    def __init__(self, items: Any, steps: Collection[int]) -> None:
         super().__init__()
         self.items = items
+        self._steps, self._shares = steps, {1 / count for count in steps}
         self.is_used = False
         self._same = [items]
         from transformers import Trainer
@@ -147,6 +159,9 @@ class _WatchedCount(TorchFunctionMode):
             return args[0]
         is_taken = any(part is one for part in tree_leaves((args, kwargs)) for one in self._same)
         result = function(*args, **(kwargs or {}))
+        numbers = self._steps if name in DIVISIONS else self._shares if name in PRODUCTS else ()
+        if any(_is_among(one, numbers) for one in args) and STEPS & {*sys._getframe(1).f_code.co_names}:
+            self.is_used = True  # by code that names them: a mean of two losses divides by 2 as well
         if is_taken and torch.is_tensor(result) and name in SAME_NUMBERS:
             self._same.append(result)
         elif is_taken and (torch.is_tensor(result) or name in READ_NUMBERS):
