@@ -14,6 +14,7 @@ from hf_memopt.binding.losses import repair_gradient_scale
 from hf_memopt.binding.model import used_columns
 from hf_memopt.binding.protocols import AttachedCallback, AttachedPart, EvaluationView, TrainingView
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, remove_all, set_attribute, undo_all
+from hf_memopt.binding.versions import mixed_precision
 from hf_memopt.changes import CHANGES
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 KEEPS_SCALE = "keeps_gradient_scale"  # the attribute of a callback beside which nothing is repaired
 HANDLE = "memopt_handle"  # the attribute of a trainer whose ``remove()`` undoes ``attach``
 # Purposes of what attach puts over a trainer's methods.
-RESTORES_ORDER, KEEPS_COLUMNS = "dataset order", "used columns"
+RESTORES_ORDER, KEEPS_COLUMNS, CHECKS = "dataset order", "used columns", "compatibility"
 
 
 def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
@@ -64,7 +65,6 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     for callback in (*trainer.callback_handler.callbacks, *callbacks):
         if (binding := _binding_of(callback)) is not None:
             binding.refuse_another(callback, trainer)
-    _check_master_weights(trainer)
     evaluated = trainer.eval_dataset
     for dataset in evaluated.values() if isinstance(evaluated, dict) else (evaluated,):
         _check_evaluation(trainer, dataset)
@@ -86,6 +86,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
             if isinstance(callback, AttachedCallback):
                 is_new = (binding := _binding_of(callback)) is None or binding.trainer is not trainer
                 (handles if is_new else bound_again).append(_checked(callback, callback.bind(trainer)))
+        handles.append(_check_each_run(trainer))
+        _check_master_weights(trainer)  # now, as a PrecisionCallback has made float32 of them
         handles.append(keep_manifests(trainer))  # outermost: the others are told what is resumed from
     except BaseException:
         remove_all(handles)  # but what an earlier call bound stays
@@ -160,7 +162,9 @@ def refuse_data_parallel(n_gpu: int) -> None:
 def _check_master_weights(trainer: Any) -> None:
     import torch
 
-    if not trainer.args.fp16 or trainer.is_deepspeed_enabled:  # DeepSpeed keeps float32 masters of its own
+    if (
+        mixed_precision(trainer.args) != "fp16" or trainer.is_deepspeed_enabled
+    ):  # DeepSpeed keeps float32 masters of its own
         return
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
@@ -168,6 +172,18 @@ def _check_master_weights(trainer: Any) -> None:
                 f"fp16=True cannot train {name}, whose weights are float16 already (no gradient could be unscaled); "
                 "expected float32 weights. Load with: from_pretrained(..., dtype=torch.float32)"
             )
+
+
+def _check_each_run(trainer: Any) -> UndoHandle:
+    """Refuse what the arguments say by the time of a run: a search for hyperparameters changes them."""
+    if is_overridden(trainer, "create_optimizer", CHECKS):
+        return undo_all()
+
+    def create_optimizer(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        check_compatibility(trainer)
+        return before(*args, **kwargs)
+
+    return override_method(trainer, "create_optimizer", create_optimizer, purpose=CHECKS)
 
 
 def _keep_used_columns(trainer: Any) -> UndoHandle:

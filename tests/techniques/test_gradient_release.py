@@ -399,8 +399,26 @@ def test_a_search_trains_each_trial_with_its_own_rate(rounding: Any, tmp_path: P
         assert {(group["initial_lr"], group["eps"]) for group in trainer.optimizer.param_groups} == {(rate, 1e-6)}
     with pytest.raises(ValueError, match=r"^optim='adamw_bnb_8bit' names bitsandbytes.*Leave optim as it was$"):
         tiny.try_values(trainer, optim="adamw_bnb_8bit")
+    with pytest.raises(ValueError, match=r"^gradient release and norm clipping are incompatible"):
+        tiny.try_values(trainer, optim="adamw_torch", max_grad_norm=1.0)
     trainer.memopt_handle.remove()
     assert "create_optimizer" not in vars(trainer)
+
+
+@pytest.mark.filterwarnings("ignore:This implementation of AdamW is deprecated:FutureWarning")  # of galore_torch
+def test_projected_parameters_are_those_of_the_model_that_is_made_for_a_run(tmp_path: Path) -> None:
+    settings = {"optim": "galore_adamw", "optim_target_modules": ["query"], "optim_args": "rank=2", "max_grad_norm": 0}
+    args = tiny.arguments(tmp_path, max_steps=1, **settings)
+    given = released_optimizer(args, tiny.bert(), trust=True)
+    trainer = Trainer(
+        args=args, model_init=lambda: tiny.bert(), train_dataset=tiny.rows(8), optimizer_cls_and_kwargs=given
+    )
+    attach(trainer)
+    for _ in range(2):
+        trainer.train()
+        held = {parameter for group in trainer.optimizer.param_groups for parameter in group["params"]}
+        assert held == {*trainer.model.parameters()}
+        assert ["rank" in group for group in trainer.optimizer.param_groups].count(True) == 1
 
 
 def test_two_released_optimizers_of_one_parameter() -> None:

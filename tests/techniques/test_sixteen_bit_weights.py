@@ -117,6 +117,19 @@ def test_weights_and_state_are_those_of_float32(kind: Any, options: Any, release
         assert same_state(optimizer, parameter, plain, master)
 
 
+def test_weights_that_are_set_to_zero_stay_numbers() -> None:
+    """What rounding cut off of a weight is none of the zero that a mask has made of it."""
+    weight = torch.nn.Parameter(torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16())
+    optimizer = sixteen_bit_optimizer(torch.optim.AdamW, "kahan")([weight], lr=1e-3, weight_decay=0)
+    weight.grad = torch.ones_like(weight)
+    for zero in (0.0, -0.0):
+        optimizer.step()
+        with torch.no_grad():
+            weight[:500] = zero
+        optimizer.step()
+        assert torch.allclose(weight[:500].float(), torch.tensor(-1e-3), rtol=2**-8)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, of_bitsandbytes.AdamW8bit])
 def test_stochastic_rounding_takes_one_of_the_two_neighbours(kind: Any) -> None:
     parameters, masters = weights(), weights(torch.float32)

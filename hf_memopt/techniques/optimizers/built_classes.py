@@ -100,6 +100,8 @@ class OptimizerArguments(dict[str, Any]):
             )
         now = _plain_values(read)
         self.update({name: value for name, value in now.items() if self._read.get(name) != value})
+        # parameters of the model that is trained now; stock takes them out again
+        self.update({name: value for name, value in read.items() if name not in now})
         self._read = now
 
 
