@@ -15,11 +15,11 @@ from hf_memopt.batching.views import (
     loses_order,
     sorted_by_length,
 )
-from hf_memopt.binding.model import is_causal_lm, unwrap_model
+from hf_memopt.binding.model import is_causal_lm, task_of, unwrap_model
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.resolved_arguments import process_count
-from hf_memopt.rows import fitting_format
+from hf_memopt.rows import FORMATS, fitting_format
 
 if TYPE_CHECKING:
     from hf_memopt.batching.collation import SpeechCollator
@@ -97,15 +97,18 @@ def _column_names(dataset: Any) -> list[str]:
     return list(names or ())
 
 
-def check_encoded(dataset: Any) -> None:
+def check_encoded(dataset: Any, model: Any) -> None:
     """Raise for rows of text, which ``read_rows`` encodes; a dataset's transform may have done so too."""
     first = dataset[0] if is_map_style(dataset) and not isinstance(dataset, Mapping) and len(dataset) else None
     names = list(first) if isinstance(first, Mapping) else []
-    found = None if "input_ids" in names else fitting_format(names, None, {})
+    task = None if model is None else task_of(model)
+    found = None if "input_ids" in names else fitting_format(names, task, {}) or fitting_format(names, None, {})
     if found is not None:
+        is_read = any(task in one.tasks for one in FORMATS)
+        task = task if is_read else found[0].tasks[0]
         raise ValueError(
             f"train_dataset=<columns {sorted(names)}> holds rows of {found[0].name}; expected token ids. "
-            f"Call: read_rows(train_dataset, tokenizer, {found[0].tasks[0]!r}), and pass its .train"
+            f"Call: read_rows(train_dataset, tokenizer, {task!r}), and pass its .train"
         )
 
 

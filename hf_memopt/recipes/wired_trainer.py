@@ -69,7 +69,7 @@ def build_trainer(
             "processing_class=tokenizer, or data_collator=..."
         )
     if fixed is None and trainer_kwargs.get("data_collator") is None:
-        check_encoded(train_dataset)
+        check_encoded(train_dataset, model)
     given = dict(training_arguments or {})
     if recipe.bucketing:
         given = view_arguments(recipe.name, train_dataset, given)

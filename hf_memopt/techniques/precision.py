@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from hf_memopt.binding import checkpointing_of, is_checkpointing
+from hf_memopt.binding import checkpointing_of, is_checkpointing, versions
 from hf_memopt.binding.compatibility import techniques_in_use
 from hf_memopt.binding.model import unwrap_optimizer
 from hf_memopt.binding.parameters import cast_parameters
@@ -169,7 +169,7 @@ class PrecisionCallback(BoundCallback):
         ]
 
     def _disable_autocast_cache(self, trainer: Trainer) -> UndoHandle:
-        is_auto, runs_autocast = self.autocast_cache == "auto", trainer.args.bf16 or trainer.args.fp16
+        is_auto, runs_autocast = self.autocast_cache == "auto", versions.mixed_precision(trainer.args) != "no"
         if self.autocast_cache is True or (is_auto and not (runs_autocast and is_checkpointed(trainer))):
             return nothing_to_undo()
         if is_auto and is_under_autocast(trainer.model):
@@ -190,7 +190,7 @@ class PrecisionCallback(BoundCallback):
     def _keep_master_weights(self, trainer: Trainer, model: Any, optimizer: Any = None) -> None:
         self._handles.keep(model)
         weights = half_weights(model).values()
-        runs_autocast = trainer.args.bf16 or trainer.args.fp16
+        runs_autocast = versions.mixed_precision(trainer.args) != "no"
         if not (self.master_weights and runs_autocast and weights) or "16-bit weights" in techniques_in_use(trainer):
             return
         size = sum(weight.numel() * weight.element_size() for weight in weights)

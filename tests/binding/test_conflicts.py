@@ -5,6 +5,7 @@ themselves are tried in ``tests/techniques/test_techniques.py``.
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Callable
 from importlib import resources
 from typing import Any
@@ -16,7 +17,7 @@ from tables import refuses, table, whole
 from transformers import Trainer
 
 import tiny
-from hf_memopt import MicrobatchCallback, attach, gradient_release
+from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, attach, gradient_release
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.technique_list import TECHNIQUES, VARIANTS
 
@@ -64,6 +65,24 @@ def test_settings_that_a_technique_cannot_have(tmp_path, technique, world_size, 
     callbacks, optimizer = ([], RELEASED) if technique == "release" else ([MicrobatchCallback()], None)
     given = {"arguments": arguments, "optimizer_cls_and_kwargs": optimizer, "world_size": world_size}
     assert refused(make_trainer(tmp_path, *callbacks, **given)) == pair
+
+
+@pytest.mark.parametrize(
+    ("variables", "callback", "pair"),
+    [
+        ({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, FusedCrossEntropyCallback, "fused cross-entropy and torch.compile"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "NO"}, FusedCrossEntropyCallback, ""),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, None, "gradient release and fp16"),
+    ],
+)
+def test_what_accelerate_launch_asks_for_is_seen(tmp_path, monkeypatch, variables, callback, pair) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, **variables})
+    if callback is None:
+        trainer = make_trainer(tmp_path, optimizer_cls_and_kwargs=RELEASED)
+    else:
+        args = tiny.arguments(tmp_path)
+        trainer = Trainer(tiny.llama(), args, train_dataset=tiny.rows(4), callbacks=[callback()])
+    assert refused(trainer) == pair
 
 
 def fully_sharded(trainer: Any, monkeypatch: pytest.MonkeyPatch, is_new: bool = True) -> Any:

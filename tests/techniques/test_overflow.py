@@ -19,6 +19,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 import tiny
+from hf_memopt import PrecisionCallback
 from hf_memopt.binding import attach
 from hf_memopt.techniques.microbatching import MicrobatchCallback
 from hf_memopt.techniques.nonfinite.overflow import OverflowCallback, StepReading, read_step
@@ -342,6 +343,20 @@ def test_what_cannot_work_is_refused(tmp_path: Any) -> None:
     trainer = Trainer(model=tiny.bert().half(), args=tiny.arguments(tmp_path, fp16=True), train_dataset=tiny.rows(4))
     with pytest.raises(ValueError, match=r"^fp16=True cannot train bert\.embeddings"):
         attach(trainer, OverflowCallback())
+    attach(trainer, PrecisionCallback())  # the remedy
+    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+
+
+def test_gradients_are_looked_at_where_a_trainer_clips_by_itself(tmp_path: Any) -> None:
+    class Own(Trainer):
+        def _clip_grad_norm(self, model: Any) -> Any:
+            return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    model, callback = tiny.bert(), OverflowCallback()
+    model.classifier.weight.register_hook(lambda gradient: gradient * float("nan"))
+    args = tiny.arguments(tmp_path, max_steps=1, max_grad_norm=1.0)
+    attach(Own(model, args, train_dataset=tiny.rows(8)), callback).train()
+    assert (callback.nonfinite_steps, bool(model.classifier.weight.isnan().any())) == (1, False)
 
 
 def test_beside_micro_batching_it_sees_whole_batches_once(tmp_path: Any) -> None:

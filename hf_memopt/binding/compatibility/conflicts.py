@@ -164,15 +164,15 @@ def settings_in_use(args: TrainingArguments, *, world_size: int) -> tuple[str, .
     optim = str(getattr(args.optim, "value", args.optim))
     are_flags_set = all(getattr(args, name) == value for name, value in ddp_flags().items())
     asked = {
-        "bf16": args.bf16,
-        "fp16": args.fp16,
+        "bf16": versions.mixed_precision(args) == "bf16",
+        "fp16": versions.mixed_precision(args) == "fp16",
         "accumulation": args.gradient_accumulation_steps > 1,
         "norm clipping": (args.max_grad_norm or 0) > 0,
         "NEFTune": args.neftune_noise_alpha is not None,
         "reentrant checkpointing": is_checkpointed and options.get("use_reentrant") is True,
         "layer-wise optimizer": steps_in_backward(optim),
         "auto_find_batch_size": args.auto_find_batch_size,
-        "torch.compile": args.torch_compile,
+        "torch.compile": versions.is_compiled(args),
         "Liger kernel": args.use_liger_kernel,
         "DDP": world_size > 1 and are_flags_set,
         "DDP, default flags": world_size > 1 and not are_flags_set,

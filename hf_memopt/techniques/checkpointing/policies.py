@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memopt.binding import can_offload_checkpoints, checkpointing_of, enable_checkpointing
+from hf_memopt.binding import can_offload_checkpoints, checkpointing_of, enable_checkpointing, versions
 from hf_memopt.binding.compatibility import check_settings
 from hf_memopt.binding.model import unwrap_model
 from hf_memopt.binding.model_changes import drop_input_gradients, input_gradient_hooks
@@ -299,7 +299,7 @@ def check_offload(*, on_cpu: bool, is_stocks: bool = True) -> None:
 
 
 def _check_compiled(policy: str, args: TrainingArguments) -> None:
-    if not args.torch_compile:
+    if not versions.is_compiled(args):
         raise ValueError(
             f"policy={policy!r} is a choice that torch.compile makes, and torch_compile=False; expected a compiled "
             "model. Set torch_compile=True, or pass policy='selective'"

@@ -41,6 +41,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_memopt.binding.checkpoint_manifest import own_checkpoint
 from hf_memopt.binding.model import tensors_in, unwrap_optimizer
 from hf_memopt.binding.undo import UndoHandle, override_method
 from hf_memopt.techniques import BoundCallback
@@ -57,9 +58,10 @@ PART_BYTES = 64 * 2**20
 # ---- Saving ---------------------------------------------------------------------------------------------------------
 
 
-def save_in_shards(model: PreTrainedModel, *, max_shard_bytes: int) -> UndoHandle:
+def save_in_shards(model: PreTrainedModel, *, max_shard_bytes: int, is_checkpoint: bool = True) -> UndoHandle:
     """Let ``model.save_pretrained`` write files of bounded size, and to a checkpoint the names the model trains under.
 
+    A checkpoint's folder is named as stock names it; ``is_checkpoint=False`` writes the hub's names to that too.
     An index that the folder contains already is deleted first and a new one is written last, so an interrupted save
     leaves no checkpoint rather than a mixture. An old file of all weights stays until the new files are complete and is
     deleted then, since stock would read it first. Arguments of the caller of ``save_pretrained`` take precedence.
@@ -68,7 +70,7 @@ def save_in_shards(model: PreTrainedModel, *, max_shard_bytes: int) -> UndoHandl
     def save_pretrained(before: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {"max_shard_size": max_shard_bytes}
         folder = Path(save_directory)
-        if folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
+        if is_checkpoint and folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
             options["save_original_format"] = False
         is_main_process = args[0] if args else kwargs.get("is_main_process", True)
         replaces = is_main_process and kwargs.get("variant") is None
@@ -215,7 +217,9 @@ class ShardedCheckpointCallback(BoundCallback):
         trainer = self.binding.trainer
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         is_plain = isinstance(model, PreTrainedModel) and not getattr(model, "peft_config", None)
-        with save_in_shards(model, max_shard_bytes=self.max_shard_bytes) if is_plain else nullcontext():
+        is_checkpoint = own_checkpoint(*args, **kwargs) is not None  # and not weights that a user saves beside them
+        shards = partial(save_in_shards, max_shard_bytes=self.max_shard_bytes, is_checkpoint=is_checkpoint)
+        with shards(model) if is_plain else nullcontext():
             before(*args, **kwargs)
 
     def _train(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

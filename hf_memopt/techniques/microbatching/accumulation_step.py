@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
+from hf_memopt.binding import versions
 from hf_memopt.binding.losses import foreign_hooks
 from hf_memopt.binding.undo import KeptState, override_method
 from hf_memopt.techniques.microbatching.row_check import without_dropout
@@ -79,7 +80,7 @@ def is_narrow(trainer: Any, model: nn.Module) -> bool:
         is_tf32 = torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # stock's tf32=True sets torch.backends.fp32_precision, after which torch answers no more
         is_tf32 = True
-    is_autocast = trainer.args.bf16 or trainer.args.fp16
+    is_autocast = versions.mixed_precision(trainer.args) != "no"
     return is_tf32 or is_autocast or any(weight.element_size() < 4 for weight in model.parameters())
 
 
