@@ -182,8 +182,8 @@ class OverflowCallback(TechniqueCallback):
         trainer = self.binding.trainer
         norm = self._norm
         if norm is None:  # of a Trainer that clips by itself
-            gradients = [weight.grad for weight in trainer.model.parameters() if weight.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
+            grads = [weight.grad for weight in trainer.model.parameters() if weight.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
         reading = read_step(self._is_loss_bad, norm, trainer.accelerator)
         self._skips_in_a_row = self._skips_in_a_row + 1 if reading.is_skipped else 0
         if reading.is_skipped:
