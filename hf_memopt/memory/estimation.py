@@ -123,8 +123,8 @@ def estimate(
         shape = replace(shape, seq_len=plan.recorded[0])
     dtype = overrides.get("weights_dtype")
     found = estimate_of_step(model, shape, settings, found_gpu, task=task, weights_dtype=dtype, lengths=plan)
-    if recipe is None and dtype is None and settings.load_in is None and isinstance(model, str | os.PathLike):
-        found = replace(found, notes=(*found.notes, OWN_DTYPE))
+    if recipe is None:
+        found = replace(found, notes=(*found.notes, *of_own_dtype(model, settings, dtype)))
     return with_hints(model, found, task=task, labels_length=labels_length, lengths=plan) if hints else found
 
 
@@ -173,6 +173,12 @@ OWN_DTYPE = (
 )
 
 
+def of_own_dtype(model: Any, settings: StepSettings, weights_dtype: str | None) -> tuple[str, ...]:
+    """Return the note on weights that are counted in float32, where a name or a folder may have others."""
+    is_named = isinstance(model, str | os.PathLike) and weights_dtype is None and settings.load_in is None
+    return (OWN_DTYPE,) if is_named else ()
+
+
 @collector_paused()
 def estimate_of_step(
     model: nn.Module | PretrainedConfig | str | os.PathLike[str],
@@ -208,10 +214,11 @@ def estimate_of_step(
     others = [recorded(replace(shape, seq_len=length), without_evaluation)[0] for length in lengths_recorded]
     trained = shard_facts(trace.trainable, settings)
     on_host = trace.on_host
-    stepping = trained if on_host is None else tuple(fact for fact in trained if fact not in on_host.stepped)
+    left = {trace.trainable[index] for index in trace.unused} if on_host is None else on_host.stepped
+    stepping = tuple(fact for fact in trained if fact not in left)  # torch has no state of what gets no gradient
     optimizer = as_the_engine_steps(optimizer_memory(stepping, settings), stepping, settings)
     plan = ReplayPlan.of(stepping, settings, optimizer, shape.batch_size, chip)
-    if on_host is not None and settings.steps_in_backward:
+    if left and settings.steps_in_backward:
         plan = replace(plan, optimizer=optimizer_memory(trained, settings).alone)  # by the parameters of the recording
     fragmentation = None
     if lengths is not None:

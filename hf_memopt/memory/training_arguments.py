@@ -13,7 +13,7 @@ import numpy as np
 from hf_memopt.binding import versions as compat
 from hf_memopt.binding.compatibility import optimizers_of, techniques_in_use
 from hf_memopt.devices import Gpu, current_gpu, find_gpu
-from hf_memopt.memory.estimation import estimate_of_step
+from hf_memopt.memory.estimation import estimate_of_step, of_own_dtype
 from hf_memopt.memory.optimizers import check_optimizer
 from hf_memopt.memory.recording import Shape
 from hf_memopt.memory.result import Estimate
@@ -34,12 +34,13 @@ def settings_of_arguments(args: TrainingArguments, world_size: int | None = None
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     sharding = _sharding(args, world_size)
     processes = sharding.get("world_size", 1)
+    mixed = compat.mixed_precision(args)
     same = compat.training_argument_names() & {item.name for item in fields(StepSettings)}
     return StepSettings(
         **{
             **{name: getattr(args, name) for name in same},
             "optim": str(getattr(args.optim, "value", args.optim)),
-            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "fp32",
+            "precision": "tf32" if mixed == "no" and args.tf32 else "fp32" if mixed == "no" else mixed,
             "checkpointing": checkpointing and (options or True),
             "eval_batch_size": _rows(args, "per_device_eval_batch_size", processes) if evaluates else None,
             "gradient_accumulation_steps": _accumulation_steps(args),
@@ -117,6 +118,13 @@ def _sharding(args: TrainingArguments, world_size: int | None) -> dict[str, Any]
                 f"not estimable: fsdp={args.fsdp!r} with fsdp_config[{key!r}]={value!r}; expected {instead}. "
                 f"Pass TrainingArguments(..., fsdp=True, fsdp_config={{{key!r}: {simulated!r}}})"
             )
+    config: Any = args.accelerator_config
+    if (config.gradient_accumulation_kwargs or {}).get("sync_each_batch") and _accumulation_steps(args) > 1:
+        raise NotEstimableError(
+            "not estimable: accelerator_config.gradient_accumulation_kwargs['sync_each_batch']=True shards the gradients "
+            "of each accumulation step, where those of all are assumed to be whole until the last; expected one step, "
+            "which holds as many but for a second shard of the gradients. Pass gradient_accumulation_steps=1"
+        )
     processes = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     if processes == 1:
         raise NotEstimableError(
@@ -175,7 +183,7 @@ def estimate_from_arguments(
             f"args={shown(args)} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"
         )
     for name, reason in REFUSED.items():
-        if value := getattr(args, name, None):
+        if value := compat.is_compiled(args) if name == "torch_compile" else getattr(args, name, None):
             raise NotEstimableError(f"not estimable: {name}={value!r}: {reason}")
     if "batch_size" in overrides:
         rows = overrides["batch_size"]
@@ -211,7 +219,8 @@ def estimate_from_arguments(
     found = estimate_of_step(
         model, shape, settings, found_gpu, **of_model, weights_dtype=overrides.get("weights_dtype")
     )
-    return replace(found, notes=(*found.notes, *notes_of_arguments(args)))
+    own = of_own_dtype(model, settings, overrides.get("weights_dtype"))
+    return replace(found, notes=(*found.notes, *own, *notes_of_arguments(args)))
 
 
 # ---- A Trainer as it is
@@ -307,6 +316,15 @@ def _given_optimizer(trainer: Trainer) -> dict[str, Any]:
         name = _OF_TORCH.get(kind.__name__, "") if kind.__module__.startswith("torch.optim.") else ""
         read = [f"{key}={options[key]}" for key in ("momentum", "centered") if options.get(key)]
         found = {"optim": name + "_fused" * bool(options.get("fused")), "optim_args": ",".join(read) or None}
+        decay = 0.0 if optimizer is None else max(group.get("weight_decay", 0.0) for group in optimizer.param_groups)
+        found |= {} if optimizer is None else {"weight_decay": decay}
+        is_copied = kind.__name__ == "Adam" and decay and not options.get("fused")
+        if options.get("amsgrad") or is_copied:
+            what = f"weight_decay={decay}, for which it copies all gradients" if is_copied else "amsgrad=True"
+            raise NotEstimableError(
+                f"not estimable: optimizer=<{kind.__name__}> with {what} is not counted; expected one that "
+                "TrainingArguments(optim=...) names. Pass optim='adamw_torch_fused' in its place"
+            )
     try:
         check_optimizer(found["optim"])
     except ValueError:

@@ -257,7 +257,20 @@ def _build(
             raise _no_kernels(attn_implementation) from error
     if attn_implementation == "flash_attention_2":
         use_stand_in(model)
+    _keep_in_float32(model, dtype)
     return rest_to_meta(model)
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Make float32 of the modules that ``from_pretrained`` keeps so, T5's ``wo`` in float16 for example.
+
+    Private, seen in transformers 5.8.1, 5.17.0 and 5.23.0.
+    """
+    always = getattr(model, "_keep_in_fp32_modules_strict", None) or () if dtype.itemsize == 2 else ()
+    kept = {*always, *(getattr(model, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 else ())}
+    for name, module in model.named_modules():
+        if any(f".{one}." in f".{name}." for one in kept):
+            module.float()
 
 
 def _quantization(config: Any) -> dict[str, Any] | None:

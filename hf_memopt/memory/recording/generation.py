@@ -63,6 +63,8 @@ def generate(
     accelerate puts an autocast region around ``model.forward``, and ``as_returned`` is what it does to the outputs; the
     encoder, which ``generate`` calls by itself, runs outside of it.
     """
+    # made from the labels, which Seq2SeqTrainer takes out
+    batch = {name: value for name, value in batch.items() if name != "decoder_input_ids"}
     options = {"max_length": settings.generation_max_length, "num_beams": settings.generation_num_beams}
     given = {name: value for name, value in options.items() if value is not None}
     most = settings.generation_max_length or int(model.generation_config.max_length or _DEFAULT_LENGTH)

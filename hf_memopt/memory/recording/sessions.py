@@ -274,17 +274,13 @@ def _record_with(
     prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip, *, balanced: bool = False
 ) -> StepTrace:
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
-    batch = example_batch(prepared.base, batch_size=shape.batch_size, settings=settings, **lengths)
-    if settings.label_smoothing_factor and hasattr(
-        unwrap_model(prepared.base), "prepare_decoder_input_ids_from_labels"
-    ):
+    sizes = [size for size in (shape.batch_size, settings.eval_batch_size) if size is not None]
+    batches = [example_batch(prepared.base, batch_size=size, settings=settings, **lengths) for size in sizes]
+    is_made = hasattr(unwrap_model(prepared.base), "prepare_decoder_input_ids_from_labels")
+    for one in batches if settings.label_smoothing_factor and is_made else ():
         # label smoothing removes the labels; the decoder's inputs, otherwise made from them, come from the collator
-        batch["decoder_input_ids"] = torch.zeros_like(batch["labels"])
-    evaluation_batch = None
-    if settings.eval_batch_size is not None:
-        evaluation_batch = example_batch(
-            prepared.base, batch_size=settings.eval_batch_size, settings=settings, **lengths
-        )
+        one["decoder_input_ids"] = torch.zeros_like(one["labels"])
+    batch, evaluation_batch = batches[0], batches[1] if len(batches) > 1 else None
     if settings.predict_with_generate and evaluation_batch is not None:
         from hf_memopt.memory.recording.generation import check_generation  # imports transformers' generation
 
