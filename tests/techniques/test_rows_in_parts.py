@@ -206,6 +206,10 @@ DEPENDENT: dict[str, tuple[Mix, str]] = {
         lambda body, hidden, ids: (hidden, 0 * hidden.mean()),
         "its output 1 is one number for all rows, as a loss or a scale is",
     ),
+    "a number of all rows": (
+        lambda body, hidden, ids: (hidden, int(ids.ne(0).sum())),
+        "rows depend on each other: its output 1, the int 58, is another one for other rows",
+    ),
     "permutation": (lambda body, hidden, ids: hidden + hidden[torch.randperm(len(hidden))], DRAWS),
     "augmentation": (masked_by_numpy, DRAWS),
     "one number for all rows": (lambda body, hidden, ids: hidden * random.random(), DRAWS),
@@ -736,6 +740,17 @@ def test_rows_that_depend_on_each_other_from_some_step_on_are_found(monkeypatch:
         assert re.sub(r"[\d.]+e[+-]\d+", "#", str(error.value)) == (
             f"{DIFFER}, which an earlier check of body did not show"
         )
+
+
+def test_a_number_that_stands_for_all_rows_is_held_against_each_part() -> None:
+    model = with_body(lambda body, hidden, ids: (hidden, int(ids.max())))
+    backbones = in_parts(PART, ["body"])
+    for _ in range(2):  # which are checked
+        with backbones.cut(model) as seen:
+            step_with(input_ids=IDS.clamp(max=1))(model)
+        assert seen.cut == 1
+    with backbones.cut(model), pytest.raises(DependentRowsError, match="^parts return different values, "):
+        step_with(input_ids=IDS + torch.arange(ROWS)[:, None])(model)
 
 
 class Counted:

@@ -35,6 +35,7 @@ from hf_memopt.techniques.microbatching.module_call import (
     DependentRowsError,
     Layout,
     ModuleCall,
+    is_same_value,
 )
 
 DROPOUTS = (
@@ -196,6 +197,7 @@ class _Check:
                 _refuse_changes(self._call.module, before)
             for index, (value, other, dim) in enumerate(zip(whole, found, layout.out, strict=True)):
                 if not torch.is_tensor(value):
+                    _refuse_other_value(index, value, other)
                     continue
                 error = _difference(*(self._rows_in(tensor, dim, kept) for tensor in (value, other)))
                 if error > limit:
@@ -265,10 +267,11 @@ def _tolerance(module: nn.Module, is_off: bool) -> float:
 def _rows_of(index: int, whole: Any, parts: Sequence[Any], sizes: Sequence[int], limit: float) -> int | None:
     """Return the dimension of the rows in one output, None for a value that all parts share."""
     if not torch.is_tensor(whole):
-        if isinstance(whole, PLAIN):
-            return None
-        name = type(whole).__name__
-        raise DependentRowsError(f"its output {index} is a {name}, which has no rows")
+        if not isinstance(whole, PLAIN):
+            raise DependentRowsError(f"its output {index} is a {type(whole).__name__}, which has no rows")
+        for part in parts:
+            _refuse_other_value(index, whole, part)
+        return None
     rows = sum(sizes)
     fitting = (
         d
@@ -291,6 +294,12 @@ def _rows_of(index: int, whole: Any, parts: Sequence[Any], sizes: Sequence[int],
             raise DependentRowsError(f"parts of {shown} have shapes that do not join")
         raise DependentRowsError(f"rows depend on each other: parts of {shown} differ from the whole by {error:.1e}")
     return dim
+
+
+def _refuse_other_value(index: int, whole: Any, other: Any) -> None:
+    if not is_same_value(whole, other):
+        shown = f"its output {index}, the {type(whole).__name__} {str(whole)[:40]},"
+        raise DependentRowsError(f"rows depend on each other: {shown} is another one for other rows")
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:

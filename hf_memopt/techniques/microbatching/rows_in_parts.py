@@ -33,7 +33,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from hf_memopt.binding.undo import RandomState
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
-from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall
+from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall, is_same_value
 
 LARGEST_CHANGE = 1e-5  # of the sum of an output's absolute values, when a part is run again
 
@@ -176,6 +176,8 @@ class _Parts:
 
     def _joined(self, values: list[Any], dim: int | None) -> torch.Tensor | None:
         if not torch.is_tensor(values[0]):
+            if not all(is_same_value(values[0], value) for value in values):
+                raise DependentRowsError(f"parts return different values, {str(values)[:80]}, where one stands for all rows")
             return None
         # a copy: an output of a node of the graph is a tensor of its own
         return values[0].clone() if dim is None else torch.cat(values, dim)
