@@ -8,6 +8,7 @@ import inspect
 import random
 import re
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -114,6 +115,12 @@ def test_accumulation_in_two_processes(name: str, loss: str, ranks: list[dict[st
 Mix = Callable[[Any, torch.Tensor, torch.Tensor], Any]
 
 
+class Meter:
+    """An object of a user's."""
+
+    count = 0
+
+
 class Body(nn.Module):
     """A backbone that does with its rows what a test says: ``mix`` gets it, the hidden states and the ids."""
 
@@ -126,6 +133,7 @@ class Body(nn.Module):
         self.calls, self.p = 0, 0.5
         self.seen: list[Any] = []
         self.last: dict[str, Any] = {}
+        self.bank: dict[str, Any] = {"losses": deque(maxlen=2), "meter": Meter()}
 
     def forward(self, input_ids: torch.Tensor, groups: torch.Tensor | None = None) -> Any:
         hidden = torch.tanh(self.linear(self.words(input_ids)))
@@ -223,6 +231,11 @@ DEPENDENT: dict[str, tuple[Mix, str]] = {
     "tensor": (doing(lambda body, hidden: setattr(body, "kept", hidden)), CHANGES.format("kept")),
     "list": (doing(lambda body, hidden: body.seen.append(1)), CHANGES.format("seen")),
     "entry of a dict": (doing(lambda body, hidden: body.last.update(x=hidden)), CHANGES.format("last")),
+    "deque in a dict": (doing(lambda body, hidden: body.bank["losses"].append(hidden.mean())), CHANGES.format("bank")),
+    "object in a dict": (
+        doing(lambda body, hidden: setattr(body.bank["meter"], "count", body.bank["meter"].count + 1)),
+        CHANGES.format("bank"),
+    ),
 }
 
 

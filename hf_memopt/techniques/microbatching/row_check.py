@@ -7,27 +7,31 @@ Both are decided by value, on the batch that is about to run, by forward passes 
 - The outputs of some rows stay the same when others get the content of further rows. Shapes do not change here, so
   next to no rounding does, and a dependence of 1e-9 shows in float64. The first time a kind of call is met, any two
   rows are told apart by this; later checks draw half of the rows at random.
-- A forward pass changes nothing in the module: no buffer, no attribute, no tensor kept for later.
+- A forward pass changes nothing in the module: no buffer, no attribute, no tensor kept for later, also in containers
+  and objects that attributes hold.
 
 The price: for n rows 3 + 2 log2(n) forward passes for the first call of a kind, 4 for a later check.
 
 Limitations: randomness other than dropout whose draws depend on the number of rows (SpecAugment) is refused, since its
-values cannot be compared. In 16 bits a dependence below 1 % of the largest value may pass.
+values cannot be compared. In 16 bits a dependence below 1 % of the largest value may pass. What a forward pass changes
+outside of the module, such as a global list that it appends to, is not seen.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from hf_memopt.binding.losses import foreign_hooks, is_listed_module
-from hf_memopt.binding.undo import KeptState, RandomState, set_attribute
+from hf_memopt.binding.undo import FOREIGN, KeptState, RandomState, set_attribute
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.module_call import (
     PLAIN,
@@ -45,6 +49,7 @@ DROPOUTS = (
 """Attributes of modules that hold a probability of dropping something, or the width of a noise."""
 
 MOST_MARKED = 1000  # entries of a container in an attribute
+DEEPEST = 5  # containers and objects inside each other: module -> memory -> banks -> name -> its list
 
 
 def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None) -> Layout:
@@ -326,8 +331,9 @@ def _refuse_changes(module: nn.Module, before: Mapping[str, Any]) -> None:
 def _state_of(module: nn.Module) -> dict[str, Any]:
     """Return the attributes and buffers of a module and those inside, as far as a change would show."""
     skipped = ("_parameters", "_buffers", "_modules", "forward")
+    seen = set(map(id, module.modules()))
     found: dict[str, Any] = {
-        f"{name}.{key}".lstrip("."): _mark(value)
+        f"{name}.{key}".lstrip("."): _mark(value, seen)
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if key not in skipped
@@ -336,15 +342,31 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _mark(value: Any) -> Any:
+def _mark(value: Any, seen: set[int], depth: int = 0) -> Any:
+    """Return what shows a change of a value, or of what its containers, arrays and objects of a user's hold."""
     if isinstance(value, PLAIN):
         return repr(value)
     if torch.is_tensor(value):
         return id(value), value._version
-    if isinstance(value, (list, dict, set, tuple)):
-        inside = value.values() if isinstance(value, dict) else value
-        return id(value), len(value), [id(each) for each in islice(inside, MOST_MARKED)]
-    return id(value)
+    if id(value) in seen or depth > DEEPEST:
+        return id(value)
+    seen.add(id(value))
+    if isinstance(value, np.ndarray):
+        return id(value), hash(value.tobytes())
+    inside: Any = ()
+    if isinstance(value, (list, set, tuple, deque)):
+        inside = value
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif hasattr(value, "__dict__") and not _is_foreign(value):
+        inside = vars(value).values()
+    return id(value), len(inside), [_mark(each, seen, depth + 1) for each in islice(inside, MOST_MARKED)]
+
+
+def _is_foreign(value: Any) -> bool:
+    """Return whether an object keeps nothing of a forward pass, or is looked at by itself, as modules inside are."""
+    package = type(value).__module__.partition(".")[0]
+    return package in FOREIGN or is_listed_module(package)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
