@@ -130,7 +130,7 @@ class Body(nn.Module):
         self.norm = nn.BatchNorm1d(10)
         self.scaled = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
         self.register_buffer("count", torch.zeros(()))
-        self.calls, self.p = 0, 0.5
+        self.calls, self.dropout, self.p = 0, 0.5, 0.1
         self.seen: list[Any] = []
         self.last: dict[str, Any] = {}
         self.bank: dict[str, Any] = {"losses": deque(maxlen=2), "meter": Meter()}
@@ -220,6 +220,10 @@ DEPENDENT: dict[str, tuple[Mix, str]] = {
     ),
     "permutation": (lambda body, hidden, ids: hidden + hidden[torch.randperm(len(hidden))], DRAWS),
     "augmentation": (masked_by_numpy, DRAWS),
+    "rows mixed with a probability p": (
+        lambda body, hidden, ids: hidden.lerp(hidden.flip(0), random.random()) if random.random() < body.p else hidden,
+        DRAWS,
+    ),
     "one number for all rows": (lambda body, hidden, ids: hidden * random.random(), DRAWS),
     "spectral norm": (
         lambda body, hidden, ids: body.scaled(hidden),
@@ -368,7 +372,7 @@ DRAWN: dict[str, Callable[[tuple[int, ...]], torch.Tensor]] = {
 
 def dropping(draw: Callable[[tuple[int, ...]], torch.Tensor]) -> Mix:
     def mix(body: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return hidden * (draw(hidden.shape[:2]) >= body.p)[..., None] if body.p else hidden
+        return hidden * (draw(hidden.shape[:2]) >= body.dropout)[..., None] if body.dropout else hidden
 
     return mix
 

@@ -13,8 +13,9 @@ Both are decided by value, on the batch that is about to run, by forward passes 
 The price: for n rows 3 + 2 log2(n) forward passes for the first call of a kind, 4 for a later check.
 
 Limitations: randomness other than dropout whose draws depend on the number of rows (SpecAugment) is refused, since its
-values cannot be compared. In 16 bits a dependence below 1 % of the largest value may pass. What a forward pass changes
-outside of the module, such as a global list that it appends to, is not seen.
+values cannot be compared, and so is a dropout of a user's own class that calls its probability ``p``. In 16 bits a
+dependence below 1 % of the largest value may pass. What a forward pass changes outside of the module, such as a global
+list that it appends to, is not seen.
 """
 
 from __future__ import annotations
@@ -43,10 +44,14 @@ from hf_memopt.techniques.microbatching.module_call import (
 )
 
 DROPOUTS = (
-    *("p", "dropout", "attention_dropout", "activation_dropout", "hidden_dropout"),
+    *("dropout", "attention_dropout", "activation_dropout", "hidden_dropout"),
     *("attn_dropout", "residual_dropout", "layerdrop", "dropout_p", "dropout_prob", "drop_prob", "jitter_noise"),
 )
 """Attributes of modules that hold a probability of dropping something, or the width of a noise."""
+
+_WITH_P = ("torch.nn.modules.dropout", "torchvision.ops.", "peft.", "timm.", "transformers.")
+"""In whose classes ``p`` is one of them. In a user's it may be the probability of mixing rows, as in MixStyle."""
+OFTEN = 0.9  # so that one of a few passes shows it
 
 MOST_MARKED = 1000  # entries of a container in an attribute
 DEEPEST = 5  # containers and objects inside each other: module -> memory -> banks -> name -> its list
@@ -82,12 +87,14 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Drop nothing inside the context."""
+    """Drop nothing inside the context; what a user's class does with a probability ``p`` is done nearly always."""
     with ExitStack() as stack:
         for module in model.modules():
-            for name in DROPOUTS:
-                if isinstance(getattr(module, name, None), float):
-                    stack.callback(set_attribute(module, name, 0.0).remove)
+            is_known = isinstance(module, nn.Dropout) or type(module).__module__.startswith(_WITH_P)
+            for name in (*DROPOUTS, "p"):
+                old = getattr(module, name, None)
+                if isinstance(old, float) and (name != "p" or is_known or 0 < old < OFTEN):
+                    stack.callback(set_attribute(module, name, OFTEN if name == "p" and not is_known else 0.0).remove)
         yield
 
 
