@@ -106,11 +106,10 @@ def make(
     """Return a trainer of 3 steps of 4 rows."""
     args = tiny.arguments(
         folder,
-        per_device_train_batch_size=ROWS,
         per_device_eval_batch_size=ROWS,
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
-        **settings,
+        **{"per_device_train_batch_size": ROWS, **settings},
     )
     model = tiny.bert() if model is None else model
     vars(model)["accepts_loss_kwargs"] = False  # stock then counts no labels
@@ -444,6 +443,20 @@ def test_a_wrong_statement_is_raised_with_the_weight_that_shows_it(loss: Any, te
         "MicrobatchCallback() then cuts below the loss, whatever it is."
     )
     assert trainer.state.global_step == 0
+
+
+def test_a_statement_is_verified_on_rows_of_different_labels(tmp_path: Path) -> None:
+    """Of which the first batch has none, and the second a single one, in its longest row."""
+    data = [row | {"labels": 0} for row in mixed_rows(24)]
+    max(data[8:16], key=lambda row: len(row["input_ids"]))["labels"] = 1
+    data = [row | {"boxes": torch.zeros(1)} for row in data]
+    weight = torch.tensor([1.0, 20.0, 1.0])
+    kind = own(lambda logits, inputs: functional.cross_entropy(logits, inputs["labels"], weight=weight))
+    callback = MicrobatchCallback(max_examples=2, loss="mean over rows")
+    trainer = make(kind, tmp_path, callback, data=data, per_device_train_batch_size=8)
+    with pytest.raises(NotSplittableError, match="its loss is not what is stated"):
+        trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_an_unknown_name_lists_the_nearest(tmp_path: Path) -> None:

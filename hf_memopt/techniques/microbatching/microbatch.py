@@ -130,8 +130,8 @@ class MicrobatchCallback(BoundCallback):
         backbone: the name of the module whose rows run in parts, or its end, or several, where a loss is not known and
             nothing is found that can be cut: "encoder". None: found by itself.
         loss: what the loss is, where it is not known: "sum" (divided by ``num_items_in_batch``), "mean over rows",
-            "mean over labels", "mean over shifted labels" or "mean over <column of the batch>"; verified once by the
-            gradients of a few rows. Whole micro-batches run then. None: it is looked up.
+            "mean over labels", "mean over shifted labels" or "mean over <column of the batch>"; verified by the
+            gradients of a few rows, of different labels as soon as a batch has them. Whole micro-batches run then. None: it is looked up.
 
     Attributes:
         limits: the current limits, ``max_tokens`` and ``max_examples``, each a ``Limit``, whose docstring has the rule

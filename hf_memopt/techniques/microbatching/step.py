@@ -114,7 +114,7 @@ class MicrobatchedStep:
         self._backbones = Backbones(self._names, Size(partial(part_rows, self._limits), self._part_failed))
         self._first_way: KnownLoss | str | None = None  # of the first step, None until then
         self._known: dict[bool, KnownLoss | str] = {}  # by whether items are counted
-        self._whole.is_verified, self._whole.padding = self._stated is None, Padding()
+        self._whole.verified_labels, self._whole.padding = 2 if self._stated is None else 0, Padding()
         self._why_whole = ""  # what was seen to change as rows pass through the model: a hook of others, a buffer
         self._was_told = False  # that nothing can be cut
         self._begin_window()

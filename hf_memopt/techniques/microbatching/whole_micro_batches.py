@@ -15,6 +15,7 @@ whole model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.binding.losses import KnownLoss, observed_hooks
+from hf_memopt.binding.model import IGNORED_LABEL
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.accumulation_step import (
     LARGEST_ERROR_16_BITS,
@@ -53,7 +55,7 @@ class WholeMicroBatches:
         self._limits = limits
         self.rows: list[int] = []  # of the micro-batch that runs, or ran last
         self.are_shared = False  # gradients of this batch were sent to other processes
-        self.is_verified = False  # the loss may be cut; a stated one is verified first
+        self.verified_labels = 0  # a stated loss may be cut whose rows have as many different labels, 2 for any number
         self.padding = Padding()
         self._weight = 1.0
         self._share_gradients: Callable[[], None] | None = None
@@ -97,9 +99,13 @@ class WholeMicroBatches:
             groups, repeats = groups_in_lockstep(trainer, groups)
         if len(groups) + repeats == 1:
             return [(groups[0], 1.0)]
-        if not self.is_verified:
-            verify_stated_loss(trainer, step, loss, self.padding.is_kept)
-            self.is_verified = True
+        if self.verified_labels < 2:  # rows of one label do not show that a loss weighs classes
+            labels = len(set(_row_labels(trainer, step.inputs) or (0, 1)) - {IGNORED_LABEL})
+            if trainer.is_fsdp_enabled:
+                labels = largest_of_all(trainer, labels)
+            if self.verified_labels < min(labels, 2) or not self.verified_labels:
+                verify_stated_loss(trainer, step, loss, self.padding.is_kept)
+                self.verified_labels = min(max(labels, 1), 2)
         weights = loss.row_weights(step.inputs)
         if weights is None:  # losses add up
             return [*((rows, 1.0) for rows in groups), *[(groups[0][:1], 0.0)] * repeats]
@@ -176,7 +182,7 @@ def groups_in_lockstep(trainer: Any, groups: Sequence[list[int]]) -> tuple[list[
     return found, wanted - len(found)
 
 
-# ---- A loss that the user has stated, verified once
+# ---- A loss that the user has stated, verified once, on rows of different labels
 
 
 ROWS = 4
@@ -202,8 +208,7 @@ def verify_stated_loss(
 
 def _verify(trainer: Any, step: AccumulationStep, loss: KnownLoss, keeps_padding: bool, most_rows: int) -> None:
     inputs = step.inputs
-    lengths = row_lengths(inputs) or [1] * row_count(inputs)
-    rows = sorted(range(len(lengths)), key=lambda row: lengths[row])[:most_rows]
+    rows = _rows_to_verify(inputs, _row_labels(trainer, inputs))[:most_rows]
     batch = take_rows(inputs, rows, keeps_padding=keeps_padding)
     found = _difference(trainer, step, batch, loss.row_weights(batch), keeps_padding)
     if found is None:
@@ -212,6 +217,25 @@ def _verify(trainer: Any, step: AccumulationStep, loss: KnownLoss, keeps_padding
     if step.num_items_in_batch is not None and _difference(trainer, step, batch, None, keeps_padding) is None:
         remedy = 'The Trainer divides a sum by num_items_in_batch here. Call MicrobatchCallback(loss="sum")'
     raise NotSplittableError(trainer.model, f"its loss is not what is stated ({loss.source}): {found}", remedy=remedy)
+
+
+def _row_labels(trainer: Any, inputs: Mapping[str, Any]) -> list[Any] | None:
+    """Return the label of each row, shape (rows,); None where rows have several, or none."""
+    found = (inputs.get(name) for name in ("labels", *trainer.label_names))
+    return next((x.flatten().tolist() for x in found if torch.is_tensor(x) and x.numel() == row_count(inputs)), None)
+
+
+def _rows_to_verify(inputs: Mapping[str, Any], labels: list[Any] | None) -> list[int]:
+    """Return all rows: the shortest of the rarest label, of the most common one and of each other, then the rest."""
+    lengths = row_lengths(inputs) or [1] * row_count(inputs)
+    rows = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    if labels is None:
+        return rows
+    counts = Counter(label for label in labels if label != IGNORED_LABEL)
+    order = [label for label, _ in reversed(counts.most_common())]
+    order[1:1] = order[1:][-1:]
+    first = dict.fromkeys(next(row for row in rows if labels[row] == label) for label in order)
+    return [*first, *(row for row in rows if row not in first)]
 
 
 def _difference(
