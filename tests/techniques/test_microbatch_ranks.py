@@ -104,7 +104,7 @@ def test_a_process_without_text_says_so() -> None:
 
     accelerator, args = SimpleNamespace(gather=gather), SimpleNamespace(device="cpu")
     trainer = SimpleNamespace(accelerator=accelerator, args=args, is_fsdp_enabled=True)
-    step = AccumulationStep(pytest.fail, torch.nn.Linear(1, 1), {"pixel_values": torch.rand(2, 3)}, None, 1)
+    step = AccumulationStep(pytest.fail, torch.nn.Linear(1, 1), {"pixel_values": torch.rand(2, 3)}, None, 1, True)
     Padding().check(trainer, step, scarcity)
     assert asked == [1]
 

@@ -359,6 +359,16 @@ class CountsInLoss(CountsOutside):
         return (loss, outputs) if return_outputs else loss
 
 
+class AddsOncePerUpdate(OwnLoss):
+    """Adds a term to the last of the losses that are accumulated."""
+
+    loss = staticmethod(hard_examples)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        return loss + model.classifier.weight.square().sum() * self.accelerator.sync_gradients
+
+
 class Cycles(CountsInLoss):
     """Takes its weights from an iterator."""
 
@@ -385,6 +395,7 @@ def test_a_step_that_reads_an_iterator_is_not_repeated(where: str, tmp_path: Pat
         (KeepsAMean, 2, "backward", 1),
         (Swallows, 2, "forward", 1),
         (own(hard_examples), 3, "backward", 3),  # the last of the first window
+        (AddsOncePerUpdate, 3, "backward", 3),
     ],
 )
 def test_a_step_that_runs_out_is_repeated_as_it_began(

@@ -30,19 +30,27 @@ Items = torch.Tensor | int | None
 
 
 class AccumulationStep(NamedTuple):
-    """One call of ``training_step``: what it runs, its arguments, and what stock divided its loss by at that time."""
+    """One call of ``training_step``: what it runs, its arguments, and what stock divided its loss by at that time and
+    said of whether gradients are complete with it.
+    """
 
     run: Callable[..., torch.Tensor]
     model: nn.Module
     inputs: Any
     num_items_in_batch: Items
     accumulation_steps: int
+    syncs: bool
 
     def call(self, trainer: Any, rows: Any) -> torch.Tensor:
         """Train on these rows of the batch."""
         # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
         trainer.current_gradient_accumulation_steps = self.accumulation_steps
-        return self.run(self.model, copied_batch(rows), self.num_items_in_batch)  # a subclass may pop columns from it
+        accelerator, now = trainer.accelerator, trainer.accelerator.sync_gradients
+        accelerator.sync_gradients = self.syncs
+        try:
+            return self.run(self.model, copied_batch(rows), self.num_items_in_batch)  # a subclass may pop columns of it
+        finally:
+            accelerator.sync_gradients = now
 
 
 @contextmanager

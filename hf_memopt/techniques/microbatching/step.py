@@ -146,7 +146,8 @@ class MicrobatchedStep:
         """Run an accumulation step in parts, and repeat what ran out of memory."""
         trainer = self._trainer()
         steps = getattr(trainer, "current_gradient_accumulation_steps", 1)  # a step outside of train has none
-        self._window.append(AccumulationStep(before, model, inputs, num_items_in_batch, steps))
+        syncs = trainer.accelerator.sync_gradients
+        self._window.append(AccumulationStep(before, model, inputs, num_items_in_batch, steps, syncs))
         if self._first_way is None:
             self._first_way = self._way(trainer, self._window[-1])
         if self._state is None:
