@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import tiny
 from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.binding.losses import CLASSES, KnownLoss, foreign_hooks, known_loss, stated_loss
+from hf_memopt.binding.losses import (
+    CLASSES,
+    HookChangesError,
+    KnownLoss,
+    foreign_hooks,
+    known_loss,
+    observed_hooks,
+    stated_loss,
+)
 from hf_memopt.binding.losses.known_losses import head_counts_items
 from hf_memopt.binding.losses.row_weights import MEANS, POSITIONS
 from hf_memopt.binding.undo import override_method
@@ -264,6 +273,24 @@ def test_hooks_of_others_are_found(kind: str) -> None:
     assert name == f"the hook {HERE}.test_hooks_of_others_are_found.<locals>.<lambda> on bert.encoder"
     handle.remove()
     assert number not in hooks
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [
+        (lambda gradient: None, False),
+        (lambda gradient: gradient / gradient.norm(), True),
+        (lambda gradient: gradient.mul_(0.5).sum() and None, True),
+    ],
+)
+def test_a_hook_that_sets_one_on_a_gradient_is_refused_if_that_one_changes_it(change: Any, is_refused: bool) -> None:
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(change)
+
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(hook)
+    with observed_hooks(model), pytest.raises(HookChangesError) if is_refused else nullcontext():
+        model(torch.ones(1, 2)).square().sum().backward()
 
 
 def test_a_loss_of_ones_own_is_not_known(tmp_path: Path) -> None:

@@ -99,7 +99,9 @@ class HookChangesError(Exception):
 
 @contextmanager
 def observed_hooks(model: nn.Module) -> Iterator[None]:
-    """Raise HookChangesError inside the context from a foreign hook that changes something."""
+    """Raise HookChangesError inside the context from a foreign hook that changes something, or from one that it sets on
+    a gradient.
+    """
     with ExitStack() as stack:
         for name, hooks, number in foreign_hooks(model):
             hook = hooks[number]
@@ -110,9 +112,13 @@ def observed_hooks(model: nn.Module) -> Iterator[None]:
 
 def _observed(hook: Callable[..., Any], name: str) -> Callable[..., None]:
     def observed(*arguments: Any) -> None:
-        versions = [(leaf, leaf._version) for leaf in tree_leaves(arguments[1:]) if torch.is_tensor(leaf)]
+        tensors = [leaf for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)]
+        before = [(tensor._version, set(tensor._backward_hooks or ())) for tensor in tensors]
         found = hook(*arguments)
-        if found is not None or any(tensor._version != version for tensor, version in versions):
+        if found is not None or any(one._version != version for one, (version, _) in zip(tensors, before, strict=True)):
             raise HookChangesError(f"{name} changes what passes through")
+        for tensor, (_, known) in zip(tensors, before, strict=True):  # of its gradient
+            hooks = tensor._backward_hooks or {}
+            hooks.update({number: _observed(hooks[number], name) for number in hooks.keys() - known})
 
     return observed
