@@ -369,6 +369,30 @@ class AddsOncePerUpdate(OwnLoss):
         return loss + model.classifier.weight.square().sum() * self.accelerator.sync_gradients
 
 
+class LearnsAScale(OwnLoss):
+    """Trains a weight that is not the model's, and whose gradient it holds."""
+
+    loss = staticmethod(hard_examples)
+
+    def create_optimizer(self, *args: Any) -> Any:
+        self.scale = nn.Parameter(torch.ones(()))
+        self.scale.grad = torch.ones(())
+        super().create_optimizer(*args).add_param_group({"params": [self.scale]})
+        return self.optimizer
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs, **kwargs) * self.scale
+
+
+def test_gradients_outside_of_the_model_are_those_of_one_attempt(tmp_path: Path) -> None:
+    model, scarcity = tiny.bert(), Scarcity(calls=(3,), where="backward")
+    scarcity.watch(model)
+    whole = trained(LearnsAScale, tmp_path, gradient_accumulation_steps=3)
+    parts = trained(LearnsAScale, tmp_path, MicrobatchCallback(), model=model, gradient_accumulation_steps=3)
+    assert scarcity.errors == 1
+    torch.testing.assert_close(parts.scale.grad, whole.scale.grad)  # type: ignore[attr-defined]
+
+
 class Cycles(CountsInLoss):
     """Takes its weights from an iterator."""
 

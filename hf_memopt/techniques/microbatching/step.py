@@ -46,7 +46,7 @@ from hf_memopt.techniques.microbatching.not_splittable import (
 from hf_memopt.techniques.microbatching.padding_check import Padding
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
 from hf_memopt.techniques.microbatching.splitting import count_rows, padded_tokens
-from hf_memopt.techniques.microbatching.step_state import StepState
+from hf_memopt.techniques.microbatching.step_state import Gradients, StepState
 from hf_memopt.techniques.microbatching.whole_micro_batches import (
     WholeMicroBatches,
     groups_of,
@@ -87,7 +87,7 @@ class MicrobatchedStep:
 
     The *window* is the list of accumulation steps since the last optimizer step. Their gradients are added up in
     ``parameter.grad``, and a failed backward pass leaves there a part that cannot be separated again. So after out of
-    memory all gradients are dropped and the whole window is repeated, from the random numbers with which it began.
+    memory the whole window is repeated, from the gradients (mostly none) and random numbers with which it began.
 
     For the arguments see ``run_in_microbatches``; the trainer is not kept alive.
     """
@@ -123,6 +123,7 @@ class MicrobatchedStep:
         self._window: list[AccumulationStep] = []
         self._running = 0, "", CutStep()  # the position of a step, why it runs whole ("" if not), what its parts saw
         self._state: StepState | None = None  # at the beginning of the window
+        self._gradients: Gradients | None = None
         self._was_split = False
 
     # ---- Overrides --------------------------------------------------------------------------------------------------
@@ -153,6 +154,7 @@ class MicrobatchedStep:
         if self._state is None:
             is_known = isinstance(self._first_way, KnownLoss)
             self._state = StepState(trainer, of_stock=is_known and self._tally.steps > 0)
+            self._gradients = Gradients(trainer, model)
         try:
             loss = self._run_until_it_fits(trainer)
         except BaseException:
@@ -179,7 +181,8 @@ class MicrobatchedStep:
                     raise
                 part = (error.rows, error.columns) if isinstance(error, PartsFailedError) else None
             # The except block has ended, and with it the frames that referred to the failed step's tensors.
-            self._window[-1].model.zero_grad(set_to_none=True)
+            assert self._gradients is not None  # since the window began
+            self._gradients.restore()
             free_failed_step()
             failure = self._failure(trainer, text, part)
             has_drawn = self._put_back(trainer, failure)

@@ -1,8 +1,8 @@
 """What a user's step may have changed by the time memory runs out, so that it can be repeated, or is not.
 
-A step that is repeated must find everything as it was. Gradients are dropped by the caller; here are the rest: random
-numbers, values and small tensors that the Trainer, the user's own loss and modules hold are put back, and a changed
-weight, a large tensor or an iterator, of which there is no copy, is named.
+A step that is repeated must find everything as it was. Gradients (``Gradients``), random numbers, values and small
+tensors that the Trainer, the user's own loss and modules hold (``StepState``) are put back, and a changed weight, a
+large tensor or an iterator, of which there is no copy, is named.
 
 The price: each floating-point weight is read once for its norm, about 1 % of a step, since a change through ``.data``
 leaves no other trace. Only steps whose code is not known to be stock's need it.
@@ -125,6 +125,23 @@ class StepState:
         if changes is not None:
             setattr(self._trainer, CHANGES, changes)
         self._random.restore()
+
+
+class Gradients:
+    """The gradients of a model, and of what else a Trainer's optimizer trains, as a window begins.
+
+    There are none, unless the user keeps some: stock drops those of the model alone after each update.
+    """
+
+    def __init__(self, trainer: Any, model: nn.Module) -> None:
+        groups = getattr(trainer.optimizer, "param_groups", ())
+        weights = dict.fromkeys([*model.parameters(), *(weight for group in groups for weight in group["params"])])
+        self._before = [(weight, None if weight.grad is None else weight.grad.clone()) for weight in weights]
+
+    def restore(self) -> None:
+        """Put them back, as often as needed."""
+        for weight, gradient in self._before:
+            weight.grad = None if gradient is None else gradient.clone()
 
 
 def _is_installed(kind: type) -> bool:
