@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -239,6 +240,20 @@ class Teaches(OwnLoss):
         return (loss, outputs) if return_outputs else loss
 
 
+class TeachesByAnObject(Teaches):
+    """The teacher is held by an object that is no module."""
+
+    changed = Teaches.changed.replace("teacher", "average")
+
+    @property
+    def teacher(self) -> nn.Module:
+        return self.average.module
+
+    @teacher.setter
+    def teacher(self, module: nn.Module) -> None:
+        self.average = SimpleNamespace(module=module)
+
+
 class KeepsAMean(OwnLoss):
     """A running mean of the logits, which a repeated step finds as it was."""
 
@@ -290,7 +305,7 @@ def test_a_loss_over_the_batch_is_exact(name: str, tmp_path: Path) -> None:
     assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2, **settings), model=build())
 
 
-@pytest.mark.parametrize(("kind", "call"), [(Attacks, 2), (Teaches, 1)])
+@pytest.mark.parametrize(("kind", "call"), [(Attacks, 2), (Teaches, 1), (TeachesByAnObject, 1)])
 def test_memory_that_runs_out_after_a_change_is_raised_and_the_remedy_helps(
     kind: Any, call: int, tmp_path: Path
 ) -> None:

@@ -169,8 +169,16 @@ def _norm(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _modules_of(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that a Trainer holds, the model first; also those in its lists and dicts."""
+    """Yield the modules that a Trainer holds, the model first; also those in its lists and dicts, and in objects of a
+    user's, as averages of weights are.
+    """
     yield "model", trainer.model
     for name, value in vars(trainer).items():
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        inner: Iterable[Any] = (value,)
+        if isinstance(value, dict):
+            inner = value.values()
+        elif isinstance(value, (list, tuple)):
+            inner = value
+        elif hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+            inner = () if is_listed_module(type(value).__module__) else vars(value).values()
         yield from ((f"trainer.{name}", module) for module in inner if isinstance(module, nn.Module))
