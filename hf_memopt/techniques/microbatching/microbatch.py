@@ -131,7 +131,8 @@ class MicrobatchCallback(BoundCallback):
             nothing is found that can be cut: "encoder". None: found by itself.
         loss: what the loss is, where it is not known: "sum" (divided by ``num_items_in_batch``), "mean over rows",
             "mean over labels", "mean over shifted labels" or "mean over <column of the batch>"; verified by the
-            gradients of a few rows, of different labels as soon as a batch has them. Whole micro-batches run then. None: it is looked up.
+            gradients of a few rows, of different labels as soon as a batch has them. Whole micro-batches run then.
+            None: it is looked up.
 
     Attributes:
         limits: the current limits, ``max_tokens`` and ``max_examples``, each a ``Limit``, whose docstring has the rule

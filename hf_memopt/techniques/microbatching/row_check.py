@@ -7,8 +7,8 @@ Both are decided by value, on the batch that is about to run, by forward passes 
 - The outputs of some rows stay the same when others get the content of further rows. Shapes do not change here, so
   next to no rounding does, and a dependence of 1e-9 shows in float64. The first time a kind of call is met, any two
   rows are told apart by this; later checks draw half of the rows at random.
-- A forward pass changes nothing in the module: no buffer, no attribute, no tensor kept for later, also in containers
-  and objects that attributes hold.
+- A forward pass changes nothing in the module: no buffer, no weight that needs no gradient, no attribute, no tensor
+  kept for later, also in containers and objects that attributes hold.
 
 The price: for n rows 3 + 2 log2(n) forward passes for the first call of a kind, 4 for a later check.
 
@@ -42,6 +42,7 @@ from hf_memopt.techniques.microbatching.module_call import (
     ModuleCall,
     is_same_value,
 )
+from hf_memopt.techniques.microbatching.own_weights import address_of, own_weights_put_back
 
 DROPOUTS = (
     *("dropout", "attention_dropout", "activation_dropout", "hidden_dropout"),
@@ -108,7 +109,7 @@ def _repeatable(call: ModuleCall) -> Iterator[Callable[[], None]]:
         for state in states:
             state.restore()
 
-    with without_dropout(call.module):
+    with without_dropout(call.module), own_weights_put_back(call.module):
         kept = KeptState(what="a check that rows are independent", others=call.module.buffers())
         for module in call.module.modules():
             if not is_listed_module(type(module).__module__):  # a user's own
@@ -336,7 +337,7 @@ def _refuse_changes(module: nn.Module, before: Mapping[str, Any]) -> None:
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes and buffers of a module and those inside, as far as a change would show."""
+    """Return the attributes, buffers and fixed weights of a module and those inside, as far as a change would show."""
     skipped = ("_parameters", "_buffers", "_modules", "forward")
     seen = set(map(id, module.modules()))
     found: dict[str, Any] = {
@@ -345,6 +346,7 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
         for key, value in vars(part).items()
         if key not in skipped
     }
+    found.update((name, address_of(weight)) for name, weight in module.named_parameters() if not weight.requires_grad)
     found.update((name, buffer.clone()) for name, buffer in module.named_buffers())
     return found
 

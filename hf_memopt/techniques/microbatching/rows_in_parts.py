@@ -177,7 +177,7 @@ class _Parts:
     def _joined(self, values: list[Any], dim: int | None) -> torch.Tensor | None:
         if not torch.is_tensor(values[0]):
             if not all(is_same_value(values[0], value) for value in values):
-                raise DependentRowsError(f"parts return different values, {str(values)[:80]}, where one stands for all rows")
+                raise DependentRowsError(f"parts return different values, {str(values)[:80]}, for all rows")
             return None
         # a copy: an output of a node of the graph is a tensor of its own
         return values[0].clone() if dim is None else torch.cat(values, dim)

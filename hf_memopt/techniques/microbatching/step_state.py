@@ -74,7 +74,7 @@ class StepState:
                 if hasattr(weight, "device_mesh"):  # a norm of shards waits for the other processes
                     continue
                 seen.add(id(weight))
-                self._norms.append((f"{owner}.{name}", weight, _norm(weight)))
+                self._norms.append((f"{owner}.{name}", weight, norm_of(weight)))
 
     def _look_into_own_code(self, trainer: Any) -> None:
         """Remember what the user's loss and classes of Trainers may change, and what they add to objects of stock."""
@@ -95,7 +95,7 @@ class StepState:
 
     def lost(self) -> str | None:
         """Return what cannot be put back: a weight or a large tensor that was changed, an iterator."""
-        changed = (name for name, weight, norm in self._norms if bool(_norm(weight) != norm))
+        changed = (name for name, weight, norm in self._norms if bool(norm_of(weight) != norm))
         name = next(iter(self._kept.lost()), None) or next(changed, None)
         if name is not None:
             return f"{name} was changed within it"
@@ -162,7 +162,8 @@ def _names_of_stock() -> frozenset[str]:
     return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
 
 
-def _norm(weight: torch.Tensor) -> torch.Tensor:
+def norm_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return the norm by which a changed weight is known."""
     wide = torch.float32 if weight.device.type == "mps" else torch.float64
     norm: torch.Tensor = torch.linalg.vector_norm(weight.detach(), dtype=wide)
     return norm
