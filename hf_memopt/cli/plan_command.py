@@ -80,8 +80,8 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
     check_task(options.task)
     if options.measured is not None:
         named_measurement(options.measured)
-    if options.gpu is not None or options.budget is not None:
-        checked_allow(words, options.method, read_gpu(options.gpu or options.budget, options.budget, options.os))
+    if options.gpu is not None:
+        checked_allow(words, options.method, read_gpu(options.gpu, options.budget, options.os))
     check_of_data(options)
     if options.write is not None:
         beside = launch_files(options.strategy) if options.world_size > 1 else ()
@@ -96,7 +96,7 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
         )
     find_config(options.model)
     if options.measured is None or options.gpu is not None:
-        read_gpu(options.gpu or options.budget, options.budget, options.os)  # this machine's, for which torch is needed
+        read_gpu(options.gpu, options.budget, options.os)  # this machine's, for which torch is needed
 
 
 def _lengths(options: PlanOptions, data: Path) -> NDArray[np.int32]:

@@ -47,8 +47,8 @@ def test_a_plan_for_a_file_of_lengths(model: str, tmp_path: Path) -> None:
     assert "Recommended: full, " in found.output
 
 
-def test_a_plan_is_printed_in_any_encoding(model: str) -> None:
-    options = ("--gpu", "RTX 3060 12GB", "--effective-batch", "1", "--seq-len", "8", "--method", "full")
+def test_a_plan_for_a_budget_alone_is_printed_in_any_encoding(model: str) -> None:
+    options = ("--budget", "6GB", "--effective-batch", "1", "--seq-len", "8", "--method", "full")
     found = CliRunner(charset="cp1252").invoke(app, ["plan", model, *options])
     assert found.exit_code == 0, found.output
     assert "Recommended: full, " in found.output
