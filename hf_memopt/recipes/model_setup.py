@@ -22,10 +22,9 @@ def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
     from hf_memopt.memory.models import check_task
 
     check_task(task)
-    found = {
-        "dtype": getattr(torch, weights_dtype_here(recipe)),
-        "attn_implementation": recipe.attn_implementation,
-    }
+    found = {"dtype": getattr(torch, weights_dtype_here(recipe))}
+    if recipe.attn_implementation != "sdpa":  # stock's own choice, in whose place it takes eager where a model lacks it
+        found["attn_implementation"] = recipe.attn_implementation
     if recipe.load_in is not None:
         from transformers import BitsAndBytesConfig
 

@@ -283,8 +283,8 @@ class Recipe:
         return self.lora is None and self.weights_dtype != "float32"
 
     def model_kwargs(self, task: str | None = None) -> dict[str, Any]:
-        """Return keywords for ``from_pretrained``: the weights' dtype (its own default is the checkpoint's), attention,
-        and the ``BitsAndBytesConfig`` of ``load_in``.
+        """Return keywords for ``from_pretrained``: the weights' dtype (its own default is the checkpoint's), attention
+        other than stock's own choice, and the ``BitsAndBytesConfig`` of ``load_in``.
 
         Args:
             task: of the head, such as ``"sequence-classification"``: where it is new, it is not quantised, so that it

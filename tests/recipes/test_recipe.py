@@ -268,6 +268,10 @@ def test_model_kwargs_ask_for_float32_weights(tmp_path) -> None:
     loaded = load(tmp_path, **recipe("4gb-gpu").model_kwargs())
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
     assert loaded.config._attn_implementation == "sdpa"
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(vocab_size=9, **sizes)).save_pretrained(tmp_path)
+    other = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, **recipe("4gb-gpu").model_kwargs())
+    assert other.config._attn_implementation == "eager"  # it has no other
 
 
 def test_callbacks_follow_the_fields() -> None:
@@ -295,8 +299,9 @@ def test_step_settings_say_what_the_training_arguments_say(name, tmp_path) -> No
     assert settings.eval_accumulation_steps == args.eval_accumulation_steps
     assert settings.max_grad_norm == args.max_grad_norm
     assert settings.embedding_bits == chosen.embedding_bits
-    assert settings.attn_implementation == chosen.attn_implementation == chosen.model_kwargs()["attn_implementation"]
-    assert settings.weights_dtype == str(chosen.model_kwargs()["dtype"]).removeprefix("torch.")
+    keywords = chosen.model_kwargs()
+    assert settings.attn_implementation == chosen.attn_implementation == keywords.get("attn_implementation", "sdpa")
+    assert settings.weights_dtype == str(keywords["dtype"]).removeprefix("torch.")
 
 
 def test_step_settings_freeze_by_the_function_of_the_real_run() -> None:
