@@ -13,6 +13,7 @@ from .batching.views.packed_view import packed as packed
 from .batching.views.sorted_view import sorted_by_length as sorted_by_length
 from .binding.attachment import attach as attach
 from .binding.fused_loss.fuse import fuse_cross_entropy as fuse_cross_entropy
+from .binding.model_changes.adapters import add_adapters as add_adapters
 from .binding.model_changes.quantized_weights import prepare_quantized as prepare_quantized
 from .changes import Change as Change
 from .devices.gpus import GPUS as GPUS

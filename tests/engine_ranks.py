@@ -82,7 +82,7 @@ def causal_lm(folder: Path, *callbacks: Any, lora: bool = False, rows: Any = Non
     model: Any = tiny.llama()
     if lora:
         torch.manual_seed(1)
-        model = add_adapters(model, 4, alpha=32)
+        model = add_adapters(model, 4, lora_alpha=32)
     asked = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 3}
     asked |= {"train_sampling_strategy": "sequential", "logging_strategy": "steps", "logging_steps": 1}
     args = tiny.arguments(folder, **{**asked, **settings})

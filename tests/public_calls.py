@@ -305,6 +305,7 @@ CALLS: dict[str, Call] = {
     "fuse_cross_entropy": _model_call(m.fuse_cross_entropy, llama, chunk_bytes=None),
     "tile_layers": _model_call(m.tile_layers, lambda: tiny.bert(**{**SIZES, "intermediate_size": 64}), tile_tokens=4),
     "quantize_experts": _model_call(m.quantize_experts, _mixture, double_quant=True),
+    "add_adapters": _model_call(m.add_adapters, llama, lora=2, lora_alpha=4, lora_targets=("q_proj",)),
     "prepare_quantized": _model_call(
         m.prepare_quantized, lambda: torch.nn.Sequential(torch.nn.Embedding(4, 64), Linear4bit(64, 64)).bfloat16()
     ),

@@ -79,7 +79,7 @@ def _adapted(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[Change,
     if recipe.lora is None:
         return model, ()
     name = type(model).__name__
-    adapted = add_adapters(model, recipe.lora, alpha=recipe.lora_alpha, targets=recipe.lora_targets)
+    adapted = add_adapters(model, recipe.lora, lora_alpha=recipe.lora_alpha, lora_targets=recipe.lora_targets)
     if is_quantized(adapted):
         prepare_quantized(adapted)
     parameters = [(parameter.numel(), parameter.requires_grad) for parameter in adapted.parameters()]

@@ -35,7 +35,7 @@ def prepared(model: Any, settings: StepSettings) -> Any:
     if settings.lora is not None and _device_of(model) != "meta":  # the recording's own adapters are on meta
         with torch.device("cpu"):
             model, settings = (
-                add_adapters(model, settings.lora, targets=settings.lora_targets),
+                add_adapters(model, settings.lora, lora_targets=settings.lora_targets),
                 settings.replace(lora=None, lora_targets="auto"),
             )
     model = _prepared(model, settings)

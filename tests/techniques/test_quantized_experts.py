@@ -302,6 +302,7 @@ def test_plans_put_experts_into_four_bits() -> None:
     script = found.script()
     assert script is not None
     assert "quantization = hf_memopt.ExpertsConfig(" in script
+    assert "hf_memopt.add_adapters(model, 16, lora_alpha=32)" in script  # "all-linear" of PEFT would name the experts
     dense = plan(tiny.llama_config(), gpu="RTX 4060", method="qlora", effective_batch_size=4, seq_len=64)
     assert dense.chosen is not None
     assert not dense.chosen.recipe.quantize_experts

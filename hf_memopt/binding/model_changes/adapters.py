@@ -12,15 +12,16 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_memopt.binding.model import head_for, task_of, unwrap_model
+from hf_memopt.binding.model import check_model, head_for, task_of, unwrap_model
 from hf_memopt.binding.model_changes.quantized_weights import is_quantized
 from hf_memopt.errors import MissingExtraError, nearest
+from hf_memopt.plain_data import Count, check_value
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -37,10 +38,49 @@ def add_adapters(
     model: nn.Module,
     lora: int | LoraConfig,
     *,
-    alpha: int | None = None,
-    targets: str | tuple[str, ...] = AUTO_TARGETS,
+    lora_alpha: int | None = None,
+    lora_targets: str | tuple[str, ...] = AUTO_TARGETS,
 ) -> nn.Module:
-    """Return the model with adapters, all else frozen; the given model is changed, a ``LoraConfig`` is not."""
+    """Return the model with LoRA adapters, all else frozen, as ``plan`` and ``Recipe.trainer`` add them.
+
+    ``peft.get_peft_model`` with ``target_modules="all-linear"`` does the same for most models. It stops at projections
+    that a kernel of Mamba reads, and takes routers and experts in 4 bits, which cannot be adapted: these are left out.
+    A new head of a classifier is trained whole, and what is trained is float32. Of a quantised model call
+    ``prepare_quantized`` afterwards.
+
+    Args:
+        model: of transformers, without adapters. Changed in place.
+        lora: the rank of adapters on the linear layers, or a ``peft.LoraConfig``, which PEFT gets as it is.
+        lora_alpha: with a rank: the adapters' output is scaled by alpha / rank; None for twice the rank.
+        lora_targets: with a rank: the last parts of the names of the layers that get adapters, such as
+            ``("q_proj", "v_proj")``; ``"auto"`` for all linear layers but the head.
+
+    Returns:
+        PEFT's model around the one that was given.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+        TypeError: ``model`` is no module.
+        ValueError: the model has adapters already, or the rank or a name does not fit it.
+
+    Examples:
+        >>> from transformers import MambaConfig, MambaForCausalLM
+        >>> sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}
+        >>> adapted = add_adapters(MambaForCausalLM(MambaConfig(**sizes)), 2)
+        >>> adapted.peft_config["default"].exclude_modules
+        {'backbone.layers.0.mixer.out_proj'}
+    """
+    check_model(model)
+    is_rank = getattr(lora, "peft_type", None) != "LORA"
+    if is_rank:
+        check_value("lora", lora, Count, 16)
+    check_value("lora_alpha", lora_alpha, Count | None, 32)
+    check_value("lora_targets", lora_targets, Literal["auto"] | tuple[str, ...], AUTO_TARGETS)
+    if not is_rank and (lora_alpha, lora_targets) != (None, AUTO_TARGETS):
+        raise ValueError(
+            f"lora_alpha={lora_alpha}, lora_targets={lora_targets!r}, lora={_shown(lora)} do not fit each other; "
+            "expected a rank as lora. Pass lora=16, or LoraConfig(lora_alpha=..., target_modules=...) alone"
+        )
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -50,22 +90,20 @@ def add_adapters(
             f"lora={_shown(lora)} is given for a {type(model).__name__}, which has adapters already; expected a model "
             "without them. Remove lora, or pass model=model.unload()"
         )
-    if targets != AUTO_TARGETS:
-        _check_targets(model, targets)
+    if lora_targets != AUTO_TARGETS:
+        _check_targets(model, lora_targets)
     config: Any = copy.deepcopy(lora)
     if isinstance(lora, int):
-        options = adapter_options(task_of(model), lora, alpha=alpha, targets=targets, new=new_parts(model))
-        config = LoraConfig(**options)
-        if targets == AUTO_TARGETS:
-            config.exclude_modules = _not_adaptable(model, config)
+        of_rank: dict[str, Any] = {"lora_alpha": lora_alpha, "lora_targets": lora_targets, "new": new_parts(model)}
+        config = LoraConfig(**adapter_options(task_of(model), lora, **of_rank, model=model))
     with without_warnings_of_peft():
         try:
             adapted: nn.Module = get_peft_model(model, config)
         except (ValueError, TypeError) as error:
             cause = str(error).splitlines()[0].rstrip(".")
             name, given, fix = "target_modules", f"lora={_shown(lora)}", "lora=16, which takes all of them but the head"
-            if targets != AUTO_TARGETS:
-                name, given, fix = "names", f"lora_targets={targets!r}", "lora_targets='auto'"
+            if lora_targets != AUTO_TARGETS:
+                name, given, fix = "names", f"lora_targets={lora_targets!r}", "lora_targets='auto'"
             raise ValueError(
                 f"{given} cannot be added to {type(model).__name__} ({cause}); expected {name} "
                 f"that name linear layers of the model. Pass {fix}"
@@ -142,37 +180,44 @@ def adapter_options(
     task: str | None,
     rank: int,
     *,
-    alpha: int | None = None,
-    targets: str | tuple[str, ...] = AUTO_TARGETS,
+    lora_alpha: int | None = None,
+    lora_targets: str | tuple[str, ...] = AUTO_TARGETS,
     new: Sequence[str] | None = None,
+    model: nn.Module | None = None,
 ) -> dict[str, Any]:
-    """Return the options of PEFT's ``LoraConfig`` for a head for ``task``, of which ``new`` is trained whole."""
+    """Return the options of PEFT's ``LoraConfig`` for a head for ``task``, of which ``new`` is trained whole.
+
+    Of the linear layers of ``model`` those are left out that PEFT would take with "all-linear", and cannot adapt.
+    """
     head = head_for(task)  # of which PEFT 0.21 would put adapters on some parts first, and then refuse
+    is_auto = isinstance(lora_targets, str)
     return {
         "r": rank,
-        "lora_alpha": 2 * rank if alpha is None else alpha,
-        "target_modules": "all-linear" if isinstance(targets, str) else list(targets),
+        "lora_alpha": 2 * rank if lora_alpha is None else lora_alpha,
+        "target_modules": "all-linear" if is_auto else list(lora_targets),
+        "exclude_modules": _not_adaptable(model) if is_auto and model is not None else None,
         "task_type": head.adapters,
         "modules_to_save": list(head.new if new is None else new) or None,
     }
 
 
-def _not_adaptable(model: nn.Module, config: LoraConfig) -> list[str] | None:
+def _not_adaptable(model: nn.Module) -> list[str] | None:
     """Return the linear layers that PEFT would take with "all-linear", and then stop at; None for none.
 
     These are routers that return several tensors, layers that are no plain product, and projections whose weight a
     fused kernel reads (Mamba's ``out_proj``).
     """
+    from peft import LoraConfig
     from peft.tuners.tuners_utils import (
         _check_lora_target_modules_mamba,
     )  # private: pinned by a test, peft 0.18 to 0.21
 
-    found = []
+    config, found = LoraConfig(), []
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         try:
-            _check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])
+            _check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])  # reads the kind of adapters alone
         except ValueError:
             found.append(name)
             continue

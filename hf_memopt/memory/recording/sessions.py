@@ -198,7 +198,7 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
             load(technique.on_load)(model)
     if settings.lora is not None:
         with torch.device("meta"):
-            model = rest_to_meta(add_adapters(model, settings.lora, targets=settings.lora_targets))
+            model = rest_to_meta(add_adapters(model, settings.lora, lora_targets=settings.lora_targets))
         if settings.load_in is not None:
             prepare_quantized(model)
     if settings.checkpointing and settings.prepare:

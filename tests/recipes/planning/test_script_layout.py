@@ -8,10 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import peft
 import pytest
 import tiny_plans
+import torch
+import transformers
 
+import hf_memopt
 from hf_memopt import Plan
 from hf_memopt import batching as padding_costs
 from hf_memopt.binding.model import head_for
@@ -66,6 +71,27 @@ def test_fp16_is_watched_and_what_overflows_in_it_is_float32(stage: str, overflo
     assert ('bnb_4bit_compute_dtype="float32"' in text) is (stage == "qlora" and not is_narrow)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("config", "left_out"),
+    [
+        (transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4), "out_proj"),
+        (tiny_plans.config(64, 1, 500), ""),
+    ],
+)
+def test_the_adapters_of_a_script_are_those_of_the_recipe(config: Any, left_out: str, found: Plan) -> None:
+    facts = ModelFacts("causal-lm", is_tied=True, layers=1)
+    chosen = next(iter(set_ups("lora", facts, find_gpu(GPU), 32))).recipe
+    planned = SimpleNamespace(facts=facts, model=config, task=None)
+    text = replace(found, chosen=replace(found.chosen, recipe=chosen), simulation=planned).script()
+    assert ("all linear layers but the head and out_proj" in text) is bool(left_out)
+    model, own = (transformers.AutoModelForCausalLM.from_config(config) for _ in range(2))
+    [*_, made] = (node for node in ast.parse(text).body if "lora_alpha" in ast.unparse(node))
+    names = {"hf_memopt": hf_memopt, "peft": peft, "model": model}
+    exec(ast.unparse(made), names)
+    assert repr(names["model"]) == repr(chosen.prepare_model(own.to(torch.bfloat16)))
+
+
 # ---- Layout
 
 
@@ -89,7 +115,12 @@ def scripts_of_all_set_ups(found: Plan, every: int) -> Iterator[tuple[Plan, str,
                 told = replace(
                     found,
                     source="organisation/model",
-                    simulation=SimpleNamespace(facts=facts, estimate=lambda *_: SimpleNamespace(unused_parameters=())),
+                    simulation=SimpleNamespace(
+                        facts=facts,
+                        model=tiny_plans.config(64, 1, 500),
+                        task=None,
+                        estimate=lambda *_: SimpleNamespace(unused_parameters=()),
+                    ),
                     task=task,
                     world_size=1 + number % 2,
                     command="hf-memopt plan " + "--allow freeze " * (number % 9),

@@ -26,6 +26,7 @@ from hf_memopt import __version__
 from hf_memopt.binding.compatibility import ddp_flags, names_of, refusal_of
 from hf_memopt.binding.model import head_for
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
+from hf_memopt.memory.recording import session
 from hf_memopt.recipes import NAMES, callbacks_of, sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
 from hf_memopt.rows import fitting_format
@@ -79,14 +80,20 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         "head": head_for(task),
         "stock": [*_stock(recipe), *of_processes],
         "optimizer": next((one for one in asked_by(recipe).values() if one.optimizer), None),
+        "left_out": "",
         "callbacks": list(_callbacks(found, engine, is_ddp=[flags for flags, _ in of_processes] == [ddp_flags()])),
     }
     new = None if facts is None else facts.new_parts
     if recipe.load_in is not None:
         view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=engine == "FSDP2", new=new)
     if recipe.lora is not None:
-        of_recipe: dict[str, Any] = {"alpha": recipe.lora_alpha, "targets": recipe.lora_targets}
-        view["adapters"] = adapter_options(task, recipe.lora, **of_recipe, new=new)
+        of_recipe: dict[str, Any] = {"lora_alpha": recipe.lora_alpha, "lora_targets": recipe.lora_targets}
+        planned = found.simulation
+        model = None if planned is None else session().load(planned.model, task=planned.task).model
+        view["adapters"] = adapters = adapter_options(task, recipe.lora, **of_recipe, new=new, model=model)
+        names = {name.rpartition(".")[2] for name in adapters["exclude_modules"] or ()}
+        names |= {"experts in 4 bits"} if recipe.quantize_experts and recipe.lora_targets == "auto" else set()
+        view["left_out"] = " and ".join(sorted(names))  # of what PEFT would take with "all-linear"
     text = _template().render(view)
     laid = laid_out(text)
     ast.parse(laid)  # names and paths of any kind stand in it
