@@ -1,13 +1,19 @@
-"""The diff that ``hf-memopt run`` shows, applied by ``patch``."""
+"""The diff that ``hf-memopt run`` shows, applied by ``patch``, and what is said of it."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import Trainer
 
-from hf_memopt.recipes.running.assistant import diff_of
+import tiny
+from hf_memopt.recipes.running.assistant import assisted, diff_of
+
+OPTIONS: dict[str, Any] = {"gpu": None, "apply": None, "allow": (), "repair": None, "is_module": True}
+IDS = [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(
@@ -27,3 +33,18 @@ def test_a_diff_keeps_what_the_lines_of_a_script_begin_with(text: str, changed: 
         (tmp_path / "a.patch").write_text(found or "")
         subprocess.run(["patch", "-p1", "-i", "a.patch"], cwd=tmp_path, check=True, capture_output=True)
         assert changed in (tmp_path / "train.py").read_text()
+
+
+@pytest.mark.parametrize("is_repaired", [False, True])
+@pytest.mark.parametrize(("model", "labels", "steps"), [(tiny.bert, 1, 2), (tiny.bert, 1, 1), (tiny.llama, IDS, 2)])
+def test_a_scale_that_attach_would_repair_is_said(
+    model: Any, labels: Any, steps: int, is_repaired: bool, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    args = tiny.arguments(tmp_path, max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=steps)
+    trainer = Trainer(model(), args, train_dataset=[{"input_ids": IDS, "labels": labels}] * 2)
+    options = {**OPTIONS, "repair": "gradient-scale" if is_repaired else None}
+    with assisted(trainer, "train.py", options, lambda text, begins="": said.append(text)):
+        trainer.train()
+    ignores = model is tiny.bert and steps == 2
+    assert any("attach also repairs the gradient scale" in one for one in said) is (ignores and not is_repaired)

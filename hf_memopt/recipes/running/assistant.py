@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding import attach
 from hf_memopt.binding.compatibility import techniques_in_use
-from hf_memopt.binding.losses import repair_gradient_scale
+from hf_memopt.binding.losses import known_loss, repair_gradient_scale
 from hf_memopt.binding.undo import override_method, remove_all
 from hf_memopt.devices import current_gpu, find_gpu
 from hf_memopt.errors import reason
@@ -82,6 +82,9 @@ def assisted(trainer: Trainer, script: str, options: dict[str, Any], say: Callab
         trainer.remove_callback(watch)
         remove_all(handles)
         _say_lines(script, options, added, say)
+        if added and not options["repair"] and _is_repaired_by_attach(trainer):
+            cause = "where a loss ignores num_items_in_batch, which this run did not; --repair gradient-scale does"
+            say(f"attach also repairs the gradient scale {cause}")
         for word in allowed:
             say(f"and for {word}, where the Trainer is made: {ALLOWED[word]}")
 
@@ -224,6 +227,20 @@ def _change_training(trainer: Trainer, word: str) -> None:
     if dtype := technique.sets.get("weights_dtype"):
         nn.Module.to(model, getattr(torch, dtype))
     trainer.optimizer_cls_and_kwargs = made
+
+
+def _is_repaired_by_attach(trainer: Trainer) -> bool:
+    """Return whether ``attach`` would divide by accumulation steps, or would look in the first step whether it has to.
+
+    After the run, in which a classification head has noted the type of its labels.
+    """
+    processes = trainer.args.gradient_accumulation_steps * trainer.args.world_size
+    if processes == 1 or not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
+        return False
+    loss = known_loss(trainer, 1)
+    if isinstance(loss, str):
+        return True
+    return loss.over != "sum" and not (loss.divides and loss.config.problem_type == "single_label_classification")
 
 
 def _longest_batch(trainer: Trainer) -> BatchShape | None:
