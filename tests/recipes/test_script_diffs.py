@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Trainer
 
 import tiny
@@ -48,3 +49,17 @@ def test_a_scale_that_attach_would_repair_is_said(
         trainer.train()
     ignores = model is tiny.bert and steps == 2
     assert any("attach also repairs the gradient scale" in one for one in said) is (ignores and not is_repaired)
+
+
+@pytest.mark.parametrize("words", [("release_clipping", "bf16_weights"), ("bf16_weights", "release_clipping")])
+def test_two_words_make_one_optimizer(words: tuple[str, ...], tmp_path: Path) -> None:
+    said: list[str] = []
+    args = tiny.arguments(tmp_path, max_steps=1, optim="adamw_torch", max_grad_norm=1.0)
+    trainer: Any = Trainer(tiny.llama(), args, train_dataset=[{"input_ids": IDS, "labels": IDS}] * 2)
+    options = {**OPTIONS, "gpu": "160MiB", "allow": words}
+    with assisted(trainer, "train.py", options, lambda text, begins="": said.append(text)):
+        trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert (type(optimizer).__name__, optimizer.rounding) == ("ReleasedSixteenBitAdamW", "stochastic")
+    assert (trainer.args.max_grad_norm, trainer.model.dtype) == (0, torch.bfloat16)
+    assert "model.to(torch.bfloat16), max_grad_norm=0, optimizer_cls_and_kwargs=released_optimizer(" in said[-1]

@@ -52,6 +52,11 @@ ALLOWED = {
     "freeze": 'callbacks=[FreezeCallback("embeddings")]',
 }
 """What ``--allow`` takes, as a script would write it."""
+BOTH = (
+    "model.to(torch.bfloat16), max_grad_norm=0, "
+    'optimizer_cls_and_kwargs=released_optimizer(args, model, rounding="stochastic")'
+)
+"""The same for the two words that make one optimizer together."""
 SECONDS_BETWEEN = 30.0  # two lines of a run
 
 
@@ -85,8 +90,12 @@ def assisted(trainer: Trainer, script: str, options: dict[str, Any], say: Callab
         if added and not options["repair"] and _is_repaired_by_attach(trainer):
             cause = "where a loss ignores num_items_in_batch, which this run did not; --repair gradient-scale does"
             say(f"attach also repairs the gradient scale {cause}")
-        for word in allowed:
-            say(f"and for {word}, where the Trainer is made: {ALLOWED[word]}")
+        both = [word for word in allowed if "optimizer" in ALLOWED[word]]
+        lines = {word: ALLOWED[word] for word in allowed}
+        if len(both) > 1:
+            lines = {word: text for word, text in lines.items() if word not in both} | {" and ".join(both): BOTH}
+        for words, text in lines.items():
+            say(f"and for {words}, where the Trainer is made: {text}")
 
 
 class _Watch(TrainerCallback):
@@ -144,7 +153,7 @@ class _Watch(TrainerCallback):
             if self._predicted is None or self._shape is None or self._predicted.verdict == "fits":
                 break
             try:
-                _change_training(self._trainer, word)
+                _change_training(self._trainer, word, used)
             except (ValueError, TypeError, RuntimeError) as error:
                 self._say(f"without {word}: {reason(error)}")
             else:
@@ -206,25 +215,27 @@ class _Watch(TrainerCallback):
             self._say(f"the run is over{peaks}")
 
 
-def _change_training(trainer: Trainer, word: str) -> None:
-    """Do what a word of ``--allow`` names, before the optimizer is made."""
+def _change_training(trainer: Trainer, word: str, used: Sequence[str]) -> None:
+    """Do what a word of ``--allow`` names beside those that are used, before the optimizer is made."""
     args, model = trainer.args, cast(nn.Module, trainer.model)
     if word == "freeze":
         attach(trainer, FreezeCallback("embeddings"))
         return
-    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+    asked = [one for one in TECHNIQUES.values() if one.optimizer and one.consent in (*used, word)]
+    is_own = trainer.optimizer_cls_and_kwargs is not None and len(asked) == 1  # else the other word made it
+    if trainer.optimizer is not None or is_own:
         raise ValueError(
             f"the script makes an optimizer of its own; expected that of TrainingArguments. Leave --allow {word} out"
         )
-    technique = next(one for one in TECHNIQUES.values() if one.consent == word)
+    sets = {name: value for one in asked for name, value in one.sets.items()}
     norm = args.max_grad_norm
-    args.max_grad_norm = 0.0 if word == "release_clipping" else norm
+    args.max_grad_norm = 0.0 if "gradient_release" in sets else norm
     try:
-        made = load(technique.optimizer)(args, model, rounding=technique.sets.get("rounding", "nearest"))
+        made = load(asked[0].optimizer)(args, model, rounding=sets.get("rounding", "nearest"))
     except (ValueError, TypeError, RuntimeError):
         args.max_grad_norm = norm
         raise
-    if dtype := technique.sets.get("weights_dtype"):
+    if dtype := sets.get("weights_dtype"):
         nn.Module.to(model, getattr(torch, dtype))
     trainer.optimizer_cls_and_kwargs = made
 
