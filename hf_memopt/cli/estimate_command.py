@@ -132,7 +132,7 @@ def _cut(chosen: Recipe, batch_size: int | None, steps: int | None, world_size: 
     effective = checked_batch(chosen.effective_batch_size, world_size)
     name, part = ("gradient_accumulation_steps", steps) if batch_size is None else ("batch_size", batch_size)
     if part is None:
-        name, part = "batch_size", chosen.per_device_train_batch_size
+        name, part = "batch_size", largest_divisor(effective, chosen.per_device_train_batch_size)
     if effective % part:
         near = largest_divisor(effective, part)
         raise ValueError(

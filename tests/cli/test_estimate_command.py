@@ -184,6 +184,7 @@ def test_memory_alone_describes_a_card(simulation) -> None:
         (["--batch-size", "4"], 4, 8),
         (["--gradient-accumulation-steps", "16"], 2, 16),
         (["--batch-size", "4", "--gradient-accumulation-steps", "3"], 4, 3),
+        (["--world-size", "8"], 4, 1),
     ],
 )
 def test_a_preset_keeps_its_effective_batch_unless_both_are_given(simulation, options, batch_size, steps) -> None:
@@ -198,6 +199,7 @@ def test_a_preset_keeps_its_effective_batch_unless_both_are_given(simulation, op
             "recipe": chosen,
             "gpu": None,
             "gradient_accumulation_steps": steps,
+            **({"world_size": 8} if "--world-size" in options else {}),
         }
     ]
 
