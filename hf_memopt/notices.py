@@ -9,7 +9,10 @@ Names and the messages of other code may hold escape sequences. ``printable`` is
 from __future__ import annotations
 
 import logging
+import os
 import re
+import shlex
+import subprocess
 import sys
 
 # C0 but tab and line feed, DEL and C1; bidirectional characters, line separators; bytes of a name that are not UTF-8
@@ -26,6 +29,11 @@ def printable(text: str) -> str:
         'model\\u001b[31m\nnext line'
     """
     return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def quoted(word: str) -> str:
+    """Return a word of a command as this machine's shell reads it; cmd.exe of Windows knows double quotes alone."""
+    return subprocess.list2cmdline([word]) if os.name == "nt" else shlex.quote(word)
 
 
 class PrintableRecord(logging.LogRecord):

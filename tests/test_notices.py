@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_memopt.notices import PrintableRecord, notify, printable
+from hf_memopt.notices import PrintableRecord, notify, printable, quoted
+
+
+def test_words_of_commands_are_quoted_for_the_shell_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (r"run\train.py", "a b", "datasets[vision]")
+    assert [*map(quoted, words)] == [r"'run\train.py'", "'a b'", "'datasets[vision]'"]
+    monkeypatch.setattr("os.name", "nt")
+    found = [*map(quoted, words)]
+    monkeypatch.undo()
+    assert found == [r"run\train.py", '"a b"', "datasets[vision]"]
 
 
 def test_configured_logging_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import shlex
 from ast import literal_eval
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.notices import quoted
 from hf_memopt.plain_data import packaged_rows
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def typed_command(context: Any, without: Collection[str] = ()) -> str:
         else:
             for one in value if isinstance(value, list | tuple) else [value]:
                 words += [flag.on, str(one)] if flag.on else [str(one)]
-    return shlex.join(words)
+    return " ".join(map(quoted, words))
 
 
 def in_flags(text: str, flags: Mapping[str, Flag]) -> str:
@@ -111,7 +111,7 @@ def _as_typed(value: str) -> str:
     if value[0] not in "'\"":
         return value
     try:
-        return shlex.quote(literal_eval(value))
+        return quoted(literal_eval(value))
     except SyntaxError:  # a long one that the message cuts before its last quote
         return value
 

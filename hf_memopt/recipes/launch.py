@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from hf_memopt.binding import versions
 from hf_memopt.binding.compatibility import ddp_flags, is_of_bitsandbytes, refusal_of, refused_fields
 from hf_memopt.changes import Change
 from hf_memopt.memory.distributed import ZERO_STAGES, zero_options
+from hf_memopt.notices import quoted
 from hf_memopt.plain_data import Count, check_value, check_word, checked_path
 from hf_memopt.recipes.resolved_arguments import cut_effective_batch
 from hf_memopt.technique_list import Refusal
@@ -74,7 +74,7 @@ class Launch:
         ``write`` has the one of accelerate, whose file it writes.
         """
         variables = versions.fsdp_environment() if self.strategy == "fsdp2" else {}
-        launch = f"torchrun --nproc_per_node={self.world_size} {shlex.quote(script)}"
+        launch = f"torchrun --nproc_per_node={self.world_size} {quoted(script)}"
         return " ".join([*(f"{name}={value}" for name, value in variables.items()), launch])
 
     def write(self, folder: str | os.PathLike[str], *, script: str = "train.py", force: bool = False) -> str:
@@ -109,7 +109,7 @@ class Launch:
         place.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_whole(place / name, content)
-        return f"accelerate launch --config_file {shlex.quote(str(place / ACCELERATE))} {shlex.quote(script)}"
+        return f"accelerate launch --config_file {quoted(str(place / ACCELERATE))} {quoted(script)}"
 
     def _files(self, folder: Path) -> dict[str, str]:
         import yaml  # of accelerate

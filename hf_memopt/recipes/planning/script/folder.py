@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from hf_memopt.binding.model import head_for
+from hf_memopt.notices import quoted
 from hf_memopt.plain_data import checked_path
 from hf_memopt.recipes import launch_files
 from hf_memopt.whole_files import write_whole
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning import Plan
 
 SCRIPT, RECIPE = "train.py", "recipe.json"
-PACKAGES = {"image-classification": ("'datasets[vision]'",), "speech-seq2seq": ("'datasets[audio]'",)}
+PACKAGES = {"image-classification": ("datasets[vision]",), "speech-seq2seq": ("datasets[audio]",)}
 """What the data of a task needs besides."""
 
 
@@ -132,12 +132,12 @@ def write_plan(
 
 
 def _commands(found: Plan, script: Path | None, start: str = "") -> tuple[str, ...]:
-    package = shlex.quote(_installed_from() + ("" if found.recipe.lora is None else "[peft]"))
+    package = quoted(_installed_from() + ("" if found.recipe.lora is None else "[peft]"))
     deepspeed = ["deepspeed"] if found.launch is not None and found.launch.deepspeed is not None else []
-    install = " ".join(["pip install", package, *deepspeed, *PACKAGES.get(found.task or "", ())])
+    install = " ".join(["pip install", package, *deepspeed, *map(quoted, PACKAGES.get(found.task or "", ()))])
     if script is None:
         return (install,)
-    return install, start or f"python {shlex.quote(str(script))}"
+    return install, start or f"python {quoted(str(script))}"
 
 
 def _installed_from() -> str:
