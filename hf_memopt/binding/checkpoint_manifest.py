@@ -38,6 +38,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_memopt.binding.checkpoint_names import check_names, under_own_names
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, undo_all
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
@@ -113,6 +114,8 @@ def keep_manifests(trainer: Trainer) -> UndoHandle:
 def _check_trained(trainer: Any, found: Any, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse the optimizer of a run that trained as many others: its state has places, and no names."""
     folder = _checkpoints(Path(trainer.args.output_dir))[0] if found is True else Path(found or "")
+    if found:
+        check_names(trainer, folder)
     if found and (folder / MANIFEST).is_file() and any(folder.glob("optimizer*")):  # none under save_only_model
         saved, now = from_object(Manifest, parse_object((folder / MANIFEST).read_bytes())).trained, _trained(trainer)
         if "" not in (saved, now) and not {*saved.split(", ")[1:]} & {*now.split(", ")[1:]}:  # neither places nor names
@@ -156,11 +159,13 @@ class _Saving:
         self.saved: Mapping[Path, tuple[int, int]] = {}  # when the last checkpoint ended, here
 
     def save_model(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if (folder := own_checkpoint(*args, **kwargs)) is not None:
-            if self.trainer.args.should_save:
-                self.begin(folder)
-            self.trainer.accelerator.wait_for_everyone()  # what an earlier run left is gone
-        return before(*args, **kwargs)
+        if (folder := own_checkpoint(*args, **kwargs)) is None:
+            return before(*args, **kwargs)
+        if self.trainer.args.should_save:
+            self.begin(folder)
+        self.trainer.accelerator.wait_for_everyone()  # what an earlier run left is gone
+        with under_own_names(self.trainer):
+            return before(*args, **kwargs)
 
     def save_checkpoint(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.is_ended = False

@@ -121,9 +121,9 @@ def _sharding(args: TrainingArguments, world_size: int | None) -> dict[str, Any]
     config: Any = args.accelerator_config
     if (config.gradient_accumulation_kwargs or {}).get("sync_each_batch") and _accumulation_steps(args) > 1:
         raise NotEstimableError(
-            "not estimable: accelerator_config.gradient_accumulation_kwargs['sync_each_batch']=True shards the gradients "
-            "of each accumulation step, where those of all are assumed to be whole until the last; expected one step, "
-            "which holds as many but for a second shard of the gradients. Pass gradient_accumulation_steps=1"
+            "not estimable: accelerator_config.gradient_accumulation_kwargs['sync_each_batch']=True shards gradients "
+            "in each accumulation step, where they are assumed to be whole until the last; expected one step, which "
+            "holds as many but for a second shard of the gradients. Pass gradient_accumulation_steps=1"
         )
     processes = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     if processes == 1:

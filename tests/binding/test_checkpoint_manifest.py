@@ -19,6 +19,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from slow_cases import resumes_on_a_cpu, slow_except
 from tables import refuses, whole
 from torch import nn
@@ -359,6 +360,43 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path) -> None:
     saved = transformers.LlamaForCausalLM.from_pretrained(built.state.best_model_checkpoint)
     assert tiny.largest_difference(saved, built.model) == 0.0
     assert [why_not_whole(each) for each in tmp_path.glob("checkpoint-*")] == [None]
+
+
+def of_the_hub(folder: Path) -> Any:
+    """Return a BERT whose weights have the names of bert-base-uncased."""
+    tiny.bert().save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    names = [(f"LayerNorm.{own}", f"LayerNorm.{other}") for own, other in (("weight", "gamma"), ("bias", "beta"))]
+    renamed = {name: next((name.replace(*pair) for pair in names if name.endswith(pair[0])), name) for name in weights}
+    save_file({renamed[name]: one for name, one in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return transformers.BertForSequenceClassification.from_pretrained(folder)
+
+
+def test_a_model_that_the_hub_names_otherwise_is_resumed_and_its_best_one_loaded_as_a_whole(tmp_path) -> None:
+    scores = iter([2.0, 1.0])
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "score"}
+    settings = {**RUN, "max_steps": 4}
+    pieces = {"train_dataset": tiny.rows(8), "eval_dataset": tiny.rows(2)}
+    straight = attach(Trainer(of_the_hub(tmp_path / "hub"), tiny.arguments(tmp_path / "a", **settings), **pieces))
+    straight.train()
+    resumed = attach(Trainer(of_the_hub(tmp_path / "hub"), tiny.arguments(tmp_path / "a", **settings), **pieces))
+    resumed.train(str(tmp_path / "a/checkpoint-2"))
+    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
+    args = tiny.arguments(tmp_path / "b", **settings, **best)
+    made = {**pieces, "compute_metrics": lambda given: {"score": next(scores)}}
+    chosen = attach(Trainer(of_the_hub(tmp_path / "hub"), args, **made))
+    chosen.train()
+    saved = type(chosen.model).from_pretrained(tmp_path / "b/checkpoint-2")
+    assert tiny.largest_difference(saved, chosen.model) == 0.0
+    chosen.save_model(str(tmp_path / "final"))
+    stock = Trainer(of_the_hub(tmp_path / "hub"), tiny.arguments(tmp_path / "c", **settings), **pieces)
+    stock.train()
+    names = [{*load_file(tmp_path / f"{name}/model.safetensors")} for name in ("final", "c/checkpoint-2", "hub")]
+    assert names[0] == names[1]  # those of transformers, which are the hub's where it writes these again
+    late = attach(Trainer(of_the_hub(tmp_path / "hub"), tiny.arguments(tmp_path / "c", **settings), **pieces))
+    if names[1] == names[2]:
+        with pytest.raises(ValueError, match=r"has \d+ weights under other names, bert\.embeddings\.LayerNorm"):
+            late.train(str(tmp_path / "c/checkpoint-2"))
 
 
 @pytest.mark.parametrize("dies", ["no run", "second"])

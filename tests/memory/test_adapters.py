@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig
 
 import tiny
-from hf_memopt import Estimate, estimate, estimate_from_arguments, freeze
+from hf_memopt import Estimate, NotEstimableError, estimate, estimate_from_arguments, freeze
 
 # peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed.
 peft_reads_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -124,6 +124,23 @@ def test_the_arguments_of_a_trainer_take_adapters_too(tmp_path: Path) -> None:
     sizes = {"batch_size": 2, "seq_len": 16, "lora": 4, "load_in": "nf4"}
     same = estimate(llama_config(), **sizes, precision="bf16", optim="adamw_torch", max_grad_norm=0.0)
     assert figures(found) == figures(same)
+
+
+def test_dora_of_quantised_weights_is_not_estimable() -> None:
+    lora = LoraConfig(target_modules=["query"], use_dora=True)
+    with pytest.raises(NotEstimableError, match=r"^not estimable: use_dora=True .* Pass LoraConfig\(use_dora=False\)"):
+        estimate(tiny.bert_config(), batch_size=1, seq_len=8, lora=lora, load_in="nf4")
+
+
+def test_modules_that_stay_in_float32_are_counted_so() -> None:
+    """T5's ``wo`` in float16."""
+    options = {"batch_size": 1, "seq_len": 8, "optim": "sgd", "precision": "fp32", "lora": 4}
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=512, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    half, other = (estimate(config, **options, weights_dtype=dtype) for dtype in ("float16", "bfloat16"))
+    wide = 4 * 512 * 16  # of two encoder and two decoder layers
+    assert 2 * wide <= half.components["weights"] - other.components["weights"] < 3 * wide
 
 
 def test_adapters_on_fused_experts_where_peft_switches_autocast_off() -> None:

@@ -163,6 +163,27 @@ def test_generation_is_a_phase_of_an_estimate() -> None:
     assert "generation" not in [name for _, name in without.timeline.phases]
 
 
+def test_what_a_folder_says_of_generation_is_read(tmp_path: Any) -> None:
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    config.save_pretrained(tmp_path)
+    options = {"batch_size": 1, "seq_len": 8, "precision": "fp32", "eval_batch_size": 64, "predict_with_generate": True}
+    made = {}
+    for beams in (1, 4):
+        own = {"num_beams": beams, "max_length": 60, "decoder_start_token_id": 0, "pad_token_id": 0}
+        GenerationConfig(**own).save_pretrained(tmp_path)
+        made[beams] = estimate(tmp_path, **options)
+    expected = estimate(tmp_path, **options, generation_num_beams=4, generation_max_length=60)
+    plain, found = made[1], made[4]
+    assert found.peak_allocated_bytes == expected.peak_allocated_bytes > plain.peak_allocated_bytes
+
+
+def test_an_evaluation_that_generates_smooths_labels_too() -> None:
+    options = {"batch_size": 2, "seq_len": 8, "precision": "fp32", "eval_batch_size": 2, "generation_max_length": 8}
+    options["label_smoothing_factor"] = 0.1
+    for generates in (False, True):
+        assert estimate("t5-small", **options, predict_with_generate=generates).phases
+
+
 def test_arguments_of_seq2seq_trainer_are_read(tmp_path: Any) -> None:
     generated = {"predict_with_generate": True, "generation_max_length": 40, "generation_num_beams": 3}
     args = Seq2SeqTrainingArguments(str(tmp_path), eval_strategy="epoch", use_cpu=True, **generated)

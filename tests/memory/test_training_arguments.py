@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from transformers import Trainer
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 import tiny
 from hf_memopt import StepSettings, estimate, estimate_from_arguments, find_gpu
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.binding import versions as compat
 from hf_memopt.memory import estimate_of
-from hf_memopt.memory.settings import BatchShape
+from hf_memopt.memory.settings import BatchShape, NotEstimableError
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +100,61 @@ def test_processes_share_the_batches_that_are_split(tmp_path: Any) -> None:
     assert estimate_from_arguments(tiny.bert_config(), args, 8).batch_size == 8
     trainer = Trainer(tiny.bert(), args, eval_dataset=[{}])
     assert estimate_of(trainer, BatchShape(4, 8, None, None), world_size=2).batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "precision"),
+    [("ACCELERATE_MIXED_PRECISION", "bf16", "bf16"), ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", None)],
+)
+def test_what_accelerate_launch_asks_for_is_counted(variable, value, precision, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, variable: value})
+    args = tiny.arguments(tmp_path)
+    if precision is None:
+        with pytest.raises(NotEstimableError, match=r"^not estimable: torch_compile=True: "):
+            estimate_from_arguments(tiny.bert_config(), args, 8)
+    else:
+        assert estimate_from_arguments(tiny.bert_config(), args, 8).settings.precision == precision
+
+
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+OWN: list[tuple[Any, dict[str, Any], Any]] = [  # optimizers of a Trainer, and what is read of them
+    (SGD, {"momentum": 0.9, "weight_decay": 0.1}, ("sgd", "momentum=0.9", 0.1)),
+    (ADAMW, {"fused": True}, ("adamw_torch_fused", None, 0.01)),
+    (ADAMW, {"amsgrad": True}, "amsgrad=True"),
+    (ADAM, {"weight_decay": 0.1}, "weight_decay=0.1, for which it copies all gradients"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "expected"), OWN, ids=str)
+def test_an_optimizer_of_the_trainers_own_is_read_or_refused(kind, options, expected, tmp_path) -> None:
+    model = tiny.bert()
+    trainer = Trainer(model, tiny.arguments(tmp_path), optimizers=(kind(model.parameters(), lr=0.1, **options), None))
+    shape = BatchShape(2, 8, None, None)
+    if isinstance(expected, str):
+        with pytest.raises(NotEstimableError, match=f"optimizer=<{kind.__name__}> with {expected} is not counted"):
+            estimate_of(trainer, shape)
+    else:
+        found = estimate_of(trainer, shape).settings
+        assert (found.optim, found.optim_args, found.weight_decay) == expected
+
+
+def test_what_gets_no_gradient_has_no_state() -> None:
+    model = tiny.bert()
+    model.unused = torch.nn.Linear(64, 64)
+    options = {"batch_size": 2, "seq_len": 8, "precision": "fp32", "optim": "adamw_torch"}
+    found, plain = estimate(model, **options), estimate(tiny.bert(), **options)
+    assert found.unused_parameters == ("unused.weight", "unused.bias")
+    assert found.components["optimizer state"] == plain.components["optimizer state"]
+
+
+def test_whole_gradients_are_not_assumed_where_each_step_shards_them(tmp_path: Any) -> None:
+    config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    args = sharded_arguments(tmp_path)
+    args.accelerator_config, args.gradient_accumulation_steps = AcceleratorConfig(**config), 4
+    with pytest.raises(NotEstimableError, match="sync_each_batch"):
+        estimate_from_arguments(tiny.bert_config(), args, 8, world_size=2)
+    args.gradient_accumulation_steps = 1
+    estimate_from_arguments(tiny.bert_config(), args, 8, world_size=2)
 
 
 def test_a_trainer_leaves_the_accumulation_steps_in_its_arguments(tmp_path: Any) -> None:

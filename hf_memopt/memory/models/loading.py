@@ -98,9 +98,9 @@ def load_model(
             _set_attention(copied, attn_implementation or "flash_attention_2")
         return LoadedModel(type(unwrap_model(copied)).__name__, _as_in_training(copied, keep_cache), None)
     if isinstance(model, PretrainedConfig):
-        name, config = None, copy.deepcopy(model)
+        name, config, generation = None, copy.deepcopy(model), None
     elif isinstance(model, str | os.PathLike):
-        name, config, task = _read_config(os.fspath(model), task)
+        name, config, generation, task = _read_config(os.fspath(model), task)
     else:
         raise TypeError(
             f"model=<{type(model).__name__}> cannot be loaded; expected an nn.Module, a PretrainedConfig, or "
@@ -122,7 +122,7 @@ def load_model(
             "one of them. Remove load_in, or call: del config.quantization_config"
         )
     with _one_error(f"model={name or type(config).__name__!r} cannot be built"):
-        text = config.to_json_string()
+        text = config.to_json_string() + ("" if generation is None else generation.to_json_string())
         quantization = _quantization(config)
         if quantization is not None:
             del config.quantization_config
@@ -136,6 +136,8 @@ def load_model(
             quantize(built, quantization)
         if name is not None:
             _untie_head(built)
+        if generation is not None and built.can_generate():
+            built.generation_config = generation
     packed = {*new} - {*new_parts(built)}
     is_new = task_of_class().get(str(_named_class(config))) != task
     if quantization and packed and (is_new or packed & {*HEADS[task].new}):
@@ -348,18 +350,22 @@ def _no_kernels(attn_implementation: str | None) -> NotEstimableError:
     )
 
 
-def _read_config(text: str, task: str | None) -> tuple[str, PretrainedConfig, str | None]:
-    """Return a display name, the configuration, and the task where the caller or the known models give it."""
+def _read_config(
+    text: str, task: str | None
+) -> tuple[str, PretrainedConfig, transformers.GenerationConfig | None, str | None]:
+    """Return a display name, the configuration, that of generation where a folder has one, and the task where known."""
     folder = find_config(text)
     if folder is None:
         known = str(known_name(text))
         facts = known_models()[known]
-        return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), task or facts["task"]
+        return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), None, task or facts["task"]
     what = f"model={text!r} has a config.json that transformers {transformers.__version__} does not understand"
     with _one_error(what):
         json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_check_counts)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return folder.resolve().name if Path(text).is_dir() else text, config, task
+        has_own = (folder / "generation_config.json").is_file()
+        own = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True) if has_own else None
+    return folder.resolve().name if Path(text).is_dir() else text, config, own, task
 
 
 def _check_counts(entries: dict[str, Any]) -> None:

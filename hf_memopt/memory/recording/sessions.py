@@ -196,6 +196,11 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
     for technique in _of_models(settings):
         if technique.on_load:
             load(technique.on_load)(model)
+    if settings.load_in is not None and getattr(settings.lora, "use_dora", False):
+        raise NotEstimableError(
+            "not estimable: use_dora=True reads the values of quantised weights, which have none here; expected LoRA, "
+            "or DoRA of plain weights. Pass LoraConfig(use_dora=False), or load_in=None"
+        )
     if settings.lora is not None:
         with torch.device("meta"):
             model = rest_to_meta(add_adapters(model, settings.lora, lora_targets=settings.lora_targets))

@@ -77,8 +77,9 @@ class StepSettings:
         eval_do_concat_batches: whether gathered logits are concatenated, a copy at every batch, or stay a list.
         batch_eval_metrics: whether metrics are computed batch by batch, so that no logits are gathered.
         predict_with_generate: whether evaluation generates, as ``Seq2SeqTrainer`` does, and gathers tokens, not logits.
-        generation_max_length: tokens to generate at most; None for the model's own limit (20 unless it has one).
-        generation_num_beams: beams of the search; None for the model's own number.
+        generation_max_length: tokens to generate at most; None for the model's own limit (20 unless it has one), which
+            is read of a folder's ``generation_config.json``, and not of well-known names.
+        generation_num_beams: beams of the search; None for the model's own number, as above.
         torch_empty_cache_steps: steps between two calls of ``torch.cuda.empty_cache()``.
         expandable_segments: whether the allocator runs with ``expandable_segments:True``.
         load_in: what bitsandbytes quantises the linears to: ``"nf4"`` (4 bits, double quantisation, as in QLoRA) or

@@ -8,11 +8,9 @@ What it does not do well, and what ``ShardedCheckpointCallback`` does about it:
 - *Weights on the host.* safetensors copies all tensors of one file from the GPU to the host before it writes the first
   (0.8.0), and stock's files hold up to 50 GB. Files of 1 GB bound the copies.
 - *Converted weights.* Mixture-of-experts checkpoints are saved in their hub's names, expert by expert: a copy of up to
-  two thirds of the experts on the GPU. Stock cannot resume from it, nor from vision-language checkpoints in such names
-  (it reads them under names that the model does not have, with a warning only:
-  https://github.com/huggingface/transformers/issues/48805). A checkpoint to resume from keeps the names that the model
-  trains under; ``from_pretrained`` reads both. So does what is pushed to the hub *during* training, a copy of it; the
-  final push has the hub's names.
+  two thirds of the experts on the GPU, from which stock cannot resume. ``attach`` keeps the names that the model trains
+  under (``hf_memopt.binding.checkpoint_manifest``). So does what is pushed to the hub *during* training, a copy of it;
+  the final push has the hub's names.
 - *State on the host.* Stock reads ``optimizer.pt`` whole into the memory of the host and then moves it to the GPU.
   Here the file is mapped: its pages are the file's own and the system may drop them at any time.
 - *State of bitsandbytes.* Its ``load_state_dict`` begins with a deep copy of everything: on the host with one GPU, on
@@ -38,10 +36,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_memopt.binding.checkpoint_manifest import own_checkpoint
 from hf_memopt.binding.model import tensors_in, unwrap_optimizer
 from hf_memopt.binding.undo import UndoHandle, override_method
 from hf_memopt.techniques import BoundCallback
@@ -58,25 +54,21 @@ PART_BYTES = 64 * 2**20
 # ---- Saving ---------------------------------------------------------------------------------------------------------
 
 
-def save_in_shards(model: PreTrainedModel, *, max_shard_bytes: int, is_checkpoint: bool = True) -> UndoHandle:
-    """Let ``model.save_pretrained`` write files of bounded size, and to a checkpoint the names the model trains under.
+def save_in_shards(model: PreTrainedModel, *, max_shard_bytes: int) -> UndoHandle:
+    """Let ``model.save_pretrained`` write files of bounded size.
 
-    A checkpoint's folder is named as stock names it; ``is_checkpoint=False`` writes the hub's names to that too.
     An index that the folder contains already is deleted first and a new one is written last, so an interrupted save
     leaves no checkpoint rather than a mixture. An old file of all weights stays until the new files are complete and is
     deleted then, since stock would read it first. Arguments of the caller of ``save_pretrained`` take precedence.
     """
 
     def save_pretrained(before: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        options: dict[str, Any] = {"max_shard_size": max_shard_bytes}
         folder = Path(save_directory)
-        if is_checkpoint and folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
-            options["save_original_format"] = False
         is_main_process = args[0] if args else kwargs.get("is_main_process", True)
         replaces = is_main_process and kwargs.get("variant") is None
         if replaces:
             (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
-        saved = before(save_directory, *args, **{**options, **kwargs})
+        saved = before(save_directory, *args, **{"max_shard_size": max_shard_bytes, **kwargs})
         if replaces and (folder / SAFE_WEIGHTS_INDEX_NAME).exists():
             (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
         return saved
@@ -217,9 +209,7 @@ class ShardedCheckpointCallback(BoundCallback):
         trainer = self.binding.trainer
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         is_plain = isinstance(model, PreTrainedModel) and not getattr(model, "peft_config", None)
-        is_checkpoint = own_checkpoint(*args, **kwargs) is not None  # and not weights that a user saves beside them
-        shards = partial(save_in_shards, max_shard_bytes=self.max_shard_bytes, is_checkpoint=is_checkpoint)
-        with shards(model) if is_plain else nullcontext():
+        with save_in_shards(model, max_shard_bytes=self.max_shard_bytes) if is_plain else nullcontext():
             before(*args, **kwargs)
 
     def _train(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,60 @@
+"""Save a checkpoint under the names that the model trains under, and resume from such names only.
+
+transformers loads the hub's names of some models under others (BERT's ``LayerNorm.gamma``, ViT, experts) and writes the
+hub's again. The Trainer reads a checkpoint by the names of the model, and leaves what it does not find as it is, with a
+warning: the best model is one of two epochs, and a resumed one has pretrained layers
+(https://github.com/huggingface/transformers/issues/43701 and 48805; seen in 5.23.0). ``from_pretrained`` reads both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, override_method
+from hf_memopt.plain_data import parse_object
+
+
+def _plain_model(trainer: Any) -> PreTrainedModel | None:
+    """Return the model whose own weights a checkpoint has; None for adapters and for a module of the user's."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    return model if isinstance(model, PreTrainedModel) and not getattr(model, "peft_config", None) else None
+
+
+def under_own_names(trainer: Any) -> UndoHandle:
+    """Let the model be saved under the names that it trains under, until the handle is removed."""
+    if (model := _plain_model(trainer)) is None:
+        return nothing_to_undo()
+
+    def save_pretrained(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return before(*args, **{"save_original_format": False, **kwargs})
+
+    return override_method(model, "save_pretrained", save_pretrained)
+
+
+def check_names(trainer: Any, folder: Path) -> None:
+    """Refuse a checkpoint whose weights have other names than the model's: stock would leave those as they are."""
+    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    model = _plain_model(trainer)
+    if model is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return
+    if single.is_file():
+        with safe_open(single, "pt") as file:
+            names = {*file.keys()}
+    else:
+        names = {*parse_object(index.read_bytes())["weight_map"]} if index.is_file() else {*model.state_dict()}
+    state, ignored = model.state_dict(), model._keys_to_ignore_on_save or ()
+    held = {state[name].data_ptr() for name in names & state.keys()}  # tied weights are saved once
+    lost = [name for name, one in state.items() if name not in ignored and one.data_ptr() not in held]
+    if lost:
+        raise ValueError(
+            f"resume_from_checkpoint={str(folder)!r} has {len(lost)} weights under other names, {lost[0]} for one, as "
+            "stock saves them and does not load them; expected the names that the model trains under. Write it anew: "
+            f"{type(model).__name__}.from_pretrained(folder).save_pretrained(folder, save_original_format=False), and "
+            f"delete its memopt_manifest.json"
+        )
