@@ -24,9 +24,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves  # private: pinned by a test, seen in torch 2.6 to 2.13
 
+from hf_memopt.binding import versions
 from hf_memopt.binding.losses.known_losses import counts_items
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, set_attribute, undo_all
-from hf_memopt.binding.versions import is_compiled
 from hf_memopt.changes import Change, record_changes
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def _hidden(trainer: Any, model: nn.Module, items: Any) -> str:
         return f"it is {items!r}, not a tensor"
     # what torch.compile puts around a module, or leaves on it: private, seen in torch 2.13
     is_hidden = any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
-    return "torch.compile hides what it computes" if is_hidden or is_compiled(trainer.args) else ""
+    return "torch.compile hides what it computes" if is_hidden or versions.is_compiled(trainer.args) else ""
 
 
 def _is_among(one: Any, numbers: Collection[float]) -> bool:
