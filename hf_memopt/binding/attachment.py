@@ -162,9 +162,7 @@ def refuse_data_parallel(n_gpu: int) -> None:
 def _check_master_weights(trainer: Any) -> None:
     import torch
 
-    if (
-        mixed_precision(trainer.args) != "fp16" or trainer.is_deepspeed_enabled
-    ):  # DeepSpeed keeps float32 masters of its own
+    if mixed_precision(trainer.args) != "fp16" or trainer.is_deepspeed_enabled:  # which keeps float32 masters itself
         return
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:

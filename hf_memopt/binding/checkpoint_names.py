@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -48,7 +49,8 @@ def check_names(trainer: Any, folder: Path) -> None:
             names = {*file.keys()}
     else:
         names = {*parse_object(index.read_bytes())["weight_map"]} if index.is_file() else {*model.state_dict()}
-    state, ignored = model.state_dict(), model._keys_to_ignore_on_save or ()
+    state = {name: one for name, one in model.state_dict().items() if torch.is_tensor(one)}
+    ignored = model._keys_to_ignore_on_save or ()
     held = {state[name].data_ptr() for name in names & state.keys()}  # tied weights are saved once
     lost = [name for name, one in state.items() if name not in ignored and one.data_ptr() not in held]
     if lost:
@@ -56,5 +58,5 @@ def check_names(trainer: Any, folder: Path) -> None:
             f"resume_from_checkpoint={str(folder)!r} has {len(lost)} weights under other names, {lost[0]} for one, as "
             "stock saves them and does not load them; expected the names that the model trains under. Write it anew: "
             f"{type(model).__name__}.from_pretrained(folder).save_pretrained(folder, save_original_format=False), and "
-            f"delete its memopt_manifest.json"
+            "delete its memopt_manifest.json"
         )
