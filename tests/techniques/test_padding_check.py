@@ -120,7 +120,7 @@ def test_a_wider_batch_and_a_shorter_row_are_compared_anew_and_no_other(tmp_path
     callback = MicrobatchCallback(max_examples=2, loss="mean over rows")
     ours = trained(lambda: Classifier(read), batches, tmp_path, callback)
     assert_stocks(ours, stock)
-    stated = [9, 3, 5, 8, 9]  # all rows together, then each alone
+    stated = [9, 5, 8, 3, 9]  # all rows together, then each alone: first the shortest of each label, the rarest first
     # with padding a second time, since the model draws: whether that makes a difference
     compared, anew = [*(9, 9, 3), *(9, 3)], [*(9, 9, 2), *(9, 2)]  # losses, then gradients
     assert widths == [*compared, *stated, *(9, 5), *(9, 5), *anew, *(9, 5), *(16, 16, 3), *(16, 16), *(20, 20)]

@@ -234,8 +234,10 @@ def _rows_to_verify(inputs: Mapping[str, Any], labels: list[Any] | None) -> list
     counts = Counter(label for label in labels if label != IGNORED_LABEL)
     order = [label for label, _ in reversed(counts.most_common())]
     order[1:1] = order[1:][-1:]
-    first = dict.fromkeys(next(row for row in rows if labels[row] == label) for label in order)
-    return [*first, *(row for row in rows if row not in first)]
+    first: dict[Any, int] = {}
+    for row in rows:
+        first.setdefault(labels[row], row)
+    return [*dict.fromkeys([*(first[label] for label in order), *rows])]
 
 
 def _difference(
