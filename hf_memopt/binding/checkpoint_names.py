@@ -8,6 +8,7 @@ warning: the best model is one of two epochs, and a resumed one has pretrained l
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ def under_own_names(trainer: Any) -> UndoHandle:
     """Let the model be saved under the names that it trains under, until the handle is removed."""
     if (model := _plain_model(trainer)) is None:
         return nothing_to_undo()
+    taken = inspect.signature(model.save_pretrained).parameters.values()
+    if not any(one.name == "save_original_format" or one.kind is one.VAR_KEYWORD for one in taken):
+        return nothing_to_undo()  # of a user's class, which saves in its own way
 
     def save_pretrained(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return before(*args, **{"save_original_format": False, **kwargs})

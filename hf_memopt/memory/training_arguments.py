@@ -316,8 +316,8 @@ def _given_optimizer(trainer: Trainer) -> dict[str, Any]:
         name = _OF_TORCH.get(kind.__name__, "") if kind.__module__.startswith("torch.optim.") else ""
         read = [f"{key}={options[key]}" for key in ("momentum", "centered") if options.get(key)]
         found = {"optim": name + "_fused" * bool(options.get("fused")), "optim_args": ",".join(read) or None}
-        decay = 0.0 if optimizer is None else max(group.get("weight_decay", 0.0) for group in optimizer.param_groups)
-        found |= {} if optimizer is None else {"weight_decay": decay}
+        groups: Any = ({"weight_decay": trainer.args.weight_decay},) if optimizer is None else optimizer.param_groups
+        found["weight_decay"] = decay = max(group.get("weight_decay", 0.0) for group in groups)
         is_copied = kind.__name__ == "Adam" and decay and not options.get("fused")
         if options.get("amsgrad") or is_copied:
             what = f"weight_decay={decay}, for which it copies all gradients" if is_copied else "amsgrad=True"

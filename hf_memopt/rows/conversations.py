@@ -220,10 +220,14 @@ def _check_written(messages: list[dict[str, Any]], text: str) -> None:
             parts += [one.strip() for name in THOUGHTS if isinstance(one := message.get(name), str)]
         lost = next((one for one in parts if one not in text and _as_json(one) not in text), None)
         if lost is not None:
+            is_thought = parts.index(lost) > len(_calls(message))
+            fix = (
+                "take the thoughts out: dataset.map(...)" if is_thought else "leave such rows out: dataset.filter(...)"
+            )
             raise ValueError(
                 f"messages[{at}], of the role {message['role']!r}, is not written by the chat template: {lost!r:.60}; "
-                "expected a template that writes each message. Take one that knows roles, calls of tools and thoughts, "
-                "or leave such rows out: dataset.filter(...)"
+                "expected a template that writes each message. Take one that knows "
+                f"{'what was thought' if is_thought else 'the role and calls of tools'}, or {fix}"
             )
 
 

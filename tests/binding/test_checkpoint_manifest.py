@@ -397,6 +397,20 @@ def test_a_model_that_the_hub_names_otherwise_is_resumed_and_its_best_one_loaded
     if names[1] == names[2]:
         with pytest.raises(ValueError, match=r"has \d+ weights under other names, bert\.embeddings\.LayerNorm"):
             late.train(str(tmp_path / "c/checkpoint-2"))
+        folder = tmp_path / "c/checkpoint-2"  # what the message says
+        type(stock.model).from_pretrained(folder).save_pretrained(folder, save_original_format=False)
+        late.train(str(folder))
+        assert tiny.largest_difference(straight.model, late.model) == 0.0
+
+
+def test_a_class_that_saves_in_its_own_way_does_so(tmp_path) -> None:
+    class Own(transformers.BertForSequenceClassification):
+        def save_pretrained(self, save_directory: Any, state_dict: Any = None, is_main_process: bool = True) -> None:
+            super().save_pretrained(save_directory, state_dict=state_dict, is_main_process=is_main_process)
+
+    args = tiny.arguments(tmp_path, **RUN, max_steps=2)
+    attach(Trainer(Own(tiny.bert_config()), args, train_dataset=tiny.rows(4))).train()
+    assert (tmp_path / "checkpoint-2/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("dies", ["no run", "second"])

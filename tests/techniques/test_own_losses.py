@@ -495,6 +495,22 @@ def test_a_wrong_statement_is_raised_with_the_weight_that_shows_it(loss: Any, te
     assert trainer.state.global_step == 0
 
 
+def test_a_dropout_of_the_users_own_contradicts_no_statement(tmp_path: Path) -> None:
+    class OwnDropout(nn.Module):
+        p = 0.1
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return functional.dropout(hidden, self.p, self.training)
+
+    model = tiny.bert()
+    model.dropout = OwnDropout()
+    kind = own(lambda logits, inputs: functional.cross_entropy(logits, inputs["labels"]))
+    callback = MicrobatchCallback(max_examples=2, loss="mean over rows")
+    trained(kind, tmp_path, callback, model=model)
+    assert callback.tally.cut_steps
+    assert model.dropout.p == 0.1
+
+
 def test_a_statement_is_verified_on_rows_of_different_labels(tmp_path: Path) -> None:
     """Of which the first batch has none, and the second a single one, in its longest row."""
     data = [row | {"labels": 0} for row in mixed_rows(24)]

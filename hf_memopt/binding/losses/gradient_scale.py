@@ -6,8 +6,10 @@ is needed, only there. Heads of transformers are looked up (``known_losses``); o
 is watched: a count that stock passed and no operation took is ignored, unless the loss was divided by the accumulation
 steps themselves. Nothing is run for it, and nothing read before.
 
-Limitations: a count that only a kernel of one's own reads, in a ``torch.autograd.Function``, is taken for ignored; what
-``torch.compile`` has compiled cannot be watched, and a warning says so.
+Limitations: a count that only a kernel of one's own reads, in a ``torch.autograd.Function``, is taken for ignored, and
+so is one of a loss that is divided by the steps in a function that does not name ``gradient_accumulation_steps``:
+``trainer.loss_is_scaled_for_ga = True`` says that it is. What ``torch.compile`` has compiled cannot be watched, and a
+warning says so. Of several processes, a loss that divides stock's by the steps has stock's factor of their number.
 """
 
 from __future__ import annotations

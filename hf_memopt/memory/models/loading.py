@@ -270,9 +270,9 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     """
     always = getattr(model, "_keep_in_fp32_modules_strict", None) or () if dtype.itemsize == 2 else ()
     kept = {*always, *(getattr(model, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 else ())}
-    for name, module in model.named_modules():
-        if any(f".{one}." in f".{name}." for one in kept):
-            module.float()
+    for name, held in [*model.named_parameters(), *model.named_buffers()]:
+        if held.is_floating_point() and any(f".{one}." in f".{name}." for one in kept):
+            held.data = held.data.float()
 
 
 def _quantization(config: Any) -> dict[str, Any] | None:

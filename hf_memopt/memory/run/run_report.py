@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding import checkpointing_of
+from hf_memopt.binding import checkpointing_of, versions
 from hf_memopt.binding.model import unwrap_model
 from hf_memopt.changes import CHANGES
 from hf_memopt.devices.readings import measured_device, read_context, read_memory
@@ -249,7 +249,7 @@ def training_memory(summary: Mapping[str, Mapping[str, int]], device: torch.devi
 
 def _settings(args: TrainingArguments) -> str:
     """Return in one line which arguments decide the memory."""
-    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    precision = versions.mixed_precision(args).replace("no", "fp32")
     batch = f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} examples per step and device"
     checkpointing = ", gradient checkpointing" if checkpointing_of(args)[0] else ""
     return f"Batch: {batch}; {precision}, optimizer `{getattr(args.optim, 'value', args.optim)}`{checkpointing}."

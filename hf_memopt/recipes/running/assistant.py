@@ -229,7 +229,7 @@ def _change_training(trainer: Trainer, word: str, used: Sequence[str]) -> None:
         )
     sets = {name: value for one in asked for name, value in one.sets.items()}
     norm = args.max_grad_norm
-    args.max_grad_norm = 0.0 if "gradient_release" in sets else norm
+    args.max_grad_norm = 0.0 if "release_clipping" in (*used, word) else norm
     try:
         made = load(asked[0].optimizer)(args, model, rounding=sets.get("rounding", "nearest"))
     except (ValueError, TypeError, RuntimeError):

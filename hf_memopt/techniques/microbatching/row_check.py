@@ -87,15 +87,15 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Drop nothing inside the context; what a user's class does with a probability ``p`` is done nearly always."""
+def without_dropout(model: nn.Module, *, p: float = 0.0) -> Iterator[None]:
+    """Drop nothing inside the context; a probability ``p`` from 0 to ``OFTEN`` of a user's class is that of here."""
     with ExitStack() as stack:
         for module in model.modules():
             is_known = isinstance(module, nn.Dropout) or type(module).__module__.startswith(_WITH_P)
             for name in (*DROPOUTS, "p"):
                 old = getattr(module, name, None)
                 if isinstance(old, float) and (name != "p" or is_known or 0 < old < OFTEN):
-                    stack.callback(set_attribute(module, name, OFTEN if name == "p" and not is_known else 0.0).remove)
+                    stack.callback(set_attribute(module, name, p if name == "p" and not is_known else 0.0).remove)
         yield
 
 
@@ -109,7 +109,7 @@ def _repeatable(call: ModuleCall) -> Iterator[Callable[[], None]]:
         for state in states:
             state.restore()
 
-    with without_dropout(call.module), own_weights_put_back(call.module):
+    with without_dropout(call.module, p=OFTEN), own_weights_put_back(call.module):
         kept = KeptState(what="a check that rows are independent", others=call.module.buffers())
         for module in call.module.modules():
             if not is_listed_module(type(module).__module__):  # a user's own

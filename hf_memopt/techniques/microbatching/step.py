@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from hf_memopt.binding import checkpointing_arguments
+from hf_memopt.binding import checkpointing_arguments, versions
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.losses import HookChangesError, KnownLoss, has_stock_step, known_loss
 from hf_memopt.binding.model import unwrap_parallel
@@ -237,7 +237,7 @@ class MicrobatchedStep:
             check_logits(trainer, step.inputs)
         with ExitStack() as stack:
             seen = CutStep()
-            if is_limited or not trainer.args.torch_compile:  # else it would run uncompiled, for nothing
+            if is_limited or not versions.is_compiled(trainer.args):  # else it would run uncompiled, for nothing
                 seen = stack.enter_context(self._backbones.cut(unwrap_parallel(step.model)))
             self._running = self._running[0], why, seen
             stack.enter_context(override_method(trainer.accelerator, "backward", seen.noting_out_of_memory))

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from hf_memopt.binding import versions
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.undo import RandomState, UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.devices import against_float16
@@ -119,7 +120,11 @@ class OverflowCallback(TechniqueCallback):
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Watch this trainer's steps; a second ``attach`` makes it the outermost override again."""
-        problem = against_float16(config=getattr(trainer.model, "config", None)) if trainer.args.fp16 else ""
+        problem = (
+            against_float16(config=getattr(trainer.model, "config", None))
+            if versions.mixed_precision(trainer.args) == "fp16"
+            else ""
+        )
         if problem and self.binding.trainer is not trainer:
             warnings.warn(
                 f"fp16=True is likely to lose steps: {problem}; expected bf16 where the GPU has it, else float32. "

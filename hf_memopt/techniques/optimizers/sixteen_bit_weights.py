@@ -177,6 +177,7 @@ class _SixteenBit(Built):
             store_part(after, given, state, parameter, part)
             del given, after  # a slice's own state, where it was made now
             round_weights(float_slice, weight[part], lost, generator)
+            del float_slice  # before the next one is made
         if not parameter.is_contiguous():
             parameter.detach().copy_(weight.view(parameter.shape))
 

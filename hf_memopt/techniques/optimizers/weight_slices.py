@@ -65,8 +65,9 @@ def widened(weight: torch.Tensor, lost: torch.Tensor | None) -> torch.Tensor:
     """Return float32 weights; the upper 16 bits of a float32 are a bfloat16, ``lost`` is added to the lower ones."""
     if lost is None:
         return weight.float()
-    lost = lost.masked_fill((weight == 0) & (lost < 0), 0)  # of a weight that was set to 0 since: no 0 was rounded up
-    return weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(lost).view(torch.float32)
+    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(lost)
+    bits.masked_fill_((weight == 0).logical_and_(lost < 0), 0)  # set to 0 since: no 0 was rounded up
+    return bits.view(torch.float32)
 
 
 def round_weights(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_memopt.binding import refuse_data_parallel
+from hf_memopt.binding import refuse_data_parallel, versions
 from hf_memopt.binding.compatibility import check_settings, refusal_of
 from hf_memopt.binding.model import check_model, unwrap_model, unwrap_optimizer
 from hf_memopt.binding.parameters import layer_stacks, parameters_outside_adapters
@@ -351,7 +351,9 @@ def _check_evaluation(model: nn.Module, args: TrainingArguments) -> None:
 
 def _check_training(model: nn.Module, ring: Ring, args: TrainingArguments, optimizer: Any) -> None:
     """Refuse what cannot work with weights that are trained on the host, and too little host memory."""
-    if args.fp16 and any(p.requires_grad for layer in ring.layers for p in layer.parameters):
+    if versions.mixed_precision(args) == "fp16" and any(
+        p.requires_grad for layer in ring.layers for p in layer.parameters
+    ):
         raise ValueError(
             "fp16=True scales gradients on the GPU, and those of streamed layers are on the host; expected bf16, or "
             "adapters alone to train. Set bf16=True"
