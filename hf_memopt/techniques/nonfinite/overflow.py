@@ -307,12 +307,12 @@ class StepReading:
         return self.is_norm_bad and (skips_in_a_row >= MOST_SKIPS or self.loss_scale < SMALLEST_SCALE)
 
 
-def read_step(is_loss_bad: Sequence[torch.Tensor], norm: torch.Tensor | float | None, accelerator: Any) -> StepReading:
+def read_step(is_loss_bad: Sequence[torch.Tensor], norm: torch.Tensor | float, accelerator: Any) -> StepReading:
     """Read the flags of a step, the gradient norm and the loss scale in one transfer from the device."""
     here = torch.stack(list(is_loss_bad)).float()  # (accumulation steps,)
-    if norm is not None and hasattr(norm, "full_tensor"):  # under FSDP2 each process has a part of it
+    if hasattr(norm, "full_tensor"):  # under FSDP2 each process has a part of it
         norm = norm.full_tensor()
-    is_norm_bad = ~torch.isfinite(torch.as_tensor(0.0 if norm is None else norm, device=here.device))
+    is_norm_bad = ~torch.isfinite(torch.as_tensor(norm, device=here.device))
     shared = torch.stack([here.sum(), is_norm_bad.float()])  # (2,)
     if accelerator.num_processes > 1:
         shared = accelerator.reduce(shared, reduction="sum")
