@@ -35,7 +35,7 @@ from hf_memopt import (
     recipe,
 )
 from hf_memopt.binding import versions
-from hf_memopt.devices import choose_precision
+from hf_memopt.devices import GPUS, choose_precision
 
 NAMES = ["4gb-gpu", "6gb-gpu", "8gb-gpu", "12gb-gpu", "16gb-gpu", "24gb-gpu", "40gb-gpu", "80gb-gpu", "cpu"]
 PAGED_ON_CPU = "ignore:Paged optimizers are not supported on CPU:UserWarning"  # bitsandbytes 0.50 says so once
@@ -92,7 +92,7 @@ def test_printing_a_recipe_gives_every_choice_with_a_reason(name) -> None:
 
 @pytest.mark.parametrize(
     ("gib", "chosen"),
-    [(2.0, "4gb-gpu"), (3.9, "4gb-gpu"), (5.8, "6gb-gpu"), (7.6, "8gb-gpu"), (14.7, "12gb-gpu"), (14.8, "16gb-gpu"),
+    [(2.0, "4gb-gpu"), (3.9, "4gb-gpu"), (5.8, "6gb-gpu"), (7.6, "8gb-gpu"), (14.3, "12gb-gpu"), (14.56, "16gb-gpu"),
      (23.6, "24gb-gpu"), (39.4, "40gb-gpu"), (79.1, "80gb-gpu"), (140.0, "80gb-gpu")],
 )  # fmt: skip
 def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, chosen) -> None:
@@ -105,6 +105,15 @@ def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, ch
     assert found.replace(purpose="") == PRESETS[chosen].replace(purpose="")
     monkeypatch.setattr("hf_memopt.devices.readings.read_memory", lambda: replace(gpu, device_total_bytes=None))
     assert recipe("auto").name == "cpu"
+
+
+def test_auto_takes_the_preset_of_the_size_that_a_card_is_sold_with(monkeypatch) -> None:
+    sizes = {name: int(name.removesuffix("gb-gpu")) for name in NAMES if name != "cpu"}
+    for card in GPUS.values():
+        reading = replace(read_memory("cpu"), device_name=card.name, device_total_bytes=card.usable_bytes)
+        monkeypatch.setattr("hf_memopt.devices.readings.read_memory", lambda reading=reading: reading)
+        largest = max(gib for gib in sizes.values() if gib <= max(card.memory_bytes // 2**30, 4))
+        assert sizes[recipe("auto").name] == largest, card.name
 
 
 # ---- One override re-derives the others
