@@ -96,7 +96,7 @@ def test_the_tokens_of_a_tile_are_a_number(simulation) -> None:
 
 
 def test_what_fits_ends_with_0_and_prints_the_table(simulation) -> None:
-    result = run("--batch-size", "32", "--seq-len", "128", "--gpu", "geforce rtx 3050 laptop", "--checkpointing")
+    result = run("--batch-size", "32", "--seq-len", "128", "--gpu", "geforce rtx 3050 4gb", "--checkpointing")
     assert (result.exit_code, result.stderr) == (0, "")
     gpu = find_gpu(CARD)
     assert simulation.calls == [

@@ -47,7 +47,7 @@ def test_an_error_fits_the_terminal_in_colours(columns: int, folder: Path) -> No
     assert "\x1b[1;36mhint:\x1b[0m Did you mean 'RTX 3060 12GB'?" in printed
     assert max(map(len, plain.splitlines())) <= columns
     assert " ".join(plain.split()) == (
-        "error: --gpu RTX-3065 is not a GPU of the table; expected one of its 162 names, which hf-memopt gpus lists, "
+        "error: --gpu RTX-3065 is not a GPU of the table; expected one of its 163 names, which hf-memopt gpus lists, "
         "or a size hint: Did you mean 'RTX 3060 12GB'? Pass its size: --gpu 8GB"
     )
 
@@ -74,7 +74,7 @@ def test_the_gpus_of_some_words_fit_a_terminal(columns: int, folder: Path) -> No
 
 def test_all_gpus_are_listed_and_what_is_unknown_is_a_dash() -> None:
     lines = CliRunner().invoke(app, ["gpus"]).stdout.splitlines()
-    assert len(lines) == 1 + 162 + 1
+    assert len(lines) == 1 + 163 + 1
     assert max(len(line.rstrip()) for line in lines[:-1]) <= 60
     [line] = [line.split() for line in lines if line.startswith("GTX 1650 Super")]
     assert line == ["GTX", "1650", "Super", "4", "3.81", "no", "7.5", "-", "192"]
