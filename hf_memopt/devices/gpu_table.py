@@ -1,10 +1,10 @@
 """The GPUs that are known by name, and what decides whether a training step fits one of them.
 
 The figures are in ``gpus.csv``, each with its source; an empty field was not found. Where nothing was found for a GPU,
-its context is the median of the GPUs of its compute capability, and its usable share the median of those nearest in
-size; its ``source`` then says "derived". Sizes are those of Linux: Windows reports the whole memory as usable and takes
-its share at run time. Newer drivers keep more for themselves (a T4 went from 14.75 to 14.56 GiB), so the newest of
-several figures is listed.
+its context is the median of the GPUs of its compute capability, or of the nearest one, and its usable share the median
+of those nearest in size; its ``source`` then says "derived". Sizes are those of Linux: Windows reports the whole memory
+as usable and takes its share at run time. Newer drivers keep more for themselves (a T4 went from 14.75 to 14.56 GiB),
+so the newest of several figures is listed.
 
 - ``memory_gib`` is what the GPU is sold with, ``usable`` what torch calls its total capacity. ``alias`` is a further
   name, the driver's, that means this GPU although it lacks the size. ``usual`` marks the one that a name without a
@@ -156,12 +156,17 @@ def _is_amd(row: Mapping[str, str]) -> bool:
     return _DESIGNS[row["architecture"]]["maker"] == "AMD"
 
 
-def typical_context(capability: tuple[int, int]) -> tuple[int | None, str]:
-    """Return the median of the contexts known for a compute capability, and the words for its source."""
-    found = [parse_bytes(row["context"]) for row in _ROWS if row["context"] and _capability(row) == capability]
-    if not found:
-        return None, "unknown"
-    return median_low(found), "derived from the GPUs of compute capability {}.{}".format(*capability)
+def typical_context(capability: tuple[int, int]) -> tuple[int, str]:
+    """Return the median context of the GPUs of a compute capability, or the nearest, and the words for its source."""
+    known = [(_capability(row), parse_bytes(row["context"])) for row in _ROWS if row["context"]]
+    major, minor = min((own for own, _ in known), key=lambda own: abs(_number(own) - _number(capability)))
+    other = "" if (major, minor) == capability else ", the nearest that is known"
+    context_bytes = median_low(context for own, context in known if own == (major, minor))
+    return context_bytes, f"derived from the GPUs of compute capability {major}.{minor}{other}"
+
+
+def _number(capability: tuple[int, int]) -> int:
+    return 10 * capability[0] + capability[1]
 
 
 def against_float16(gpu_name: str = "", config: Any = None) -> str:
@@ -193,6 +198,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
     usable_bytes, usable_source = _typical_usable(memory_gib), "derived from the GPUs nearest in size"
     if row["usable"]:
         usable_bytes, usable_source = parse_bytes(row["usable"]), row["usable_source"]
+    context_bytes: int | None
     context_bytes, context_source = (None, "unknown") if _is_amd(row) else typical_context(_capability(row))
     generation, lanes = map(int, row["pcie"].split(".0 x"))
     if row["context"]:

@@ -111,7 +111,8 @@ def test_contexts_without_a_message_are_the_median_of_their_compute_capability()
     assert GPUS["RTX 3080"].context_bytes == GPUS["RTX 3050 4GB"].context_bytes == 224 * MIB  # of 179, 224, 450
     assert GPUS["RTX 4070"].context_bytes == 256 * MIB  # of 115, 236, 256, 495, 514
     assert "context: derived from the GPUs of compute capability 8.9;" in GPUS["RTX 4070"].source
-    assert GPUS["P100"].context_bytes is None  # no GPU of its compute capability was found
+    assert GPUS["GTX 1080 Ti"].context_bytes == GPUS["P100"].context_bytes == 166 * MIB  # of 6.1, next to its own 6.0
+    assert "derived from the GPUs of compute capability 6.1, the nearest that is known;" in GPUS["P100"].source
 
 
 def test_usable_memory_without_a_source_is_that_of_the_gpus_nearest_in_size():
@@ -178,14 +179,14 @@ def test_a_size_alone_is_a_gpu_of_so_many_gib(text):
             "given; compute capability: assumed; context: derived",
             "assumed of mine: compute capability 8.6 (its kernels, bf16 and context), all of 4.00 GiB usable",
         ),
-        ({"memory": "4GiB", "compute_capability": 10}, None, "given; context: unknown", ""),
+        ({"memory": "4GiB", "compute_capability": 10}, 676 * MIB, "given; context: derived", ""),
     ],
 )
 def test_a_custom_gpu_has_what_the_user_says_and_leaves_the_rest_open(given, context_bytes, source, assumed):
     gpu = custom_gpu(**given)
     capability = (10, 0) if given.get("compute_capability") == 10 else (8, 6)
-    if "derived" in source:
-        source += " from the GPUs of compute capability 8.6"
+    nearest = "9.0, the nearest that is known" if capability == (10, 0) else "8.6"
+    source += f" from the GPUs of compute capability {nearest}"
     name = given.get("name", "custom 4.00 GiB")
     sizes = {"memory_bytes": 4 * GIB, "usable_bytes": 4 * GIB, "context_bytes": context_bytes}
     assert gpu == Gpu(name, **sizes, compute_capability=capability, source=source, notes=(assumed,) if assumed else ())
@@ -243,8 +244,8 @@ def test_a_current_gpu_is_what_the_driver_says_and_the_tables_rest(
         source = f"usable memory and multiprocessors: this machine; else {row.source}"
         assert gpu == dataclasses.replace(row, **here, source=source)
     else:
-        known = "unknown" if expected is None else "derived from the GPUs of compute capability {}.{}"
-        source = f"this machine; context: {known.format(*capability)}"
+        nearest = "9.0, the nearest that is known" if capability == [10, 3] else "{}.{}".format(*capability)
+        source = f"this machine; context: derived from the GPUs of compute capability {nearest}"
         sizes = {**here, "memory_bytes": total_bytes, "context_bytes": expected}
         assert gpu == Gpu(driver_name, **sizes, compute_capability=tuple(capability), source=source)
 

@@ -260,6 +260,8 @@ def _notes(
         if importlib.util.find_spec("deepspeed") is None:
             yield "deepspeed is not installed here; where it trains, call: pip install deepspeed"
     yield from simulation.facts.notes
+    if simulation.gpu.context_bytes is None:
+        yield f"the size of the CUDA context on {simulation.gpu.name} is unknown and not in the figures"
     yield from simulation.gpu.notes
     refused: dict[str, list[str]] = {}
     for one, why in simulation.refused.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,12 @@ def test_a_laptop_has_a_desktop_and_may_have_windows() -> None:
         f"512.0 MiB of RTX 1 Laptop are left to the desktop; budget='{whole // 2**20}MiB' plans with all of it",
     )
     assert planned("2GiB", name="RTX 1 Laptop", method="full", budget=2**30).gpu.usable_bytes == 2**30
+
+
+def test_a_context_that_is_unknown_is_said() -> None:
+    gpu = replace(custom_gpu("2GiB", "8.6"), context_bytes=None)  # as an Instinct has
+    note = f"the size of the CUDA context on {gpu.name} is unknown and not in the figures"
+    assert note in plan(config(), gpu=gpu, seq_len=64, method="full").notes
 
 
 LINUX_ONLY = {"expandable segments", "paged AdamW", "paged 8-bit AdamW"}
