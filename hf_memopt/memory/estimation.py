@@ -203,6 +203,10 @@ def estimate_of_step(
     if settings.precision == "auto" and with_precision(settings, gpu).precision == "fp16":
         problem = precision_for(model, gpu, task)[2]
         overflows = (f"{problem}; pass precision='fp32', as plan does",) if problem else ()
+    if settings.precision == "bf16" and gpu is not None and not gpu.bf16:
+        native = with_precision(settings.replace(precision="auto"), gpu).precision
+        native = "fp32" if precision_for(model, gpu, task)[2] else native
+        overflows = (f"bfloat16 is only emulated on {gpu.name}, which is slow; pass precision={native!r}",)
     settings = with_precision(settings, gpu)
     _check_gpu(settings, gpu)
     chip = Chip.of(_ASSUMED_CAPABILITY) if gpu is None else Chip.of(gpu.compute_capability, gpu.multiprocessors)

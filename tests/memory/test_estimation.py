@@ -335,6 +335,13 @@ def test_float16_of_a_model_that_leaves_its_range_is_noted() -> None:
     )
     found = [estimate(config, seq_len=8, gpu=gpu) for gpu in ("T4", "RTX 4090")]
     assert [(one.settings.precision, note in one.notes) for one in found] == [("fp16", True), ("bf16", False)]
+    for model, gpu, native in (
+        (config, "T4", "fp32"),
+        (tiny.bert_config(), "T4", "fp16"),
+        (tiny.bert_config(), "P100", "fp32"),
+    ):
+        note = f"bfloat16 is only emulated on {gpu}, which is slow; pass precision={native!r}"
+        assert note in estimate(model, seq_len=8, gpu=gpu, bf16=True).notes
 
 
 def test_what_is_assumed_of_a_gpu_is_in_the_notes() -> None:
