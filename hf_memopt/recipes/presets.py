@@ -124,7 +124,11 @@ def _for_this_machine() -> Recipe:
     covered = [size for size in by_size if reading.device_total_bytes >= COVERED_FRACTION * size]
     name = by_size[max(covered, default=min(by_size))]
     gpu = f"{reading.device_name} with {format_bytes(reading.device_total_bytes)}"
-    return PRESETS[name].replace(purpose=f"chosen by recipe('auto') for {gpu}: {PRESETS[name].purpose}")
+    chosen = PRESETS[name]
+    if reading.device.startswith("mps") and chosen.optim.endswith("8bit"):
+        why = f"bitsandbytes, which {chosen.optim} is of, does not support 8-bit or paged optimizers on Apple GPUs"
+        chosen = chosen.replace(optim="adamw_torch", reasons={**chosen.reasons, "optim": why})
+    return chosen.replace(purpose=f"chosen by recipe('auto') for {gpu}: {chosen.purpose}")
 
 
 def preset_rows(recipes: Mapping[str, Recipe]) -> list[dict[str, str]]:

@@ -103,6 +103,11 @@ def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, ch
     assert "memory not yet measured on a GPU" in found.purpose
     assert found.purpose.startswith(f"chosen by recipe('auto') for some GPU with {gib:.2f} GiB: ")
     assert found.replace(purpose="") == PRESETS[chosen].replace(purpose="")
+    on_mac = replace(gpu, device="mps")
+    monkeypatch.setattr("hf_memopt.devices.readings.read_memory", lambda: on_mac)
+    has_8_bit = PRESETS[chosen].optim.endswith("8bit")  # which bitsandbytes does not support there
+    assert recipe("auto").optim == ("adamw_torch" if has_8_bit else PRESETS[chosen].optim)
+    assert recipe("auto").reason_of("optim").startswith("bitsandbytes, which") is has_8_bit
     monkeypatch.setattr("hf_memopt.devices.readings.read_memory", lambda: replace(gpu, device_total_bytes=None))
     assert recipe("auto").name == "cpu"
 
