@@ -89,8 +89,33 @@ def test_image_size_that_a_configuration_does_not_tell_is_224_and_said() -> None
     config = transformers.ResNetConfig(depths=[1], hidden_sizes=[8], embedding_size=8)
     default, same, small = (of(config, seq_len=None, image_size=size) for size in (None, 224, 64))
     assert default.components == same.components != small.components
-    assert default.notes[-1] == "pictures of 224 x 224 pixels (image_size)"
-    assert not any("pixels" in note for note in (*same.notes, *small.notes))
+    assert default.notes[-1] == same.notes[-1] == "pictures of 224 x 224 pixels (image_size)"
+    assert small.notes[-1] == "pictures of 64 x 64 pixels (image_size)"
+
+
+@pytest.mark.parametrize(
+    ("processor", "pictures"),
+    [
+        ({"size": {"shortest_edge": 32}, "crop_size": {"height": 24, "width": 16}}, "24 x 16"),
+        ({"size": {"height": 24, "width": 16}, "crop_size": 32, "do_center_crop": False}, "24 x 16"),
+        ({"size": {"shortest_edge": 24}}, "24 x 24"),
+        ({"size": {"shortest_edge": 24, "longest_edge": 40}}, "24 x 40"),  # the largest that a detector is given
+        ({"size": 24}, "24 x 24"),
+        ({"feature_size": 80}, "32 x 32"),  # of audio
+    ],
+)
+def test_pictures_of_a_folder_have_the_size_that_its_processor_gives_them(processor, pictures, tmp_path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.Dinov2Config(
+        **sizes, image_size=32, patch_size=8, architectures=["Dinov2ForImageClassification"]
+    ).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    assert f"pictures of {pictures} pixels (image_size)" in of(tmp_path, seq_len=None).notes
+
+
+def test_well_known_models_are_given_the_pictures_of_their_processors() -> None:
+    for name, size in {"dinov2-small": 224, "mit-b0": 512, "vit-base-patch16-224": 224}.items():
+        assert f"pictures of {size} x {size} pixels (image_size)" in of(name, seq_len=None).notes
 
 
 RESPONSE: Any = SimpleNamespace(headers={}, request=None, status_code=404)

@@ -60,8 +60,7 @@ def assumed_inputs(model: nn.Module, settings: StepSettings) -> Iterator[str]:
         read = ["audio_seconds"] if note else []  # Whisper's recordings have one length
     elif task_of(model) in (*_OF_IMAGES, "zero-shot-image-classification"):
         height, width = picture_side(inside.config, settings.image_size)
-        said = settings.image_size or picture_side(inside.config, None, unknown=0)[0]
-        note, read = "" if said else f"pictures of {height} x {width} pixels (image_size)", ["image_size"]
+        note, read = f"pictures of {height} x {width} pixels (image_size)", ["image_size"]
     else:
         media = _media(inside, settings, 1)
         has_pictures = any("pixel" in name for name in media.inputs)

@@ -358,14 +358,31 @@ def _read_config(
     if folder is None:
         known = str(known_name(text))
         facts = known_models()[known]
-        return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), None, task or facts["task"]
+        config = AutoConfig.for_model(facts["model_type"], **facts["config"])
+        if "picture_size" in facts:
+            config.picture_size = facts["picture_size"]
+        return known, config, None, task or facts["task"]
     what = f"model={text!r} has a config.json that transformers {transformers.__version__} does not understand"
     with _one_error(what):
         json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_check_counts)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         has_own = (folder / "generation_config.json").is_file()
         own = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True) if has_own else None
+    if (folder / "preprocessor_config.json").is_file():
+        with _one_error(f"model={text!r} has a preprocessor_config.json whose sizes are not understood"):
+            read = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+            if (size := _picture_size(read)) is not None:
+                config.picture_size = size
     return folder.resolve().name if Path(text).is_dir() else text, config, own, task
+
+
+def _picture_size(processor: dict[str, Any]) -> list[int] | None:
+    """Return height and width of the pictures of an image processor's file; None where it does not say."""
+    size = (processor.get("do_center_crop", True) and processor.get("crop_size")) or processor.get("size")
+    if isinstance(size, dict):
+        height = size.get("height", size.get("shortest_edge"))
+        size = height and [height, size.get("width", size.get("longest_edge", height))]
+    return size and [int(side) for side in (size if isinstance(size, list) else [size, size])]
 
 
 def _check_counts(entries: dict[str, Any]) -> None:

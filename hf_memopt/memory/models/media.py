@@ -57,9 +57,9 @@ def filled(value: int, *shape: int) -> torch.Tensor:
     return known(torch.tensor(value).expand(shape))
 
 
-def picture_side(config: Any, image_size: int | None, unknown: int = 224) -> tuple[int, int]:
-    """Return height and width in pixels: the caller's, the configuration's, or ``unknown``."""
-    asked = image_size or _of(config, "image_size", "img_size", "input_size") or unknown
+def picture_side(config: Any, image_size: int | None) -> tuple[int, int]:
+    """Return height and width in pixels: the caller's, the processor's, the configuration's, or 224."""
+    asked = image_size or _of(config, "picture_size", "image_size", "img_size", "input_size") or 224
     height, width = asked if isinstance(asked, list | tuple) else (asked, asked)
     return int(height), int(width)
 
