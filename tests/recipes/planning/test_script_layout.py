@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import peft
+import PIL.Image
 import pytest
 import tiny_plans
 import torch
@@ -123,6 +124,7 @@ def scripts_of_all_set_ups(found: Plan, every: int) -> Iterator[tuple[Plan, str,
                     ),
                     task=task,
                     world_size=1 + number % 2,
+                    asked={"image_size": 1024} if number % 3 else {},
                     command="hf-memopt plan " + "--allow freeze " * (number % 9),
                     chosen=replace(found.chosen, recipe=one.recipe, accumulation_steps=32, seq_len=length),
                     texts=replace(found.texts, cut=39, rows=1000),
@@ -153,6 +155,19 @@ def test_scripts_are_short_and_pass_ruff_at_any_length_of_line(every: int, found
         command = [ruff.find_ruff_bin(), *options.split(), "--isolated", "--no-cache", "."]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[:2000]
+
+
+@pytest.mark.parametrize("kind", ["ViT", "ConvNext", "Bit", "Segformer", "PoolFormer"])
+def test_pictures_have_the_size_that_was_planned(found: Plan, kind: str) -> None:
+    facts = ModelFacts("image-classification", is_tied=False, layers=1)
+    simulation = SimpleNamespace(facts=facts, model="a/name")
+    text = replace(found, task=facts.task, simulation=simulation, asked={"image_size": 48}).script()
+    made = [node for node in ast.parse(text).body if getattr(node, "name", "") in ("in_colour", "encode")]
+    names: dict[str, Any] = {"processor": getattr(transformers, f"{kind}ImageProcessorPil")()}
+    exec("\n".join(map(ast.unparse, made)), names)
+    images = [PIL.Image.new("RGB", size) for size in ((300, 200), (20, 40))]
+    encoded = names["encode"]({"image": images, "label": [0, 1]})
+    assert encoded["pixel_values"].shape == (2, 3, 48, 48)
 
 
 @pytest.mark.parametrize(
