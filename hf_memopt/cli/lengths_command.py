@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_memopt.cli.options import LengthsOptions
 
 MULTIPLE = 8  # tensor cores want it, and collators pad to it
+PREFIX_TOKENS = 8  # room for what T5 is told to do before each text, as in train.py; its own prefixes have 2 to 6
 
 
 def run(options: LengthsOptions, context: Any) -> None:
@@ -70,7 +71,7 @@ def length_of_data(
 def lengths_of_data(
     model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None
 ) -> tuple[int, NDArray[np.int32]]:
-    """Return the length as ``length_of_data`` does, and the tokens of each row, shape (rows,)."""
+    """Return the length as ``length_of_data`` does, and the tokens of each row, shape (rows,), of T5 with a prefix."""
     from hf_memopt.binding.model import task_of
     from hf_memopt.memory.models import load_model, most_tokens
 
@@ -81,6 +82,8 @@ def lengths_of_data(
         lengths = _counted_by_model(model, path, column, task)
     else:
         lengths = file_lengths(path, column=column, tokenizer=tokenizer, task=task).lengths
+    if file.is_text and task == "seq2seq" and getattr(built.config, "model_type", "") == "t5":
+        lengths = lengths + PREFIX_TOKENS
     seq_len = -(-_percentile_99(lengths) // MULTIPLE) * MULTIPLE
     return min(seq_len, most_tokens(built) or seq_len), lengths
 

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+import transformers
 from printed_errors import stopped
 from rich.console import Console
 from tables import tables
@@ -164,6 +165,18 @@ def test_conversations_are_counted_as_the_chat_template_writes_them(folder) -> N
     tokenizer.save_pretrained(folder / "chat")
     lengths = lengths_of_data("chat", folder / "chats.jsonl", None, None, None)[1]
     assert lengths.tolist() == [6]  # two turns, and the end
+
+
+def test_rows_of_t5_are_counted_with_room_for_a_prefix(folder) -> None:
+    sizes = {"vocab_size": 100, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    kinds = {"t5": transformers.T5Config(**sizes), "mt5": transformers.MT5Config(**sizes)}
+    (folder / "texts.jsonl").write_text(json.dumps({"source": "w1 w2 w3", "target": "w4"}) + "\n")
+    counted = []
+    for name, config in kinds.items():
+        config.save_pretrained(folder / name)
+        tiny.tokenizer().save_pretrained(folder / name)
+        counted.append(lengths_of_data(name, folder / "texts.jsonl", None, None, "seq2seq")[1].item())
+    assert counted[0] == counted[1] + 8  # train.py has one for T5 alone
 
 
 def test_a_file_without_lengths_is_refused_before_anything_is_written(folder) -> None:
