@@ -2,9 +2,9 @@
 
 The figures are in ``gpus.csv``, each with its source; an empty field was not found. Where nothing was found for a GPU,
 its context is the median of the GPUs of its compute capability, or of the nearest one, and its usable share the median
-of those nearest in size; its ``source`` then says "derived". Sizes are those of Linux: Windows reports the whole memory
-as usable and takes its share at run time. Newer drivers keep more for themselves (a T4 went from 14.75 to 14.56 GiB),
-so the newest of several figures is listed.
+of those nearest in size, GeForce apart from others; its ``source`` then says "derived". Sizes are those of Linux:
+Windows reports the whole memory as usable and takes its share at run time. Newer drivers keep more for themselves (a T4
+went from 14.75 to 14.56 GiB), so the newest of several figures is listed.
 
 - ``memory_gib`` is what the GPU is sold with, ``usable`` what torch calls its total capacity. ``alias`` is a further
   name, the driver's, that means this GPU although it lacks the size. ``usual`` marks the one that a name without a
@@ -177,11 +177,22 @@ def against_float16(gpu_name: str = "", config: Any = None) -> str:
     return "" if row is None else f"{row['name']} is unsafe in float16: {row['what']} ({row['source']})"
 
 
-def _typical_usable(memory_gib: int) -> int:
-    """Return how much of a GPU's memory is usable, by the median share of the GPUs nearest in size."""
-    known = [(int(row["memory_gib"]), parse_bytes(row["usable"])) for row in _ROWS if row["usable"]]
-    nearest = min((gib for gib, _ in known), key=lambda gib: abs(gib - memory_gib))
-    return memory_gib * median_low([usable for gib, usable in known if gib == nearest]) // nearest
+def _is_geforce(row: Mapping[str, str]) -> bool:
+    """Return whether a GPU is one without error correction, for which others keep up to 9 % of their memory."""
+    return row["page"].startswith(("geforce", "titan"))
+
+
+def _typical_usable(row: Mapping[str, str]) -> int:
+    """Return how much of a GPU's memory is usable, by the median share of its maker's GPUs nearest in size.
+
+    Of these GeForce has it from GeForce and others from others, where both have that size.
+    """
+    memory_gib, is_geforce = int(row["memory_gib"]), _is_geforce(row)
+    known = [one for one in _ROWS if one["usable"] and _is_amd(one) == _is_amd(row)]
+    nearest = min((int(one["memory_gib"]) for one in known), key=lambda gib: abs(gib - memory_gib))
+    same = [one for one in known if int(one["memory_gib"]) == nearest]
+    alike = [one for one in same if _is_geforce(one) == is_geforce] or same
+    return memory_gib * median_low(parse_bytes(one["usable"]) for one in alike) // nearest
 
 
 def _peak_rates(row: Mapping[str, str]) -> PeakRates:
@@ -195,7 +206,7 @@ def _peak_rates(row: Mapping[str, str]) -> PeakRates:
 
 def _gpu(row: Mapping[str, str]) -> Gpu:
     name, memory_gib, design = row["name"], int(row["memory_gib"]), _DESIGNS[row["architecture"]]
-    usable_bytes, usable_source = _typical_usable(memory_gib), "derived from the GPUs nearest in size"
+    usable_bytes, usable_source = _typical_usable(row), "derived from the GPUs nearest in size"
     if row["usable"]:
         usable_bytes, usable_source = parse_bytes(row["usable"]), row["usable_source"]
     context_bytes: int | None

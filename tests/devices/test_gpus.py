@@ -119,6 +119,8 @@ def test_usable_memory_without_a_source_is_that_of_the_gpus_nearest_in_size():
     assert GPUS["RTX 3050 6GB"].usable_bytes == GPUS["RTX 3060 Laptop 6GB"].usable_bytes  # the middle of three
     assert GPUS["RTX 4060 Laptop"].usable_bytes == GPUS["RTX 4060"].usable_bytes
     assert GPUS["RTX 4070"].usable_bytes == GPUS["RTX 3060 12GB"].usable_bytes
+    assert GPUS["RTX 3090 Ti"].usable_bytes == GPUS["RTX 4090"].usable_bytes  # and not an L4's, with error correction
+    assert GPUS["A10G"].usable_bytes == GPUS["L4"].usable_bytes
     share = GPUS["H100"].usable_bytes / GPUS["H100"].memory_bytes
     assert GPUS["H200"].usable_bytes == pytest.approx(141 * GIB * share, abs=1)  # a float against a fraction
     assert "usable memory: derived from the GPUs nearest in size;" in GPUS["H200"].source
