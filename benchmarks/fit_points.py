@@ -73,8 +73,13 @@ KERNELS = (BFLOAT16, FLOAT16)
 
 
 def kernels_of(gpu: Gpu) -> Kernels | None:
-    """Return the kernels that a GPU runs; None for AMD's, and for those without tensor cores."""
-    if gpu.context_bytes is None or against_float16(gpu.name) or gpu.compute_capability < (7, 0):
+    """Return the kernels that a GPU runs; None for AMD's, those without tensor cores and B200, which no row has."""
+    if (
+        gpu.context_bytes is None
+        or gpu.compute_capability[0] == 10
+        or against_float16(gpu.name)
+        or gpu.compute_capability < (7, 0)
+    ):
         return None
     return BFLOAT16 if gpu.bf16 else FLOAT16
 
