@@ -135,6 +135,7 @@ def speech_collator(model: Any) -> SpeechCollator:
 
 
 def needs_causal_labels(model: Any, dataset: Any) -> bool:
-    """Return whether a causal language model is to be trained on examples of tokens that have no labels."""
+    """Return whether a causal language model is to be trained on examples of tokens alone that have no labels."""
     names = set(_column_names(dataset))
-    return model is not None and "input_ids" in names and not names & LABELS and is_causal_lm(model)
+    others = LABELS | {"pixel_values", "input_features"}  # whose places among the tokens are not learned
+    return model is not None and "input_ids" in names and not names & others and is_causal_lm(model)

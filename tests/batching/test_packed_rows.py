@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from tables import refuses, table, whole
 from transformers import Trainer
+from transformers.modeling_outputs import CausalLMOutput
 
 import tiny
 from hf_memopt import BucketedCollator, attach, bucketed, packed, recipe
@@ -525,11 +526,60 @@ def test_rows_that_were_added_are_missed():
         view[0]
 
 
-def test_a_class_that_inherits_a_causal_model_has_no_label_at_a_texts_first_token(tmp_path):
-    class Mine(transformers.LlamaForCausalLM):
-        pass
+class Calling(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **given: Any) -> Any:
+        return super().forward(input_ids, position_ids=position_ids, labels=labels, **given)
 
+
+class Shifting(transformers.LlamaForCausalLM):
+    shift = 1
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **given: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids, position_ids=position_ids).last_hidden_state)
+        return CausalLMOutput(labels if labels is None else self.compared(logits, labels), logits)
+
+    def compared(self, logits: Any, labels: Any) -> Any:
+        shown = logits[:, : logits.shape[1] - self.shift].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(shown, labels[:, self.shift :].flatten())
+
+
+class Tagging(Shifting):
+    shift = 0
+
+
+def llava() -> Any:
+    seen = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32}
+    images = transformers.CLIPVisionConfig(hidden_size=32, patch_size=16, **seen)
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=images, text_config=tiny.llama_config())
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "is_left_out"),
+    [
+        (lambda: type("Mine", (transformers.LlamaForCausalLM,), {})(tiny.llama_config()), True),
+        (lambda: Calling(tiny.llama_config()), True),
+        (llava, True),
+        (lambda: Tagging(tiny.llama_config()), False),
+    ],
+)
+def test_a_text_keeps_its_first_label_only_where_the_loss_does_not_shift(make, is_left_out, tmp_path):
     rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]} for _ in range(8)]
-    trainer = make_trainer(tmp_path, Mine(tiny.llama_config()), packed(rows, 12), BucketedCollator(tiny.tokenizer()))
+    trainer = make_trainer(tmp_path, make(), packed(rows, 12), BucketedCollator(tiny.tokenizer()))
     batch = next(iter(attach(trainer).get_train_dataloader()))
-    assert set(batch["labels"][batch["position_ids"] == 0].tolist()) == {-100}
+    assert set(batch["labels"][batch["position_ids"] == 0].tolist()) == {-100 if is_left_out else 5}
+
+
+def test_a_loss_of_ones_own_that_shifts_is_found_and_named(tmp_path):
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]} for _ in range(8)]
+    for causal_lm in (False, True):
+        collator = BucketedCollator(tiny.tokenizer(), causal_lm=causal_lm)
+        trainer = make_trainer(tmp_path, Shifting(tiny.llama_config()), packed(rows, 12), collator)
+        if causal_lm:
+            batch = next(iter(attach(trainer).get_train_dataloader()))
+            assert set(batch["labels"][batch["position_ids"] == 0].tolist()) == {-100}
+        else:
+            message = "which the loss of Shifting compares with what the text before predicts; expected none. Pass Buck"
+            with pytest.raises(ValueError, match=re.escape(message)):
+                attach(trainer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -82,7 +82,7 @@ def keep_texts_apart(trainer: Trainer, inner: Callable[[Any], Any] | None = None
         if attention is None:
             continue
         with undisturbed(trainer, model):
-            found = _why_not(trainer, inner or of_packed_view, is_labelled=inner is not None or is_causal_lm(model))
+            found = _why_not(trainer, inner or of_packed_view, is_labelled=inner is not None or _predicts(trainer))
         if found is None:
             looking = override_method(trainer, "training_step", _look_once(trainer), purpose=APART)
             return undo_all(attention, looking, _routing_new_models(trainer, route))
@@ -132,6 +132,7 @@ def undisturbed(trainer: Any, model: nn.Module, *, training: bool = False) -> It
 def _why_not(trainer: Any, inner: Callable[[Any], Any], *, is_labelled: bool) -> str | None:
     """Return what is wrong with flattened texts, what is expected and what to do, or None."""
     name, start, end = _name(trainer.model), LENGTHS[0], LENGTHS[0] + LENGTHS[1]  # of the second text in the row
+    of_first: set[float] = set()
     try:
         before, text, after = _texts(unwrap_model(trainer.model))
         row, others, reversed_text = (
@@ -151,8 +152,8 @@ def _why_not(trainer: Any, inner: Callable[[Any], Any], *, is_labelled: bool) ->
             or _differs(among, among_others)
             or bool(_reached_texts(trainer, row, training=False))
         )
-        rows = (row, reversed_text) if is_labelled else ()
-        of_first = {_loss_of_label(trainer, one, start) for one in rows}
+        with nullcontext() if is_labelled else suppress(Exception):  # of labels of another kind
+            of_first = {_loss_of_label(trainer, one, start) for one in (row, reversed_text)}
     except Exception as error:  # whatever the model raises for inputs that it does not take
         return (
             f"which {name} could not be trained on ({type(error).__name__}: {error}); expected a model with a label "
@@ -165,7 +166,13 @@ def _why_not(trainer: Any, inner: Callable[[Any], Any], *, is_labelled: bool) ->
         )
     if is_leaking:
         return _leak(trainer, name)
-    if len(of_first) > 1:
+    if not is_labelled and len(of_first) == 1:
+        return (
+            f"and keeps the label of their first tokens, which the loss of {name} compares with what the text before "
+            "predicts; expected none. Pass BucketedCollator(tokenizer, causal_lm=True), with which labels of the data "
+            "stay as they are"
+        )
+    if is_labelled and len(of_first) > 1:
         return (
             f"and leaves out the label of their first tokens, which the loss of {name} counts; expected a causal "
             f"language model. {_pad_instead(trainer)}"
@@ -177,6 +184,11 @@ def _why_not(trainer: Any, inner: Callable[[Any], Any], *, is_labelled: bool) ->
             f"{_pad_instead(trainer)}"
         )
     return None
+
+
+def _predicts(trainer: Any) -> bool:
+    """Return whether the collator of packed rows leaves out the labels of first tokens."""
+    return is_causal_lm(trainer.model) or bool(getattr(trainer.data_collator, "causal_lm", False))
 
 
 def _differs(found: torch.Tensor, expected: torch.Tensor) -> bool:

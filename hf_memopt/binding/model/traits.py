@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -52,14 +53,24 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def is_causal_lm(model: nn.Module) -> bool:
     """Return whether the loss of ``model`` compares each token with the prediction made before it, by its class name.
 
-    A class of the user's that inherits the forward pass of such a class is one too.
+    A class ...ForConditionalGeneration whose forward takes no ``decoder_input_ids`` reads images beside text. A class
+    of the user's that inherits from one of them is one too, unless its own forward pass calls neither a ``forward`` nor
+    a ``loss_function``.
 
     Nothing in a model says so. Some of these classes do not shift their labels (``BartForCausalLM``, XLNet): they lose
     one label of each row that is padded on the left.
     """
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
-    kind: Any = type(unwrap_model(model))
-    return any(one.__name__ in causal and one.forward is kind.forward for one in kind.__mro__)
+    for one in type(unwrap_model(model)).__mro__:
+        forward = inspect.unwrap(vars(one).get("forward", nn.Module.forward))
+        if one.__name__ in causal:
+            return True
+        if one.__name__.endswith("ForConditionalGeneration"):
+            return "decoder_input_ids" not in inspect.signature(forward).parameters
+        calls = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if "forward" in vars(one) and not {"forward", "loss_function"} & {*calls}:
+            return False
+    return False
 
 
 def used_columns(trainer: Any) -> set[str] | None:
