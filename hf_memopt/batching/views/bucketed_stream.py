@@ -73,9 +73,9 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
     Each worker of a DataLoader reads the whole source with random numbers of its own, so a source that shuffles has to
     seed that itself (``random.Random(epoch)``).
 
-    A Trainer needs ``max_steps`` and ``attach(trainer)``. A resumed run reads again what it skips; with
-    ``ignore_data_skip=True`` it goes on where the checkpoint stands. In its log a sample of a ``max_tokens=`` stream is
-    a batch.
+    A Trainer needs ``max_steps`` and ``attach(trainer)``, and evaluates, saves and logs by steps: the run is one epoch.
+    A resumed run reads again what it skips; with ``ignore_data_skip=True`` it goes on where the checkpoint stands. In
+    its log a sample of a ``max_tokens=`` stream is a batch.
 
     Args:
         dataset: a ``datasets.IterableDataset``, a torch ``IterableDataset`` or any iterable of dicts that starts over
@@ -379,6 +379,13 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
                 raise ValueError(
                     f"accelerator_config.{name}=True would cut the batches of the bucketed stream up; expected False. "
                     f'Pass TrainingArguments(..., accelerator_config={{"{name}": False}})'
+                )
+        for name in ("eval", "save", "logging"):
+            if getattr(trainer.args, f"{name}_strategy") == "epoch":
+                raise ValueError(
+                    f"{name}_strategy='epoch' waits for the end of an epoch, which the endless bucketed stream reaches "
+                    f"with that of the run; expected 'steps'. Pass TrainingArguments(..., {name}_strategy='steps', "
+                    f"{name}_steps=500)"
                 )
         pads = self.boundaries is None and self.limit == "max_tokens"
         padded_to = self.pad_to_multiple_of if pads else None
