@@ -315,3 +315,19 @@ def test_a_run_that_goes_on_with_batches_of_another_size_is_told_what_it_repeats
     )
     assert [str(one.message) for one in caught if "bucketed" in str(one.message)] == [told] * is_told
     assert (len({i for batch in (*before[:4], *after) for i in batch}) < COUNT) == is_told
+
+
+@pytest.mark.parametrize(("accumulation", "step"), [(1, 4), (2, 2), (2, 5)])
+@pytest.mark.parametrize(("max_tokens", "is_told"), [(96, False), (64, True)])
+def test_a_run_that_goes_on_with_another_budget_is_told_what_it_repeats(
+    max_tokens, is_told, accumulation, step, tmp_path
+):
+    settings = {"save_strategy": "steps", "save_steps": step, "gradient_accumulation_steps": accumulation}
+    first, _ = make_trainer(tmp_path, bucketed(examples(), max_tokens=96), **settings)
+    attach(first).train()
+    trainer, _ = make_trainer(tmp_path, bucketed(examples(), max_tokens=max_tokens), **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attach(trainer).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    told = [str(one.message) for one in caught if "bucketed(...)" in str(one.message)]
+    assert [one.startswith(f"step {step} of the checkpoint ends at epoch ") for one in told] == [True] * is_told

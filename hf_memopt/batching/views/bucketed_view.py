@@ -280,9 +280,7 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
         if self.has_whole_batches:
             tell_what_a_sample_is(trainer)
         as_columns = share_attribute(self, "_as_columns", takes_columns(trainer.data_collator), trainer)
-        size = self.buckets.batch_size
-        warning = undo_all() if size is None else warn_of_other_batches(trainer, size)
-        return undo_all(packing, seed, as_columns, read_in_order(trainer), warning)
+        return undo_all(packing, seed, as_columns, read_in_order(trainer), warn_of_other_batches(trainer, self))
 
     def _pack(self, trainer: Trainer) -> UndoHandle:
         """Plan the batches by their tokens alone if the Trainer's collator pads nothing, else by their padded size."""

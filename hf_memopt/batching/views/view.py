@@ -5,6 +5,7 @@ That is arguments that fit them, DataLoaders that read from front to back, and o
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -203,8 +204,9 @@ def reads_in_order(trainer: Trainer) -> bool:
     return is_overridden(trainer, "get_train_dataloader", READS_IN_ORDER)
 
 
-def warn_of_other_batches(trainer: Trainer, batch_size: int) -> UndoHandle:
+def warn_of_other_batches(trainer: Trainer, view: Any) -> UndoHandle:
     """Warn where a run goes on within an epoch whose order was another: batches of another size are cut otherwise."""
+    batch_size = view.buckets.batch_size
     from transformers import TrainerState
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_utils import get_last_checkpoint
@@ -219,6 +221,18 @@ def warn_of_other_batches(trainer: Trainer, batch_size: int) -> UndoHandle:
         file = Path(asked, TRAINER_STATE_NAME) if asked and not args.ignore_data_skip else None
         if file is not None and file.is_file():
             state, now = TrainerState.load_from_json(str(file)), args.per_device_train_batch_size
+            if batch_size is None:
+                filled = len(view) + (0 if args.dataloader_drop_last else args.world_size - 1)
+                epoch = _epoch_of(state.global_step, filled // args.world_size, args.gradient_accumulation_steps)
+                if not math.isclose(epoch, state.epoch or 0, rel_tol=1e-6):
+                    warnings.warn(
+                        f"step {state.global_step} of the checkpoint ends at epoch {state.epoch:.6g}, and at "
+                        f"{epoch:.6g} with the {len(view)} batches of {view.made_by}(...): the rest of this epoch "
+                        "repeats examples and lacks others; expected the view and gradient_accumulation_steps of the "
+                        f"first run. Build {view.made_by}(...) with the same settings and data",
+                        stacklevel=2,
+                    )
+                return before(*given, **named)
             before_it, is_within = state.train_batch_size or now, (state.epoch or 0) % 1 > 0
             # the view's own size is in no checkpoint: a multiple of both may have been the same then
             if is_within and before_it != now and (batch_size % before_it != 0 or batch_size == now):
@@ -235,6 +249,12 @@ def warn_of_other_batches(trainer: Trainer, batch_size: int) -> UndoHandle:
         return before(*given, **named)
 
     return override_method(trainer, "train", train, purpose=OTHER_BATCHES)
+
+
+def _epoch_of(step: int, batches: int, accumulation: int) -> float:
+    """Return the epoch at which a step ends, as stock counts it, of ``batches`` that a process takes in each."""
+    steps = max(-(-batches // accumulation), 1)
+    return step // steps + step % steps * accumulation / batches
 
 
 def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> UndoHandle:
