@@ -40,7 +40,7 @@ from transformers import (
 )
 
 import tiny
-from hf_memopt import Change, DynamicPaddingCollator, attach
+from hf_memopt import Change, DynamicPaddingCollator, attach, packed
 
 
 @given(lengths=LENGTHS, side=SIDES, multiple=st.sampled_from([None, 8]))
@@ -318,3 +318,21 @@ def test_a_collator_is_copied_only_while_its_first_trainer_is_there(tmp_path):
     del first
     gc.collect()
     assert attached(tiny.bert(), collator, tmp_path).data_collator is collator
+
+
+def test_labels_of_a_second_head_are_padded_as_labels(tmp_path):
+    rows = tokenized([2, 3], pos_labels=ids_of([2, 3], seed=1), scores=[[0.5] * 2, [0.5] * 3])
+    args = tiny.arguments(tmp_path, label_names=["labels", "pos_labels", "scores"], per_device_train_batch_size=1)
+    for side, padding in (("right", slice(2, None)), ("left", slice(-2))):
+        collator = DynamicPaddingCollator(tiny.tokenizer(side), pad_to_multiple_of=4)
+        assert collator(rows)["pos_labels"][0].tolist().count(-100) == 0
+        trainer = attach(transformers.Trainer(tiny.bert(), args, train_dataset=rows, data_collator=collator))
+        batch = collator(rows)
+        assert batch["pos_labels"][0, padding].tolist() == [-100] * 2
+        assert batch["scores"][0, padding].tolist() == [0] * 2
+        trainer.memopt_handle.remove()
+        assert (collator(rows)["pos_labels"] != -100).all()
+    model = transformers.LlamaForCausalLM(tiny.llama_config())
+    trainer = transformers.Trainer(model, args, train_dataset=packed(rows, 8), data_collator=collator)
+    [batch] = attach(trainer).get_train_dataloader()
+    assert batch["pos_labels"][0, -3:].tolist() == [-100] * 3

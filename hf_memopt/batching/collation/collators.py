@@ -70,10 +70,11 @@ class BucketedCollator:
     leave free as a text of its own, no ``attention_mask``, and for a causal LM no label at a text's first token.
 
     ``input_ids`` are padded with the tokenizer's pad token on its padding side, ``attention_mask`` (made where it is
-    missing) with 0, ``token_type_ids`` with the tokenizer's pad type, ``special_tokens_mask`` with 1, any other column
-    with one entry per token with 0; the decoder's columns always on the right. One number per row gives ``(batch,)``, a
-    vector of one size in all rows ``(batch, size)``. ``start_positions`` and ``end_positions`` move with the tokens of
-    their row. Columns of None, and ``length``, are dropped.
+    missing) with 0, ``token_type_ids`` with the tokenizer's pad type, ``special_tokens_mask`` with 1, ids of other
+    ``label_names`` of an attached Trainer as labels, any other column with one entry per token with 0; the decoder's
+    columns always on the right. One number per row gives ``(batch,)``, a vector of one size in all rows
+    ``(batch, size)``. ``start_positions`` and ``end_positions`` move with the tokens of their row. Columns of None, and
+    ``length``, are dropped.
 
     Labels come from ``labels``, ``label`` or ``label_ids`` and leave as ``labels``: an int per row is a class, a float
     a regression target, a vector of floats or bools several targets (float32). A list of ints is one label per token
@@ -156,6 +157,7 @@ class BucketedCollator:
         self._has_model = False
         self._known_ids: KnownIds | None = None  # of the attached Trainer's model
         self._told_of_texts = False
+        self._label_names: frozenset[str] = frozenset(LABELS)
         if model is not None:
             check_model(model)
             self.adapt(model)
@@ -178,6 +180,7 @@ class BucketedCollator:
         names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids", "_first_position")
         handles += [set_attribute(own, name, getattr(own, name)) for name in names]
         handles.append(set_attribute(own, "_known_ids", KnownIds(trainer)))
+        handles.append(set_attribute(own, "_label_names", frozenset(LABELS) | {*trainer.label_names}))
         record_changes(trainer, own.adapt(model))
         return undo_all(apart, *handles)
 
@@ -287,8 +290,8 @@ class BucketedCollator:
                         f"other texts; expected one value for each of {length} tokens, none of them padding. Train on "
                         "padded rows: bucketed(dataset, ...), or leave the column out."
                     )
-            value = self.label_pad_token_id if name in LABELS else self._pad_value(name)
-            if name in LABELS and cells[0].dtype.kind == "u":  # which have no -100
+            value = self._pad_value(name, cells[0])
+            if name in self._label_names and cells[0].dtype.kind == "u":  # which have no -100
                 cells = [cell.astype(np.int64) for cell in cells]
             found[name] = np.concatenate([*cells, np.full((free, *cells[0].shape[1:]), value, cells[0].dtype)])
         return found
@@ -318,9 +321,9 @@ class BucketedCollator:
                     batch[name] += (width - np.array(lengths)).reshape(-1, *[1] * (batch[name].ndim - 1))
             elif kind == "decoder":
                 own_width = round_up(max(map(len, column)), self.pad_to_multiple_of)
-                batch[name] = pad(column, own_width, self._pad_value(name), "right")
+                batch[name] = pad(column, own_width, self._pad_value(name, column[0]), "right")
             else:
-                batch[name] = pad(column, width, self._pad_value(name), side)
+                batch[name] = pad(column, width, self._pad_value(name, column[0]), side)
         if "attention_mask" not in batch:
             batch["attention_mask"] = (~where_padding(lengths, width, side)).astype(np.int64)
         if self._adds_position_ids and "position_ids" not in batch:
@@ -329,7 +332,9 @@ class BucketedCollator:
             batch["position_ids"] = positions * ~where_padding(lengths, width, side)
         return batch
 
-    def _pad_value(self, name: str) -> int:
+    def _pad_value(self, name: str, cell: Array) -> int:
+        if name in LABELS or (name in self._label_names and cell.dtype.kind in "iu"):
+            return self.label_pad_token_id
         if name in ("input_ids", "decoder_input_ids"):
             return int(self.tokenizer.pad_token_id)
         if name == "token_type_ids":
