@@ -135,14 +135,14 @@ def record(prediction: transformers.EvalPrediction) -> dict[str, Any]:
     return {**found, "logits": first.reshape(len(first), -1)[:, 0].tolist(), "loss_rows": len(prediction.losses)}
 
 
-def make_trainer(name: str, output_dir: Any, dataset: Any, **settings: Any) -> Trainer:
+def make_trainer(name: str, output_dir: Any, dataset: Any, kind: Any = Trainer, **settings: Any) -> Trainer:
     """Return an attached trainer of a case that evaluates a dataset."""
     names = [key for key in settings if key.startswith("trainer_")]
     given = {key.removeprefix("trainer_"): settings.pop(key) for key in names}
     settings = {"per_device_eval_batch_size": 4, "include_for_metrics": ["inputs", "loss"], **settings}
     given = {"eval_dataset": dataset, "compute_metrics": record, **given}
     collator = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=1)
-    return attach(Trainer(CASES[name].build(), tiny.arguments(output_dir, **settings), data_collator=collator, **given))
+    return attach(kind(CASES[name].build(), tiny.arguments(output_dir, **settings), data_collator=collator, **given))
 
 
 def classes(count: int = COUNT) -> list[Row]:
@@ -221,10 +221,18 @@ def test_a_loss_of_the_user_that_divides_by_the_count_is_exact(tmp_path):
         logits = outputs.logits[:, :-1].flatten(0, 1)
         return functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
+    class Summing(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            loss = summed(outputs, inputs["labels"], num_items_in_batch)
+            return (loss, {"loss": loss, **outputs}) if return_outputs else loss
+
     examples = rows(COUNT, CASES["causal"].labels)
-    view = sorted_by_length(examples)
-    metrics = make_trainer("causal", tmp_path, view, trainer_compute_loss_func=summed).evaluate()
-    assert metrics["eval_loss_per_token"] == pytest.approx(reference(CASES["causal"], examples)[1], rel=1e-6)
+    for given in ({"trainer_compute_loss_func": summed}, {"kind": Summing}):
+        metrics = make_trainer("causal", tmp_path, sorted_by_length(examples), **given).evaluate()
+        assert metrics["eval_loss_per_token"] == pytest.approx(reference(CASES["causal"], examples)[1], rel=1e-6)
 
 
 def test_batches_without_any_label_do_not_count(tmp_path):

@@ -44,8 +44,9 @@ from hf_memopt.batching.views.view import (
     reads_in_order,
     takes_columns,
 )
+from hf_memopt.binding.losses import STOCK_LOSS, full_name
 from hf_memopt.binding.model import IGNORED_LABEL, is_causal_lm, used_columns
-from hf_memopt.binding.undo import override_method, set_attribute
+from hf_memopt.binding.undo import function_below, override_method, set_attribute
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -287,7 +288,7 @@ class _ExactLoss:
     """Sum the loss of one evaluation over its labels: the mean loss of a batch times the number of its labels.
 
     Nothing is counted for the model, so that its loss is a mean over the batch whatever the head does with a count; the
-    user's ``compute_loss_func``, which may rely on it, gets the count of this batch.
+    user's ``compute_loss_func`` or ``compute_loss``, which may rely on it, gets the count of this batch.
     """
 
     def __init__(self, trainer: Any, examples: int) -> None:
@@ -301,7 +302,8 @@ class _ExactLoss:
     def count(self, before: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         """Return the count of this batch for a user's loss; None, for the mean, where there is none."""
         loss_func = self.trainer.compute_loss_func
-        if loss_func is None or isinstance(loss_func, ExactLoss):  # the latter: over these labels
+        is_stock = loss_func is None and full_name(function_below(self.trainer.compute_loss)) == STOCK_LOSS
+        if is_stock or isinstance(loss_func, ExactLoss):  # the latter: over these labels
             return None
         # 5.8.1 counts the first label of a causal LM's row as well
         return self._count(batches[0]["labels"]) if self._unit == "token" else before(batches, device)
