@@ -380,6 +380,19 @@ def test_a_view_that_nobody_restores_is_not_read(tmp_path):
         view[0]  # after the evaluation as before it
 
 
+def test_a_callback_reads_the_dataset_itself(tmp_path):
+    class Reads(transformers.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any) -> None:
+            refuses(RuntimeError, UNATTACHED, next, iter(eval_dataloader))
+            whole_set, collate = eval_dataloader.dataset.dataset, eval_dataloader.collate_fn
+            ids = next(iter(DataLoader(whole_set, batch_size=8, collate_fn=collate)))["input_ids"]
+            seen.extend((ids[:, 0] - 5).tolist())
+
+    seen: list[int] = []
+    make_trainer("classes", tmp_path, sorted_by_length(classes()), trainer_callbacks=[Reads()]).evaluate()
+    assert seen == [*range(8)]
+
+
 def test_a_loop_of_ones_own_says_that_it_restores_the_order(tmp_path):
     examples = classes()
     view = sorted_by_length(examples, restore_by_hand=True)

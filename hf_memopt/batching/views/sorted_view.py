@@ -150,7 +150,8 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
                 "dataset=<SortedExamples> is read outside the evaluation of an attached Trainer, so predictions would "
                 "come back in its own order, the longest example first; expected attach(trainer) before "
                 "trainer.evaluate() or trainer.predict(). In a loop of your own pass sorted_by_length(..., "
-                "restore_by_hand=True) and call view.restore_order(predictions)"
+                "restore_by_hand=True) and call view.restore_order(predictions); a callback reads the dataset itself: "
+                "DataLoader(eval_dataloader.dataset.dataset, batch_size=8, collate_fn=eval_dataloader.collate_fn)"
             )
         self.check_size(len(self), "sorted_by_length(dataset)")
 
