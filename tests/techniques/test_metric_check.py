@@ -257,6 +257,9 @@ def test_nothing_is_checked_where_the_function_is_not_called(tmp_path: Path) -> 
     unlabelled = [{"input_ids": row["input_ids"]} for row in tiny.rows(4)]
     assert guarded(tmp_path, never).predict(unlabelled).predictions.shape == (4,)
     assert guarded(tmp_path, None).predict(tiny.rows(4)).predictions.shape == (4,)
+    whole = guarded(tmp_path, usual)  # as it was said of the rows with labels
+    whole.evaluate()
+    assert whole.predict(unlabelled).predictions.shape == (4, 3)
 
 
 def keeping() -> Any:

@@ -152,6 +152,7 @@ def _evaluation_loop(
         outputs = KeptOutputs(trainer, reduce, _name(reduce), budget_bytes, dataloader, description)
         if reduce is not None and function is not None:
             outputs.why_whole = checked.get(case)
+            outputs.why_elsewhere = next((why for other, why in checked.items() if why and other[2:] == case[2:]), None)
         stack.enter_context(set_attribute(trainer, "preprocess_logits_for_metrics", outputs.reduce_and_check))
         stack.enter_context(set_attribute(args, "eval_accumulation_steps", args.eval_accumulation_steps))
         if outputs.why_whole is None and args.include_for_metrics:

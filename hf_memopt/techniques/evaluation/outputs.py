@@ -40,6 +40,7 @@ class KeptOutputs:
         self._trainer, self._name, self._budget_bytes, self._dataloader = trainer, name, budget_bytes, dataloader
         # why compute_metrics needs them whole, and a remedy; () where it does not, None: not checked yet
         self.why_whole: tuple[str, ...] | None = ()
+        self.why_elsewhere: tuple[str, ...] | None = None  # the reason on another data set, for one without labels
         self._batch: tuple[Mapping[str, Any], Any] | None = None
         # what this evaluation replaces
         self.of_trainer = trainer.preprocess_logits_for_metrics, trainer.args.eval_accumulation_steps
@@ -54,8 +55,8 @@ class KeptOutputs:
 
     def reduce_and_check(self, logits: Any, labels: Any) -> Any:
         """Reduce the outputs of a batch, and check that there is enough memory; ``preprocess_logits_for_metrics``."""
-        if self.why_whole is None and labels is not None:
-            self.why_whole = self._checked(logits, labels)
+        if self.why_whole is None:
+            self.why_whole = self.why_elsewhere if labels is None else self._checked(logits, labels)
         outputs = logits if self._reduce is None or self.why_whole else self._reduce(logits, labels)
         if not self._are_kept:
             return outputs
