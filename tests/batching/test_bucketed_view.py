@@ -8,6 +8,7 @@ import pickle
 import warnings
 from typing import Any
 
+import heads
 import noted_batches
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from transformers import Trainer
 
 import tiny
-from hf_memopt import BucketedCollator, Change, attach, bucketed, sorted_by_length
+from hf_memopt import BucketedCollator, Change, attach, bucketed, sorted_by_length, token_lengths
 
 COUNT = 36
 LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]
@@ -331,3 +332,21 @@ def test_a_run_that_goes_on_with_another_budget_is_told_what_it_repeats(
         attach(trainer).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     told = [str(one.message) for one in caught if "bucketed(...)" in str(one.message)]
     assert [one.startswith(f"step {step} of the checkpoint ends at epoch ") for one in told] == [True] * is_told
+
+
+@pytest.mark.parametrize("source", [list, Dataset.from_list])
+def test_labels_beyond_the_budget_are_told(source, tmp_path, caplog):
+    data = source([{"input_ids": [5] * 4, "labels": [5] * length} for length in (4, 16, 16, 4)])
+    longer = np.maximum(token_lengths(data), token_lengths(data, "labels"))
+    told = []
+    for lengths in (None, longer):
+        view = bucketed(data, max_tokens=32, lengths=lengths, pad_to_multiple_of=1)
+        collator = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=1)
+        args = tiny.arguments(tmp_path, per_device_train_batch_size=1)
+        trainer = Trainer(heads.HEADS["t5"].build(), args, train_dataset=view, data_collator=collator)
+        with caplog.at_level("WARNING", logger="hf_memopt"):
+            attach(trainer)
+        sizes = [batch["labels"].numel() for batch in trainer.get_train_dataloader()]
+        told.append((max(sizes), f"the decoder has {max(sizes)} padded tokens in a batch" in caplog.text))
+        caplog.clear()
+    assert told == [(64, True), (32, False)]

@@ -11,15 +11,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.batching import lengths_of
-from hf_memopt.batching.collation import RowReader
+from hf_memopt.batching import lengths_of, token_lengths
+from hf_memopt.batching.collation import RowReader, has_decoder
 from hf_memopt.batching.plan import (
     EpochPlan,
     LengthBuckets,
@@ -78,9 +79,9 @@ def bucketed(
         dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied. Or a stream:
             a ``datasets.IterableDataset`` or anything else that can be iterated again and again.
         batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
-        max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``; in the Trainer's log a batch counts
-            as a sample. Short examples come in fewer,
-            larger batches and so in fewer steps: made for losses per token, not for one label per text.
+        max_tokens: padded tokens per batch, of an encoder-decoder those that it reads, with
+            ``per_device_train_batch_size=1``; in the Trainer's log a batch counts as a sample. Short examples come in
+            fewer, larger batches and so in fewer steps: made for losses per token, not for one label per text.
             With ``BucketedCollator(inner=DataCollatorWithFlattening())`` a batch is one row without padding, and an
             attached view packs texts of all lengths into nearly ``max_tokens`` tokens; a stream goes on counting padded
             ones. ``estimate(model, batch_size=1, seq_len=max_tokens)`` is its memory, for flash attention with
@@ -279,8 +280,26 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
             raise
         if self.has_whole_batches:
             tell_what_a_sample_is(trainer)
+            self._tell_of_labels(trainer)
         as_columns = share_attribute(self, "_as_columns", takes_columns(trainer.data_collator), trainer)
         return undo_all(packing, seed, as_columns, read_in_order(trainer), warn_of_other_batches(trainer, self))
+
+    def _tell_of_labels(self, trainer: Trainer) -> None:
+        """Notify where the labels of an encoder-decoder, which ``max_tokens`` does not count, exceed it."""
+        source, buckets = self.dataset, self.buckets
+        is_read_fast = isinstance(source, list) or getattr(source, "format", {}).get("type", "custom") != "custom"
+        if not (is_read_fast and isinstance(buckets, LengthBuckets) and has_decoder(cast(Any, trainer.model))):
+            return
+        with suppress(IndexError, TypeError, ValueError):  # where they are not one list for each row
+            labels, plan = token_lengths(source, "labels"), self.plan
+            most = int((np.diff(plan.starts) * np.maximum.reduceat(labels[plan.order], plan.starts[:-1])).max())
+            if most > (buckets.max_tokens or 0):
+                notify(
+                    logger,
+                    f"max_tokens={buckets.max_tokens} counts what the encoder reads, and the decoder has {most} padded "
+                    "tokens in a batch; expected the longer side counted. Pass bucketed(..., lengths=numpy.maximum("
+                    "token_lengths(dataset), token_lengths(dataset, 'labels')))",
+                )
 
     def _pack(self, trainer: Trainer) -> UndoHandle:
         """Plan the batches by their tokens alone if the Trainer's collator pads nothing, else by their padded size."""
