@@ -86,6 +86,12 @@ def _spans(given: EvalPrediction) -> dict[str, float]:
 def _generation(given: EvalPrediction, tokenizer: Any) -> dict[str, float]:
     """The share of texts that are generated as they should be, and how many tokens are generated."""
     found, right = np.asarray(_of_head(given.predictions, None)), np.asarray(given.label_ids)
+    if found.dtype.kind == "f":
+        raise ValueError(
+            f"predictions=<{found.dtype} of shape {found.shape}> are logits, and this metric compares texts; expected "
+            "generated tokens. Evaluate with Seq2SeqTrainer and Seq2SeqTrainingArguments(..., "
+            "predict_with_generate=True), or leave compute_metrics out"
+        )
     pad = tokenizer.pad_token_id
     ids = [np.where(one == IGNORED, pad, one) for one in (found, right)]
     texts = [tokenizer.batch_decode(one, skip_special_tokens=True) for one in ids]

@@ -485,3 +485,6 @@ def test_generated_texts_are_compared_and_a_language_model_keeps_no_logits() -> 
     assert metrics(EvalPrediction(np.array(found), np.array(right))) == {"exact_match": 0.5, "generated_tokens": 1.5}
     text = read([{"text": "ab"}] * 2, tokenizer)
     assert (text.metrics, text.kept_predictions, text.best_metric) == (None, None, "loss")
+    logits = np.zeros((2, 3, 100), np.float32)
+    message = whole("predictions=<float32 of shape (2, 3, 100)> are logits")
+    refuses(ValueError, message, metrics, EvalPrediction(logits, np.array(right)))
