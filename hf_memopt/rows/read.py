@@ -8,7 +8,7 @@ Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +42,7 @@ class Rows:
         evaluation: those of the split for validation, else 100 rows, but 2 % at least and 10 % at most.
         format: how they were written.
         head: options of ``from_pretrained`` for a new head; none for language models.
-        metrics: for ``compute_metrics``; None where the loss says it all.
+        metrics: for ``compute_metrics``, of seq2seq for generated texts; None where the loss says it all.
         kept_predictions: for ``preprocess_logits_for_metrics``; None for all of them.
         best_metric: for ``metric_for_best_model``.
         notes: what was assumed or left out.
@@ -80,7 +80,7 @@ def read_rows(
         task: "causal-lm", "masked-lm", "seq2seq", "sequence-classification" (also "regression" and
             "multi-label-classification"), "token-classification" or "question-answering".
         columns: the column of a part, where its name is not a usual one: ``{"text": "body", "label": "stars"}``.
-        max_length: tokens at which rows are cut; None cuts none.
+        max_length: tokens at which rows are cut, those of ``prefix`` included; None cuts none.
         prefix: before each text to read, as T5 was trained with: "summarize: ".
 
     Raises:
@@ -284,7 +284,22 @@ def _encoded(rows: Dataset, encoder: Encoder, notes: list[str]) -> Dataset:
         within = "" if encoder.max_length is None else f" in {encoder.max_length} tokens"
         left = f"{len(rows) - len(made)} of {len(rows)} rows without {needed}, or with nothing to learn{within},"
         notes.append(f"{left} were left out")
+    notes += _of_lengths(made, encoder)
     return made
+
+
+def _of_lengths(rows: Dataset, encoder: Encoder) -> Iterator[str]:
+    """Yield how many rows may have been cut, or are longer than the model takes."""
+    sides = ["input_ids", "labels"] if encoder.task == "seq2seq" and "labels" in rows.column_names else ["input_ids"]
+    longest = pc.max_element_wise(*(pc.list_value_length(_column(rows, name)) for name in sides)).to_numpy()
+    limit, most = encoder.max_length, getattr(encoder.tokenizer, "model_max_length", None)
+    if limit is not None and (count := int((longest >= limit).sum())):
+        yield f"{count} of {len(rows)} rows fill max_length={limit} and may have been cut"
+    if limit is None and most is not None and (count := int((longest > most).sum())):
+        yield (
+            f"{count} of {len(rows)} rows have more than model_max_length={most} tokens, which the model may not take; "
+            f"max_length={most} cuts them"
+        )
 
 
 def _split(rows: Dataset, notes: list[str]) -> list[Dataset]:

@@ -164,6 +164,7 @@ def test_cut_rows_keep_what_is_learned() -> None:
     assert len(every(found)) == 3
     assert found.notes == (
         "1 of 4 rows without prompt or completion, or with nothing to learn in 4 tokens, were left out",
+        "3 of 3 rows fill max_length=4 and may have been cut",
         "1 of 3 rows are kept for evaluation: the data has no split for it",
     )
 
@@ -379,6 +380,26 @@ def test_an_instruction_and_its_input_are_both_read_by_an_encoder() -> None:
     rows = [{"instruction": "Add.", "input": "2 2", "output": "4"}, {"instruction": "Hi", "input": "", "output": "4"}]
     texts = {byte_tokenizer().decode(row["input_ids"]) for row in every(read(rows, byte_tokenizer(), "seq2seq"))}
     assert texts == {"Add.\n\n2 2", "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"max_length": 12}, "1 of 4 rows are kept"),
+        (
+            {},
+            "2 of 4 rows have more than model_max_length=8 tokens, which the model may not take",
+        ),
+        ({"max_length": 8, "prefix": "to: "}, "3 of 4 rows fill max_length=8 and may have been cut"),
+    ],
+)
+def test_rows_that_may_have_been_cut_or_that_the_model_may_not_take_are_told(
+    options: dict[str, Any], note: str
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = 8
+    rows = [{"document": "a" * source, "summary": "c" * target} for source, target in ((2, 2), (4, 9), (6, 1), (9, 3))]
+    assert read(rows, tokenizer, "seq2seq", **options).notes[0].startswith(note)
 
 
 def test_source_and_target() -> None:
