@@ -101,6 +101,17 @@ def llama(seed: int = 0, **settings: Any) -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(llama_config(**settings))
 
 
+def conformer() -> transformers.Wav2Vec2ConformerForSequenceClassification:
+    """Return a tiny conformer, whose layers have a ``BatchNorm`` each; it reads ``input_values`` of 2,000 samples."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8), "conv_depthwise_kernel_size": 3}
+    others = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8}
+    drops = dict.fromkeys(("layerdrop", "mask_time_prob", "final_dropout", "feat_proj_dropout"), 0.0)
+    config = transformers.Wav2Vec2ConformerConfig(**sizes, **convolutions, **others, **drops)
+    return transformers.Wav2Vec2ConformerForSequenceClassification(config).train()
+
+
 def rows(count: int = 16, length: int = 12, labels: int = 3, seed: int = 0) -> list[dict[str, Any]]:
     """Return ``count`` classification examples of one length, random ids without special tokens."""
     generator = torch.Generator().manual_seed(seed)

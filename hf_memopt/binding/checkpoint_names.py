@@ -8,7 +8,6 @@ warning: the best model is one of two epochs, and a resumed one has pretrained l
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_memopt.binding import versions
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, override_method
 from hf_memopt.plain_data import parse_object
 
@@ -32,8 +32,7 @@ def under_own_names(trainer: Any) -> UndoHandle:
     """Let the model be saved under the names that it trains under, until the handle is removed."""
     if (model := _plain_model(trainer)) is None:
         return nothing_to_undo()
-    taken = inspect.signature(model.save_pretrained).parameters.values()
-    if not any(one.name == "save_original_format" or one.kind is one.VAR_KEYWORD for one in taken):
+    if not versions.takes(model.save_pretrained, "save_original_format"):
         return nothing_to_undo()  # of a user's class, which saves in its own way
 
     def save_pretrained(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -32,6 +32,12 @@ OLDER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """What torch 2.11 and later read, in this order, where ``PYTORCH_ALLOC_CONF`` is not set."""
 
 
+def takes(function: Any, name: str) -> bool:
+    """Return whether a function of the installed version, or of a user's class, takes a keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
+
+
 def allocator_variable() -> str:
     """Return the environment variable that sets torch's caching allocator for CUDA in the installed torch.
 

@@ -97,7 +97,7 @@ def half_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> UndoHandle:
     """Turn trainable weights of 16 bits into float32, in place: parameters stay the same objects, tied ones tied.
 
-    Frozen weights stay as they are, quantised ones among them.
+    So are the running statistics of their ``BatchNorm``. Frozen weights stay as they are, quantised ones among them.
     """
     chosen = half_weights(model)
     if not chosen:
@@ -109,7 +109,14 @@ def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | Non
                 f"optimizer={type(optimizer).__name__} holds 16-bit states of {name}; expected one that has not "
                 "stepped yet. Call keep_master_weights(model) before the optimizer is built"
             )
-    return cast_parameters(dict.fromkeys(chosen.values(), torch.float32))
+    statistics = {  # of BatchNorm, which takes them in the dtype of its weights alone
+        buffer
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and any(module.weight is one for one in chosen.values())
+        for buffer in module.buffers()
+        if buffer.dtype in _HALF
+    }
+    return cast_parameters(dict.fromkeys([*chosen.values(), *statistics], torch.float32))
 
 
 # ---- The Trainer ----------------------------------------------------------------------------------------------------

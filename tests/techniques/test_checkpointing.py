@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiny
-from hf_memopt import Change, CheckpointingCallback, attach, checkpoint_layers, estimate, freeze
+from hf_memopt import Change, CheckpointingCallback, attach, checkpoint_layers, estimate, freeze, stream_layers
 from hf_memopt.binding import can_offload_checkpoints, checkpointing_arguments, enable_checkpointing
 from hf_memopt.techniques.checkpointing.selective import KEPT_ATTENTIONS, KEPT_PRODUCTS, activation_memory_budget
 from technique_table import same
@@ -111,6 +111,18 @@ def test_gradients_are_those_without_checkpointing_bit_by_bit(name: str, policy:
         assert sum(hooks["hooks"] for hooks in attributes(model)) == 1  # stock's, which adapters may need
     handle.remove()
     assert attributes(model) == before
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "streamed"])
+def test_running_statistics_count_a_batch_once(policy: str) -> None:
+    model, expected = tiny.conformer(), tiny.conformer()
+    batch = {"input_values": torch.randn(4, 2000), "labels": torch.tensor([0, 1, 1, 0])}
+    with stream_layers(model) if policy == "streamed" else checkpoint_layers(model, policy):
+        for _ in range(2):
+            assert same(gradients(model, batch), gradients(expected, batch))
+    state = expected.state_dict()
+    assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+    assert {int(one) for name, one in state.items() if "num_batches" in name} == {2}
 
 
 def test_bytes_saved_by_layers() -> None:

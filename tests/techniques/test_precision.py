@@ -312,6 +312,18 @@ def test_master_weights_are_the_same_parameters_and_come_back_exactly(tmp_path: 
         assert "call_model_init" not in vars(trainer)
 
 
+def test_statistics_of_batches_follow_their_weights(tmp_path: Path) -> None:
+    model = tiny.conformer().to(torch.bfloat16)
+    norms = [part for part in model.modules() if isinstance(part, nn.BatchNorm1d)]
+    data = [{"input_values": torch.randn(2000), "labels": i % 2} for i in range(4)]
+    trainer = Trainer(model, tiny.arguments(tmp_path, max_steps=1, bf16=True), train_dataset=data)
+    precision = PrecisionCallback()
+    attach(trainer, precision).train()
+    assert {norm.running_mean.dtype for norm in norms} == {torch.float32}
+    precision.handle.remove()
+    assert {norm.running_mean.dtype for norm in norms} == {torch.bfloat16}
+
+
 def test_an_optimizer_that_is_built_already_is_kept_until_it_has_stepped(tmp_path: Path) -> None:
     model = half_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -30,6 +30,7 @@ from hf_memopt import (
     prepare_quantized,
     quantize_experts,
     stream_layers,
+    tile_layers,
 )
 from technique_table import same
 
@@ -76,6 +77,18 @@ def trained(model: Any, **batch: Any) -> tuple[torch.Tensor, dict[str, torch.Ten
     loss = model(input_ids=IDS, labels=IDS, **batch).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_tiles_beside_experts_in_four_bits_are_those_of_the_whole() -> None:
+    model, whole = mixture(), mixture()
+    quantize_experts(model)
+    quantize_experts(whole)
+    loss, expected = trained(whole)
+    with tile_layers(model, 8) as handle:
+        assert handle.modules
+        found, tiled = trained(model)
+    assert torch.allclose(found, loss)
+    assert all(torch.allclose(tiled[name], one, atol=1e-6) for name, one in expected.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -108,6 +108,15 @@ def test_resume_equals_straight_run(tmp_path, case) -> None:
         assert tiny.largest_difference(straight, other) == 0.0
 
 
+def test_a_class_that_saves_in_its_own_way_saves_so(tmp_path: Path) -> None:
+    class Own(transformers.LlamaForCausalLM):
+        def save_pretrained(self, save_directory: Any, state_dict: Any = None, is_main_process: bool = True) -> None:
+            torch.save(state_dict, Path(save_directory, "own.pt"))
+
+    trainer(Own(tiny.llama_config()), tmp_path, ours()).train()
+    assert (tmp_path / "checkpoint-2/own.pt").is_file()
+
+
 @pytest.mark.parametrize("build", [mixture, llava])
 @pytest.mark.slow
 def test_converted_weights_are_resumed(tmp_path, build) -> None:

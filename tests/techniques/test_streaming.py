@@ -207,6 +207,19 @@ def test_evaluation_and_generation_fetch_each_layer_once() -> None:
     assert backward(model.train()) == backward(plain.train())  # with what inference mode has fetched gone
 
 
+def test_a_cache_that_was_not_kept_is_not_decoded_with() -> None:
+    model = llama(use_cache=True).eval()
+    with stream_layers(model):
+        with torch.no_grad():
+            whole = model(IDS).logits
+            begun = model(IDS[:, :8]).past_key_values
+            assert torch.allclose(model(IDS[:, 8:], past_key_values=begun).logits, whole[:, 8:], atol=1e-5)
+        begun = model(IDS[:, :8]).past_key_values
+        with pytest.raises(ValueError, match=r"past_key_values comes from a call that recorded.*under torch.no_grad"):
+            model(IDS[:, 8:], past_key_values=begun)
+        assert torch.allclose(model(IDS).logits, whole)
+
+
 def test_adapters_are_trained_on_the_device_and_merged(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(0)

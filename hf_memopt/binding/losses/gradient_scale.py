@@ -14,7 +14,6 @@ warning says so. Of several processes, a loss that divides stock's by the steps 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 import warnings
@@ -54,8 +53,7 @@ def repair_gradient_scale(trainer: Any) -> UndoHandle:
         return restore  # stock divides already, or the user's own loss counts
     if getattr(trainer, "loss_is_scaled_for_ga", None) is not None:  # of 5.23: the user says who divides
         return restore
-    parameters = inspect.signature(trainer.compute_loss).parameters.values()
-    if not any(p.name == "num_items_in_batch" or p.kind is p.VAR_KEYWORD for p in parameters):
+    if not versions.takes(trainer.compute_loss, "num_items_in_batch"):
         return restore  # a subclass that calls its own compute_loss its own way
     if trainer.train_dataset is None:
         return restore

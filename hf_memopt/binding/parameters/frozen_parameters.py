@@ -86,14 +86,14 @@ def set_trainable(model: nn.Module, flags: Mapping[nn.Parameter, bool]) -> UndoH
     return UndoHandle(undo)
 
 
-def cast_parameters(dtypes: Mapping[nn.Parameter, torch.dtype]) -> UndoHandle:
-    """Give parameters another dtype, in place: they stay the same objects, tied ones tied, and lose their gradients.
+def cast_parameters(dtypes: Mapping[torch.Tensor, torch.dtype]) -> UndoHandle:
+    """Give parameters and buffers another dtype, in place, without their gradients: they stay the same objects, tied.
 
     The handle gives them their former dtype back, exactly or rounded; it does not keep them alive.
     """
     former = [(weakref.ref(parameter), parameter.dtype) for parameter in dtypes]
 
-    def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    def cast(parameter: torch.Tensor, dtype: torch.dtype) -> None:
         parameter.grad = None  # of the former dtype
         parameter.data = parameter.data.to(dtype)
 

@@ -38,8 +38,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_memopt.binding import versions
 from hf_memopt.binding.model import tensors_in, unwrap_optimizer
-from hf_memopt.binding.undo import UndoHandle, override_method
+from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, override_method
 from hf_memopt.techniques import BoundCallback
 from hf_memopt.units import parse_bytes
 
@@ -59,8 +60,11 @@ def save_in_shards(model: PreTrainedModel, *, max_shard_bytes: int) -> UndoHandl
 
     An index that the folder contains already is deleted first and a new one is written last, so an interrupted save
     leaves no checkpoint rather than a mixture. An old file of all weights stays until the new files are complete and is
-    deleted then, since stock would read it first. Arguments of the caller of ``save_pretrained`` take precedence.
+    deleted then, since stock would read it first. Arguments of the caller of ``save_pretrained`` take precedence. A
+    class whose own ``save_pretrained`` takes no ``max_shard_size`` saves as it does.
     """
+    if not versions.takes(model.save_pretrained, "max_shard_size"):
+        return nothing_to_undo()
 
     def save_pretrained(before: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         folder = Path(save_directory)

@@ -19,7 +19,7 @@ class HostGradients:
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
-        self._kept: dict[torch.Tensor, torch.Tensor] = {}  # memory of each gradient, written anew in each step
+        self._kept: dict[torch.Tensor, torch.Tensor] = {}  # memory of each gradient, written anew in each backward pass
         self._arriving: dict[nn.Parameter, tuple[Any, torch.Tensor, Any]] = {}  # layer, on the host, event
 
     def take(self, layer: Any, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:

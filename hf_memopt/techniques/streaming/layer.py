@@ -9,6 +9,7 @@ sum over once. Autograd also owns the memory of a copy, which cannot be taken aw
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ from transformers import Cache
 
 from hf_memopt.binding import versions
 from hf_memopt.binding.model import tensors_in
+from hf_memopt.binding.model_changes import StillStatistics
 from hf_memopt.techniques.streaming.row_parts import compare_parts, joined, row_parts
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class StreamedLayer:
         self._bits8: list[tuple[nn.Parameter, Any]] = [(p, inner) for p, inner in packed if hasattr(p, "SCB")]
         self._flagged: list[Any] = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
         self._switched: set[Any] = set()
+        self.statistics = StillStatistics([module])
+        self._cache: Any = None  # a weak reference to that of the last call
 
     def plain(self) -> list[nn.Parameter | None]:
         """Return the parameters that are fetched as tensors, with None for those that carriers hold."""
@@ -60,6 +64,7 @@ class StreamedLayer:
         # of each parameter that is trained
         call.gates = [Gate.apply(p, call, i) if p.requires_grad else None for i, p in enumerate(self.parameters)]  # type: ignore[no-untyped-call]
         if not getattr(self.module, "_can_checkpoint_with_cache", False):  # the recomputation would write it once more
+            self._check_cache(*args, *kwargs.values())
             kwargs = {name: None if name in versions.CACHES else value for name, value in kwargs.items()}
             args = tuple(None if isinstance(value, Cache) else value for value in args)  # as GPT-2's layers take it
             kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
@@ -73,6 +78,17 @@ class StreamedLayer:
         if any(tensor.requires_grad for tensor in tensors_in(outputs)):
             self.ring.record(call)
         return joined(outputs, self.rows)
+
+    def _check_cache(self, *values: Any) -> None:
+        """Refuse a cache that comes again: it is empty, as the recomputation would write it once more."""
+        cache = next((value for value in values if isinstance(value, Cache)), None)
+        if cache is not None and self._cache is not None and cache is self._cache():
+            raise ValueError(
+                "past_key_values comes from a call that recorded gradients, in which streamed layers keep no cache; "
+                "expected one made under torch.no_grad(), or none. Decode under torch.no_grad(), or call "
+                "handle.remove() first"
+            )
+        self._cache = None if cache is None else weakref.ref(cache)
 
     def move(self, before: Callable[..., Any], function: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
         """Let ``module.to(device)`` move buffers and what is resident, and leave streamed parameters on the host."""
@@ -171,7 +187,7 @@ class LayerCall:
                 parameter if copy is None else copy if gate is None else Weight.apply(gate, copy)  # type: ignore[no-untyped-call]
                 for parameter, copy, gate in zip(layer.parameters, copies, self.gates, strict=True)
             ]
-            with layer.exchanged(weights):
+            with layer.exchanged(weights), layer.statistics.still(self.is_recorded):
                 return forward(*args, **kwargs)
         except BaseException:
             if not self.is_recorded:  # else it may be the end of a recomputation that has all it needs

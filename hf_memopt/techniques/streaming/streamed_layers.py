@@ -87,7 +87,8 @@ def stream_layers(
         stream_layers(model)
         trainer = Trainer(model, args, train_dataset=data, callbacks=[StreamedLayersCallback()])
 
-    A ``.grad`` on the host is written anew in the next step, also where somebody else still holds it. To merge adapters
+    A ``.grad`` on the host is written anew in the next backward pass, also where somebody else still holds it. Where
+    gradients are recorded no cache is kept, in evaluation neither: decode under ``torch.no_grad()``. To merge adapters
     that were trained on a GPU, call ``handle.remove()`` and ``model.cpu()`` first.
 
     Args:

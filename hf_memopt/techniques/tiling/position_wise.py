@@ -220,7 +220,8 @@ class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's m
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= func.overloadpacket in _CHOICES and args[0].is_floating_point()
+        # A router has scores of each position; bitsandbytes asks for the largest value of a flat tensor.
+        self.found |= func.overloadpacket in _CHOICES and args[0].is_floating_point() and args[0].dim() > 1
         return func(*args, **(kwargs or {}))
 
 
