@@ -8,6 +8,5 @@ from .quantized_weights import REPACKS as REPACKS
 from .quantized_weights import is_quantized as is_quantized
 from .quantized_weights import prepare_quantized as prepare_quantized
 from .quantized_weights import quantization_options as quantization_options
-from .running_statistics import StillStatistics as StillStatistics
 from .tied_embedding import sparse_tied_embedding as sparse_tied_embedding
 from .tied_embedding import tied_embeddings as tied_embeddings

@@ -1,4 +1,4 @@
-"""Parameters by the names of layers, frozen and cast."""
+"""Parameters by the names of layers, frozen and cast; running statistics."""
 
 import lazy_loader
 

@@ -26,8 +26,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memopt.binding import can_offload_checkpoints, checkpointing_of, enable_checkpointing, versions
 from hf_memopt.binding.compatibility import check_settings
 from hf_memopt.binding.model import unwrap_model
-from hf_memopt.binding.model_changes import StillStatistics, drop_input_gradients, input_gradient_hooks
-from hf_memopt.binding.parameters import layer_stacks
+from hf_memopt.binding.model_changes import drop_input_gradients, input_gradient_hooks
+from hf_memopt.binding.parameters import StillStatistics, layer_stacks
 from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean

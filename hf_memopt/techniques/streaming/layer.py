@@ -9,7 +9,6 @@ sum over once. Autograd also owns the memory of a copy, which cannot be taken aw
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +20,7 @@ from transformers import Cache
 
 from hf_memopt.binding import versions
 from hf_memopt.binding.model import tensors_in
-from hf_memopt.binding.model_changes import StillStatistics
+from hf_memopt.binding.parameters import StillStatistics
 from hf_memopt.techniques.streaming.row_parts import compare_parts, joined, row_parts
 
 if TYPE_CHECKING:
@@ -49,7 +48,6 @@ class StreamedLayer:
         self._flagged: list[Any] = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
         self._switched: set[Any] = set()
         self.statistics = StillStatistics([module])
-        self._cache: Any = None  # a weak reference to that of the last call
 
     def plain(self) -> list[nn.Parameter | None]:
         """Return the parameters that are fetched as tensors, with None for those that carriers hold."""
@@ -82,13 +80,15 @@ class StreamedLayer:
     def _check_cache(self, *values: Any) -> None:
         """Refuse a cache that comes again: it is empty, as the recomputation would write it once more."""
         cache = next((value for value in values if isinstance(value, Cache)), None)
-        if cache is not None and self._cache is not None and cache is self._cache():
+        if cache is None:
+            return
+        if self.ring.caches.get(cache) is self:
             raise ValueError(
                 "past_key_values comes from a call that recorded gradients, in which streamed layers keep no cache; "
                 "expected one made under torch.no_grad(), or none. Decode under torch.no_grad(), or call "
                 "handle.remove() first"
             )
-        self._cache = None if cache is None else weakref.ref(cache)
+        self.ring.caches.setdefault(cache, self)
 
     def move(self, before: Callable[..., Any], function: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
         """Let ``module.to(device)`` move buffers and what is resident, and leave streamed parameters on the host."""
