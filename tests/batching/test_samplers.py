@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import refuses, whole
@@ -203,3 +203,6 @@ def test_accelerate_gives_each_rank_its_batch_of_a_group(kind):
     assert set(indices(itertools.chain(*shares))) == set(range(4 * len(LENGTHS)))
     assert len(shares[0]) == len(shares[1])
     assert [len(batch) for batch in shares[0]][:-1] == [len(batch) for batch in shares[1]][:-1]
+    shard = BatchSamplerShard(sampler, process_index=0, **settings)
+    DataLoaderShard(torch.arange(len(LENGTHS)), batch_sampler=shard).set_epoch(1)
+    assert sampler.epoch == 1

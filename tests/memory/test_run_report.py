@@ -114,6 +114,11 @@ def test_an_out_of_memory_that_ends_the_run_leaves_what_was_alive(tmp_path: Path
     shown = Page(page.read_text(encoding="utf-8"))
     assert shown.open == []
     assert "Memory ran out at step 1, forward with 1 row of 12 tokens." in shown.words
+    again = make_trainer(tmp_path, MemoryReportCallback())
+    again.training_step = None  # which breaks off before the first checkpoint
+    with pytest.raises(TypeError):
+        again.train()
+    assert (run_of(tmp_path)["state"], page.exists()) == ("training", False)
 
 
 def told_weights(trainer: Trainer) -> int:

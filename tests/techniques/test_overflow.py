@@ -391,12 +391,13 @@ def test_a_run_may_have_an_accelerator_of_its_own(tmp_path: Any) -> None:
 
 def test_all_processes_drop_what_one_finds(tmp_path: Path) -> None:
     one, other = run_pair(tmp_path, __file__, str(tmp_path))
-    for kind in ("forward", "gradient"):
+    for kind in ("forward", "gradient", "gathers"):
         assert one[kind]["moved"] == other[kind]["moved"] == [True, False, True]
         assert one[kind]["weights"] == other[kind]["weights"]
         assert one[kind]["nonfinite"] == other[kind]["nonfinite"] == 1
         assert one[kind]["reports"] == []
-        assert other[kind]["reports"] == [[2, kind, [1]]]
+        told = [2, "unknown", []] if kind == "gathers" else [2, kind, [1]]  # which it does not repeat alone
+        assert other[kind]["reports"] == [told]
         assert [path.name for path in sorted((tmp_path / kind).iterdir())] == [
             "overflow_batch_step2_rank1.pt",
             "overflow_report_rank1.json",
@@ -404,12 +405,22 @@ def test_all_processes_drop_what_one_finds(tmp_path: Path) -> None:
         ]
 
 
+class Gathering(Trainer):
+    """A loss that gathers a metric, as TRL's do."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.gather_for_metrics(inputs["input_ids"].sum())
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
 def findings(output_dir: Path, kind: str) -> dict[str, Any]:
     """Train on two processes; only the second meets the bad example, in step 2."""
     dataset = nonfinite_models.rows(24, bad=(13,))  # step 2: 8 to 11, and 12 to 15
-    model = nonfinite_models.make_nonfinite(tiny.llama(), kind)
+    model = nonfinite_models.make_nonfinite(tiny.llama(), "forward" if kind == "gathers" else kind)
     recorder, callback = Recorder(), OverflowCallback()
     trainer = nonfinite_models.make_trainer(model, dataset, output_dir / kind, ddp_backend="gloo")
+    if kind == "gathers":
+        trainer.__class__ = Gathering
     attach(trainer, recorder, callback)
     trainer.train()
     return {
@@ -423,7 +434,7 @@ def findings(output_dir: Path, kind: str) -> dict[str, Any]:
 def main(output_dir: Path) -> None:
     """Write what each kind leaves on this process."""
     gc.freeze()
-    found = {kind: findings(output_dir, kind) for kind in ("forward", "gradient")}
+    found = {kind: findings(output_dir, kind) for kind in ("forward", "gradient", "gathers")}
     (output_dir / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
 
 

@@ -323,7 +323,7 @@ def test_a_replay_that_runs_out_of_memory_is_no_finding(tmp_path: Any) -> None:
 
     (report,) = found(tiny.llama(), nonfinite_models.rows(4), tmp_path, compute_loss_func=hungry)
     assert (report.case, report.detail) == ("unknown", "OutOfMemoryError: CUDA out of memory.")
-    assert "not finite, and repeating the step failed (OutOfMemoryError: CUDA out of memory.). If " in str(report)
+    assert "not finite, and the step cannot be repeated (OutOfMemoryError: CUDA out of memory.). If " in str(report)
 
 
 @pytest.mark.parametrize("is_failing", [False, True], ids=["finds", "raises"])

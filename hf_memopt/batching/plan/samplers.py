@@ -50,6 +50,11 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
         self._position = 0  # items handed out in this epoch
         self._resume_at = 0  # where the next iteration begins
 
+    @property
+    def sampler(self) -> LengthBucketedBatchSampler:
+        """Itself: with several processes accelerate sets the epoch of a batch sampler's ``sampler`` (1.15.0)."""
+        return self
+
     def __len__(self) -> int:
         return self._steps()
 

@@ -87,8 +87,10 @@ class MemoryReportCallback(TrainerCallback):
     Without a sink (``report_to="none"``) it also works unbound.
 
     A phase is measured by **resetting torch's peak counters** when it begins: ``torch.cuda.max_memory_allocated()``
-    then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process. A
-    model card that an attached Trainer writes gets the section "Training memory", the text of ``model_card()``.
+    then covers the last phase only, and so does what stock's ``skip_memory_metrics=False`` logs. Read ``summary``
+    instead. Under DeepSpeed, whose engine steps within its backward pass, ``forward_backward`` includes the optimizer.
+    One device is read, ``args.device`` of this process. A model card that an attached Trainer writes gets the section
+    "Training memory", the text of ``model_card()``.
 
     Bound, it also leaves a report in the output folder, ``memopt_run.json``, at each checkpoint and at the end;
     ``hf-memopt report OUTPUT_DIR`` makes a page of it. An out-of-memory that ends the run leaves the page itself,
@@ -241,6 +243,8 @@ class MemoryReportCallback(TrainerCallback):
         self._record.begin(state.global_step)
         peaks.close("load")
         self._trained = self._training = True
+        if args.should_save and (trainer := self._reported()) is not None:  # in place of that of an earlier run
+            write_report(trainer, self.summary, self._record, "training")
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         self._begin(args).meter.skip()

@@ -102,6 +102,7 @@ def _write(trainer: Any, told: dict[str, Any], unwritten: set[str], *, with_page
     path = Path(trainer.args.output_dir or "") / run_name(trainer.args.process_index)
     try:
         write_whole(path, json.dumps(told) + "\n")
+        path.with_suffix(".html").unlink(missing_ok=True)  # of an earlier run
         if with_page:
             from hf_memopt.reports.run import run_page
 

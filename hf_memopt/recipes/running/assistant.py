@@ -22,7 +22,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_memopt.binding import attach
-from hf_memopt.binding.compatibility import techniques_in_use
+from hf_memopt.binding.compatibility import refusals_of, techniques_in_use
 from hf_memopt.binding.losses import known_loss, repair_gradient_scale
 from hf_memopt.binding.undo import override_method, remove_all
 from hf_memopt.devices import current_gpu, find_gpu
@@ -107,6 +107,8 @@ class _Watch(TrainerCallback):
         self._trainer, self._say = trainer, say
         self._gpu = current_gpu() if gpu is None else find_gpu(gpu)
         self._shape = _longest_batch(trainer)
+        micro_batching = load(TECHNIQUES["micro-batching"].callback)()
+        self._cuts = trainer.args.n_gpu <= 1 and not refusals_of(trainer, micro_batching)
         self._predicted: Estimate | None = None
         self._changes: dict[str, Any] = {}  # of the estimate, by what is attached
         self._has_begun, self._began, self._told, self._first_step = False, 0.0, 0.0, 0
@@ -121,7 +123,14 @@ class _Watch(TrainerCallback):
         except Exception as error:  # of foreign code: the script runs without a prediction
             self._say(f"not predicted: {reason(error)}")
             return
-        self._say(f"{self._what(shape)} {_needs(self._predicted)}")
+        self._say(f"{self._what(shape)} {self._needs(self._predicted)}")
+
+    def _needs(self, found: Estimate) -> str:
+        assert found.gpu is not None
+        needs = f"need {format_bytes(found.total_bytes)} of {format_bytes(found.gpu.usable_bytes)} on {found.gpu.name}"
+        if found.verdict == "over" and self._cuts:
+            return f"{needs}: steps will be cut, each with the loss of its whole batch"
+        return f"{needs}: {found.verdict}"
 
     @staticmethod
     def _what(shape: BatchShape) -> str:
@@ -143,7 +152,7 @@ class _Watch(TrainerCallback):
                 break
         self._predicted, names, self._changes = min(found, key=lambda one: one[0].total_bytes)
         if names:
-            self._say(f"with {' and '.join(names)}, by which batch and loss stay, it {_needs(self._predicted)}")
+            self._say(f"with {' and '.join(names)}, by which batch and loss stay, it {self._needs(self._predicted)}")
         return names
 
     def allow(self, words: Sequence[str]) -> list[str]:
@@ -265,14 +274,6 @@ def _longest_batch(trainer: Trainer) -> BatchShape | None:
     processes = trainer.args.world_size if trainer.accelerator.split_batches else 1
     rows = min(trainer.args.train_batch_size // processes, len(lengths))
     return BatchShape(rows, int(lengths.max()), None, None)
-
-
-def _needs(found: Estimate) -> str:
-    assert found.gpu is not None
-    needs = f"need {format_bytes(found.total_bytes)} of {format_bytes(found.gpu.usable_bytes)} on {found.gpu.name}"
-    if found.verdict == "over":
-        return f"{needs}: steps will be cut, each with the loss of its whole batch"
-    return f"{needs}: {found.verdict}"
 
 
 def _say_lines(script: str, options: dict[str, Any], added: list[TrainerCallback], say: Callable[..., None]) -> None:

@@ -7,9 +7,11 @@ is finite when it is repeated.
 An accumulation step is repeated as it was, with its random numbers. The rows are those of the first values that are not
 finite; a loss has no rows, so of one whose inputs are finite only rows without labels are told.
 
-Limitations: a module that returns infinities on purpose, which is taken for the cause of a bad loss; and losses that
-call other processes (a contrastive loss that gathers): only the process where the step was not finite repeats it, so it
-would wait for the others.
+Only the process where a step was not finite repeats it. With several, a step under FSDP2 or under a ``compute_loss``
+that is not stock's (TRL's gathers metrics from all) is therefore told by what is seen without a forward pass.
+
+Limitations: a module that returns infinities on purpose, which is taken for the cause of a bad loss; and models whose
+forward pass calls other processes (a contrastive loss that gathers), which would wait for them.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_memopt.binding.losses import STOCK_LOSS, full_name
 from hf_memopt.binding.model import IGNORED_LABEL, tensors_in
-from hf_memopt.binding.undo import RandomState, override_method
+from hf_memopt.binding.undo import RandomState, function_below, override_method
 from hf_memopt.devices.readings import free_failed_step
 from hf_memopt.techniques.microbatching import StepState, count_rows, row_count
 from hf_memopt.techniques.nonfinite.report import OverflowReport
@@ -54,8 +57,8 @@ def diagnose(
 ) -> OverflowReport:
     """Return ``report`` completed with what a repetition of the step, its accumulation steps in ``window``, shows.
 
-    Under FSDP2 a forward pass needs all processes, so only what is seen without one is told; ``gradients`` are the
-    parameters there whose gradients were not finite.
+    Where a forward pass may need all processes, only what is seen without one is told; ``gradients`` are the parameters
+    there whose gradients were not finite.
     """
     failures: list[str] = []
     if weights := _attempted(partial(_bad_weights, trainer.model), failures):
@@ -64,10 +67,10 @@ def diagnose(
     for position in suspects:
         if (found := _bad_column(window[position].inputs, replace(report, accumulation_step=position))) is not None:
             return found
-    if trainer.is_fsdp_enabled and any(is_loss_bad):
-        detail = "sharded weights, which all processes gather together"
-        return replace(report, accumulation_step=suspects[0], detail=detail)
-    if trainer.is_fsdp_enabled:
+    others = needs_others(trainer)
+    if others and any(is_loss_bad):
+        return replace(report, accumulation_step=suspects[0], detail=others)
+    if others:
         return replace(report, case="gradient", parameters=tuple(gradients[:MOST_NAMES]))
     for scale in (None,) if report.loss_scale is None else (None, report.loss_scale):
         for position in suspects:
@@ -76,6 +79,16 @@ def diagnose(
             if (found := _attempted(repeat, failures)) is not None:
                 return found if scale is None else replace(found, case="loss scale")
     return replace(report, detail=failures[-1] if failures else "")
+
+
+def needs_others(trainer: Any) -> str:
+    """Return why a forward pass may need all processes; "" where one repeats it alone."""
+    if trainer.is_fsdp_enabled:
+        return "sharded weights, which all processes gather together"
+    is_stock = full_name(function_below(trainer.compute_loss)) == STOCK_LOSS and trainer.compute_loss_func is None
+    if trainer.accelerator.num_processes == 1 or is_stock:
+        return ""
+    return "a loss of its own, which may gather from all processes"
 
 
 def _attempted(attempt: Callable[[], Found], failures: list[str]) -> Found | None:

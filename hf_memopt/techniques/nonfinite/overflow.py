@@ -43,7 +43,7 @@ from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, check_value, checked_path
 from hf_memopt.techniques import TechniqueCallback
 from hf_memopt.techniques.microbatching import row_count
-from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_gradients, diagnose
+from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_gradients, diagnose, needs_others
 from hf_memopt.techniques.nonfinite.indices import example_indices
 from hf_memopt.techniques.nonfinite.report import OverflowReport, save_batch, write_reports
 from hf_memopt.whole_files import warn_unwritten
@@ -201,7 +201,7 @@ class OverflowCallback(TechniqueCallback):
             return
         self._in_a_row += 1
         self.nonfinite_steps += 1
-        gradients = bad_gradients(trainer.model) if trainer.is_fsdp_enabled else ()
+        gradients = bad_gradients(trainer.model) if needs_others(trainer) else ()
         optimizer.zero_grad()  # before the step is repeated, so that it needs no memory for a second set
         report = self._report(trainer, reading, gradients)
         path = None if report is None else self._publish(trainer, report)

@@ -101,7 +101,7 @@ def _finding(report: OverflowReport) -> str:
         return f"the gradient stops being finite in the backward pass of {named}{_of_parameters(report)}"
     if report.case == "loss scale":
         return f"the gradients are finite, but not times the loss scale of {report.loss_scale:g}"
-    repeated = f"and repeating the step failed ({report.detail})" if report.detail else "but are when it is repeated"
+    repeated = f"and the step cannot be repeated ({report.detail})" if report.detail else "but are when it is repeated"
     return f"loss or gradients were not finite, {repeated}"
 
 
