@@ -155,7 +155,8 @@ def refuse_data_parallel(n_gpu: int) -> None:
         raise RuntimeError(
             f"n_gpu={n_gpu} GPUs are visible to this one process, so the Trainer would use torch.nn.DataParallel; "
             f"expected one process per GPU. Launch: torchrun --nproc_per_node={n_gpu} your_script.py (or show it one "
-            "GPU only: CUDA_VISIBLE_DEVICES=0 python your_script.py)"
+            "GPU only: CUDA_VISIBLE_DEVICES=0 python your_script.py; a notebook is restarted and begins with "
+            "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '0')"
         )
 
 

@@ -100,8 +100,9 @@ def _counted_by_model(model: str, path: Path, column: str | None, task: str | No
         lacks_template = "has no chat template" in str(error)
         if not lacks_template and not str(error).startswith(f"tokenizer={name!r}"):
             raise
-        problem = "has no chat template for them" if lacks_template else "cannot be loaded here"
+        cause = str(error.__cause__ or "").strip().partition("\n")[0]  # gated, offline, no such repository
+        problem = "has no chat template for them" if lacks_template else f"cannot be loaded here ({cause})"
         raise ValueError(
             f"path={str(path)!r} holds texts, and the tokenizer of {model!r} {problem}; expected token ids or a "
-            "tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead"
+            "tokenizer that counts them. Pass --tokenizer FOLDER, or leave --data out and pass --seq-len 512"
         ) from error

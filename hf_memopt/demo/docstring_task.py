@@ -63,7 +63,7 @@ def source_files(standard_library: Path | None = None) -> list[tuple[str, Path]]
         raise ValueError(
             f"standard_library={str(root)!r} holds no Python sources; expected the *.py files of the standard library "
             "(a zipped or embedded Python has none). Run the demo with a full installation: "
-            "python3.11 -m venv .venv && .venv/bin/python -m pip install hf-memopt"
+            "python3.11 -m venv .venv && .venv/bin/python -m pip install ."
         )
     return files
 

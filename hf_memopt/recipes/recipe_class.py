@@ -228,7 +228,7 @@ class Recipe:
         if found > FORMAT:
             raise ValueError(
                 f"format={found} is that of a newer hf-memopt than {__version__}; expected {FORMAT} at most. "
-                "Call: pip install --upgrade hf-memopt"
+                "Install the newer version: pip install its checkout or wheel"
             )
         read = from_object(Recipe, values)
         from hf_memopt.memory.optimizers import check_optimizer

@@ -139,14 +139,16 @@ def test_the_length_ends_where_the_model_does(folder) -> None:
 
 UNCOUNTED = (
     "--data {} holds texts, and the tokenizer of {!r} {}; expected token ids or a tokenizer that counts them. Pass "
-    "--tokenizer FOLDER, or --seq-len 512 instead"
+    "--tokenizer FOLDER, or leave --data out and pass --seq-len 512"
 )
 
 
 def test_texts_are_counted_by_a_tokenizer_or_refused(folder) -> None:
     (folder / "texts.jsonl").write_text(json.dumps({"text": "w1 w2 w3"}) + "\n")
     result = runner.invoke(app, ["estimate", "model", "--data", "texts.jsonl", "--plot", "p.png"])
-    assert stopped(result) == UNCOUNTED.format("texts.jsonl", "model", "cannot be loaded here")
+    before, after = UNCOUNTED.format("texts.jsonl", "model", "cannot be loaded here (...)").split("...")
+    assert stopped(result).startswith(before)
+    assert stopped(result).endswith(after)
     tiny.tokenizer().save_pretrained(folder / "tokenizer")
     result = runner.invoke(app, ["estimate", "model", "--data", "texts.jsonl", "--tokenizer", "tokenizer", "--json"])
     assert (result.exit_code, json.loads(result.stdout)["seq_len"]) == (0, 8)

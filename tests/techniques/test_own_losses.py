@@ -526,9 +526,8 @@ def test_a_statement_is_verified_on_rows_of_different_labels(tmp_path: Path) -> 
 
 
 def test_an_unknown_name_lists_the_nearest(tmp_path: Path) -> None:
-    trainer = make(own(penalty), tmp_path, MicrobatchCallback(max_examples=2, backbone="encodr"), model=TwoTowers())
     with pytest.raises(ValueError) as error:
-        trainer.train()
+        make(own(penalty), tmp_path, MicrobatchCallback(max_examples=2, backbone="encodr"), model=TwoTowers())
     assert str(error.value) == (
         "backbone='encodr' is no module of TwoTowers; expected the name of one, or its end. Did you mean 'encoder'? "
         "Print them: [name for name, _ in model.named_modules()]"

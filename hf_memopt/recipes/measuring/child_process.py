@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from hf_memopt.binding import checkpointing_of, refuse_data_parallel
+from hf_memopt.binding import checkpointing_of
 from hf_memopt.binding.model import unwrap_optimizer
 from hf_memopt.binding.model_changes import is_quantized
 from hf_memopt.binding.undo import FOREIGN, KeptState, RandomState
@@ -142,11 +142,16 @@ def check_trainer(trainer: Any) -> None:
             f"trainer=<{type(trainer).__name__}> is not a transformers.Trainer; expected the Trainer that trains. "
             "Call measure(Trainer(model, ...))"
         )
-    refuse_data_parallel(trainer.args.n_gpu)
+    if trainer.args.n_gpu > 1:
+        raise RuntimeError(
+            f"n_gpu={trainer.args.n_gpu} GPUs are visible to this one process; expected one, as a step is measured. "
+            "Call: CUDA_VISIBLE_DEVICES=0 hf-memopt measure train.py"
+        )
     if trainer.args.world_size > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise RuntimeError(
             f"world_size={trainer.args.world_size} processes, or a sharded model, cannot be measured; expected one "
-            "process with the whole model. Call: python train.py, without torchrun, DeepSpeed and FSDP"
+            "process with the whole model. Call: CUDA_VISIBLE_DEVICES=0 hf-memopt measure train.py, without torchrun, "
+            "DeepSpeed and FSDP"
         )
 
 

@@ -70,6 +70,12 @@ def assisted(trainer: Trainer, script: str, options: dict[str, Any], say: Callab
         handles.append(repair_gradient_scale(trainer))
     trainer.add_callback(watch)
     added = []
+    if (count := trainer.args.n_gpu) > 1:
+        say(
+            f"nothing is attached: {count} GPUs in one process. Call: torchrun --nproc_per_node={count} -m hf_memopt "
+            f"run {script}, or with one GPU: CUDA_VISIBLE_DEVICES=0 hf-memopt run {script}"
+        )
+        used = []
     for name in used:
         if name in techniques_in_use(trainer):
             continue  # the script's own

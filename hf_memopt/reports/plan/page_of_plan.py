@@ -76,9 +76,9 @@ def _view(told: PlanData, one: CandidateData) -> dict[str, Any]:
 
 
 def _install(told: PlanData, one: CandidateData) -> str:
-    """Return the pip command for the versions that the plan was made with."""
+    """Return the pip command for the versions that the plan was made with; this package's is the wheel's."""
     extras = "[peft]" if one["stage"] in ("lora", "qlora") else ""
-    names = {"hf-memopt": f"hf-memopt{extras}"}
     public = {name: version.partition("+")[0] for name, version in told["versions"].items()}  # 2.13.0+cpu
-    kept = [f'"{names.get(name, name)}=={version}"' for name, version in public.items()]
+    wheel = f"hf_memopt-{public.pop('hf-memopt')}-py3-none-any.whl{extras}"
+    kept = [f'"{wheel}"', *(f'"{name}=={version}"' for name, version in public.items())]
     return " ".join(["pip install", *kept])

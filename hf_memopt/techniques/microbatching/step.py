@@ -109,6 +109,8 @@ class MicrobatchedStep:
         self._whole = WholeMicroBatches(limits)
         self.compute_loss = self._whole.compute_loss
         self._begin_run()
+        if backbones and trainer.model is not None:
+            self._backbones.modules_of(trainer.model)  # a name that is no module's is refused now
 
     def _begin_run(self) -> None:
         self._backbones = Backbones(self._names, Size(partial(part_rows, self._limits), self._part_failed))
