@@ -29,7 +29,8 @@ MESSAGES = {
     "visible GPUs": (
         "RuntimeError: n_gpu=2 GPUs are visible to this one process, so the Trainer would use torch.nn.DataParallel; "
         "expected one process per GPU. Launch: torchrun --nproc_per_node=2 your_script.py (or show it one GPU only: "
-        "CUDA_VISIBLE_DEVICES=0 python your_script.py)"
+        "CUDA_VISIBLE_DEVICES=0 python your_script.py; a notebook is restarted and begins with "
+        "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '0')"
     ),
     "view of another number of processes": (
         "ValueError: world_size=3 of the bucketed view differs from the run's 2; expected the same. Build it in the "
