@@ -62,13 +62,15 @@ def is_causal_lm(model: nn.Module) -> bool:
     """
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
     for one in type(unwrap_model(model)).__mro__:
-        forward = inspect.unwrap(vars(one).get("forward", nn.Module.forward))
         if one.__name__ in causal:
             return True
+        if "forward" not in vars(one):
+            continue
+        forward = inspect.unwrap(vars(one)["forward"])
         if one.__name__.endswith("ForConditionalGeneration"):
             return "decoder_input_ids" not in inspect.signature(forward).parameters
         calls = getattr(getattr(forward, "__code__", None), "co_names", ())
-        if "forward" in vars(one) and not {"forward", "loss_function"} & {*calls}:
+        if not {"forward", "loss_function"} & {*calls}:
             return False
     return False
 
