@@ -135,7 +135,7 @@ def test_a_python_without_sources_is_an_error(name: str, tmp_path: Path) -> None
     assert str(error.value) == (
         f"standard_library={str(root)!r} holds no Python sources; expected the *.py files of the standard library "
         "(a zipped or embedded Python has none). Run the demo with a full installation: "
-        "python3.11 -m venv .venv && .venv/bin/python -m pip install hf-memopt"
+        "python3.11 -m venv .venv && .venv/bin/python -m pip install ."
     )
 
 
