@@ -35,8 +35,8 @@ def _packaged() -> list[Recipe]:
 PRESETS: Mapping[str, Recipe] = FixedMapping({one.name: one for one in _packaged()})
 """Every preset by its name; ``recipe("auto")`` chooses among them."""
 
-# A driver keeps some of what a GPU is sold with, most where error correction does: a T4 reports 91 % of its 16 GiB.
-COVERED_FRACTION = 0.90
+# Of a GPU that is not in the table: a driver keeps up to 8 % of what it is sold with, more where error correction does.
+COVERED_FRACTION = 0.92
 
 
 def recipe(name: str | os.PathLike[str], model: Any = None, *, seq_len: int | None = None) -> Recipe:
@@ -115,13 +115,20 @@ def _smallest_gpu(name: str) -> Gpu:
 
 
 def _for_this_machine() -> Recipe:
+    from hf_memopt.devices import find_gpu
     from hf_memopt.devices.readings import read_memory  # torch, which no other preset needs
 
     reading = read_memory()
     if reading.device_total_bytes is None:
         return PRESETS["cpu"].replace(purpose=f"chosen by recipe('auto'): {PRESETS['cpu'].purpose}")
     by_size = {parse_bytes(f"{name.removesuffix('gb-gpu')}GiB"): name for name in PRESETS if name != "cpu"}
-    covered = [size for size in by_size if reading.device_total_bytes >= COVERED_FRACTION * size]
+    try:
+        sold_bytes = find_gpu(reading.device_name).memory_bytes
+    except ValueError:
+        sold_bytes = 0
+    is_whole = reading.device_total_bytes >= 0.85 * sold_bytes  # and no slice of it, nor another size of that name
+    most = max(reading.device_total_bytes / COVERED_FRACTION, sold_bytes if is_whole else 0)
+    covered = [size for size in by_size if size <= most]
     name = by_size[max(covered, default=min(by_size))]
     gpu = f"{reading.device_name} with {format_bytes(reading.device_total_bytes)}"
     chosen = PRESETS[name]

@@ -181,6 +181,14 @@ POSITIONS = table("batching/tables/models_and_positions")
 
 # DeBERTa of transformers 5.8 still calls torch.jit.script, which torch 2.13 deprecates.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+class OwnT5ForConditionalGeneration(transformers.T5ForConditionalGeneration):
+    def __init__(self) -> None:
+        super().__init__(transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1, vocab_size=20))
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **given: Any) -> Any:
+        return super().forward(input_ids, labels=labels, **given)
+
+
 @pytest.mark.parametrize(("name", "config", "needed"), POSITIONS, ids=[name for name, *_ in POSITIONS])
 def test_position_ids_are_added_exactly_where_left_padding_changes_the_logits(name, config, needed):
     kind = getattr(transformers, name)
@@ -216,6 +224,10 @@ def test_adapt_returns_every_choice_and_leaves_a_collator_that_was_given_its_mod
     assert DynamicPaddingCollator(tiny.tokenizer()).adapt(gpt2()) == ()  # right padding
     assert DynamicPaddingCollator(tiny.tokenizer("left"), position_ids=False).adapt(gpt2()) == (label,)
     assert DynamicPaddingCollator(tiny.tokenizer("left"), model=llama()).adapt(gpt2()) == ()
+    # no causal language model, though its parent is told by its name and it hands its labels on
+    assert (
+        DynamicPaddingCollator(tiny.tokenizer("left"), position_ids=False).adapt(OwnT5ForConditionalGeneration()) == ()
+    )
     assert DynamicPaddingCollator(inner=default_data_collator).adapt(gpt2()) == ()
 
 
@@ -322,14 +334,16 @@ def test_a_collator_is_copied_only_while_its_first_trainer_is_there(tmp_path):
 
 def test_labels_of_a_second_head_are_padded_as_labels(tmp_path):
     rows = tokenized([2, 3], pos_labels=ids_of([2, 3], seed=1), scores=[[0.5] * 2, [0.5] * 3])
-    args = tiny.arguments(tmp_path, label_names=["labels", "pos_labels", "scores"], per_device_train_batch_size=1)
+    args = tiny.arguments(
+        tmp_path, label_names=["labels", "pos_labels", "scores", "attention_mask"], per_device_train_batch_size=1
+    )
     for side, padding in (("right", slice(2, None)), ("left", slice(-2))):
         collator = DynamicPaddingCollator(tiny.tokenizer(side), pad_to_multiple_of=4)
         assert collator(rows)["pos_labels"][0].tolist().count(-100) == 0
         trainer = attach(transformers.Trainer(tiny.bert(), args, train_dataset=rows, data_collator=collator))
         batch = collator(rows)
         assert batch["pos_labels"][0, padding].tolist() == [-100] * 2
-        assert batch["scores"][0, padding].tolist() == [0] * 2
+        assert batch["scores"][0, padding].tolist() == batch["attention_mask"][0, padding].tolist() == [0] * 2
         trainer.memopt_handle.remove()
         assert (collator(rows)["pos_labels"] != -100).all()
     model = transformers.LlamaForCausalLM(tiny.llama_config())

@@ -547,6 +547,17 @@ class Tagging(Shifting):
     shift = 0
 
 
+class OverStates(transformers.LlamaForCausalLM):
+    """A tagger that takes hidden states from the language model, and keeps the labels to itself."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **given: Any) -> Any:
+        found = super().forward(input_ids, position_ids=position_ids, **given)
+        loss = (
+            None if labels is None else torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
+        )
+        return CausalLMOutput(loss, found.logits)
+
+
 def llava() -> Any:
     seen = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32}
     images = transformers.CLIPVisionConfig(hidden_size=32, patch_size=16, **seen)
@@ -562,6 +573,7 @@ def llava() -> Any:
         (lambda: Calling(tiny.llama_config()), True),
         (llava, True),
         (lambda: Tagging(tiny.llama_config()), False),
+        (lambda: OverStates(tiny.llama_config()), False),
     ],
 )
 def test_a_text_keeps_its_first_label_only_where_the_loss_does_not_shift(make, is_left_out, tmp_path):

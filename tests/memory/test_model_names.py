@@ -102,6 +102,9 @@ def test_image_size_that_a_configuration_does_not_tell_is_224_and_said() -> None
         ({"size": {"shortest_edge": 24, "longest_edge": 40}}, "24 x 40"),  # the largest that a detector is given
         ({"size": 24}, "24 x 24"),
         ({"feature_size": 80}, "32 x 32"),  # of audio
+        ({"size": {"shortest_edge": 24, "longest_edge": None}}, "24 x 24"),
+        ({"size": [24]}, "32 x 32"),
+        ([], "32 x 32"),
     ],
 )
 def test_pictures_of_a_folder_have_the_size_that_its_processor_gives_them(processor, pictures, tmp_path) -> None:

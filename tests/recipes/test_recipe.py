@@ -92,7 +92,7 @@ def test_printing_a_recipe_gives_every_choice_with_a_reason(name) -> None:
 
 @pytest.mark.parametrize(
     ("gib", "chosen"),
-    [(2.0, "4gb-gpu"), (3.9, "4gb-gpu"), (5.8, "6gb-gpu"), (7.6, "8gb-gpu"), (14.3, "12gb-gpu"), (14.56, "16gb-gpu"),
+    [(2.0, "4gb-gpu"), (3.9, "4gb-gpu"), (5.8, "6gb-gpu"), (7.6, "8gb-gpu"), (14.3, "12gb-gpu"), (14.8, "16gb-gpu"),
      (23.6, "24gb-gpu"), (39.4, "40gb-gpu"), (79.1, "80gb-gpu"), (140.0, "80gb-gpu")],
 )  # fmt: skip
 def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, chosen) -> None:

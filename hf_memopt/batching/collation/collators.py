@@ -24,6 +24,7 @@ from torch import nn
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening
 
 from hf_memopt.batching.collation.columns import (
+    INPUTS,
     LABELS,
     Array,
     Column,
@@ -180,7 +181,8 @@ class BucketedCollator:
         names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids", "_first_position")
         handles += [set_attribute(own, name, getattr(own, name)) for name in names]
         handles.append(set_attribute(own, "_known_ids", KnownIds(trainer)))
-        handles.append(set_attribute(own, "_label_names", frozenset(LABELS) | {*trainer.label_names}))
+        others = {*trainer.label_names} - INPUTS  # which are named to be kept beside predictions
+        handles.append(set_attribute(own, "_label_names", frozenset(LABELS) | others))
         record_changes(trainer, own.adapt(model))
         return undo_all(apart, *handles)
 

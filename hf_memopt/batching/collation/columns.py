@@ -24,6 +24,8 @@ Column = Sequence[Array]
 """The cells of a column, ``(rows,)``: arrays of any shapes, or scalars of numpy where a row is one number."""
 
 LABELS = ("labels", "label", "label_ids")
+INPUTS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask"}
+INPUTS |= {"decoder_input_ids", "decoder_attention_mask"}
 _ONE_PER_TOKEN = ("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "position_ids")
 _OF_DECODER = ("decoder_input_ids", "decoder_attention_mask")
 

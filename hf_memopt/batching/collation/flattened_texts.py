@@ -133,6 +133,7 @@ def _why_not(trainer: Any, inner: Callable[[Any], Any], *, is_labelled: bool) ->
     """Return what is wrong with flattened texts, what is expected and what to do, or None."""
     name, start, end = _name(trainer.model), LENGTHS[0], LENGTHS[0] + LENGTHS[1]  # of the second text in the row
     of_first: set[float] = set()
+    is_shifted = False
     try:
         before, text, after = _texts(unwrap_model(trainer.model))
         row, others, reversed_text = (
@@ -154,6 +155,7 @@ def _why_not(trainer: Any, inner: Callable[[Any], Any], *, is_labelled: bool) ->
         )
         with nullcontext() if is_labelled else suppress(Exception):  # of labels of another kind
             of_first = {_loss_of_label(trainer, one, start) for one in (row, reversed_text)}
+            is_shifted = len(of_first) == 1 and _loss_of_label(trainer, others, start) not in of_first
     except Exception as error:  # whatever the model raises for inputs that it does not take
         return (
             f"which {name} could not be trained on ({type(error).__name__}: {error}); expected a model with a label "
@@ -166,7 +168,7 @@ def _why_not(trainer: Any, inner: Callable[[Any], Any], *, is_labelled: bool) ->
         )
     if is_leaking:
         return _leak(trainer, name)
-    if not is_labelled and len(of_first) == 1:
+    if not is_labelled and is_shifted:
         return (
             f"and keeps the label of their first tokens, which the loss of {name} compares with what the text before "
             "predicts; expected none. Pass BucketedCollator(tokenizer, causal_lm=True), with which labels of the data "

@@ -287,7 +287,8 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
     def _tell_of_labels(self, trainer: Trainer) -> None:
         """Notify where the labels of an encoder-decoder, which ``max_tokens`` does not count, exceed it."""
         source, buckets = self.dataset, self.buckets
-        is_read_fast = isinstance(source, list) or getattr(source, "format", {}).get("type", "custom") != "custom"
+        kind = getattr(source, "format", None)
+        is_read_fast = isinstance(source, list) or (isinstance(kind, dict) and kind.get("type", "custom") != "custom")
         if not (is_read_fast and isinstance(buckets, LengthBuckets) and has_decoder(cast(Any, trainer.model))):
             return
         with suppress(IndexError, TypeError, ValueError):  # where they are not one list for each row

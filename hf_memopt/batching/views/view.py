@@ -223,10 +223,11 @@ def warn_of_other_batches(trainer: Trainer, view: Any) -> UndoHandle:
             state, now = TrainerState.load_from_json(str(file)), args.per_device_train_batch_size
             if batch_size is None:
                 filled = len(view) + (0 if args.dataloader_drop_last else args.world_size - 1)
-                epoch = _epoch_of(state.global_step, filled // args.world_size, args.gradient_accumulation_steps)
+                batches = max(filled // args.world_size, 1)
+                epoch = _epoch_of(state.global_step, batches, args.gradient_accumulation_steps)
                 if not math.isclose(epoch, state.epoch or 0, rel_tol=1e-6):
                     warnings.warn(
-                        f"step {state.global_step} of the checkpoint ends at epoch {state.epoch:.6g}, and at "
+                        f"step {state.global_step} of the checkpoint ends at epoch {state.epoch or 0:.6g}, and at "
                         f"{epoch:.6g} with the {len(view)} batches of {view.made_by}(...): the rest of this epoch "
                         "repeats examples and lacks others; expected the view and gradient_accumulation_steps of the "
                         f"first run. Build {view.made_by}(...) with the same settings and data",

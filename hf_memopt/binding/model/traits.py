@@ -53,26 +53,33 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def is_causal_lm(model: nn.Module) -> bool:
     """Return whether the loss of ``model`` compares each token with the prediction made before it, by its class name.
 
-    A class ...ForConditionalGeneration whose forward takes no ``decoder_input_ids`` reads images beside text. A class
-    of the user's that inherits from one of them is one too, unless its own forward pass calls neither a ``forward`` nor
-    a ``loss_function``.
+    So is a class ...ForConditionalGeneration that is no encoder-decoder: it reads images beside text. A class of the
+    user's that inherits from one of them is one too, unless its own forward pass computes the loss from labels that it
+    does not hand on.
 
     Nothing in a model says so. Some of these classes do not shift their labels (``BartForCausalLM``, XLNet): they lose
     one label of each row that is padded on the left.
     """
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
-    for one in type(unwrap_model(model)).__mro__:
+    inner = unwrap_model(model)
+    for one in type(inner).__mro__:
         if one.__name__ in causal:
             return True
-        if "forward" not in vars(one):
-            continue
-        forward = inspect.unwrap(vars(one)["forward"])
-        if one.__name__.endswith("ForConditionalGeneration"):
-            return "decoder_input_ids" not in inspect.signature(forward).parameters
-        calls = getattr(getattr(forward, "__code__", None), "co_names", ())
-        if not {"forward", "loss_function"} & {*calls}:
+        if one.__module__.startswith("transformers.") and one.__name__.endswith("ForConditionalGeneration"):
+            return not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+        if "forward" in vars(one) and not _hands_labels_on(inspect.unwrap(vars(one)["forward"])):
             return False
     return False
+
+
+def _hands_labels_on(forward: Any) -> bool:
+    """Return whether a forward pass gives its labels to another one or to the model's own loss."""
+    code = getattr(forward, "__code__", None)
+    if code is None or "forward" not in code.co_names:
+        return code is not None and "loss_function" in code.co_names
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    by_name = any(isinstance(one, tuple) and "labels" in one for one in code.co_consts)  # keywords of a call
+    return by_name or not ("labels" in named or "labels" in code.co_consts or "labels" in code.co_names)
 
 
 def used_columns(trainer: Any) -> set[str] | None:

@@ -15,7 +15,7 @@ import copy
 import json
 import os
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -368,21 +368,26 @@ def _read_config(
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         has_own = (folder / "generation_config.json").is_file()
         own = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True) if has_own else None
-    if (folder / "preprocessor_config.json").is_file():
-        with _one_error(f"model={text!r} has a preprocessor_config.json whose sizes are not understood"):
-            read = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
-            if (size := _picture_size(read)) is not None:
-                config.picture_size = size
+    with suppress(OSError, ValueError):  # whatever is in that file, the model is what is asked for
+        read = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+        if (size := _picture_size(read)) is not None:
+            config.picture_size = size
     return folder.resolve().name if Path(text).is_dir() else text, config, own, task
 
 
-def _picture_size(processor: dict[str, Any]) -> list[int] | None:
+def _picture_size(processor: Any) -> list[int] | None:
     """Return height and width of the pictures of an image processor's file; None where it does not say."""
-    size = (processor.get("do_center_crop", True) and processor.get("crop_size")) or processor.get("size")
+    if not isinstance(processor, dict):
+        return None
+    is_cut_last = processor.get("do_center_crop", True) and "Perceiver" not in str(
+        processor.get("image_processor_type")
+    )
+    size = (is_cut_last and processor.get("crop_size")) or processor.get("size")
     if isinstance(size, dict):
-        height = size.get("height", size.get("shortest_edge"))
-        size = height and [height, size.get("width", size.get("longest_edge", height))]
-    return size and [int(side) for side in (size if isinstance(size, list) else [size, size])]
+        height = size.get("height") or size.get("shortest_edge")
+        size = [height, size.get("width") or size.get("longest_edge") or height]
+    sides: list[Any] = size if isinstance(size, list) else [size, size]
+    return sides if len(sides) == 2 and all(type(side) is int and side > 0 for side in sides) else None
 
 
 def _check_counts(entries: dict[str, Any]) -> None:

@@ -19,7 +19,14 @@ from hf_memopt.binding import Binding
 from hf_memopt.binding.undo import UndoHandle, override_method
 from hf_memopt.devices.readings import PeakMeter, is_out_of_memory, measured_device, read_device_used, read_process
 from hf_memopt.memory.run.run_record import RunRecord
-from hf_memopt.memory.run.run_report import add_section, draw_report, training_memory, write_failure, write_report
+from hf_memopt.memory.run.run_report import (
+    add_section,
+    begin_report,
+    draw_report,
+    training_memory,
+    write_failure,
+    write_report,
+)
 from hf_memopt.plain_data import checked_path
 from hf_memopt.plotting import check_picture
 from hf_memopt.units import format_bytes, to_gib
@@ -243,8 +250,8 @@ class MemoryReportCallback(TrainerCallback):
         self._record.begin(state.global_step)
         peaks.close("load")
         self._trained = self._training = True
-        if args.should_save and (trainer := self._reported()) is not None:  # in place of that of an earlier run
-            write_report(trainer, self.summary, self._record, "training")
+        if (trainer := self._reported()) is not None:
+            begin_report(trainer, self.summary, self._record)
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         self._begin(args).meter.skip()

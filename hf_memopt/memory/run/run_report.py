@@ -12,6 +12,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from hf_memopt.binding.model import unwrap_model
 from hf_memopt.changes import CHANGES
 from hf_memopt.devices.readings import measured_device, read_context, read_memory
 from hf_memopt.notices import notify
-from hf_memopt.plain_data import shown
+from hf_memopt.plain_data import parse_object, shown
 from hf_memopt.reports.run import FORMAT, read_run, run_name
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import warn_unwritten, write_whole
@@ -68,6 +69,17 @@ def draw_report(path: Path, peaks: Peaks, record: RunRecord, device: torch.devic
         notify(logger, f"plot={str(path)!r} was not drawn ({type(error).__name__}: {error}); the training is whole")
 
 
+def begin_report(trainer: Any, peaks: Peaks, record: RunRecord) -> None:
+    """Put the report of a run that begins in place of an earlier one's, whose page of an out-of-memory goes with it."""
+    path = Path(trainer.args.output_dir or "") / run_name(trainer.args.process_index)
+    with suppress(OSError, ValueError):
+        if parse_object(path.read_bytes()).get("state") == "out of memory":
+            path.with_suffix(".html").unlink(missing_ok=True)
+            path.unlink()
+    if trainer.args.should_save:
+        write_report(trainer, peaks, record, "training")
+
+
 def write_report(trainer: Any, peaks: Peaks, record: RunRecord, state: str, *, predict: bool = False) -> None:
     """Write the report of a run whose state is "training" or "finished"; ``predict`` simulates the largest batch."""
     try:
@@ -102,7 +114,6 @@ def _write(trainer: Any, told: dict[str, Any], unwritten: set[str], *, with_page
     path = Path(trainer.args.output_dir or "") / run_name(trainer.args.process_index)
     try:
         write_whole(path, json.dumps(told) + "\n")
-        path.with_suffix(".html").unlink(missing_ok=True)  # of an earlier run
         if with_page:
             from hf_memopt.reports.run import run_page
 

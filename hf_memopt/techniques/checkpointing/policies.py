@@ -47,7 +47,9 @@ _BUDGET = re.compile(r"budget_(0(?:\.\d+)?|1(?:\.0+)?)")
 _STATE = ("gradient_checkpointing", "_gradient_checkpointing_func")  # transformers 5.8.1, 5.17.0 and 5.23.0
 
 
-def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool | str = False) -> UndoHandle:
+def checkpoint_layers(
+    model: Any, policy: str = "full", *, offload: bool | str = False, compiled: bool = False
+) -> UndoHandle:
     """Switch non-reentrant checkpointing on in the layers, and for the operations, that ``policy`` names.
 
     A policy is one of:
@@ -69,6 +71,7 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool | str =
         policy: as above.
         offload: True to keep the inputs of the layers in the host's memory, as stock's ``offload``; ``"overlapped"``
             to copy them there and back while layers compute (``overlapped``).
+        compiled: whether the model will be compiled, where running statistics of ``BatchNorm`` need no care.
 
     Returns:
         A handle whose ``remove()`` restores the model; it does not keep the model alive.
@@ -99,7 +102,7 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool | str =
     elif parsed.kind == "selective":
         options["context_fn"] = selective_contexts
     still = StillStatistics(_checkpointing_layers(model), options.get("context_fn"))
-    if still.norms:
+    if still.norms and not compiled:
         options["context_fn"] = still
     chosen = _chosen_layers(model, parsed)
     restore = undo_all(
@@ -183,7 +186,9 @@ class CheckpointingCallback(TechniqueCallback):
             return
         if self._handles.model is model:
             self._handles.remove()  # a second train() with the same model: one undo has to be enough
-        self.handle = self._handles.keep(model, checkpoint_layers(model, self.policy, offload=self.offload))
+        compiled = versions.is_compiled(args)
+        handle = checkpoint_layers(model, self.policy, offload=self.offload, compiled=compiled)
+        self.handle = self._handles.keep(model, handle)
         is_asked, options = checkpointing_of(args)
         reason = "the callback replaces the arguments' own" if is_asked else "CheckpointingCallback"
         self.note(Change("checkpointing", (options or "full") if is_asked else False, self.policy, reason), logs=False)

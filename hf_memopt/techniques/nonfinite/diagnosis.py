@@ -70,6 +70,8 @@ def diagnose(
     others = needs_others(trainer)
     if others and any(is_loss_bad):
         return replace(report, accumulation_step=suspects[0], detail=others)
+    if others and report.loss_scale is not None:  # gradients may be finite but for it
+        return replace(report, detail=others)
     if others:
         return replace(report, case="gradient", parameters=tuple(gradients[:MOST_NAMES]))
     for scale in (None,) if report.loss_scale is None else (None, report.loss_scale):
@@ -85,7 +87,9 @@ def needs_others(trainer: Any) -> str:
     """Return why a forward pass may need all processes; "" where one repeats it alone."""
     if trainer.is_fsdp_enabled:
         return "sharded weights, which all processes gather together"
-    is_stock = full_name(function_below(trainer.compute_loss)) == STOCK_LOSS and trainer.compute_loss_func is None
+    loss_func = trainer.compute_loss_func
+    is_known = loss_func is None or type(loss_func).__module__.startswith("hf_memopt.")
+    is_stock = full_name(function_below(trainer.compute_loss)) == STOCK_LOSS and is_known
     if trainer.accelerator.num_processes == 1 or is_stock:
         return ""
     return "a loss of its own, which may gather from all processes"

@@ -78,15 +78,15 @@ class StreamedLayer:
         return joined(outputs, self.rows)
 
     def _check_cache(self, *values: Any) -> None:
-        """Refuse a cache that comes again: it is empty, as the recomputation would write it once more."""
+        """Refuse a cache that comes filled or again: none is kept, as the recomputation would write it once more."""
         cache = next((value for value in values if isinstance(value, Cache)), None)
         if cache is None:
             return
-        if self.ring.caches.get(cache) is self:
+        owner = self.ring.caches.get(cache)
+        if owner is self or (owner is None and cache.get_seq_length() > 0):
             raise ValueError(
-                "past_key_values comes from a call that recorded gradients, in which streamed layers keep no cache; "
-                "expected one made under torch.no_grad(), or none. Decode under torch.no_grad(), or call "
-                "handle.remove() first"
+                "past_key_values goes on with a cache where gradients are recorded, and streamed layers keep none; "
+                "expected none. Run all of it under torch.no_grad(), or pass use_cache=False, or call handle.remove()"
             )
         self.ring.caches.setdefault(cache, self)
 

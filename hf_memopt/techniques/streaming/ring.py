@@ -33,7 +33,7 @@ class Ring:
         self.lanes, self.prefetch = lanes, prefetch  # layers to fetch ahead
         self.layers: list[StreamedLayer] = []  # in the order of the model
         self.compared: set[type] = set()  # kinds of layers whose rows were found in the first dimension
-        # empty ones of passes that recorded gradients, and the layer that was given each first
+        # of passes that recorded gradients, empty, and the layer that was given each first
         self.caches: weakref.WeakKeyDictionary[Any, StreamedLayer] = weakref.WeakKeyDictionary()
         self.gradients = HostGradients(lanes)
         self.steps: DeviceSteps | None = None  # of an optimizer that steps within the backward pass
