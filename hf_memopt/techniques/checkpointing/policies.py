@@ -71,7 +71,8 @@ def checkpoint_layers(
         policy: as above.
         offload: True to keep the inputs of the layers in the host's memory, as stock's ``offload``; ``"overlapped"``
             to copy them there and back while layers compute (``overlapped``).
-        compiled: whether the model will be compiled, where running statistics of ``BatchNorm`` need no care.
+        compiled: whether the model will be compiled, which takes no care for ``BatchNorm``: running statistics then
+            count a batch twice, as with stock's checkpointing.
 
     Returns:
         A handle whose ``remove()`` restores the model; it does not keep the model alive.
