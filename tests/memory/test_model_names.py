@@ -104,6 +104,7 @@ def test_image_size_that_a_configuration_does_not_tell_is_224_and_said() -> None
         ({"feature_size": 80}, "32 x 32"),  # of audio
         ({"size": {"shortest_edge": 24, "longest_edge": None}}, "24 x 24"),
         ({"size": [24]}, "32 x 32"),
+        ({"size": {"shortest_edge": 3136, "longest_edge": 12845056}}, "32 x 32"),  # areas
         ([], "32 x 32"),
     ],
 )

@@ -387,7 +387,8 @@ def _picture_size(processor: Any) -> list[int] | None:
         height = size.get("height") or size.get("shortest_edge")
         size = [height, size.get("width") or size.get("longest_edge") or height]
     sides: list[Any] = size if isinstance(size, list) else [size, size]
-    return sides if len(sides) == 2 and all(type(side) is int and side > 0 for side in sides) else None
+    # Qwen2-VL's edges are areas in pixels
+    return sides if len(sides) == 2 and all(type(side) is int and 0 < side < 10_000 for side in sides) else None
 
 
 def _check_counts(entries: dict[str, Any]) -> None:
