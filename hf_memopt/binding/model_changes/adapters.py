@@ -12,7 +12,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 AUTO_TARGETS = "auto"
 """As ``lora_targets``: all linear layers but the head."""
+MOST_RANK = 65_536  # wider than any layer
 _WITH_A_NECK = ("semantic-segmentation", "object-detection")
 """Tasks whose checkpoints hold parts beside the base model that are no head."""
 _OF_POOLED_ROWS = ("sequence-classification", "multiple-choice")
@@ -73,7 +74,7 @@ def add_adapters(
     check_model(model)
     is_rank = getattr(lora, "peft_type", None) != "LORA"
     if is_rank:
-        check_value("lora", lora, Count, 16)
+        check_value("lora", lora, Annotated[int, range(1, MOST_RANK + 1)], 16)
     check_value("lora_alpha", lora_alpha, Count | None, 32)
     check_value("lora_targets", lora_targets, Literal["auto"] | tuple[str, ...], AUTO_TARGETS)
     if not is_rank and (lora_alpha, lora_targets) != (None, AUTO_TARGETS):
@@ -241,6 +242,11 @@ def _check_targets(model: nn.Module, targets: str | tuple[str, ...]) -> None:
     """Refuse targets of which one names no layer, which PEFT accepts as long as another one does."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     named = [name for name, _ in model.named_modules()]
+    if not any(layers):
+        raise ValueError(
+            f"model=<{type(model).__name__}> has no linear layers within; expected a model of transformers. "
+            "Pass AutoModelForCausalLM.from_pretrained(name)"
+        )
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in named):
             leaves = dict.fromkeys(name.rpartition(".")[2] for name in layers)
