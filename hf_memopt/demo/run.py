@@ -100,7 +100,7 @@ def run_demo(
             f"This CPU pretends to be a GPU with {_mebibytes(limit_bytes)} MiB: beyond that torch allocates nothing. A "
             f"small BERT learns which of {len(task.labels)} modules a docstring is from: {len(task.train_texts)} to "
             f"train with, {len(task.test_texts)} to test. Six runs, each in a process of its own; with all defaults "
-            "they take 2 to 4 minutes on 2 CPU cores"
+            "they take 2 to 15 minutes by the CPU"
         )
         figures: dict[str, Any] = {}
         for setup, title in TITLES.items():
