@@ -104,8 +104,8 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
     them, so it does here.
     """
     rest = dict(options)
+    of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest}
     if hasattr(model, "activation_checkpointing_enable"):
-        of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=rest or None, **of_model)
         return
     if not hasattr(model, "gradient_checkpointing_enable"):
@@ -114,7 +114,7 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
             "Pass checkpointing=False"
         )
     known = inspect.signature(model.gradient_checkpointing_enable).parameters  # PEFT hands it on
-    of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest and name in known}
+    of_model = {name: value for name, value in of_model.items() if name in known}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=rest or None, **of_model)
 
 
