@@ -97,7 +97,7 @@ def half_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> UndoHandle:
     """Turn trainable weights of 16 bits into float32, in place: parameters stay the same objects, tied ones tied.
 
-    So are the running statistics of their ``BatchNorm``. Frozen weights stay as they are, quantised ones among them.
+    Running statistics of a ``BatchNorm`` follow its weight. Frozen weights stay as they are, quantised ones among them.
     """
     chosen = half_weights(model)
     if not chosen:
