@@ -26,7 +26,7 @@ from hf_memopt.binding.undo import (
 from hf_memopt.changes import Change, record_changes
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerState, TrainingArguments
 
 DESCRIPTIONS = {"builder_name", "citation", "column_names", "config_name", "dataset_size"}
 DESCRIPTIONS |= {"description", "download_checksums", "download_size", "features", "homepage"}
@@ -220,42 +220,48 @@ def warn_of_other_batches(trainer: Trainer, view: Any) -> UndoHandle:
             asked = get_last_checkpoint(args.output_dir or "")  # type: ignore[no-untyped-call]
         file = Path(asked, TRAINER_STATE_NAME) if asked and not args.ignore_data_skip else None
         if file is not None and file.is_file():
-            state, now = TrainerState.load_from_json(str(file)), args.per_device_train_batch_size
-            if batch_size is None:
-                filled = len(view) + (0 if args.dataloader_drop_last else args.world_size - 1)
-                batches = max(filled // args.world_size, 1)
-                epoch = _epoch_of(state.global_step, batches, args.gradient_accumulation_steps)
-                if not math.isclose(epoch, state.epoch or 0, rel_tol=1e-6):
-                    warnings.warn(
-                        f"step {state.global_step} of the checkpoint ends at epoch {state.epoch or 0:.6g}, and at "
-                        f"{epoch:.6g} with the {len(view)} batches of {view.made_by}(...): the rest of this epoch "
-                        "repeats examples and lacks others; expected the view and gradient_accumulation_steps of the "
-                        f"first run. Build {view.made_by}(...) with the same settings and data",
-                        stacklevel=2,
-                    )
-                return before(*given, **named)
-            before_it, is_within = state.train_batch_size or now, (state.epoch or 0) % 1 > 0
-            # the view's own size is in no checkpoint: a multiple of both may have been the same then
-            if is_within and before_it != now and (batch_size % before_it != 0 or batch_size == now):
-                action = "TrainingArguments(..., per_device_train_batch_size="
-                action = action if before_it % now else "bucketed(..., batch_size="
-                but = "" if batch_size % before_it else f", unless it had batch_size={batch_size} then"
-                warnings.warn(
-                    f"per_device_train_batch_size={now} differs from the checkpoint's {before_it}, and so does the "
-                    f"order of the bucketed view{but}: the rest of this epoch repeats examples and lacks others; "
-                    "expected the view of the first run. "
-                    f"Pass {action}{before_it})",
-                    stacklevel=2,
-                )
+            state = TrainerState.load_from_json(str(file))
+            found = _other_epoch(args, view, state) if batch_size is None else _other_size(args, batch_size, state)
+            if found:
+                warnings.warn(found, stacklevel=2)
         return before(*given, **named)
 
     return override_method(trainer, "train", train, purpose=OTHER_BATCHES)
 
 
-def _epoch_of(step: int, batches: int, accumulation: int) -> float:
-    """Return the epoch at which a step ends, as stock counts it, of ``batches`` that a process takes in each."""
+def _other_epoch(args: TrainingArguments, view: Any, state: TrainerState) -> str:
+    """Return what to say where the step of a checkpoint would end at another epoch with a view of whole batches."""
+    filled = len(view) + (0 if args.dataloader_drop_last else args.world_size - 1)
+    batches, accumulation = max(filled // args.world_size, 1), args.gradient_accumulation_steps
     steps = max(-(-batches // accumulation), 1)
-    return step // steps + step % steps * accumulation / batches
+    # as stock counts it, of the batches that a process takes in each epoch
+    epoch = state.global_step // steps + state.global_step % steps * accumulation / batches
+    if math.isclose(epoch, state.epoch or 0, rel_tol=1e-6):
+        return ""
+    return (
+        f"step {state.global_step} of the checkpoint ends at epoch {state.epoch or 0:.6g}, and at {epoch:.6g} with the "
+        f"{len(view)} batches of {view.made_by}(...): the rest of this epoch repeats examples and lacks others; "
+        "expected the view and gradient_accumulation_steps of the first run. "
+        f"Build {view.made_by}(...) with the same settings and data"
+    )
+
+
+def _other_size(args: TrainingArguments, batch_size: int, state: TrainerState) -> str:
+    """Return what to say where a checkpoint within an epoch is of another batch size.
+
+    The view's own is in no checkpoint: a multiple of both sizes may have been the same then.
+    """
+    now, then = args.per_device_train_batch_size, state.train_batch_size
+    is_within = (state.epoch or 0) % 1 > 0
+    if not is_within or then in (None, 0, now) or (batch_size % then == 0 and batch_size != now):
+        return ""
+    action = "bucketed(..., batch_size=" if then % now == 0 else "TrainingArguments(..., per_device_train_batch_size="
+    but = "" if batch_size % then else f", unless it had batch_size={batch_size} then"
+    return (
+        f"per_device_train_batch_size={now} differs from the checkpoint's {then}, and so does the order of the "
+        f"bucketed view{but}: the rest of this epoch repeats examples and lacks others; expected the view of the first "
+        f"run. Pass {action}{then})"
+    )
 
 
 def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> UndoHandle:

@@ -4,7 +4,7 @@ from .foreign_code import full_name as full_name
 from .foreign_code import is_listed_module as is_listed_module
 from .foreign_code import observed_hooks as observed_hooks
 from .gradient_scale import repair_gradient_scale as repair_gradient_scale
-from .known_losses import STOCK_LOSS as STOCK_LOSS
+from .known_losses import has_stock_loss as has_stock_loss
 from .known_losses import has_stock_step as has_stock_step
 from .known_losses import known_loss as known_loss
 from .row_weights import CLASSES as CLASSES

@@ -28,9 +28,9 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.losses import STOCK_LOSS, full_name
+from hf_memopt.binding.losses import has_stock_loss
 from hf_memopt.binding.model import IGNORED_LABEL, tensors_in
-from hf_memopt.binding.undo import RandomState, function_below, override_method
+from hf_memopt.binding.undo import RandomState, override_method
 from hf_memopt.devices.readings import free_failed_step
 from hf_memopt.techniques.microbatching import StepState, count_rows, row_count
 from hf_memopt.techniques.nonfinite.report import OverflowReport
@@ -89,8 +89,7 @@ def needs_others(trainer: Any) -> str:
         return "sharded weights, which all processes gather together"
     loss_func = trainer.compute_loss_func
     is_known = loss_func is None or type(loss_func).__module__.startswith("hf_memopt.")
-    is_stock = full_name(function_below(trainer.compute_loss)) == STOCK_LOSS and is_known
-    if trainer.accelerator.num_processes == 1 or is_stock:
+    if trainer.accelerator.num_processes == 1 or (has_stock_loss(trainer) and is_known):
         return ""
     return "a loss of its own, which may gather from all processes"
 
