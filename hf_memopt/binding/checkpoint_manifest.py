@@ -148,8 +148,8 @@ class _Saving:
     """A checkpoint of one trainer on its way from the first file to the manifest.
 
     Private, and the same in transformers 5.8.1 to 5.23.0: all processes call ``_save_checkpoint``, its first act is
-    ``save_model(folder, _internal_call=True)``, and its last before it deletes old checkpoints is, where files are
-    saved, ``state.save_to_json`` (a test pins the order).
+    ``save_model(folder, _internal_call=True)``, the folder below ``_get_output_dir(trial)``, and its last before it
+    deletes old checkpoints is, where files are saved, ``state.save_to_json`` (a test pins the order).
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -157,6 +157,7 @@ class _Saving:
         self.folder: Path | None = None  # of a checkpoint that is being saved, only where files are
         self.is_ended = False
         self.saved: Mapping[Path, tuple[int, int]] = {}  # when the last checkpoint ended, here
+        self.earlier: dict[Path, dict[Path, tuple[int, int]]] = {}  # what a folder had when its checkpoint began
 
     def save_model(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if (folder := own_checkpoint(*args, **kwargs)) is None:
@@ -168,14 +169,17 @@ class _Saving:
             return before(*args, **kwargs)
 
     def save_checkpoint(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self.is_ended = False
+        self.is_ended, trial = False, args[1] if len(args) > 1 else kwargs.get("trial")
+        folder = Path(self.trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}")
+        self.earlier = {folder: _stamps(folder)}
+        self.trainer.accelerator.wait_for_everyone()  # a subclass may write files of its own first
         try:
             with override_method(self.trainer.state, "save_to_json", self.save_to_json):
                 before(*args, **kwargs)
             if not self.is_ended:  # the process that ends it waits for this one
                 self.trainer.accelerator.wait_for_everyone()
         finally:
-            self.folder = None
+            self.folder, self.earlier = None, {}
 
     def save_to_json(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         before(*args, **kwargs)
@@ -201,11 +205,12 @@ class _Saving:
 
     def begin(self, folder: Path) -> None:
         """Make a folder's manifest that of an unfinished checkpoint, and remove what an earlier run left."""
+        earlier = self.earlier.get(folder, _stamps(folder))
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / MANIFEST, "ab") as file:
             file.truncate(0)
             file.write(self.run.encode())
-        remove_stale(folder)
+        remove_stale(folder, earlier)
         _flush(folder / MANIFEST, folder, folder.parent)
         self.folder = folder
 
@@ -236,9 +241,11 @@ def own_checkpoint(output_dir: Any = None, _internal_call: bool = False, **_: An
     return Path(output_dir) if is_checkpoint else None
 
 
-def remove_stale(folder: Path) -> None:
-    """Remove what an earlier run left in a checkpoint's folder and stock would read beside what is saved now."""
-    for path in {path for pattern in STALE for path in folder.glob(pattern)} - {folder / MANIFEST}:
+def remove_stale(folder: Path, earlier: Mapping[Path, tuple[int, int]]) -> None:
+    """Remove what stock would read beside what is saved now, of the files that are as they were ``earlier``."""
+    written = [folder / MANIFEST, *(path for path, stamp in _stamps(folder).items() if earlier.get(path) != stamp)]
+    kept = {one for path in written for one in (path, *path.parents)}
+    for path in {path for pattern in STALE for path in folder.glob(pattern)} - kept:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

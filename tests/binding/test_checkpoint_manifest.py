@@ -87,6 +87,9 @@ def test_stock_saves_in_the_order_that_this_rests_on() -> None:
     """Private, and the same in transformers 5.8.1, 5.17.0 and 5.23.0: weights first, the Trainer's state last."""
     source = inspect.getsource(Trainer._save_checkpoint)
     order = [
+        'checkpoint_folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"',
+        "run_dir = self._get_output_dir(trial=trial)",
+        "output_dir = os.path.join(run_dir, checkpoint_folder)",
         "self.save_model(output_dir, _internal_call=True)",
         "self._save_optimizer_and_scheduler(output_dir)",
         "self._save_scaler(output_dir)",
@@ -139,6 +142,31 @@ def test_what_stock_would_read_is_removed_and_what_users_keep_stays(tmp_path) ->
     assert left.isdisjoint({*stale, "optimizer.pt", "scheduler.pt", "rng_state.pth"})
     assert chosen(True, tmp_path) is True
     assert not list(tmp_path.rglob(".memopt-*"))
+
+
+class WritesFirst(Trainer):
+    """Has a second model and its optimizer beside the checkpoint."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        (folder / "optimizer_0").mkdir(parents=True, exist_ok=True)
+        for name in FIRST:
+            (folder / name).write_text(f"{self.args.seed}")
+        super()._save_checkpoint(model, trial)
+
+
+FIRST = ("pytorch_model_ema.bin", "optimizer_0/second.pt")
+
+
+def test_what_a_subclass_writes_before_the_checkpoint_stays(tmp_path) -> None:
+    for seed, left in ((10, "optimizer.pt"), (11, "pytorch_model.bin")):  # once into a folder that has it already
+        args = tiny.arguments(tmp_path, **{**RUN, "max_steps": 2, "seed": seed, "save_only_model": True})
+        (tmp_path / "checkpoint-2").mkdir(exist_ok=True)
+        (tmp_path / "checkpoint-2" / left).touch()
+        attach(WritesFirst(tiny.llama(), args, train_dataset=ROWS)).train()
+        assert [(tmp_path / "checkpoint-2" / name).read_text() for name in FIRST] == [f"{seed}"] * 2
+        assert not (tmp_path / "checkpoint-2" / left).exists()
+        assert why_not_whole(tmp_path / "checkpoint-2") is None
 
 
 def test_adapters_are_resumed_and_not_the_whole_model_of_an_earlier_run(tmp_path) -> None:
