@@ -42,7 +42,10 @@ def under_own_names(trainer: Any) -> UndoHandle:
 
 
 def check_names(trainer: Any, folder: Path) -> None:
-    """Refuse a checkpoint whose weights have other names than the model's: stock would leave those as they are."""
+    """Refuse a checkpoint whose weights have other names than the model's: stock would leave those as they are.
+
+    One that has fewer, and all under names of the model's, as of the trained weights alone, is resumed as in stock.
+    """
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     model = _plain_model(trainer)
     if model is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -56,7 +59,7 @@ def check_names(trainer: Any, folder: Path) -> None:
     ignored = model._keys_to_ignore_on_save or ()
     held = {state[name].data_ptr() for name in names & state.keys()}  # tied weights are saved once
     lost = [name for name, one in state.items() if name not in ignored and one.data_ptr() not in held]
-    if lost:
+    if lost and names - state.keys():
         raise ValueError(
             f"resume_from_checkpoint={str(folder)!r} has {len(lost)} weights under other names, {lost[0]} for one, as "
             "stock saves them and does not load them; expected the names that the model trains under. Write it anew: "

@@ -431,6 +431,27 @@ def test_a_model_that_the_hub_names_otherwise_is_resumed_and_its_best_one_loaded
         assert tiny.largest_difference(straight.model, late.model) == 0.0
 
 
+class SavesTrained(Trainer):
+    """Saves the weights that it trains alone."""
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        trained = {name: one.detach() for name, one in self.model.named_parameters() if one.requires_grad}
+        super()._save(output_dir, state_dict=trained)
+
+
+def test_a_checkpoint_of_the_trained_weights_alone_is_resumed(tmp_path) -> None:
+    def run(resume: Any = None) -> Trainer:
+        model = tiny.bert()
+        model.bert.requires_grad_(False)
+        args = tiny.arguments(tmp_path, **RUN, max_steps=4)
+        built = attach(SavesTrained(model, args, train_dataset=tiny.rows(8)))
+        built.train(resume_from_checkpoint=resume)
+        return built
+
+    straight, resumed = run().model, run(str(tmp_path / "checkpoint-2")).model
+    assert tiny.largest_difference(straight, resumed) == 0.0
+
+
 def test_a_class_that_saves_in_its_own_way_does_so(tmp_path) -> None:
     class Own(transformers.BertForSequenceClassification):
         def save_pretrained(self, save_directory: Any, state_dict: Any = None, is_main_process: bool = True) -> None:
