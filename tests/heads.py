@@ -33,6 +33,7 @@ class Head(NamedTuple):
     build: Callable[[], torch.nn.Module]
     examples: Callable[[int], list[dict[str, Any]]]
     is_wrong_in_stock: bool
+    loss: Callable[..., torch.Tensor] | None = None
 
 
 def token_examples(count: int) -> list[dict[str, Any]]:
@@ -110,6 +111,11 @@ def _sentences(count: int) -> list[dict[str, Any]]:
     return tiny.rows(count, LENGTH)
 
 
+def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Return a mean over the rows of a batch, whatever the count."""
+    return torch.nn.functional.cross_entropy(outputs.logits, labels)
+
+
 CLASSES = {**NO_DROPOUT, **LABEL}
 DISTIL = {"vocab_size": 100, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 64}
 DISTIL |= {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0, **LABEL}
@@ -149,6 +155,7 @@ HEADS = {
     },
     "llama-causal-lm": Head(tiny.llama, causal_examples, False),
     "own mean": Head(lambda: OwnLoss(counts=False), _sentences, True),
+    "own function": Head(tiny.bert, _sentences, True, mean_loss),
     "own sum": Head(lambda: OwnLoss(counts=True), _sentences, False),
 }
 
@@ -182,6 +189,7 @@ def make_trainer(head: Head, output_dir: Any, per_device: int, accumulation: int
         train_dataset=head.examples(16),
         data_collator=default_data_collator,
         callbacks=[GradientNorm()],
+        compute_loss_func=head.loss,
     )
 
 

@@ -31,8 +31,9 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
 
     Call it once the Trainer is built and before ``trainer.train()``, in every process of the run; calling it again is
     harmless. Nothing of the data is read. Each decision is a ``Change`` in the tuple ``trainer.memopt_changes``; a loss
-    that is not one of transformers' is watched in the first step, so the list is complete after that. A repaired scale
-    weighs the accumulation steps of an optimizer step equally, however many labels each has.
+    that is not one of transformers', a ``compute_loss_func`` too, is watched in the first step, so the list is complete
+    after that. A repaired scale weighs the accumulation steps of an optimizer step equally, however many labels each
+    has.
 
     Each checkpoint gets a manifest, and a run resumes from whole checkpoints only (``checkpoint_manifest``):
     ``resume_from_checkpoint=True`` means the last whole one, and one that is asked for and is not whole raises.

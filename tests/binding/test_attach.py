@@ -69,8 +69,9 @@ def test_the_split_of_a_batch_changes_neither_gradient_nor_weights(name, smoothi
     for split in SPLITS:
         trainer = attach(make(*split))
         norms = gradient_norms(trainer)
-        assert trainer.model_accepts_loss_kwargs is not is_wrong
-        assert [change.name for change in trainer.memopt_changes] == ["model_accepts_loss_kwargs"] * is_wrong
+        changed = "compute_loss_func" if head.loss else "model_accepts_loss_kwargs"
+        assert trainer.model_accepts_loss_kwargs is (changed == "compute_loss_func" or not is_wrong)
+        assert [change.name for change in trainer.memopt_changes] == [changed] * is_wrong
         if whole is None:
             whole, reference = norms, trainer.model
             assert norms[0] == pytest.approx(stock[0], rel=1e-5)
@@ -136,6 +137,46 @@ def test_a_loss_that_divides_by_the_steps_itself_is_left_alone(way, tmp_path):
     whole = attach(bert_trainer(tmp_path, per_device_train_batch_size=8, max_steps=2))
     whole.train()
     assert tiny.largest_difference(trainer.model, whole.model) < 1e-6
+
+
+def counted_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    if num_items_in_batch is None:
+        return heads.mean_loss(outputs, labels)
+    return nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+
+def divided_loss(steps: int) -> Any:
+    return lambda outputs, labels, num_items_in_batch=None: heads.mean_loss(outputs, labels) / steps
+
+
+def mean_of_four(*args: Any, **kwargs: Any) -> Any:
+    loss = heads.mean_loss(*args, **kwargs)
+    return (loss + loss + loss + loss) / 4
+
+
+@pytest.mark.parametrize(
+    ("function", "is_repaired"),
+    [(counted_loss, False), (divided_loss(4), False), (heads.mean_loss, True), (mean_of_four, True)],
+)
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch.compile
+def test_a_loss_function_is_divided_by_the_steps_if_it_does_nothing_of_the_kind(
+    function, is_repaired, is_compiled, tmp_path
+):
+    settings = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "max_steps": 2}
+    given = torch.compile(function, backend="eager") if is_compiled else function
+    trainer = attach(bert_trainer(tmp_path, compute_loss_func=given, eval_dataset=tiny.rows(), **settings))
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.compute_loss_func is given
+    assert [change.name for change in trainer.memopt_changes] == ["compute_loss_func"] * is_repaired
+    whole = bert_trainer(tmp_path, compute_loss_func=heads.mean_loss, per_device_train_batch_size=8, max_steps=2)
+    whole.train()
+    assert tiny.largest_difference(trainer.model, whole.model) < 1e-6
+    trainer.memopt_handle.remove()
+    assert "compute_loss" not in vars(trainer)
+    trainer.model = tiny.bert()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-6)
 
 
 class OwnStep(Trainer):

@@ -44,7 +44,7 @@ from hf_memopt.batching.views.view import (
     reads_in_order,
     takes_columns,
 )
-from hf_memopt.binding.losses import has_stock_loss
+from hf_memopt.binding.losses import is_stock
 from hf_memopt.binding.model import IGNORED_LABEL, is_causal_lm, used_columns
 from hf_memopt.binding.undo import override_method, set_attribute
 
@@ -303,8 +303,8 @@ class _ExactLoss:
     def count(self, before: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         """Return the count of this batch for a user's loss; None, for the mean, where there is none."""
         loss_func = self.trainer.compute_loss_func
-        is_stock = loss_func is None and has_stock_loss(self.trainer)
-        if is_stock or isinstance(loss_func, ExactLoss):  # the latter: over these labels
+        is_heads = loss_func is None and is_stock(self.trainer, "compute_loss")
+        if is_heads or isinstance(loss_func, ExactLoss):  # the latter: over these labels
             return None
         # 5.8.1 counts the first label of a causal LM's row as well
         return self._count(batches[0]["labels"]) if self._unit == "token" else before(batches, device)

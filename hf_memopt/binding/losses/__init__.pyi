@@ -3,9 +3,9 @@ from .foreign_code import foreign_hooks as foreign_hooks
 from .foreign_code import full_name as full_name
 from .foreign_code import is_listed_module as is_listed_module
 from .foreign_code import observed_hooks as observed_hooks
+from .gradient_scale import ignores_items as ignores_items
 from .gradient_scale import repair_gradient_scale as repair_gradient_scale
-from .known_losses import has_stock_loss as has_stock_loss
-from .known_losses import has_stock_step as has_stock_step
+from .known_losses import is_stock as is_stock
 from .known_losses import known_loss as known_loss
 from .row_weights import CLASSES as CLASSES
 from .row_weights import KnownLoss as KnownLoss

@@ -7,7 +7,7 @@ is watched: a count that stock passed and no operation took is ignored, unless t
 steps themselves. Nothing is run for it, and nothing read before.
 
 Limitations: a count that only a kernel of one's own reads, in a ``torch.autograd.Function``, is taken for ignored, and
-so is one of a loss that is divided by the steps in a function that does not name ``gradient_accumulation_steps``:
+so is one of a loss that is divided by the steps in a function with no name for accumulation and no variable for them:
 ``trainer.loss_is_scaled_for_ga = True`` says that it is. What ``torch.compile`` has compiled cannot be watched, and a
 warning says so. Of several processes, a loss that divides stock's by the steps has stock's factor of their number.
 """
@@ -18,6 +18,9 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,11 +39,11 @@ logger = logging.getLogger(__name__)
 # pinned by a test).
 SWITCH = "model_accepts_loss_kwargs"
 WATCHES = "gradient scale"  # the purpose of the override that watches the first step
+AVERAGES = "average_tokens_across_devices"  # stock multiplies by the number of processes where it is set
 
 # Methods of a tensor that give the same numbers on another device, in another dtype or shape.
 SAME_NUMBERS = {"__get__", "clone", "cpu", "cuda", "detach", "double", "float", "long", "to"}
 SAME_NUMBERS |= {"contiguous", "expand", "flatten", "reshape", "squeeze", "unsqueeze", "view"}
-STEPS = {"gradient_accumulation_steps", "current_gradient_accumulation_steps"}
 DIVISIONS = {"__truediv__", "__itruediv__", "div", "div_", "true_divide", "true_divide_"}
 PRODUCTS = {"__mul__", "__rmul__", "__imul__", "mul", "mul_", "multiply"}
 READ_NUMBERS = {"__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist"}
@@ -49,20 +52,30 @@ READ_NUMBERS = {"__bool__", "__float__", "__index__", "__int__", "item", "numpy"
 def repair_gradient_scale(trainer: Any) -> UndoHandle:
     """Switch stock's own division by accumulation steps back on where the head ignores ``num_items_in_batch``."""
     restore = set_attribute(trainer, SWITCH, trainer.model_accepts_loss_kwargs)
-    if not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
-        return restore  # stock divides already, or the user's own loss counts
-    if getattr(trainer, "loss_is_scaled_for_ga", None) is not None:  # of 5.23: the user says who divides
-        return restore
-    if not versions.takes(trainer.compute_loss, "num_items_in_batch"):
-        return restore  # a subclass that calls its own compute_loss its own way
-    if trainer.train_dataset is None:
-        return restore
-    counts = counts_items(trainer)
-    if counts is None:
-        return undo_all(restore, _watch_first_step(trainer))
-    if not counts:
+    ignores = ignores_items(trainer)
+    if ignores is None:
+        watch = _watch_first_step if trainer.compute_loss_func is None else _watch_function
+        return undo_all(restore, watch(trainer))
+    if ignores:
         _divide_by_steps(trainer)
     return restore
+
+
+def ignores_items(trainer: Any) -> bool | None:
+    """Return whether stock's division has to be switched on; None: the first step will tell."""
+    function = trainer.compute_loss_func
+    if function is None and not trainer.model_accepts_loss_kwargs:
+        return False  # stock divides already
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is not None:  # of 5.23: the user says who divides
+        return False
+    if not versions.takes(trainer.compute_loss, "num_items_in_batch"):
+        return False  # a subclass that calls its own compute_loss its own way
+    if trainer.train_dataset is None:
+        return False
+    if function is not None:  # a word where TRL's losses are not to be divided; that of exact_loss counts
+        return None if callable(function) and not hasattr(function, "mean_over") else False
+    counts = counts_items(trainer)
+    return None if counts is None else not counts
 
 
 def _watch_first_step(trainer: Any) -> UndoHandle:
@@ -81,9 +94,7 @@ def _watch_first_step(trainer: Any) -> UndoHandle:
             handle.remove()
             _decide(trainer, items is not None and counts is False, finding)
             return before(model, inputs, *args, **kwargs)
-        of_window = getattr(trainer, "current_gradient_accumulation_steps", 1)
-        steps = {trainer.args.gradient_accumulation_steps, of_window} - {1}
-        with _WatchedCount(items, steps) as watched:
+        with _WatchedCount(items, _steps(trainer)) as watched:
             loss = before(model, inputs, *args, **kwargs)
         handle.remove()
         _decide(trainer, items is not None and not watched.is_used)
@@ -93,11 +104,64 @@ def _watch_first_step(trainer: Any) -> UndoHandle:
     return handle
 
 
+def _watch_function(trainer: Any) -> UndoHandle:
+    """Watch the first call of ``compute_loss_func`` in training, and divide by the steps if it ignores the count."""
+    if is_overridden(trainer, "compute_loss", WATCHES):
+        return undo_all()
+    found: list[bool] = []  # whether it ignores the count
+
+    def compute_loss(before: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        function = trainer.compute_loss_func
+        if not model.training or function is None:
+            return before(model, *args, **kwargs)
+        with ExitStack() as stack:
+            if any(found):  # no number of processes multiplies a mean
+                stack.enter_context(set_attribute(trainer.args, AVERAGES, False))
+            elif not found:
+                call = partial(_watched, trainer, function, found, stack)
+                stack.enter_context(set_attribute(trainer, "compute_loss_func", call))
+            loss = before(model, *args, **kwargs)
+        if not any(found):
+            handle.remove()
+            return loss
+        steps = getattr(trainer, "current_gradient_accumulation_steps", 1)
+        return (loss[0] / steps, *loss[1:]) if isinstance(loss, tuple) else loss / steps
+
+    handle = override_method(trainer, "compute_loss", compute_loss, purpose=WATCHES)
+    return handle
+
+
+def _watched(
+    trainer: Any, function: Callable[..., Any], found: list[bool], stack: ExitStack, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a ``compute_loss_func``, and note whether it ignores its count."""
+    items = kwargs.get("num_items_in_batch", args[2] if len(args) > 2 else None)
+    with torch.compiler.set_stance("force_eager"), _WatchedCount(items, _steps(trainer)) as watched:
+        loss = function(*args, **kwargs)
+    found.append(_of_all(trainer, not watched.is_used))
+    if found[0]:
+        stack.enter_context(set_attribute(trainer.args, AVERAGES, False))
+        name = getattr(function, "__name__", type(function).__name__)
+        _record(trainer, "compute_loss_func", f"<{name}>", f"<{name}> / gradient_accumulation_steps", "it")
+    return loss
+
+
+def _steps(trainer: Any) -> set[int]:
+    """Return what a loss may divide by itself: the accumulation steps, of this window too."""
+    of_window = getattr(trainer, "current_gradient_accumulation_steps", 1)
+    return {trainer.args.gradient_accumulation_steps, of_window} - {1}
+
+
+def _of_all(trainer: Any, ignores: bool) -> bool:
+    """Return one answer for all processes, as those that count items wait for each other."""
+    if trainer.args.world_size == 1:
+        return ignores
+    return bool(trainer.accelerator.gather(torch.tensor([int(ignores)], device=trainer.args.device)).any())
+
+
 def _decide(trainer: Any, ignores: bool, finding: str = "") -> None:
     """Switch stock's division on if the loss of any process ignores its count; warn where that could not be seen."""
-    if trainer.args.world_size > 1:  # one answer for all: those that count items wait for each other
-        ignores = bool(trainer.accelerator.gather(torch.tensor([int(ignores)], device=trainer.args.device)).any())
-    if ignores:
+    if _of_all(trainer, ignores):
         _divide_by_steps(trainer)
     elif finding:
         warnings.warn(
@@ -110,11 +174,12 @@ def _decide(trainer: Any, ignores: bool, finding: str = "") -> None:
 
 def _divide_by_steps(trainer: Any) -> None:
     setattr(trainer, SWITCH, False)
-    reason = (
-        f"the loss of {type(trainer.model).__name__} ignores num_items_in_batch, so stock would multiply its "
-        "gradients by accumulation steps x processes"
-    )
-    change = Change(SWITCH, True, False, reason)
+    _record(trainer, SWITCH, True, False, f"the loss of {type(trainer.model).__name__}")
+
+
+def _record(trainer: Any, name: str, old: Any, new: Any, loss: str) -> None:
+    factor = "so stock would multiply its gradients by accumulation steps x processes"
+    change = Change(name, old, new, f"{loss} ignores num_items_in_batch, {factor}")
     logger.info("attach changed %s", change)
     record_changes(trainer, (change,))
 
@@ -142,10 +207,10 @@ class _WatchedCount(TorchFunctionMode):
 
     def __init__(self, items: Any, steps: Collection[int]) -> None:
         super().__init__()
-        self.items = items
         self._steps, self._shares = steps, {1 / count for count in steps}
+        self._numbers = {*self._steps, *self._shares}
         self.is_used = False
-        self._same = [items]
+        self._same = [] if items is None else [items]
         from transformers import Trainer
 
         self._stock = Trainer.compute_loss.__code__
@@ -160,10 +225,20 @@ class _WatchedCount(TorchFunctionMode):
         is_taken = any(part is one for part in tree_leaves((args, kwargs)) for one in self._same)
         result = function(*args, **(kwargs or {}))
         numbers = self._steps if name in DIVISIONS else self._shares if name in PRODUCTS else ()
-        if any(_is_among(one, numbers) for one in args) and STEPS & {*sys._getframe(1).f_code.co_names}:
-            self.is_used = True  # by code that names them: a mean of two losses divides by 2 as well
+        if any(_is_among(one, numbers) for one in args) and self._holds_steps(sys._getframe(1)):
+            self.is_used = True
         if is_taken and torch.is_tensor(result) and name in SAME_NUMBERS:
             self._same.append(result)
         elif is_taken and (torch.is_tensor(result) or name in READ_NUMBERS):
             self.is_used = True
         return result
+
+    def _holds_steps(self, frame: FrameType) -> bool:
+        """Return whether code divides by the steps: a mean of two losses divides by 2 as well.
+
+        It names what accumulates, or has the number from outside.
+        """
+        code = frame.f_code
+        outside = [*map(frame.f_locals.get, code.co_freevars), *map(frame.f_globals.get, code.co_names)]
+        names = (*code.co_names, *code.co_freevars, *code.co_varnames)
+        return any("accum" in name for name in names) or any(_is_among(one, self._numbers) for one in outside)

@@ -69,14 +69,11 @@ def known_loss(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) 
     return _of_stock(trainer, model, num_items_in_batch)
 
 
-def has_stock_loss(trainer: Trainer) -> bool:
-    """Return whether the ``compute_loss`` of a Trainer is stock's, whatever its ``compute_loss_func``."""
-    return full_name(function_below(trainer.compute_loss)) == STOCK_LOSS
-
-
-def has_stock_step(trainer: Trainer) -> bool:
-    """Return whether the ``training_step`` of a Trainer is stock's: one loss, one backward pass."""
-    return full_name(function_below(trainer.training_step)) in TRAINING_STEPS
+def is_stock(trainer: Trainer, name: str) -> bool:
+    """Return whether the ``compute_loss`` of a Trainer is stock's, whatever its ``compute_loss_func``, or its
+    ``training_step``: one loss, one backward pass.
+    """
+    return full_name(function_below(getattr(trainer, name))) in {STOCK_LOSS, *TRAINING_STEPS}
 
 
 def head_counts_items(model: nn.Module, labels: Any = None) -> bool | None:
@@ -102,7 +99,7 @@ def counts_items(trainer: Trainer, labels: Any = None) -> bool | None:
     too, as for question answering: stock counts nothing then.
     """
     model = unwrap_parallel(trainer.model)
-    if not has_stock_loss(trainer) or foreign_code(model) is not None:
+    if not is_stock(trainer, "compute_loss") or foreign_code(model) is not None:
         return None
     if trainer.label_smoother is not None:
         loss = _of_smoother(trainer, model, 1)

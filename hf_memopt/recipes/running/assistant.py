@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding import attach
 from hf_memopt.binding.compatibility import refusals_of, techniques_in_use
-from hf_memopt.binding.losses import known_loss, repair_gradient_scale
+from hf_memopt.binding.losses import ignores_items, repair_gradient_scale
 from hf_memopt.binding.undo import override_method, remove_all
 from hf_memopt.devices import current_gpu, find_gpu
 from hf_memopt.errors import reason
@@ -260,13 +260,8 @@ def _is_repaired_by_attach(trainer: Trainer) -> bool:
 
     After the run, in which a classification head has noted the type of its labels.
     """
-    processes = trainer.args.gradient_accumulation_steps * trainer.args.world_size
-    if processes == 1 or not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
-        return False
-    loss = known_loss(trainer, 1)
-    if isinstance(loss, str):
-        return True
-    return loss.over != "sum" and not (loss.divides and loss.config.problem_type == "single_label_classification")
+    factor = trainer.args.gradient_accumulation_steps * trainer.args.world_size
+    return factor > 1 and ignores_items(trainer) is not False
 
 
 def _longest_batch(trainer: Trainer) -> BatchShape | None:

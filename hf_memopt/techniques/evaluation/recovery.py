@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import Trainer
 
-from hf_memopt.binding.losses import HookChangesError, KnownLoss, full_name, has_stock_loss, known_loss, observed_hooks
+from hf_memopt.binding.losses import HookChangesError, KnownLoss, full_name, is_stock, known_loss, observed_hooks
 from hf_memopt.binding.model import IGNORED_LABEL, unwrap_parallel
 from hf_memopt.binding.undo import UndoHandle, function_below, override_method, set_attribute, undo_all
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
@@ -84,7 +84,7 @@ class _Recovery:
         self._is_stock = full_name(function_below(trainer.prediction_step)) in PREDICTION_STEPS
         generates = full_name(function_below(trainer.prediction_step)) == PREDICTION_STEPS[1]
         self._generates = generates and bool(getattr(trainer.args, "predict_with_generate", False))
-        self._has_stock_loss = has_stock_loss(trainer) and trainer.compute_loss_func is None
+        self._has_stock_loss = is_stock(trainer, "compute_loss") and trainer.compute_loss_func is None
         self._backbones = Backbones(
             backbones, Size(lambda columns: self._rows_that_fit or sys.maxsize, self._part_failed)
         )

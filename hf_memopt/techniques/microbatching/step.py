@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_memopt.binding import checkpointing_arguments, versions
 from hf_memopt.binding.compatibility import check_compatibility
-from hf_memopt.binding.losses import HookChangesError, KnownLoss, has_stock_step, known_loss
+from hf_memopt.binding.losses import HookChangesError, KnownLoss, is_stock, known_loss
 from hf_memopt.binding.model import unwrap_parallel
 from hf_memopt.binding.undo import override_method
 from hf_memopt.changes import Change, record_changes
@@ -220,7 +220,7 @@ class MicrobatchedStep:
             return self._why_whole
         counts = step.num_items_in_batch is not None
         if counts not in self._known:  # once per run: classes and forwards stay what they are
-            stated = self._stated if has_stock_step(trainer) else None
+            stated = self._stated if is_stock(trainer, "training_step") else None
             self._known[counts] = stated or known_loss(trainer, step.num_items_in_batch)
         found = self._known[counts]
         if not isinstance(found, KnownLoss):

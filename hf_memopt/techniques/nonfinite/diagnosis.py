@@ -28,7 +28,7 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.losses import has_stock_loss
+from hf_memopt.binding.losses import is_stock
 from hf_memopt.binding.model import IGNORED_LABEL, tensors_in
 from hf_memopt.binding.undo import RandomState, override_method
 from hf_memopt.devices.readings import free_failed_step
@@ -89,7 +89,7 @@ def needs_others(trainer: Any) -> str:
         return "sharded weights, which all processes gather together"
     loss_func = trainer.compute_loss_func
     is_known = loss_func is None or type(loss_func).__module__.startswith("hf_memopt.")
-    if trainer.accelerator.num_processes == 1 or (has_stock_loss(trainer) and is_known):
+    if trainer.accelerator.num_processes == 1 or (is_stock(trainer, "compute_loss") and is_known):
         return ""
     return "a loss of its own, which may gather from all processes"
 
