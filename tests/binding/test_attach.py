@@ -196,7 +196,6 @@ LEFT_ALONE: dict[str, dict[str, Any]] = {
     "a loss without the count": {"trainer_class": OwnStep},
     "compute_loss_func": {"compute_loss_func": lambda *_, **__: pytest.fail("called before training")},
     "a model without loss kwargs": {"model": takes_no_count},
-    "nothing to train on": {"train_dataset": None},
     "a user who says who divides": {"scaled": False},
 }
 
@@ -216,6 +215,20 @@ def test_where_stock_or_the_user_divides_nothing_is_repaired(name, tmp_path):
     attach(trainer)
     assert (trainer.memopt_changes, trainer.model_accepts_loss_kwargs) == ((), before)
     assert trainer.compute_loss_func is settings.get("compute_loss_func")
+
+
+def test_a_loader_of_ones_own_is_repaired(tmp_path):
+    class Loads(Trainer):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(tiny.rows(), batch_size=2, collate_fn=default_data_collator)
+
+    settings = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "max_steps": 2}
+    trainer = attach(bert_trainer(tmp_path, Loads, train_dataset=None, **settings))
+    trainer.train()
+    assert trainer.memopt_changes == (BERT_CHANGE,)
+    whole = attach(bert_trainer(tmp_path, per_device_train_batch_size=8, max_steps=2))
+    whole.train()
+    assert tiny.largest_difference(trainer.model, whole.model) < 1e-6
 
 
 class Stream(IterableDataset):
@@ -545,7 +558,7 @@ def test_what_can_be_trained_is_not_refused(tmp_path):
         refuse_data_parallel(n_gpu)
     trainer = half_trained(tmp_path, train_dataset=None)
     trainer.model.float().bert.half().requires_grad_(False)
-    assert attach(trainer).memopt_changes == ()
+    assert attach(trainer).memopt_changes == (BERT_CHANGE,)
 
 
 def test_a_view_that_does_not_fit_the_arguments_is_refused(tmp_path):

@@ -70,8 +70,6 @@ def ignores_items(trainer: Any) -> bool | None:
         return False
     if not versions.takes(trainer.compute_loss, "num_items_in_batch"):
         return False  # a subclass that calls its own compute_loss its own way
-    if trainer.train_dataset is None:
-        return False
     if function is not None:  # a word where TRL's losses are not to be divided; that of exact_loss counts
         return None if callable(function) and not hasattr(function, "mean_over") else False
     counts = counts_items(trainer)
