@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import random
@@ -11,8 +12,10 @@ from typing import Any
 
 import heads
 import numpy as np
+import peft
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from heads import HEADS, OwnLoss, gradient_norms, make_trainer
 from slow_cases import slow_except
@@ -179,6 +182,43 @@ def test_a_loss_function_is_divided_by_the_steps_if_it_does_nothing_of_the_kind(
     assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-6)
 
 
+def routed(coefficient: float = 0.5, **settings: Any) -> nn.Module:
+    sizes = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    settings = {"output_router_logits": True, "router_aux_loss_coef": coefficient, **settings}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **settings))
+
+
+def adapted(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+
+
+OTHERS = {"of no weight": {"coefficient": 0.0}, "off": {"output_router_logits": False}, "of one step": {}}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_routers_loss_that_accumulation_multiplies_is_told_with_what_to_set(tmp_path):
+    def losses(model: Any, steps: int, coefficient: float | None = None) -> list[float]:
+        settings = {"gradient_accumulation_steps": steps, "per_device_train_batch_size": 8 // steps, "max_steps": 2}
+        rows = heads.causal_examples(16)
+        trainer = attach(bert_trainer(tmp_path, model=model, train_dataset=rows, logging_steps=1, **settings))
+        if coefficient is not None:
+            getattr(model, "get_base_model", lambda: model)().router_aux_loss_coef = coefficient
+        trainer.train()
+        return [one["loss"] for one in trainer.state.log_history if "loss" in one]
+
+    for change in (lambda model: model, adapted):
+        torch.manual_seed(0)
+        model = change(routed())
+        with pytest.warns(UserWarning, match="router") as caught:
+            losses(copy.deepcopy(model), 4)
+        text = whole("router_aux_loss_coef=0.5", owner="trainer.model" + ".get_base_model()" * (change is adapted))
+        assert [str(one.message) for one in caught if issubclass(one.category, UserWarning)] == [text]
+        assert losses(copy.deepcopy(model), 4, 0.125) == pytest.approx(losses(model, 1), abs=0.02)  # a mean of means
+    for name, settings in OTHERS.items():
+        losses(routed(**settings), 1 if name == "of one step" else 4)
+
+
 class OwnStep(Trainer):
     """A loss that does not take the count."""
 
@@ -338,9 +378,8 @@ def test_the_columns_are_those_of_the_model_that_is_trained(tmp_path):
 # peft 0.21 asks transformers 5.23 by the name that 5.17 still used
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_models_are_repaired(tmp_path):
-    peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(tiny.bert(), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
-    (change,) = attach(bert_trainer(tmp_path, model=adapted)).memopt_changes
+    model = peft.get_peft_model(tiny.bert(), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+    (change,) = attach(bert_trainer(tmp_path, model=model)).memopt_changes
     assert str(change) == str(BERT_CHANGE).replace("BertFor", "PeftModelFor")
 
 

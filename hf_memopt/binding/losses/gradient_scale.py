@@ -15,11 +15,13 @@ warning says so. Of several processes, a loss that divides stock's by the steps 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -29,7 +31,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves  # private: pinned by a test, seen in torch 2.6 to 2.13
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.losses.known_losses import counts_items
+from hf_memopt.binding.losses.known_losses import counts_items, is_stock, router_coefficient
+from hf_memopt.binding.model import unwrap_model
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, set_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 
@@ -96,6 +99,8 @@ def _watch_first_step(trainer: Any) -> UndoHandle:
             loss = before(model, inputs, *args, **kwargs)
         handle.remove()
         _decide(trainer, items is not None and not watched.is_used)
+        if items is not None and watched.is_used and is_stock(trainer, "compute_loss"):
+            _warn_of_router(trainer)
         return loss
 
     handle = override_method(trainer, "compute_loss", compute_loss, purpose=WATCHES)
@@ -168,6 +173,23 @@ def _decide(trainer: Any, ignores: bool, finding: str = "") -> None:
             "is a mean over the batch, set: trainer.model_accepts_loss_kwargs = False",
             stacklevel=3,
         )
+
+
+def _warn_of_router(trainer: Any) -> None:
+    """Warn of the loss of a router: no count divides it, so that of each accumulation step and process adds up."""
+    args, model, name = trainer.args, unwrap_model(trainer.model), router_coefficient(trainer.model)
+    processes = trainer.accelerator.num_processes if args.average_tokens_across_devices else 1
+    factor, value = args.gradient_accumulation_steps * processes, attrgetter(name)(model) if name else 0.0
+    # the config differs from the model where the user has set the latter
+    if factor == 1 or not value or math.isclose(value * factor, getattr(model.config, name, value)):
+        return
+    owner = "trainer.model.get_base_model()" if hasattr(trainer.model, "get_base_model") else "trainer.model"
+    warnings.warn(
+        f"{name}={value:g} of {type(model).__name__} weighs {value * factor:g}: num_items_in_batch does not divide the "
+        f"loss of its router, which accumulation steps x processes multiply by {factor}; expected its mean. "
+        f"Set: {owner}.{name} = {value / factor:g}",
+        stacklevel=3,
+    )
 
 
 def _divide_by_steps(trainer: Any) -> None:

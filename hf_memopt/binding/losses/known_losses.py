@@ -12,7 +12,9 @@ Limitations: none of batch norms, CLIP and BigBird, whose rows depend on each ot
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,6 +110,18 @@ def counts_items(trainer: Trainer, labels: Any = None) -> bool | None:
         found = head_counts_items(model, labels)
     takes_labels = "labels" in inspect.signature(unwrap_model(model).forward).parameters
     return found if found is None or takes_labels else True
+
+
+def router_coefficient(model: nn.Module) -> str:
+    """Return which attribute of a transformers model weighs the loss of its router; "" where it adds none."""
+    inside = unwrap_model(unwrap_parallel(model))
+    forward = inspect.unwrap(type(inside).forward)
+    if not forward.__globals__["__name__"].startswith("transformers."):
+        return ""
+    text = inspect.getsource(forward)
+    weighs = re.search(r"self\.([\w.]*aux_loss_coef) \*", text)
+    switch = re.search(r"self\.([\w.]*output_router_logits)", text)
+    return weighs[1] if weighs and switch and attrgetter(switch[1])(inside) else ""
 
 
 # ---- Trainers -------------------------------------------------------------------------------------------------------
