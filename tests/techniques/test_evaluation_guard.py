@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tables import refuses
 from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, default_data_collator
 
@@ -237,6 +238,16 @@ def test_generated_text_is_that_of_the_whole_batch(longest: int, rows: int, smoo
         outputs.append(trainer.predict(uneven(heads.HEADS["t5"].examples(8))))
     assert (outputs[0].predictions.shape[1] > 22) == (longest == 40)
     assert_same_output(*outputs)
+
+
+def test_generated_ids_are_what_argmax_keeps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows, found = uneven(heads.HEADS["t5"].examples(8)), []
+    for callbacks in ([], [EvaluationGuardCallback("argmax")]):
+        trainer = generating_trainer(tmp_path, generation_max_length=9)
+        trainer.compute_metrics = lambda given: {"ids": float(given.predictions.sum())}
+        found.append(attach(trainer, *callbacks).predict(rows))
+    assert_same_output(*found)
+    assert caplog.messages == []
 
 
 def test_size_is_remembered_until_the_evaluation_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -571,17 +582,18 @@ def test_50_000_classes_stay_below_200_megabytes(tmp_path: Path) -> None:
     ("logits", "shown"),
     [
         (torch.zeros(2, 1), "(2, 1) and dtype torch.float32"),
-        (torch.zeros(2, 3).long(), "(2, 3) and dtype torch.int64"),
+        (torch.zeros(2, 3).bool(), "(2, 3) and dtype torch.bool"),
         ("text", "str"),
         ((), "tuple"),
     ],
-    ids=["regression", "generated", "text", "nothing"],
+    ids=["regression", "a mask", "text", "nothing"],
 )
 def test_classes_of_spans_and_mappings_but_not_of_what_is_no_logits(logits: Any, shown: str) -> None:
     start, end = torch.eye(3), torch.eye(3).flip(0)
     labels = (torch.zeros(3), torch.zeros(3))
     assert [one.tolist() for one in class_predictions((start, end, "states"), labels)] == [[0, 1, 2], [2, 1, 0]]
     assert class_predictions({"logits": start, "other": end}, labels[0]).tolist() == [0, 1, 2]
+    assert class_predictions(torch.tensor([[3, 4]]), labels[0]).tolist() == [[3, 4]]
     with pytest.raises(ValueError, match="reduce='argmax'") as error:
         class_predictions(logits, None)
     assert str(error.value) == (
@@ -610,6 +622,36 @@ def test_an_evaluation_needs_a_bound_callback_or_one_that_was_taken_off(tmp_path
     trainer.evaluate()  # unguarded, and no error
     attach(trainer)
     assert "prediction_step" in vars(trainer)
+
+
+def test_argmax_of_one_label_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(tiny.bert(num_labels=1), tiny.arguments(tmp_path))
+    message = (
+        "reduce='argmax' takes the largest of several classes, and BertForSequenceClassification has num_labels=1, "
+        "whose predictions are values; expected reduce=None. Write: EvaluationGuardCallback(reduce=None)"
+    )
+    refuses(ValueError, message, attach, trainer, EvaluationGuardCallback("argmax"))
+    assert attach(trainer, EvaluationGuardCallback()).predict(tiny.rows(4)).predictions.shape == (4, 1)
+
+
+class PredictsItself(Trainer):
+    """Measures by its own predictions."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return {"classes": self.predict(self.eval_dataset).predictions.shape[1:]}
+
+
+@pytest.mark.parametrize(("reduce", "shape"), [("argmax", ()), (None, (3,))])
+def test_predictions_that_no_metric_checks_are_said_to_be_reduced(
+    reduce: Any, shape: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = PredictsItself(tiny.bert(), tiny.arguments(tmp_path), eval_dataset=tiny.rows(4))
+    attach(trainer, EvaluationGuardCallback(reduce))
+    assert [trainer.evaluate()["classes"] for _ in range(2)] == [shape] * 2
+    assert caplog.messages == [
+        "evaluation: reduce='argmax' reduces what trainer.predict returns without compute_metrics too; argmax of it is "
+        "wrong. For logits pass EvaluationGuardCallback(reduce=None)."
+    ] * (reduce is not None)
 
 
 def test_two_reductions_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ batched.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -26,13 +27,19 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from hf_memopt.binding.compatibility import check_compatibility
+from hf_memopt.binding.model import task_of, unwrap_model
 from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
+from hf_memopt.notices import notify
 from hf_memopt.plain_data import shown
 from hf_memopt.techniques import BoundCallback
 from hf_memopt.techniques.evaluation.metric_check import Reduce
 from hf_memopt.techniques.evaluation.outputs import KeptOutputs
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.units import parse_bytes
+
+logger = logging.getLogger(__name__)
+
+WITHOUT = ("without compute_metrics",)  # said once
 
 
 class EvaluationGuardCallback(BoundCallback):
@@ -44,7 +51,8 @@ class EvaluationGuardCallback(BoundCallback):
             None: they stay as they are, since ``compute_metrics`` may need any of them, or are reduced by the
             ``preprocess_logits_for_metrics`` that the Trainer was given. In the first evaluation of each data set
             ``compute_metrics`` is called on one batch both ways; unless it returns the same to 1e-6, predictions stay
-            whole if they fit. A function that keeps state always gets them whole.
+            whole if they fit. A function that keeps state always gets them whole. Generated ids stay as they are.
+            Without ``compute_metrics`` what ``trainer.predict`` returns is reduced too, which a notice says once.
         card_budget: bytes of outputs on the GPU before they are moved to the host, unless ``eval_accumulation_steps``
             is set. Each move waits for the GPU; while outputs are concatenated twice as much is allocated.
 
@@ -53,7 +61,8 @@ class EvaluationGuardCallback(BoundCallback):
 
     Raises:
         ValueError: an argument is invalid; when bound, ``reduce`` is given and so is
-            ``preprocess_logits_for_metrics``; in an evaluation, predictions have to stay whole and do not fit.
+            ``preprocess_logits_for_metrics``, or it is ``"argmax"`` and the head has one label; in an evaluation,
+            predictions have to stay whole and do not fit.
         MemoryError: in an evaluation whose outputs need more than half of the host memory that is available (all of it
             with ``eval_do_concat_batches=False``, which concatenates nothing).
     """
@@ -90,6 +99,12 @@ def guard_evaluation(
     """Bound the memory of one trainer's evaluations; for the arguments see ``EvaluationGuardCallback``."""
     function, budget_bytes = _checked(reduce, card_budget)
     _refuse_two_reductions(trainer, function)
+    model = unwrap_model(trainer.model)
+    if function is class_predictions and "classification" in (task_of(model) or "") and model.config.num_labels == 1:
+        raise ValueError(
+            f"reduce='argmax' takes the largest of several classes, and {type(model).__name__} has num_labels=1, whose "
+            "predictions are values; expected reduce=None. Write: EvaluationGuardCallback(reduce=None)"
+        )
     loop = partial(_evaluation_loop, trainer, function, budget_bytes, {})
     return undo_all(recover_predictions(trainer), override_method(trainer, "evaluation_loop", loop))
 
@@ -98,6 +113,7 @@ def class_predictions(logits: Any, labels: Any) -> Any:
     """Return the class with the largest logit, of shape (batch, ...) for logits of shape (batch, ..., classes).
 
     Of several outputs the first counts, or with several labels (start and end of a span) the first of each, in a tuple.
+    Whole numbers, as of generated text, are ids already and stay as they are.
 
     Examples:
         >>> class_predictions((torch.tensor([[0.1, 0.9], [2.0, 1.0]]), "hidden states"), None)
@@ -112,6 +128,8 @@ def class_predictions(logits: Any, labels: Any) -> Any:
 
 
 def _largest(logits: Any) -> Any:
+    if torch.is_tensor(logits) and logits.dtype in (torch.int32, torch.int64):
+        return logits
     if not torch.is_tensor(logits) or not logits.is_floating_point() or logits.dim() < 2 or logits.shape[-1] < 2:
         shown = f"{tuple(logits.shape)} and dtype {logits.dtype}" if torch.is_tensor(logits) else type(logits).__name__
         raise ValueError(
@@ -158,6 +176,14 @@ def _evaluation_loop(
         if outputs.why_whole is None and args.include_for_metrics:
             stack.enter_context(override_method(trainer, "prediction_step", outputs.prediction_step))
         found = before(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+    if reduce is not None and function is None and outputs.is_reduced and WITHOUT not in checked:
+        checked[WITHOUT] = ()
+        if trainer.is_local_process_zero():
+            notify(
+                logger,
+                f"evaluation: reduce={_name(reduce)} reduces what trainer.predict returns without compute_metrics too; "
+                "argmax of it is wrong. For logits pass EvaluationGuardCallback(reduce=None).",
+            )
     if outputs.why_whole is not None:
         checked[case] = outputs.why_whole
     return found

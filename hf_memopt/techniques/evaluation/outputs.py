@@ -41,6 +41,7 @@ class KeptOutputs:
         # why compute_metrics needs them whole, and a remedy; () where it does not, None: not checked yet
         self.why_whole: tuple[str, ...] | None = ()
         self.why_elsewhere: tuple[str, ...] | None = None  # the reason on another data set, for one without labels
+        self.is_reduced = False  # anything of this evaluation
         self._batch: tuple[Mapping[str, Any], Any] | None = None
         # what this evaluation replaces
         self.of_trainer = trainer.preprocess_logits_for_metrics, trainer.args.eval_accumulation_steps
@@ -58,6 +59,7 @@ class KeptOutputs:
         if self.why_whole is None:
             self.why_whole = self.why_elsewhere if labels is None else self._checked(logits, labels)
         outputs = logits if self._reduce is None or self.why_whole else self._reduce(logits, labels)
+        self.is_reduced |= outputs is not logits
         if not self._are_kept:
             return outputs
         processes = self._trainer.accelerator.num_processes
