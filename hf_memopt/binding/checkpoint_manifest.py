@@ -38,7 +38,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_memopt.binding.checkpoint_names import check_names, under_own_names
+from hf_memopt.binding.checkpoint_names import check_names, tell_pushed_names, under_own_names
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, undo_all
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
@@ -82,6 +82,7 @@ def keep_manifests(trainer: Trainer) -> UndoHandle:
     """Write a manifest with each checkpoint of a trainer, and let it resume from whole ones only; for ``attach``."""
     if is_overridden(trainer, "save_model", MANIFEST):
         return undo_all()
+    tell_pushed_names(trainer)
     saving = _Saving(trainer)
 
     def train(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ warning: the best model is one of two epochs, and a resumed one has pretrained l
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
+from transformers.trainer_utils import HubStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_memopt.binding import versions
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo, override_method
+from hf_memopt.notices import notify
 from hf_memopt.plain_data import parse_object
+
+logger = logging.getLogger(__name__)
 
 
 def _plain_model(trainer: Any) -> PreTrainedModel | None:
@@ -39,6 +44,18 @@ def under_own_names(trainer: Any) -> UndoHandle:
         return before(*args, **{"save_original_format": False, **kwargs})
 
     return override_method(model, "save_pretrained", save_pretrained)
+
+
+def tell_pushed_names(trainer: Any) -> None:
+    """Say where the Trainer uploads weights in mid-run that other tools than transformers 5 know by other names."""
+    args, model = trainer.args, _plain_model(trainer)
+    if args.push_to_hub and args.hub_strategy != HubStrategy.END and getattr(model, "_weight_conversions", None):
+        notify(
+            logger,
+            f"hub_strategy={args.hub_strategy.value!r} uploads checkpoints, and those of an attached Trainer have the "
+            f"names that {type(model).__name__} trains under, not the hub's: transformers 5 reads both, other tools may "
+            "not. Call trainer.push_to_hub() at the end, which writes the hub's",
+        )
 
 
 def check_names(trainer: Any, folder: Path) -> None:

@@ -400,7 +400,7 @@ def of_the_hub(folder: Path) -> Any:
     return transformers.BertForSequenceClassification.from_pretrained(folder)
 
 
-def test_a_model_that_the_hub_names_otherwise_is_resumed_and_its_best_one_loaded_as_a_whole(tmp_path) -> None:
+def test_a_model_that_the_hub_names_otherwise_is_resumed_and_its_best_one_loaded_as_a_whole(tmp_path, caplog) -> None:
     scores = iter([2.0, 1.0])
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "score"}
     settings = {**RUN, "max_steps": 4}
@@ -429,6 +429,8 @@ def test_a_model_that_the_hub_names_otherwise_is_resumed_and_its_best_one_loaded
         type(stock.model).from_pretrained(folder).save_pretrained(folder, save_original_format=False)
         late.train(str(folder))
         assert tiny.largest_difference(straight.model, late.model) == 0.0
+        stock.args.push_to_hub = True
+        assert attach(stock) is stock and "trainer.push_to_hub() at the end" in caplog.text
 
 
 class SavesTrained(Trainer):
