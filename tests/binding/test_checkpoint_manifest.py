@@ -430,7 +430,8 @@ def test_a_model_that_the_hub_names_otherwise_is_resumed_and_its_best_one_loaded
         late.train(str(folder))
         assert tiny.largest_difference(straight.model, late.model) == 0.0
         stock.args.push_to_hub = True
-        assert attach(stock) is stock and "trainer.push_to_hub() at the end" in caplog.text
+        attach(stock)
+        assert "trainer.push_to_hub() at the end" in caplog.text
 
 
 class SavesTrained(Trainer):
