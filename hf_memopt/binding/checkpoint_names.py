@@ -53,8 +53,8 @@ def tell_pushed_names(trainer: Any) -> None:
         notify(
             logger,
             f"hub_strategy={args.hub_strategy.value!r} uploads checkpoints, and those of an attached Trainer have the "
-            f"names that {type(model).__name__} trains under, not the hub's: transformers 5 reads both, other tools may "
-            "not. Call trainer.push_to_hub() at the end, which writes the hub's",
+            f"names that {type(model).__name__} trains under, not the hub's: transformers 5 reads both, other tools "
+            "may not. Call trainer.push_to_hub() at the end, which writes the hub's",
         )
 
 
