@@ -16,7 +16,7 @@ from templates import CHATML, TOOLS, byte_tokenizer
 from hf_memopt import read_rows
 from hf_memopt.batching import data_file, file_lengths
 
-ROWS = {(format_name, task): row for format_name, task, row in tables(__file__)["rows"]}
+ROWS = [tuple(row) for row in tables(__file__)["rows"]]
 
 
 def grown(value: Any, times: int) -> Any:
@@ -28,11 +28,11 @@ def grown(value: Any, times: int) -> Any:
     return [grown(part, times) for part in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize(("format_name", "task"), ROWS)
-def test_lengths_are_those_of_the_rows_that_are_trained(tmp_path: Any, format_name: str, task: str) -> None:
+@pytest.mark.parametrize(("format_name", "task", "row"), ROWS)
+def test_lengths_are_those_of_the_rows_that_are_trained(tmp_path: Any, format_name: str, task: str, row: Any) -> None:
     tokenizer = byte_tokenizer("</s>", CHATML)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    rows = [grown(ROWS[format_name, task], at % 4) for at in range(8)]
+    rows = [grown(row, at % 4) for at in range(8)]
     if format_name != "tokens":
         rows.append(dict.fromkeys(rows[0]))  # a row without anything
     path = tmp_path / "rows.jsonl"
@@ -59,7 +59,7 @@ HEADINGS = {
 
 @pytest.mark.parametrize("format_name", HEADINGS)
 def test_without_a_tokenizer_words_of_what_is_read_are_counted(tmp_path: Any, format_name: str) -> None:
-    row = next(row for (name, _), row in ROWS.items() if name == format_name)
+    row = next(row for name, _, row in ROWS if name == format_name)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     counted = file_lengths(path)
