@@ -49,7 +49,15 @@ def run(options: PlanOptions, context: Any) -> int:
             announce=announce,
             **{name: getattr(options, name) for name in AS_TYPED},
         )
-        rows = None if options.data is None else RowsFile(options.data, options.column, options.tokenizer)
+        rows = None
+        if options.data is not None:
+            from hf_memopt.batching import data_file
+
+            rows = RowsFile(options.data, options.column, options.tokenizer)
+            has_tokenizer = options.tokenizer is not None
+            file = data_file(options.data, column=options.column, has_tokenizer=has_tokenizer, task=found.task)
+            unread = f"columns of texts in {options.data.name} that are not read: {', '.join(file.unread)}"
+            found = replace(found, notes=(*found.notes, *([unread] if file.unread else [])))
         made_by = typed_command(context, without=("write", "report", "plot", "force", "json_output"))
         found = replace(found, command=made_by, rows=rows)
         if options.report is not None:

@@ -420,3 +420,40 @@ def test_columns_that_cannot_be_counted(tmp_path):
     texts = pa.array(["a b"])
     pq.write_table(pa.Table.from_arrays([texts, texts], names=["text", "text"]), path)
     assert error_of(path) == whole("path={path!r} cannot be read as parquet", path=path)
+
+
+OF_OTHER_TASKS = [
+    (
+        *("masked-lm", {"tokens": ["a"], "ner_tags": ["O"]}),
+        "has tokens, ner_tags, rows of tokens and tags, which are for token-classification; expected columns for "
+        "masked-lm: input_ids or text. Pass --task token-classification",
+    ),
+    (
+        *("masked-lm", {"question": "a", "context": "b", "answers": []}),
+        "has question, context, answers, rows of question and answers, which are for question-answering; expected "
+        "columns for masked-lm: input_ids or text. Pass --task question-answering",
+    ),
+    (
+        *("masked-lm", {"prompt": "a", "completion": "b"}),
+        "has prompt, completion, rows of prompt and completion, which are for causal-lm; expected columns for "
+        "masked-lm: input_ids or text. Take a model of causal-lm, or rename them in the data",
+    ),
+    (
+        *("causal-lm", {"question": "a", "subject": "b", "answer": 1}),
+        "has neither 'input_ids' nor 'text', and 2 columns of texts, question, subject; expected columns of a format, "
+        "such as prompt and completion, or one of ['answer', 'question', 'subject'] by name. Rename them in the data, "
+        "or pass --column NAME to read that one alone",
+    ),
+    (
+        *("sequence-classification", {"content": "a", "title": "b"}),
+        "has neither 'input_ids' nor 'text', and 2 columns of texts, content, title; expected columns of a format, "
+        "such as prompt and completion, or one of ['content', 'title'] by name. Rename them in the data, or pass "
+        "--column NAME to read that one alone",
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "row", "says"), OF_OTHER_TASKS)
+def test_rows_of_another_task_name_what_reads_them(tmp_path, task, row, says):
+    path = write_lines(tmp_path / "a.jsonl", [row])
+    assert error_of(path, task=task) == f"path={str(path)!r} {says}"

@@ -34,7 +34,7 @@ def run(*arguments: str, width: int = 80) -> Any:
 
 
 def test_a_plan_for_a_file_of_lengths(model: str, tmp_path: Path) -> None:
-    rows = [{"input_ids": [1] * length} for length in [8] * 60 + [40] * 39 + [64]]
+    rows = [{"input_ids": [1] * length, "url": "a"} for length in [8] * 60 + [40] * 39 + [64]]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     found = run(model, "--gpu", "RTX 3060 12GB", "--data", str(data), "--effective-batch", "4", "--method", "full")
@@ -44,6 +44,7 @@ def test_a_plan_for_a_file_of_lengths(model: str, tmp_path: Path) -> None:
     shown = " ".join(found.output.split())
     assert "Note: planned for the longest row, 64 tokens, so that none is cut; --seq-len 40 needs less memory" in shown
     assert "and cuts 1.0 % of the rows." in shown
+    assert "Note: columns of texts in rows.jsonl that are not read: url." in shown
     assert "Recommended: full, " in found.output
 
 

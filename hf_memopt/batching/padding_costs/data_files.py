@@ -25,7 +25,7 @@ from hf_memopt.batching import is_list
 from hf_memopt.batching.padding_costs.file_readers import first_line, likely_type, open_source, reading
 from hf_memopt.errors import did_you_mean
 from hf_memopt.hub import hub_answers
-from hf_memopt.rows import OPTIONAL, READ, TEXTS, Encoder, Format, fitting_format, words_of
+from hf_memopt.rows import FORMATS, OPTIONAL, READ, TEXTS, Encoder, Format, fitting_format, words_of
 
 KINDS = {
     ".parquet": "parquet",
@@ -58,6 +58,7 @@ class DataFile:
     parts: Mapping[str, str] = field(default_factory=dict)  # the column of each part, as `read_rows` takes them
     task: str | None = None  # the first one whose rows are written so, where none was given
     sources: Sequence[Path] = ()  # the files, or folders of saved datasets
+    unread: tuple[str, ...] = ()  # columns of texts that are no part
 
 
 @dataclass(frozen=True)
@@ -177,12 +178,15 @@ def data_file(
         schema, _ = open_source(sources[0], kind)
     found, column, is_text = _format_of(schema, sources[0], column, task, has_tokenizer=has_tokenizer)
     is_saved = sources[0].is_dir()
-    names, are_in_folder = tuple(schema.names), Path(path).is_dir()
-    file = DataFile(os.fspath(path), kind, are_in_folder, is_saved, column, is_text, names, sources=sources)
-    if found is None:
-        return file
-    form, parts = found
-    return replace(file, format=form.name, parts=parts, task=task or form.tasks[0])
+    form, parts = found or (None, {})
+    unread = [one.name for one in schema if _is_text(one.type) and one.name not in (column, *parts.values())]
+    file = DataFile(
+        *(os.fspath(path), kind, Path(path).is_dir(), is_saved, column, is_text, tuple(schema.names)),
+        parts=parts,
+        sources=sources,
+        unread=tuple(unread),
+    )
+    return file if form is None else replace(file, format=form.name, task=task or form.tasks[0])
 
 
 def _format_of(
@@ -194,9 +198,10 @@ def _format_of(
         found = fitting_format(names, task, {})
         if found is not None:
             part, name = next(iter(found[1].items()))
-            if part not in (*TEXTS, *IDS) or _check_column(schema, name, source) == (part not in IDS):
+            texts = [likely_type(schema.field(one).type) for own, one in found[1].items() if own in TEXTS]
+            if all(map(_is_text, texts)) and (part not in IDS or not _check_column(schema, name, source)):
                 return found, name, part not in IDS
-        column = _choose_column(schema, source, has_tokenizer=has_tokenizer)
+        column = _choose_column(schema, source, task, has_tokenizer=has_tokenizer)
     is_chat = column in schema.names and "struct" in str(schema.field(column).type)
     is_text = is_chat or _check_column(schema, column, source)
     likely = ("messages",) if is_chat else ("text", "source") if is_text else ("input_ids",)
@@ -271,18 +276,28 @@ def _kind(file: Path) -> str | None:
 # ---- Which column, and what it holds --------------------------------------------------------------------------------
 
 
-def _choose_column(schema: pa.Schema, source: Path, *, has_tokenizer: bool) -> str:
+def _choose_column(schema: pa.Schema, source: Path, task: str | None, *, has_tokenizer: bool) -> str:
     texts = [field.name for field in schema if _is_text(field.type)]
     only = texts if len(texts) == 1 else []
     likely = [*only, "text", "input_ids"] if has_tokenizer else ["input_ids", "text", *only]
     found = next((name for name in likely if name in schema.names), None)
     if found is not None:
         return str(found)
-    many = f"{len(texts)} columns of texts, {', '.join(texts)}" if texts else "no column of texts"
-    raise ValueError(
-        f"path={str(source)!r} has neither 'input_ids' nor 'text', and {many}; expected one of "
-        f"{sorted(schema.names)} by name. Pass --column NAME"
-    )
+    found_as, expected, how = "no column of texts", f"one of {sorted(schema.names)} by name", "Pass --column NAME"
+    if texts:
+        found_as = f"{len(texts)} columns of texts, {', '.join(texts)}"
+        expected = f"columns of a format, such as prompt and completion, or {expected}"
+        how = "Rename them in the data, or pass --column NAME to read that one alone"
+    found_as = f"neither 'input_ids' nor 'text', and {found_as}"
+    other, its_own = (fitting_format(schema.names, one, {}) for one in (None, task))
+    if other is not None and its_own is None and "text" not in other[1]:
+        tasks = " or ".join(other[0].tasks)
+        found_as = f"{', '.join(other[1].values())}, rows of {other[0].name}, which are for {tasks}"
+        own = [", ".join(names[0] for names in one.columns.values()) for one in FORMATS if task in one.tasks]
+        expected = f"columns for {task}: {' or '.join(dict.fromkeys(own))}"
+        is_head = tasks in ("sequence-classification", "token-classification", "question-answering")
+        how = f"Pass --task {tasks}" if is_head else f"Take a model of {tasks}, or rename them in the data"
+    raise ValueError(f"path={str(source)!r} has {found_as}; expected {expected}. {how}")
 
 
 def _check_column(schema: pa.Schema, column: str, source: Path) -> bool:
@@ -298,7 +313,7 @@ def _check_column(schema: pa.Schema, column: str, source: Path) -> bool:
     if not is_list(kind) or not pa.types.is_integer(kind.value_type):
         raise ValueError(
             f"column={column!r} of {str(source)!r} holds values of type {kind}; expected texts or one flat list of "
-            "integers per row. Pass --column NAME"
+            "integers per row. Pass another, --column NAME, or leave --column out"
         )
     return False
 
