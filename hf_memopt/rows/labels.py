@@ -30,6 +30,11 @@ class Labels:
     # whether rows hold a number from 0 to 1 for each class, instead of the classes they belong to
     is_vector: bool = False
 
+    def __str__(self) -> str:
+        several = ", any number of them in a row" if self.kind == "multi_label_classification" else ""
+        count = len(self.names)
+        return f"{count} class{'es' * (count != 1)}{several}" if count else "regression, one number"
+
     @property
     def head(self) -> dict[str, Any]:
         """Options of ``from_pretrained`` for a new head: its size, and the names that its configuration stores."""

@@ -136,6 +136,12 @@ def read_rows(
     train, evaluation = parts
     what = labels.kind if labels is not None and task == "sequence-classification" else task
     head = {} if labels is None else labels.head
+    if labels is not None:
+        part = "label" if "label" in found else "tags"
+        also = [name for name in chosen.columns[part] if name in unread]
+        read = f"the part {part!r} is read from {found[part]!r}"
+        notes.append(f"{found[part]}: {labels}")
+        notes += [f"{read}; {name!r} could be it too: columns={{{part!r}: {name!r}}}" for name in also]
     told = tuple(dict.fromkeys(notes))
     return Rows(train, evaluation, chosen.name, head, notes=told, **metric_of(what, tokenizer))
 

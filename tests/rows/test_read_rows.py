@@ -234,6 +234,36 @@ def test_labels_by_their_type(name: str) -> None:
         assert found.notes[0].startswith("labels are floats but 20 whole numbers")
 
 
+@pytest.mark.parametrize(
+    ("row", "task", "notes"),
+    [
+        (
+            *({"text": "w1", "score": 0.5, "sentiment": "pos"}, LABELLED),
+            [
+                "sentiment: 1 class",
+                "the part 'label' is read from 'sentiment'; 'score' could be it too: columns={'label': 'score'}",
+            ],
+        ),
+        ({"text": "w1", "target": 0.5}, LABELLED, ["target: regression, one number"]),
+        (
+            {"text": "w1", "labels": ["a", "b"]},
+            "multi-label-classification",
+            ["labels: 2 classes, any number of them in a row"],
+        ),
+        (
+            {"tokens": ["w1", "w2"], "pos_tags": ["A", "B"], "chunk_tags": ["C", "C"]},
+            "token-classification",
+            [
+                "pos_tags: 2 classes",
+                "the part 'tags' is read from 'pos_tags'; 'chunk_tags' could be it too: columns={'tags': 'chunk_tags'}",
+            ],
+        ),
+    ],
+)
+def test_notes_say_which_labels_were_taken(row: dict[str, Any], task: str, notes: list[str]) -> None:
+    assert [*read([row] * 4, tiny.tokenizer(), task).notes[-len(notes) :]] == notes
+
+
 def test_classes_that_hardly_repeat_or_were_not_trained_are_refused() -> None:
     with pytest.raises(ValueError, match="labels of 3 rows are 3 different classes, fewer than 2 rows for each"):
         of_split(["a", "b", "c"], ["a"])
