@@ -8,6 +8,7 @@ off at 80 columns.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from ast import literal_eval
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ from typer.core import TyperCommand, TyperOption
 
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.notices import quoted
-from hf_memopt.plain_data import packaged_rows
+from hf_memopt.plain_data import checked_path, packaged_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -234,6 +235,21 @@ def check_of_data(options: Any) -> None:
         from hf_memopt.batching import data_file
 
         data_file(options.data, column=options.column, has_tokenizer=options.tokenizer is not None)
+
+
+def check_script(script: str | os.PathLike[str], command: str, or_else: str = "", in_notebook: str = "") -> None:
+    """Raise unless a script is a file that Python runs; what it would take for the JSON of a notebook does nothing."""
+    path = checked_path("script", script)
+    if not path.is_file():
+        raise ValueError(
+            f"script={os.fspath(script)!r} is not a file; expected a Python script that trains with the stock "
+            f"Trainer{or_else}. Call: hf-memopt {command} train.py"
+        )
+    if path.suffix == ".ipynb":
+        raise ValueError(
+            f"script={os.fspath(script)!r} is a notebook; expected a Python script{or_else}. "
+            f"Call: jupyter nbconvert --to script {quoted(os.fspath(script))}{in_notebook}"
+        )
 
 
 # ---- What a command shows

@@ -15,8 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hf_memopt.cli.command import print_coloured
-from hf_memopt.plain_data import checked_path
+from hf_memopt.cli.command import check_script, print_coloured
 from hf_memopt.reports import Measurement
 from hf_memopt.terminal import Console
 from hf_memopt.whole_files import check_target
@@ -30,11 +29,7 @@ FITS, OUT_OF_MEMORY = 0, 1
 def run(options: MeasureOptions, context: Any) -> int:
     """Print the measurement and return the exit code: 0 if the steps ran, 1 if memory ran out."""
     script = os.fspath(options.script)
-    if not checked_path("script", options.script).is_file():
-        raise ValueError(
-            f"script={script!r} is not a file; expected a Python script that trains with the stock Trainer. "
-            "Call: hf-memopt measure train.py"
-        )
+    check_script(script, "measure")
     if options.output is not None:
         check_target("path", options.output, force=options.force)
     told, ended = _run(options)

@@ -6,9 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.cli.command import check_script
 from hf_memopt.plain_data import check_word
 
 if TYPE_CHECKING:
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 
 def run(options: RunOptions, context: Any) -> int:
     """Return the script's exit code where it is not this process that goes on with it."""
-    if not options.module and not Path(options.script).is_file():
-        raise ValueError(
-            f"script={options.script!r} is not a file; expected a Python script that trains with the stock Trainer, or "
-            "--module and a module's name. Call: hf-memopt run train.py"
-        )
+    if not options.module:
+        in_notebook = ", or in the notebook: attach(trainer, MicrobatchCallback())"
+        check_script(options.script, "run", ", or --module and a module's name", in_notebook)
     if options.apply is not None:
         check_word("apply", options.apply, ("exact",))
     if options.repair is not None:

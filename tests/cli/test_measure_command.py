@@ -143,6 +143,7 @@ def test_steps_that_cannot_be_measured_are_exit_code_2(text: str, message: str, 
     ("arguments", "message"),
     [
         (("none.py",), "'none.py' is not a file; expected a Python script that trains with the stock Trainer."),
+        (("{notebook}",), "is a notebook; expected a Python script. Call: jupyter nbconvert --to script "),
         (("x" * 5000,), "cannot be a path (File name too long); expected text or a pathlib.Path."),
         (("{script}", "--steps", "0"), "Invalid value for '-n' / '--steps'"),
         (
@@ -155,7 +156,8 @@ def test_bad_options_are_refused_before_the_script_runs(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     script = script_of(tmp_path, "print('RAN')\n")
-    found = run(*(one.format(script=script) for one in arguments))
+    (notebook := tmp_path / "a.ipynb").write_text('{"cells": []}')
+    found = run(*(one.format(script=script, notebook=notebook) for one in arguments))
     assert found.exit_code == 2
     assert message in in_one_line(found.output)
     assert "RAN" not in found.output

@@ -254,8 +254,13 @@ WORDS = {
 """Options with a word that is unknown, and the words that are expected."""
 
 
-def test_bad_input_is_refused() -> None:
-    told = {("nothing.py",): NO_SCRIPT, ("--gpu", "RTX 1", __file__): "RTX 1"}
+def test_bad_input_is_refused(tmp_path: Path) -> None:
+    (notebook := tmp_path / "a.ipynb").write_text('{"cells": []}')
+    of_notebook = (
+        f"error: '{notebook}' is a notebook; expected a Python script, or --module and a module's name hint: Call: "
+        f"jupyter nbconvert --to script {notebook}, or in the notebook: attach(trainer, MicrobatchCallback())"
+    )
+    told = {("nothing.py",): NO_SCRIPT, (str(notebook),): of_notebook, ("--gpu", "RTX 1", __file__): "RTX 1"}
     for (option, word), known in WORDS.items():
         first = known.split("'")[1]
         message = f"error: {option} {word} is unknown; expected one of {known} hint: Pass {option} {first}"
