@@ -33,7 +33,8 @@ def run(options: RunOptions, context: Any) -> int:
     asked: dict[str, Any] = {name: getattr(options, name) for name in ("gpu", "apply", "repair")}
     asked |= {"allow": options.allow or (), "is_module": options.module}
     words = [sys.executable, "-m", "hf_memopt.recipes.running.script", json.dumps(asked)]
-    words += [options.script, *(options.arguments or ())]
+    own = options.arguments or []
+    words += [options.script, *own[own[:1] == ["--"] :]]  # what measure asks for before them is not the script's
     if os.name == "posix":
         os.execv(sys.executable, words)  # signals and exit codes are the script's
     return subprocess.call(words)

@@ -254,6 +254,18 @@ WORDS = {
 """Options with a word that is unknown, and the words that are expected."""
 
 
+@pytest.mark.skipif(os.name != "posix", reason="execv")
+@pytest.mark.parametrize("words", [["--lr", "1"], ["--", "--lr", "1"]])
+def test_arguments_may_stand_after_two_dashes_as_those_of_measure(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_with: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, given: started_with.append(given))
+    monkeypatch.setattr(subprocess, "call", lambda given: 0)
+    assert invoked("run", __file__, *words).exit_code == 0
+    assert started_with[0][-3:] == [__file__, "--lr", "1"]
+
+
 def test_bad_input_is_refused(tmp_path: Path) -> None:
     (notebook := tmp_path / "a.ipynb").write_text('{"cells": []}')
     of_notebook = (
