@@ -276,7 +276,7 @@ def _notes(
 def _of_host(simulation: Simulation, candidates: Sequence[Candidate], chosen: Candidate | None) -> Iterable[str]:
     """Yield what host memory the chosen plan takes, or would have taken where nothing fits."""
     has = format_bytes(simulation.host_memory_bytes)
-    where = "this machine's; host_memory= plans for another" if simulation.is_this_host else "as given"
+    where = "this machine's; host_memory='64GiB' plans for another" if simulation.is_this_host else "as given"
     lacking = [one for one in candidates if one.host_lacks_bytes and not one.consents]
     is_much = chosen is not None and chosen.host_bytes > simulation.host_memory_bytes / 10 > 0
     if chosen is not None and (chosen.recipe.streamed or is_much):

@@ -33,7 +33,7 @@ def test_layers_wait_on_the_host_where_nothing_else_fits() -> None:
     assert "nothing fits without host memory, of which this takes" in one.reason
     assert "copies hide from" in one.reason
     assert found.simulation.host_memory_bytes <= psutil.virtual_memory().total
-    assert any("this machine's; host_memory= plans for another" in note for note in found.notes)
+    assert any("this machine's; host_memory='64GiB' plans for another" in note for note in found.notes)
     script = found.script() or ""
     assert 0 < script.index("hf_memopt.stream_layers(model") < script.index("transformers.Trainer(")
     assert "hf_memopt.StreamedLayersCallback(" in script
