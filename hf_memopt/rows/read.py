@@ -132,7 +132,8 @@ def read_rows(
     encoder = Encoder(task, found, tokenizer, max_length, prefix, labels)
     encoded = _encoded(train, encoder, notes)
     evaluation = _evaluated(others, train, found, notes)
-    parts = _split(encoded, notes) if evaluation is None else [encoded, _encoded(evaluation, encoder, notes)]
+    own = "of the split for evaluation, so they are not in the metrics"
+    parts = _split(encoded, notes) if evaluation is None else [encoded, _encoded(evaluation, encoder, notes, own)]
     train, evaluation = parts
     what = labels.kind if labels is not None and task == "sequence-classification" else task
     head = {} if labels is None else labels.head
@@ -257,7 +258,7 @@ def _labels(rows: Dataset, found: Mapping[str, str], kind: Any) -> Labels | None
     return labels_of(column, names=_names(rows.features[name]), kind=kind)
 
 
-def _encoded(rows: Dataset, encoder: Encoder, notes: list[str]) -> Dataset:
+def _encoded(rows: Dataset, encoder: Encoder, notes: list[str], where: str = "") -> Dataset:
     # a column that is made would get the type of one of the same name that is read
     names = {name: f"{name} that is read" for name in encoder.columns.values()}
     read = rows.with_format(None).select_columns([*names]).rename_columns(names)
@@ -289,7 +290,7 @@ def _encoded(rows: Dataset, encoder: Encoder, notes: list[str]) -> Dataset:
     if len(made) < len(rows):
         within = "" if encoder.max_length is None else f" in {encoder.max_length} tokens"
         left = f"{len(rows) - len(made)} of {len(rows)} rows without {needed}, or with nothing to learn{within},"
-        notes.append(f"{left} were left out")
+        notes.append(f"{left} were left out {where}".rstrip())
     notes += _of_lengths(made, encoder)
     return made
 

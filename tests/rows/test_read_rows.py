@@ -466,6 +466,10 @@ def test_answers_are_found_by_their_characters() -> None:
     assert {(row["start_positions"], row["end_positions"]) for row in every(found)} == {(3, 4), (0, 0)}
     assert [(row["start_positions"], row["end_positions"]) for row in every(cut)] == [(0, 0)] * 2
     assert "2 of 4 rows" in cut.notes[0]
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows[2:]), test=datasets.Dataset.from_list(rows))
+    left = "2 of 4 rows without question or context or answers, or with nothing to learn in 4 tokens, were left out of"
+    found = read_rows(splits, byte_tokenizer(), "question-answering", max_length=4)
+    assert f"{left} the split for evaluation, so they are not in the metrics" in found.notes
     ids = [{"input_ids": [5, 6, 7], "start_positions": at, "end_positions": at} for at in (0, 1, 2)] * 2
     kept = read(ids, byte_tokenizer(), "question-answering", max_length=2)
     assert {row["end_positions"] for row in every(kept)} == {0, 1}
