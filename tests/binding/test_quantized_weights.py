@@ -135,8 +135,12 @@ def test_what_stays_or_becomes_float32(
     handle = prepare_quantized(model)
     assert dtypes(model, *float32) == {torch.float32}
     assert dtypes(model, *bfloat16) == {torch.bfloat16}
+    if "modules_to_save" in float32:  # casts what it is given, without autocast
+        model(input_ids=torch.tensor([[5, 6, 7]]))
+    assert prepare_quantized(model).is_removed
     handle.remove()
     assert state_of(model) == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_transformers_still_names_what_it_keeps_in_float32() -> None:

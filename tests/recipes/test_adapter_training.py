@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from slow_cases import slow_except
 from transformers import AutoModelForCausalLM
 
 import tiny
-from hf_memopt import Recipe, SpeechCollator, prepare_quantized
+from hf_memopt import Recipe, SpeechCollator, add_adapters, prepare_quantized
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
@@ -194,6 +195,38 @@ def test_labels_of_sound_are_padded_and_lose_the_token_that_the_model_adds() -> 
     assert SpeechCollator(decoder_start_token_id=4)(rows)["labels"][0].tolist() == [3, 5, 2, -100, -100]
     assert list(collator([{"input_features": row["input_features"]} for row in rows])) == ["input_features"]
     assert pickle.loads(pickle.dumps(collator)) == collator
+
+
+def segformer() -> transformers.SegformerForSemanticSegmentation:
+    sizes = {"hidden_sizes": [8, 8], "depths": [1, 1], "num_attention_heads": [1, 1], "decoder_hidden_size": 16}
+    return transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig(num_encoder_blocks=2, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("build", "batch"),
+    [
+        (tiny.bert, {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([1])}),
+        # a list of pictures, and running statistics
+        (segformer, {"pixel_values": torch.ones(2, 3, 32, 32), "labels": torch.zeros(2, 32, 32, dtype=torch.int64)}),
+    ],
+)
+def test_a_head_trained_whole_computes_beside_16_bits_without_autocast(build: Any, batch: dict[str, Any]) -> None:
+    batch = {key: one.bfloat16() if one.is_floating_point() else one for key, one in batch.items()}
+    adapted: Any = pickle.loads(pickle.dumps(copy.deepcopy(add_adapters(build().bfloat16(), 4))))
+    head = next(iter(adapted.peft_config["default"].modules_to_save))
+    whole = [one for name, one in adapted.named_parameters() if f"{head}.modules_to_save" in name]
+    assert {one.dtype for one in whole} == {torch.float32}
+    adapted(**batch).loss.backward()
+    assert all(one.grad is not None and one.grad.any() for one in whole)
+    merged = adapted.merge_and_unload().eval()
+    expected = merged(**batch).logits
+    given: list[torch.dtype] = []
+    linear = next(one for one in merged.get_submodule(head).modules() if isinstance(one, torch.nn.Linear))
+    linear.register_forward_pre_hook(lambda _, args: given.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = merged(**batch).logits
+    assert given == [torch.bfloat16]  # as in stock
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.01)  # 8 bits of bfloat16
 
 
 @pytest.mark.slow

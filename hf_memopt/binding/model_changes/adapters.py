@@ -19,7 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_memopt.binding.model import check_model, head_for, task_of, unwrap_model
-from hf_memopt.binding.model_changes.quantized_weights import is_quantized
+from hf_memopt.binding.model_changes.quantized_weights import is_quantized, train_in_float32
 from hf_memopt.errors import MissingExtraError, nearest
 from hf_memopt.plain_data import Count, check_value
 
@@ -46,8 +46,8 @@ def add_adapters(
 
     ``peft.get_peft_model`` with ``target_modules="all-linear"`` does the same for most models. It stops at projections
     that a kernel of Mamba reads, and takes routers and experts in 4 bits, which cannot be adapted: these are left out.
-    A new head of a classifier is trained whole, and what is trained is float32. Of a quantised model call
-    ``prepare_quantized`` afterwards.
+    A new head of a classifier is trained whole, and what is trained is float32: where no autocast runs, such a head
+    casts what a 16-bit model gives it. Of a quantised model call ``prepare_quantized`` afterwards.
 
     Args:
         model: of transformers, without adapters. Changed in place.
@@ -116,9 +116,7 @@ def add_adapters(
         kept = [name for name in named if not any(stack.endswith(f".{name}") for stack in stacks)]
         if stacks and len(kept) < len(named):
             config.target_parameters = kept or None
-        for parameter in adapted.parameters():  # PEFT leaves a copied head in the dtype of the model
-            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = parameter.data.float()
+        train_in_float32(adapted)  # PEFT leaves a copied head in the dtype of the model
     return adapted
 
 

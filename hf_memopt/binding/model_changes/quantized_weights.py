@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only  # private: pinned by a test, seen in torch 2.6 to 2.13
 
 from hf_memopt.binding.model import check_model, head_for, unwrap_model
 from hf_memopt.binding.parameters import cast_parameters, parameters_outside_adapters, set_trainable
@@ -79,9 +80,9 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
 
     Call it in place of PEFT's ``prepare_model_for_kbit_training``, before the optimizer is built. It may be called
     before ``get_peft_model`` or, which is better, after it: then copies of whole modules that PEFT trains
-    (``modules_to_save``) become float32 too. Called after PEFT's function (TRL's ``SFTTrainer`` calls it by itself), it
-    takes the float32 copies back: a frozen float32 parameter becomes 16-bit again if it loses nothing, i.e. if 16 bits
-    hold each of its values. A second call changes nothing.
+    (``modules_to_save``) become float32 too, and cast what they are given where no autocast runs. Called after PEFT's
+    function (TRL's ``SFTTrainer`` calls it by itself), it takes the float32 copies back: a frozen float32 parameter
+    becomes 16-bit again if it loses nothing, i.e. if 16 bits hold each of its values. A second call changes nothing.
 
     Checkpointing of activations needs nothing here: transformers makes the embeddings' output require a gradient
     when checkpointing is switched on, by the ``Trainer`` or by hand.
@@ -109,7 +110,6 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
     """
     check_model(model)
     inside = unwrap_model(model)
-    plain = [parameter for parameter in model.parameters() if type(parameter).__name__ not in _PACKED]
     if not is_quantized(model):
         raise ValueError(
             f"model=<{type(inside).__name__}> has no quantised weights; expected one that from_pretrained has "
@@ -117,13 +117,45 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
         )
     frozen = [] if hasattr(model, "peft_config") else [p for p in model.parameters() if p.requires_grad]
     undo_flags = set_trainable(model, dict.fromkeys(frozen, False))
-    trained = [(p, torch.float32) for p in plain if p.requires_grad and p.dtype in _SIXTEEN_BITS]
-    casts = trained + _frozen_to_16_bits(model, inside)
+    narrowed: dict[torch.Tensor, torch.dtype] = dict(_frozen_to_16_bits(model, inside))
+    undo_casts, trained = cast_parameters(narrowed), train_in_float32(model)  # beside what has 16 bits then
     repacking = [module for module in model.modules() if getattr(module, REPACKS, False)]
-    if not frozen and not casts and not repacking:
+    if not frozen and not narrowed and not repacking and trained.is_removed:
         return nothing_to_undo()
     repacked = (set_attribute(module, REPACKS, False) for module in repacking)
-    return undo_all(undo_flags, cast_parameters(dict(casts)), *repacked)
+    return undo_all(undo_flags, undo_casts, trained, *repacked)
+
+
+def train_in_float32(model: nn.Module) -> UndoHandle:
+    """Make what is trained float32, and let what PEFT trains whole beside 16-bit layers cast what these give it.
+
+    Under autocast it is given what the layers give, as in stock.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad and p.dtype in _SIXTEEN_BITS]
+    wrappers: Any = [one for one in model.modules() if type(one).__name__ == "ModulesToSaveWrapper"]
+    copies: list[nn.Module] = [copy for wrapper in wrappers for copy in wrapper.modules_to_save.values()]
+    statistics = [buffer for copy in copies for buffer in copy.buffers() if buffer.dtype in _SIXTEEN_BITS]
+    is_mixed = any(parameter.dtype in _SIXTEEN_BITS for parameter in model.parameters())
+    hooks = [
+        UndoHandle(copy.register_forward_pre_hook(cast_inputs, with_kwargs=True).remove)
+        for copy in copies
+        if is_mixed and cast_inputs not in copy._forward_pre_hooks.values()
+    ]
+    if not trained and not hooks:
+        return nothing_to_undo()
+    return undo_all(cast_parameters(dict.fromkeys([*trained, *statistics], torch.float32)), *hooks)
+
+
+def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Give a module its inputs in the dtype of its weights, unless autocast runs: a hook, which is pickled by name."""
+    dtype = next((one.dtype for one in module.parameters()), torch.float32)  # FSDP may have taken them away
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        kind = "cuda" if tensor.is_meta else tensor.device.type  # an estimate's autocast is that of CUDA
+        is_other = tensor.is_floating_point() and not torch.is_autocast_enabled(kind)
+        return tensor.to(dtype) if is_other else tensor
+
+    return tree_map_only(torch.Tensor, cast, (args, kwargs))
 
 
 def _frozen_to_16_bits(model: nn.Module, inside: Any) -> list[tuple[nn.Parameter, torch.dtype]]:
