@@ -15,7 +15,7 @@ import transformers
 from datasets import Dataset
 
 import tiny
-from hf_memopt import OverflowCallback, Recipe, estimate, plan, recipe
+from hf_memopt import OverflowCallback, Recipe, add_adapters, estimate, plan, recipe
 from hf_memopt.binding import versions
 from hf_memopt.devices import choose_precision
 
@@ -315,6 +315,51 @@ def test_what_a_checkpoint_lacks_is_trained_whole_and_not_quantised(
         trained.append(sum(one.numel() for one in adapted.parameters() if one.requires_grad))
     found = estimate(config, task=task, batch_size=2, seq_len=8, recipe=qlora)
     assert trained == [found.trainable_parameters] * 2
+
+
+class _Own(transformers.BertPreTrainedModel):
+    """A class of a user's, with a tower and an output embedding beside its base model."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert, self.tower = transformers.BertModel(config), transformers.BertModel(config)
+        self.lm_head, self.classifier = torch.nn.Linear(config.hidden_size, 9), torch.nn.Linear(config.hidden_size, 3)
+        self.post_init()
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+MOBILE = {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [8] * 7, "num_attention_heads": 2, "image_size": 32}
+VIDEO = {"hidden_size": 64, **BASE, "image_size": 32, "patch_size": 8, "num_frames": 2}
+SOUND = {"hidden_size": 16, **BASE, "conv_dim": (8,), "conv_kernel": (3,), "conv_stride": (2,)}
+SOUND |= {"num_feat_extract_layers": 1, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "expected"),
+    [
+        ("VideoMAEForVideoClassification", transformers.VideoMAEConfig(**VIDEO), ["fc_norm", "classifier"]),
+        ("LayoutLMForQuestionAnswering", transformers.LayoutLMConfig(**ENCODER), ["qa_outputs"]),
+        ("Wav2Vec2ForAudioFrameClassification", transformers.Wav2Vec2Config(**SOUND), ["classifier"]),
+        ("MobileViTForSemanticSegmentation", transformers.MobileViTConfig(**MOBILE), ["segmentation_head"]),
+        (_Own, transformers.BertConfig(**ENCODER), ["classifier"]),
+        ("BertForPreTraining", transformers.BertConfig(**ENCODER), None),  # whose checkpoints have its head
+    ],
+)
+def test_a_new_head_of_any_classifier_is_trained_and_saved_whole(
+    kind: Any, config: Any, expected: Any, tmp_path: Path
+) -> None:
+    build = getattr(transformers, kind) if isinstance(kind, str) else kind
+    adapted: Any = add_adapters(build(config), 2)
+    assert adapted.peft_config["default"].modules_to_save == expected
+    adapted.save_pretrained(tmp_path)
+    saved = peft.utils.load_peft_weights(str(tmp_path), device="cpu")
+    whole = {name.split(".")[2] for name in saved if "lora_" not in name}
+    assert whole == {*(expected or ())}
 
 
 @pytest.mark.parametrize("load_in", ["nf4", "int8"])

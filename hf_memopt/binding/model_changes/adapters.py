@@ -9,6 +9,7 @@ torch's gradient scaler stops at float16 ("Attempting to unscale FP16 gradients"
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_memopt.binding.model import check_model, head_for, task_of, unwrap_model
@@ -31,6 +33,8 @@ AUTO_TARGETS = "auto"
 MOST_RANK = 65_536  # wider than any layer
 _WITH_A_NECK = ("semantic-segmentation", "object-detection")
 """Tasks whose checkpoints hold parts beside the base model that are no head."""
+_HEADED = ("Classification", "QuestionAnswering")
+"""How those classes of transformers are called that have a new head, of other tasks too (video, frames of audio)."""
 _OF_POOLED_ROWS = ("sequence-classification", "multiple-choice")
 """Tasks whose heads read a base model's pooler; other classes may have one that nothing reads."""
 
@@ -47,7 +51,9 @@ def add_adapters(
     ``peft.get_peft_model`` with ``target_modules="all-linear"`` does the same for most models. It stops at projections
     that a kernel of Mamba reads, and takes routers and experts in 4 bits, which cannot be adapted: these are left out.
     A new head of a classifier is trained whole, and what is trained is float32: where no autocast runs, such a head
-    casts what a 16-bit model gives it. Of a quantised model call ``prepare_quantized`` afterwards.
+    casts what a 16-bit model gives it. What else a checkpoint lacks, and nothing in the model tells, is named by hand:
+    ``LoraConfig(target_modules="all-linear", modules_to_save=["crossattention"])`` after
+    ``from_encoder_decoder_pretrained``. Of a quantised model call ``prepare_quantized`` afterwards.
 
     Args:
         model: of transformers, without adapters. Changed in place.
@@ -139,14 +145,17 @@ def new_parts(model: nn.Module) -> tuple[str, ...]:
 
     Of a class for a task with a new head these are the parts with weights outside its base model, as RoBERTa's
     ``classifier`` and DeBERTa's ``pooler``, and the base model's pooler where the head is one linear layer behind it,
-    as BERT's: checkpoints of masked LMs have none. What is quantised all the same is left out.
+    as BERT's: checkpoints of masked LMs have none. So they are of other classifiers and of a user's own classes with
+    labels, models and output embeddings left out. What is quantised all the same is left out.
     """
     inside = unwrap_model(model)
     task, base = task_of(inside), getattr(inside, "base_model", inside)
     head, modules = head_for(task), dict(inside.named_modules())
     last_parts = {name.rpartition(".")[2] for name in modules}
     found = dict.fromkeys(name for name in head.new if name in last_parts)
-    if head.new and base is not inside and task not in _WITH_A_NECK:
+    if task is None and base is not inside and _has_new_head(inside):
+        found = dict.fromkeys(_heads_outside(inside, modules))
+    elif head.new and base is not inside and task not in _WITH_A_NECK:
         prefix = f"{inside.base_model_prefix}."
         found |= dict.fromkeys(_parts_outside(prefix, modules))
         pooler = f"{prefix}pooler"
@@ -155,6 +164,24 @@ def new_parts(model: nn.Module) -> tuple[str, ...]:
         if is_read and _linears(pooler, modules) not in ([], _linears(prefix[:-1], modules)):
             found[pooler] = None
     return tuple(name for name in found if name not in modules or not is_quantized(modules[name]))
+
+
+def _has_new_head(model: Any) -> bool:
+    """Return whether a class whose task is not known has a head that its base model's checkpoints lack, by its name or
+    by its labels if somebody else wrote it.
+    """
+    kind = type(model)
+    is_own = not kind.__module__.startswith("transformers.")
+    is_headed = "labels" in inspect.signature(kind.forward).parameters if is_own else kind.__name__.endswith(_HEADED)
+    return is_headed and isinstance(model, PreTrainedModel)
+
+
+def _heads_outside(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the parts outside the base model in which there is neither a model that was trained nor a vocabulary's."""
+    words = model.get_output_embeddings()
+    for name in _parts_outside(f"{model.base_model_prefix}.", modules):
+        if not any(one is words or isinstance(one, PreTrainedModel) for one in modules[name].modules()):
+            yield name
 
 
 def _parts_outside(prefix: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
