@@ -55,14 +55,16 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         RuntimeError: several GPUs in one process (``torch.nn.DataParallel``).
         TypeError: ``trainer`` is not a Trainer, or a callback is not an instance of ``TrainerCallback``.
         ValueError: data view, collator and arguments do not fit each other, two techniques or a technique and a
-            setting are incompatible (``binding.compatibility``), fp16 training of float16 weights, or a
-            callback is attached to another Trainer. The trainer is as before then.
+            setting are incompatible (``binding.compatibility``), fp16 training of float16 weights, checkpoints of a
+            model with experts in 4 bits and no adapters, or a callback is attached to another Trainer. The trainer is
+            as before then.
     """
     from hf_memopt.binding.checkpoint_manifest import keep_manifests  # imports transformers
 
     _check_types(trainer, callbacks)
     refuse_data_parallel(trainer.args.n_gpu)
     check_compatibility(trainer, *callbacks)
+    _check_saving(trainer)
     for callback in (*trainer.callback_handler.callbacks, *callbacks):
         if (binding := _binding_of(callback)) is not None:
             binding.refuse_another(callback, trainer)
@@ -172,6 +174,18 @@ def _check_master_weights(trainer: Any) -> None:
                 f"fp16=True cannot train {name}, whose weights are float16 already (no gradient could be unscaled); "
                 "expected float32 weights. Load with: from_pretrained(..., dtype=torch.float32)"
             )
+
+
+def _check_saving(trainer: Any) -> None:
+    """Refuse a run whose first checkpoint would stop it: ``quantize_experts`` lets nothing but adapters be saved."""
+    model, strategy = trainer.model, str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy))
+    modules = () if model is None or hasattr(model, "get_base_model") or strategy == "no" else model.modules()
+    if any(type(one).__name__ == "ExpertStack" for one in modules):
+        raise ValueError(
+            f"model=<{type(model).__name__}> has experts in 4 bits and no adapters, and save_strategy={strategy!r} "
+            "would save what transformers loads with new random experts; expected adapters. Pass "
+            "model=add_adapters(model, 16), or save_strategy='no'"
+        )
 
 
 def _check_each_run(trainer: Any) -> UndoHandle:

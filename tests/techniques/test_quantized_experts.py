@@ -17,12 +17,13 @@ import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from datasets import Dataset
 from slow_cases import slow_except
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import tiny
 from hf_memopt import (
     ExpertsConfig,
     Recipe,
+    add_adapters,
     attach,
     checkpoint_layers,
     estimate,
@@ -300,6 +301,11 @@ def test_saving_the_whole_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="new random experts"):
             one.save_pretrained(tmp_path)
     assert not any(tmp_path.iterdir())
+    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    with pytest.raises(ValueError, match=r"has experts in 4 bits and no adapters, and save_strategy='steps'"):
+        attach(Trainer(model, TrainingArguments(**arguments)))
+    attach(Trainer(model, TrainingArguments(**arguments, save_strategy="no"))).memopt_handle.remove()
+    attach(Trainer(add_adapters(copy.deepcopy(model), 2), TrainingArguments(**arguments)))
     handle.remove()
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).train()(IDS).logits, model(IDS).logits)
