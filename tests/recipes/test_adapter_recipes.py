@@ -115,6 +115,15 @@ def test_targets_that_cannot_be_adapted_are_refused_by_the_estimate_too() -> Non
         assert message_of(estimate, tiny.llama_config(), batch_size=2, seq_len=8, recipe=chosen) == message
     assert message.startswith("lora_targets=('input_layernorm',) cannot be added to LlamaForCausalLM (Target module ")
     assert message.endswith("; expected names that name linear layers of the model. Pass lora_targets='auto'")
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+    model = transformers.ResNetForImageClassification(config)
+    message = message_of(add_adapters, model, 2)
+    assert message.startswith("lora=2 cannot be added to ResNetForImageClassification (No modules were targeted for ")
+    assert message.endswith(
+        "; expected linear layers beside the head, by names that no other layer has. Pass "
+        "LoraConfig(target_modules=[...]) with the names of others, or train all weights without lora"
+    )
+    add_adapters(model, peft.LoraConfig(target_modules=["convolution"]))
 
 
 def test_adapters_and_weights_that_do_not_fit_the_recipe_are_refused(tmp_path: Path) -> None:

@@ -108,12 +108,16 @@ def add_adapters(
             adapted: nn.Module = get_peft_model(model, config)
         except (ValueError, TypeError) as error:
             cause = str(error).splitlines()[0].rstrip(".")
-            name, given, fix = "target_modules", f"lora={_shown(lora)}", "lora=16, which takes all of them but the head"
+            given, rule = f"lora={_shown(lora)}", "target_modules that name linear layers of the model"
+            fix = "lora=16, which takes all of them but the head"
             if lora_targets != AUTO_TARGETS:
-                name, given, fix = "names", f"lora_targets={lora_targets!r}", "lora_targets='auto'"
+                given, rule = f"lora_targets={lora_targets!r}", "names that name linear layers of the model"
+                fix = "lora_targets='auto'"
+            elif is_rank:
+                rule = "linear layers beside the head, by names that no other layer has"
+                fix = "LoraConfig(target_modules=[...]) with the names of others, or train all weights without lora"
             raise ValueError(
-                f"{given} cannot be added to {type(model).__name__} ({cause}); expected {name} "
-                f"that name linear layers of the model. Pass {fix}"
+                f"{given} cannot be added to {type(model).__name__} ({cause}); expected {rule}. Pass {fix}"
             ) from error
     if isinstance(lora, int):
         # experts in 4 bits are among the names that PEFT makes of "all-linear", and it has put no adapter on them
