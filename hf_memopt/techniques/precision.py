@@ -126,7 +126,8 @@ class PrecisionCallback(BoundCallback):
     """Call ``disable_autocast_cache`` and ``keep_master_weights`` where a run needs them.
 
     Bind it with ``attach(trainer)``. With ``FreezeCallback``, name that first: weights that are frozen by then stay in
-    16 bits. TF32 is stock's: ``TrainingArguments(tf32=True)``. It logs no keys.
+    16 bits. On a CPU, whose layer norms compute in one dtype, freeze the embeddings together with the first layers.
+    TF32 is stock's: ``TrainingArguments(tf32=True)``. It logs no keys.
 
     Args:
         autocast_cache: False switches the cache off, ``"auto"`` does so if the model is checkpointed and autocast runs,
