@@ -183,11 +183,12 @@ def _warn_of_router(trainer: Any) -> None:
     # the config differs from the model where the user has set the latter
     if factor == 1 or not value or math.isclose(value * factor, getattr(model.config, name, value)):
         return
+    but = ", unless that is done" if "." in name else ""  # of the config, which is the only place
     owner = "trainer.model.get_base_model()" if hasattr(trainer.model, "get_base_model") else "trainer.model"
     warnings.warn(
         f"{name}={value:g} of {type(model).__name__} weighs {value * factor:g}: num_items_in_batch does not divide the "
         f"loss of its router, which accumulation steps x processes multiply by {factor}; expected its mean. "
-        f"Set: {owner}.{name} = {value / factor:g}",
+        f"Set: {owner}.{name} = {value / factor:g}{but}",
         stacklevel=3,
     )
 
@@ -256,9 +257,10 @@ class _WatchedCount(TorchFunctionMode):
     def _holds_steps(self, frame: FrameType) -> bool:
         """Return whether code divides by the steps: a mean of two losses divides by 2 as well.
 
-        It names what accumulates, or has the number from outside.
+        It names what accumulates, or has the number from outside and does not write it.
         """
         code = frame.f_code
-        outside = [*map(frame.f_locals.get, code.co_freevars), *map(frame.f_globals.get, code.co_names)]
+        held = [*map(frame.f_locals.get, code.co_freevars), *map(frame.f_globals.get, code.co_names)]
+        outside = [one for one in held if _is_among(one, self._numbers) and one not in code.co_consts]
         names = (*code.co_names, *code.co_freevars, *code.co_varnames)
-        return any("accum" in name for name in names) or any(_is_among(one, self._numbers) for one in outside)
+        return bool(outside) or any("accum" in name for name in names)
