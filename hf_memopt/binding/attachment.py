@@ -55,16 +55,14 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         RuntimeError: several GPUs in one process (``torch.nn.DataParallel``).
         TypeError: ``trainer`` is not a Trainer, or a callback is not an instance of ``TrainerCallback``.
         ValueError: data view, collator and arguments do not fit each other, two techniques or a technique and a
-            setting are incompatible (``binding.compatibility``), fp16 training of float16 weights, checkpoints of a
-            model with experts in 4 bits and no adapters, or a callback is attached to another Trainer. The trainer is
-            as before then.
+            setting are incompatible (``binding.compatibility``), fp16 training of float16 weights, or a callback is
+            attached to another Trainer. The trainer is as before then.
     """
     from hf_memopt.binding.checkpoint_manifest import keep_manifests  # imports transformers
 
     _check_types(trainer, callbacks)
     refuse_data_parallel(trainer.args.n_gpu)
     check_compatibility(trainer, *callbacks)
-    _check_saving(trainer)
     for callback in (*trainer.callback_handler.callbacks, *callbacks):
         if (binding := _binding_of(callback)) is not None:
             binding.refuse_another(callback, trainer)
@@ -195,6 +193,7 @@ def _check_each_run(trainer: Any) -> UndoHandle:
 
     def create_optimizer(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         check_compatibility(trainer)
+        _check_saving(trainer)
         return before(*args, **kwargs)
 
     return override_method(trainer, "create_optimizer", create_optimizer, purpose=CHECKS)

@@ -152,6 +152,16 @@ def divided_loss(steps: int) -> Any:
     return lambda outputs, labels, num_items_in_batch=None: heads.mean_loss(outputs, labels) / steps
 
 
+def halves(weight: float, temperature: float) -> Any:
+    """Return a mean whose weight and temperature, from outside, are as many as the steps."""
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        mean = nn.functional.cross_entropy(outputs.logits / temperature * temperature, labels)
+        return weight * mean / weight + 0.0
+
+    return loss
+
+
 def mean_of_four(*args: Any, **kwargs: Any) -> Any:
     loss = heads.mean_loss(*args, **kwargs)
     return (loss + loss + loss + loss) / 4
@@ -159,7 +169,13 @@ def mean_of_four(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("function", "is_repaired"),
-    [(counted_loss, False), (divided_loss(4), False), (heads.mean_loss, True), (mean_of_four, True)],
+    [
+        (counted_loss, False),
+        (divided_loss(4), False),
+        (heads.mean_loss, True),
+        (mean_of_four, True),
+        (halves(weight=4, temperature=4), True),
+    ],
 )
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch.compile

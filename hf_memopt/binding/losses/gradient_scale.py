@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -98,8 +98,9 @@ def _watch_first_step(trainer: Any) -> UndoHandle:
         with _WatchedCount(items, _steps(trainer)) as watched:
             loss = before(model, inputs, *args, **kwargs)
         handle.remove()
-        _decide(trainer, items is not None and not watched.is_used)
-        if items is not None and watched.is_used and is_stock(trainer, "compute_loss"):
+        is_divided = watched.has_divided(loss)
+        _decide(trainer, items is not None and not is_divided)
+        if items is not None and is_divided and is_stock(trainer, "compute_loss"):
             _warn_of_router(trainer)
         return loss
 
@@ -115,15 +116,15 @@ def _watch_function(trainer: Any) -> UndoHandle:
 
     def compute_loss(before: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = trainer.compute_loss_func
-        if not model.training or function is None:
-            return before(model, *args, **kwargs)
         with ExitStack() as stack:
-            if any(found):  # no number of processes multiplies a mean
+            if any(found):  # no number of processes multiplies a mean, in an evaluation either
                 stack.enter_context(set_attribute(trainer.args, AVERAGES, False))
-            elif not found:
+            elif not found and model.training and function is not None:
                 call = partial(_watched, trainer, function, found, stack)
                 stack.enter_context(set_attribute(trainer, "compute_loss_func", call))
             loss = before(model, *args, **kwargs)
+        if not model.training or function is None:
+            return loss
         if not any(found):
             handle.remove()
             return loss
@@ -141,7 +142,10 @@ def _watched(
     items = kwargs.get("num_items_in_batch", args[2] if len(args) > 2 else None)
     with torch.compiler.set_stance("force_eager"), _WatchedCount(items, _steps(trainer)) as watched:
         loss = function(*args, **kwargs)
-    found.append(_of_all(trainer, not watched.is_used))
+    outputs = args[0] if args else None  # a loss that the model made of its labels, and its count, all the same
+    is_the_models = isinstance(outputs, Mapping) and outputs.get("loss") is not None
+    is_counted = items is not None and not torch.is_tensor(items)  # and what takes a number is not seen
+    found.append(_of_all(trainer, not (watched.has_divided(loss) or is_counted or is_the_models)))
     if found[0]:
         stack.enter_context(set_attribute(trainer.args, AVERAGES, False))
         name = getattr(function, "__name__", type(function).__name__)
@@ -181,14 +185,18 @@ def _warn_of_router(trainer: Any) -> None:
     processes = trainer.accelerator.num_processes if args.average_tokens_across_devices else 1
     factor, value = args.gradient_accumulation_steps * processes, attrgetter(name)(model) if name else 0.0
     # the config differs from the model where the user has set the latter
-    if factor == 1 or not value or math.isclose(value * factor, getattr(model.config, name, value)):
+    if (
+        not trainer.is_local_process_zero()
+        or factor == 1
+        or not value
+        or math.isclose(value * factor, getattr(model.config, name, value))
+    ):
         return
-    but = ", unless that is done" if "." in name else ""  # of the config, which is the only place
     owner = "trainer.model.get_base_model()" if hasattr(trainer.model, "get_base_model") else "trainer.model"
     warnings.warn(
         f"{name}={value:g} of {type(model).__name__} weighs {value * factor:g}: num_items_in_batch does not divide the "
         f"loss of its router, which accumulation steps x processes multiply by {factor}; expected its mean. "
-        f"Set: {owner}.{name} = {value / factor:g}{but}",
+        f"Set: {owner}.{name} = {value / factor:g}, unless the configuration has been divided already",
         stacklevel=3,
     )
 
@@ -229,8 +237,8 @@ class _WatchedCount(TorchFunctionMode):
     def __init__(self, items: Any, steps: Collection[int]) -> None:
         super().__init__()
         self._steps, self._shares = steps, {1 / count for count in steps}
-        self._numbers = {*self._steps, *self._shares}
         self.is_used = False
+        self._last: Any = None  # what was divided last by a number from outside
         self._same = [] if items is None else [items]
         from transformers import Trainer
 
@@ -246,21 +254,25 @@ class _WatchedCount(TorchFunctionMode):
         is_taken = any(part is one for part in tree_leaves((args, kwargs)) for one in self._same)
         result = function(*args, **(kwargs or {}))
         numbers = self._steps if name in DIVISIONS else self._shares if name in PRODUCTS else ()
-        if any(_is_among(one, numbers) for one in args) and self._holds_steps(sys._getframe(1)):
-            self.is_used = True
+        if any(_is_among(one, numbers) for one in args):
+            self._divides(sys._getframe(1).f_code, name, result)
         if is_taken and torch.is_tensor(result) and name in SAME_NUMBERS:
             self._same.append(result)
         elif is_taken and (torch.is_tensor(result) or name in READ_NUMBERS):
             self.is_used = True
         return result
 
-    def _holds_steps(self, frame: FrameType) -> bool:
-        """Return whether code divides by the steps: a mean of two losses divides by 2 as well.
+    def _divides(self, code: CodeType, name: str, result: Any) -> None:
+        """Note a division by as many as the steps: a mean of two losses, a weight or a temperature is one as well.
 
-        It names what accumulates, or has the number from outside and does not write it.
+        It is that of the steps where the code names what accumulates; if it does not write the number, only at the end.
         """
-        code = frame.f_code
-        held = [*map(frame.f_locals.get, code.co_freevars), *map(frame.f_globals.get, code.co_names)]
-        outside = [one for one in held if _is_among(one, self._numbers) and one not in code.co_consts]
-        names = (*code.co_names, *code.co_freevars, *code.co_varnames)
-        return bool(outside) or any("accum" in name for name in names)
+        if any("accum" in one for one in (*code.co_names, *code.co_freevars, *code.co_varnames)):
+            self.is_used = True
+        elif name in DIVISIONS and not any(_is_among(one, self._steps) for one in code.co_consts):
+            self._last = result
+
+    def has_divided(self, loss: Any) -> bool:
+        """Return whether the count was used, or the last operation divides by the steps."""
+        last = loss[0] if isinstance(loss, tuple) else loss
+        return self.is_used or (self._last is not None and last is self._last)

@@ -195,9 +195,9 @@ def _parts_outside(prefix: str, modules: Mapping[str, nn.Module]) -> Iterator[st
     """
     inner = [name for name in modules if name.startswith(prefix)]
     for name, part in modules.items():
-        is_whole = name and "." not in name and not isinstance(part, nn.ModuleList | nn.ModuleDict)
-        if is_whole and f"{name}." != prefix and any(True for _ in part.parameters()):
-            names = _linears(name, modules) if any(one.endswith(name) for one in inner) else [name]
+        if name and "." not in name and f"{name}." != prefix and any(True for _ in part.parameters()):
+            is_in_layers = isinstance(part, nn.ModuleList | nn.ModuleDict) or any(one.endswith(name) for one in inner)
+            names = _linears(name, modules) if is_in_layers else [name]
             yield from (one for one in names if not any(other.endswith(one) for other in inner))
 
 

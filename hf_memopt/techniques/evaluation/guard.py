@@ -27,7 +27,6 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from hf_memopt.binding.compatibility import check_compatibility
-from hf_memopt.binding.model import task_of, unwrap_model
 from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import shown
@@ -99,12 +98,6 @@ def guard_evaluation(
     """Bound the memory of one trainer's evaluations; for the arguments see ``EvaluationGuardCallback``."""
     function, budget_bytes = _checked(reduce, card_budget)
     _refuse_two_reductions(trainer, function)
-    model = unwrap_model(trainer.model)
-    if function is class_predictions and "classification" in (task_of(model) or "") and model.config.num_labels == 1:
-        raise ValueError(
-            f"reduce='argmax' takes the largest of several classes, and {type(model).__name__} has num_labels=1, whose "
-            "predictions are values; expected reduce=None. Write: EvaluationGuardCallback(reduce=None)"
-        )
     loop = partial(_evaluation_loop, trainer, function, budget_bytes, {})
     return undo_all(recover_predictions(trainer), override_method(trainer, "evaluation_loop", loop))
 
@@ -134,8 +127,8 @@ def _largest(logits: Any) -> Any:
         shown = f"{tuple(logits.shape)} and dtype {logits.dtype}" if torch.is_tensor(logits) else type(logits).__name__
         raise ValueError(
             f"reduce='argmax' found an output of shape {shown}, which are not logits of several classes; expected a "
-            "floating point output of shape (batch, ..., classes). Say what to keep: "
-            "EvaluationGuardCallback(reduce=lambda logits, labels: ...)"
+            "floating point output of shape (batch, ..., classes). For one label write "
+            "EvaluationGuardCallback(reduce=None); say what to keep of others: reduce=lambda logits, labels: ..."
         )
     return logits.argmax(dim=-1)
 
@@ -176,12 +169,12 @@ def _evaluation_loop(
         if outputs.why_whole is None and args.include_for_metrics:
             stack.enter_context(override_method(trainer, "prediction_step", outputs.prediction_step))
         found = before(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-    if reduce is not None and function is None and outputs.is_reduced and WITHOUT not in checked:
+    if reduce is class_predictions and function is None and outputs.is_reduced and WITHOUT not in checked:
         checked[WITHOUT] = ()
         if trainer.is_local_process_zero():
             notify(
                 logger,
-                f"evaluation: reduce={_name(reduce)} reduces what trainer.predict returns without compute_metrics too; "
+                "evaluation: reduce='argmax' reduces what trainer.predict returns without compute_metrics too; "
                 "argmax of it is wrong. For logits pass EvaluationGuardCallback(reduce=None).",
             )
     if outputs.why_whole is not None:
