@@ -120,7 +120,7 @@ def test_targets_that_cannot_be_adapted_are_refused_by_the_estimate_too() -> Non
     message = message_of(add_adapters, model, 2)
     assert message.startswith("lora=2 cannot be added to ResNetForImageClassification (No modules were targeted for ")
     assert message.endswith(
-        "; expected linear layers beside the head, by names that no other layer has. Pass "
+        "; expected linear layers of the model beside its head, by names that no other layer has. Pass "
         "LoraConfig(target_modules=[...]) with the names of others, or train all weights without lora"
     )
     add_adapters(model, peft.LoraConfig(target_modules=["convolution"]))

@@ -114,7 +114,7 @@ def add_adapters(
                 given, rule = f"lora_targets={lora_targets!r}", "names that name linear layers of the model"
                 fix = "lora_targets='auto'"
             elif is_rank:
-                rule = "linear layers beside the head, by names that no other layer has"
+                rule = "linear layers of the model beside its head, by names that no other layer has"
                 fix = "LoraConfig(target_modules=[...]) with the names of others, or train all weights without lora"
             raise ValueError(
                 f"{given} cannot be added to {type(model).__name__} ({cause}); expected {rule}. Pass {fix}"
