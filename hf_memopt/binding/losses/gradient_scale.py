@@ -7,7 +7,7 @@ is watched: a count that stock passed and no operation took is ignored, unless t
 steps themselves. Nothing is run for it, and nothing read before.
 
 Limitations: a count that only a kernel of one's own reads, in a ``torch.autograd.Function``, is taken for ignored, and
-so is one of a loss that is divided by the steps in a function with no name for accumulation and no variable for them:
+so is one of a loss that is divided by the steps in code with no name for accumulation, unless that comes last:
 ``trainer.loss_is_scaled_for_ga = True`` says that it is. What ``torch.compile`` has compiled cannot be watched, and a
 warning says so. Of several processes, a loss that divides stock's by the steps has stock's factor of their number.
 """
