@@ -60,8 +60,8 @@ class EvaluationGuardCallback(BoundCallback):
 
     Raises:
         ValueError: an argument is invalid; when bound, ``reduce`` is given and so is
-            ``preprocess_logits_for_metrics``; in an evaluation, predictions have to stay whole and do not fit, or are not
-            logits of several classes and ``reduce`` is ``"argmax"``.
+            ``preprocess_logits_for_metrics``; in an evaluation, predictions have to stay whole and do not fit, or are
+            not logits of several classes and ``reduce`` is ``"argmax"``.
         MemoryError: in an evaluation whose outputs need more than half of the host memory that is available (all of it
             with ``eval_do_concat_batches=False``, which concatenates nothing).
     """
