@@ -254,7 +254,7 @@ def save_vision_transformer() -> None:
         ("full", "folders", ["a", "b", "c"]),
         ("lora", "folders", ["a", "b", "c"]),
         ("lora", "metadata.csv", ["a", "b", "c"]),
-        ("lora", "metadata.csv", ["1", "2", "5"]),  # numbers, which are no ids
+        ("lora", "metadata.csv", ["1", "2", "10"]),  # numbers, which are no ids
     ],
 )
 def test_the_script_of_a_vision_transformer_runs_on_folders_of_images(
