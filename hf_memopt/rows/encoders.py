@@ -46,9 +46,8 @@ class Encoder:
 
     def __call__(self, batch: Mapping[str, list[Any]]) -> Columns:
         given = _whole_rows({part: batch[name] for part, name in self.columns.items()})
-        if self.labels is not None and "label" in given and -1 not in self.labels.values:  # which datasets has for none
-            none = [self.labels.kind != "regression" and label == -1 for label in given["label"]]
-            given = _kept(given, [at for at, is_none in enumerate(none) if not is_none])
+        if self.labels is not None and "label" in given:
+            given = _kept(given, [at for at, label in enumerate(given["label"]) if not self.labels.is_none(label)])
         if not any(given.values()):
             return {"input_ids": []}
         for part in given.keys() & set(TEXTS):

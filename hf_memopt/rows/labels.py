@@ -48,11 +48,15 @@ class Labels:
         if self.kind == "regression":
             return _finite(label)
         if self.kind == "single_label_classification":
-            return IGNORED if label == IGNORED else self._id(label)
+            return IGNORED if label == IGNORED or self.is_none(label) else self._id(label)
         if self.is_vector:
             return [_finite(one) for one in label]
         chosen = {self._id(one) for one in (label if isinstance(label, list) else [label])}
         return [float(at in chosen) for at in range(len(self.names))]
+
+    def is_none(self, label: Any) -> bool:
+        """Return whether a label is the -1 that data sets write for none."""
+        return bool(label == -1) and self.kind != "regression" and -1 not in self.values
 
     @cached_property
     def _ids(self) -> dict[Any, int]:
@@ -71,9 +75,10 @@ class Labels:
 def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, kind: Kind | None = None) -> Labels:
     """Return what a column of labels holds.
 
-    Whole numbers are classes: 0 to n-1 without gaps stay as they are, others are numbered in their order. Texts are
-    classes, in alphabetical order, or that of their numbers where all are numbers. Floats are regression, unless they
-    are at most 20 different whole numbers. Lists are several classes at once.
+    Whole numbers are classes: 0 to n-1 without gaps stay as they are, others are numbered in their order; -1 beside
+    three or more that begin with 0 is no class but no label, as data sets write it. Texts are classes, in alphabetical
+    order, or that of their numbers where all are numbers. Floats are regression, unless they are at most 20 different
+    whole numbers. Lists are several classes at once.
 
     Args:
         column: labels of the training rows, shape (rows,).
@@ -140,7 +145,14 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
     # texts that are whole numbers stand in the order of the numbers
     are_digits = all(isinstance(one, str) and re.fullmatch(r"-?\d+", one) for one in found)
     found.sort(key=int if are_digits else None)
-    if pa.types.is_integer(values.type) and found != list(range(len(found))):
+    is_integer = pa.types.is_integer(values.type)
+    if is_integer and not kind and len(found) > 3 and found == [*range(-1, len(found) - 1)]:
+        found = found[1:]
+        note = (
+            f"{len(values.filter(pc.equal(values, -1)))} of {len(values)} labels are -1, taken for no label beside the "
+            f"classes 0 to {found[-1]}, and left out; where -1 is a class, number the classes from 0"
+        )
+    elif is_integer and found != list(range(len(found))):
         note = f"classes {found[0]} to {found[-1]} are numbered 0 to {len(found) - 1}; id2label has them"
     if len(found) == 1:
         note = f"all labels are {found[0]!r}: there is nothing to tell apart"

@@ -131,7 +131,7 @@ def read_rows(
         notes.append(f"translation: from {' to '.join(map(repr, first))}, as they stand in the data")
     encoder = Encoder(task, found, tokenizer, max_length, prefix, labels)
     encoded = _encoded(train, encoder, notes)
-    evaluation = _evaluated(others, train, found, notes)
+    evaluation = _evaluated(others, train, found, () if labels is None else labels.values, notes)
     own = "of the split for evaluation, so they are not in the metrics"
     parts = _split(encoded, notes) if evaluation is None else [encoded, _encoded(evaluation, encoder, notes, own)]
     train, evaluation = parts
@@ -177,15 +177,17 @@ def _splits(dataset: Any, notes: list[str]) -> tuple[Any, dict[str, Any]]:
     return dataset[train], others
 
 
-def _evaluated(splits: Mapping[str, Any], train: Any, found: Mapping[str, str], notes: list[str]) -> Any:
+def _evaluated(
+    splits: Mapping[str, Any], train: Any, found: Mapping[str, str], classes: Sequence[Any], notes: list[str]
+) -> Any:
     """Return the first split that has what is learned; None where there is none."""
     needed = {name for part, name in found.items() if part not in OPTIONAL}
     label = found.get("label")
     for split, rows in splits.items():
         lacking = needed - {*rows.column_names}
         if not lacking and label is not None and not pa.types.is_nested(_column(rows, label).type):
-            values, known = ({*pc.unique(_column(one, label)).to_pylist()} for one in (rows, train))
-            lacking = set() if values - {None, -1} or -1 in known else {label}
+            values = {*pc.unique(_column(rows, label)).to_pylist()}
+            lacking = set() if values - {None, -1} or -1 in classes else {label}
         if not lacking:
             _check_names(split, rows, train, label or found.get("tags"))
             return rows

@@ -211,6 +211,7 @@ def test_tokenizers_that_begin_and_end_a_text_do_so_once() -> None:
 
 
 LABELS = TABLES["labels"]
+SNLI = {"train": [2, -1, 0, 1] * 3, "test": [-1] * 3}
 
 
 def of_split(train: list[Any], test: list[Any]) -> Rows:
@@ -452,6 +453,23 @@ def test_names_of_classes_are_kept_and_rows_that_datasets_marks_as_without_one_l
     tokenizer = byte_tokenizer()  # a class that is a target is learned by its name
     found = read_rows(data, tokenizer, "seq2seq", columns={"source": "text", "target": "label"})
     assert {tokenizer.decode(row["labels"]) for row in every(found)} == {"bad", "good"}
+
+
+def test_minus_one_beside_three_classes_is_no_label() -> None:
+    """As SNLI writes it; of -1, 0 and 1 it may be a class."""
+    parts = {name: datasets.Dataset.from_list(labelled(*labels)) for name, labels in SNLI.items()}
+    found = read_rows(datasets.DatasetDict(parts), tiny.tokenizer(), LABELLED)
+    assert (found.head["id2label"], {*found.train["labels"][:]}) == ({0: "0", 1: "1", 2: "2"}, {0, 1, 2})
+    assert found.notes[:3] == (
+        "3 of 12 labels are -1, taken for no label beside the classes 0 to 2, and left out; "
+        "where -1 is a class, number the classes from 0",
+        "3 of 12 rows without text or label, or with nothing to learn, were left out",
+        "the split 'test' has no label, so it is not evaluated",
+    )
+    found = read(labelled(*[-1, 0, 1] * 4), tiny.tokenizer(), LABELLED)
+    assert found.head["id2label"] == {0: "-1", 1: "0", 2: "1"}
+    tags = read([{"tokens": ["w5"] * 4, "ner_tags": [2, -1, 0, 1]}] * 4, tiny.tokenizer(), "token-classification")
+    assert tags.train[0]["labels"][1:-1] == [2, -100, 0, 1]
 
 
 def test_tags_stand_at_the_first_token_of_a_word() -> None:
