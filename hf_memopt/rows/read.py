@@ -284,13 +284,14 @@ def _encoded(rows: Dataset, encoder: Encoder, notes: list[str], where: str = "")
 
     made = read.map(encode, batched=True, remove_columns=read.column_names, desc="Reading rows")
     needed = " or ".join(name for part, name in encoder.columns.items() if part not in OPTIONAL)
+    within = "" if encoder.max_length is None else f" within {encoder.max_length} tokens"
     if not len(made):
+        how = "Raise max_length (--seq-len of a plan), or name" if within else "Name"
         raise ValueError(
-            f"dataset=<{len(rows)} rows> has none with {needed} to learn from; expected at least one. "
-            "Name other columns: columns={...}"
+            f"dataset=<{len(rows)} rows> has none with {needed} to learn from{within}; expected at least one. "
+            f"{how} other columns: columns={{...}}"
         )
     if len(made) < len(rows):
-        within = "" if encoder.max_length is None else f" in {encoder.max_length} tokens"
         left = f"{len(rows) - len(made)} of {len(rows)} rows without {needed}, or with nothing to learn{within},"
         notes.append(f"{left} were left out {where}".rstrip())
     notes += _of_lengths(made, encoder)

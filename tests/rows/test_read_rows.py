@@ -163,10 +163,12 @@ def test_cut_rows_keep_what_is_learned() -> None:
     assert {len(row["input_ids"]) for row in every(found)} == {4}
     assert len(every(found)) == 3
     assert found.notes == (
-        "1 of 4 rows without prompt or completion, or with nothing to learn in 4 tokens, were left out",
+        "1 of 4 rows without prompt or completion, or with nothing to learn within 4 tokens, were left out",
         "3 of 3 rows fill max_length=4 and may have been cut",
         "1 of 3 rows are kept for evaluation: the data has no split for it",
     )
+    message = whole("dataset=<1 rows> has none with prompt or completion")
+    refuses(ValueError, message, read, rows[3:], tokenizer, max_length=4)
 
 
 TWICE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages[-1]['content'] }}"
@@ -485,9 +487,9 @@ def test_answers_are_found_by_their_characters() -> None:
     assert [(row["start_positions"], row["end_positions"]) for row in every(cut)] == [(0, 0)] * 2
     assert "2 of 4 rows" in cut.notes[0]
     splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows[2:]), test=datasets.Dataset.from_list(rows))
-    left = "2 of 4 rows without question or context or answers, or with nothing to learn in 4 tokens, were left out of"
+    left = "2 of 4 rows without question or context or answers, or with nothing to learn within 4 tokens, were left out"
     found = read_rows(splits, byte_tokenizer(), "question-answering", max_length=4)
-    assert f"{left} the split for evaluation, so they are not in the metrics" in found.notes
+    assert f"{left} of the split for evaluation, so they are not in the metrics" in found.notes
     ids = [{"input_ids": [5, 6, 7], "start_positions": at, "end_positions": at} for at in (0, 1, 2)] * 2
     kept = read(ids, byte_tokenizer(), "question-answering", max_length=2)
     assert {row["end_positions"] for row in every(kept)} == {0, 1}
