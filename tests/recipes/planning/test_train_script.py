@@ -231,9 +231,12 @@ def test_the_script_of_an_encoder_decoder_generates_what_it_is_measured_by(metho
     trainer = run_script(work / "run/train.py")
     assert trainer.state.global_step == 9
     assert trainer.evaluate().keys() >= {"eval_exact_match", "eval_generated_tokens", "eval_loss_per_token"}
-    simulated = estimate_from_arguments(config, trainer.args, 24).settings
+    simulated = estimate_from_arguments(trainer.model, trainer.args, 24).settings
     assert (simulated.predict_with_generate, simulated.eval_accumulation_steps) == (True, None)
-    assert (simulated.generation_max_length, simulated.generation_num_beams) == (24, 1)
+    assert simulated.generation_num_beams == 1
+    assert trainer.predict(trainer.eval_dataset).predictions.shape == (3, 24)
+    if method == "full":
+        assert json.loads((work / "run/out/final/generation_config.json").read_text())["max_length"] == 24
     check_against_recipe(trainer, recipe(written.recipe))
 
 
