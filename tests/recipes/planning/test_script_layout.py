@@ -150,6 +150,7 @@ def test_scripts_are_short_and_pass_ruff_at_any_length_of_line(every: int, found
         lines = [line for line in text.splitlines() if line and not line.strip().startswith("#")]
         assert told.world_size > 1 or len(path) >= 20 or 30 <= len(lines) <= 72, text
         assert "from hf_memopt" not in text  # public names alone
+        assert "after a break, once an epoch is saved: train(resume_from_checkpoint=True)" in text
     assert number > 40
     for options in (*RUFF, "format --check --line-length 120"):
         command = [ruff.find_ruff_bin(), *options.split(), "--isolated", "--no-cache", "."]
