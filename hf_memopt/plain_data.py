@@ -165,9 +165,10 @@ def check_word(name: str, value: Any, known: Iterable[str], example: str = "") -
     """Raise ValueError if ``value`` is not one of the known words; ``example`` is proposed, or the first."""
     words = tuple(known)
     if not isinstance(value, str) or value not in words:
+        meant = "" if str(value) in example else did_you_mean(value, words)
         raise ValueError(
             f"{name}={shown(value)} is unknown; expected one of {', '.join(map(repr, words))}."
-            f"{did_you_mean(value, words) or f' Pass {name}={(example or words[0])!r}'}"
+            f"{meant or f' Pass {name}={(example or words[0])!r}'}"
         )
 
 

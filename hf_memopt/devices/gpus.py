@@ -147,6 +147,11 @@ def _unknown(gpu: object) -> ValueError:
             f"gpu={gpu!r} is a GPU of Apple, Intel or AMD's Radeon series, for which nothing is predicted; expected "
             "one of NVIDIA or an Instinct. Pass gpu='RTX 3060 12GB'"
         )
+    if re.fullmatch(r"cpu|auto|(cuda:?)?\d*", text, re.IGNORECASE):
+        return ValueError(
+            f"gpu={shown(gpu)} names a device, not a kind of GPU; expected a name such as 'RTX 3060 12GB', or a size. "
+            "Leave it out to take the GPU of this machine"
+        )
     spelled = {_without_size(known): known for known in sorted(GPUS, key=lambda known: "Laptop" in known)}
     near = nearest(_without_size(text), spelled) if re.search(r"\d", text) else None
     meant = f" Did you mean {spelled[near]!r}?" if near else ""

@@ -237,7 +237,7 @@ def _find(path: Path) -> tuple[str, list[Path]]:
         mixture = " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         raise ValueError(
             f"path={str(path)!r} mixes files of several kinds, {mixture}; expected one kind. "
-            f"Name one file: hf-memopt lengths {found[0][1]}"
+            f"Pass path={str(found[0][1])!r}"
         )
     return found[0][0], [source for _, source in found]
 
@@ -250,7 +250,7 @@ def _sources(folder: Path, seen: set[str]) -> Iterator[Path]:
         splits = [entry.name for entry in entries if entry.is_dir()]
         raise ValueError(
             f"path={str(folder)!r} holds the splits {', '.join(splits)}; expected one dataset. "
-            f"Name one of them: hf-memopt lengths {folder / splits[0] if splits else folder}"
+            f"Pass path={str(folder / splits[0] if splits else folder)!r}"
         )
     if {"state.json", "dataset_info.json"} <= names:
         yield folder

@@ -55,6 +55,9 @@ def reading(source: Path, kind: str) -> Iterator[None]:
         if cause.endswith(TOO_LONG):
             most = format_bytes(MOST_ROW[kind])
             action = f"rows of at most {most}. Cut its texts, or close the quotation mark or bracket left open"
+        elif cause.endswith("no comma"):
+            read = "pandas.read_csv(file, sep=None, engine='python')"
+            action = f"columns separated by commas. Call: {read}.to_csv(file, index=False)"
         elif cause.startswith("line "):
             action = f"complete JSON. Correct {cause.partition(':')[0]}, or write the file again"
         elif cause.startswith(("row ", "rows ")):
@@ -141,6 +144,8 @@ def _open_table(file: Path, kind: str) -> tuple[pa.Schema, Read]:
         form = ds.CsvFileFormat(csv.ParseOptions(newlines_in_values=True), read_options=reading)
     fragment = form.make_fragment(str(file), fs.LocalFileSystem())
     schema = fragment.physical_schema
+    if kind == "csv" and len(schema.names) == 1 and (found := re.search("[;\t]", schema.names[0])):
+        raise pa.ArrowInvalid(f"its header has {found[0]!r} between the names of columns, and no comma")
     if kind == "csv":  # a column without values, or without UTF-8, in its first block is read as text
         unknown = (pa.null(), pa.binary())
         schema = pa.schema([field.with_type(pa.string()) if field.type in unknown else field for field in schema])

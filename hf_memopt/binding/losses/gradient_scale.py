@@ -35,6 +35,7 @@ from hf_memopt.binding.losses.known_losses import counts_items, is_stock, router
 from hf_memopt.binding.model import unwrap_model
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, set_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
+from hf_memopt.notices import notify
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +210,10 @@ def _divide_by_steps(trainer: Any) -> None:
 def _record(trainer: Any, name: str, old: Any, new: Any, loss: str) -> None:
     factor = "so stock would multiply its gradients by accumulation steps x processes"
     change = Change(name, old, new, f"{loss} ignores num_items_in_batch, {factor}")
-    logger.info("attach changed %s", change)
+    if trainer.args.gradient_accumulation_steps * trainer.accelerator.num_processes > 1:
+        notify(logger, f"attach changed {change}")  # the losses that are logged differ from stock's
+    else:
+        logger.info("attach changed %s", change)
     record_changes(trainer, (change,))
 
 

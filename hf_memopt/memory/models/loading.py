@@ -338,8 +338,8 @@ def _check_attention(name: str) -> None:
     usual = ("eager", "sdpa", "flash_attention_2")
     raise ValueError(
         f"attn_implementation={name!r} is unknown; expected one of {', '.join(map(repr, usual))}, or another that "
-        f"transformers {transformers.__version__} has registered.{did_you_mean(name, usual)} "
-        "Pass attn_implementation='sdpa'"
+        f"transformers {transformers.__version__} has registered."
+        + (did_you_mean(name, usual) or " Pass attn_implementation='sdpa'")
     )
 
 

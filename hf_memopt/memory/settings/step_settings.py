@@ -182,6 +182,10 @@ class StepSettings:
                 f"label_smoothing_factor={shown(self.label_smoothing_factor)} is invalid; expected a number from 0 to "
                 "below 1. Pass label_smoothing_factor=0.1"
             )
+        if self.audio_seconds is not None and not self.audio_seconds > 0:
+            raise ValueError(
+                f"audio_seconds={shown(self.audio_seconds)} is invalid; expected more than 0. Pass audio_seconds=10"
+            )
         functions = self.prepare if isinstance(self.prepare, tuple | list) else (None,)
         if not all(map(callable, functions)):
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,14 @@ class Texts:
         cls, lengths: ArrayLike | None, seq_len: int | None, *, batch_size: int, most: int | None, default: int | None
     ) -> Texts:
         """Return the lengths of rows that are cut to ``seq_len``."""
+        if seq_len is not None and default is None:
+            raise ValueError(
+                f"seq_len={seq_len} has no meaning for a model without text; expected None. Leave seq_len out"
+            )
+        if seq_len is not None and most is not None and seq_len > most:
+            raise ValueError(
+                f"seq_len={seq_len} is beyond the positions of the model; expected 1 to {most}. Pass seq_len={most}"
+            )
         if lengths is None:
             return cls(default if seq_len is None else seq_len)
         values = checked_array("lengths", lengths)
@@ -145,6 +154,7 @@ def facts_of(
         overflow=against_float16(config=config),
         most_tokens=most_tokens(built) if found is not None else None,
         default_length=STEPPING_LENGTH if kind in STEPPING else default_length(built, settings),
+        compares_rows="return_loss" in inspect.signature(built.forward).parameters,
         has_experts=any(hasattr(module, "has_gate") for module in built.modules()),
         kind=kind,
         new_parts=new_parts(built),

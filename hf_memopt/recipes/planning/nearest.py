@@ -29,8 +29,8 @@ class Shortfall:
     # tokens of a row with which it fits, with the margin, a multiple of 8 of which the next does not fit; None where no
     # length does, and without text
     longest: int | None
-    # examples of a step that a set-up with released gradients can hold, of which one more does not fit; None where they
-    # are not allowed, or none fits
+    # examples of a step that a set-up whose steps are whole can hold, of which one more does not fit; None where no
+    # set-up is so, or none fits
     batch: int | None
     parameters: int  # elements of the largest model of the same shape that fits, by proportion; 0 where none does
     gpu: str  # name of the smallest GPU of the table that holds it, simulated; "" where none does
@@ -73,7 +73,7 @@ def _check_methods(own: Sequence[Candidate], simulation: Simulation) -> None:
     model = simulation.model if isinstance(simulation.model, str) else type(simulation.model).__name__
     does_not_fit = "".join(f"{NAMES[stage]} does not fit, and " for stage in dict.fromkeys(one.stage for one in own))
     action = ". Measure a few steps of your own script instead: hf-memopt measure train.py"
-    if "Call: " in reason:
+    if "Call: " in reason or "Pass " in reason:
         action = ""  # it has one
     elif own:
         action = f". To plan what can be simulated, pass method='{'lora' if own[-1].stage == 'lora' else 'full'}'"
@@ -94,19 +94,19 @@ def _longest(least: Candidate, simulation: Simulation) -> int | None:
 
 
 def _batch(set_ups: Sequence[SetUp], simulation: Simulation) -> int | None:
-    """Return the largest batch that the leanest set-up with released gradients can hold as one.
+    """Return the largest batch that the leanest set-up whose steps are whole can hold.
 
     It is the last one, or the one before, which has no expandable segments: these round up by 2 MiB in each pool.
     """
-    released = [one.recipe for one in set_ups if not one.recipe.accumulates][-2:]
+    whole = [one.recipe for one in set_ups if simulation.is_whole(one.recipe)][-2:]
 
     def spare_bytes(rows: int) -> int | None:
-        sized = [one.replace(effective_batch_size=rows, per_device_train_batch_size=rows) for one in released]
+        sized = [one.replace(effective_batch_size=rows, per_device_train_batch_size=rows) for one in whole]
         spare = [simulation.spare_bytes(one, simulation.texts.seq_len) for one in sized]
         return max((one for one in spare if one is not None), default=None)
 
     smaller = range(1, simulation.share)
-    return largest_that_fits(smaller, spare_bytes, first=(1, simulation.share - 1)) if released else None
+    return largest_that_fits(smaller, spare_bytes, first=(1, simulation.share - 1)) if whole else None
 
 
 def _smallest_gpu(least: Candidate, simulation: Simulation) -> str:

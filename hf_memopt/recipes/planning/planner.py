@@ -247,7 +247,12 @@ def _notes(
         even = (share + 1) * simulation.world_size
         yield f"{share} examples cannot be cut evenly but into single ones; effective_batch_size={even} can"
     yield from _of_host(simulation, candidates, chosen)
-    if simulation.time_unknown:
+    if simulation.facts.compares_rows and simulation.share > 1:
+        yield (
+            f"the loss of {simulation.model_name} compares the rows of a batch with each other, so all "
+            f"{simulation.share} examples of a step are planned at once: in accumulation steps each meets fewer others"
+        )
+    if simulation.time_unknown and (chosen is None or chosen.seconds is None):
         yield f"time is not predicted: {simulation.time_unknown}"
     elif simulation.priced_on.name != simulation.gpu.name:
         yield f"times are those of {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"

@@ -131,12 +131,12 @@ def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation) 
         if (count, length) not in found:
             simulation.announce(f"what fits: {count} rows" + ("" if length is None else f" of {length} tokens"))
             recipe = one.recipe.replace(per_device_train_batch_size=count)
-            if not recipe.accumulates or count > share:
+            if simulation.is_whole(recipe) or count > share:
                 recipe = recipe.replace(effective_batch_size=count)
             found[count, length] = simulation.estimate(recipe, length).total_bytes
         return one.usable_bytes - found[count, length]
 
-    accumulated = [count for count in rows if count < share] if one.recipe.accumulates else rows
+    accumulated = [count for count in rows if count < share] if not simulation.is_whole(one.recipe) else rows
     cells: list[list[CellData]] = []
     for part in (accumulated, [count for count in rows if count not in accumulated]):
         for count, verdicts in zip(part, settle(part, lengths, spare_bytes, one.margin_bytes), strict=True):

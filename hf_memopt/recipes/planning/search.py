@@ -37,13 +37,6 @@ SAVES_LITTLE = {OFFLOAD, SEGMENTS}
 EASE_SHARE = 0.08  # of a GPU, which full training leaves where it is recommended before LoRA
 
 
-def row_counts(set_up: SetUp, share: int) -> list[int]:
-    """Return the micro-batches that a step's examples of one GPU can be cut into; a released gradient needs all."""
-    if not set_up.recipe.accumulates:
-        return [share]
-    return [rows for rows in range(1, share + 1) if share % rows == 0]
-
-
 def search(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
     """Simulate set-ups of one method until the best of them, each after its plainer ones, is among the candidates."""
     if not set_ups:
@@ -103,7 +96,7 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
             max((one.least_cost for one in plainer.values()), default=0.0),
             [],
         )
-        counts = [rows for rows in row_counts(set_up, simulation.share) if rows > tried.most]
+        counts = [rows for rows in simulation.row_counts(set_up) if rows > tried.most]
         if not counts:
             continue
         tried.simulated = [one for plain in plainer.values() for one in plain.simulated if one.rows == counts[0]]
@@ -155,7 +148,7 @@ def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation) -> None
     too_much: set[tuple[Technique, ...]] = set()
     near = []
     for set_up in _counted(set_ups[::-1], simulation):
-        counts, known = row_counts(set_up, simulation.share), []
+        counts, known = simulation.row_counts(set_up), []
         if set_up.techniques not in too_much:
             ends = [simulation.of(set_up, rows) for rows in dict.fromkeys((counts[0], counts[-1]))]
             known = [one for one in ends if one is not None]
@@ -174,7 +167,7 @@ def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation) -> None
                 return None
             return int(min(least / (1 - SAME_FRACTION), one.usable_bytes - one.margin_bytes)) - one.total_bytes
 
-        counts = row_counts(set_up, simulation.share)
+        counts = simulation.row_counts(set_up)
         largest_that_fits(counts, spare_bytes, first=(counts[0], counts[-1]))
 
 
@@ -216,7 +209,7 @@ def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation) -> bool:
     too_large = set()
     in_memory, offloaded = ([one for one in set_ups if one.recipe.offload is offload] for offload in (False, True))
     for set_up in (set_ups[0], *least_set_ups(in_memory), *least_set_ups(offloaded)):
-        counts = row_counts(set_up, simulation.share)
+        counts = simulation.row_counts(set_up)
         least = None if set_up.held in too_large else simulation.of(set_up, counts[0])
         if least is None:
             continue

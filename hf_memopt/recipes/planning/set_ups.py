@@ -95,6 +95,7 @@ class ModelFacts:
     overflow: str = ""  # why it should not compute in float16, with the source; "" where nothing is known
     most_tokens: int | None = None  # of a row that it takes; None for no limit
     default_length: int | None = None  # tokens of a row where none are given; None for a model without text
+    compares_rows: bool = False  # whether its loss compares the rows of a batch with each other, as CLIP's
     has_experts: bool = False  # whether it has fused experts that can be put into 4 bits
     tiles: bool = False  # whether its rows are long, and modules of it work on each position alone
     kind: str = ""  # its model_type

@@ -194,6 +194,16 @@ class Simulation:
     def allows(self, set_up: SetUp) -> bool:
         return set(set_up.consents) <= set(self.allow)
 
+    def is_whole(self, recipe: Recipe) -> bool:
+        """Return whether a step has to be one batch: a released gradient needs it, or a loss that compares rows."""
+        return not recipe.accumulates or self.facts.compares_rows
+
+    def row_counts(self, set_up: SetUp) -> list[int]:
+        """Return the micro-batches that a step's examples of one GPU can be cut into."""
+        if self.is_whole(set_up.recipe):
+            return [self.share]
+        return [rows for rows in range(1, self.share + 1) if self.share % rows == 0]
+
     def of(self, set_up: SetUp, rows: int) -> Candidate | None:
         """Return the set-up with micro-batches of ``rows``; None where it cannot be simulated (see ``refused``)."""
         key = set_up.techniques, rows, self.texts.seq_len, self.sharing

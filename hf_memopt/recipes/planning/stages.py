@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
-from hf_memopt.recipes.planning.search import best_of, fits_with_ease, least_set_ups, most_rows, row_counts, search
+from hf_memopt.recipes.planning.search import best_of, fits_with_ease, least_set_ups, most_rows, search
 from hf_memopt.recipes.planning.set_ups import ADAPTERS, BF16_WEIGHTS, CHECKPOINTING, ModelFacts, SetUp, set_ups
 from hf_memopt.recipes.planning.sharing import PLAIN_OPTIMIZER, Sharing
 
@@ -105,7 +105,7 @@ class StageSearch:
         every = {one: (one.held, one.recipe.embeddings_on_host) for one in self.set_ups(stage, streamed=True)}
         for one, held in every.items():  # what the host holds is the same for all rows, and more with embeddings
             if held not in needs and not needs.get((one.held, False)):
-                found = simulation.of(one, row_counts(one, simulation.share)[0])
+                found = simulation.of(one, simulation.row_counts(one)[0])
                 needs[held] = 1 if found is None else found.host_lacks_bytes
         search([one for one, held in every.items() if needs.get(held, 1) == 0], simulation)
         return best_of(self._of(stage), simulation.goal)
@@ -140,7 +140,7 @@ class StageSearch:
         lever = every.get(used - {chosen.techniques[0]} | {BF16_WEIGHTS})
         is_asked_for = self.simulation.goal == "speed" and BF16_WEIGHTS.consent not in self.simulation.allow
         if lever is not None and is_asked_for and chosen.stage == "full":
-            counts = [rows for rows in row_counts(lever, self.simulation.share) if rows >= chosen.rows]
+            counts = [rows for rows in self.simulation.row_counts(lever) if rows >= chosen.rows]
             most_rows(lever, self.simulation, counts)
 
     def _simulate_other_methods(self, chosen: Candidate, stages: Sequence[str]) -> None:
@@ -160,7 +160,7 @@ class StageSearch:
         self.simulation.sharing = self.sharings[0]
         in_memory = [one for one in self.set_ups(stages[-1]) if not one.recipe.offload]
         for set_up in least_set_ups(in_memory) if chosen is None else ():
-            self.simulation.of(set_up, row_counts(set_up, self.simulation.share)[0])
+            self.simulation.of(set_up, self.simulation.row_counts(set_up)[0])
         asking: dict[tuple[str, ...], SetUp] = {}
         for one in (one for stage in stages for one in self.set_ups(stage, with_consents=True)):
             is_plain = not one.recipe.offload and not one.recipe.expandable_segments
@@ -170,7 +170,7 @@ class StageSearch:
             weights = attrgetter("weights_dtype", "load_in", "lora")
             same = (one for one in self.simulation.candidates if weights(one.recipe) == weights(set_up.recipe))
             if not any(one.context_bytes + one.components["weights"] > one.usable_bytes for one in same):
-                most_rows(set_up, self.simulation, row_counts(set_up, self.simulation.share))
+                most_rows(set_up, self.simulation, self.simulation.row_counts(set_up))
 
 
 # ---- The longest rows
@@ -192,7 +192,7 @@ def use_longest(simulation: Simulation, set_ups: Mapping[str, Sequence[SetUp]]) 
             one.with_rows(rows)
             for kept in (of_stage, [one for one in of_stage if not one.recipe.offload])  # the host may be small
             for one in reversed(least_set_ups(kept))
-            for rows in dict.fromkeys((row_counts(one, share)[0], share))
+            for rows in dict.fromkeys((simulation.row_counts(one)[0], share))
         ]
         for stage, of_stage in set_ups.items()
     }

@@ -224,7 +224,7 @@ class _Watch(TrainerCallback):
         if tally is not None and tally.failures:
             self._say(
                 f"memory ran out {tally.failures} times, and {tally.cut_steps} of {tally.steps} steps ran in parts, "
-                "each with the loss and the gradients of its whole batch"
+                "each with the loss and the gradients of its whole batch, up to rounding and the draws of dropout"
             )
         if peaks := self._peaks():
             self._say(f"the run is over{peaks}")

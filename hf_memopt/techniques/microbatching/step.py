@@ -363,7 +363,7 @@ class MicrobatchedStep:
         if failure.row is not None:
             inputs, keeps = self._window[failure.position].inputs, self._whole.padding.is_kept
             again = f"repeated in {len(groups_of(inputs, self._limits, keeps_padding=keeps))} micro-batches"
-        draws = " and the draws of dropout" if has_drawn else ""
+        draws = " and the draws of dropout" if has_drawn or _has_dropout(trainer.model) else ""
         self._tell_failure(trainer, failure.size, failure.columns, f"{again} of at most {limit}", draws)
 
     def _part_failed(self, rows: int, columns: int | None, seconds: float) -> None:
@@ -407,6 +407,11 @@ class MicrobatchedStep:
         self._changes.append(change)
         record_changes(trainer, [change])
         return change
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Return whether a module drops values: memory may run out before it draws, and parts draw other numbers."""
+    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules())
 
 
 def _measured(rows: int, columns: int | None) -> tuple[str, int]:
