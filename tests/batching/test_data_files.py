@@ -359,6 +359,15 @@ BY_READERS: list[tuple[str, bytes]] = [
 ]
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_another_separator_than_a_comma_is_named(tmp_path, separator):
+    (tmp_path / "a.csv").write_text(f"review{separator}stars\ngood{separator}3\n")
+    assert error_of(tmp_path / "a.csv").endswith(
+        f"(ArrowInvalid: its header has {separator!r} between the names of columns, and no comma); expected columns "
+        "separated by commas. Call: pandas.read_csv(file, sep=None, engine='python').to_csv(file, index=False)"
+    )
+
+
 @pytest.mark.parametrize(("name", "content"), BY_READERS, ids=range(len(BY_READERS)))
 def test_a_broken_file_is_named_in_one_line_with_the_cause(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)

@@ -98,9 +98,10 @@ def test_two_processes_give_the_gradient_of_one(tmp_path):
 
 def test_the_change_tells_what_was_found(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="hf_memopt.binding.losses.gradient_scale"):
-        trainer = attach(bert_trainer(tmp_path))
+        trainer = attach(bert_trainer(tmp_path, gradient_accumulation_steps=2))
     assert trainer.memopt_changes == (BERT_CHANGE,)
     assert caplog.messages == [f"attach changed {BERT_CHANGE}"]
+    assert caplog.records[0].levelname == "WARNING"  # it is shown: the losses that are logged differ from stock's
 
 
 def test_a_loss_that_ignores_the_count_in_kwargs_is_repaired_too(tmp_path):

@@ -315,6 +315,16 @@ def test_an_example_that_does_not_fit_is_named_and_leaves_no_trace(where: str, t
     assert all(torch.equal(before[name], weight) for name, weight in trainer.model.state_dict().items())
 
 
+def test_what_parts_draw_anew_is_said_even_where_memory_ran_out_before_dropout_drew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(CASES["bert"], tmp_path, MicrobatchCallback(), Scarcity(limit=40))
+    trainer.model.bert.embeddings.dropout.p = 0.1
+    trainer.train()
+    [text] = [text for text in caplog.messages if "out of memory with" in text]
+    assert text.endswith("Same loss and gradient up to rounding and the draws of dropout.")
+
+
 def test_each_change_of_the_limit_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = MicrobatchCallback()
     with caplog.at_level(logging.INFO, "hf_memopt"):

@@ -534,6 +534,16 @@ def test_json_has_every_candidate_with_bytes_seconds_verdict_and_reason() -> Non
         assert one["total_bytes"] == one["reserved_bytes"] + one["context_bytes"]
 
 
+def test_a_loss_that_compares_rows_is_planned_in_one_batch() -> None:
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    clip = transformers.CLIPConfig(
+        text_config={**text, "vocab_size": 99}, vision_config={**text, "image_size": 32, "patch_size": 8}
+    )
+    found = plan(clip, gpu=custom_gpu("2GiB"), seq_len=16, effective_batch_size=64)
+    assert {(one.rows, one.accumulation_steps) for one in found.candidates} == {(64, 1)}
+    assert any("compares the rows of a batch with each other, so all 64 examples" in note for note in found.notes)
+
+
 # ---- Bad input
 
 
@@ -550,6 +560,8 @@ BAD = [
     ({"strategy": "zero3", "goal": "longest", "world_size": 2}, "strategy='zero3', goal='longest' are incompatible"),
     ({"effective_batch_size": 0}, "effective_batch_size=0 "),
     ({"lengths": [8, 600]}, "lengths=<longest 600> are beyond the 128 positions of the model; expected 1 to 128."),
+    ({"seq_len": 129}, "seq_len=129 is beyond the positions of the model; expected 1 to 128. Pass seq_len=128"),
+    ({"task": "classification"}, "'audio-classification'. Pass task='sequence-classification'"),
     ({"lengths": []}, "are no lengths of examples; expected whole numbers from 1 on"),
     ({"budget": "100GiB"}, "budget='100GiB' is more than the "),
     ({"budget": "lots"}, "budget='lots' is not an amount of memory; expected a number with one of the units"),

@@ -19,7 +19,7 @@ from hf_memopt.memory.recording import keeping_models
 from hf_memopt.recipes.planning import facts_of, print_plan
 from hf_memopt.recipes.planning.model_and_rows import Texts
 from hf_memopt.recipes.planning.report_figures import settle
-from hf_memopt.recipes.planning.search import best_of, fits_with_ease, row_counts
+from hf_memopt.recipes.planning.search import best_of, fits_with_ease
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation, priced_on
 
@@ -33,12 +33,12 @@ def exhaustive(memory: str, batch: int, *, with_ease: bool = False, **options: A
     with keeping_models():
         source, task, facts = facts_of(config(layers=options.get("layers", 2), positions=256), None)
         texts = Texts.of(options.get("lengths"), seq_len, batch_size=batch, most=facts.most_tokens, default=seq_len)
-        simulation = Simulation(source, task, facts, gpu_of(memory), texts, allow=allow)
+        simulation = Simulation(source, task, facts, gpu_of(memory), texts, share=batch, allow=allow)
         every = [
             simulation.of(set_up, rows)
             for set_up in set_ups("full", facts, simulation.gpu, batch)
             if set(set_up.consents) <= set(allow)
-            for rows in row_counts(set_up, batch)
+            for rows in simulation.row_counts(set_up)
         ]
     assert len(every) > 50
     is_wanted = fits_with_ease if with_ease else bool
