@@ -165,7 +165,7 @@ def check_word(name: str, value: Any, known: Iterable[str], example: str = "") -
     """Raise ValueError if ``value`` is not one of the known words; ``example`` is proposed, or the first."""
     words = tuple(known)
     if not isinstance(value, str) or value not in words:
-        meant = "" if str(value) in example else did_you_mean(value, words)
+        meant = "" if isinstance(value, str) and value in example else did_you_mean(value, words)
         raise ValueError(
             f"{name}={shown(value)} is unknown; expected one of {', '.join(map(repr, words))}."
             f"{meant or f' Pass {name}={(example or words[0])!r}'}"

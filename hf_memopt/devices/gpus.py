@@ -147,7 +147,7 @@ def _unknown(gpu: object) -> ValueError:
             f"gpu={gpu!r} is a GPU of Apple, Intel or AMD's Radeon series, for which nothing is predicted; expected "
             "one of NVIDIA or an Instinct. Pass gpu='RTX 3060 12GB'"
         )
-    if re.fullmatch(r"cpu|auto|cuda(:\d+)?|\d+", text, re.IGNORECASE):
+    if re.fullmatch(r"cpu|auto|cuda(:\d+)?|[0-7]", text, re.IGNORECASE):
         return ValueError(
             f"gpu={shown(gpu)} names a device, not a kind of GPU; expected a name such as 'RTX 3060 12GB', or a size. "
             "Leave it out to take the GPU of this machine"

@@ -361,11 +361,14 @@ BY_READERS: list[tuple[str, bytes]] = [
 
 @pytest.mark.parametrize("separator", [";", "\t"])
 def test_another_separator_than_a_comma_is_named(tmp_path, separator):
-    (tmp_path / "a.csv").write_text(f"review{separator}stars\ngood{separator}3\n")
+    (tmp_path / "a.csv").write_text(f"text{separator}stars\ngood, or not{separator}3\n")
     assert error_of(tmp_path / "a.csv").endswith(
-        f"(ArrowInvalid: its header has {separator!r} between the names of columns, and no comma); expected columns "
-        "separated by commas. Call: pandas.read_csv(file, sep=None, engine='python').to_csv(file, index=False)"
+        f"(ArrowInvalid: its header has '{separator}' between names of columns, and no comma); expected columns "
+        f"separated by commas. Call: pandas.read_csv(file, sep={separator!r}, keep_default_na=False)"
+        ".to_csv('commas.csv', index=False)"
     )
+    (tmp_path / "b.csv").write_text(f'"text{separator} or not"\ngood{separator} or not\n')
+    assert file_lengths(tmp_path / "b.csv").lengths.tolist() == [3]  # words
 
 
 @pytest.mark.parametrize(("name", "content"), BY_READERS, ids=range(len(BY_READERS)))

@@ -56,8 +56,8 @@ def reading(source: Path, kind: str) -> Iterator[None]:
             most = format_bytes(MOST_ROW[kind])
             action = f"rows of at most {most}. Cut its texts, or close the quotation mark or bracket left open"
         elif cause.endswith("no comma"):
-            read = "pandas.read_csv(file, sep=None, engine='python')"
-            action = f"columns separated by commas. Call: {read}.to_csv(file, index=False)"
+            read = f"pandas.read_csv(file, sep={cause.split(chr(39))[1]!r}, keep_default_na=False)"
+            action = f"columns separated by commas. Call: {read}.to_csv('commas.csv', index=False)"
         elif cause.startswith("line "):
             action = f"complete JSON. Correct {cause.partition(':')[0]}, or write the file again"
         elif cause.startswith(("row ", "rows ")):
@@ -81,7 +81,10 @@ def open_source(source: Path, kind: str) -> tuple[pa.Schema, Read]:
         raise EOFError("the file is empty")
     if kind in ("csv", "json"):
         with pa.input_stream(str(source), compression="detect") as stream:
-            encoding = json.detect_encoding(stream.read(4))  # it looks at zero bytes, which works for CSV too
+            start = stream.read(2**16)
+        encoding = json.detect_encoding(start[:4])  # it looks at zero bytes, which works for CSV too
+        if kind == "csv":
+            _check_separator(start)
         if not encoding.startswith("utf-8"):
             raise UnicodeError(f"its encoding is {encoding}, not utf-8")
     openers = {"json": _open_json, "arrow": _open_arrow}
@@ -90,6 +93,14 @@ def open_source(source: Path, kind: str) -> tuple[pa.Schema, Read]:
     if doubled:
         raise pa.ArrowInvalid(f"several columns are named {doubled[0]!r}")
     return schema, read
+
+
+def _check_separator(start: bytes) -> None:
+    """Raise if the first two lines of a CSV file, without what is quoted, have another separator than a comma."""
+    header, *rows = [re.sub(rb'"[^"]*"', b"", line) for line in start.splitlines()[:2]] or [b""]
+    for separator in (b";", b"\t"):
+        if separator in header and b"," not in header and all(separator in row for row in rows):
+            raise pa.ArrowInvalid(f"its header has '{separator.decode()}' between names of columns, and no comma")
 
 
 def _open_saved(folder: Path) -> tuple[pa.Schema, Read]:
@@ -144,8 +155,6 @@ def _open_table(file: Path, kind: str) -> tuple[pa.Schema, Read]:
         form = ds.CsvFileFormat(csv.ParseOptions(newlines_in_values=True), read_options=reading)
     fragment = form.make_fragment(str(file), fs.LocalFileSystem())
     schema = fragment.physical_schema
-    if kind == "csv" and len(schema.names) == 1 and (found := re.search("[;\t]", schema.names[0])):
-        raise pa.ArrowInvalid(f"its header has {found[0]!r} between the names of columns, and no comma")
     if kind == "csv":  # a column without values, or without UTF-8, in its first block is read as text
         unknown = (pa.null(), pa.binary())
         schema = pa.schema([field.with_type(pa.string()) if field.type in unknown else field for field in schema])

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hf_memopt.binding import can_offload_checkpoints
-from hf_memopt.binding.model import task_of
+from hf_memopt.binding.model import task_of, unwrap_model
 from hf_memopt.binding.model_changes import is_quantized, new_parts, tied_embeddings
 from hf_memopt.binding.parameters import layer_stacks
 from hf_memopt.devices import against_float16, current_os
@@ -52,10 +52,6 @@ class Texts:
         cls, lengths: ArrayLike | None, seq_len: int | None, *, batch_size: int, most: int | None, default: int | None
     ) -> Texts:
         """Return the lengths of rows that are cut to ``seq_len``."""
-        if seq_len is not None and default is None:
-            raise ValueError(
-                f"seq_len={seq_len} has no meaning for a model without text; expected None. Leave seq_len out"
-            )
         if seq_len is not None and most is not None and seq_len > most:
             raise ValueError(
                 f"seq_len={seq_len} is beyond the positions of the model; expected 1 to {most}. Pass seq_len={most}"
@@ -154,7 +150,7 @@ def facts_of(
         overflow=against_float16(config=config),
         most_tokens=most_tokens(built) if found is not None else None,
         default_length=STEPPING_LENGTH if kind in STEPPING else default_length(built, settings),
-        compares_rows="return_loss" in inspect.signature(built.forward).parameters,
+        compares_rows="return_loss" in inspect.signature(unwrap_model(built).forward).parameters,
         has_experts=any(hasattr(module, "has_gate") for module in built.modules()),
         kind=kind,
         new_parts=new_parts(built),

@@ -55,7 +55,7 @@ def shortfall_of(simulation: Simulation, set_ups: Sequence[SetUp], budget: Any) 
         nearest=least,
         lacks_bytes=-least.spare_bytes,
         longest=_longest(least, simulation),
-        batch=_batch(set_ups, simulation),
+        batch=_batch(set_ups, simulation, least),
         parameters=max(int(simulation.parameters * room / max(least.reserved_bytes, 1)), 0),
         gpu=_smallest_gpu(least, simulation),
         consents=with_consent[0].consents if with_consent else (),
@@ -93,12 +93,14 @@ def _longest(least: Candidate, simulation: Simulation) -> int | None:
     )
 
 
-def _batch(set_ups: Sequence[SetUp], simulation: Simulation) -> int | None:
+def _batch(set_ups: Sequence[SetUp], simulation: Simulation, least: Candidate) -> int | None:
     """Return the largest batch that the leanest set-up whose steps are whole can hold.
 
     It is the last one, or the one before, which has no expandable segments: these round up by 2 MiB in each pool.
     """
-    whole = [one.recipe for one in set_ups if simulation.is_whole(one.recipe)][-2:]
+    whole = [one.recipe for one in set_ups if not one.recipe.accumulates][-2:]
+    if simulation.facts.compares_rows:
+        whole = [least.recipe]
 
     def spare_bytes(rows: int) -> int | None:
         sized = [one.replace(effective_batch_size=rows, per_device_train_batch_size=rows) for one in whole]

@@ -152,6 +152,10 @@ def plan(
         media: dict[str, Any] = {"images": images, "image_size": image_size, "audio_seconds": audio_seconds}
         source, own_task, facts = facts_of(model, task, planned_os(os, gpu), StepSettings(**media))
         most, default = facts.most_tokens, facts.default_length
+        if seq_len is not None and default is None and facts.task is not None:
+            raise ValueError(
+                f"seq_len={seq_len} has no meaning for a model without text; expected None. Leave seq_len out"
+            )
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
         if goal == "longest" or (texts.seq_len or 0) >= LONG_ROW:
             facts = replace(facts, tiles=can_tile(source, own_task))

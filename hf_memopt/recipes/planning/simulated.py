@@ -216,7 +216,7 @@ class Simulation:
         """Return what a recipe leaves of the GPU beside the margin; None where it cannot be simulated."""
         try:
             found = self.estimate(recipe, seq_len)
-        except (ValueError, MissingExtraError):
+        except (ValueError, NotImplementedError, MissingExtraError):
             return None
         return min(self.gpu.usable_bytes - margin_of(self.gpu) - found.total_bytes, self._spare_on_host(recipe, found))
 
@@ -257,7 +257,7 @@ class Simulation:
     def _simulated(self, set_up: SetUp, recipe: Recipe) -> Candidate | None:
         try:
             found = self.estimate(recipe, self.texts.seq_len)
-        except (ValueError, MissingExtraError) as error:
+        except (ValueError, NotImplementedError, MissingExtraError) as error:
             self.refused[set_up] = str(error)
             return None
         base = found.parameters - (found.trainable_parameters if recipe.lora is not None else 0)  # without adapters

@@ -363,8 +363,7 @@ class MicrobatchedStep:
         if failure.row is not None:
             inputs, keeps = self._window[failure.position].inputs, self._whole.padding.is_kept
             again = f"repeated in {len(groups_of(inputs, self._limits, keeps_padding=keeps))} micro-batches"
-        draws = " and the draws of dropout" if has_drawn or _has_dropout(trainer.model) else ""
-        self._tell_failure(trainer, failure.size, failure.columns, f"{again} of at most {limit}", draws)
+        self._tell_failure(trainer, failure.size, failure.columns, f"{again} of at most {limit}", has_drawn=has_drawn)
 
     def _part_failed(self, rows: int, columns: int | None, seconds: float) -> None:
         """Lower the limit after a part ran out of memory, which is run again in smaller ones on the spot."""
@@ -383,7 +382,10 @@ class MicrobatchedStep:
         self._tally.failures += 1
         return f"{limit.limit:,} {name.removeprefix('max_')}"
 
-    def _tell_failure(self, trainer: Any, rows: int, columns: int | None, again: str, draws: str = "") -> None:
+    def _tell_failure(
+        self, trainer: Any, rows: int, columns: int | None, again: str, *, has_drawn: bool = False
+    ) -> None:
+        draws = " and the draws of dropout" if has_drawn or _has_dropout(unwrap_parallel(trainer.model)) else ""
         process = f"process {trainer.args.process_index}, " if trainer.args.world_size > 1 else ""
         size = f"{rows} examples" if columns is None else f"{rows} x {columns} tokens"
         notify(
@@ -410,8 +412,10 @@ class MicrobatchedStep:
 
 
 def _has_dropout(model: nn.Module) -> bool:
-    """Return whether a module drops values: memory may run out before it draws, and parts draw other numbers."""
-    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules())
+    """Return whether a module drops values, some as their configuration says: memory may run out before they draw."""
+    config = getattr(getattr(model, "config", None), "__dict__", {})
+    rates = [one for name, one in config.items() if "drop" in name and isinstance(one, float)]
+    return any([*rates, *(module.p for module in model.modules() if isinstance(module, nn.Dropout))])
 
 
 def _measured(rows: int, columns: int | None) -> tuple[str, int]:

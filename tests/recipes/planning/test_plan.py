@@ -536,12 +536,14 @@ def test_json_has_every_candidate_with_bytes_seconds_verdict_and_reason() -> Non
 
 def test_a_loss_that_compares_rows_is_planned_in_one_batch() -> None:
     text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    clip = transformers.CLIPConfig(
-        text_config={**text, "vocab_size": 99}, vision_config={**text, "image_size": 32, "patch_size": 8}
-    )
+    parts = {"text_config": {**text, "vocab_size": 99}, "vision_config": {**text, "image_size": 32, "patch_size": 8}}
+    clip = transformers.CLIPConfig(**parts)
     found = plan(clip, gpu=custom_gpu("2GiB"), seq_len=16, effective_batch_size=64)
     assert {(one.rows, one.accumulation_steps) for one in found.candidates} == {(64, 1)}
     assert any("compares the rows of a batch with each other, so all 64 examples" in note for note in found.notes)
+    lacking = plan(clip, gpu=gpu_of("40MiB"), seq_len=16, effective_batch_size=4096)
+    assert lacking.chosen is None
+    assert 1 <= lacking.shortfall.batch < 4096
 
 
 # ---- Bad input
