@@ -52,10 +52,6 @@ class Texts:
         cls, lengths: ArrayLike | None, seq_len: int | None, *, batch_size: int, most: int | None, default: int | None
     ) -> Texts:
         """Return the lengths of rows that are cut to ``seq_len``."""
-        if seq_len is not None and most is not None and seq_len > most:
-            raise ValueError(
-                f"seq_len={seq_len} is beyond the positions of the model; expected 1 to {most}. Pass seq_len={most}"
-            )
         if lengths is None:
             return cls(default if seq_len is None else seq_len)
         values = checked_array("lengths", lengths)

@@ -156,6 +156,10 @@ def plan(
             raise ValueError(
                 f"seq_len={seq_len} has no meaning for a model without text; expected None. Leave seq_len out"
             )
+        if seq_len is not None and most is not None and seq_len > most:
+            raise ValueError(
+                f"seq_len={seq_len} is beyond the positions of the model; expected 1 to {most}. Pass seq_len={most}"
+            )
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
         if goal == "longest" or (texts.seq_len or 0) >= LONG_ROW:
             facts = replace(facts, tiles=can_tile(source, own_task))
