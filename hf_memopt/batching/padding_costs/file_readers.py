@@ -83,10 +83,10 @@ def open_source(source: Path, kind: str) -> tuple[pa.Schema, Read]:
         with pa.input_stream(str(source), compression="detect") as stream:
             start = stream.read(2**16)
         encoding = json.detect_encoding(start[:4])  # it looks at zero bytes, which works for CSV too
-        if kind == "csv":
-            _check_separator(start)
         if not encoding.startswith("utf-8"):
             raise UnicodeError(f"its encoding is {encoding}, not utf-8")
+        if kind == "csv":
+            _check_separator(start)
     openers = {"json": _open_json, "arrow": _open_arrow}
     schema, read = openers[kind](source) if kind in openers else _open_table(source, kind)
     doubled = [name for name, count in Counter(schema.names).items() if count > 1]

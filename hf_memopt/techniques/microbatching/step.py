@@ -44,6 +44,7 @@ from hf_memopt.techniques.microbatching.not_splittable import (
     splittable_reason,
 )
 from hf_memopt.techniques.microbatching.padding_check import Padding
+from hf_memopt.techniques.microbatching.row_check import DROPOUTS
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
 from hf_memopt.techniques.microbatching.splitting import count_rows, padded_tokens
 from hf_memopt.techniques.microbatching.step_state import Gradients, StepState
@@ -385,7 +386,7 @@ class MicrobatchedStep:
     def _tell_failure(
         self, trainer: Any, rows: int, columns: int | None, again: str, *, has_drawn: bool = False
     ) -> None:
-        draws = " and the draws of dropout" if has_drawn or _has_dropout(unwrap_parallel(trainer.model)) else ""
+        draws = " and the draws of dropout" if has_drawn or _has_dropout(trainer.model) else ""
         process = f"process {trainer.args.process_index}, " if trainer.args.world_size > 1 else ""
         size = f"{rows} examples" if columns is None else f"{rows} x {columns} tokens"
         notify(
@@ -412,10 +413,9 @@ class MicrobatchedStep:
 
 
 def _has_dropout(model: nn.Module) -> bool:
-    """Return whether a module drops values, some as their configuration says: memory may run out before they draw."""
-    config = getattr(getattr(model, "config", None), "__dict__", {})
-    rates = [one for name, one in config.items() if "drop" in name and isinstance(one, float)]
-    return any([*rates, *(module.p for module in model.modules() if isinstance(module, nn.Dropout))])
+    """Return whether a module drops values: memory may run out before it draws, and parts draw other numbers."""
+    rates = (getattr(module, name, None) for module in model.modules() for name in (*DROPOUTS, "p"))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _measured(rows: int, columns: int | None) -> tuple[str, int]:
