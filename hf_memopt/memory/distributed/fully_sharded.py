@@ -331,7 +331,13 @@ def _layer_classes(model: Any) -> tuple[list[str], list[str]]:
     accelerate makes a unit of the input embeddings, which fails where they are inside a unit already (1.15, with BERT:
     "value was None when it should not be"). Without ``transformer_layer_cls_to_wrap`` such a run stops at its start.
     """
-    embeddings = model.get_input_embeddings()
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError as error:
+        raise NotEstimableError(
+            f"not estimable: strategy='fsdp2' with {type(model).__name__}, which has no get_input_embeddings(); "
+            "expected one, since accelerate's FSDP2 calls it and stops at its start. Pass strategy='ddp'"
+        ) from error
     around = {type(module).__name__ for module in model.modules() if embeddings in module.children()}
     names = sorted(getattr(model, "_no_split_modules", None) or ())
     return [name for name in names if name not in around], [name for name in names if name in around]

@@ -144,7 +144,13 @@ class RecordedStream:
                 "embeddings_on_host=True cannot be used with tied embeddings, which the head needs on the GPU; "
                 "expected weights of their own. Pass embeddings_on_host=False"
             )
-        embeddings = self._model.get_input_embeddings()
+        try:
+            embeddings = self._model.get_input_embeddings()
+        except NotImplementedError as error:
+            raise ValueError(
+                f"embeddings_on_host=True cannot be used with {type(self._model).__name__}, which has no "
+                "get_input_embeddings(); expected one embedding for all tokens. Pass embeddings_on_host=False"
+            ) from error
         self._embeddings = [*embeddings.parameters()]
 
         def forward(before: Any, *args: Any, **kwargs: Any) -> Any:

@@ -106,12 +106,11 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
             continue
         found = tried.simulated = most_rows(set_up, simulation, counts, fitting)
         fits = [one for one in found if _room(one, simulation) >= 0]
-        tried.most = max([tried.most, *(one.rows for one in fits)])
         fitting += fits
+        of_no_use = (one for one in found if one in fits or not _may_matter(one.cost, set_up, fitting))
+        tried.most = max([tried.most, *(one.rows for one in of_no_use)])
         if found and found[-1].rows == simulation.share:
             tried.least_cost = found[-1].cost
-            if found[-1] not in fits and not _may_matter(found[-1].cost, set_up, fitting):
-                tried.most = math.inf
         if any(one.floor_bytes > one.usable_bytes for one in found):
             too_large.add(set_up.held)
 

@@ -299,8 +299,14 @@ def _to_host(ring: Ring) -> None:
 
 
 def _check_untied(model: Any) -> None:
-    """Refuse embeddings that another module needs on the device."""
-    embeddings = model.get_input_embeddings()
+    """Refuse embeddings that another module needs on the device, and a model that has several for its tokens."""
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError as error:
+        raise ValueError(
+            f"embeddings_on_host=True cannot be used with {type(model).__name__}, which has no get_input_embeddings(); "
+            "expected one embedding for all tokens. Pass embeddings_on_host=False"
+        ) from error
     inside, owned = {*embeddings.modules()}, {*embeddings.parameters()}
     others = [p for module in model.modules() if module not in inside for p in module._parameters.values()]
     if not owned.isdisjoint(others):
