@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B 2 x 512": {"model": "Llama-3.1-8B", "batch_size": 2, "seq_len": 512},
 }
 REPEATS = 5
-COMPARISON: dict[str, Any] = {"model": "chinese-macbert-large", "examples": 32, "seq_len": 128, "gpu": "RTX 3050 4GB"}
+COMPARISON: dict[str, Any] = {"model": "bert-large-uncased", "examples": 32, "seq_len": 128, "gpu": "RTX 3050 4GB"}
 
 
 def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def comparison_table(figures: dict[str, Any]) -> str:
         f"{figures['model']}, {figures['examples']} texts of {figures['seq_len']} tokens per optimizer step, in MiB; "
         f"of the {figures['gpu']} {_mib(figures['usable_bytes'])} MiB are usable, and `total` includes a CUDA "
         f"context of {_mib(figures['context_bytes'])}. Components are those of the allocated peak. Each set-up has "
-        "the most rows that fit; what has a `+` is added to the row above."
+        "the most rows that fit; what has a `+` is added to the row above (`python benchmarks/estimation.py`)."
     )
     return markdown(f"| set-up | rows x steps | {' | '.join(shown)} | rest | reserved | total | fits |", rows, note)
 

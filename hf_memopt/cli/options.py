@@ -238,7 +238,7 @@ class PlanOptions:
     )
     budget: str | None = _option(None, "Use no more of it than this, such as 6GB.", "SIZE", group=GPU)
     os: str | None = _option(
-        None, "Where it trains: linux, windows or wsl; this machine's by default.", "NAME", group=GPU
+        None, "Where it trains: linux, windows or wsl; as here, or windows for a laptop of --gpu.", "NAME", group=GPU
     )
     world_size: int = _option(
         1, "GPUs of one computer that train together.", "N", "--gpus", "--world-size", group=GPU, min=1
