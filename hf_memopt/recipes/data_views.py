@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.batching.views import (
@@ -15,7 +15,7 @@ from hf_memopt.batching.views import (
     loses_order,
     sorted_by_length,
 )
-from hf_memopt.binding.model import is_causal_lm, task_of, unwrap_model
+from hf_memopt.binding.model import is_causal_lm, task_of, task_of_class, unwrap_model
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.resolved_arguments import process_count
@@ -89,19 +89,23 @@ def _why_not(dataset: Any) -> str | None:
 
 
 def _column_names(dataset: Any) -> list[str]:
-    """Return the columns of a dataset by its own word, or by the first example; none where neither says."""
-    names: Iterable[str] | None = getattr(dataset, "column_names", None)
-    if names is None and dataset is not None and is_map_style(dataset):
-        first = {} if isinstance(dataset, Mapping) or not len(dataset) else dataset[0]
-        names = first if isinstance(first, Mapping) else []
-    return list(names or ())
+    """Return the columns of the first example, else those that the dataset names; none where neither says."""
+    dataset = dataset.dataset if isinstance(dataset, (SortedExamples, *VIEWS)) else dataset
+    is_read = is_map_style(dataset) and not isinstance(dataset, Mapping) and len(dataset)
+    first = dataset[0] if is_read else None  # as a transform makes it
+    return list(first if isinstance(first, Mapping) else getattr(dataset, "column_names", None) or ())
 
 
 def check_encoded(dataset: Any, model: Any) -> None:
     """Raise for rows of text, which ``read_rows`` encodes; a dataset's transform may have done so too."""
-    first = dataset[0] if is_map_style(dataset) and not isinstance(dataset, Mapping) and len(dataset) else None
-    names = list(first) if isinstance(first, Mapping) else []
+    names = _column_names(dataset)
     task = None if model is None else task_of(model)
+    kind = type(unwrap_model(model)).__name__
+    if task_of_class().get(kind) == "masked-lm" and "input_ids" in names and not LABELS & {*names}:
+        raise ValueError(
+            f"train_dataset=<columns {sorted(names)}> has no labels, which {kind} learns; expected tokens to be drawn "
+            "and masked. Pass data_collator=BucketedCollator(tokenizer, mlm_probability=0.15)"
+        )
     found = None if "input_ids" in names else fitting_format(names, task, {}) or fitting_format(names, None, {})
     if found is not None:
         is_read = any(task in one.tasks for one in FORMATS)
@@ -135,7 +139,14 @@ def speech_collator(model: Any) -> SpeechCollator:
 
 
 def needs_causal_labels(model: Any, dataset: Any) -> bool:
-    """Return whether a causal language model is to be trained on examples of tokens alone that have no labels."""
+    """Return whether a causal language model is to be trained on examples of tokens alone that have no labels.
+
+    So it is on a stream that does not name its columns: labels in its rows win. A model that reads images is not.
+    """
     names = set(_column_names(dataset))
+    if model is None or dataset is None or not is_causal_lm(model):
+        return False
+    if not names:
+        return not type(unwrap_model(model)).__name__.endswith("ForConditionalGeneration")
     others = LABELS | {"pixel_values", "input_features"}  # whose places among the tokens are not learned
-    return model is not None and "input_ids" in names and not names & others and is_causal_lm(model)
+    return "input_ids" in names and not names & others

@@ -116,7 +116,7 @@ def build_trainer(
         trainer.data_collator = recipe.collator(processing_class, causal_lm=causal_lm)
         if causal_lm:
             kind = type(unwrap_model(trainer.model)).__name__
-            reason = f"{kind} predicts tokens, and the data has no labels of its own"
+            reason = f"{kind} predicts tokens, and the data names no labels of its own"
             changes.append(Change("labels", None, "input_ids", reason))
     for change in changes:
         logger.info("%s: %s", recipe.name, change)

@@ -136,9 +136,33 @@ def test_a_causal_model_without_labels_learns_its_tokens_and_says_so(tmp_path, i
     change = next(change for change in trainer.memopt_changes if change.name == "labels")
     assert (change.new, change.reason) == (
         "input_ids",
-        "LlamaForCausalLM predicts tokens, and the data has no labels of its own",
+        "LlamaForCausalLM predicts tokens, and the data names no labels of its own",
     )
     assert trainer.train().training_loss > 0
+
+
+def encoded(row: Any) -> Any:
+    return tiny.tokenizer()(row["text"])
+
+
+UNNAMED = {  # rows of text -> rows of tokens whose columns the data set does not name
+    "stream": lambda rows: rows.to_iterable_dataset().map(encoded, remove_columns=["text"]),
+    "bucketed stream": lambda rows: bucketed(
+        rows.to_iterable_dataset().map(encoded, remove_columns=["text"]), batch_size=4
+    ),
+    "transform": lambda rows: rows.with_transform(encoded),
+    "batches of a list": lambda rows: bucketed([*rows.with_transform(encoded)], max_tokens=64),
+}
+
+
+@pytest.mark.parametrize("arrange", UNNAMED.values(), ids=UNNAMED)
+def test_a_causal_model_learns_the_tokens_of_rows_whose_columns_are_not_named(tmp_path, arrange) -> None:
+    rows = arrange(Dataset.from_list([{"text": "w1 " * (1 + i % 5)} for i in range(16)]))
+    chosen = recipe("cpu").replace(effective_batch_size=4)
+    trainer = wired(tmp_path, chosen, rows, model=tiny.llama(), training_arguments={"max_steps": 1})
+    assert trainer.train().training_loss > 4
+    labelled = [{"input_ids": [5, 6], "labels": [-100, 6]}]
+    assert trainer.data_collator(labelled)["labels"][0, :2].tolist() == [-100, 6]  # those of the data win
 
 
 def test_what_would_be_ignored_or_train_nothing_is_refused(tmp_path) -> None:

@@ -82,7 +82,9 @@ def run_script(path: Path) -> Any:
 def trainer_of_recipe(chosen: Recipe, script: Any) -> Any:
     """Return the Trainer that the recipe builds from the model and the data of a script's Trainer."""
     own = {name: getattr(script.args, name) for name in OF_THE_SCRIPT}
+    masks = getattr(script.data_collator, "mlm_probability", None)  # without it a masked LM has no labels
     return chosen.trainer(
+        data_collator=script.data_collator if masks else None,
         model=script.model,
         train_dataset=script.train_dataset,
         eval_dataset=script.eval_dataset,
