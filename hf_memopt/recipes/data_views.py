@@ -10,7 +10,6 @@ from hf_memopt.batching.views import (
     BucketedStream,
     BucketedView,
     SortedExamples,
-    bucketed,
     is_map_style,
     loses_order,
     sorted_by_length,
@@ -30,15 +29,13 @@ LABELS = {"labels", "label", "label_ids"}
 VIEWS = (BucketedView, BucketedStream)
 
 
-def training_view(name: str, dataset: Any, *, batch_size: int, pad_to_multiple_of: int) -> Any:
-    """Return a bucketed view of the training data, or the data itself, and log why, where it cannot be bucketed."""
+def why_unbucketed(dataset: Any, given: Mapping[str, Any]) -> str | None:
+    """Return why training data stays in its own order, or None; a view has the order that was asked for."""
     if dataset is None or isinstance(dataset, VIEWS):
-        return dataset
-    reason = _why_not(dataset)
-    if reason is not None:
-        logger.info("%s: %s", name, Change("bucketing", True, False, reason))
-        return dataset
-    return bucketed(dataset, batch_size=batch_size, pad_to_multiple_of=pad_to_multiple_of)
+        return None
+    if given.get("train_sampling_strategy") == "sequential":
+        return "train_sampling_strategy='sequential' asks for the order of the data"
+    return _why_not(dataset)
 
 
 def evaluation_view(name: str, dataset: Any, args: Any) -> Any:
@@ -61,8 +58,6 @@ def evaluation_view(name: str, dataset: Any, args: Any) -> Any:
 
 def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the training arguments that fit a bucketed view of the data, whose order and batches are its own."""
-    if dataset is None or not (isinstance(dataset, VIEWS) or _why_not(dataset) is None):
-        return dict(given)
     fitting = {**given, "train_sampling_strategy": "sequential"}
     if (asked := given.get("train_sampling_strategy", "sequential")) != "sequential":
         reason = "the bucketed view of the training data has an order of its own; Recipe(bucketing=False) has none"

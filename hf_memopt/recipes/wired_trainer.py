@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
 
+from hf_memopt.batching.views import bucketed
 from hf_memopt.binding import attach, versions
 from hf_memopt.binding.compatibility import is_of_bitsandbytes, names_of, refusals_of
 from hf_memopt.binding.model import unwrap_model
@@ -19,13 +20,14 @@ from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.run import MemoryReportCallback
 from hf_memopt.plain_data import shown
 from hf_memopt.recipes.data_views import (
+    VIEWS,
     check_encoded,
     evaluation_view,
     fixed_size_input,
     needs_causal_labels,
     speech_collator,
-    training_view,
     view_arguments,
+    why_unbucketed,
 )
 from hf_memopt.recipes.model_setup import prepared_model
 from hf_memopt.technique_list import asked_by, load
@@ -71,7 +73,9 @@ def build_trainer(
     if fixed is None and trainer_kwargs.get("data_collator") is None:
         check_encoded(train_dataset, model)
     given = dict(training_arguments or {})
-    if recipe.bucketing:
+    unbucketed = why_unbucketed(train_dataset, given) if recipe.bucketing else None
+    is_bucketed = recipe.bucketing and train_dataset is not None and unbucketed is None
+    if is_bucketed:
         given = view_arguments(recipe.name, train_dataset, given)
     args = recipe.training_arguments(**given)
     if args.prediction_loss_only and trainer_kwargs.get("compute_metrics") is not None:
@@ -90,9 +94,11 @@ def build_trainer(
             _check_optimizer(recipe, model, (trainer_kwargs.get("optimizers") or (None,))[0])
     elif recipe.lora is not None or recipe.trains_16_bits:
         trainer_kwargs["model_init"] = _preparing(recipe, trainer_kwargs["model_init"], changes)
+    changes += [Change("bucketing", True, False, unbucketed)] if unbucketed else []
+    if is_bucketed and not isinstance(train_dataset, VIEWS):
+        size, multiple = args.per_device_train_batch_size, recipe.pad_to_multiple_of
+        train_dataset = bucketed(train_dataset, batch_size=size, pad_to_multiple_of=multiple)
     if recipe.bucketing:
-        batch = {"batch_size": args.per_device_train_batch_size, "pad_to_multiple_of": recipe.pad_to_multiple_of}
-        train_dataset = training_view(recipe.name, train_dataset, **batch)
         trainer_kwargs["eval_dataset"] = evaluation_view(recipe.name, trainer_kwargs.get("eval_dataset"), args)
     pads = trainer_kwargs.get("data_collator") is None and fixed is None
     if pads:

@@ -57,19 +57,29 @@ def test_the_trainer_is_stock_and_everything_is_wired(tmp_path) -> None:
     assert names == ["seed of the bucketed view", "model_accepts_loss_kwargs", "autocast_cache"]
 
 
-STOCK_ORDER = [  # rows, whether to bucket them
-    (None, True),
-    ([{"inputs_embeds": torch.zeros(4, 32), "labels": 0}] * 4, True),
-    (dataset(), False),
+STOCK_ORDER = [  # rows, whether to bucket them, the strategy that is asked for, why they are not bucketed
+    (None, True, "random", []),
+    (
+        [{"inputs_embeds": torch.zeros(4, 32), "labels": 0}] * 4,
+        True,
+        "random",
+        ["the examples have no input_ids whose length could count"],
+    ),
+    (dataset(), False, "random", []),
+    (dataset(), True, "sequential", ["train_sampling_strategy='sequential' asks for the order of the data"]),
 ]
 
 
-@pytest.mark.parametrize(("rows", "bucketing"), STOCK_ORDER)
-def test_data_that_cannot_be_bucketed_is_read_in_stock_order(tmp_path, rows, bucketing) -> None:
+@pytest.mark.parametrize(("rows", "bucketing", "strategy", "reasons"), STOCK_ORDER)
+def test_data_that_is_not_bucketed_is_read_in_stock_order(tmp_path, rows, bucketing, strategy, reasons) -> None:
     collator = transformers.default_data_collator if isinstance(rows, list) else None
-    trainer = wired(tmp_path, recipe("cpu").replace(bucketing=bucketing), rows, data_collator=collator)
+    given = {} if strategy == "random" else {"train_sampling_strategy": strategy}
+    chosen = recipe("cpu").replace(bucketing=bucketing)
+    trainer = wired(tmp_path, chosen, rows, data_collator=collator, training_arguments=given)
     assert trainer.train_dataset is rows
-    assert trainer.args.train_sampling_strategy == "random"
+    assert trainer.args.train_sampling_strategy == strategy
+    changes = [str(one) for one in getattr(trainer, "memopt_changes", ()) if one.name == "bucketing"]
+    assert changes == [f"bucketing: True -> False ({reason})" for reason in reasons]
 
 
 def test_evaluation_is_sorted_by_length_and_its_results_are_in_dataset_order(tmp_path) -> None:
