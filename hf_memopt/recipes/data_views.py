@@ -92,7 +92,10 @@ def _column_names(dataset: Any) -> list[str]:
 
 
 def check_encoded(dataset: Any, model: Any) -> None:
-    """Raise for rows of text, which ``read_rows`` encodes; a dataset's transform may have done so too."""
+    """Raise for rows of text, and for tokens without the labels that their masks ask for, which ``read_rows`` makes.
+
+    And for rows without labels of a masked language model, which another collator draws.
+    """
     names = _column_names(dataset)
     task = None if model is None else task_of(model)
     kind = type(unwrap_model(model)).__name__
@@ -100,6 +103,12 @@ def check_encoded(dataset: Any, model: Any) -> None:
         raise ValueError(
             f"train_dataset=<columns {sorted(names)}> has no labels, which {kind} learns; expected tokens to be drawn "
             "and masked. Pass data_collator=BucketedCollator(tokenizer, mlm_probability=0.15)"
+        )
+    masks = sorted({"assistant_masks", "completion_mask"} & {*names})
+    if masks and "labels" not in names and (model is None or is_causal_lm(model)):
+        raise ValueError(
+            f"train_dataset=<columns {sorted(names)}> marks in {masks[0]} what is learned, and has no labels; expected "
+            "labels of these tokens. Call: read_rows(train_dataset, tokenizer, 'causal-lm'), and pass its .train"
         )
     found = None if "input_ids" in names else fitting_format(names, task, {}) or fitting_format(names, None, {})
     if found is not None:
