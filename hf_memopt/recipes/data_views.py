@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -29,27 +30,27 @@ LABELS = {"labels", "label", "label_ids"}
 VIEWS = (BucketedView, BucketedStream)
 
 
-def why_unbucketed(dataset: Any, given: Mapping[str, Any]) -> str | None:
+def why_unbucketed(dataset: Any, given: Mapping[str, Any], model: Any) -> str | None:
     """Return why training data stays in its own order, or None; a view has the order that was asked for."""
     if dataset is None or isinstance(dataset, VIEWS):
         return None
     if given.get("train_sampling_strategy") == "sequential":
         return "train_sampling_strategy='sequential' asks for the order of the data"
-    return _why_not(dataset)
+    return _why_not(dataset, model)
 
 
-def evaluation_view(name: str, dataset: Any, args: Any) -> Any:
+def evaluation_view(name: str, dataset: Any, args: Any, model: Any) -> Any:
     """Return the evaluation data, or each of several, sorted by length where ``attach`` can restore its order."""
     if dataset is None or isinstance(dataset, (SortedExamples, *VIEWS)):  # attach refuses an order made for training
         return dataset
     if isinstance(dataset, Mapping):
-        return {key: evaluation_view(name, value, args) for key, value in dataset.items()}
+        return {key: evaluation_view(name, value, args, model) for key, value in dataset.items()}
     if loses_order(args) is not None:
         reason: str | None = "the training arguments cannot restore dataset order"
     elif not is_map_style(dataset):
         reason = "a stream cannot be sorted"
     else:
-        reason = _why_not(dataset)
+        reason = _why_not(dataset, model)
     if reason is not None:
         logger.info("%s: %s", name, Change("evaluation sorted by length", True, False, reason))
         return dataset
@@ -76,8 +77,11 @@ def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[st
     return fitting
 
 
-def _why_not(dataset: Any) -> str | None:
-    """Return why a dataset stays in its own order, or None."""
+def _why_not(dataset: Any, model: Any) -> str | None:
+    """Return why a dataset stays in its own order for a model, or None."""
+    inside = unwrap_model(model)
+    if hasattr(inside, "forward") and "return_loss" in inspect.signature(inside.forward).parameters:  # as CLIP's
+        return f"the loss of {type(inside).__name__} compares the rows of a batch with each other"
     if getattr(dataset, "column_names", None) is None and not is_map_style(dataset):
         return "a stream that does not name its columns is bucketed on request only: bucketed(stream, batch_size=...)"
     return None if "input_ids" in _column_names(dataset) else "the examples have no input_ids whose length could count"

@@ -67,7 +67,7 @@ class Recipe:
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer; ignored with any other.
         checkpointing: whether activations are recomputed instead of kept.
         every_n_layers: with checkpointing, of how many layers one is recomputed; 1 for all of them.
-        bucketing: whether the training data is read in length-bucketed order.
+        bucketing: whether the training data is read in length-bucketed order; not where the loss compares rows (CLIP).
         pad_to_multiple_of: what the longest row of a batch is rounded up to.
         freeze: patterns for ``hf_memopt.freeze``.
         lora: the rank of LoRA adapters, which are trained in place of the weights; None for none.

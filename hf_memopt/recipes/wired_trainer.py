@@ -73,7 +73,7 @@ def build_trainer(
     if fixed is None and trainer_kwargs.get("data_collator") is None:
         check_encoded(train_dataset, model)
     given = dict(training_arguments or {})
-    unbucketed = why_unbucketed(train_dataset, given) if recipe.bucketing else None
+    unbucketed = why_unbucketed(train_dataset, given, model) if recipe.bucketing else None
     is_bucketed = recipe.bucketing and train_dataset is not None and unbucketed is None
     if is_bucketed:
         given = view_arguments(recipe.name, train_dataset, given)
@@ -99,7 +99,8 @@ def build_trainer(
         size, multiple = args.per_device_train_batch_size, recipe.pad_to_multiple_of
         train_dataset = bucketed(train_dataset, batch_size=size, pad_to_multiple_of=multiple)
     if recipe.bucketing:
-        trainer_kwargs["eval_dataset"] = evaluation_view(recipe.name, trainer_kwargs.get("eval_dataset"), args)
+        evaluated = trainer_kwargs.get("eval_dataset")
+        trainer_kwargs["eval_dataset"] = evaluation_view(recipe.name, evaluated, args, model)
     pads = trainer_kwargs.get("data_collator") is None and fixed is None
     if pads:
         from hf_memopt.batching.collation import check_tokenizer

@@ -82,6 +82,21 @@ def test_data_that_is_not_bucketed_is_read_in_stock_order(tmp_path, rows, bucket
     assert changes == [f"bucketing: True -> False ({reason})" for reason in reasons]
 
 
+class Compared(transformers.BertForSequenceClassification):
+    """As CLIP: asked for the loss by ``return_loss``, which compares the rows of a batch."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, return_loss: bool = True) -> Any:
+        return super().forward(input_ids, attention_mask, labels=labels)
+
+
+def test_rows_that_a_loss_compares_are_not_gathered_by_length(tmp_path) -> None:
+    model = Compared(tiny.bert_config())
+    trainer = wired(tmp_path, recipe("cpu"), dataset(), model=model, eval_dataset=dataset())
+    assert kind(trainer.train_dataset) == kind(trainer.eval_dataset) == kind(dataset())
+    reason = "the loss of Compared compares the rows of a batch with each other"
+    assert f"bucketing: True -> False ({reason})" in map(str, trainer.memopt_changes)
+
+
 def test_evaluation_is_sorted_by_length_and_its_results_are_in_dataset_order(tmp_path) -> None:
     rows = [{"input_ids": [5] * (1 + 5 * i % 17), "labels": i % 3} for i in range(20)]
     chosen, model = recipe("cpu"), tiny.bert()
