@@ -20,6 +20,7 @@ from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value, checked_array, shown
 
 COUNT_OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
+COUNT_OTHERS += ", or recipe.replace(bucketing=False)"
 LENGTH_COLUMN = "length"  # stock's default length_column_name, for "group_by_length"; no model takes it
 
 

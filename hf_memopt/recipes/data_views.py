@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.batching import token_count
 from hf_memopt.batching.views import (
     BucketedStream,
     BucketedView,
@@ -30,27 +31,27 @@ LABELS = {"labels", "label", "label_ids"}
 VIEWS = (BucketedView, BucketedStream)
 
 
-def why_unbucketed(dataset: Any, given: Mapping[str, Any], model: Any) -> str | None:
+def why_unbucketed(dataset: Any, given: Mapping[str, Any], model: Any, collator: Any) -> str | None:
     """Return why training data stays in its own order, or None; a view has the order that was asked for."""
     if dataset is None or isinstance(dataset, VIEWS):
         return None
     if given.get("train_sampling_strategy") == "sequential":
         return "train_sampling_strategy='sequential' asks for the order of the data"
-    return _why_not(dataset, model)
+    return _why_not(dataset, model, collator)
 
 
-def evaluation_view(name: str, dataset: Any, args: Any, model: Any) -> Any:
+def evaluation_view(name: str, dataset: Any, args: Any, model: Any, collator: Any) -> Any:
     """Return the evaluation data, or each of several, sorted by length where ``attach`` can restore its order."""
     if dataset is None or isinstance(dataset, (SortedExamples, *VIEWS)):  # attach refuses an order made for training
         return dataset
     if isinstance(dataset, Mapping):
-        return {key: evaluation_view(name, value, args, model) for key, value in dataset.items()}
+        return {key: evaluation_view(name, value, args, model, collator) for key, value in dataset.items()}
     if loses_order(args) is not None:
         reason: str | None = "the training arguments cannot restore dataset order"
     elif not is_map_style(dataset):
         reason = "a stream cannot be sorted"
     else:
-        reason = _why_not(dataset, model)
+        reason = _why_not(dataset, model, collator)
     if reason is not None:
         logger.info("%s: %s", name, Change("evaluation sorted by length", True, False, reason))
         return dataset
@@ -77,22 +78,34 @@ def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[st
     return fitting
 
 
-def _why_not(dataset: Any, model: Any) -> str | None:
+def _why_not(dataset: Any, model: Any, collator: Any) -> str | None:
     """Return why a dataset stays in its own order for a model, or None."""
     inside = unwrap_model(model)
     if hasattr(inside, "forward") and "return_loss" in inspect.signature(inside.forward).parameters:  # as CLIP's
         return f"the loss of {type(inside).__name__} compares the rows of a batch with each other"
     if getattr(dataset, "column_names", None) is None and not is_map_style(dataset):
         return "a stream that does not name its columns is bucketed on request only: bucketed(stream, batch_size=...)"
-    return None if "input_ids" in _column_names(dataset) else "the examples have no input_ids whose length could count"
+    if "input_ids" not in _column_names(dataset):
+        return "the examples have no input_ids whose length could count"
+    if collator is not None:  # as of multiple choice; without one these rows are refused
+        try:
+            token_count({"input_ids": _first_row(dataset).get("input_ids")}, "input_ids", "row 0")
+        except ValueError:
+            return "the input_ids of an example are not one flat list of token ids, whose length could count"
+    return None
+
+
+def _first_row(dataset: Any) -> Mapping[str, Any]:
+    """Return the first example, as a transform makes it; nothing where there is none, or it has no columns."""
+    dataset = dataset.dataset if isinstance(dataset, (SortedExamples, *VIEWS)) else dataset
+    is_read = is_map_style(dataset) and not isinstance(dataset, Mapping) and len(dataset)
+    first = dataset[0] if is_read else None
+    return first if isinstance(first, Mapping) else {}
 
 
 def _column_names(dataset: Any) -> list[str]:
     """Return the columns of the first example, else those that the dataset names; none where neither says."""
-    dataset = dataset.dataset if isinstance(dataset, (SortedExamples, *VIEWS)) else dataset
-    is_read = is_map_style(dataset) and not isinstance(dataset, Mapping) and len(dataset)
-    first = dataset[0] if is_read else None  # as a transform makes it
-    return list(first if isinstance(first, Mapping) else getattr(dataset, "column_names", None) or ())
+    return list(_first_row(dataset) or getattr(dataset, "column_names", None) or ())
 
 
 def check_encoded(dataset: Any, model: Any) -> None:

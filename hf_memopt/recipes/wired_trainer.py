@@ -73,7 +73,8 @@ def build_trainer(
     if fixed is None and trainer_kwargs.get("data_collator") is None:
         check_encoded(train_dataset, model)
     given = dict(training_arguments or {})
-    unbucketed = why_unbucketed(train_dataset, given, model) if recipe.bucketing else None
+    reader = (model, trainer_kwargs.get("data_collator"))
+    unbucketed = why_unbucketed(train_dataset, given, *reader) if recipe.bucketing else None
     is_bucketed = recipe.bucketing and train_dataset is not None and unbucketed is None
     if is_bucketed:
         given = view_arguments(recipe.name, train_dataset, given)
@@ -100,7 +101,7 @@ def build_trainer(
         train_dataset = bucketed(train_dataset, batch_size=size, pad_to_multiple_of=multiple)
     if recipe.bucketing:
         evaluated = trainer_kwargs.get("eval_dataset")
-        trainer_kwargs["eval_dataset"] = evaluation_view(recipe.name, evaluated, args, model)
+        trainer_kwargs["eval_dataset"] = evaluation_view(recipe.name, evaluated, args, *reader)
     pads = trainer_kwargs.get("data_collator") is None and fixed is None
     if pads:
         from hf_memopt.batching.collation import check_tokenizer

@@ -123,7 +123,8 @@ def test_what_is_private_of_datasets_is_where_it_was():
     assert chosen._indices.column(0).to_pylist() == [2, 0]
 
 
-OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
+OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...]), or "
+OTHERS += "recipe.replace(bucketing=False)"
 MAP = 'dataset.map(lambda row: tokenizer(row["text"]))'
 NO_IDS = [
     *table("batching/tables/no_token_ids"),

@@ -97,6 +97,21 @@ def test_rows_that_a_loss_compares_are_not_gathered_by_length(tmp_path) -> None:
     assert f"bucketing: True -> False ({reason})" in map(str, trainer.memopt_changes)
 
 
+def test_rows_of_several_texts_are_left_to_the_callers_collator(tmp_path) -> None:
+    rows = [{"input_ids": [[5] * (1 + i % 4)] * 3, "labels": i % 3} for i in range(32)]
+    model = transformers.BertForMultipleChoice(tiny.bert_config())
+    for data in (rows, Dataset.from_list(rows)):
+        given = {"model": model, "eval_dataset": data, "training_arguments": {"max_steps": 1}}
+        collator = transformers.DataCollatorForMultipleChoice(tiny.tokenizer())
+        trainer = wired(tmp_path, recipe("cpu"), data, data_collator=collator, **given)
+        assert trainer.train_dataset is trainer.eval_dataset is data
+        reason = "the input_ids of an example are not one flat list of token ids, whose length could count"
+        assert f"bucketing: True -> False ({reason})" in map(str, trainer.memopt_changes)
+        assert trainer.train().global_step == 1
+        with pytest.raises(ValueError, match=r"recipe\.replace\(bucketing=False\)"):
+            wired(tmp_path, recipe("cpu"), data, **given)
+
+
 def test_evaluation_is_sorted_by_length_and_its_results_are_in_dataset_order(tmp_path) -> None:
     rows = [{"input_ids": [5] * (1 + 5 * i % 17), "labels": i % 3} for i in range(20)]
     chosen, model = recipe("cpu"), tiny.bert()
