@@ -137,14 +137,19 @@ def check_encoded(dataset: Any, model: Any) -> None:
         )
 
 
-def fixed_size_input(model: Any, dataset: Any) -> str | None:
-    """Return the column of inputs of one size, which need no padding and no tokenizer; None for text.
+def fixed_size_input(model: Any, dataset: Any, processing_class: Any) -> str | None:
+    """Return the column of inputs that need no tokenizer; None for text, and for images beside text with a tokenizer.
 
-    ``"pixel_values"`` of images, which stock's default collator stacks, or ``"input_features"`` of sound (Whisper).
+    ``"pixel_values"`` of images, which stock's default collator stacks, ``"input_features"`` of sound (Whisper), or
+    ``"input_values"`` of sound with a feature extractor, by which stock pads them.
     """
     names = _column_names(dataset)
-    for name in ("pixel_values", "input_features"):
-        if getattr(model, "main_input_name", None) == name or (name in names and "input_ids" not in names):
+    has_tokenizer = hasattr(getattr(processing_class, "tokenizer", processing_class), "pad_token_id")
+    is_text = "input_ids" in names
+    extracted: tuple[str, ...] = () if has_tokenizer or processing_class is None else ("input_values",)
+    for name in ("pixel_values", "input_features", *extracted):
+        is_main = getattr(model, "main_input_name", None) == name
+        if (name in names and not is_text) or (is_main and not (is_text and has_tokenizer)):
             return name
     return None
 

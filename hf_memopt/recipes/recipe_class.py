@@ -385,8 +385,9 @@ class Recipe:
             model: as for Trainer; or ``model_init=`` among the other keywords.
             train_dataset: tokenised examples, read in bucketed order; ``eval_dataset=`` among the other keywords is
                 read sorted by length, with the results in its own order.
-            processing_class: the tokenizer; not needed for images, or if ``data_collator=`` is given. A causal LM whose
-                examples have no labels learns to predict their tokens; masks of what is learned are for ``read_rows``.
+            processing_class: the tokenizer, or of sound the feature extractor; not needed for images, or if
+                ``data_collator=`` is given. A causal LM whose examples have no labels learns to predict their tokens;
+                masks of what is learned are for ``read_rows``.
             training_arguments: fields of TrainingArguments, and ``effective_batch_size``.
             callbacks: yours, after the recipe's.
             trainer_kwargs: anything else that Trainer takes.

@@ -64,7 +64,7 @@ def build_trainer(
                 f"callbacks=<{type(callback).__name__}> is not a TrainerCallback; expected instances. "
                 "Pass callbacks=[MyCallback()]"
             )
-    fixed = fixed_size_input(model, train_dataset)
+    fixed = fixed_size_input(model, train_dataset, processing_class)
     if processing_class is None and "data_collator" not in trainer_kwargs and fixed is None:
         raise ValueError(
             "processing_class=None leaves nothing to pad with; expected the tokenizer. Pass "

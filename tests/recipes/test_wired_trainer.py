@@ -249,6 +249,34 @@ def test_a_model_of_images_needs_no_processing_class(tmp_path) -> None:
         assert trainer.train().global_step == 1
 
 
+def test_sounds_of_a_feature_extractor_are_padded_by_stock(tmp_path) -> None:
+    rows = [{"input_values": torch.randn(400 + 20 * i).tolist(), "label": i % 2} for i in range(32)]
+    sizes = {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8), "hidden_size": 16}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_conv_pos_embedding_groups": 2}
+    config = transformers.Wav2Vec2Config(**sizes, **layers, mask_time_prob=0.0)
+    model = transformers.Wav2Vec2ForSequenceClassification(config)
+    given = {"processing_class": transformers.Wav2Vec2FeatureExtractor(), "training_arguments": {"max_steps": 1}}
+    trainer = wired(tmp_path, recipe("cpu"), rows, model=model, **given)
+    assert kind(trainer.data_collator) == "DataCollatorWithPadding"
+    assert trainer.train().global_step == 1
+
+
+def test_texts_beside_images_are_padded_where_images_are_the_main_input(tmp_path) -> None:
+    heads = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BlipConfig(
+        text_config={**heads, "encoder_hidden_size": 16, "vocab_size": 100, "bos_token_id": 2, "sep_token_id": 3},
+        vision_config={**heads, "image_size": 8, "patch_size": 4},
+    )
+    model, image = transformers.BlipForConditionalGeneration(config), torch.randn(3, 8, 8)
+    rows = [{"pixel_values": image, "input_ids": ids, "labels": ids} for ids in ([5, 6], [5, 6, 7])] * 16
+    steps = {"max_steps": 1}
+    trainer = wired(tmp_path, recipe("cpu"), rows, model=model, training_arguments=steps)
+    assert isinstance(trainer.data_collator, BucketedCollator)
+    assert trainer.train().global_step == 1
+    plain = wired(tmp_path, recipe("cpu"), rows[::2], model=model, processing_class=None, training_arguments=steps)
+    assert plain.data_collator is transformers.default_data_collator  # rows of one length need no tokenizer
+
+
 def test_the_8_bit_names_are_those_that_stock_knows() -> None:
     names = {item.value for item in transformers.training_args.OptimizerNames if item.value.endswith("8bit")}
     other_makers = {"adamw_torch_8bit"} | {name for name in names if name.startswith("galore")}
