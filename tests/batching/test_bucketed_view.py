@@ -162,7 +162,9 @@ def test_the_wrap_around_of_even_batches_is_allowed(world_size, count):
 
 @pytest.mark.parametrize(("kind", "most"), [("examples", 4), ("batches", 1)])
 def test_more_positions_than_a_batch_are_refused(kind, most):
-    message, view = whole("positions=<{count}", count=most + 1, most=most), bucketed(examples(), **VIEWS[kind])
+    larger = f", or where it varies bucketed(dataset, batch_size={most + 1}) or recipe.replace(bucketing=False)"
+    values = {"count": most + 1, "most": most, "larger": larger if most > 1 else ""}
+    message, view = whole("positions=<{count}", **values), bucketed(examples(), **VIEWS[kind])
     refuses(RuntimeError, message, view.__getitems__, list(range(most + 1)))
 
 

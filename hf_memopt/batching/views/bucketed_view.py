@@ -230,11 +230,13 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
         Positions that are fetched one by one show no order: there only ``attach`` refuses the wrong strategy.
         """
         if len(positions) > most:
+            group = f", or where it varies bucketed(dataset, batch_size={len(positions)})"
+            larger = "" if self.has_whole_batches else f"{group} or recipe.replace(bucketing=False)"
             raise RuntimeError(
                 f"positions=<{len(positions)} at once> are more than a batch of this view; expected at most {most}. "
-                f"Pass TrainingArguments(..., per_device_train_batch_size={most}); with several GPUs launch one "
-                "process per GPU: torchrun --nproc_per_node=<GPUs> your_script.py. A view is for training: to evaluate "
-                "pass sorted_by_length(view.dataset)"
+                f"Pass TrainingArguments(..., per_device_train_batch_size={most}){larger}; with several GPUs launch "
+                "one process per GPU: torchrun --nproc_per_node=<GPUs> your_script.py. A view is for training: to "
+                "evaluate pass sorted_by_length(view.dataset)"
             )
         if any((after - before - 1) % len(self) != 0 for before, after in pairwise(positions)):
             raise RuntimeError(
