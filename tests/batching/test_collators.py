@@ -170,6 +170,23 @@ def test_a_causal_label_survives_where_the_pad_token_is_the_end_of_text_token():
     assert stock["labels"].tolist() == [[5, 6, -100], [7, -100, -100]]
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_pad_tokens_at_the_ends_of_rows_without_a_mask_are_padding(side):
+    tokenizer, ids = tiny.tokenizer(side), [[5, PAD, 6, 7], [8, 9], [5]]
+    padded = [{"input_ids": row} for row in reference(ids, PAD, side=side)]
+    ours, stock = (
+        collate(padded)
+        for collate in (
+            DynamicPaddingCollator(tokenizer, causal_lm=True),
+            DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        )
+    )
+    assert ours["attention_mask"].tolist() == reference([[1] * len(row) for row in ids], 0, side=side)
+    assert [(row != -100).sum().item() for row in ours["labels"]] == ([4, 2, 1] if side == "right" else [3, 1, 0])
+    if side == "right":
+        assert ours["labels"].where(ours["input_ids"] != PAD, -100).equal(stock["labels"])
+
+
 def test_causal_labels_leave_out_what_the_data_itself_masks_and_labels_of_the_data_win():
     collator = DynamicPaddingCollator(tiny.tokenizer(), causal_lm=True, pad_to_multiple_of=None)
     padded = {"input_ids": [5, 6, PAD], "attention_mask": [1, 1, 0], "special_tokens_mask": [0, 0, 1]}

@@ -223,7 +223,14 @@ def test_a_collated_row_begins_positions_anew_and_has_no_label_at_a_texts_first_
 
 def test_one_label_per_text_is_refused():
     row = packed([{"input_ids": [5, 6], "labels": 1}, {"input_ids": [8], "labels": 0}], 9)[0]
-    message = whole("features[0]['labels']={value}", value=row[0]["labels"], count=len(row[0]["input_ids"]))
+    values = {"name": "labels", "value": row[0]["labels"], "count": len(row[0]["input_ids"])}
+    refuses(ValueError, whole("features[0][{name!r}]", **values), BucketedCollator(tiny.tokenizer()), [row])
+
+
+@pytest.mark.parametrize(("name", "value"), [("input_ids", [5, 6, 0]), ("attention_mask", [1, 1, 0])])
+def test_texts_that_were_padded_before_are_refused(name, value):
+    row = packed([{"input_ids": [5, 6, 0], name: value}], 9)[0]
+    message = whole("features[0][{name!r}]", name=name, value=value, count=3)
     refuses(ValueError, message, BucketedCollator(tiny.tokenizer()), [row])
 
 

@@ -70,12 +70,13 @@ class BucketedCollator:
     item of a ``packed`` view becomes one row of its texts, with ``position_ids`` that begin anew with each, what they
     leave free as a text of its own, no ``attention_mask``, and for a causal LM no label at a text's first token.
 
-    ``input_ids`` are padded with the tokenizer's pad token on its padding side, ``attention_mask`` (made where it is
-    missing) with 0, ``token_type_ids`` with the tokenizer's pad type, ``special_tokens_mask`` with 1, ids of other
-    ``label_names`` of an attached Trainer as labels, any other column with one entry per token with 0; the decoder's
-    columns always on the right. One number per row gives ``(batch,)``, a vector of one size in all rows
-    ``(batch, size)``. ``start_positions`` and ``end_positions`` move with the tokens of their row. Columns of None, and
-    ``length``, are dropped.
+    ``input_ids`` are padded with the tokenizer's pad token on its padding side, ``attention_mask`` with 0 (where it is
+    missing it is made, and pad tokens at the ends of rows are padding unless they begin or end texts, too),
+    ``token_type_ids`` with the tokenizer's pad type, ``special_tokens_mask`` with 1, ids of other ``label_names`` of an
+    attached Trainer as labels, any other column with one entry per token with 0; the decoder's columns always on the
+    right. One number per row gives ``(batch,)``, a vector of one size in all rows ``(batch, size)``.
+    ``start_positions`` and ``end_positions`` move with the tokens of their row. Columns of None, and ``length``, are
+    dropped.
 
     Labels come from ``labels``, ``label`` or ``label_ids`` and leave as ``labels``: an int per row is a class, a float
     a regression target, a vector of floats or bools several targets (float32). A list of ints is one label per token
@@ -283,14 +284,17 @@ class BucketedCollator:
         free = (row.width or sum(lengths)) - sum(lengths)
         positions = [np.arange(length) for length in lengths] + [np.arange(free) % max(lengths)]
         found = {"position_ids": np.concatenate(positions) + self._first_position}
+        pad_id = -1 if "attention_mask" in columns else self._pad_id()
         columns.setdefault("attention_mask", [np.ones(length, np.int64) for length in lengths])
         for name, cells in columns.items():
             for text, (cell, length) in enumerate(zip(cells, lengths, strict=True)):
-                if np.ndim(cell) == 0 or len(cell) != length or (name == "attention_mask" and not cell.all()):
+                ends = cell[:: max(length - 1, 1)] if name == "input_ids" else ()
+                is_padded = pad_id in ends or (name == "attention_mask" and not cell.all())
+                if np.ndim(cell) == 0 or len(cell) != length or is_padded:
                     raise ValueError(
                         f"features[{text}][{name!r}]={reprlib.repr(np.asarray(cell).tolist())} cannot share a row with "
                         f"other texts; expected one value for each of {length} tokens, none of them padding. Train on "
-                        "padded rows: bucketed(dataset, ...), or leave the column out."
+                        "padded rows: bucketed(dataset, ...), tokenise with padding=False, or leave the column out."
                     )
             value = self._pad_value(name, cells[0])
             if name in self._label_names and cells[0].dtype.kind == "u":  # which have no -100
@@ -327,12 +331,21 @@ class BucketedCollator:
             else:
                 batch[name] = pad(column, width, self._pad_value(name, column[0]), side)
         if "attention_mask" not in batch:
-            batch["attention_mask"] = (~where_padding(lengths, width, side)).astype(np.int64)
+            is_padding, is_pad = where_padding(lengths, width, side), batch["input_ids"] == self._pad_id()
+            if (is_pad > is_padding).any():  # rows were padded before
+                before, after = (np.logical_and.accumulate(side, axis=1) for side in (is_pad, is_pad[:, ::-1]))
+                is_padding = before | after[:, ::-1]
+            batch["attention_mask"] = (~is_padding).astype(np.int64)
         if self._adds_position_ids and "position_ids" not in batch:
             first = batch["attention_mask"].argmax(axis=1)
             positions = np.clip(np.arange(width) - first[:, None], 0, None)
             batch["position_ids"] = positions * ~where_padding(lengths, width, side)
         return batch
+
+    def _pad_id(self) -> int:
+        """Return the token that at a row's ends is padding; -1 where the pad token begins or ends texts, too."""
+        others = [getattr(self.tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")]
+        return -1 if self.tokenizer.pad_token_id in others else int(self.tokenizer.pad_token_id)
 
     def _pad_value(self, name: str, cell: Array) -> int:
         if name in LABELS or (name in self._label_names and cell.dtype.kind in "iu"):
