@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hf_memopt.batching import token_count
 from hf_memopt.batching.views import (
     BucketedStream,
@@ -174,5 +176,7 @@ def needs_causal_labels(model: Any, dataset: Any) -> bool:
         return False
     if not names:
         return not type(unwrap_model(model)).__name__.endswith("ForConditionalGeneration")
+    if np.ndim(_first_row(dataset).get("label", [])) == 0:
+        names.discard("label")  # of a classification
     others = LABELS | {"pixel_values", "input_features"}  # whose places among the tokens are not learned
     return "input_ids" in names and not names & others

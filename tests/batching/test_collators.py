@@ -194,6 +194,7 @@ def test_causal_labels_leave_out_what_the_data_itself_masks_and_labels_of_the_da
     assert collator([padded])["labels"].tolist() == [[5, 6, -100]]
     assert sorted(collator([padded])) == ["attention_mask", "input_ids", "labels"]
     assert collator([{**padded, "labels": [-100, 6, -100]}])["labels"].tolist() == [[-100, 6, -100]]
+    assert collator([{**padded, "label": 1}])["labels"].tolist() == [[5, 6, -100]]  # of a classification
 
 
 @pytest.mark.parametrize("settings", [{"causal_lm": True}, {"model": "llama"}], ids=str)
@@ -314,11 +315,12 @@ BAD_LABELS: list[tuple[dict[str, Any], list[dict[str, Any]], str]] = [
         whole("features[1]['label']"),
     ),
     ({"mlm_probability": 0.15}, [{**ROW, "label": 1}], whole("mlm_probability=0.15 draws")),
-    ({"causal_lm": True}, [{**ROW, "label": 1}], whole("causal_lm=True needs")),
+    ({"causal_lm": True}, [{**ROW, "labels": 1}], whole("column {name!r} has not", name="labels")),
+    ({"model": llama()}, [{**ROW, "label": 1}], whole("column {name!r} has not", name="label")),
 ]
 
 
-@pytest.mark.parametrize(("settings", "rows", "message"), BAD_LABELS, ids=["tokens", "mlm", "causal"])
+@pytest.mark.parametrize(("settings", "rows", "message"), BAD_LABELS, ids=["tokens", "mlm", "causal", "left over"])
 def test_labels_that_the_model_cannot_use_are_refused(settings, rows, message):
     refuses(ValueError, message, DynamicPaddingCollator(tiny.tokenizer(), **settings), rows)
 

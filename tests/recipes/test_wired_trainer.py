@@ -166,7 +166,8 @@ def test_a_stream_is_bucketed_where_it_names_its_columns(tmp_path) -> None:
 
 @pytest.mark.parametrize("is_made_by_the_trainer", [False, True])
 def test_a_causal_model_without_labels_learns_its_tokens_and_says_so(tmp_path, is_made_by_the_trainer, caplog) -> None:
-    unlabelled = dataset().remove_columns("labels")
+    left_over = dataset().rename_column("labels", "label")  # of a classification
+    unlabelled = left_over if is_made_by_the_trainer else left_over.remove_columns("label")
     model = {"model": None, "model_init": lambda: tiny.llama()} if is_made_by_the_trainer else {"model": tiny.llama()}
     steps = {"max_steps": 1, "train_sampling_strategy": "group_by_length"}
     with caplog.at_level("INFO"):

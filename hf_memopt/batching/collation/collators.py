@@ -92,7 +92,8 @@ class BucketedCollator:
         mlm_probability: the share of real, non-special tokens to mask, in (0, 1], with the random draws of stock's
             ``DataCollatorForLanguageModeling``. None masks nothing.
         causal_lm: copy ``input_ids`` to ``labels``, padding left out by ``attention_mask``: a real end-of-text token
-            keeps its label even when it doubles as the pad token (stock drops it). Labels in the data win.
+            keeps its label even when it doubles as the pad token (stock drops it). Labels in the data win, except a
+            ``label`` that is one number per row, left over from a classification.
         pad_to_multiple_of: round the padded length up; 8 fits tensor cores. None or 1 rounds nothing.
         label_pad_token_id: what the loss ignores.
         position_ids: add ``position_ids`` that count real tokens from 0. None: on left padding if the model needs it.
@@ -360,7 +361,7 @@ class BucketedCollator:
         self, name: str, labels: Column | None, lengths: list[int], batch: dict[str, Array]
     ) -> dict[str, Array]:
         """Return ``labels`` as one array, or nothing; and ``decoder_input_ids`` where the model makes them."""
-        if labels is None:
+        if labels is None or (self.causal_lm and name == "label" and labels[0].ndim == 0):
             if not self.causal_lm:
                 return {}
             is_padding = batch["attention_mask"] == 0
@@ -395,10 +396,10 @@ class BucketedCollator:
                 f"mlm_probability={self.mlm_probability!r} draws the labels, but the data has them under {name!r}; "
                 f"expected one source of labels. Call: dataset.remove_columns({name!r})."
             )
-        if self.causal_lm and kind != "token":
+        if (self.causal_lm or (self._predicts_next_token and name == "label")) and kind != "token":
             raise ValueError(
-                f"causal_lm=True needs one label per token, and column {name!r} has not; expected labels as long as "
-                f"input_ids, or none. Call: dataset.remove_columns({name!r})."
+                f"column {name!r} has not one label per token for a causal language model; expected labels as long as "
+                f"input_ids, or causal_lm=True without them. Call: dataset.remove_columns({name!r})."
             )
 
 
