@@ -6,8 +6,10 @@ takes; any other dataset is read row by row, with a progress bar once that lasts
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.plan import check_integers
 from hf_memopt.errors import did_you_mean
+from hf_memopt.notices import notify
 from hf_memopt.plain_data import check_value, checked_array, shown
+
+logger = logging.getLogger(__name__)
 
 COUNT_OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
 COUNT_OTHERS += ", or recipe.replace(bucketing=False)"
 LENGTH_COLUMN = "length"  # stock's default length_column_name, for "group_by_length"; no model takes it
+_notify_once = cache(notify)  # of the same text
 
 
 def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
@@ -50,6 +56,14 @@ def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
     if column not in arrow.column_names:
         raise _missing(column, arrow.column_names)
     lengths = _of_chunks(arrow.column(column), column)
+    if column == "input_ids" and "attention_mask" in arrow.column_names:
+        masks = arrow.column("attention_mask")[:8].to_pylist()
+        if zeros := sum((mask or []).count(0) for mask in masks):
+            _notify_once(
+                logger,
+                f"attention_mask has {zeros} zeros in the first {len(masks)} rows, padding that counts as length; "
+                "expected rows without padding. Tokenise with padding=False: a collator pads each batch",
+            )
     # `_indices` is the private mapping that shuffle, select, sort and filter leave (datasets 3.0 to 5.2; pinned by a
     # test); as int64, since numpy would copy uint64 to index with it.
     mapping = getattr(dataset, "_indices", None)

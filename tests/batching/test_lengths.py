@@ -193,3 +193,15 @@ def test_a_transform_that_changes_the_column_is_counted() -> None:
     cut = rows.with_transform(lambda batch: {"input_ids": [row[:8] for row in batch["input_ids"]]})
     assert_same_as_slow(cut)
     assert bucketed(cut, max_tokens=16, too_long="drop").buckets.dropped == 0
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_rows_that_were_padded_before_are_told_of_once(padding, caplog):
+    texts = [" ".join(["w1"] * n) for n in (3, 17, 5)] * 3
+    rows = Dataset.from_list(
+        [dict(tiny.tokenizer()(text, padding="max_length" if padding else False, max_length=23)) for text in texts]
+    )
+    with caplog.at_level("WARNING", logger="hf_memopt"):
+        for _ in range(2):
+            assert set(token_lengths(rows).tolist()) == ({23} if padding else {5, 19, 7})
+    assert caplog.messages == [whole("attention_mask has 98")] * padding
