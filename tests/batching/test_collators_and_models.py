@@ -7,6 +7,7 @@ import gc
 import pickle
 from typing import Any
 
+import heads
 import peft
 import pytest
 import torch
@@ -350,3 +351,18 @@ def test_labels_of_a_second_head_are_padded_as_labels(tmp_path):
     trainer = transformers.Trainer(model, args, train_dataset=packed(rows, 8), data_collator=collator)
     [batch] = attach(trainer).get_train_dataloader()
     assert batch["pos_labels"][0, -3:].tolist() == [-100] * 3
+
+
+@pytest.mark.parametrize(("name", "most"), [("bert", 29), ("roberta", 28), ("bart", 29)])
+def test_rounding_up_ends_where_the_model_has_no_more_positions(name, most):
+    built = heads.HEADS[name].build()
+    config = copy.deepcopy(built.config)
+    config.max_position_embeddings = 29
+    model = type(built)(config)
+    collator = DynamicPaddingCollator(tiny.tokenizer(), model=model)
+    labels = [1] * most if name == "bart" else 1
+    for longest, width in ((most, most), (most - 1, most), (24, 24), (9, 16), (most + 1, 32)):
+        batch = collator([{"input_ids": [5] * length, "labels": labels} for length in (longest, 3)])
+        assert batch["input_ids"].shape == (2, width)
+        if width <= most:
+            assert model(**batch).loss.isfinite()

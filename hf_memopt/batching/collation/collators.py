@@ -44,6 +44,7 @@ from hf_memopt.batching.collation.model_needs import (
     first_position,
     has_decoder,
     label_shifter,
+    most_positions,
     needs_position_ids,
 )
 from hf_memopt.batching.collation.rows import ColumnBatch, PackedRow, RowBatch
@@ -94,7 +95,8 @@ class BucketedCollator:
         causal_lm: copy ``input_ids`` to ``labels``, padding left out by ``attention_mask``: a real end-of-text token
             keeps its label even when it doubles as the pad token (stock drops it). Labels in the data win, except a
             ``label`` that is one number per row, left over from a classification.
-        pad_to_multiple_of: round the padded length up; 8 fits tensor cores. None or 1 rounds nothing.
+        pad_to_multiple_of: round the padded length up, as far as the model has positions; 8 fits tensor cores. None or
+            1 rounds nothing.
         label_pad_token_id: what the loss ignores.
         position_ids: add ``position_ids`` that count real tokens from 0. None: on left padding if the model needs it.
         inner: a collator that does all the work instead; this one only passes the examples on. Stock's
@@ -155,7 +157,7 @@ class BucketedCollator:
         self._has_decoder: bool | None = None  # None: unknown, so the shape of the labels decides alone
         self._shift_labels: Callable[..., torch.Tensor] | None = None
         self._adds_position_ids = bool(position_ids)
-        self._first_position = 0
+        self._first_position, self._most_positions = 0, float("inf")
         self._predicts_next_token = causal_lm
         self._has_model = False
         self._known_ids: KnownIds | None = None  # of the attached Trainer's model
@@ -181,7 +183,7 @@ class BucketedCollator:
         own, model = copy.copy(self) if is_taken else self, cast(nn.Module, trainer.model)
         handles = [set_attribute(trainer, "data_collator", own)] if is_taken else []
         names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids", "_first_position")
-        handles += [set_attribute(own, name, getattr(own, name)) for name in names]
+        handles += [set_attribute(own, name, getattr(own, name)) for name in (*names, "_most_positions")]
         handles.append(set_attribute(own, "_known_ids", KnownIds(trainer)))
         others = {*trainer.label_names} - INPUTS  # which are named to be kept beside predictions
         handles.append(set_attribute(own, "_label_names", frozenset(LABELS) | others))
@@ -204,7 +206,7 @@ class BucketedCollator:
                 "expected the decoder's labels in the data. Leave causal_lm out."
             )
         changes = []
-        self._first_position = first_position(model)
+        self._first_position, self._most_positions = first_position(model), most_positions(model)
         self._has_decoder = is_seq2seq
         self._shift_labels = label_shifter(model) if is_seq2seq else None
         if is_seq2seq:
@@ -304,17 +306,16 @@ class BucketedCollator:
         return found
 
     def _width(self, lengths: list[int], width: int | None) -> int:
-        """Return the width that the batch is padded to: the one that is asked for, or its longest row, rounded up."""
+        """Return the width to pad to: the one that is asked for, or the longest row, rounded up as far as it may be."""
         longest = max(lengths)
-        if width is None:
-            return round_up(longest, self.pad_to_multiple_of)
-        if longest > width:
+        rounded = round_up(longest, self.pad_to_multiple_of) if width is None else width
+        if longest > rounded:
             raise ValueError(
                 f"width={width} is too short for features[{lengths.index(longest)}]['input_ids'] with {longest} ids; "
                 "expected the longest row to fit. Give the view the true lengths: "
                 "bucketed(dataset, ..., lengths=token_lengths(dataset))."
             )
-        return width
+        return int(min(rounded, self._most_positions)) if longest <= self._most_positions else rounded
 
     def _pad_inputs(self, columns: dict[str, Column], lengths: list[int], width: int) -> dict[str, Array]:
         """Return every column but the labels as one array, plus ``attention_mask`` and ``position_ids`` if wanted."""
@@ -327,7 +328,7 @@ class BucketedCollator:
                 if name in PLACES and side == "left":  # padding moves the tokens
                     batch[name] += (width - np.array(lengths)).reshape(-1, *[1] * (batch[name].ndim - 1))
             elif kind == "decoder":
-                own_width = round_up(max(map(len, column)), self.pad_to_multiple_of)
+                own_width = self._width([*map(len, column)], None)
                 batch[name] = pad(column, own_width, self._pad_value(name, column[0]), "right")
             else:
                 batch[name] = pad(column, width, self._pad_value(name, column[0]), side)
@@ -375,7 +376,7 @@ class BucketedCollator:
             width = batch["input_ids"].shape[1]
             padded = pad(labels, width, self.label_pad_token_id, self.tokenizer.padding_side)
             return {"labels": self._without_unpredictable(padded, batch["attention_mask"])}
-        width = round_up(max(map(len, labels)), self.pad_to_multiple_of)
+        width = self._width([*map(len, labels)], None)
         padded = pad(labels, width, self.label_pad_token_id, "right")
         if self._shift_labels is None or "decoder_input_ids" in batch:
             return {"labels": padded}

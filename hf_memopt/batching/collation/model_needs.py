@@ -40,6 +40,13 @@ def first_position(model: nn.Module) -> int:
     return max((start + 1 for start in starts if isinstance(start, int)), default=0)
 
 
+def most_positions(model: nn.Module) -> float:
+    """Return the length of a row that the model's configuration has positions for; infinite where it does not say."""
+    with suppress(AttributeError, TypeError, ValueError):
+        return int(unwrap_model(model).config.get_text_config().max_position_embeddings) - first_position(model)
+    return float("inf")
+
+
 def _counts_tokens(kind: type[nn.Module]) -> bool:
     name = "create_position_ids_from_input_ids"  # a method or a function of the module file, seen in 5.8.1 to 5.23.0
     return hasattr(kind, name) or hasattr(sys.modules[kind.__module__], name)
