@@ -413,6 +413,9 @@ def test_an_instruction_and_its_input_are_both_read_by_an_encoder() -> None:
     rows = [{"instruction": "Add.", "input": "2 2", "output": "4"}, {"instruction": "Hi", "input": "", "output": "4"}]
     texts = {byte_tokenizer().decode(row["input_ids"]) for row in every(read(rows, byte_tokenizer(), "seq2seq"))}
     assert texts == {"Add.\n\n2 2", "Hi"}
+    asked = read([{"question": "Who?", "context": "I am.", "answer": "I"}] * 2, byte_tokenizer(), "seq2seq")
+    assert byte_tokenizer().decode(asked.train[0]["input_ids"]) == "Who?\n\nI am."
+    assert not any("context" in note for note in asked.notes)
 
 
 @pytest.mark.parametrize(
