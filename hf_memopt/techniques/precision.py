@@ -85,21 +85,23 @@ def is_checkpointed(trainer: Any) -> bool:
 # ---- Master weights -------------------------------------------------------------------------------------------------
 
 
-def half_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of 16 bits by name, tied ones once."""
+def half_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, nn.Parameter]:
+    """Return the parameters of 16 bits that are trainable, or that an optimizer holds, by name, tied ones once."""
+    held = {parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype in _HALF
+        if (parameter.requires_grad or parameter in held) and parameter.dtype in _HALF
     }
 
 
 def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> UndoHandle:
     """Turn trainable weights of 16 bits into float32, in place: parameters stay the same objects, tied ones tied.
 
-    Running statistics of a ``BatchNorm`` follow its weight. Frozen weights stay as they are, quantised ones among them.
+    Running statistics of a ``BatchNorm`` follow its weight. Frozen weights stay as they are, quantised ones among them,
+    but for those that the optimizer holds, as they are to be trained later.
     """
-    chosen = half_weights(model)
+    chosen = half_weights(model, optimizer)
     if not chosen:
         return nothing_to_undo()
     for name, parameter in chosen.items():
@@ -199,13 +201,17 @@ class PrecisionCallback(BoundCallback):
 
     def _keep_master_weights(self, trainer: Trainer, model: Any, optimizer: Any = None) -> None:
         self._handles.keep(model)
-        weights = half_weights(model).values()
+        weights = half_weights(model, optimizer).values()
         runs_autocast = versions.mixed_precision(trainer.args) != "no"
         if not (self.master_weights and runs_autocast and weights) or "16-bit weights" in techniques_in_use(trainer):
             return
         size = sum(weight.numel() * weight.element_size() for weight in weights)
         self._handles.keep(model, keep_master_weights(model, unwrap_optimizer(optimizer)))
         reason = f"{len(weights)} trainable weights: autocast computes in 16 bits, updates need more"
+        if getattr(model, "dtype", None) in _HALF and not hasattr(model, "peft_config"):  # that of the first weights
+            reason += (
+                f"; what is saved calls itself {model.dtype}: load it with dtype=torch.float32, which rounds nothing"
+            )
         before, after = f"16 bits, {format_bytes(size)}", f"float32, {format_bytes(2 * size)}"
         self.note(Change("master_weights", before, after, reason))
 

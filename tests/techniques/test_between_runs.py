@@ -102,15 +102,17 @@ class Dtypes(TrainerCallback):
         self.seen |= {one.dtype for one in model.parameters()}
 
 
-def test_master_weights_are_float32_after_an_evaluation_in_16_bits(tmp_path: Any) -> None:
+@pytest.mark.parametrize("schedule", [None, {0: "classifier", 1: "base"}])
+def test_master_weights_are_float32_after_an_evaluation_in_16_bits(schedule: Any, tmp_path: Any) -> None:
     dtypes = Dtypes()
     args = tiny.arguments(tmp_path, bf16=True, bf16_full_eval=True, max_steps=1)
     rows = {"train_dataset": tiny.rows(8), "eval_dataset": tiny.rows(4)}
     trainer = Trainer(model=tiny.bert().bfloat16(), args=args, callbacks=[dtypes], **rows)
-    attach(trainer, PrecisionCallback())
+    attach(trainer, PrecisionCallback(), *([] if schedule is None else [GradualUnfreezeCallback(schedule)]))
     for _ in range(2):
         trainer.evaluate()
         trainer.train()
+        args.max_steps = 3
     assert dtypes.seen == {torch.float32}
 
 

@@ -395,6 +395,8 @@ def test_what_is_frozen_first_stays_in_16_bits(make: Any, callbacks: list[Any], 
     attach(trainer, *callbacks, PrecisionCallback()).train()
     found = {parameter.requires_grad: parameter.dtype for parameter in trainer.model.parameters()}
     assert found == {True: torch.float32, False: torch.bfloat16}
+    # adapters are saved without the base's dtype
+    assert ("calls itself torch.bfloat16" in str(trainer.memopt_changes)) is bool(callbacks)
 
 
 @pytest.mark.parametrize("way", ["model", "model_init", "attached later"])

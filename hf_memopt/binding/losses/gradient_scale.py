@@ -3,8 +3,8 @@
 Stock transformers 5.x multiplies the gradients of such a head (BERT classification, T5, ...) by accumulation steps
 times processes: it leaves the division to a head that never does it. Stock's own division is switched back on where it
 is needed, only there. Heads of transformers are looked up (``known_losses``); of any other loss the first training step
-is watched: a count that stock passed and no operation took is ignored, unless the loss was divided by the accumulation
-steps themselves. Nothing is run for it, and nothing read before.
+that accumulates is watched: a count that stock passed and no operation took is ignored, unless the loss was divided by
+the accumulation steps themselves. Nothing is run for it, and nothing read before.
 
 Limitations: a count that only a kernel of one's own reads, in a ``torch.autograd.Function``, is taken for ignored, and
 so is one of a loss that is divided by the steps in code with no name for accumulation, unless that comes last:
@@ -86,7 +86,7 @@ def _watch_first_step(trainer: Any) -> UndoHandle:
         return undo_all()
 
     def compute_loss(before: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not model.training:
+        if not (model.training and _is_of_use(trainer)):
             return before(model, inputs, *args, **kwargs)
         items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
         # once more, since labels may decide what a classification head computes
@@ -120,14 +120,15 @@ def _watch_function(trainer: Any) -> UndoHandle:
         with ExitStack() as stack:
             if any(found):  # no number of processes multiplies a mean, in an evaluation either
                 stack.enter_context(set_attribute(trainer.args, AVERAGES, False))
-            elif not found and model.training and function is not None:
+            elif not found and model.training and function is not None and _is_of_use(trainer):
                 call = partial(_watched, trainer, function, found, stack)
                 stack.enter_context(set_attribute(trainer, "compute_loss_func", call))
             loss = before(model, *args, **kwargs)
         if not model.training or function is None:
             return loss
         if not any(found):
-            handle.remove()
+            if found:
+                handle.remove()
             return loss
         steps = getattr(trainer, "current_gradient_accumulation_steps", 1)
         return (loss[0] / steps, *loss[1:]) if isinstance(loss, tuple) else loss / steps
@@ -152,6 +153,15 @@ def _watched(
         name = getattr(function, "__name__", type(function).__name__)
         _record(trainer, "compute_loss_func", f"<{name}>", f"<{name}> / gradient_accumulation_steps", "it")
     return loss
+
+
+def _is_of_use(trainer: Any) -> bool:
+    """Return whether a loss can be watched now: in a run, whose steps or processes multiply it.
+
+    With a single one nobody can see who divides, and a later run, as of a search, may accumulate.
+    """
+    is_multiplied = _steps(trainer) or trainer.accelerator.num_processes > 1 or trainer.args.n_gpu > 1
+    return bool(trainer.is_in_train and is_multiplied)
 
 
 def _steps(trainer: Any) -> set[int]:

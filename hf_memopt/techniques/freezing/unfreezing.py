@@ -99,11 +99,16 @@ class GradualUnfreezeCallback(TechniqueCallback):
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         missing = [name for name, parameter in model.named_parameters() if parameter in scheduled.keys() - held]
         if missing:
+            remedy = (
+                "What is trained beside adapters is not saved with them, so name adapters alone: '*layers.3.*lora_*' "
+                "in place of 'layers:3'"
+                if hasattr(model, "peft_config")
+                else "Freeze them by the schedule alone, without FreezeCallback, and set requires_grad = True of "
+                "these, and no others, before Trainer(...)"
+            )
             raise ValueError(
                 f"schedule={dict(stages)!r} names {len(missing)} parameters that the optimizer does not hold, "
-                f"beginning with {missing[0]}; expected parameters that were trainable when it was built. Freeze them "
-                "by the schedule alone, without FreezeCallback, and set requires_grad = True of these, and no others, "
-                "before Trainer(...)"
+                f"beginning with {missing[0]}; expected parameters that were trainable when it was built. {remedy}"
             )
         dropped = drop_input_gradients(model)
         if not dropped.is_removed:
