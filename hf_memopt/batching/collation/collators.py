@@ -72,7 +72,7 @@ class BucketedCollator:
     leave free as a text of its own, no ``attention_mask``, and for a causal LM no label at a text's first token.
 
     ``input_ids`` are padded with the tokenizer's pad token on its padding side, ``attention_mask`` with 0 (where it is
-    missing it is made, and pad tokens at the ends of rows are padding unless they begin or end texts, too),
+    missing it is made, and pad tokens at the ends of rows are padding unless they are bos, eos or unk, too),
     ``token_type_ids`` with the tokenizer's pad type, ``special_tokens_mask`` with 1, ids of other ``label_names`` of an
     attached Trainer as labels, any other column with one entry per token with 0; the decoder's columns always on the
     right. One number per row gives ``(batch,)``, a vector of one size in all rows ``(batch, size)``.
@@ -345,8 +345,8 @@ class BucketedCollator:
         return batch
 
     def _pad_id(self) -> int:
-        """Return the token that at a row's ends is padding; -1 where the pad token begins or ends texts, too."""
-        others = [getattr(self.tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")]
+        """Return the token that at a row's ends is padding; -1 where the pad token has another use, too."""
+        others = [getattr(self.tokenizer, f"{kind}_token_id", None) for kind in ("bos", "eos", "unk")]
         return -1 if self.tokenizer.pad_token_id in others else int(self.tokenizer.pad_token_id)
 
     def _pad_value(self, name: str, cell: Array) -> int:
@@ -398,9 +398,10 @@ class BucketedCollator:
                 f"expected one source of labels. Call: dataset.remove_columns({name!r})."
             )
         if (self.causal_lm or (self._predicts_next_token and name == "label")) and kind != "token":
+            own = ", or for a loss of your own: dataset.rename_column('label', 'labels')" if name == "label" else ""
             raise ValueError(
                 f"column {name!r} has not one label per token for a causal language model; expected labels as long as "
-                f"input_ids, or causal_lm=True without them. Call: dataset.remove_columns({name!r})."
+                f"input_ids, or causal_lm=True without them. Call: dataset.remove_columns({name!r}){own}."
             )
 
 
