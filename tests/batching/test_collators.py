@@ -315,8 +315,16 @@ BAD_LABELS: list[tuple[dict[str, Any], list[dict[str, Any]], str]] = [
         whole("features[1]['label']"),
     ),
     ({"mlm_probability": 0.15}, [{**ROW, "label": 1}], whole("mlm_probability=0.15 draws")),
-    ({"causal_lm": True}, [{**ROW, "labels": 1}], whole("column {name!r} has not", name="labels")),
-    ({"model": llama()}, [{**ROW, "label": 1}], whole("column {name!r} has not", name="label")),
+    ({"causal_lm": True}, [{**ROW, "labels": 1}], whole("column {name!r} has not", name="labels", own="")),
+    (
+        {"model": llama()},
+        [{**ROW, "label": 1}],
+        whole(
+            "column {name!r} has not",
+            name="label",
+            own=", or for a loss of your own: dataset.rename_column('label', 'labels')",
+        ),
+    ),
 ]
 
 
