@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from datasets import Dataset
 
 from hf_memopt.batching import token_count
 from hf_memopt.batching.views import (
@@ -98,27 +99,45 @@ def _why_not(dataset: Any, model: Any, collator: Any) -> str | None:
 
 
 def _first_row(dataset: Any) -> Mapping[str, Any]:
-    """Return the first example, as a transform makes it; nothing where there is none, or it has no columns."""
-    dataset = dataset.dataset if isinstance(dataset, (SortedExamples, *VIEWS)) else dataset
-    is_read = is_map_style(dataset) and not isinstance(dataset, Mapping) and len(dataset)
-    first = dataset[0] if is_read else None
+    """Return the first example; nothing where there is none, or it has no columns.
+
+    Of a dataset that names its columns it has those that are looked at: others, as of pictures, would be decoded.
+    """
+    dataset = _inside(dataset)
+    if not is_map_style(dataset) or isinstance(dataset, Mapping) or not len(dataset):
+        return {}
+    if isinstance(dataset, Dataset) and not _is_transformed(dataset):
+        dataset = dataset.select_columns([name for name in ("input_ids", "label") if name in dataset.column_names])
+    first = dataset[0] if len(dataset) else None
     return first if isinstance(first, Mapping) else {}
 
 
 def _column_names(dataset: Any) -> list[str]:
-    """Return the columns of the first example, else those that the dataset names; none where neither says."""
-    return list(_first_row(dataset) or getattr(dataset, "column_names", None) or ())
+    """Return the columns that a dataset names, else those of its first example; none where neither says."""
+    inside = _inside(dataset)
+    names = None if _is_transformed(inside) else getattr(inside, "column_names", None)
+    return list(_first_row(dataset) if names is None else names)
 
 
-def check_encoded(dataset: Any, model: Any) -> None:
+def _inside(dataset: Any) -> Any:
+    return dataset.dataset if isinstance(dataset, (SortedExamples, *VIEWS)) else dataset
+
+
+def _is_transformed(dataset: Any) -> bool:
+    return isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
+
+
+def check_encoded(dataset: Any, model: Any, *, has_own_labels: bool = False) -> None:
     """Raise for rows of text, and for tokens without the labels that their masks ask for, which ``read_rows`` makes.
 
-    And for rows without labels of a masked language model, which another collator draws.
+    And for rows without labels of a masked language model, which another collator draws, unless the loss or the names
+    of the labels are the user's.
     """
     names = _column_names(dataset)
     task = None if model is None else task_of(model)
     kind = type(unwrap_model(model)).__name__
-    if task_of_class().get(kind) == "masked-lm" and "input_ids" in names and not LABELS & {*names}:
+    is_masked = task_of_class().get(kind) == "masked-lm" and not has_own_labels
+    if is_masked and "input_ids" in names and not LABELS & {*names}:
         raise ValueError(
             f"train_dataset=<columns {sorted(names)}> has no labels, which {kind} learns; expected tokens to be drawn "
             "and masked. Pass data_collator=BucketedCollator(tokenizer, mlm_probability=0.15)"
@@ -166,7 +185,7 @@ def speech_collator(model: Any) -> SpeechCollator:
     return SpeechCollator(getattr(inside.config, "decoder_start_token_id", None), inside.dtype)
 
 
-def needs_causal_labels(model: Any, dataset: Any) -> bool:
+def needs_causal_labels(model: Any, dataset: Any, *, has_own_loss: bool = False) -> bool:
     """Return whether a causal language model is to be trained on examples of tokens alone that have no labels.
 
     So it is on a stream that does not name its columns: labels in its rows win. A model that reads images is not.
@@ -176,7 +195,8 @@ def needs_causal_labels(model: Any, dataset: Any) -> bool:
         return False
     if not names:
         return not type(unwrap_model(model)).__name__.endswith("ForConditionalGeneration")
-    if np.ndim(_first_row(dataset).get("label", [])) == 0:
-        names.discard("label")  # of a classification
+    label = [] if has_own_loss else _first_row(dataset).get("label", [])
+    if not isinstance(label, list) and np.ndim(label) == 0:
+        names.discard("label")  # of a classification, left over
     others = LABELS | {"pixel_values", "input_features"}  # whose places among the tokens are not learned
     return "input_ids" in names and not names & others

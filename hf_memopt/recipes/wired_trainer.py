@@ -70,9 +70,10 @@ def build_trainer(
             "processing_class=None leaves nothing to pad with; expected the tokenizer. Pass "
             "processing_class=tokenizer, or data_collator=..."
         )
-    if fixed is None and trainer_kwargs.get("data_collator") is None:
-        check_encoded(train_dataset, model)
     given = dict(training_arguments or {})
+    has_own_loss = trainer_kwargs.get("compute_loss_func") is not None
+    if fixed is None and trainer_kwargs.get("data_collator") is None:
+        check_encoded(train_dataset, model, has_own_labels=has_own_loss or bool(given.get("label_names")))
     reader = (model, trainer_kwargs.get("data_collator"))
     unbucketed = why_unbucketed(train_dataset, given, *reader) if recipe.bucketing else None
     is_bucketed = recipe.bucketing and train_dataset is not None and unbucketed is None
@@ -120,11 +121,11 @@ def build_trainer(
         **trainer_kwargs,
     )
     if pads:  # by the model, which model_init has made by now
-        causal_lm = needs_causal_labels(trainer.model, train_dataset)
+        causal_lm = needs_causal_labels(trainer.model, train_dataset, has_own_loss=has_own_loss)
         trainer.data_collator = recipe.collator(processing_class, causal_lm=causal_lm)
         if causal_lm:
             kind = type(unwrap_model(trainer.model)).__name__
-            reason = f"{kind} predicts tokens, and the data names no labels of its own"
+            reason = f"{kind} predicts tokens, and the data names no labels of tokens"
             changes.append(Change("labels", None, "input_ids", reason))
     for change in changes:
         logger.info("%s: %s", recipe.name, change)

@@ -227,7 +227,7 @@ def test_one_label_per_text_is_refused():
     refuses(ValueError, whole("features[0][{name!r}]", **values), BucketedCollator(tiny.tokenizer()), [row])
 
 
-@pytest.mark.parametrize(("name", "value"), [("input_ids", [5, 6, 0]), ("attention_mask", [1, 1, 0])])
+@pytest.mark.parametrize(("name", "value"), [("input_ids", [5, 0, 0]), ("attention_mask", [1, 1, 0])])
 def test_texts_that_were_padded_before_are_refused(name, value):
     row = packed([{"input_ids": [5, 6, 0], name: value}], 9)[0]
     message = whole("features[0][{name!r}]", name=name, value=value, count=3)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from datasets import Dataset
+from datasets import Dataset, Image
 from tables import refuses, whole
 from test_recipe import dataset
 
@@ -177,9 +177,33 @@ def test_a_causal_model_without_labels_learns_its_tokens_and_says_so(tmp_path, i
     change = next(change for change in trainer.memopt_changes if change.name == "labels")
     assert (change.new, change.reason) == (
         "input_ids",
-        "LlamaForCausalLM predicts tokens, and the data names no labels of its own",
+        "LlamaForCausalLM predicts tokens, and the data names no labels of tokens",
     )
     assert trainer.train().training_loss > 0
+
+
+def test_labels_of_a_loss_of_ones_own_are_left_to_it(tmp_path) -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        shapes.append(labels if labels is None else labels.ndim)
+        return outputs.logits.float().pow(2).mean()
+
+    shapes: list[Any] = []
+    given = {"compute_loss_func": loss, "training_arguments": {"max_steps": 1}}
+    wired(tmp_path, recipe("cpu"), dataset(), model=tiny.llama(), **given).train()
+    masked = transformers.BertForMaskedLM(tiny.bert_config())
+    wired(tmp_path, recipe("cpu"), dataset().remove_columns("labels"), model=masked, **given).train()
+    assert {*shapes} == {1, None}
+
+
+def test_columns_that_no_model_is_given_are_not_decoded(tmp_path) -> None:
+    missing = {"path": str(tmp_path / "missing.png"), "bytes": None}
+    rows = [{**row, "image": missing} for row in dataset()]
+    pictured = Dataset.from_list(rows).cast_column("image", Image())
+    given = {"data_collator": BucketedCollator(tiny.tokenizer()), "eval_dataset": pictured}
+    trainer = wired(tmp_path, recipe("cpu"), pictured, **given)
+    assert kind(trainer.train_dataset) == "BucketedView"
+    with pytest.raises(FileNotFoundError):
+        pictured[0]
 
 
 def encoded(row: Any) -> Any:

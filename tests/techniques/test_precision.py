@@ -391,7 +391,10 @@ def adapted() -> Any:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(("make", "callbacks"), [(adapted, []), (half_bert, [FreezeCallback("base")])])
 def test_what_is_frozen_first_stays_in_16_bits(make: Any, callbacks: list[Any], tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, model=make(), bf16=True, remove_unused_columns=False)
+    model = make()
+    optimizers = torch.optim.AdamW(model.parameters()), None  # which holds what is frozen, too
+    kept = {"bf16": True, "remove_unused_columns": False, "trainer_optimizers": optimizers}
+    trainer = make_trainer(tmp_path, model=model, **kept)
     attach(trainer, *callbacks, PrecisionCallback()).train()
     found = {parameter.requires_grad: parameter.dtype for parameter in trainer.model.parameters()}
     assert found == {True: torch.float32, False: torch.bfloat16}

@@ -291,8 +291,9 @@ class BucketedCollator:
         columns.setdefault("attention_mask", [np.ones(length, np.int64) for length in lengths])
         for name, cells in columns.items():
             for text, (cell, length) in enumerate(zip(cells, lengths, strict=True)):
-                ends = cell[:: max(length - 1, 1)] if name == "input_ids" else ()
-                is_padded = pad_id in ends or (name == "attention_mask" and not cell.all())
+                is_padded = name == "attention_mask" and not cell.all()
+                if name == "input_ids" and length > 1:  # a single one may end a text
+                    is_padded = pad_id == cell[0] == cell[1] or pad_id == cell[-2] == cell[-1]
                 if np.ndim(cell) == 0 or len(cell) != length or is_padded:
                     raise ValueError(
                         f"features[{text}][{name!r}]={reprlib.repr(np.asarray(cell).tolist())} cannot share a row with "
