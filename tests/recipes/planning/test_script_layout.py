@@ -164,7 +164,10 @@ def test_pictures_have_the_size_that_was_planned(found: Plan, kind: str) -> None
     simulation = SimpleNamespace(facts=facts, model="a/name")
     text = replace(found, task=facts.task, simulation=simulation, asked={"image_size": 48}).script()
     made = [node for node in ast.parse(text).body if getattr(node, "name", "") in ("in_colour", "encode")]
-    names: dict[str, Any] = {"processor": getattr(transformers, f"{kind}ImageProcessorPil")()}
+    try:
+        names: dict[str, Any] = {"processor": getattr(transformers, f"{kind}ImageProcessorPil")()}
+    except ImportError as error:
+        pytest.skip(str(error))  # with transformers 5.8, that of Segformer without torchvision
     exec("\n".join(map(ast.unparse, made)), names)
     images = [PIL.Image.new("RGB", size) for size in ((300, 200), (20, 40))]
     encoded = names["encode"]({"image": images, "label": [0, 1]})
