@@ -175,11 +175,12 @@ def make_trainer(
     model_init: Callable[[], torch.nn.Module] | None = None,
     exact: bool = False,
     train_dataset: Any = None,
+    attaches: bool = True,
     **settings: Any,
 ) -> Trainer:
     """Return a Trainer on a tiny BERT with the named techniques, attached; or, not ``use``, stock's way to the same.
 
-    ``exact``: with the loss of ``exact_loss``.
+    ``exact``: with the loss of ``exact_loss``; not ``attaches``: the callbacks are passed, and that is all.
     """
     names = tuple(names)
     asked = {"learning_rate": 0.05, "per_device_train_batch_size": 4, "max_steps": STEPS, "logging_strategy": "steps"}
@@ -207,7 +208,7 @@ def make_trainer(
         optimizer_cls_and_kwargs=_optimizer(names, asked, use=use),
         **data,
     )
-    return attach(trainer)
+    return attach(trainer) if attaches else trainer
 
 
 def _optimizer(names: tuple[str, ...], settings: dict[str, Any], *, use: bool) -> tuple[Any, dict[str, Any]] | None:

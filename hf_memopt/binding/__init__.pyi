@@ -3,10 +3,10 @@ from .attachment import attach as attach
 from .attachment import refuse_data_parallel as refuse_data_parallel
 from .callback_binding import Binding as Binding
 from .checkpoint_manifest import own_checkpoint as own_checkpoint
+from .passed_parts import bind_late as bind_late
+from .passed_parts import note_trainer as note_trainer
+from .passed_parts import note_trainer_of as note_trainer_of
 from .protocols import TrainingView as TrainingView
-from .versions import allocator_variable as allocator_variable
-from .versions import can_offload_checkpoints as can_offload_checkpoints
 from .versions import checkpointing_arguments as checkpointing_arguments
 from .versions import checkpointing_of as checkpointing_of
 from .versions import enable_checkpointing as enable_checkpointing
-from .versions import is_checkpointing as is_checkpointing

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.compatibility import check_compatibility
+from hf_memopt.binding.first_use import stop_waiting
 from hf_memopt.binding.losses import repair_gradient_scale
 from hf_memopt.binding.model import used_columns
 from hf_memopt.binding.protocols import AttachedCallback, AttachedPart, EvaluationView, TrainingView
@@ -30,10 +32,11 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     """Add and bind callbacks, check that data, collator and arguments fit, repair the gradient scale.
 
     Call it once the Trainer is built and before ``trainer.train()``, in every process of the run; calling it again is
-    harmless. Nothing of the data is read. Each decision is a ``Change`` in the tuple ``trainer.memopt_changes``; a loss
-    that is not one of transformers', a ``compute_loss_func`` too, is watched in the first step, so the list is complete
-    after that. A repaired scale weighs the accumulation steps of an optimizer step equally, however many labels each
-    has.
+    harmless. Callbacks in ``Trainer(callbacks=...)`` do the same by themselves before the Trainer is first used
+    (``passed_parts``). Nothing of the data is read. Each decision is a ``Change`` in the tuple
+    ``trainer.memopt_changes``; a loss that is not one of transformers', a ``compute_loss_func`` too, is watched in the
+    first step, so the list is complete after that. A repaired scale weighs the accumulation steps of an optimizer step
+    equally, however many labels each has.
 
     Each checkpoint gets a manifest, and a run resumes from whole checkpoints only (``checkpoint_manifest``):
     ``resume_from_checkpoint=True`` means the last whole one, and one that is asked for and is not whole raises.
@@ -41,8 +44,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     All of it belongs to this one trainer, and ``trainer.memopt_handle.remove()`` undoes it (not while it trains):
     callbacks that were added are removed, all are unbound, and dataset, collator, loss and arguments are as before; so
     is the model, with what callbacks in ``callbacks=`` changed when the Trainer was built. A deep copy or an unpickled
-    trainer is not attached: callbacks that need it refuse to train until ``attach(copy)``. A shallow copy shares
-    everything, as in stock. A callback serves one trainer at a time.
+    trainer is attached when it begins to train, or refuses to where that is too late for one of its callbacks. A
+    shallow copy shares everything, as in stock. A callback serves one trainer at a time.
 
     Args:
         trainer: a ``transformers.Trainer`` or an instance of a subclass.
@@ -69,11 +72,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     evaluated = trainer.eval_dataset
     for dataset in evaluated.values() if isinstance(evaluated, dict) else (evaluated,):
         _check_evaluation(trainer, dataset)
-    handles = [set_attribute(trainer, CHANGES, getattr(trainer, CHANGES, ()))]
-    bound_again: list[UndoHandle] = []
-    try:
-        _, arguments = trainer.optimizer_cls_and_kwargs or (None, None)
-        for part in (trainer.train_dataset, trainer.compute_loss_func, trainer.data_collator, arguments):
+    with kept_handles(trainer) as handles:
+        for part in parts_of(trainer):
             if isinstance(part, AttachedPart):
                 handles.append(_checked(part, part.bind_trainer(trainer)))
         handles += [_keep_used_columns(trainer), _evaluate_in_order(trainer)]
@@ -86,18 +86,36 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         for callback in sorted(trainer.callback_handler.callbacks, key=_is_outermost):
             if isinstance(callback, AttachedCallback):
                 is_new = (binding := _binding_of(callback)) is None or binding.trainer is not trainer
-                (handles if is_new else bound_again).append(_checked(callback, callback.bind(trainer)))
+                handle = _checked(callback, callback.bind(trainer))
+                if is_new:
+                    handles.append(handle)
+                else:  # stays, whatever comes
+                    _keep_handles(trainer, [handle])
         handles.append(_check_each_run(trainer))
         _check_master_weights(trainer)  # now, as a PrecisionCallback has made float32 of them
         handles.append(keep_manifests(trainer))  # outermost: the others are told what is resumed from
+    return trainer
+
+
+@contextmanager
+def kept_handles(trainer: Any) -> Iterator[list[UndoHandle]]:
+    """Give a list for the handles of what is done to a trainer; ``memopt_handle`` removes them, or an error does."""
+    handles = [set_attribute(trainer, CHANGES, getattr(trainer, CHANGES, ()))]
+    try:
+        yield handles
     except BaseException:
-        remove_all(handles)  # but what an earlier call bound stays
-        _keep_handles(trainer, bound_again)
+        remove_all(handles)
         raise
     given = [getattr(callback, "handle", None) for callback in trainer.callback_handler.callbacks]
     earlier = [handle for handle in given if isinstance(handle, UndoHandle)]  # of what they changed before, too
-    _keep_handles(trainer, [*earlier, *handles, *bound_again])
-    return trainer
+    _keep_handles(trainer, [*earlier, *handles])
+    stop_waiting(trainer)
+
+
+def parts_of(trainer: Any) -> tuple[Any, ...]:
+    """Return what may adapt itself to a trainer: its training dataset, loss function, collator, optimizer class."""
+    _, arguments = trainer.optimizer_cls_and_kwargs or (None, None)
+    return trainer.train_dataset, trainer.compute_loss_func, trainer.data_collator, arguments
 
 
 def _keep_handles(trainer: Trainer, handles: list[UndoHandle]) -> None:

@@ -19,6 +19,8 @@ class Binding:
     def __init__(self) -> None:
         self._trainer: Callable[[], Any] = lambda: None
         self._handle = nothing_to_undo()
+        self.is_passed = False  # it was only passed to its trainer, so another one may take it over
+        self.was_ended = False  # it belonged to a trainer, and does not any more
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Binding, ()
@@ -40,10 +42,10 @@ class Binding:
 
         def undo() -> None:
             if self._trainer is reference:
-                self._trainer = lambda: None
+                self._trainer, self.was_ended = lambda: None, True
             remove_all(held)
 
-        self._trainer, self._handle = reference, UndoHandle(undo)
+        self._trainer, self._handle, self.was_ended = reference, UndoHandle(undo), False
         return self._handle
 
     def end(self) -> None:
@@ -77,9 +79,10 @@ def _described(trainer: Any) -> str:
 
 
 def unbound_error(callback: object) -> RuntimeError:
-    """Return the error of a callback that needs the trainer and was only passed in ``callbacks=``."""
+    """Return the error of a callback that needs the trainer and came too late to bind itself, or was unbound."""
     name = type(callback).__name__
     return RuntimeError(
-        f"{name} was passed in callbacks= but never bound to its trainer; expected a bound callback. "
+        f"{name} is not bound to this Trainer: it came after the Trainer was built, or was unbound; expected a bound "
+        "callback. "
         "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
     )

@@ -75,9 +75,10 @@ def recipe(name: str | os.PathLike[str], model: Any = None, *, seq_len: int | No
             f"name={shown(name)} is not a preset; expected one of {', '.join(known)}.{did_you_mean(name, known)} "
             "See them: hf-memopt presets"
         )
+    chosen = _for_this_system(PRESETS[name])
     if model is None or name == "cpu":  # what a CPU can hold is not estimated
-        return PRESETS[name]
-    return fitting_recipe(PRESETS[name], model, seq_len=seq_len, gpu=_smallest_gpu(name))
+        return chosen
+    return fitting_recipe(chosen, model, seq_len=seq_len, gpu=_smallest_gpu(name))
 
 
 def _from_file(path: str | os.PathLike[str], model: Any) -> Recipe:
@@ -131,11 +132,24 @@ def _for_this_machine() -> Recipe:
     covered = [size for size in by_size if size <= most]
     name = by_size[max(covered, default=min(by_size))]
     gpu = f"{reading.device_name} with {format_bytes(reading.device_total_bytes)}"
-    chosen = PRESETS[name]
+    chosen = _for_this_system(PRESETS[name])
     if reading.device.startswith("mps") and chosen.optim.endswith("8bit"):
         why = f"bitsandbytes, which {chosen.optim} is of, does not support 8-bit or paged optimizers on Apple GPUs"
         chosen = chosen.replace(optim="adamw_torch", reasons={**chosen.reasons, "optim": why})
     return chosen.replace(purpose=f"chosen by recipe('auto') for {gpu}: {chosen.purpose}")
+
+
+def _for_this_system(chosen: Recipe) -> Recipe:
+    """Return a preset without a paged optimizer where managed memory cannot exceed the GPU (``planning.facts_of``)."""
+    from hf_memopt.devices import current_os
+
+    system = current_os()
+    if system == "linux" or not chosen.optim.startswith("paged_"):
+        return chosen
+    optim = chosen.optim.removeprefix("paged_")
+    name = {"windows": "Windows", "wsl": "WSL"}[system]
+    why = f"{chosen.reasons['optim'].partition('; paged')[0]}; not paged: under {name} that moves nothing to the host"
+    return chosen.replace(optim=optim, reasons={**chosen.reasons, "optim": why})
 
 
 def preset_rows(recipes: Mapping[str, Recipe]) -> list[dict[str, str]]:
@@ -158,9 +172,9 @@ def preset(
 ) -> TrainingArguments:
     """Return plain ``transformers.TrainingArguments`` of a preset, ready for ``Trainer(args=...)``.
 
-    Arguments alone are not the whole preset. The rest is done by ``attach(trainer)`` (gradient scale
-    under accumulation), ``Recipe.model_kwargs()`` (float32 weights under 16-bit autocast), and the callbacks, collator
-    and bucketed data that ``Recipe.trainer`` wires by itself.
+    A ``Trainer`` with these arguments repairs its gradient scale by itself, as ``attach`` does; beside callbacks,
+    bucketed data or a collator of this package it attaches itself. Not arguments: ``Recipe.model_kwargs()`` (float32
+    weights under 16-bit autocast), and the callbacks, collator and bucketed data that ``Recipe.trainer`` wires.
 
     Args:
         name: ``"4gb-gpu"`` ... ``"80gb-gpu"``, ``"cpu"`` or ``"auto"``.
@@ -178,7 +192,11 @@ def preset(
         >>> args.per_device_train_batch_size, args.gradient_accumulation_steps
         (4, 8)
     """
-    return recipe(name).training_arguments(output_dir, effective_batch_size=effective_batch_size, **training_arguments)
+    from hf_memopt.binding import note_trainer_of
+
+    made = recipe(name).training_arguments(output_dir, effective_batch_size=effective_batch_size, **training_arguments)
+    note_trainer_of(made)
+    return made
 
 
 def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu) -> Recipe:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from hf_memopt.binding import allocator_variable, versions
+from hf_memopt.binding import versions
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo
 from hf_memopt.changes import Change
 from hf_memopt.devices import current_os
@@ -46,7 +46,7 @@ def use_expandable_segments() -> UndoHandle:
     Raises:
         RuntimeError: CUDA has started in this process, and its allocator has read the variable without the setting.
     """
-    variable = allocator_variable()
+    variable = versions.allocator_variable()
     text = versions.allocator_settings()  # what torch would read: to set the newer variable would hide an older one
     asked = [item for item in text.split(",") if item.partition(":")[0].strip() == SETTING]
     if asked:

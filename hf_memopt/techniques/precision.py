@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from hf_memopt.binding import checkpointing_of, is_checkpointing, versions
+from hf_memopt.binding import checkpointing_of, versions
 from hf_memopt.binding.compatibility import techniques_in_use
 from hf_memopt.binding.model import unwrap_optimizer
 from hf_memopt.binding.parameters import cast_parameters
@@ -79,7 +79,9 @@ def is_under_autocast(model: Any) -> bool:
 def is_checkpointed(trainer: Any) -> bool:
     """Return whether the model is checkpointed, or will be once training begins."""
     names = {getattr(callback, "technique", None) for callback in trainer.callback_handler.callbacks}
-    return checkpointing_of(trainer.args)[0] or is_checkpointing(trainer.model) or "checkpointing policy" in names
+    return (
+        checkpointing_of(trainer.args)[0] or versions.is_checkpointing(trainer.model) or "checkpointing policy" in names
+    )
 
 
 # ---- Master weights -------------------------------------------------------------------------------------------------
@@ -158,6 +160,10 @@ class PrecisionCallback(BoundCallback):
         super().__init__(autocast_cache, master_weights)
         self.autocast_cache = autocast_cache
         self.master_weights = master_weights
+
+    def can_bind_late(self, trainer: Trainer) -> bool:
+        """Return whether it may be bound when training begins: DDP holds the weights by then, autocast its cache."""
+        return bool(trainer.accelerator.num_processes == 1 and not is_checkpointed(trainer))
 
     def change_trainer(self, trainer: Trainer) -> list[UndoHandle]:
         """Change the trainer, and its model before ``train()``: a resumed run loads float32 weights and states."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from hf_memopt.binding import Binding
+from hf_memopt.binding import Binding, bind_late, note_trainer
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.undo import UndoHandle, remove_all, undo_all
 from hf_memopt.changes import Change, add_change, record_changes
@@ -64,8 +64,8 @@ class ModelHandles:
 
 
 class TechniqueCallback(TrainerCallback):
-    """A callback that serves one trainer at a time. A copy has the same arguments and starts unused, since handles
-    belong to this process, its trainer and its model.
+    """A callback that serves one trainer at a time, and binds itself to the one that it is passed to. A copy has the
+    same arguments and starts unused, since handles belong to this process, its trainer and its model.
     """
 
     technique = ""
@@ -83,6 +83,14 @@ class TechniqueCallback(TrainerCallback):
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Belong to this trainer; ``attach`` calls it. The handle undoes what training changes in its model, too."""
         return undo_all(self.binding.to(trainer), self._handles.handle_of(trainer))
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the Trainer that is being built attach itself before it is first used."""
+        note_trainer(self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Be bound by now, where the Trainer was built without this callback or is a copy."""
+        bind_late(self, state)
 
     def is_in(self, trainer: Trainer) -> bool:
         """Return whether a trainer has it still: stock's ``remove_callback`` unbinds nothing."""
@@ -113,6 +121,7 @@ class BoundCallback(TechniqueCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound, and settings that are incompatible."""
+        super().on_train_begin(args, state, control, **kwargs)
         check_compatibility(self.binding.serving(self, state))
 
 
@@ -127,6 +136,7 @@ class ModelCallback(TechniqueCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Change the model that the Trainer was given."""
+        super().on_init_end(args, state, control)
         self.change_model(model, args)
 
     def bind(self, trainer: Trainer) -> UndoHandle:
@@ -139,6 +149,7 @@ class ModelCallback(TechniqueCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Change a model that is new, and not one that only a wrapper (FSDP1, compile) is around."""
+        super().on_train_begin(args, state, control)
         changed = self._handles.model
         if not any(module is changed for module in model.modules()):
             self.change_model(model, args)

@@ -582,8 +582,10 @@ class WithTrainer:
         self.model, self.st_trainer = inside.model, inside
 
 
-def test_a_callback_that_was_never_bound_refuses_to_train(tmp_path):
-    refuses(RuntimeError, whole("MicrobatchCallback"), bert_trainer(tmp_path, callbacks=[m.MicrobatchCallback()]).train)
+def test_a_callback_that_was_unbound_refuses_to_train(tmp_path):
+    trainer = m.attach(bert_trainer(tmp_path, callbacks=[m.MicrobatchCallback()]))
+    trainer.memopt_handle.remove()
+    refuses(RuntimeError, whole("MicrobatchCallback"), trainer.train)
 
 
 def test_what_is_not_a_trainer_or_a_callback_is_refused(tmp_path):

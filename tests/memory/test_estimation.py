@@ -20,7 +20,6 @@ from transformers import T5Config
 
 import tiny
 from hf_memopt import Estimate, NotEstimableError, estimate, find_gpu, freeze, recipe
-from hf_memopt.binding import is_checkpointing
 from hf_memopt.components import COMPONENTS, parts_of
 
 TABLES = tables(__file__)
@@ -230,7 +229,7 @@ def state_of(model: Any) -> Any:
         [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()],
         copy.deepcopy(model.config.to_dict()),
         model.config._attn_implementation,
-        is_checkpointing(model),
+        [getattr(module, "gradient_checkpointing", False) for module in model.modules()],
     )
 
 

@@ -14,7 +14,7 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import StepSettings, estimate
-from hf_memopt.binding import allocator_variable, checkpointing_arguments, enable_checkpointing
+from hf_memopt.binding import checkpointing_arguments, enable_checkpointing, versions
 from hf_memopt.memory.allocator import replay as allocator_replay
 from hf_memopt.memory.allocator.replay import replay
 from hf_memopt.memory.models import example_batch, load_model
@@ -106,6 +106,9 @@ def test_the_note_says_where_the_allocator_gives_back(
 
     monkeypatch.setattr(allocator_replay, "replay", retried)
     note = f"it fits because the allocator returns unused blocks to the driver {places}, which costs time"
-    for segments, advice in ((False, f"; {allocator_variable()}=expandable_segments:True may avoid it"), (True, "")):
+    for segments, advice in (
+        (False, f"; {versions.allocator_variable()}=expandable_segments:True may avoid it"),
+        (True, ""),
+    ):
         given = {"batch_size": 2, "seq_len": 8, "gpu": "T4", "eval_batch_size": 4, "expandable_segments": segments}
         assert estimate(tiny.bert_config(), **given).notes == (f"{note}{advice}",)

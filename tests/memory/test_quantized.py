@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt import GPUS
-from hf_memopt.binding import is_checkpointing
+from hf_memopt.binding import versions
 from hf_memopt.memory.quantized import quantize, stand_in
 from tiny import llama_config
 
@@ -352,7 +352,7 @@ def test_qlora_has_the_bytes_of_the_real_model(tmp_path, cuda_training, kernels,
         options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
         models = [peft.prepare_model_for_kbit_training(model, **options) for model in models]
     real, here = (peft.get_peft_model(model, LORA()) for model in models)
-    assert is_checkpointing(here.base_model.model) == prepares
+    assert versions.is_checkpointing(here.base_model.model) == prepares
     for part in real.modules():
         if isinstance(part, Linear4bit):
             part.support_avx512bf16_for_cpu = False

@@ -27,7 +27,6 @@ from hf_memopt import (
     measure,
     released_optimizer,
 )
-from hf_memopt.binding import allocator_variable
 from hf_memopt.memory import estimate_of
 
 BATCH = 6
@@ -295,7 +294,8 @@ def test_an_optimizer_of_which_nothing_is_known_is_not_estimated_as_another(tmp_
 def test_segments_that_the_environment_asks_for_are_estimated(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = make_trainer(tmp_path)
     assert estimate_of(trainer, SHAPE, gpu="T4").settings.expandable_segments is False
-    monkeypatch.setenv(allocator_variable(), "max_split_size_mb:64, expandable_segments:True")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # the older one before torch 2.11
+        monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
     assert estimate_of(trainer, SHAPE, gpu="T4").settings.expandable_segments is True
 
 

@@ -259,7 +259,7 @@ def test_offload_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) 
     chosen = PLAIN.replace(checkpointing=True, offload=True)
     if versions.can_offload_checkpoints() and not torch.accelerator.is_available():
         assert message_of(chosen.changes).startswith("offload=True moves activations from an accelerator to the host, ")
-    monkeypatch.setattr("hf_memopt.techniques.checkpointing.policies.can_offload_checkpoints", lambda: False)
+    monkeypatch.setattr("hf_memopt.binding.versions.can_offload_checkpoints", lambda: False)
     assert message_of(chosen.changes).startswith("offload=True is not known to transformers ")
 
 

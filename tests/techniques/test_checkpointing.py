@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiny
 from hf_memopt import Change, CheckpointingCallback, attach, checkpoint_layers, estimate, freeze, stream_layers
-from hf_memopt.binding import can_offload_checkpoints, checkpointing_arguments, enable_checkpointing
+from hf_memopt.binding import checkpointing_arguments, enable_checkpointing, versions
 from hf_memopt.techniques.checkpointing.selective import KEPT_ATTENTIONS, KEPT_PRODUCTS, activation_memory_budget
 from technique_table import same
 
@@ -159,7 +159,7 @@ def test_every_second_layer_is_the_one_that_stock_counts() -> None:
         model, stock = build(name), build(name)
         checkpoint_layers(model, "every_2")
         enable_checkpointing(stock, {"use_reentrant": False, "every_n_layers": 2})
-        if can_offload_checkpoints():  # both options came with one version
+        if versions.can_offload_checkpoints():  # both options came with one version
             assert flags(model) == flags(stock)
         assert flags(model) == [index % 2 == 0 for index in range(len(flags(model)))]
 
@@ -186,7 +186,11 @@ def test_the_handle_puts_a_model_that_was_checkpointed_back_as_it_was(policy: st
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
 @pytest.mark.parametrize("offload", [True, "overlapped"])
 def test_offload_needs_an_accelerator(offload: Any) -> None:
-    says = "is not known to transformers" if offload is True and not can_offload_checkpoints() else "no accelerator"
+    says = (
+        "is not known to transformers"
+        if offload is True and not versions.can_offload_checkpoints()
+        else "no accelerator"
+    )
     with pytest.raises(ValueError, match=f"^offload=.*{says}.*; expected .* "):
         checkpoint_layers(build("bert"), "full", offload=offload)
 

@@ -613,8 +613,9 @@ def test_an_unknown_reduction_is_refused_at_once() -> None:
 
 def test_an_evaluation_needs_a_bound_callback_or_one_that_was_taken_off(tmp_path: Path) -> None:
     callback = EvaluationGuardCallback()
-    trainer = token_trainer(tmp_path, callback)
-    with pytest.raises(RuntimeError, match=r"^EvaluationGuardCallback was passed in callbacks= but never bound"):
+    trainer = token_trainer(tmp_path)
+    trainer.add_callback(callback)
+    with pytest.raises(RuntimeError, match=r"^EvaluationGuardCallback is not bound to this Trainer"):
         trainer.evaluate()
     attach(trainer)
     callback.handle.remove()

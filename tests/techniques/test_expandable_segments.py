@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_memopt.binding import versions
 from hf_memopt.techniques import expandable_segments as allocator_settings
 from hf_memopt.techniques import use_expandable_segments
 
@@ -24,7 +25,7 @@ def _plain_linux(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(name, "")  # so that it is put back after the test
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(allocator_settings, "allocator_variable", lambda: NEW)
+    monkeypatch.setattr(versions, "allocator_variable", lambda: NEW)
     monkeypatch.setattr(allocator_settings, "TEGRA_RELEASE", tmp_path / "none")
     monkeypatch.setattr(allocator_settings, "current_os", lambda: "linux")
 
@@ -35,7 +36,7 @@ def settings() -> dict[str, str]:
 
 @pytest.mark.parametrize("read", [NEW, OLD])  # by torch: the older one before 2.11
 def test_it_is_set_once_and_taken_back(monkeypatch: pytest.MonkeyPatch, read: str) -> None:
-    monkeypatch.setattr(allocator_settings, "allocator_variable", lambda: read)
+    monkeypatch.setattr(versions, "allocator_variable", lambda: read)
     handle = use_expandable_segments()
     assert settings() == {read: "expandable_segments:True"}
     assert use_expandable_segments().is_removed  # a second call changes nothing

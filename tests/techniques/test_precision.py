@@ -250,15 +250,15 @@ def test_the_cache_is_off_in_each_trial_of_a_search(tmp_path: Path) -> None:
 def test_attach_after_an_evaluation_comes_too_late(choice: Any, tmp_path: Path) -> None:
     """It is accelerate's private mark of a prepared model that tells; this pins it."""
     callback = PrecisionCallback(autocast_cache=choice)
-    trainer = make_trainer(tmp_path, callback, bf16=True, **checkpointing_arguments())
+    trainer = make_trainer(tmp_path, bf16=True, **checkpointing_arguments())
     trainer.evaluate(tiny.rows(4))
     if choice == "auto":
-        attach(trainer)
+        attach(trainer, callback)
         late = "the model runs under autocast already, attach came too late"
         assert callback.changes == [Change("autocast_cache", True, True, late)]
         return
     with pytest.raises(ValueError) as error:
-        attach(trainer)
+        attach(trainer, callback)
     assert str(error.value) == (
         "autocast_cache=False comes too late, BertForSequenceClassification runs under autocast already; expected a "
         "Trainer that has neither trained nor evaluated. Call attach(trainer) right after Trainer(...)"

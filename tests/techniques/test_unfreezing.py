@@ -58,6 +58,7 @@ def make_trainer(model: Any, folder: Path, *callbacks: TrainerCallback, **settin
     return Trainer(model, arguments, train_dataset=tiny.rows(16), callbacks=list(callbacks), **of_trainer)
 
 
+@pytest.mark.filterwarnings("ignore:gradient_accumulation_steps=2 multiplies the gradients")
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, bitsandbytes.optim.AdamW8bit])
 @pytest.mark.parametrize(
     ("schedule", "settings", "stages"),

@@ -49,6 +49,7 @@ from hf_memopt.batching.collation.model_needs import (
 )
 from hf_memopt.batching.collation.rows import ColumnBatch, PackedRow, RowBatch
 from hf_memopt.batching.plan import check_settings
+from hf_memopt.binding.first_use import calling_trainer
 from hf_memopt.binding.model import check_model, is_causal_lm
 from hf_memopt.binding.undo import UndoHandle, set_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
@@ -161,7 +162,7 @@ class BucketedCollator:
         self._predicts_next_token = causal_lm
         self._has_model = False
         self._known_ids: KnownIds | None = None  # of the attached Trainer's model
-        self._told_of_texts = False
+        self._told_of_texts = self._told_of_model = False
         self._label_names: frozenset[str] = frozenset(LABELS)
         if model is not None:
             check_model(model)
@@ -234,12 +235,29 @@ class BucketedCollator:
             return self._collate(dict(features[0].columns), features[0].width)
         if self.inner is None and len(features) and all(isinstance(item, PackedRow) for item in features):
             return self._collate_packed(features)
+        self._tell_of_model()
         items = (item if isinstance(item, (list, tuple)) else [item] for item in features)  # of whole batches, too
         examples = [example for item in items for example in item]
         if self.inner is not None:
             batch: dict[str, Any] = self.inner(examples)
             return batch
         return self._collate(read_columns(examples), _common_width(features))
+
+    def _tell_of_model(self) -> None:
+        """Say once what a Trainer's model needs of this collator, where neither ``attach`` nor ``model=`` named it."""
+        if self._told_of_model or self._has_model or self._known_ids is not None:
+            return
+        self._told_of_model = True
+        trainer = calling_trainer(lambda one: one.data_collator is self)
+        changes = () if trainer is None else copy.copy(self).adapt(cast(nn.Module, trainer.model))
+        if trainer is not None and (changes or self.is_padding_free):
+            needs = f"{changes[0].name}: {changes[0].new}" if changes else "a check that texts of one row stay apart"
+            model = type(trainer.model).__name__
+            notify(
+                logger,
+                f"{type(self).__name__} collates for a Trainer that is not attached; {model} needs {needs}. "
+                "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach",
+            )
 
     def _collate(self, columns: dict[str, Column], width: int | None) -> dict[str, Any]:
         """Return the batch as tensors, padded to ``width`` or to its longest row."""

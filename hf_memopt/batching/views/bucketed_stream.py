@@ -412,5 +412,5 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
             handles.append(set_attribute(config, "dispatch_batches", False))
         from hf_memopt.batching.views.stream_checkpoint import keep_in_checkpoints  # imports transformers
 
-        handles.append(keep_in_checkpoints(trainer, self))
+        handles += [keep_in_checkpoints(trainer, self), share_attribute(self, "is_bound", True)]
         return undo_all(*handles)

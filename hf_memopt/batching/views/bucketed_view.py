@@ -284,7 +284,8 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
             tell_what_a_sample_is(trainer)
             self._tell_of_labels(trainer)
         as_columns = share_attribute(self, "_as_columns", takes_columns(trainer.data_collator), trainer)
-        return undo_all(packing, seed, as_columns, read_in_order(trainer), warn_of_other_batches(trainer, self))
+        read = read_in_order(trainer), warn_of_other_batches(trainer, self), share_attribute(self, "is_bound", True)
+        return undo_all(packing, seed, as_columns, *read)
 
     def _tell_of_labels(self, trainer: Trainer) -> None:
         """Notify where the labels of an encoder-decoder, which ``max_tokens`` does not count, exceed it."""

@@ -19,7 +19,7 @@ from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedSt
 from hf_memopt.batching.views.bucketed_view import BucketedView, refuse_settings
 from hf_memopt.batching.views.stream_reading import Entry
 from hf_memopt.batching.views.view import is_map_style
-from hf_memopt.binding.undo import UndoHandle, share_attribute, undo_all
+from hf_memopt.binding.undo import UndoHandle, undo_all
 from hf_memopt.plain_data import check_value
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ class PackedView(BucketedView):
 
     made_by = "packed"
     column = "input_ids"
-    is_bound = False
     _is_counted_alone = False  # whether the model does not take the column whose length counts
 
     def keep_columns(self, names: Iterable[str] | None) -> None:
@@ -141,7 +140,6 @@ class PackedStream(BucketedStream):
     """An endless stream of packed rows, of which ``world_size`` neighbours are read side by side."""
 
     made_by, limit = "packed", "row_tokens"
-    is_bound = False
 
     def _cut(self, held: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
         """Return groups of a row for each process; in place of its length a text has -1 less the number of its row."""
@@ -175,7 +173,7 @@ class PackedStream(BucketedStream):
 def _bound(view: PackedView | PackedStream, bind: Any, trainer: Trainer) -> UndoHandle:
     apart = keep_texts_apart(trainer)
     try:
-        return undo_all(apart, bind(trainer), share_attribute(view, "is_bound", True))
+        return undo_all(apart, bind(trainer))
     except BaseException:
         apart.remove()
         raise

@@ -5,6 +5,7 @@ That is arguments that fit them, DataLoaders that read from front to back, and o
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from numpy.typing import NDArray
 
+from hf_memopt.binding.first_use import calling_trainer
 from hf_memopt.binding.undo import (
     UndoHandle,
     is_overridden,
@@ -24,9 +26,12 @@ from hf_memopt.binding.undo import (
     undo_all,
 )
 from hf_memopt.changes import Change, record_changes
+from hf_memopt.notices import notify
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerState, TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 DESCRIPTIONS = {"builder_name", "citation", "column_names", "config_name", "dataset_size"}
 DESCRIPTIONS |= {"description", "download_checksums", "download_size", "features", "homepage"}
@@ -92,10 +97,12 @@ class EpochView(DescribedByDataset):
     """
 
     technique = "length buckets"
+    is_bound = False  # to a Trainer
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.takes_seed = False
+        self._was_named = False  # as read by a Trainer that is not attached
         self._shared = SharedArray(3)  # the epoch is the first; the workers of a persistent DataLoader see a new one
 
     @property
@@ -106,6 +113,15 @@ class EpochView(DescribedByDataset):
     def set_epoch(self, epoch: int) -> None:
         """Show the order of an epoch, counted from 0; the Trainer and accelerate call it, more than once an epoch."""
         self._shared.values[0] = epoch
+        if self.is_bound or self._was_named:
+            return
+        if calling_trainer(lambda trainer: trainer.train_dataset is self) is not None:
+            self._was_named = True
+            notify(
+                logger,
+                f"{type(self).__name__} is read by a Trainer that is not attached: its order, batch size and seed are "
+                "not checked. Call attach(trainer) before trainer.train(), with: from hf_memopt import attach",
+            )
 
 
 def check_world_size_of_run(trainer: Trainer, world_size: int, of: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_memopt.binding import is_checkpointing
+from hf_memopt.binding import versions
 from hf_memopt.binding.undo import UndoHandle, nothing_to_undo
 from hf_memopt.changes import Change
 
@@ -27,7 +27,7 @@ def drop_input_gradients(model: Any) -> UndoHandle:
     Non-reentrant checkpointing does not, and there they undo what a frozen prefix saves. Where nothing was taken off,
     the handle has nothing to undo (``handle.is_removed``).
     """
-    if hasattr(model, "peft_config") or not is_checkpointing(model) or not _is_non_reentrant(model):
+    if hasattr(model, "peft_config") or not versions.is_checkpointing(model) or not _is_non_reentrant(model):
         return nothing_to_undo()
     hooks = input_gradient_hooks(model)
     if not hooks:

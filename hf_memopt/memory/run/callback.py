@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from hf_memopt.binding import Binding
+from hf_memopt.binding import Binding, bind_late, note_trainer
 from hf_memopt.binding.undo import UndoHandle, override_method
 from hf_memopt.devices.readings import PeakMeter, is_out_of_memory, measured_device, read_device_used, read_process
 from hf_memopt.memory.run.run_record import RunRecord
@@ -122,6 +122,7 @@ class MemoryReportCallback(TrainerCallback):
     """
 
     technique = "memory report"
+    only_watches = True  # see ``binding.passed_parts``
 
     def __init__(self, plot: str | Path | None = None, *, report: bool = True, predict: bool = False) -> None:
         if plot is not None:
@@ -176,7 +177,8 @@ class MemoryReportCallback(TrainerCallback):
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Move to the front of the trainer's callbacks, before the sinks of ``report_to``; ``attach`` calls this."""
         handler = trainer.callback_handler
-        handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
+        # a new list: bound at ``on_train_begin``, the one of now is being read
+        handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
         self._begin(trainer.args).meter.skip()  # what attach itself runs is not loading
         consoles = [one for one in handler.callbacks if isinstance(one, (ProgressCallback, PrinterCallback))]
         overrides = [override_method(one, "on_log", _with_one_figure) for one in consoles]
@@ -236,8 +238,10 @@ class MemoryReportCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         self._reset()
         self._begin(args)
+        note_trainer(self)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        bind_late(self, state)
         if args.report_to:
             self.binding.serving(self, state)
         peaks = self._begin(args)

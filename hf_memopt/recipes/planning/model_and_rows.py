@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from hf_memopt.binding import can_offload_checkpoints
+from hf_memopt.binding import versions
 from hf_memopt.binding.model import task_of, unwrap_model
 from hf_memopt.binding.model_changes import is_quantized, new_parts, tied_embeddings
 from hf_memopt.binding.parameters import layer_stacks
@@ -140,7 +140,7 @@ def facts_of(
         can_reload=not isinstance(source, nn.Module),
         supports_flash=getattr(built, "_supports_flash_attn", False),  # seen in transformers 5.8.1, 5.17.0 and 5.23.0
         has_flash=is_flash_attn_2_available(),
-        has_offload=can_offload_checkpoints(),
+        has_offload=versions.can_offload_checkpoints(),
         has_segments=not platform_problem(system),
         has_paging=(system or current_os()) == "linux",
         overflow=against_float16(config=config),

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memopt.binding import can_offload_checkpoints, checkpointing_of, enable_checkpointing, versions
+from hf_memopt.binding import checkpointing_of, enable_checkpointing, versions
 from hf_memopt.binding.compatibility import check_settings
 from hf_memopt.binding.model import unwrap_model
 from hf_memopt.binding.model_changes import drop_input_gradients, input_gradient_hooks
@@ -180,6 +180,7 @@ class CheckpointingCallback(TechniqueCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Switch the policy on in the model that is trained."""
+        super().on_train_begin(args, state, control)
         check_settings(self.technique, args)
         if self._parsed.kind == "budget":
             _check_compiled(self.policy, args)
@@ -294,7 +295,7 @@ def _check_model(model: Any, policy: _Policy) -> None:
 
 def check_offload(*, on_cpu: bool, is_stocks: bool = True) -> None:
     """Refuse ``offload`` where transformers or the machine cannot do it; ``on_cpu`` is where the model is now."""
-    if is_stocks and not can_offload_checkpoints():
+    if is_stocks and not versions.can_offload_checkpoints():
         from transformers import __version__
 
         raise ValueError(

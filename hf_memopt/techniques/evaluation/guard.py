@@ -26,6 +26,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
+from hf_memopt.binding import bind_late
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.notices import notify
@@ -79,6 +80,7 @@ class EvaluationGuardCallback(BoundCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse incompatible settings before the first evaluation."""
+        bind_late(self, state)
         self._check_bound(state)
         if self.binding.trainer is not None:
             check_compatibility(self.binding.trainer)

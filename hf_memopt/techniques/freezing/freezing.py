@@ -49,6 +49,7 @@ class FreezeCallback(ModelCallback):
     """
 
     technique = "freezing"
+    only_watches = True  # see ``binding.passed_parts``
 
     def __init__(self, patterns: str | Iterable[str]) -> None:
         self.patterns = checked_patterns(patterns)

@@ -80,6 +80,7 @@ class GradualUnfreezeCallback(TechniqueCallback):
     """
 
     technique = "gradual unfreezing"
+    only_watches = True  # see ``binding.passed_parts``
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = checked_schedule(schedule)
@@ -87,12 +88,14 @@ class GradualUnfreezeCallback(TechniqueCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Refuse patterns that match nothing; freeze nothing yet."""
+        super().on_init_end(args, state, control)
         _first_steps(model, self.schedule)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Check that the optimizer holds what is to be trained later, and begin with the stage of this step."""
+        super().on_train_begin(args, state, control)
         check_settings(self.technique, args)
         stages = _in_steps(self.schedule, state.max_steps)
         scheduled = _first_steps(model, stages)

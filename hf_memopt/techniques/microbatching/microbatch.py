@@ -177,7 +177,7 @@ class MicrobatchCallback(BoundCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound; restore the limits of a run that is resumed."""
-        self.binding.serving(self, state)
+        super().on_train_begin(args, state, control, **kwargs)
         saved = state.stateful_callbacks.get(SAVED)
         state.stateful_callbacks[SAVED] = self.limits  # whose values stock writes into each checkpoint
         if saved is None:  # a new run, or one of a checkpoint without micro-batching

@@ -167,6 +167,7 @@ class OverflowCallback(TechniqueCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound and with incompatible settings, and begin to count."""
+        super().on_train_begin(args, state, control, **kwargs)
         trainer = self.binding.serving(self, state)
         check_compatibility(trainer)
         self._end_run()

@@ -127,6 +127,7 @@ class EmbeddingBitsCallback(TechniqueCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Override the bits; checkpoints are loaded before this event."""
+        super().on_train_begin(args, state, control)
         self._is_checked = not _embedding_weights(model)
         if self._is_checked:
             logger.info(f"EmbeddingBitsCallback has nothing to do: {type(model).__name__} has no nn.Embedding")
