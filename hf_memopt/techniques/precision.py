@@ -130,9 +130,8 @@ def keep_master_weights(
 class PrecisionCallback(BoundCallback):
     """Call ``disable_autocast_cache`` and ``keep_master_weights`` where a run needs them.
 
-    Bind it with ``attach(trainer)``. With ``FreezeCallback``, name that first: weights that are frozen by then stay in
-    16 bits. On a CPU, whose layer norms compute in one dtype, freeze the embeddings together with the first layers.
-    What is saved with its first weights frozen calls itself bfloat16, to which ``from_pretrained`` rounds the others:
+    With ``FreezeCallback``, name that first: weights that are frozen by then stay in 16 bits. On a CPU, whose layer
+    norms compute in one dtype, freeze the embeddings together with the first layers. What is saved with its first weights frozen calls itself bfloat16, to which ``from_pretrained`` rounds the others:
     load it with ``dtype=torch.float32``. Of several adapters those become float32 that are active by then.
     TF32 is stock's: ``TrainingArguments(tf32=True)``. It logs no keys.
 
@@ -145,11 +144,11 @@ class PrecisionCallback(BoundCallback):
 
     Attributes:
         changes: what was changed, and what was not and why.
-        handle: undoes the changes to the Trainer and to the last model; None before ``attach``.
+        handle: undoes the changes to the Trainer and to the last model; None until it is bound.
 
     Raises:
         ValueError: an argument is invalid, at once; as ``disable_autocast_cache`` and ``keep_master_weights`` do.
-        RuntimeError: training began without ``attach``.
+        RuntimeError: training began unbound.
     """
 
     technique = "precision"

@@ -89,9 +89,8 @@ class MemoryReportCallback(TrainerCallback):
     an accelerator ``..._rss_gib``, the resident memory of the process (see ``PeakMeter``). The metrics that a
     hyperparameter search gets are without memory: its default objective is the sum of all metrics.
 
-    The sinks of ``report_to`` come before all other callbacks, so the callback must be moved to the front, which
-    ``attach(trainer)`` does. The console then shows one figure, ``memory_gib``: the largest peak of these phases.
-    Without a sink (``report_to="none"``) it also works unbound.
+    The sinks of ``report_to`` come before all other callbacks, so the callback moves to the front when it is bound.
+    The console then shows one figure, ``memory_gib``: the largest peak of these phases.
 
     A phase is measured by **resetting torch's peak counters** when it begins: ``torch.cuda.max_memory_allocated()``
     then covers the last phase only, and so does what stock's ``skip_memory_metrics=False`` logs. Read ``summary``
@@ -116,7 +115,7 @@ class MemoryReportCallback(TrainerCallback):
         MissingExtraError: ``plot`` without matplotlib.
 
     Examples:
-        >>> report = MemoryReportCallback()  # Trainer(..., callbacks=[report]); attach(trainer); trainer.train()
+        >>> report = MemoryReportCallback()  # Trainer(..., callbacks=[report]); trainer.train()
         >>> report.summary, report.table()
         ({}, 'no phase measured yet')
     """

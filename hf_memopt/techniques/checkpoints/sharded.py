@@ -176,7 +176,7 @@ class ShardedCheckpointCallback(BoundCallback):
             saving copies to the host at once. A model that is smaller is one file, as stock writes it.
 
     Attributes:
-        handle: takes everything off the trainer again; None before ``attach``.
+        handle: takes everything off the trainer again; None until it is bound.
 
     Raises:
         ValueError: ``max_shard_bytes`` is not an amount of memory, or is 0.

@@ -43,7 +43,7 @@ WITHOUT = ("without compute_metrics",)  # said once
 
 
 class EvaluationGuardCallback(BoundCallback):
-    """Bound the memory of ``trainer.evaluate`` and ``trainer.predict``; needs ``attach``. It logs no keys.
+    """Bound the memory of ``trainer.evaluate`` and ``trainer.predict``. It logs no keys.
 
     Args:
         reduce: how logits are reduced on the GPU, before anything is kept. ``"argmax"``: the predicted class
@@ -57,7 +57,7 @@ class EvaluationGuardCallback(BoundCallback):
             is set. Each move waits for the GPU; while outputs are concatenated twice as much is allocated.
 
     Attributes:
-        handle: takes everything off the trainer again; None before ``attach``.
+        handle: takes everything off the trainer again; None until it is bound.
 
     Raises:
         ValueError: an argument is invalid; when bound, ``reduce`` is given and so is

@@ -118,10 +118,10 @@ def _names_of(backbone: Any) -> tuple[str, ...]:
 class MicrobatchCallback(BoundCallback):
     """Call ``run_in_microbatches``, save the limits in checkpoints and restore them in a resumed run.
 
-    Bind it with ``attach(trainer)``. A checkpoint has the limits in ``trainer_state.json`` (with several processes,
-    those of the process that saves); a resumed run starts with them unless ``max_tokens`` or ``max_examples`` differ
-    from the saved run's. It logs no keys: each change of a limit is in ``changes`` and in
-    ``trainer.memopt_changes``, and each out of memory is a line above the progress bar (``hf_memopt.notices``).
+    A checkpoint has the limits in ``trainer_state.json`` (with several processes, those of the process that saves); a
+    resumed run starts with them unless ``max_tokens`` or ``max_examples`` differ from the saved run's. It logs no keys:
+    each change of a limit is in ``changes`` and in ``trainer.memopt_changes``, and each out of memory is a line above
+    the progress bar (``hf_memopt.notices``).
 
     Args:
         max_tokens: the most padded tokens of a micro-batch, i.e. its rows times its longest row; a longer row is a
@@ -139,11 +139,11 @@ class MicrobatchCallback(BoundCallback):
             by which it rises again. Batches without a sequence of tokens use the second only.
         changes: each change of a limit, the last one last.
         tally: what was done in the last run: steps, those that were cut, failures and the seconds that they cost.
-        handle: takes everything off the trainer again; None before ``attach``.
+        handle: takes everything off the trainer again; None until it is bound.
 
     Raises:
         ValueError: a limit is not an integer of 1 or more; otherwise as ``run_in_microbatches``.
-        RuntimeError: training began without ``attach``; otherwise as ``run_in_microbatches``.
+        RuntimeError: training began unbound; otherwise as ``run_in_microbatches``.
         torch.OutOfMemoryError: as ``run_in_microbatches``.
 
     Examples:

@@ -62,9 +62,9 @@ SMALLEST_SCALE = 1.0
 class OverflowCallback(TechniqueCallback):
     """Drop steps that are not finite, report where they began and in which examples, and stop if it goes on.
 
-    Bind it with ``attach(trainer)``: it overrides ``train`` and ``training_step`` of this one Trainer, and within a run
-    ``clip_grad_norm_`` of its accelerator. A finding is logged once per kind and place as a warning, and its batch is
-    saved as ``overflow_batch_step<n>.pt``, for ``model(**torch.load(path))``. All findings are written to
+    It overrides ``train`` and ``training_step`` of its one Trainer, and within a run ``clip_grad_norm_`` of its
+    accelerator. A finding is logged once per kind and place as a warning, and its batch is saved as
+    ``overflow_batch_step<n>.pt``, for ``model(**torch.load(path))``. All findings are written to
     ``overflow_report.json`` and ``.txt`` beside it, whenever there is a new one. A warning says where that fails, once
     per cause.
 
@@ -86,12 +86,12 @@ class OverflowCallback(TechniqueCallback):
         reports: one ``OverflowReport`` for each non-finite step that began in this process.
         nonfinite_steps: steps dropped so far, those found by other processes included.
         skipped_steps: steps that the gradient scaler of fp16 skipped, those among the non-finite ones included.
-        handle: takes everything off the trainer again; None before ``attach``.
+        handle: takes everything off the trainer again; None until it is bound.
 
     Raises:
         ValueError: a limit is not an integer of 1 or more; when bound, the Trainer has such a callback already; when
             training begins, a setting or another technique is incompatible.
-        RuntimeError: training began without ``attach``; a limit is reached. The weights are then those of the last good
+        RuntimeError: training began unbound; a limit is reached. The weights are then those of the last good
             step.
     """
 

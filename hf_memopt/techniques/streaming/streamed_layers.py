@@ -16,6 +16,7 @@ Source: the idea of MegaTrain (https://arxiv.org/abs/2604.05091) and of FSDP2's 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from hf_memopt.binding.parameters import layer_stacks, parameters_outside_adapte
 from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.changes import Change
 from hf_memopt.devices.readings import read_memory
+from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, CountOrZero, check_value
 from hf_memopt.techniques import ModelCallback
 from hf_memopt.techniques.optimizers import optimizer_state_bytes
@@ -40,6 +42,8 @@ from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 TECHNIQUE = "streamed layers"
 FEWEST_LAYERS = 3
@@ -192,6 +196,12 @@ class StreamedLayersCallback(ModelCallback):
         _check_prefixes(model)  # adapters may have come after stream_layers
         handle = _handle_of(model)
         if handle is None:
+            if (place := next(model.parameters()).device).type != "cpu":
+                notify(
+                    logger,
+                    f"StreamedLayersCallback: the whole model was on {place} before its layers could wait in host "
+                    "memory. Where it does not fit, call before Trainer(...): stream_layers(model)",
+                )
             handle = stream_layers(model, device=args.device, **self._options)
         elif self._handles.model is model:
             return
