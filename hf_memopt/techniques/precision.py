@@ -131,9 +131,10 @@ class PrecisionCallback(BoundCallback):
     """Call ``disable_autocast_cache`` and ``keep_master_weights`` where a run needs them.
 
     With ``FreezeCallback``, name that first: weights that are frozen by then stay in 16 bits. On a CPU, whose layer
-    norms compute in one dtype, freeze the embeddings together with the first layers. What is saved with its first weights frozen calls itself bfloat16, to which ``from_pretrained`` rounds the others:
-    load it with ``dtype=torch.float32``. Of several adapters those become float32 that are active by then.
-    TF32 is stock's: ``TrainingArguments(tf32=True)``. It logs no keys.
+    norms compute in one dtype, freeze the embeddings together with the first layers. What is saved
+    with its first weights frozen calls itself bfloat16, to which ``from_pretrained`` rounds the others: load it with
+    ``dtype=torch.float32``. Of several adapters those become float32 that are active by then. TF32 is stock's:
+    ``TrainingArguments(tf32=True)``. It logs no keys.
 
     Args:
         autocast_cache: False switches the cache off, ``"auto"`` does so if the model is checkpointed and autocast runs,
