@@ -18,7 +18,14 @@ BATCH = 4
 STEPS = 4
 CUT = "micro-batches of 2"  # the only set-up in which a batch is cut
 VIEW = ("bucketed view", "all")
-WHOLE = ("micro-batching", "all")  # micro-batching as long as memory suffices
+PASSED = "passed"  # to the constructor of the Trainer, without attach
+WHOLE = ("micro-batching", "all", PASSED)  # micro-batching as long as memory suffices
+ALL: tuple[Callable[[], TrainerCallback], ...] = (
+    MemoryReportCallback,
+    MicrobatchCallback,
+    OverflowCallback,
+    lambda: EvaluationGuardCallback(reduce=None),
+)
 
 SETUPS: Mapping[str, tuple[Callable[[], TrainerCallback], ...]] = {
     "attach": (),
@@ -28,12 +35,8 @@ SETUPS: Mapping[str, tuple[Callable[[], TrainerCallback], ...]] = {
     "overflow": (OverflowCallback,),
     "evaluation guard": (lambda: EvaluationGuardCallback(reduce=None),),
     "bucketed view": (),
-    "all": (
-        MemoryReportCallback,
-        MicrobatchCallback,
-        OverflowCallback,
-        lambda: EvaluationGuardCallback(reduce=None),
-    ),
+    "all": ALL,
+    PASSED: ALL,
 }
 """The callbacks that ``attach`` gets; the set-ups of ``VIEW`` read a bucketed view too."""
 
@@ -49,6 +52,7 @@ class Client:
         drive: trains and returns what else is compared, metrics by name.
         lengths: of the examples of a train dataset, for views; by the column ``input_ids`` unless given.
         refuses: the whole message of each set-up that is refused; floating-point figures in it stand as ``#``.
+            ``passed`` is refused as its callbacks are one by one, unless it is named; "" where it is not.
         cannot_cut: the whole message where batches cannot be cut. Where nothing is cut, the same refusal and a
             training like stock's are both right.
         no_view: why the training cannot read a view; ``all`` runs without it then.

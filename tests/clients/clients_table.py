@@ -34,7 +34,8 @@ weights; compared are losses, gradient norms, everything else that is logged, ev
   **- (n)**: means nothing, for reason n.
 - **fails (n)**: wrong, and known.
 
-`all` is memory report, micro-batching, overflow, evaluation guard and a bucketed view together.
+`all` is memory report, micro-batching, overflow, evaluation guard and a bucketed view together; `passed` is the same
+callbacks in `Trainer(callbacks=...)`, without `attach` and without a view.
 
 {date}, {versions}. Made by `make test-clients`.
 """

@@ -8,16 +8,18 @@ import math
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import Trainer, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 
 import hf_memopt
-from client import BATCH, CUT, SETUPS, STEPS, VIEW, Client, train_and_evaluate
+from client import BATCH, CUT, PASSED, SETUPS, STEPS, VIEW, Client, train_and_evaluate
 from hf_memopt import attach, bucketed
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
@@ -61,7 +63,8 @@ def outcome_of(client: Client, setup: str) -> Outcome:
         ours = _run(
             client,
             functools.partial(_view, client) if is_view else _unchanged,
-            lambda trainer: attach(trainer, *(make() for make in SETUPS[setup])),
+            None if setup == PASSED else lambda trainer: attach(trainer, *(make() for make in SETUPS[setup])),
+            SETUPS[setup] if setup == PASSED else (),
         )
     except Exception as error:  # whatever the client, or what stands over it, raises
         return outcome_of_error(error)
@@ -97,9 +100,15 @@ def _stock_run(client: Client, is_ordered: bool, is_corrected: bool) -> Run:
     return _run(client, arrange, client.correct if is_corrected else None)
 
 
-def _run(client: Client, arrange: Callable[[Any], Any], prepare: Callable[[Any], object] | None) -> Run:
+def _run(
+    client: Client,
+    arrange: Callable[[Any], Any],
+    prepare: Callable[[Any], object] | None,
+    passed: Sequence[Callable[[], TrainerCallback]] = (),
+) -> Run:
     def build(folder: Path) -> Any:
-        trainer = client.build(folder, arrange)
+        with _passing(passed) if passed else nullcontext():
+            trainer = client.build(folder, arrange)
         if arrange is not _unchanged:
             trainer.args.train_sampling_strategy = "sequential"
         if prepare is not None:
@@ -107,6 +116,19 @@ def _run(client: Client, arrange: Callable[[Any], Any], prepare: Callable[[Any],
         return trainer
 
     return run(build, client.drive or train_and_evaluate)
+
+
+@contextmanager
+def _passing(callbacks: Sequence[Callable[[], TrainerCallback]]) -> Iterator[None]:
+    """Let each Trainer that is built get these in ``callbacks=``, too, whoever builds it."""
+    init, made = Trainer.__init__, callbacks
+
+    @functools.wraps(init)
+    def with_callbacks(self: Any, *args: Any, callbacks: Any = None, **kwargs: Any) -> None:
+        init(self, *args, callbacks=[*(callbacks or ()), *(make() for make in made)], **kwargs)
+
+    with patch.object(Trainer, "__init__", with_callbacks):
+        yield
 
 
 def run(build: Callable[[Path], Any], drive: Callable[[Any], Mapping[str, Any]]) -> Run:
