@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -277,6 +278,126 @@ def test_a_gradient_by_any_way_is_stocks(name: str) -> None:
     reasons = [change.reason for change in record.changes()]
     assert all(any(operation in reason for reason in reasons) for operation in record.real)
     assert len(record.changes()) == len(record.real) + bool(fused)
+
+
+def by_parameters(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    """A loss and a penalty on its gradient by what is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return loss + sum(one.pow(2).sum() for one in torch.autograd.grad(loss, trained, create_graph=True))
+
+
+def by_logits(model: Any) -> torch.Tensor:
+    logits = model(IDS).logits[:, :-1].reshape(-1, VOCABULARY)
+    loss = F.cross_entropy(logits, IDS[:, 1:].reshape(-1))
+    return loss + 100 * torch.autograd.grad(loss, logits, create_graph=True)[0].pow(2).sum()
+
+
+def by_logits_twice(model: Any) -> torch.Tensor:
+    """The product of the logits' Hessian with a vector, and a gradient of it."""
+    logits = model(IDS).logits
+    (first,) = torch.autograd.grad(loss_of(logits * 2.0), logits, create_graph=True)
+    (second,) = torch.autograd.grad((first * torch.arange(VOCABULARY)).sum(), logits, create_graph=True)
+    return second.pow(2).sum()
+
+
+def by_the_input(model: Any) -> torch.Tensor:
+    """Virtual adversarial training: the gradient by the embeddings moves them."""
+    embedded = model.model.embed_tokens(IDS)
+    loss = loss_of(model(inputs_embeds=embedded).logits)
+    (direction,) = torch.autograd.grad(loss, embedded, create_graph=True)
+    return loss + loss_of(model(inputs_embeds=embedded + 0.1 * direction).logits)
+
+
+def by_a_weight_through_a_softcap(model: Any) -> torch.Tensor:
+    capped = torch.tanh(model(IDS).logits / 3.0)[:, 1:] * 3.0
+    loss = F.cross_entropy(capped.reshape(-1, VOCABULARY), FLAT[:16], label_smoothing=0.1)
+    return loss + torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)[0].pow(2).sum()
+
+
+def by_chosen_rows(model: Any) -> torch.Tensor:
+    """Rows of logits that are read and kept, of a sum whose first label is ignored."""
+    logits = model(IDS).logits
+    chosen = logits[IDS > 20]
+    settings = {"reduction": "sum", "ignore_index": int(IDS[IDS > 20][0])}
+    return by_parameters(model, F.cross_entropy(chosen, IDS[IDS > 20], **settings) / chosen.argmax(-1).sum())
+
+
+def by_what_is_changed_later(model: Any) -> torch.Tensor:
+    logits = model(IDS).logits
+    loss = loss_of(logits) * logits.exp().mean()
+    logits.mul_(2)
+    return by_parameters(model, loss) + loss_of(logits)
+
+
+def by_backward(model: Any) -> torch.Tensor:
+    loss_of(model(IDS).logits).backward(create_graph=True)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return sum(gradient.pow(2).sum() for gradient in gradients)
+
+
+def by_a_checkpointed_head(model: Any) -> torch.Tensor:
+    hidden = model.model(IDS).last_hidden_state
+    return by_parameters(model, checkpoint(lambda x: loss_of(model.lm_head(x)), hidden, use_reentrant=False))
+
+
+def by_a_frozen_head(model: Any) -> torch.Tensor:
+    model.lm_head.requires_grad_(False)
+    return by_parameters(model, loss_of(model(IDS).logits))
+
+
+SECOND: dict[str, Callable[[Any], torch.Tensor]] = {
+    "logits": by_logits,
+    "logits, twice": by_logits_twice,
+    "embeddings": by_the_input,
+    "parameters": lambda model: by_parameters(model, loss_of(model(IDS).logits)),
+    "a power of the loss": lambda model: by_parameters(model, loss_of(model(IDS).logits).pow(2)),
+    "two losses": lambda model: by_parameters(model, loss_of(model(IDS).logits) + loss_of(model(IDS).logits * 2)),
+    "a softcap": by_a_weight_through_a_softcap,
+    "chosen rows": by_chosen_rows,
+    "changed in place": by_what_is_changed_later,
+    "backward": by_backward,
+    "checkpoint": by_a_checkpointed_head,
+    "frozen head": by_a_frozen_head,
+}
+
+
+# torch's note on a reference cycle that create_graph=True makes
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+@pytest.mark.parametrize("name", SECOND)
+def test_a_second_derivative_is_stocks(name: str) -> None:
+    def trained(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+        model.set_attn_implementation("eager")  # the fused kernel has no second derivative
+        loss = SECOND[name](model)
+        return float(loss.detach()), gradients(loss, model)
+
+    expected, found = stock_and_fused(trained)
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert distance(found[1], expected[1]) <= 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
+def test_a_second_derivative_in_fewer_bits(dtype: torch.dtype, error: float) -> None:
+    def trained(model: Any) -> dict[str, torch.Tensor]:
+        model.set_attn_implementation("eager")
+        return gradients(by_parameters(model, loss_of(model(IDS).logits)), model)
+
+    expected, found = stock_and_fused(trained, dtype)
+    assert distance(found, expected) <= error
+
+
+@pytest.mark.parametrize("read", [torch.argmax, torch.vmap(torch.sum)], ids=["made real", "read"])
+def test_a_graph_keeps_no_logits_that_were_read(read: Callable[..., Any]) -> None:
+    model = llama()
+    fuse_cross_entropy(model)
+    logits = model(IDS).logits
+    loss = loss_of(torch.tanh(logits * 2.0))
+    read(logits)
+    (large,) = (one for one in (logits._read, logits._real) if one is not None)
+    kept = [weakref.ref(logits), weakref.ref(large)]
+    del logits, large
+    assert [reference() for reference in kept] == [None, None]
+    loss.backward()
 
 
 @pytest.mark.parametrize("name", [name for name, (fused, operations, _) in WAYS.items() if fused and not operations])

@@ -135,6 +135,27 @@ def test_label_smoothing_of_the_trainer_makes_real_logits_and_says_so(tmp_path: 
     assert tiny.largest_difference(trainer.model, plain.model) == 0.0
 
 
+def _penalised(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss and a penalty on its gradient by the logits."""
+    logits = outputs.logits[:, :-1].reshape(-1, 100)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1))
+    return loss + 100 * torch.autograd.grad(loss, logits, create_graph=True)[0].pow(2).sum()
+
+
+def test_a_gradient_that_is_differentiated_is_that_of_real_logits_and_is_noted_once(tmp_path: Any) -> None:
+    given = {"compute_loss_func": _penalised}
+    plain, trainer = trained(tmp_path, given=given), trained(tmp_path, fused(), given=given)
+    assert changes(trainer) == [
+        FUSED,
+        "fused cross entropy: 'no logits' -> 'real logits' (grad reads or changes them)",
+        "fused cross entropy: 'no logits' -> 'real logits' "
+        "(the gradient of the loss is itself differentiated (create_graph=True))",
+    ]
+    assert tiny.largest_difference(trainer.model, plain.model) <= 1e-6
+    unpenalised = trained(tmp_path)
+    assert tiny.largest_difference(plain.model, unpenalised.model) > 1e-4
+
+
 def test_autocast_and_its_float32_outputs(tmp_path: Any) -> None:
     """Accelerate makes float32 copies of all outputs, which are remembered as well."""
     trainer = trained(tmp_path, fused(), bf16=True)

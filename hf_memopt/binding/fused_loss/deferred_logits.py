@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map_only  # private: pinned by a test, seen in torch 2.6 to 2.13
 
 from hf_memopt.binding.fused_loss.chunked_loss import (
@@ -164,13 +163,13 @@ class DeferredLogits(_Remembered):
     def elements(self) -> torch.Tensor:
         if self._real is not None:
             return self._real.detach()
-        if self._read is None and self._parent is None:
-            self._call.check_unchanged(self.shape)
-            self._read = _linear(self._call.tensors, self._call.dtype)
-        elif self._read is None:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self._read is None and self._parent is None:
+                self._call.check_unchanged(self.shape)
+                self._read = _linear(self._call.tensors, self._call.dtype)
+            elif self._read is None:
                 self._read = self._steps[-1].function(self._parent.elements())  # type: ignore[union-attr]
-        return self._read.detach()
+            return self._read.detach()
 
     def as_real(self) -> torch.Tensor:
         """Return the real logits, in the graph, as the model's own operations make them."""
@@ -253,7 +252,8 @@ class _LogitsGradient(_Remembered):
 
     def elements(self) -> torch.Tensor:
         if self.made is None:
-            self.made = self._make()
+            with torch.no_grad():
+                self.made = self._make()
         return self.made
 
     @classmethod
@@ -294,7 +294,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, call: _Call) -> DeferredLogits:
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.dtype, ctx.unpacked = call.dtype, None
+        ctx.dtype, ctx.unpacked, ctx.record = call.dtype, None, call.record
         return DeferredLogits(((*hidden.shape[:-1], len(weight)), call.dtype, hidden.device), call, ctx)
 
     @staticmethod
@@ -324,10 +324,11 @@ class _Derived(torch.autograd.Function):
         if step.kind == "rows" and step.operand is not None:
             rows = step.operand if rows is None else rows[step.operand]
         ctx.node, ctx.steps, ctx.like = parent._node, steps, _like(parent)
-        return DeferredLogits((shape, step.dtype, parent.device), parent._call, parent._node, parent, steps, rows)
+        found = DeferredLogits((shape, step.dtype, parent.device), parent._call, parent._node, parent, steps, rows)
+        ctx.lineage = _lineage(found)
+        return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         def of_parent() -> Any:
             (shape, dtype, _), step, given = ctx.like, ctx.steps[-1], _elements(gradient)
@@ -377,7 +378,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: DeferredLogits, target: torch.Tensor, loss: Loss) -> torch.Tensor:
         hidden, weight, bias = logits._call.tensors
         ctx.needed = [tensor is not None and tensor.requires_grad for tensor in logits._call.tensors]
-        ctx.waits, ctx.loss = loss.waits(ctx.needed), loss
+        ctx.waits, ctx.loss, ctx.lineage = loss.waits(ctx.needed), loss, _lineage(logits)
         needed = (False,) * 3 if ctx.waits else ctx.needed
         tensors = (hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), bias)
         total, labelled, ctx.found = loss_by_rows(loss, target, logits._rows, tensors, needed)
@@ -387,8 +388,9 @@ class _CrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _gradient_in_graph(ctx, gradient), None, None
         loss, found = ctx.loss, ctx.found
         if found is None:
             raise RuntimeError(
@@ -413,6 +415,15 @@ class _CrossEntropy(torch.autograd.Function):
         return _LogitsGradient(ctx.like, [term], make), None, None
 
 
+def _gradient_in_graph(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the logits of a fused loss, computed from real ones, for a second derivative."""
+    ctx.node.record.real["create_graph"] += 1
+    loss, logits, reduction = ctx.loss, _logits_of(ctx), "mean" if ctx.loss.mean else "sum"
+    settings = {"ignore_index": loss.ignore_index, "reduction": reduction, "label_smoothing": loss.smoothing}
+    total = F.cross_entropy(logits.to(loss.dtype), ctx.saved_tensors[0], **settings)
+    return torch.autograd.grad(total, logits, gradient, create_graph=True)[0]
+
+
 def _taken(found: list[Any], tensors: tuple[Any, ...]) -> list[torch.Tensor | None]:
     """Return gradients that were made before, in the dtypes of their tensors, and keep none."""
     given = [None if one is None else one.to(tensor.dtype) for one, tensor in zip(found, tensors, strict=True)]
@@ -433,15 +444,26 @@ def _unpacked(node: Any) -> tuple[Any, ...]:
 
 
 def _logits_of(ctx: Any) -> torch.Tensor:
-    """Return the deferred logits of a node, once more."""
-    logits = _linear(_unpacked(ctx.node), ctx.node.dtype)
-    for step in ctx.steps:
+    """Return the deferred logits of a node, once more; for a second derivative in the graph, from those that exist."""
+    for later, reference in enumerate(ctx.lineage if torch.is_grad_enabled() else ()):
+        found = reference()
+        if found is not None and (found._real is None or not found._real._version):  # not changed in place since
+            logits, steps = found.as_real(), ctx.steps[len(ctx.steps) - later :]
+            break
+    else:
+        logits, steps = _linear(_unpacked(ctx.node), ctx.node.dtype), ctx.steps
+    for step in steps:
         logits = step.function(logits)
-    return logits
+    return logits  # type: ignore[no-any-return]
+
+
+def _lineage(logits: DeferredLogits | None) -> list[weakref.ref[DeferredLogits]]:
+    """Return deferred logits and what they come from, weakly: a graph does not keep logits that were read."""
+    return [] if logits is None else [weakref.ref(logits), *_lineage(logits._parent)]
 
 
 def _linear(tensors: Any, dtype: torch.dtype) -> torch.Tensor:
-    hidden, weight, *bias = (tensor.detach().to(dtype) for tensor in tensors if tensor is not None)
+    hidden, weight, *bias = (tensor.to(dtype) for tensor in tensors if tensor is not None)
     with without_autocast(hidden.device.type):
         return F.linear(hidden, weight, *bias)
 
