@@ -334,6 +334,59 @@ def test_a_hook_inside_is_refused_by_name_and_one_on_the_backbone_sees_all_rows(
     ]
 
 
+class Embedder(nn.Module):
+    """A BERT that writes its hidden states into the batch that it gets, as sentence-transformers' modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = Words()
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        features = self.words(features)
+        features["vector"] = features["hidden"].mean(1)
+        return features
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = row_models.build("bert").bert
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        found = self.bert(features["input_ids"], attention_mask=features["attention_mask"])
+        features["hidden"] = found.last_hidden_state
+        if self.bert.config.output_hidden_states:
+            features["layers"] = found.hidden_states
+        return features
+
+
+def _of_each_layer(model: Any) -> torch.Tensor:
+    """Exchange the forward of a module inside and its settings for as long as the loss runs (AdaptiveLayerLoss)."""
+    features, words, chosen = dict(row_models.classified(ROWS).inputs), model.words, []
+    own, config = words.forward, words.bert.config
+
+    def exchanged(given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "hidden": given["layers"][chosen[-1]]} if chosen else own(given)
+
+    words.forward, config.output_hidden_states = exchanged, True
+    total = row_models.supcon(model(features)["vector"], CLASSES)
+    for layer in range(len(features["layers"]) - 1):
+        chosen.append(layer)
+        total = total + row_models.supcon(model(features)["vector"], CLASSES)
+    del words.forward
+    config.output_hidden_states = False
+    return backward(total)
+
+
+def test_a_forward_and_settings_that_a_loss_exchanges_while_it_runs() -> None:
+    """Parts run again when it has ended: what is inside of the exchanged module is cut, with the settings it had."""
+    outcome = assert_exact(_of_each_layer, Embedder().double())
+    assert list(outcome.seen.names) == ["words.bert"]
+    assert list(outcome.seen.reasons) == [
+        "Embedder: the loss exchanges words.forward for <function>, and parts run again after the loss"
+    ]
+
+
 def test_a_cache_that_a_model_returns_in_training_is_left_out() -> None:
     batch = row_models.causal(ROWS)
     inputs = {**batch.inputs, "use_cache": True}

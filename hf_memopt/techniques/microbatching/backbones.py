@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class CutStep:
     largest: tuple[int, int | None] | None = None
     # the first line of an out-of-memory error that went through a module or through the backward pass
     error: str | None = None
+    forwards: dict[nn.Module, Any] = field(default_factory=dict)  # what stood in for a module's own when it began
 
     def noting_out_of_memory(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function, and note its out-of-memory error, which a user's step may swallow."""
@@ -104,6 +106,7 @@ class Backbones:
         with ExitStack() as stack:
             for name, module in self.modules_of(model):
                 stack.enter_context(override_method(module, "forward", partial(call, name, module, step)))
+            step.forwards = {module: vars(module).get("forward") for module in model.modules()}
             yield step
 
     def _forward(
@@ -133,8 +136,10 @@ class Backbones:
             return None
         if call.rows == 0:
             found: Layout | str = "its inputs have no rows"
-        elif kwargs.get("labels") is not None or kwargs.get("return_loss"):
+        elif (kwargs.get("labels") is not None and _reads_labels(call.module)) or kwargs.get("return_loss"):
             found = LOSS_OF_ALL_ROWS
+        elif (exchanged := _exchanged_forward(call.module, step)) is not None:
+            found = exchanged
         else:
             try:
                 found = self._layout(name, call, size, kwargs)
@@ -172,3 +177,17 @@ class Backbones:
             return forward(*args, **kwargs)
         finally:
             self._is_inside = before
+
+
+def _exchanged_forward(module: nn.Module, step: CutStep) -> str | None:
+    """Return which module inside has another forward for as long as a loss runs: parts run again when it has ended."""
+    for name, part in module.named_modules():
+        now = vars(part).get("forward")
+        if part is not module and now is not step.forwards.get(part):
+            return f"the loss exchanges {name}.forward for <{type(now).__name__}>, and parts run again after the loss"
+    return None
+
+
+def _reads_labels(module: nn.Module) -> bool:
+    """Return whether labels may make a loss: generation hands them to an encoder, too."""
+    return not isinstance(module, PreTrainedModel) or "labels" in signature(type(module).forward).parameters

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from hf_memopt.binding.undo import RandomState
+from hf_memopt.binding.undo import RandomState, set_attribute, undo_all
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall, is_same_value
 
@@ -143,6 +143,8 @@ class _Parts:
             if torch.amp.is_autocast_available(kind)
         ]
         self._versions = [(name, p, p._version) for name, p in call.module.named_parameters()]
+        self._config = getattr(call.module, "config", None)
+        self._settings = dict(getattr(self._config, "__dict__", {}))  # which a loss may change for as long as it runs
 
     def _capture(self) -> list[RandomState]:
         return [RandomState.capture(device) for device in self._devices]
@@ -216,10 +218,13 @@ class _Parts:
         sums = {i: torch.zeros_like(self.call.leaves[i]) for i in floats}
         aliases = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         runner, now = _Runner(self.call.module), self._capture()
+        differs = {name: old for name, old in self._settings.items() if vars(self._config).get(name) is not old}
+        settings = undo_all(*(set_attribute(self._config, name, old) for name, old in differs.items()))
         try:
             for part in self._parts:
                 self._again(runner, part, gradients, aliases, sums, frozenset())
         finally:
+            settings.remove()
             for state in now:
                 state.restore()
         return [*sums.values(), *(alias.grad for alias in aliases.values())]
