@@ -215,6 +215,17 @@ def trained(folder: Any, way: Callable[..., Any] | None, resume: str | None = No
     return trainer
 
 
+def test_arguments_that_are_not_the_trainers_own_are_refused(tmp_path: Path) -> None:
+    other = tiny.arguments(tmp_path, optim="sgd")
+    with pytest.raises(ValueError, match=r"^optim=") as error:
+        trained(tmp_path, lambda args, model: rounded_optimizer(other, model), optim="adamw_torch", callbacks=[])
+    assert str(error.value) == (
+        "optim='adamw_torch' names torch.optim.adamw.AdamW, and the Trainer has a class that was made of "
+        "torch.optim.sgd.SGD; expected the one that its arguments name, in all runs. Make the class of "
+        "args=trainer.args, or leave optim as it was"
+    )
+
+
 def inner(trainer: Trainer) -> Any:
     return trainer.optimizer.optimizer
 

@@ -47,6 +47,7 @@ from hf_memopt.batching.views.view import (
 from hf_memopt.binding.losses import is_stock
 from hf_memopt.binding.model import IGNORED_LABEL, is_causal_lm, used_columns
 from hf_memopt.binding.undo import override_method, set_attribute
+from hf_memopt.plain_data import check_value
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -107,6 +108,7 @@ def sorted_by_length(
             f"dataset=<{type(dataset).__name__}> cannot be sorted; expected a map-style dataset with __len__ and "
             "__getitem__. Load it without streaming=True"
         )
+    check_value("restore_by_hand", restore_by_hand, bool, True)
     found = lengths_of(dataset, lengths, column)
     order = np.argsort(-found.astype(np.int64), kind="stable")
     return SortedExamples(dataset, order, restore_by_hand=restore_by_hand)

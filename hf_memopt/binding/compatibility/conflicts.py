@@ -74,7 +74,7 @@ def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
 
 def check_settings(technique: str, args: TrainingArguments) -> None:
     """Refuse settings that a technique cannot work with, where there are arguments but no Trainer to ask."""
-    if not hasattr(args, "world_size"):
+    if not isinstance(getattr(args, "world_size", None), int):  # of the class it is a property
         raise TypeError(
             f"args={shown(args)} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"
         )
