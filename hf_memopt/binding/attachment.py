@@ -158,9 +158,10 @@ def _check_types(trainer: Any, callbacks: Iterable[Any]) -> None:
     for callback in callbacks:
         if not isinstance(callback, TrainerCallback):
             name = callback.__name__ if isinstance(callback, type) else "MemoryReportCallback"
+            call = "*callbacks" if isinstance(callback, (list, tuple)) else f"{name}(...)"
             raise TypeError(
                 f"callbacks={_named(callback)} is not a TrainerCallback; expected instances. "
-                f"Call attach(trainer, {name}(...))"
+                f"Call attach(trainer, {call})"
             )
 
 

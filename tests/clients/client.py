@@ -126,12 +126,12 @@ def words(column: str) -> Callable[[Any], list[int]]:
     return lambda dataset: [len(text.split()) for text in dataset[column]]
 
 
-def not_splittable(model: str, names: str, reason: str) -> str:
+def not_splittable(model: str, names: str, reason: str, part: str = "") -> str:
     """Return the message of ``NotSplittableError`` at the first step, with a batch of these names."""
+    named = f"Name a part whose rows are independent: MicrobatchCallback(backbone={part!r}), or take "
     return (
         f"model={model} cannot be trained in micro-batches at step 1 (a batch of {names}): {reason}; expected rows "
-        "that do not depend on each other. Name a part of the model whose rows are independent: "
-        "MicrobatchCallback(backbone='...'), or take MicrobatchCallback out of callbacks= and lower "
+        f"that do not depend on each other. {named if part else 'Take '}MicrobatchCallback out of callbacks= and lower "
         "per_device_train_batch_size."
     )
 

@@ -331,7 +331,9 @@ BATCH_NORM = not_splittable(
     "ResNetForImageClassification: it returns the loss of all rows; resnet: rows depend on each other: parts of its "
     "output 0 of shape (4, 16, 4, 4) differ from the whole by #",
 )
-RANDOM_MASKS = not_splittable("ViTMAEForPreTraining", "pixel_values", f"ViTMAEForPreTraining: {DRAWS}; vit: {DRAWS}")
+RANDOM_MASKS = not_splittable(
+    "ViTMAEForPreTraining", "pixel_values", f"ViTMAEForPreTraining: {DRAWS}; vit: {DRAWS}", "decoder"
+)
 
 
 CLIENTS = {

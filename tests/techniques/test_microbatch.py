@@ -529,7 +529,7 @@ def test_a_part_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     assert re.sub(r"by [\d.e+-]+;", "by #;", str(error.value)) == (
         "model=Normed cannot be trained in micro-batches at step 1 (a batch of input_ids, attention_mask, labels): "
         "norm: rows depend on each other: parts of its output 0 of shape (6, 8) differ from the whole by #; expected "
-        "rows that do not depend on each other. Name a part of the model whose rows are independent: "
+        "rows that do not depend on each other. Name a part whose rows are independent: "
         "MicrobatchCallback(backbone='embed'), or take MicrobatchCallback out of callbacks= and lower "
         "per_device_train_batch_size."
     )

@@ -534,6 +534,69 @@ def test_an_unknown_name_lists_the_nearest(tmp_path: Path) -> None:
     )
 
 
+def _with(change: Callable[[Any], object]) -> nn.Module:
+    model = tiny.bert()
+    change(model)
+    return model
+
+
+HOOK = "the hook test_own_losses.<lambda>.<locals>.<lambda> on "
+SEES_PARTS = " would see parts of a batch, without a graph"
+NAMED = "ame a part whose rows are independent: MicrobatchCallback(backbone='bert.encoder'), or take "
+REFUSED_BACKBONES: dict[str, tuple[Callable[[Any], object], str, str]] = {
+    "hook beside the encoder": (
+        lambda model: model.bert.embeddings.register_forward_hook(lambda *given: None),
+        f"BertForSequenceClassification: {HOOK}bert.embeddings{SEES_PARTS}; bert: {HOOK}embeddings{SEES_PARTS}",
+        f"Take the hook off, or n{NAMED}",
+    ),
+    "hook in the encoder": (
+        lambda model: model.bert.encoder.layer[0].register_forward_hook(lambda *given: None),
+        f"BertForSequenceClassification: {HOOK}bert.encoder.layer.0{SEES_PARTS}; "
+        f"bert: {HOOK}encoder.layer.0{SEES_PARTS}",
+        "Take the hook off, or take ",
+    ),
+    "batch norm beside the encoder": (
+        lambda model: setattr(model.bert.embeddings, "LayerNorm", Normed()),
+        "BertForSequenceClassification: rows depend on each other: parts of its output 0 of shape (4, 3) differ from "
+        "the whole by #; bert: rows depend on each other: parts of its output 0 of shape (4, 12, 32) differ from the "
+        "whole by #",
+        f"N{NAMED}",
+    ),
+    "spectral norm in the encoder": (
+        lambda model: nn.utils.parametrizations.spectral_norm(model.bert.encoder.layer[0].intermediate.dense),
+        "BertForSequenceClassification: its forward pass changes bert.encoder.layer.0.intermediate.dense."
+        "parametrizations.weight.0._u, which parts would change several times; bert: its forward pass changes "
+        "encoder.layer.0.intermediate.dense.parametrizations.weight.0._u, which parts would change several times",
+        "Take ",
+    ),
+}
+
+
+class Normed(nn.BatchNorm1d):
+    """A batch norm over the tokens, of (batch, seq, hidden)."""
+
+    def __init__(self) -> None:
+        super().__init__(32)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", REFUSED_BACKBONES)
+def test_a_refusal_names_the_part_that_can_be_cut(name: str, tmp_path: Path) -> None:
+    change, reason, remedy = REFUSED_BACKBONES[name]
+    kind, model = own(penalty), _with(change)
+    with pytest.raises(NotSplittableError) as error:
+        trained(kind, tmp_path, MicrobatchCallback(max_examples=2), model=copy.deepcopy(model))
+    assert re.sub(r"by [\d.e+-]+(?=;)", "by #", str(error.value)) == (
+        "model=BertForSequenceClassification cannot be trained in micro-batches at step 1 (a batch of input_ids, "
+        f"attention_mask, labels, weight, loss_mask, boxes): {reason}; expected rows that do not depend on each other. "
+        f"{remedy}MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
+    )
+    if "backbone=" in remedy:
+        assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2, backbone="bert.encoder"), model=model)
+
+
 class PopsLabels(OwnLoss):
     """Predicts with the labels taken out of the batch."""
 

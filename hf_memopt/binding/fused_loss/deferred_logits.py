@@ -417,9 +417,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _gradient_in_graph(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the logits of a fused loss, computed from real ones, for a second derivative."""
-    ctx.node.record.real["create_graph"] += 1
+    ctx.node.record.real["a second derivative (create_graph=True)"] += 1
     loss, logits, reduction = ctx.loss, _logits_of(ctx), "mean" if ctx.loss.mean else "sum"
-    settings = {"ignore_index": loss.ignore_index, "reduction": reduction, "label_smoothing": loss.smoothing}
+    settings = {"ignore_index": loss.ignore_index, "label_smoothing": loss.smoothing, "reduction": reduction}
     total = F.cross_entropy(logits.to(loss.dtype), ctx.saved_tensors[0], **settings)
     return torch.autograd.grad(total, logits, gradient, create_graph=True)[0]
 

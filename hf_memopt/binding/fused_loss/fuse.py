@@ -9,13 +9,13 @@ Real logits are made, as if nothing was fused: in evaluation mode and without gr
 ``Trainer`` (its own loss calls ``log_softmax``), class weights and ``reduction="none"``; by LoRA on the head, whose
 output is added to them; by a custom ``autograd.Function``, TorchScript, and anything else that reads or changes them in
 training. They are in autograd's graph like stock's, and so are the fused ones: a gradient of them that arrives by any
-way reaches the model, and one that is asked for (``register_hook``, ``retain_grad``, ``autograd.grad``) is made. A
-gradient that is itself differentiated (``create_graph=True``) is computed from real logits.
+way reaches the model, and one that is asked for (``register_hook``, ``retain_grad``, ``autograd.grad``) is made; one
+that is itself differentiated (``create_graph=True``) is computed from real logits.
 
 Limitations: the logits of a training step have to be read before the optimizer's step; a model that ``torch.compile``
-wraps is refused, since a tensor without storage breaks its graph.
-Where the head computes in 16 bits, autocast included, its logits are computed a second time in the backward pass: four
-products instead of stock's three (a frozen head in bfloat16 has stock's two).
+wraps is refused, since a tensor without storage breaks its graph. Where the head computes in 16 bits, autocast
+included, its logits are computed a second time in the backward pass: four products instead of stock's three (a frozen
+head in bfloat16 has stock's two).
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ def _reason(operation: str) -> str:
         )
     if operation == "add":
         return "another activation is added to them: LoRA on the head, or a term of the user's"
-    if operation == "create_graph":
-        return "the gradient of the loss is itself differentiated (create_graph=True)"
     if operation == "log_softmax":
         return "log_softmax reads them: label smoothing by the Trainer, or a loss of the user's"
     return f"{operation} reads or changes them"

@@ -138,11 +138,9 @@ class Backbones:
             found: Layout | str = "its inputs have no rows"
         elif (kwargs.get("labels") is not None and _reads_labels(call.module)) or kwargs.get("return_loss"):
             found = LOSS_OF_ALL_ROWS
-        elif (exchanged := _exchanged_forward(call.module, step)) is not None:
-            found = exchanged
         else:
             try:
-                found = self._layout(name, call, size, kwargs)
+                found = _exchanged_forward(call.module, step) or self._layout(name, call, size, kwargs)
             except Exception as error:
                 if is_out_of_memory(error):
                     reason = "not even two rows fit, without gradients, so that none can be compared"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_memopt.binding.losses import foreign_hooks
 from hf_memopt.binding.model import unwrap_model
 from hf_memopt.binding.undo import is_overridden
 from hf_memopt.devices.readings import read_memory
@@ -151,17 +152,26 @@ def batch_text(trainer: Any, inputs: Any) -> str:
     return f" at step {trainer.state.global_step + 1} ({names})"
 
 
-def remedy_of(reason: str, model: Any) -> str:
+def remedy_of(reason: str, model: nn.Module) -> str:
     """Return what to do, as code, where rows cannot run apart for this reason."""
-    if "create_graph" in reason or "changed between" in reason:
-        return f"Take {DROP}"
-    name = "..."
-    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):  # then that with most weights
-        sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in model.named_children()}
-        name = max(sizes, key=lambda name: sizes[name], default=name)
-    part = f"Name a part of the model whose rows are independent: MicrobatchCallback(backbone={name!r})"
+    name = _other_part(model, reason)
+    text = f"Name a part whose rows are independent: MicrobatchCallback(backbone={name!r}), or take "
+    text = text if name and "create_graph" not in reason and "changed between" not in reason else "Take "
     if "would see parts" in reason:
-        part = "Take the hook off, or name a part of the model without it: MicrobatchCallback(backbone='...')"
+        text = f"Take the hook off, or {text[0].lower()}{text[1:]}"
     if reason.endswith(LOSS_OF_ALL_ROWS):
-        part = "State the loss, if it is a sum or a mean over rows or labels: MicrobatchCallback(loss='...')"
-    return f"{part}, or take {DROP}"
+        text = "State the loss, if it is a sum or a mean over rows or labels: MicrobatchCallback(loss='...'), or take "
+    return text + DROP
+
+
+def _other_part(model: nn.Module, reason: str) -> str:
+    """Return the name of a part with most weights against which nothing is known: not tried, no batch norm, no hook."""
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_modules()}
+    for name, part in model.named_modules():
+        tried = (text.partition(": ")[0] for text in reason.split("; "))  # names inside of these are without theirs
+        is_known = any(f" {name.removeprefix(f'{one}.')}" in f" {reason}" for one in tried)
+        is_known |= any(isinstance(one, (PreTrainedModel, *BATCH_NORMS)) for one in part.modules())
+        is_known |= any(foreign_hooks(part)) or type(part).forward is nn.Module.forward  # as of a list
+        if name and 2 * sizes[name] > sizes[""] and not is_known:
+            return name  # type: ignore[no-any-return]
+    return ""

@@ -93,12 +93,11 @@ class OptimizerArguments(dict[str, Any]):
 
     def _follow(self, trainer: Any) -> None:
         named, read = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-        optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
         if named is not self.named:
             raise ValueError(
-                f"{optim=} names {class_name(named)}, and the Trainer has a class that was made of "
-                f"{class_name(self.named)}; expected the one that its arguments name, in all runs. "
-                "Make the class of args=trainer.args, or leave optim as it was"
+                f"optim={str(getattr(trainer.args.optim, 'value', trainer.args.optim))!r} names {class_name(named)}, "
+                f"and the Trainer has a class that was made of {class_name(self.named)}; expected the one that its "
+                "arguments name, in all runs. Make the class of args=trainer.args, or leave optim as it was"
             )
         now = _plain_values(read)
         self.update({name: value for name, value in now.items() if self._read.get(name) != value})
