@@ -359,6 +359,65 @@ class InstanceMemory(Trainer):
         return (loss, vectors) if return_outputs else loss
 
 
+class LayerEmbedder(nn.Module):
+    """Writes what it finds into the batch that it gets, as modules of sentence-transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = WordsOfBatch()
+
+    def forward(self, features: Batch, return_loss: bool = True) -> Batch:
+        features = self.words(features)
+        features["vector"] = F.normalize(mean_of_tokens(features["hidden"], features["attention_mask"]), dim=-1)
+        return features
+
+
+class WordsOfBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = encoder()
+
+    def forward(self, features: Batch) -> Batch:
+        found = self.encoder(input_ids=features["input_ids"], attention_mask=features["attention_mask"])
+        features["hidden"] = found.last_hidden_state
+        if self.encoder.config.output_hidden_states:
+            features["layers"] = found.hidden_states
+        return features
+
+
+class EachLayer(Trainer):
+    """AdaptiveLayerLoss: every layer's vectors, by a forward that is exchanged for as long as the loss runs."""
+
+    widths: tuple[int, ...] = (32,)  # of the vectors, from their beginning (Matryoshka)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        words, layers = model.words, []
+        own, config = words.forward, words.encoder.config
+
+        def exchanged(features: Batch) -> Batch:
+            return {**features, "hidden": features["layers"][layers[-1]]} if layers else own(features)
+
+        words.forward, config.output_hidden_states = exchanged, True
+        try:
+            loss = self.of_batch(model, inputs)
+            for layer in range(len(inputs["query"]["layers"]) - 1):
+                layers.append(layer)
+                loss = loss + self.of_batch(model, inputs) / 2
+        finally:
+            del words.forward
+            config.output_hidden_states = False
+        return (loss, loss[None]) if return_outputs else loss
+
+    def of_batch(self, model: Any, inputs: Any) -> torch.Tensor:
+        query, passage = (model(inputs[name])["vector"] for name in ("query", "passage"))
+        scores = [query[:, :width] @ passage[:, :width].T for width in self.widths]
+        return sum(F.cross_entropy(5 * each, torch.arange(len(each))) for each in scores)
+
+
+class EachLayerAndWidth(EachLayer):
+    widths = (32, 16, 8)
+
+
 def numbered(count: int, *, seed: int = 0) -> Dataset:
     """Texts with their own number."""
     return labelled(count, seed=seed, number=list(range(count)))
@@ -385,6 +444,10 @@ PATTERNS = {
             collate=lambda: None,
             label_names=["labels"],
         )
+    ),
+    "adaptive layers": Pattern(of_pairs(EachLayer, "query", "passage", model=LayerEmbedder, evaluated=0)),
+    "adaptive layers and widths": Pattern(
+        of_pairs(EachLayerAndWidth, "query", "passage", model=LayerEmbedder, evaluated=0)
     ),
     "two views, SimCLR": Pattern(of_pairs(TwoViews, "one", "other")),
     "SimCSE, noise of an own generator": Pattern(of_pairs(SimCse, "text")),

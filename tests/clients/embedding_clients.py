@@ -73,6 +73,12 @@ def embeddings(folder: Path, arrange: Arrange, *, data: Any, loss: Any) -> Any:
     )
 
 
+def layers_of(kind: Any, **settings: Any) -> Any:
+    """Return what makes a loss of all layers and widths; it would draw some of them."""
+    settings |= {"n_dims_per_step": -1} if "matryoshka_dims" in settings else {}
+    return lambda model: kind(model, losses.MultipleNegativesRankingLoss(model), n_layers_per_step=-1, **settings)
+
+
 def triplets(count: int = 16) -> Dataset:
     """Texts, one that belongs to each and one that does not."""
     return pairs(count).add_column("negative", texts(count, seed=2))
@@ -163,6 +169,13 @@ CLIENTS = {
             data=pairs,
             loss=functools.partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2),
         ),
+        no_view=DATASETS_ALONE,
+    ),
+    "sentence-transformers, adaptive layers": Client(
+        functools.partial(embeddings, data=pairs, loss=layers_of(losses.AdaptiveLayerLoss)), no_view=DATASETS_ALONE
+    ),
+    "sentence-transformers, layers and widths": Client(
+        functools.partial(embeddings, data=pairs, loss=layers_of(losses.Matryoshka2dLoss, matryoshka_dims=[32, 16, 8])),
         no_view=DATASETS_ALONE,
     ),
     "sentence-transformers, CrossEncoder": Client(reranked, no_view=DATASETS_ALONE),

@@ -14,7 +14,7 @@ from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTraining
 
 import tiny
 from batch_patterns import EntropyOfTheMean, HardHalf, PairwiseRanking
-from client import labelled
+from client import labelled, texts
 from contrastive_patterns import InBatchNegatives, WithContrast, of_pairs
 from language_patterns import llama, sentences, with_words
 from model_patterns import GroupAttention, grouped, headed
@@ -75,6 +75,15 @@ class PromptsOnly(Seq2SeqTrainer):
             model, inputs, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys, **settings
         )
         return loss, generated, labels
+
+
+class OwnLoss(Seq2SeqTrainer):
+    """The model's loss and a penalty on its logits, beside a generation."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss + 1e-3 * outputs.logits.logsumexp(-1).pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
 
 
 class Counted(Trainer):
@@ -206,6 +215,52 @@ def generating(kind: type[Seq2SeqTrainer], **settings: Any) -> Pattern:
     )
 
 
+def whisper() -> Any:
+    """Return a tiny Whisper that hears a difference, and whose texts end at any of several tokens."""
+    torch.manual_seed(0)
+    halves = ("encoder", "decoder")
+    sizes = {f"{half}_{name}": size for half in halves for name, size in (("layers", 1), ("attention_heads", 2))}
+    sizes |= {f"{half}_ffn_dim": 32 for half in halves} | {"max_source_positions": 25, "max_target_positions": 32}
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
+    quiet = {"suppress_tokens": None, "begin_suppress_tokens": None, "dropout": 0.0, "init_std": 0.2}
+    words = len(tiny.VOCABULARY)
+    config = transformers.WhisperConfig(vocab_size=words, d_model=16, num_mel_bins=8, **sizes, **special, **quiet)
+    model = transformers.WhisperForConditionalGeneration(config)
+    model.generation_config = transformers.GenerationConfig(**{**special, "eos_token_id": list(range(3, 30))})
+    return model
+
+
+def spoken(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Sounds with the text of each."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = tiny.tokenizer()(texts(count, seed=seed, longest=12))["input_ids"]
+    return [{"input_features": torch.randn(8, 50, generator=generator), "labels": torch.tensor(one)} for one in ids]
+
+
+def with_sounds(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put sounds of one length together, and pad their texts."""
+    labels = [row["labels"] for row in rows]
+    return {
+        "input_features": torch.stack([row["input_features"] for row in rows]),
+        "labels": torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100),
+    }
+
+
+def speaking(kind: type[Seq2SeqTrainer], **settings: Any) -> Pattern:
+    """Return the pattern of a Whisper that generates when it is evaluated."""
+    return evaluated(
+        kind,
+        model=whisper,
+        data=spoken,
+        collate=lambda: with_sounds,
+        metrics=of_generated,
+        settings=Seq2SeqTrainingArguments,
+        predict_with_generate=True,
+        generation_max_length=10,
+        **settings,
+    )
+
+
 def with_dictionary() -> Any:
     """Return a model whose output has more than logits."""
 
@@ -235,6 +290,10 @@ PATTERNS = {
     "evaluation_loop, mean of batches": evaluated(MeanOfBatches, metrics=correct),
     "generation, labels not shown": generating(PromptsOnly),
     "generation, two beams": generating(Seq2SeqTrainer, generation_num_beams=2),
+    "generation, own loss": generating(OwnLoss),
+    "generation, Whisper": speaking(Seq2SeqTrainer),
+    "generation, Whisper and two beams": speaking(Seq2SeqTrainer, generation_num_beams=2),
+    "generation, Whisper and own loss": speaking(OwnLoss),
     "evaluation, SupCon": evaluated(WithContrast, metrics=correct),
     "evaluation, hard examples": evaluated(HardHalf, metrics=correct),
     "evaluation, entropy of the mean": evaluated(EntropyOfTheMean),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import derivative_patterns
 import pytest
 
 import adversarial_patterns
@@ -28,6 +29,7 @@ SUBJECTS = (
     batch_patterns,
     contrastive_patterns,
     adversarial_patterns,
+    derivative_patterns,
     step_patterns,
     state_patterns,
     teacher_patterns,
