@@ -204,6 +204,7 @@ def generating_trainer(
     smoothing: float = 0.0,
     kind: type[Seq2SeqTrainer] = Seq2SeqTrainer,
     build: Callable[[], nn.Module] = heads.HEADS["t5"].build,
+    beams: int | None = None,
 ) -> Seq2SeqTrainer:
     torch.manual_seed(0)
     quiet = tiny.arguments(output_dir).to_dict()
@@ -214,6 +215,7 @@ def generating_trainer(
         generation_max_length=generation_max_length,
         per_device_eval_batch_size=8,
         label_smoothing_factor=smoothing,
+        generation_num_beams=beams,
     )
     return kind(
         model=build(),
@@ -262,20 +264,24 @@ class OwnLoss(Seq2SeqTrainer):
         return (outputs.loss * 1.0, outputs) if return_outputs else outputs.loss * 1.0
 
 
-@pytest.mark.parametrize("kind", [Seq2SeqTrainer, OwnLoss])
-def test_speech_is_written_down_as_in_the_whole_batch(kind: type[Seq2SeqTrainer], tmp_path: Path) -> None:
-    """Generation hands the labels to Whisper's encoder, which runs out of memory there; texts have several lengths."""
-    sounds = torch.randn(8, 80, 48, generator=torch.Generator().manual_seed(1)).double()
+@pytest.mark.parametrize(("kind", "beams"), [(Seq2SeqTrainer, 1), (Seq2SeqTrainer, 2), (OwnLoss, 1), (OwnLoss, 2)])
+def test_speech_is_written_down_as_in_the_whole_batch(kind: type[Seq2SeqTrainer], beams: int, tmp_path: Path) -> None:
+    """Generation hands the labels to Whisper's encoder, which runs out of memory there; texts have several lengths.
+
+    Beam search takes a padding of 0 for none, and fills shorter texts of a batch up with the first of the end tokens.
+    """
+    sounds = torch.randn(8, 80, 48, generator=torch.Generator().manual_seed(4)).double()
     rows = [{"input_features": sound, "labels": list(range(5, 11))} for sound in sounds]
     outputs = []
     for limit in (8, 3):
-        trainer = generating_trainer(tmp_path, 12, kind=kind, build=whisper)
+        trainer = generating_trainer(tmp_path, 12, kind=kind, build=whisper, beams=beams)
         recover_predictions(trainer)
         memory = Limit(trainer.model, limit)
         outputs.append(trainer.predict(uneven(rows)))
     assert memory.failures >= 2
-    ends = (outputs[0].predictions[:, 1:] != 0).sum(1)
+    ends = (~np.isin(outputs[0].predictions[:, 1:], (0, 40))).sum(1)
     assert len(set(ends.tolist())) > 1
+    assert ((outputs[0].predictions == 40).sum() > 8) == (beams == 2)
     assert_same_output(*outputs)
 
 
