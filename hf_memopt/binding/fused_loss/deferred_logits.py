@@ -154,7 +154,9 @@ class DeferredLogits(_Remembered):
         self._real: torch.Tensor | None = None
         self._is_source = parent is None  # the real logits come after this tensor in the graph
         self._of_real: tuple[Any, int] = None, 0  # node of this tensor and version of the real one when they were tied
-        call.family.append(weakref.ref(self))
+        # weakly, with what they come from: a graph does not keep logits that were read
+        self.lineage: list[Any] = [weakref.ref(self), *([] if parent is None else parent.lineage)]
+        call.family.append(self.lineage[0])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -325,7 +327,7 @@ class _Derived(torch.autograd.Function):
             rows = step.operand if rows is None else rows[step.operand]
         ctx.node, ctx.steps, ctx.like = parent._node, steps, _like(parent)
         found = DeferredLogits((shape, step.dtype, parent.device), parent._call, parent._node, parent, steps, rows)
-        ctx.lineage = _lineage(found)
+        ctx.lineage = found.lineage
         return found
 
     @staticmethod
@@ -378,7 +380,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: DeferredLogits, target: torch.Tensor, loss: Loss) -> torch.Tensor:
         hidden, weight, bias = logits._call.tensors
         ctx.needed = [tensor is not None and tensor.requires_grad for tensor in logits._call.tensors]
-        ctx.waits, ctx.loss, ctx.lineage = loss.waits(ctx.needed), loss, _lineage(logits)
+        ctx.waits, ctx.loss, ctx.lineage = loss.waits(ctx.needed), loss, logits.lineage
         needed = (False,) * 3 if ctx.waits else ctx.needed
         tensors = (hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), bias)
         total, labelled, ctx.found = loss_by_rows(loss, target, logits._rows, tensors, needed)
@@ -455,11 +457,6 @@ def _logits_of(ctx: Any) -> torch.Tensor:
     for step in steps:
         logits = step.function(logits)
     return logits  # type: ignore[no-any-return]
-
-
-def _lineage(logits: DeferredLogits | None) -> list[weakref.ref[DeferredLogits]]:
-    """Return deferred logits and what they come from, weakly: a graph does not keep logits that were read."""
-    return [] if logits is None else [weakref.ref(logits), *_lineage(logits._parent)]
 
 
 def _linear(tensors: Any, dtype: torch.dtype) -> torch.Tensor:
