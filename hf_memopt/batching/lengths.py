@@ -168,10 +168,15 @@ def _are_token_ids(tokens: Any) -> bool:
 def _missing(
     column: str, known: Sequence[Any], where: str = "the dataset", otherwise: str = COUNT_OTHERS
 ) -> ValueError:
+    fix = f'Tokenise text first: dataset.map(lambda row: tokenizer(row["text"])). {otherwise}'.rstrip()
+    answers = sorted({"chosen_ids", "rejected_ids", "completion_ids", "KL_completion_ids"}.intersection(known))
+    if answers:  # of TRL, after the prompt where there is one
+        counts = ", ".join(f"token_lengths(dataset, {name!r})" for name in answers)
+        prompt = "token_lengths(dataset, 'prompt_ids') + " * ("prompt_ids" in known)
+        fix = f"Tokenised already: pass lengths={prompt}numpy.max([{counts}], axis=0)"
     return ValueError(
         f"column={column!r} is not in {where}; expected one of {sorted(known, key=str)}."
-        f"{did_you_mean(column, map(str, known))} "
-        f'Tokenise text first: dataset.map(lambda row: tokenizer(row["text"])). {otherwise}'.rstrip()
+        f"{did_you_mean(column, map(str, known))} {fix}"
     )
 
 

@@ -15,7 +15,7 @@ from hf_memopt.binding.compatibility import optimizers_of, techniques_in_use
 from hf_memopt.devices import Gpu, current_gpu, find_gpu
 from hf_memopt.memory.estimation import estimate_of_step, of_own_dtype
 from hf_memopt.memory.optimizers import check_optimizer
-from hf_memopt.memory.recording import Shape
+from hf_memopt.memory.recording import Shape, trainer_loss
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import REFUSED, NotEstimableError, StepSettings
 from hf_memopt.plain_data import checked_array, shown
@@ -243,6 +243,11 @@ def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estima
         )
     is_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     settings = {**settings_of(trainer), **overrides}
+    loss = trainer_loss(trainer)
+    if loss is not None:
+        settings["prepare"] = *settings.get("prepare", ()), loss
+        if loss.rows > 1:  # pairs, whose losses see all rows of a batch
+            shape, settings["micro_batch_size"] = replace(shape, rows=-(-shape.rows // loss.rows)), None
     if args.world_size > 1:
         settings.setdefault("world_size", args.world_size)
     parts = settings.get("world_size", 1) if trainer.accelerator.split_batches else 1

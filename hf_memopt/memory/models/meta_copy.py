@@ -8,6 +8,8 @@ MB (``tests/memory/test_models.py`` measures it).
 from __future__ import annotations
 
 import copy
+from functools import update_wrapper
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -39,7 +41,23 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     for wrapped in copied.modules():  # accelerate's prepare wraps forward in autocast; seen in 1.15
         if "_original_forward" in vars(wrapped):
             vars(wrapped)["forward"] = vars(wrapped).pop("_original_forward")
+        vars(wrapped).update({name: _of_the_copy(value, memo) for name, value in vars(wrapped).items()})
     return copied
+
+
+def _of_the_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a function or a method with copied modules in its closure, such as TRL's ``forward``; else the value."""
+    if isinstance(value, nn.Module):
+        return memo.get(id(value), value)
+    if isinstance(value, MethodType):
+        return MethodType(_of_the_copy(value.__func__, memo), _of_the_copy(value.__self__, memo))
+    held = [cell.cell_contents for cell in value.__closure__ or ()] if isinstance(value, FunctionType) else []
+    if not any(isinstance(one, MethodType | nn.Module) for one in held):
+        return value
+    cells = (CellType(_of_the_copy(one, memo) if isinstance(one, MethodType | nn.Module) else one) for one in held)
+    found = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
+    found.__kwdefaults__ = value.__kwdefaults__
+    return update_wrapper(found, value)
 
 
 def _refuse_compiled(model: nn.Module) -> None:

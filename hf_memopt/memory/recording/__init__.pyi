@@ -5,3 +5,4 @@ from .sessions import keeping_models as keeping_models
 from .sessions import session as session
 from .step import collector_paused as collector_paused
 from .streamed import HostWeights as HostWeights
+from .trainer_loss import trainer_loss as trainer_loss

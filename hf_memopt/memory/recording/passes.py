@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.optimizers import ParameterFacts
     from hf_memopt.memory.recording.generation import DecodingSteps
     from hf_memopt.memory.recording.streamed import HostWeights
+    from hf_memopt.memory.recording.trainer_loss import TrainerLoss
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -98,6 +99,7 @@ class PassRecorder:
     tracker: StorageTracker
     semantics: CudaSemantics
     sharded: FullyShardedStep | ZeroStep | None
+    loss: TrainerLoss | None = None
     _releases: list[tuple[int, int, int]] = field(default_factory=list)
     _outputs: Any = None  # the variable of a hand-written loop
 
@@ -180,6 +182,9 @@ class PassRecorder:
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any, frozenset[int]]:
         """Return the loss, the outputs that accelerate returns, and the storages of the logits that the model made."""
         self.semantics.deferred_at = None
+        if self.loss is not None:
+            wants_outputs = not (self.model.training or self.settings.prediction_loss_only)
+            return *self.loss.compute(self.model, batch, with_outputs=wants_outputs), frozenset()
         inputs = dict(batch)
         factor = self.settings.label_smoothing_factor
         labels = inputs.pop("labels", None) if factor else None
@@ -196,6 +201,12 @@ class PassRecorder:
 
         is_causal = type(unwrap_model(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return LabelSmoother(epsilon=factor)(outputs, labels, shift_labels=is_causal), outputs, made
+
+    def called(self, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+        """Return what a model that accelerate has prepared returns."""
+        with self.semantics.autocast_region():
+            outputs = forward(*args, **inputs)
+        return self._as_returned(outputs)
 
     def _logits(self, logits: frozenset[int]) -> tuple[frozenset[int], int, range]:
         """Return the storages of the logits, the event of the first allocation, and the sequence numbers since then."""

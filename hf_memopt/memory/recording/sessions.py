@@ -38,6 +38,7 @@ from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import cut_batch, has_padding, record_step, state_kept
 from hf_memopt.memory.recording.streamed import RecordedStream
+from hf_memopt.memory.recording.trainer_loss import loss_among
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.tracking import Hidden, StorageTracker
 from hf_memopt.technique_list import TECHNIQUES, Technique, asked_by, load
@@ -279,8 +280,11 @@ def _record_with(
     prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip, *, balanced: bool = False
 ) -> StepTrace:
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
+    loss = loss_among(settings)
     sizes = [size for size in (shape.batch_size, settings.eval_batch_size) if size is not None]
+    sizes = sizes if loss is None else [size * loss.rows for size in sizes]
     batches = [example_batch(prepared.base, batch_size=size, settings=settings, **lengths) for size in sizes]
+    batches = batches if loss is None else [loss.batch(one) for one in batches]
     is_made = hasattr(unwrap_model(prepared.base), "prepare_decoder_input_ids_from_labels")
     for one in batches if settings.label_smoothing_factor and is_made else ():
         # label smoothing removes the labels; the decoder's inputs, otherwise made from them, come from the collator

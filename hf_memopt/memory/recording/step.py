@@ -35,6 +35,7 @@ from hf_memopt.memory.recording.passes import (
     second_pass,
     storage_numbers,
 )
+from hf_memopt.memory.recording.trainer_loss import loss_among
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.tracking import HOST_GENERATOR, StorageTracker, all_nonzero
 
@@ -83,7 +84,9 @@ def record_step(
         autocast = autocast_dtype(settings.precision)
         semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
     _drop_gradients(weights)
-    trace = StepTrace(tracker, _weights(model, tracker), storage_numbers(batch, tracker))
+    loss = loss_among(settings)
+    models = model if loss is None else nn.ModuleList([model, *loss.references])
+    trace = StepTrace(tracker, _weights(models, tracker), storage_numbers(batch, tracker))
     if sharded is None and not settings.streamed and is_quantized(model):  # streamed ones are loaded on the host
         from hf_memopt.memory.quantized import load_events  # bitsandbytes takes a second to import
 
@@ -93,7 +96,7 @@ def record_step(
     repeats = sharded is None and not settings.streamed and not releasing and settings.loop == "trainer"
     repeats = repeats and all(weight.is_meta for weight in weights)  # real passes are run, to compare with
     complete: list[Complete] = []
-    recorder = PassRecorder(model, settings, tracker, semantics, sharded)
+    recorder = PassRecorder(model, settings, tracker, semantics, sharded, loss)
     held: list[int] = []
     model.train()
     try:
@@ -101,6 +104,8 @@ def record_step(
             for context in (recording(tracker, semantics), tracker.watching(model), recorder.releasing(releasing)):
                 around.enter_context(context)
             around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
+            if loss is not None:
+                around.enter_context(loss.recording(model, recorder.called))
             trace.notes = around.enter_context(_every_layer(model))
             if sharded is not None:
                 trace.notes += sharded.notes
