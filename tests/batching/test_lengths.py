@@ -146,18 +146,50 @@ EMPTY = "dataset=<0 examples> is empty; expected at least one example. Check the
 MISSING = whole("column='input_ids' is", map=MAP, others=OTHERS)
 NO_COLUMNS = whole("row 0=<tuple> has no", others=OTHERS)
 WRONG = [{"inputs_ids": [5], "length": 1}]
+OF_TRL: list[tuple[dict[str, Any], str]] = [  # a row as DPO, reward and KTO have it, and the line that counts it
+    (
+        {"prompt": "a", "prompt_ids": [5], "chosen_ids": [6, 7], "rejected_ids": [8]},
+        "token_lengths(dataset, 'prompt_ids') + numpy.max([token_lengths(dataset, 'chosen_ids'), "
+        "token_lengths(dataset, 'rejected_ids')], axis=0)",
+    ),
+    (
+        {"chosen_ids": [6, 7], "rejected_ids": [5, 6, 8]},
+        "numpy.max([token_lengths(dataset, 'chosen_ids'), token_lengths(dataset, 'rejected_ids')], axis=0)",
+    ),
+    (
+        {"prompt_ids": [5], "completion_ids": [6, 7], "label": 1},
+        "token_lengths(dataset, 'prompt_ids') + numpy.max([token_lengths(dataset, 'completion_ids')], axis=0)",
+    ),
+]
+TOKENISED = [
+    (
+        rows,
+        f"column='input_ids' is not in {where}; expected one of {sorted(row)}. Tokenised already: pass lengths={line}",
+    )
+    for row, line in OF_TRL
+    for rows, where in (([row], "row 0"), (Dataset.from_list([row]), "the dataset"))
+]
 REFUSED: list[tuple[Any, Any, str]] = [
     ([], "input_ids", EMPTY),
     (Dataset.from_dict({"input_ids": []}), "input_ids", EMPTY),
     (WRONG, "input_ids", MISSING.format("row 0")),
     (Dataset.from_list(WRONG), "input_ids", MISSING.format("the dataset")),
     ([([5, 6], 1)], "input_ids", NO_COLUMNS),
+    *((rows, "input_ids", message) for rows, message in TOKENISED),
     *[
         (rows, name, f"column={name!r} is invalid; expected a string. Pass column='input_ids'")
         for name in (1, None, ["input_ids"], 0.5, b"input_ids")
         for rows in ([{"input_ids": [5]}], Dataset.from_dict({"input_ids": [[5]]}))
     ],
 ]
+
+
+@pytest.mark.parametrize(("row", "line"), OF_TRL, ids=[",".join(row) for row, _ in OF_TRL])
+def test_the_line_that_is_named_counts_the_tokens_of_an_example(row, line):
+    dataset = Dataset.from_list([row, row])
+    lengths = eval(line, {"numpy": np, "token_lengths": token_lengths, "dataset": dataset})
+    assert lengths.tolist() == [3, 3]
+    assert bucketed(dataset, batch_size=1, boundaries=[2, 4], lengths=lengths).plan.width(0) == 4
 
 
 @pytest.mark.parametrize(("dataset", "column", "message"), REFUSED, ids=range(len(REFUSED)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -35,6 +36,7 @@ PACKAGES = (
 CELL = "cell of the table of clients"
 
 torch.set_num_threads(1)
+sys.path.append(str(Path(__file__).parents[1] / "memory"))  # what measures the host's allocator
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

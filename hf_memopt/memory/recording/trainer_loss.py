@@ -29,7 +29,7 @@ class TrainerLoss:
     """The loss of a trainer of TRL; one of the ``prepare`` of settings, where it leaves the model as it is."""
 
     def __init__(self, trainer: Any, name: str) -> None:
-        self.__name__ = f"loss of {name}"
+        self.__name__ = f"loss of {name}" + ", whose examples are pairs" * (_ROWS[name] > 1)
         self.rows, self._trainer = _ROWS[name], trainer
         found = getattr(trainer, "ref_model", None)
         self.references = () if found is None else (load_model(found).model.train(found.training),)
