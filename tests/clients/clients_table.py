@@ -37,6 +37,9 @@ weights; compared are losses, gradient norms, everything else that is logged, ev
 `all` is memory report, micro-batching, overflow, evaluation guard and a bucketed view together; `passed` is the same
 callbacks in `Trainer(callbacks=...)`, without `attach` and without a view.
 
+Of TRL's trainers `tests/clients/test_estimates.py` compares the estimate of each SFT, DPO and Reward row with what a
+run allocates; KTO, GRPO, RLOO and Distillation are refused by name ([the estimate](estimator.md#what-it-leaves-out)).
+
 {date}, {versions}. Made by `make test-clients`.
 """
 

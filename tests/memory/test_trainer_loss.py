@@ -152,7 +152,7 @@ def test_each_model_runs_as_accelerate_has_prepared_it(tmp_path: Any) -> None:
         model.forward = MethodType(noting, model)
 
     def of_answers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        returned.append(logits.dtype)
+        returned.append((logits.dtype, *logits.shape[:2]))
         return Preferences.of_answers(logits, labels)
 
     note_logits(trainer.model)
@@ -161,7 +161,7 @@ def test_each_model_runs_as_accelerate_has_prepared_it(tmp_path: Any) -> None:
     found = estimate_of(trainer, BatchShape(2 * EXAMPLES, LENGTH, None, None), gpu="L4")
     assert found.settings.precision == "bf16"
     assert inside == [(True, True, torch.bfloat16), (False, False, torch.bfloat16)]
-    assert returned == [torch.float32, torch.float32]
+    assert returned == [(torch.float32, 2 * EXAMPLES, LENGTH)] * 2  # as accelerate returns them
 
 
 def test_parts_of_a_batch_are_not_simulated_where_the_loss_sees_all_pairs(tmp_path: Any) -> None:
