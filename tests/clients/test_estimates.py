@@ -36,6 +36,7 @@ from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.recording.trainer_loss import _head_of_a_gpu
 from hf_memopt.memory.settings import BatchShape, NotEstimableError
 from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.recipes.running.script import Running
 
 EXAMPLES, LENGTH = 4, 32  # of a batch, and the tokens of each
 SMALL = {"vocab_size": 40_000, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 256}
@@ -232,3 +233,24 @@ def test_an_evaluation_for_metrics_has_the_logits_of_another_pass(tmp_path: Path
         found[metrics is None] = phases["evaluation"].allocated_bytes
     logits = EXAMPLES * LENGTH * SMALL["vocab_size"] * 4
     assert found[False] - found[True] >= logits / 8
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("TRL SFT", "4 rows of 21 tokens need "),
+        ("TRL DPO", "8 rows of 23 tokens need "),
+        ("TRL Reward", "8 rows of 20 tokens need "),
+        ("TRL GRPO", "not predicted: NotEstimableError: not estimable: trainer=<GRPOTrainer> trains on completions"),
+    ],
+)
+def test_run_predicts_a_trainer_of_trl(
+    name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transformers.Trainer, "train", transformers.Trainer.train)  # put back afterwards
+    options = {"gpu": "T4", "apply": None, "allow": (), "repair": None, "is_module": True}
+    Running("train.py", options).change(transformers.Trainer)
+    trl_clients.CLIENTS[name].build(tmp_path, lambda dataset: dataset).train()
+    said = [text for text in capsys.readouterr().err.splitlines() if text.startswith("[memopt] ")]
+    assert said[0].startswith(f"[memopt] {line}")
+    assert ("GRPO" in name) or said[0].endswith(" of 14.56 GiB on T4: fits")
