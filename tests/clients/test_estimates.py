@@ -7,6 +7,7 @@ none, the memory is what would be.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -208,6 +209,21 @@ def test_the_head_of_trl_is_the_one_that_was_read() -> None:
     assert "_backward_kernel[(n, triton.cdiv(end - start, _BLOCK_SIZE))]" in source
     assert source.count("_addmm_fp32(") == 2
     assert "torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)" in inspect.getsource(kernels._addmm_fp32)
+
+
+def test_a_training_in_another_thread_keeps_its_kernels() -> None:
+    kernels = import_module("trl.kernels.chunked_logprob")
+    found: list[Any] = []
+    changes = [*_head_of_a_gpu()]
+    try:
+        thread = threading.Thread(target=lambda: found.append(kernels._use_triton(torch.device("cpu"))))
+        thread.start()
+        thread.join()
+        found.append(kernels._use_triton(torch.device("cpu")))
+    finally:
+        for change in changes:
+            change.remove()
+    assert found == [False, True]
 
 
 def test_a_model_with_trls_head_is_estimated_as_without(tmp_path: Path) -> None:

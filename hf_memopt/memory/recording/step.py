@@ -35,6 +35,7 @@ from hf_memopt.memory.recording.passes import (
     second_pass,
     storage_numbers,
 )
+from hf_memopt.memory.recording.threads import OfThread
 from hf_memopt.memory.recording.trainer_loss import loss_among
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.tracking import HOST_GENERATOR, StorageTracker, all_nonzero
@@ -315,19 +316,6 @@ def collector_paused() -> Iterator[None]:
                 gc.enable()
 
 
-class _OfThread:
-    """Gives one thread an object of its own, and all others the one that they share."""
-
-    def __init__(self, own: Any, shared: Any) -> None:
-        self._thread, self._own, self._shared = threading.get_ident(), own, shared
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own if threading.get_ident() == self._thread else self._shared, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__getattr__("__call__")(*args, **kwargs)
-
-
 @contextmanager
 def _own_generators() -> Iterator[None]:
     """Draw what this thread draws on the host from generators of its own, each with one seed.
@@ -339,9 +327,9 @@ def _own_generators() -> Iterator[None]:
     with ExitStack() as stack:
         for module, own in ((random, random.Random(0)), (np.random, np.random.RandomState(0))):
             for name in (name for name in module.__all__ if hasattr(own, name)):
-                one = _OfThread(getattr(own, name), getattr(module, name))
+                one = OfThread(getattr(own, name), getattr(module, name))
                 stack.callback(set_attribute(module, name, one).remove)
-        one = _OfThread(HOST_GENERATOR.manual_seed(0), torch.default_generator)
+        one = OfThread(HOST_GENERATOR.manual_seed(0), torch.default_generator)
         stack.callback(set_attribute(torch.random, "default_generator", one).remove)
         yield
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_memopt.binding.undo import UndoHandle, set_attribute, undo_all
 from hf_memopt.memory.models import load_model
+from hf_memopt.memory.recording.threads import OfThread
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 
 _ROWS = {"SFTTrainer": 1, "DPOTrainer": 2, "RewardTrainer": 2}  # of the model for an example: answers share a batch
@@ -104,12 +105,14 @@ def _head_of_a_gpu() -> Iterator[UndoHandle]:
         return
     nothing = defaultdict[Any, Any](lambda: lambda *args, **kwargs: None)  # kernel[grid](...), which allocates nothing
     is_enabled: Any = torch.is_autocast_enabled
-    yield set_attribute(torch, "is_autocast_enabled", lambda kind="cuda": is_enabled(kind.replace("meta", "cuda")))
-    for module in (kernels, utils):
-        yield set_attribute(module, "_use_triton", lambda device: True)
-    for name in ("_forward_kernel", "_backward_kernel"):
-        yield set_attribute(kernels, name, nothing)
-    yield set_attribute(kernels, "triton", SimpleNamespace(cdiv=lambda size, block: -(-size // block)))
-    # CUDA adds a product of 16 bits to a float32 total without a copy of either
-    add = lambda total, one, other: total.view(one.dtype)[:, : total.shape[1]].addmm_(one, other)  # noqa: E731
-    yield set_attribute(kernels, "_addmm_fp32", add)
+    changed = (
+        (torch, "is_autocast_enabled", lambda kind="cuda": is_enabled(kind.replace("meta", "cuda"))),
+        *((module, "_use_triton", lambda device: True) for module in (kernels, utils)),
+        *((kernels, name, nothing) for name in ("_forward_kernel", "_backward_kernel")),
+        # CUDA adds a product of 16 bits to a float32 total without a copy of either
+        (kernels, "_addmm_fp32", lambda total, a, b: total.view(a.dtype)[:, : total.shape[1]].addmm_(a, b)),
+    )
+    swaps = [(module, name, OfThread(own, getattr(module, name))) for module, name, own in changed]  # all are there
+    yield from (set_attribute(*swap) for swap in swaps)
+    if not hasattr(kernels, "triton"):
+        yield set_attribute(kernels, "triton", SimpleNamespace(cdiv=lambda size, block: -(-size // block)))
