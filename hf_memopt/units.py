@@ -46,9 +46,13 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     match = re.fullmatch(rf"\s*({number})\s*([A-Z]+)\s*", text, flags=re.IGNORECASE | re.ASCII)
     factor = None if match is None else _FACTORS.get(match.group(2).upper())
     if match is None or factor is None:
+        bare = str(size).strip() if isinstance(size, str | float) else ""
+        is_bare = re.fullmatch(number, bare, flags=re.ASCII) is not None
+        unit = "GB" if is_bare and float(bare) < 1000 else "MiB"  # as people speak of GPUs, and as nvidia-smi prints it
         raise ValueError(
-            f"{name}={shown(size)} is not an amount of memory; expected a number with one of the units "
-            "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB. Write, for example, '4GB' or '3.5GiB'."
+            f"{name}={shown(size)} {'has no unit' if is_bare else 'is not an amount of memory'}; expected a number "
+            "with one of the units B, KB, MB, GB, TB, KiB, MiB, GiB, TiB. "
+            + (f"Pass {name}='{bare}{unit}'" if is_bare else "Write, for example, '4GB' or '3.5GiB'.")
         )
     return round(Fraction(match.group(1)) * factor)  # exact: a float has 53 bits
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hf_memopt.devices.gpu_table import GIB, GPUS, NAMES, USUAL, Gpu, PeakRates, typical_context
 from hf_memopt.errors import nearest
-from hf_memopt.plain_data import check_value, shown
+from hf_memopt.plain_data import check_value, packaged_rows, shown
 from hf_memopt.units import format_bytes, parse_bytes
 
 __all__ = ["GPUS", "Gpu", "PeakRates", "current_gpu", "current_os", "custom_gpu", "find_gpu"]
@@ -49,7 +49,8 @@ def _model(words: frozenset[str]) -> frozenset[str]:
     return frozenset(word for word in words - _FAMILIES - {"laptop"} if not re.fullmatch(r"\d+gb", word))
 
 
-_SIZE = re.compile(r"\s*[0-9]+(\.[0-9]+)?\s*[mg](i?b)?\s*", flags=re.IGNORECASE | re.ASCII)
+# a number alone is no size, but a message says so; 0 is a device
+_SIZE = re.compile(r"\s*(?!0\s*$)[0-9]+(\.[0-9]+)?\s*([mg](i?b)?)?\s*", flags=re.IGNORECASE | re.ASCII)
 _SEVERAL = re.compile(
     r"\s*(?:(\d\d?)\s*[x*][\s-]*)?(.+?)(?:[\s-]*[x*]\s*(\d\d?))?\s*", re.IGNORECASE | re.DOTALL
 )  # "2x T4", "T4 x2"
@@ -104,8 +105,6 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
     """
     if isinstance(gpu, Gpu):
         return gpu
-    if isinstance(gpu, str) and _SIZE.fullmatch(gpu):
-        return _of_size(_gpu_bytes("gpu", gpu))
     of_name = _candidates(gpu) if isinstance(gpu, str) else []
     found = _narrowed(of_name, gpu) if of_name else []
     if len(found) == 1:
@@ -115,7 +114,15 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
         raise ValueError(
             f"gpu={gpu!r} matches several GPUs; expected one of: {', '.join(names)}. Pass gpu={names[0]!r}."
         )
-    raise _unknown(gpu)
+    text = str(gpu) if isinstance(gpu, str | int) else ""
+    if _SIZE.fullmatch(text) and not _candidates(_in_full(text)):
+        return _of_size(_gpu_bytes("gpu", text))
+    raise _unknown(gpu, text)
+
+
+def _in_full(name: str) -> str:
+    """Return a name with the "m" of a laptop's GPU in full: "4060m" as "4060 laptop"."""
+    return re.sub(r"(?<=\d)\s*m\b", " laptop", name, flags=re.IGNORECASE)
 
 
 def _noted(chosen: Gpu, of_name: Iterable[Gpu], name: str) -> Gpu:
@@ -133,32 +140,50 @@ def _sized(gpu: Gpu) -> str:
     return gpu.name if gpu.name.endswith("GB") else f"{gpu.name} ({gpu.memory_bytes // GIB} GB)"
 
 
-def _unknown(gpu: object) -> ValueError:
+def _unknown(gpu: object, text: str) -> ValueError:
     """Return the error for a name that is not in the table."""
-    text = gpu if isinstance(gpu, str) else ""
     count, name, count_after = _SEVERAL.fullmatch(f" {text}").groups()  # type: ignore[union-attr]  # any text matches
     if (count or count_after) and _candidates(name):
         return ValueError(
             f"gpu={gpu!r} is the name of {count or count_after} GPUs; expected that of one, and their number. "
             f"Pass gpu={name!r} and world_size={count or count_after}"
         )
+    spelled = {_without_size(known): known for known in sorted(GPUS, key=lambda known: "Laptop" in known)}
+    near = nearest(_without_size(text), spelled) if re.search(r"\d", text) else None
+    of_name = _narrowed(_candidates(_in_full(text)), text)
+    meant = of_name[0] if of_name else GPUS[spelled[near]] if near else None
+    size = _likely_size(text, meant)
     if _OF_OTHERS.match(text):
         return ValueError(
             f"gpu={gpu!r} is a GPU of Apple, Intel or AMD's Radeon series, for which nothing is predicted; expected "
-            "one of NVIDIA or an Instinct. Pass gpu='RTX 3060 12GB'"
+            f"one of NVIDIA or an Instinct. Pass the size of one with as much memory: gpu={size!r}"
         )
-    if re.fullmatch(r"cpu|auto|cuda(:\d+)?|[0-7]", text, re.IGNORECASE):
+    if re.fullmatch(r"cpu|auto|cuda(:\d+)?|0", text, re.IGNORECASE):
         return ValueError(
             f"gpu={shown(gpu)} names a device, not a kind of GPU; expected a name such as 'RTX 3060 12GB', or a size. "
             "Leave it out to take the GPU of this machine"
         )
-    spelled = {_without_size(known): known for known in sorted(GPUS, key=lambda known: "Laptop" in known)}
-    near = nearest(_without_size(text), spelled) if re.search(r"\d", text) else None
-    meant = f" Did you mean {spelled[near]!r}?" if near else ""
+    question = f" Did you mean {meant.name!r}?" if meant else ""
     return ValueError(
         f"gpu={shown(gpu)} is not a GPU of the table; expected one of its {len(GPUS)} names, which hf-memopt gpus "
-        f"lists, or a size.{meant} Pass its size: gpu='8GB'"
+        f"lists, or a size.{question} Pass its size: gpu={size!r}"
     )
+
+
+_OTHERS = {
+    name: row["memory_gib"]
+    for row in packaged_rows("hf_memopt.devices", "other_gpus.csv")
+    for name in row["names"].split()
+}
+"""GiB that GPUs outside the table are sold with at least, for messages alone."""
+
+
+def _likely_size(name: str, meant: Gpu | None) -> str:
+    """Return the size to propose for a name that is not in the table: what it says, else that of the likely GPU."""
+    said, squashed = re.search(r"(\d+)\s*gi?b", name, re.IGNORECASE), re.sub(r"[\s_-]", "", name.lower())
+    other = max((one for one in _OTHERS if re.search(rf"{one}(?!\d)", squashed)), key=len, default="")
+    gib = said[1] if said else _OTHERS.get(other) or (meant.memory_bytes // GIB if meant else 8)
+    return f"{gib}GB"
 
 
 def _without_size(name: str) -> str:
@@ -225,13 +250,14 @@ def _of_size(memory_bytes: int) -> Gpu:
 def _gpu_bytes(argument: str, memory: int | str) -> int:
     in_gib = re.sub(r"(?i)(?<=[kmgt])(i?b)?\s*$", "iB", memory) if isinstance(memory, str) else memory
     try:
-        memory_bytes = parse_bytes(in_gib)
+        memory_bytes = parse_bytes(in_gib, argument)
     except ValueError as error:
-        raise ValueError(str(error).replace(f"size={shown(in_gib)}", f"{argument}={shown(memory)}", 1)) from None
+        raise ValueError(str(error).replace(shown(in_gib), shown(memory), 1)) from None
     if not _SMALLEST_BYTES <= memory_bytes <= _LARGEST_BYTES:
         raise ValueError(
             f"{argument}={memory!r} is too {'little' if memory_bytes < _SMALLEST_BYTES else 'much'} for a GPU; "
-            f"expected {format_bytes(_SMALLEST_BYTES)} to {format_bytes(_LARGEST_BYTES)}. Pass {argument}='4GiB'."
+            f"expected {format_bytes(_SMALLEST_BYTES)} to {format_bytes(_LARGEST_BYTES)}. "
+            f"Pass {argument}='{memory if isinstance(memory, int) and 0 < memory < 1024 else 4}GiB'."
         )
     return memory_bytes
 

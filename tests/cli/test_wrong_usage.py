@@ -48,7 +48,7 @@ def test_an_error_fits_the_terminal_in_colours(columns: int, folder: Path) -> No
     assert max(map(len, plain.splitlines())) <= columns
     assert " ".join(plain.split()) == (
         "error: --gpu RTX-3065 is not a GPU of the table; expected one of its 163 names, which hf-memopt gpus lists, "
-        "or a size hint: Did you mean 'RTX 3060 12GB'? Pass its size: --gpu 8GB"
+        "or a size hint: Did you mean 'RTX 3060 12GB'? Pass its size: --gpu 12GB"
     )
 
 

@@ -142,7 +142,7 @@ def test_case_separators_and_maker_do_not_count(name, dashes, maker):
 
 
 def test_what_is_no_gpu_is_refused():
-    assert refusals(__file__, find_gpu=find_gpu, custom_gpu=custom_gpu) == 45
+    assert refusals(__file__, find_gpu=find_gpu, custom_gpu=custom_gpu) == 58
 
 
 @pytest.mark.parametrize(("name", "taken", "why", "others"), TABLES["names of several sizes"])
