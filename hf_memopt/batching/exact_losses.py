@@ -41,7 +41,8 @@ from hf_memopt.binding.losses import CLASSES, KnownLoss
 from hf_memopt.binding.model import IGNORED_LABEL, check_model, unwrap_model
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
-from hf_memopt.plain_data import check_value, check_word, shown
+from hf_memopt.hub import task_by_name
+from hf_memopt.plain_data import check_value, shown
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -109,7 +110,7 @@ def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: 
             "Call: exact_loss(model, label_smoothing=0.1)"
         )
     if task is not None:
-        check_word("task", task, TASKS)
+        task = task_by_name(task, TASKS)
     check_model(model)
     inside = unwrap_model(model)
     config = getattr(inside, "config", None)

@@ -28,7 +28,7 @@ from typer.core import TyperGroup
 import hf_memopt.cli.options as given
 from hf_memopt.cli.command import BEFORE, MACHINE, TRYING_OUT, Command, examples_of, function_of, print_error, spinner
 from hf_memopt.errors import MissingExtraError, did_you_mean, reason
-from hf_memopt.notices import PrintableRecord, printable
+from hf_memopt.notices import PrintableRecord, printable, quoted
 from hf_memopt.plain_data import check_word, packaged_rows
 from hf_memopt.plotting import THEMES, check_picture, in_theme
 
@@ -81,6 +81,13 @@ def _usage_message(error: Any) -> str:
     if hasattr(error, "possibilities"):
         return f"{error.message}. {_of_option(error.option_name, error.ctx) or f'See: {path} --help'}"
     said = str(error.format_message()).rstrip(".")
+    cause: Any = error.__cause__
+    if hasattr(cause, "errors"):  # pydantic's, by which typer reads numbers (seen in 0.29)
+        least, most = error.param.min, error.param.max
+        kind = "whole number" if "int" in cause.title else "number"
+        range_of = "" if least is None else f" of {least} or more" if most is None else f" from {least} to {most}"
+        option, value = max(error.param.opts, key=len), quoted(str(cause.errors()[0]["input"]))
+        said = f"{option} {value} is invalid; expected a {kind}{range_of}"
     return said if said.endswith("?") else f"{said}. See: {path} --help"
 
 

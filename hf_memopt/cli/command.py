@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 from ast import literal_eval
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields
 from textwrap import TextWrapper
@@ -235,6 +235,14 @@ def check_of_data(options: Any) -> None:
         from hf_memopt.batching import data_file
 
         data_file(options.data, column=options.column, has_tokenizer=options.tokenizer is not None)
+
+
+def one_gpu(names: Sequence[str] | None) -> str | None:
+    """Return the GPU of a command for one; raise for several, of which the parser would keep the last."""
+    if names and names[1:]:
+        several = " ".join(f"--gpu {quoted(name)}" for name in names)
+        raise ValueError(f"{several} are {len(names)} GPUs; expected one. Compare them: hf-memopt plan MODEL {several}")
+    return names[0] if names else None
 
 
 def check_script(script: str | os.PathLike[str], command: str, or_else: str = "", in_notebook: str = "") -> None:

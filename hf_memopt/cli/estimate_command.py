@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import EXIT_CODES, Flag, check_of_data, flags_of, in_flags, spinner
+from hf_memopt.cli.command import EXIT_CODES, Flag, check_of_data, flags_of, in_flags, one_gpu, spinner
 from hf_memopt.devices import custom_gpu, find_gpu
-from hf_memopt.memory.models import check_task, find_config
+from hf_memopt.memory.models import checked_task, find_config
 from hf_memopt.memory.optimizers import check_optimizer
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.recipes import largest_divisor, recipe
@@ -50,7 +50,7 @@ def _check(options: EstimateOptions, flags: Mapping[str, Flag]) -> Gpu | None:
     counts = {"batch_size": options.batch_size, "seq_len": options.seq_len, **options.settings}
     for name, most in MOST.items():
         _check_count(name, counts.get(name) or 1, most)
-    gpu = _read_gpu(options.gpu, options.gpu_memory, options.compute_capability)
+    gpu = _read_gpu(one_gpu(options.gpu), options.gpu_memory, options.compute_capability)
     if options.compare:
         _refuse_beside_compare(options, flags)
         steps = counts.get("gradient_accumulation_steps", 1)  # where one row fits, it is accumulated
@@ -62,7 +62,7 @@ def _check(options: EstimateOptions, flags: Mapping[str, Flag]) -> Gpu | None:
             "Drop --data or --seq-len"
         )
     check_of_data(options)
-    check_task(options.task)
+    checked_task(options.task)
     if "optim" in options.settings:
         check_optimizer(options.settings["optim"])
     check_strategy(options.settings.get("strategy", "auto"), options.settings.get("world_size", 1))
@@ -212,7 +212,9 @@ def _with_length_of_data(options: EstimateOptions, errors: Console) -> tuple[Est
     if options.data is None:
         return options, ()
     with spinner(f"reading {options.data}", errors, shown=not options.json_output):
-        from hf_memopt.cli.lengths_command import length_of_data
+        from hf_memopt.cli.lengths_command import length_of_data, task_of_data
 
-        seq_len, note = length_of_data(options.model, options.data, options.column, options.tokenizer, options.task)
-    return replace(options, seq_len=seq_len), (note,)
+        of_data = options.model, options.data, options.column, options.tokenizer
+        task, said = task_of_data(*of_data, options.task)
+        seq_len, note = length_of_data(*of_data, task)
+    return replace(options, seq_len=seq_len, task=task), tuple(filter(None, (note, said.rstrip("."))))

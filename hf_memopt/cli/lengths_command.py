@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 from hf_memopt.batching import data_file, file_lengths, padding_report, print_report
 from hf_memopt.cli.command import wrapped
 from hf_memopt.memory.models import name_on_hub
+from hf_memopt.rows import TASKS, fitting_format
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import LengthsOptions
 
+OF_LABELS = ("sequence-classification", "token-classification", "question-answering")  # any body takes their heads
+PER_TOKEN = ("labels", "tags")  # the parts that are a list of a number for each token
 MULTIPLE = 8  # tensor cores want it, and collators pad to it
 PREFIX_TOKENS = 8  # room for what T5 is told to do before each text, as in train.py; its own prefixes have 2 to 6
 
@@ -39,22 +42,42 @@ def run(options: LengthsOptions, context: Any) -> None:
         console.out(f"Picture: {options.plot}", highlight=False)
 
 
+def task_of_data(
+    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None
+) -> tuple[str | None, str]:
+    """Return the task of the head, and a sentence on it where rows and model or ``--task`` do not agree; else "".
+
+    Labels in the rows decide where no ``--task`` is given and the model's own task would leave them out. A causal LM is
+    trained on the text beside a number that may describe it ("score", "stars"); "label" and "labels" decide there too.
+    """
+    from hf_memopt.binding.model import HEADS, task_of
+    from hf_memopt.memory.models import load_model
+
+    file, built = data_file(path, column=column, has_tokenizer=tokenizer is not None), load_model(model).model
+    own = task_of(built)
+    chosen, why = (task, "as --task says") if task else (own, "the model's own")
+    found = fitting_format(file.columns, chosen, {part: one for part, one in file.parts.items() if one == column})
+    read = {} if found is None else found[1]
+    learned = [name for part, name in read.items() if part not in PER_TOKEN or name not in file.values]
+    left = ", ".join(name for name in file.parts.values() if name not in learned)
+    labels, meant = file.parts.get("label", "label"), str(file.task)
+    has_head = meant in OF_LABELS and getattr(built.config, "model_type", "") in HEADS[meant].types
+    if not left or chosen not in TASKS or (read and not has_head):
+        return chosen, ""
+    if not has_head:
+        return chosen, f"Task: {chosen}, {why}; {path.name} has no column for it beside {left}."
+    if task or (own == "causal-lm" and labels not in ("label", "labels")):
+        return chosen, f"Task: {chosen}, {why}; {left} of {path.name} is not learned (--task {meant} learns it)."
+    columns = ", ".join(file.parts.values())
+    return meant, f"Task: {meant}, by the columns {columns} of {path.name}; the model's own is {own} (--task {own})."
+
+
 def length_of_data(
     model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None
 ) -> tuple[int, str]:
     """Return the 99th percentile of the lengths, rounded up to a multiple of 8, and a note that says so.
 
-    Where the model takes fewer tokens, they are the length.
-
-    Args:
-        model: whose tokenizer counts the tokens of texts.
-        path: as for ``file_lengths``, like ``column``.
-        column: None for the likely one.
-        tokenizer: None for the model's own; a column of token ids needs none.
-        task: of the model's head.
-
-    Raises:
-        ValueError: as ``file_lengths``; texts for which the model has no tokenizer here.
+    Where the model takes fewer tokens, they are the length. The model's tokenizer counts where none is given.
     """
     seq_len, lengths = lengths_of_data(model, path, column, tokenizer, task)
     p99 = _percentile_99(lengths)

@@ -174,7 +174,7 @@ class EstimateOptions:
 
     model: str = _model(MODEL)
     task: str | None = _task(MODEL)
-    gpu: str | None = _option(
+    gpu: list[str] | None = _option(
         None, 'Such as "RTX 3050 4GB", or a size: 8GB; the current one by default.', "NAME", "-g", group=GPU
     )
     gpu_memory: str | None = _option(
@@ -206,7 +206,7 @@ class EstimateOptions:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Find the fastest set-up that fits a GPU.
+    """Find the fastest set-up that fits a GPU, or compare those of several GPUs.
 
     Exit code 0 if one fits, 1 if none does, 2 on errors, 3 if it is too close to tell.
 
@@ -215,6 +215,7 @@ class PlanOptions:
       hf-memopt plan Qwen/Qwen2.5-1.5B -g T4 -d train.jsonl --write run
       hf-memopt plan Llama-3.2-1B -g "RTX 4060" --method full --allow bf16_weights
       hf-memopt plan gpt2 -g 8GB --goal longest --report plan.html
+      hf-memopt plan Llama-3.2-1B -g T4 -g L4 -g "RTX 4090" -d chats.jsonl
     """
 
     model: str = _model(DATA)
@@ -233,8 +234,8 @@ class PlanOptions:
     images: int | None = _option(None, "Pictures of an example.", "N", group=DATA, min=0)
     image_size: int | None = _count("Pixels of a picture's side; the model's by default.", group=DATA)
     audio_seconds: float | None = _option(None, "Seconds of audio of an example; 10 by default.", "N", group=DATA)
-    gpu: str | None = _option(
-        None, 'Such as "RTX 3060 12GB", or a size: 8GB; the current one by default.', "NAME", "-g", group=GPU
+    gpu: list[str] | None = _option(
+        None, 'Such as "RTX 3060 12GB", or 8GB; may be repeated. The current one by default.', "NAME", "-g", group=GPU
     )
     budget: str | None = _option(None, "Use no more of it than this, such as 6GB.", "SIZE", group=GPU)
     os: str | None = _option(
@@ -335,7 +336,7 @@ class RunOptions:
     script: str = _argument("A Python script that trains with the stock Trainer, or a module.")
     arguments: list[str] | None = _argument("Its own arguments.", default=None)
     module: bool = _option(False, "Run a module by its name, as python -m does.", None, "-m")
-    gpu: str | None = _option(None, "Predict for this GPU; by default that of this machine.", "NAME")
+    gpu: list[str] | None = _option(None, "Predict for this GPU; by default that of this machine.", "NAME")
     apply: str | None = _option(None, "exact: also fused loss and checkpointing, where a step does not fit.", "KIND")
     allow: list[str] | None = _option(
         None, "release_clipping, bf16_weights or freeze, where a step does not fit; may be repeated.", "WORD"

@@ -5,13 +5,14 @@ The options are checked without importing torch or transformers, as those of ``e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import EXIT_CODES, check_of_data, flags_of, in_flags, spinner, typed_command
-from hf_memopt.memory.models import check_task, find_config
+from hf_memopt.memory.models import checked_task, find_config
+from hf_memopt.notices import quoted
 from hf_memopt.plain_data import check_word
 from hf_memopt.recipes import launch_files
 from hf_memopt.recipes.planning import GOALS, METHODS, check_strategy, checked_allow, checked_batch, read_gpu
@@ -20,55 +21,38 @@ from hf_memopt.reports import check_page, named_measurement
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from hf_memopt.cli.options import PlanOptions
+    from hf_memopt.recipes.planning import Plan
 
 AS_TYPED = (
-    *("gpu", "budget", "os", "seq_len", "goal", "method", "world_size", "strategy", "task"),
+    *("budget", "os", "seq_len", "goal", "method", "world_size", "strategy"),
     *("images", "image_size", "audio_seconds", "host_memory", "measured"),
 )
 """The options that ``plan`` takes as they are."""
 
 
 def run(options: PlanOptions, context: Any) -> int:
-    """Print the plan, write what is asked for, and return the exit code of the verdict."""
+    """Print the plan, or those for several GPUs, write what is asked for, and return the exit code of the best one."""
     console, errors = Console(), Console(stderr=True)
     words = tuple(word for text in options.allow or () for word in text.split(","))
     _check(options, words)
     with spinner(f"planning {options.model}", errors, shown=not options.json_output) as announce:
-        from hf_memopt.recipes.planning import plan, print_plan
+        from hf_memopt.recipes.planning import print_plan, print_plans
 
-        lengths = None if options.data is None else _lengths(options, options.data)
-        found = plan(
-            options.model,
-            lengths=lengths,
-            effective_batch_size=options.effective_batch,
-            allow=words,
-            announce=announce,
-            **{name: getattr(options, name) for name in AS_TYPED},
-        )
-        rows = None
-        if options.data is not None:
-            from hf_memopt.batching import data_file
-
-            rows = RowsFile(options.data, options.column, options.tokenizer)
-            has_tokenizer = options.tokenizer is not None
-            file = data_file(options.data, column=options.column, has_tokenizer=has_tokenizer, task=found.task)
-            unread = f"columns of texts in {options.data.name} that are not read: {', '.join(file.unread)}"
-            found = replace(found, notes=(*found.notes, *([unread] if file.unread else [])))
-        made_by = typed_command(context, without=("write", "report", "plot", "force", "json_output"))
-        found = replace(found, command=made_by, rows=rows)
+        plans = _plans(options, words, context, announce)
+        found = plans[0]  # the only one where a file is written
         if options.report is not None:
             found.report(options.report, force=options.force)
         if options.plot is not None:
             found.plot(options.plot)
+        texts = [one.to_json(figures=len(plans) == 1) for one in plans] if options.json_output else []
+    wording = partial(in_flags, flags=flags_of(context.command.params))
     if options.json_output:
-        console.out(found.to_json(figures=True), highlight=False)
+        console.out(texts[0] if len(plans) == 1 else f"[{', '.join(texts)}]", highlight=False)
+    elif len(plans) > 1:
+        print_plans(plans, console, wording)
     else:
-        flags = flags_of(context.command.params)
-        print_plan(found, console, lambda text: in_flags(text, flags))
+        print_plan(found, console, wording)
     said = errors if options.json_output else console  # standard output is JSON alone
     if options.write is not None:
         written = f"Nothing was written to {options.write}: no set-up fits."
@@ -77,7 +61,43 @@ def run(options: PlanOptions, context: Any) -> int:
         said.out(f"Report: {options.report}", highlight=False)
     if options.plot is not None:
         said.out(f"Picture: {options.plot}", highlight=False)
-    return EXIT_CODES["over" if found.chosen is None else found.chosen.verdict]
+    verdicts = {"over" if one.chosen is None else one.chosen.verdict for one in plans}
+    return next(EXIT_CODES[verdict] for verdict in ("fits", "tight", "over") if verdict in verdicts)
+
+
+def _plans(options: PlanOptions, words: Sequence[str], context: Any, announce: Callable[[str], object]) -> list[Plan]:
+    """Return the plan for each GPU; as in ``plan``, no row is cut unless ``--seq-len`` or ``--allow`` says so."""
+    from hf_memopt.recipes.planning import plan
+
+    task, said, lengths, rows, unread = checked_task(options.task), "", None, None, []
+    if options.data is not None:
+        from hf_memopt.batching import data_file
+        from hf_memopt.cli.lengths_command import lengths_of_data, task_of_data
+
+        of_data = options.data, options.column, options.tokenizer
+        task, said = task_of_data(options.model, *of_data, task)
+        lengths, rows = lengths_of_data(options.model, *of_data, task)[1], RowsFile(*of_data)
+        file = data_file(options.data, column=options.column, has_tokenizer=options.tokenizer is not None, task=task)
+        texts = ", ".join(file.unread)
+        unread = [f"columns of texts in {options.data.name} that are not read: {texts}"] if texts else []
+    given = {name: getattr(options, name) for name in AS_TYPED}
+    typed = typed_command(context, without=("gpu", "write", "report", "plot", "force", "json_output"))
+    gpus: Sequence[str | None] = options.gpu or [None]
+    plans: list[Plan] = []
+    for gpu in gpus:
+        found = plan(
+            options.model,
+            gpu=gpu,
+            task=task,
+            lengths=lengths,
+            effective_batch_size=options.effective_batch,
+            allow=words,
+            announce=lambda text: announce(f"{len(plans) + 1} of {len(gpus)}: {text}" if gpus[1:] else text),
+            **given,
+        )
+        command = typed if gpu is None else f"{typed} --gpu {quoted(gpu)}"
+        plans.append(replace(found, notes=(*found.notes, *unread), command=command, rows=rows, task_note=said))
+    return plans
 
 
 def _check(options: PlanOptions, words: Sequence[str]) -> None:
@@ -85,11 +105,19 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
     check_word("method", options.method, METHODS)
     checked_batch(options.effective_batch, options.world_size)
     check_strategy(options.strategy, options.world_size, options.goal)
-    check_task(options.task)
+    checked_task(options.task)
     if options.measured is not None:
         named_measurement(options.measured)
-    if options.gpu is not None:
-        checked_allow(words, options.method, read_gpu(options.gpu, options.budget, options.os))
+    gpus = options.gpu or []
+    for gpu in gpus:
+        checked_allow(words, options.method, read_gpu(gpu, options.budget, options.os))
+    for name in ("write", "report", "plot"):
+        if len(gpus) > 1 and (path := getattr(options, name)) is not None:
+            several = ", ".join(f"gpu={gpu!r}" for gpu in gpus)
+            raise ValueError(
+                f"{several}, {name}={str(path)!r} contradict each other: a file is written of one plan; expected one "
+                f"GPU. Pass gpu={gpus[0]!r}"
+            )
     check_of_data(options)
     if options.write is not None:
         beside = launch_files(options.strategy) if options.world_size > 1 else ()
@@ -103,12 +131,5 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
             "force=True has nothing to replace: no file is written; expected --write or --report. Pass --write DIR"
         )
     find_config(options.model)
-    if options.measured is None or options.gpu is not None:
-        read_gpu(options.gpu, options.budget, options.os)  # this machine's, for which torch is needed
-
-
-def _lengths(options: PlanOptions, data: Path) -> NDArray[np.int32]:
-    """Return the lengths of ``--data``; as in ``plan``, no row is cut unless ``--seq-len`` or ``--allow`` says so."""
-    from hf_memopt.cli.lengths_command import lengths_of_data
-
-    return lengths_of_data(options.model, data, options.column, options.tokenizer, options.task)[1]
+    if options.measured is None and not gpus:
+        read_gpu(None, options.budget, options.os)  # this machine's, for which torch is needed

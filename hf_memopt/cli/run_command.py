@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import check_script
+from hf_memopt.cli.command import check_script, one_gpu
 from hf_memopt.plain_data import check_word
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ def run(options: RunOptions, context: Any) -> int:
         check_word("repair", options.repair, ("gradient-scale",))
     for word in options.allow or ():
         check_word("allow", word, ("release_clipping", "bf16_weights", "freeze"))  # "shorter" is for the script's data
-    if options.gpu is not None:
+    if (gpu := one_gpu(options.gpu)) is not None:
         from hf_memopt.devices import find_gpu
 
-        find_gpu(options.gpu)
-    asked: dict[str, Any] = {name: getattr(options, name) for name in ("gpu", "apply", "repair")}
+        find_gpu(gpu)
+    asked: dict[str, Any] = {"gpu": gpu, "apply": options.apply, "repair": options.repair}
     asked |= {"allow": options.allow or (), "is_module": options.module}
     words = [sys.executable, "-m", "hf_memopt.recipes.running.script", json.dumps(asked)]
     own = options.arguments or []

@@ -152,7 +152,9 @@ def _unknown(gpu: object, text: str) -> ValueError:
     near = nearest(_without_size(text), spelled) if re.search(r"\d", text) else None
     of_name = _narrowed(_candidates(_in_full(text)), text)
     meant = of_name[0] if of_name else GPUS[spelled[near]] if near else None
-    size = _likely_size(text, meant)
+    said, squashed = re.search(r"(\d+)\s*gi?b", text, re.IGNORECASE), re.sub(r"[\s_-]", "", text.lower())
+    other = max((one for one in _OTHERS if re.search(rf"{one}(?!\d)", squashed)), key=len, default="")
+    size = f"{said[1] if said else _OTHERS.get(other) or (meant.memory_bytes // GIB if meant else 8)}GB"
     if _OF_OTHERS.match(text):
         return ValueError(
             f"gpu={gpu!r} is a GPU of Apple, Intel or AMD's Radeon series, for which nothing is predicted; expected "
@@ -170,20 +172,8 @@ def _unknown(gpu: object, text: str) -> ValueError:
     )
 
 
-_OTHERS = {
-    name: row["memory_gib"]
-    for row in packaged_rows("hf_memopt.devices", "other_gpus.csv")
-    for name in row["names"].split()
-}
+_OTHERS = {row["name"]: row["memory_gib"] for row in packaged_rows("hf_memopt.devices", "other_gpus.csv")}
 """GiB that GPUs outside the table are sold with at least, for messages alone."""
-
-
-def _likely_size(name: str, meant: Gpu | None) -> str:
-    """Return the size to propose for a name that is not in the table: what it says, else that of the likely GPU."""
-    said, squashed = re.search(r"(\d+)\s*gi?b", name, re.IGNORECASE), re.sub(r"[\s_-]", "", name.lower())
-    other = max((one for one in _OTHERS if re.search(rf"{one}(?!\d)", squashed)), key=len, default="")
-    gib = said[1] if said else _OTHERS.get(other) or (meant.memory_bytes // GIB if meant else 8)
-    return f"{gib}GB"
 
 
 def _without_size(name: str) -> str:

@@ -24,7 +24,7 @@ from hf_memopt.devices import Chip, Gpu, against_float16, current_gpu, find_gpu
 from hf_memopt.memory.allocator import Replayed, ReplayPlan, fragmentation_of, replay_on_gpu
 from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
-from hf_memopt.memory.models import DEFAULT_LENGTH, check_task, default_length, load_model
+from hf_memopt.memory.models import DEFAULT_LENGTH, checked_task, default_length, load_model
 from hf_memopt.memory.optimizers import optimizer_memory
 from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, keeping_models, session
 from hf_memopt.memory.result import Estimate
@@ -197,7 +197,7 @@ def estimate_of_step(
     for size in ("batch_size", "seq_len", "labels_length"):
         if getattr(shape, size) is not None:
             check_value(size, getattr(shape, size), Count, 1)
-    check_task(task)
+    task = checked_task(task)
     settings, quantised = with_16_bits(settings, gpu, weights_dtype)
     overflows: tuple[str, ...] = ()
     if settings.precision == "auto" and with_precision(settings, gpu).precision == "fp16":

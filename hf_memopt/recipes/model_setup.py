@@ -19,9 +19,9 @@ def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
     import torch
 
     from hf_memopt.devices import accelerator_type
-    from hf_memopt.memory.models import check_task
+    from hf_memopt.memory.models import checked_task
 
-    check_task(task)
+    task = checked_task(task)
     found = {"dtype": getattr(torch, weights_dtype_here(recipe))}
     if recipe.attn_implementation != "sdpa":  # stock's own choice, in whose place it takes eager where a model lacks it
         found["attn_implementation"] = recipe.attn_implementation

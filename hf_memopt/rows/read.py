@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hf_memopt.errors import did_you_mean
-from hf_memopt.plain_data import Count, check_value, check_word, packaged_rows, shown
+from hf_memopt.hub import task_by_name
+from hf_memopt.plain_data import Count, check_value, packaged_rows, shown
 from hf_memopt.rows.encoders import OPTIONAL, Columns, Encoder
 from hf_memopt.rows.labels import Labels, labels_of
 from hf_memopt.rows.metrics import metric_of
@@ -99,7 +100,7 @@ def read_rows(
     check_value("columns", columns, Mapping | None)
     check_value("max_length", max_length, Count | None, 512)
     check_value("prefix", prefix, str, "summarize: ")
-    check_word("task", task, (*TASKS, *ALIASES))
+    task = task_by_name(task, (*TASKS, *ALIASES))
     if prefix and task != "seq2seq":
         raise ValueError(
             f"prefix={shown(prefix)} is for task='seq2seq' alone, and task={task!r}; expected none. "

@@ -145,7 +145,10 @@ def test_steps_that_cannot_be_measured_are_exit_code_2(text: str, message: str, 
         (("none.py",), "'none.py' is not a file; expected a Python script that trains with the stock Trainer."),
         (("{notebook}",), "is a notebook; expected a Python script. Call: jupyter nbconvert --to script "),
         (("x" * 5000,), "cannot be a path (File name too long); expected text or a pathlib.Path."),
-        (("{script}", "--steps", "0"), "Invalid value for '-n' / '--steps'"),
+        (
+            ("{script}", "--steps", "0"),
+            "--steps 0 is invalid; expected a whole number from 1 to 10000.",
+        ),
         (
             ("{script}", "--output", "no/folder/run.json"),
             "--output no/folder/run.json is a folder or is in a missing one",

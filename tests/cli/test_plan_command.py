@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from printed_errors import in_one_line
+from rich.console import Console
 from tables import tables
 from typer.testing import CliRunner
 
 import tiny
-from hf_memopt import NotEstimableError, estimate, plan
+from hf_memopt import NotEstimableError, Plan, estimate, plan
 from hf_memopt.cli.app import app
+from hf_memopt.recipes.planning import print_plans
 from hf_memopt.recipes.planning import simulated as simulation
 
 TABLES = tables(__file__)
@@ -105,6 +110,59 @@ def test_what_cannot_be_planned_is_said_as_an_error_and_a_hint(options: tuple[st
     assert found.exit_code == 2
     assert says in in_one_line(found.output)
     assert [line.split(":")[0] for line in found.output.splitlines()] == ["error", "hint"]
+
+
+# ---- Several GPUs
+
+
+def several(*gpus: str) -> list[str]:
+    return [word for gpu in gpus for word in ("--gpu", gpu)]
+
+
+SMALL = ("--effective-batch", "2", "--method", "full")
+
+
+@pytest.fixture(scope="module")
+def compared(model: str) -> list[Plan]:
+    lengths = np.full(4 * 10**6, 40)
+    gpus = ("T4", "RTX PRO 6000", "150MiB")
+    return [plan(model, gpu=gpu, lengths=lengths, effective_batch_size=2, method="full") for gpu in gpus]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_several_gpus_are_a_row_each(compared: list[Plan], columns: int) -> None:
+    console = Console(file=(stream := io.StringIO()), width=columns)
+    print_plans(compared, console, str)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    at = next(at for at, line in enumerate(lines) if line.startswith("   GPU: plan"))
+    assert lines[at].split() == ["GPU:", "plan", "batch", "GiB", "free", "tok/s*", "epoch*"]
+    rows = [line for line in lines[at + 1 : lines.index("", at)] if re.search(r" \d x \d ", line)]
+    for found, row in zip(compared, rows, strict=True):
+        one = found.chosen or found.shortfall.nearest
+        sizes = [f"{size / 2**30:.2f}" for size in (one.total_bytes, one.spare_bytes)]
+        timed = (
+            [f"{one.tokens / one.seconds:,.0f}", f"{4 * 10**6 * one.seconds / 2 / 3600:.1f} h"] if found.fits else "--"
+        )
+        assert row.startswith(f" {' ' if found.fits else 'x'} {found.gpu.name}: full".rstrip()[:18])
+        assert re.split(r"\s\s+", row)[-5:] == [one.batch, *sizes, *timed]
+    assert " x does not fit" in lines
+    text = " ".join(" ".join(lines).split())
+    assert text.startswith(
+        f"{compared[0].model}, 16,736 parameters, on 3 GPUs 4,000,000 rows, mean 40 tokens, padded 40; "
+    )
+    assert "Note: custom 150.0 MiB: assumed of custom 150.0 MiB: compute capability 8.6 " in text
+
+
+def test_several_gpus_as_json_are_a_list_of_plans(model: str) -> None:
+    found = run(model, *several("150MiB", "T4"), *SMALL, "--seq-len", "8", "--json")
+    assert found.exit_code == 0, found.output  # of the one that fits
+    told = json.loads(found.stdout)
+    assert [one["fits"] for one in told] == [False, True]
+    alone = json.loads(plan(model, gpu="T4", effective_batch_size=2, method="full", seq_len=8).to_json())
+    assert {**told[1], "command": "", "script": ""} == {**alone, "command": "", "script": ""}
+    assert told[1]["command"] == shlex.join(["hf-memopt", "plan", model, "--seq-len", "8", *SMALL, "--gpu", "T4"])
+    assert run(model, *several("150MiB", "140MiB"), *SMALL, "--seq-len", "8", "--json").exit_code == 1
 
 
 LORA = "LoRA could not be simulated for {model}: its pass fails"

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from printed_errors import stopped
 from tables import tables
 from terminal_runs import on_terminal
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from hf_memopt.cli.app import app
 TABLES = tables(__file__)
 
 PYTHON = re.compile(r"\w\([^)]*\)|\w=|\b(True|False|None)\b")
-HINTS = TABLES["hints"]
+HINTS, WHOLE = TABLES["hints"], TABLES["whole"]
 
 
 @pytest.fixture
@@ -36,6 +37,12 @@ def test_a_wrong_command_line_is_answered_with_what_to_type(line: str, folder: P
     assert error.startswith("error: ")
     assert hint == f"hint: {HINTS[line]}"
     assert not PYTHON.search(done.stderr)
+
+
+@pytest.mark.parametrize("line", WHOLE)
+def test_a_value_that_cannot_be_is_answered_in_whole(line: str, folder: Path) -> None:
+    done = CliRunner().invoke(app, line.split(), prog_name="hf-memopt")
+    assert stopped(done) == WHOLE[line]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import huggingface_hub
 import pytest
 import transformers
@@ -17,7 +18,8 @@ from huggingface_hub import errors
 from tables import tables
 
 import tiny
-from hf_memopt import Estimate, estimate, hub
+from hf_memopt import Estimate, estimate, exact_loss, hub, plan, read_rows, recipe
+from hf_memopt.memory.models import load_model
 
 TABLES = tables(__file__)
 
@@ -45,6 +47,46 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     return failures
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        *[("text-classification", "sequence-classification"), ("sentiment-analysis", "sequence-classification")],
+        *[("zero-shot-classification", "sequence-classification"), ("ner", "token-classification")],
+        *[("fill-mask", "masked-lm"), ("text-generation", "causal-lm")],
+        *[("text2text-generation", "seq2seq"), ("summarization", "seq2seq"), ("translation", "seq2seq")],
+        *[("image-to-text", "image-text-to-text"), ("image-segmentation", "semantic-segmentation")],
+        *[("automatic-speech-recognition", "speech-seq2seq"), ("question-answering", "question-answering")],
+    ],
+)
+def test_the_hubs_name_of_a_task_is_understood(name: str, task: str) -> None:
+    configs = {
+        "seq2seq": "t5-small",
+        "image-text-to-text": "Qwen3-VL-2B-Instruct",
+        "semantic-segmentation": transformers.SegformerConfig(),
+        "speech-seq2seq": "whisper-tiny",
+    }
+    model = configs.get(task, tiny.bert_config())
+    kinds = [type(load_model(model, task=one).model) for one in (name, task)]
+    assert kinds[0] is kinds[1]
+
+
+def test_the_hubs_names_are_understood_wherever_a_task_is_asked_for() -> None:
+    config, rows = tiny.bert_config(), datasets.Dataset.from_list([{"text": "w1", "label": at % 2} for at in range(8)])
+    assert of(config, task="fill-mask").model == "BertForMaskedLM"
+    settings = {"gpu": "1GB", "seq_len": 8, "effective_batch_size": 1, "method": "full"}
+    assert plan(config, task="fill-mask", **settings).task == "masked-lm"
+    options = recipe("4gb-gpu").replace(lora=8, load_in="nf4")
+    asked = [
+        options.model_kwargs(task=task)["quantization_config"].to_dict() for task in ("ner", "token-classification")
+    ]
+    assert asked[0] == asked[1]
+    read = [read_rows(rows, tiny.tokenizer(), task) for task in ("text-classification", "sequence-classification")]
+    assert (read[0].head, read[0].train[:]) == (read[1].head, read[1].train[:])
+    assert exact_loss(tiny.bert(), task="text-classification").task == "sequence-classification"
+    with pytest.raises(ValueError, match=r"^task='image-segmentation' is unknown; expected one of 'causal-lm', "):
+        read_rows(rows, tiny.tokenizer(), "image-segmentation")
 
 
 def test_a_folder_goes_before_a_known_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,19 @@ def vit(**changed: Any) -> Any:
 bart = partial(transformers.BartConfig, vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1)
 _CALLED = (
     *(BertModel, BitsAndBytesConfig, VitsConfig, Embedding4bit, Embedding8bit, Linear8bitLt, LoraConfig, StepSettings),
-    *(AcceleratorConfig, arguments, bert, compiled, estimate_from_arguments, fsdp, get_peft_model, of, quantized, vit),
+    *(
+        AcceleratorConfig,
+        arguments,
+        bert,
+        compiled,
+        estimate,
+        estimate_from_arguments,
+        fsdp,
+        get_peft_model,
+        of,
+        quantized,
+        vit,
+    ),
 )
 NAMES = {one.__name__: one for one in _CALLED} | {"bart": bart, "nn": nn, "tiny": tiny, "NAN": float("nan")}
 

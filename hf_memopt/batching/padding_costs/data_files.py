@@ -59,6 +59,7 @@ class DataFile:
     task: str | None = None  # the first one whose rows are written so, where none was given
     sources: Sequence[Path] = ()  # the files, or folders of saved datasets
     unread: tuple[str, ...] = ()  # columns of texts that are no part
+    values: tuple[str, ...] = ()  # columns of one number, one truth or one text a row
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ def data_file(
         parts=parts,
         sources=sources,
         unread=tuple(unread),
+        values=tuple(one.name for one in schema if not pa.types.is_nested(one.type)),
     )
     return file if form is None else replace(file, format=form.name, task=task or form.tasks[0])
 

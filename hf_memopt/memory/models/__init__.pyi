@@ -3,7 +3,7 @@ from .batches import assumed_inputs as assumed_inputs
 from .batches import default_length as default_length
 from .batches import example_batch as example_batch
 from .batches import most_tokens as most_tokens
-from .config_files import check_task as check_task
+from .config_files import checked_task as checked_task
 from .config_files import find_config as find_config
 from .config_files import known_models as known_models
 from .config_files import name_on_hub as name_on_hub

@@ -14,17 +14,16 @@ from typing import Any
 
 from hf_memopt.binding.model import HEADS
 from hf_memopt.errors import did_you_mean
-from hf_memopt.hub import hub_answers
-from hf_memopt.plain_data import check_word, parse_object
+from hf_memopt.hub import hub_answers, task_by_name
+from hf_memopt.plain_data import parse_object
 
 TASKS = tuple(HEADS)
 """The purposes of a head, as ``task`` names them."""
 
 
-def check_task(task: str | None) -> None:
-    """Raise ValueError if ``task`` is neither None nor one of ``TASKS``."""
-    if task is not None:
-        check_word("task", task, TASKS, "sequence-classification")
+def checked_task(task: str | None) -> str | None:
+    """Return the word of ``TASKS`` for a task or for the hub's name of it, None for None; raise for others."""
+    return None if task is None else task_by_name(task, TASKS, "sequence-classification")
 
 
 def find_config(text: str) -> Path | None:

@@ -31,7 +31,7 @@ from hf_memopt.binding.model import HEADS, task_of_class, unwrap_model
 from hf_memopt.binding.model_changes import new_parts, quantization_options
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.cuda import use_stand_in
-from hf_memopt.memory.models.config_files import TASKS, check_task, find_config, known_models, known_name
+from hf_memopt.memory.models.config_files import TASKS, checked_task, find_config, known_models, known_name
 from hf_memopt.memory.models.meta_copy import copy_to_meta
 from hf_memopt.memory.settings import NotEstimableError
 
@@ -80,7 +80,7 @@ def load_model(
         >>> type(loaded.model).__name__, sum(weight.numel() for weight in loaded.model.parameters())
         ('LlamaForCausalLM', 1235814400)
     """
-    check_task(task)
+    task = checked_task(task)
     if attn_implementation is not None:
         _check_attention(attn_implementation)
     if isinstance(model, nn.Module):

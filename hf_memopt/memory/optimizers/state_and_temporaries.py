@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hf_memopt.errors import did_you_mean, nearest
+from hf_memopt.errors import nearest
 from hf_memopt.memory.optimizers.formulas import ELEMENTWISE, FAMILIES
 from hf_memopt.memory.optimizers.parameters import (
     FLOAT_BYTES,
@@ -81,10 +81,11 @@ def check_optimizer(optim: str) -> None:
     if optim in _NOT_ESTIMABLE:
         raise NotEstimableError(f"not estimable: optim={optim!r}: {_NOT_ESTIMABLE[optim]}")
     if optim not in FAMILIES:
-        known = (*FAMILIES, *_NOT_ESTIMABLE)
+        near, known = nearest(optim, FAMILIES), (*FAMILIES, *_NOT_ESTIMABLE)
+        rule = f"{near!r}, or another of {len(known)} names" if near else f"one of {', '.join(known)}"
         raise ValueError(
-            f"optim={optim!r} is not an optimizer whose memory is known; expected one of {', '.join(known)}."
-            f"{did_you_mean(optim, known)} Pass optim={nearest(optim, FAMILIES) or 'adamw_torch_fused'!r}"
+            f"optim={optim!r} is not an optimizer whose memory is known; expected {rule}. "
+            f"Pass optim={near or 'adamw_torch_fused'!r}"
         )
 
 

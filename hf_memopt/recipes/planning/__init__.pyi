@@ -1,5 +1,6 @@
 from .model_and_rows import facts_of as facts_of
 from .output import print_plan as print_plan
+from .output import print_plans as print_plans
 from .planner import plan as plan
 from .request import GOALS as GOALS
 from .request import METHODS as METHODS

@@ -23,6 +23,7 @@ from hf_memopt.units import format_number as _number
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hf_memopt.recipes.planning.model_and_rows import Texts
     from hf_memopt.recipes.planning.result import Plan
     from hf_memopt.recipes.planning.simulated import Candidate
 
@@ -47,6 +48,26 @@ def print_plan(found: Plan, console: Console, wording: Callable[[str], str] = la
     bars = {} if console.encoding.lower().startswith("utf") else str.maketrans("█░", "#.")
     for line, style in _lines(found, console.width, wording):
         console.out(line.translate(bars), style=style or None, highlight=False)
+
+
+def print_plans(plans: Sequence[Plan], console: Console, wording: Callable[[str], str]) -> None:
+    """Print the plans of one model for several GPUs, a row a GPU: the chosen set-up, or the nearest where none fits."""
+    width, texts, rows = max(console.width, LEAST_COLUMNS), plans[0].texts, []
+    for found in plans:
+        one = found.shortfall.nearest if found.shortfall else found.chosen
+        assert one is not None
+        mark = {"fits": " ", "tight": "~", "over": "x"}[one.verdict]
+        rows.append((mark, f"{found.gpu.name}: {_name(one, texts)}", one))
+    shared = [note for note in plans[0].notes if all(note in found.notes for found in plans)]
+    of_gpus = [f"{found.gpu.name}: {note}" for found in plans for note in found.gpu.notes if note not in shared]
+    notes = [wording(f"Note: {note}.") for note in (*shared, *of_gpus)]
+    ends = "* predicted, and so is the memory. With one GPU a plan has its reasons, and --write its script."
+    heading, table = (
+        _heading(plans[0], f"{len(plans)} GPUs"),
+        _laid_out(rows, width, texts.rows, 0, ("GPU: plan", "free")),
+    )
+    for line, style in (*_filled(heading, width), ("", ""), *table, ("", ""), *_filled([*notes, ends], width)):
+        console.out(line, style=style or None, highlight=False)
 
 
 def _lines(found: Plan, width: int, wording: Callable[[str], str]) -> Iterator[tuple[str, str]]:
@@ -90,10 +111,11 @@ def _filled(paragraphs: Iterable[str], width: int, style: str = "") -> Iterator[
             yield line.replace(NO_BREAK, " "), "" if number else style
 
 
-def _heading(found: Plan) -> Iterator[str]:
+def _heading(found: Plan, gpus: str = "") -> Iterator[str]:
     gpu, texts = found.gpu, found.texts
-    usable = f"{format_bytes(gpu.usable_bytes)} usable, {'bf16' if gpu.bf16 else 'no bf16'}"
-    yield f"{found.model}, {format_count(found.parameters)} parameters, on {gpu.name}: {usable}"
+    yield from filter(None, [found.task_note])
+    where = f"{gpu.name}: {format_bytes(gpu.usable_bytes)} usable, {'bf16' if gpu.bf16 else 'no bf16'}"
+    yield f"{found.model}, {format_count(found.parameters)} parameters, on {gpus or where}"
     rows = ""
     if texts.lengths is not None:
         rows = f"{texts.rows:,} rows, mean {texts.tokens:.0f} tokens, padded {texts.width}; "
@@ -147,16 +169,29 @@ def _place(one: Candidate) -> tuple[Any, ...]:
 
 
 def _table(found: Plan, width: int) -> Iterator[tuple[str, str]]:
-    rows = shown_candidates(found)
-    timed = _is_timed(rows)
-    text = any(one.tokens is not None for one in rows)
+    rows = [(_mark(one, found), _name(one, found.texts), one) for one in shown_candidates(found)]
     bar_columns = 0 if width < BAR_FROM else 10 if width < WIDE_FROM else 16
-    epoch = timed and found.texts.rows is not None and width >= BAR_FROM
+    yield from _laid_out(
+        rows, width, found.texts.rows if width >= BAR_FROM else None, bar_columns, ("plan", "to spare")
+    )
+
+
+def _name(one: Candidate, texts: Texts) -> str:
+    return one.name + (f", {one.seq_len} tokens" if one.seq_len != texts.seq_len else "")
+
+
+def _laid_out(
+    rows: Sequence[tuple[str, str, Candidate]], width: int, examples: int | None, bar_columns: int, names: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a table of candidates with their marks and names, and of the marks' meanings."""
+    timed = _is_timed(one for _, _, one in rows)
+    text = any(one.tokens is not None for _, _, one in rows)
+    epoch = timed and examples is not None
     headings = ["batch", *(["at peak"] if bar_columns else [])]
-    headings += ["GiB", "to spare", *(["tok/s*" if text else "ex/s*"] if timed else []), *(["epoch*"] if epoch else [])]
-    table = [[one.batch, *_figures(one, bar_columns, timed, found.texts.rows if epoch else None)] for one in rows]
+    headings += ["GiB", names[1], *(["tok/s*" if text else "ex/s*"] if timed else []), *(["epoch*"] if epoch else [])]
+    table = [[one.batch, *_figures(one, bar_columns, timed, examples if epoch else None)] for _, _, one in rows]
     columns = [max(len(headings[i]), *(len(row[i]) for row in table)) for i in range(len(headings))]
-    name_columns = min(width - 3 - sum(columns) - 2 * len(columns), max(len(one.name) for one in rows))
+    name_columns = min(width - 3 - sum(columns) - 2 * len(columns), max(len(name) for _, name, _ in rows))
     name_columns = max(name_columns, 12)
 
     def line(mark: str, name: str, cells: Sequence[str]) -> str:
@@ -164,14 +199,12 @@ def _table(found: Plan, width: int) -> Iterator[tuple[str, str]]:
         shown = [f"{c:<{n}}" if i in left else f"{c:>{n}}" for i, (c, n) in enumerate(zip(cells, columns, strict=True))]
         return "  ".join([f" {mark} {name:<{name_columns}}", *shown]).rstrip()
 
-    yield line(" ", "plan", headings), "bold"
-    for one, row in zip(rows, table, strict=True):
-        mark = _mark(one, found)
-        length = f", {one.seq_len} tokens" if one.seq_len != found.texts.seq_len else ""
-        first, *rest = wrap(one.name + length, name_columns)
+    yield line(" ", names[0], headings), "bold"
+    for (mark, name, _), row in zip(rows, table, strict=True):
+        first, *rest = wrap(name, name_columns)
         yield line(mark, first, row), STYLES.get(mark, "")
         yield from ((f"     {more}", STYLES.get(mark, "")) for more in rest)
-    marks = {_mark(one, found) for one in rows}
+    marks = {mark for mark, _, _ in rows}
     legend = "   ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in marks)
     if legend and len(legend) < width:
         yield f" {legend}", ""
@@ -283,6 +316,7 @@ def plan_json(found: Plan, *, figures: bool = False) -> str:
         "format": FORMAT,
         "command": found.command or _call(found),
         **{name: getattr(found, name) for name in SAME},
+        "notes": [*filter(None, [found.task_note]), *found.notes],
         "gpu": gpu.name,
         "gpu_source": gpu.source,
         "usable_bytes": gpu.usable_bytes,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.devices import Gpu, current_gpu
 from hf_memopt.devices.readings import read_memory
 from hf_memopt.memory.distributed import ZERO_STAGES
-from hf_memopt.memory.models import check_task
+from hf_memopt.memory.models import checked_task
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.step_time import equally_fast
@@ -133,7 +133,7 @@ def plan(
     check_word("method", method, METHODS)
     check_value("seq_len", seq_len, Count | None, 512)
     check_value("announce", announce, Callable, print)
-    check_task(task)
+    task = checked_task(task)
     found_gpu, corrections = _corrected_gpu(gpu, partial(read_gpu, budget=budget, os=os), measured)
     words = checked_allow(allow, method, found_gpu)
     share = checked_batch(effective_batch_size, world_size)

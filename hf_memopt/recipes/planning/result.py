@@ -47,6 +47,7 @@ class Plan:
         measured: the file, or "a measurement", that corrected them; "" for none.
         strategy: that was asked for; how the chosen set-up shares a step is in ``chosen.sharing``.
         system: the word of ``os`` that was asked for; None for none.
+        task_note: a sentence on the task, where the rows and the model or ``--task`` do not agree on it; "" elsewhere.
     """
 
     model: str
@@ -72,6 +73,7 @@ class Plan:
     strategy: str = "auto"
     system: str | None = None
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    task_note: str = ""
 
     @property
     def fits(self) -> bool:

@@ -563,7 +563,10 @@ BAD = [
     ({"effective_batch_size": 0}, "effective_batch_size=0 "),
     ({"lengths": [8, 600]}, "lengths=<longest 600> are beyond the 128 positions of the model; expected 1 to 128."),
     ({"seq_len": 129}, "seq_len=129 is beyond the positions of the model; expected 1 to 128. Pass seq_len=128"),
-    ({"task": "classification"}, "'audio-classification'. Pass task='sequence-classification'"),
+    (
+        {"task": "classification"},
+        "task='classification' is unknown; expected 'sequence-classification', or another task.",
+    ),
     ({"lengths": []}, "are no lengths of examples; expected whole numbers from 1 on"),
     ({"budget": "100GiB"}, "budget='100GiB' is more than the "),
     ({"budget": "lots"}, "budget='lots' is not an amount of memory; expected a number with one of the units"),

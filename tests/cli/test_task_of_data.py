@@ -1,0 +1,144 @@
+"""The task of a plan: ``--task``, else the labels in the rows, else the model's own; where they differ it is said."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+import tiny
+from hf_memopt.cli.app import app
+from hf_memopt.cli.lengths_command import task_of_data
+
+T5 = {"vocab_size": 100, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+OWN: dict[str, Callable[[], Any]] = {
+    "masked-lm": lambda: transformers.BertForMaskedLM(tiny.bert_config()),
+    "sequence-classification": tiny.bert,
+    "causal-lm": partial(tiny.llama, eos_token_id=14),
+    "seq2seq": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
+}
+TEXT, LABEL = {"text": "w5 w6"}, {"label": 1}
+ROWS: dict[str, dict[str, Any]] = {
+    "text": TEXT,
+    "label": TEXT | LABEL,
+    "score": TEXT | {"score": 0.5, "url": "a"},
+    "pair": {"sentence1": "w5", "sentence2": "w6"} | LABEL,
+    "tags": {"tokens": ["w5", "w6"], "ner_tags": [0, 1]},
+    "ids": {"input_ids": [5, 6], "labels": 1},
+    "ids of tokens": {"input_ids": [5, 6], "labels": [5, 6]},
+    "completion": {"prompt": "w5", "completion": "w6", "label": True},
+}
+BY_ROWS = "Task: {}, by the columns {} of rows.jsonl; the model's own is {} (--task {})."
+LEFT = "Task: {}, {}; {} of rows.jsonl is not learned (--task {} learns it)."
+LACKING = "Task: {}, the model's own; rows.jsonl has no column for it beside {}."
+CLASSES, TAGS = "sequence-classification", "token-classification"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model and its tokenizer for each task."""
+    parent = tmp_path_factory.mktemp("models")
+    for task, build in OWN.items():
+        build().save_pretrained(parent / task)
+        tiny.tokenizer().save_pretrained(parent / task)
+    return parent
+
+
+@pytest.mark.parametrize(
+    ("own", "rows", "asked", "task", "said"),
+    [
+        ("masked-lm", "label", None, CLASSES, BY_ROWS.format(CLASSES, "text, label", "masked-lm", "masked-lm")),
+        (
+            "masked-lm",
+            "pair",
+            None,
+            CLASSES,
+            BY_ROWS.format(CLASSES, "sentence1, sentence2, label", *["masked-lm"] * 2),
+        ),
+        ("masked-lm", "tags", None, TAGS, BY_ROWS.format(TAGS, "tokens, ner_tags", "masked-lm", "masked-lm")),
+        ("masked-lm", "ids", None, CLASSES, BY_ROWS.format(CLASSES, "input_ids, labels", "masked-lm", "masked-lm")),
+        ("masked-lm", "ids of tokens", None, "masked-lm", ""),
+        ("masked-lm", "text", None, "masked-lm", ""),
+        ("masked-lm", "label", "masked-lm", "masked-lm", LEFT.format("masked-lm", "as --task says", "label", CLASSES)),
+        ("masked-lm", "label", CLASSES, CLASSES, ""),
+        (CLASSES, "label", None, CLASSES, ""),
+        (CLASSES, "tags", None, TAGS, BY_ROWS.format(TAGS, "tokens, ner_tags", CLASSES, CLASSES)),
+        (CLASSES, "text", None, CLASSES, LACKING.format(CLASSES, "text")),
+        ("causal-lm", "label", None, CLASSES, BY_ROWS.format(CLASSES, "text, label", "causal-lm", "causal-lm")),
+        ("causal-lm", "score", None, "causal-lm", LEFT.format("causal-lm", "the model's own", "score", CLASSES)),
+        ("causal-lm", "completion", None, "causal-lm", ""),
+        ("causal-lm", "ids of tokens", None, "causal-lm", ""),
+        ("seq2seq", "label", None, "seq2seq", ""),  # a text to write
+    ],
+)
+def test_labels_decide_where_nothing_else_does_and_what_differs_is_said(
+    own: str, rows: str, asked: str | None, task: str, said: str, folders: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[rows]) + "\n")
+    assert task_of_data(str(folders / own), tmp_path / "rows.jsonl", None, None, asked) == (task, said)
+
+
+def planned(folder: Path, *options: str) -> list[str]:
+    """Return the lines that a plan for the rows prints."""
+    given = ("--gpu", "1GB", "--data", "rows.jsonl", "--effective-batch", "8", "--method", "full", *options)
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(folder), *given])
+    assert done.exit_code == 0, done.output
+    lines: list[str] = done.stdout.splitlines()
+    return lines
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.* argument is set as true but no accelerator:UserWarning")
+@pytest.mark.parametrize(
+    ("own", "options", "said", "kind"),
+    [
+        ("masked-lm", (), "Task: sequence-classification, by the columns", "BertForSequenceClassification"),
+        pytest.param(
+            *("masked-lm", ("--task", "fill-mask")),
+            *("Task: masked-lm, as --task says; label", "BertForMaskedLM"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("causal-lm", (), "Task: sequence-classification, by", "LlamaForSequenceClassification"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_written_script_trains_what_the_first_line_says(
+    own: str, options: tuple[str, ...], said: str, kind: str, folders: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # which the script may set
+    rows = [{"text": " ".join(["w5", "w6", "w7"][: 1 + i % 3]), "label": ["no", "yes"][i % 2]} for i in range(24)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert planned(folders / own, "--write", "run", *options)[0].startswith(said)
+    script = Path("run/train.py")
+    script.write_text(script.read_text().replace("bf16=True,", "bf16=True, use_cpu=True,").replace("tf32=True,", ""))
+    trainer = runpy.run_path(str(script), run_name="__main__")["trainer"]
+    assert type(trainer.model).__name__ == kind
+    assert trainer.state.global_step == 9
+    assert ("eval_accuracy" in trainer.evaluate()) is kind.endswith("Classification")
+    if kind.endswith("Classification"):
+        assert trainer.model.config.id2label == {0: "no", 1: "yes"}
+
+
+def test_json_has_the_sentence_among_its_notes_and_an_estimate_too(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps(ROWS["label"]) + "\n")
+    said = BY_ROWS.format(CLASSES, "text, label", "masked-lm", "masked-lm")
+    told = json.loads("\n".join(planned(folders / "masked-lm", "--json")))
+    assert told["notes"][0] == said
+    command = ["estimate", str(folders / "masked-lm"), "--data", "rows.jsonl", "--gpu", "1GB", "--json"]
+    told = json.loads(CliRunner().invoke(app, command).stdout)
+    assert told["notes"][1] == said.rstrip(".")
+    assert told["parameters"] == sum(weight.numel() for weight in tiny.bert().parameters())
