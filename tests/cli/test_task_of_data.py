@@ -12,11 +12,9 @@ from typing import Any
 import datasets
 import pytest
 import transformers
-from typer.testing import CliRunner
+from invoked import invoked
 
 import tiny
-from hf_memopt.cli.app import app
-from hf_memopt.cli.lengths_command import task_of_data
 
 T5 = {"vocab_size": 100, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 OWN: dict[str, Callable[[], Any]] = {
@@ -24,6 +22,13 @@ OWN: dict[str, Callable[[], Any]] = {
     "sequence-classification": tiny.bert,
     "causal-lm": partial(tiny.llama, eos_token_id=14),
     "seq2seq": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
+}
+HEADS: dict[str, Any] = {
+    "masked-lm": transformers.AutoModelForMaskedLM,
+    "sequence-classification": transformers.AutoModelForSequenceClassification,
+    "token-classification": transformers.AutoModelForTokenClassification,
+    "causal-lm": transformers.AutoModelForCausalLM,
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
 }
 TEXT, LABEL = {"text": "w5 w6"}, {"label": 1}
 ROWS: dict[str, dict[str, Any]] = {
@@ -83,13 +88,21 @@ def test_labels_decide_where_nothing_else_does_and_what_differs_is_said(
     own: str, rows: str, asked: str | None, task: str, said: str, folders: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[rows]) + "\n")
-    assert task_of_data(str(folders / own), tmp_path / "rows.jsonl", None, None, asked) == (task, said)
+    options = ("--task", asked) if asked else ()
+    done = invoked(
+        "estimate", folders / own, "--data", tmp_path / "rows.jsonl", "-b", 1, "--gpu", "1GB", *options, "--json"
+    )
+    told = json.loads(done.stdout)
+    assert [note for note in told["notes"] if note.startswith("Task: ")] == [one for one in [said.rstrip(".")] if one]
+    config = transformers.AutoConfig.from_pretrained(folders / own)
+    config.pad_token_id = 0
+    assert told["parameters"] == sum(weight.numel() for weight in HEADS[task].from_config(config).parameters())
 
 
 def planned(folder: Path, *options: str) -> list[str]:
     """Return the lines that a plan for the rows prints."""
     given = ("--gpu", "1GB", "--data", "rows.jsonl", "--effective-batch", "8", "--method", "full", *options)
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(folder), *given])
+    done = invoked("plan", folder, *given)
     assert done.exit_code == 0, done.output
     lines: list[str] = done.stdout.splitlines()
     return lines
@@ -130,15 +143,8 @@ def test_the_written_script_trains_what_the_first_line_says(
         assert trainer.model.config.id2label == {0: "no", 1: "yes"}
 
 
-def test_json_has_the_sentence_among_its_notes_and_an_estimate_too(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_has_the_sentence_among_its_notes(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(json.dumps(ROWS["label"]) + "\n")
-    said = BY_ROWS.format(CLASSES, "text, label", "masked-lm", "masked-lm")
     told = json.loads("\n".join(planned(folders / "masked-lm", "--json")))
-    assert told["notes"][0] == said
-    command = ["estimate", str(folders / "masked-lm"), "--data", "rows.jsonl", "--gpu", "1GB", "--json"]
-    told = json.loads(CliRunner().invoke(app, command).stdout)
-    assert told["notes"][1] == said.rstrip(".")
-    assert told["parameters"] == sum(weight.numel() for weight in tiny.bert().parameters())
+    assert told["notes"][0] == BY_ROWS.format(CLASSES, "text, label", "masked-lm", "masked-lm")
