@@ -16,7 +16,15 @@ from invoked import invoked
 
 import tiny
 
-T5 = {"vocab_size": 100, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+T5 = {
+    "vocab_size": 100,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
 OWN: dict[str, Callable[[], Any]] = {
     "masked-lm": lambda: transformers.BertForMaskedLM(tiny.bert_config()),
     "sequence-classification": tiny.bert,

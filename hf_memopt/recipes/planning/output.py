@@ -62,11 +62,9 @@ def print_plans(plans: Sequence[Plan], console: Console, wording: Callable[[str]
     of_gpus = [f"{found.gpu.name}: {note}" for found in plans for note in found.gpu.notes if note not in shared]
     notes = [wording(f"Note: {note}.") for note in (*shared, *of_gpus)]
     ends = "* predicted, and so is the memory. With one GPU a plan has its reasons, and --write its script."
-    heading, table = (
-        _heading(plans[0], f"{len(plans)} GPUs"),
-        _laid_out(rows, width, texts.rows, 0, ("GPU: plan", "free")),
-    )
-    for line, style in (*_filled(heading, width), ("", ""), *table, ("", ""), *_filled([*notes, ends], width)):
+    heading = _filled(_heading(plans[0], f"{len(plans)} GPUs"), width)
+    table = _laid_out(rows, width, texts.rows, 0, ("GPU: plan", "free"))
+    for line, style in (*heading, ("", ""), *table, ("", ""), *_filled([*notes, ends], width)):
         console.out(line, style=style or None, highlight=False)
 
 
@@ -171,9 +169,8 @@ def _place(one: Candidate) -> tuple[Any, ...]:
 def _table(found: Plan, width: int) -> Iterator[tuple[str, str]]:
     rows = [(_mark(one, found), _name(one, found.texts), one) for one in shown_candidates(found)]
     bar_columns = 0 if width < BAR_FROM else 10 if width < WIDE_FROM else 16
-    yield from _laid_out(
-        rows, width, found.texts.rows if width >= BAR_FROM else None, bar_columns, ("plan", "to spare")
-    )
+    examples = found.texts.rows if width >= BAR_FROM else None  # of an epoch, whose time is shown
+    yield from _laid_out(rows, width, examples, bar_columns, ("plan", "to spare"))
 
 
 def _name(one: Candidate, texts: Texts) -> str:
