@@ -135,7 +135,7 @@ def check_memory(trainer: Any, chosen: Recipe, told: dict[str, Any], gpu: Any) -
 
 def test_the_script_of_a_lora_plan_runs_as_it_is(model: Path, work: Path) -> None:
     options = ("--gpu", GPU, "--data", "train.jsonl", "--effective-batch", "8", "--method", "lora", "--write", "run")
-    done = invoked("plan", str(model), *options, "--json")
+    done = invoked("plan", str(model), *options, "--task", "causal-lm", "--json")  # the labels beside are left out
     assert done.exit_code == 0, done.output
     assert done.stderr.splitlines()[-3:] == [
         "Written: run/train.py and run/recipe.json",
