@@ -33,8 +33,8 @@ import hf_memopt
 import tiny
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.binding.compatibility import refusal_of
+from hf_memopt.binding.trials import row_count
 from hf_memopt.techniques.checkpointing.selective import activation_memory_budget
-from hf_memopt.techniques.microbatching import row_count
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),

@@ -14,7 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_memopt.techniques.microbatching import row_count, row_lengths, splittable_batch_reason, splittable_reason
+from hf_memopt.binding.trials import row_count
+from hf_memopt.techniques.microbatching import row_lengths, splittable_batch_reason, splittable_reason
 from hf_memopt.techniques.microbatching.splitting import cut, decoder_lengths, take_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)

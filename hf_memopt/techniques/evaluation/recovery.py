@@ -27,18 +27,15 @@ from transformers import Trainer
 
 from hf_memopt.binding.losses import HookChangesError, KnownLoss, full_name, is_stock, known_loss, observed_hooks
 from hf_memopt.binding.model import IGNORED_LABEL, unwrap_parallel
+from hf_memopt.binding.trials import StepState, copied_batch, count_rows, select_rows
 from hf_memopt.binding.undo import UndoHandle, function_below, override_method, set_attribute, undo_all
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching import (
     Backbones,
     Size,
-    StepState,
-    copied_batch,
-    count_rows,
     placeholder_reason,
     row_lengths,
-    select_rows,
     splittable_batch_reason,
     splittable_reason,
 )

@@ -4,9 +4,4 @@ from .not_splittable import placeholder_reason as placeholder_reason
 from .not_splittable import splittable_batch_reason as splittable_batch_reason
 from .not_splittable import splittable_reason as splittable_reason
 from .rows_in_parts import Size as Size
-from .splitting import copied_batch as copied_batch
-from .splitting import count_rows as count_rows
-from .splitting import row_count as row_count
 from .splitting import row_lengths as row_lengths
-from .splitting import select_rows as select_rows
-from .step_state import StepState as StepState

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from hf_memopt.binding.losses import foreign_hooks
 from hf_memopt.binding.model import unwrap_model
+from hf_memopt.binding.trials import row_count
 from hf_memopt.binding.undo import is_overridden
 from hf_memopt.devices.readings import read_memory
-from hf_memopt.techniques.microbatching.splitting import row_count, tensors_by_name
+from hf_memopt.techniques.microbatching.splitting import tensors_by_name
 from hf_memopt.units import format_bytes
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

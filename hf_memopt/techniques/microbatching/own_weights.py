@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_memopt.binding.losses import is_listed_module
-from hf_memopt.techniques.microbatching.step_state import norm_of
+from hf_memopt.binding.trials import norm_of
 
 
 @contextmanager

@@ -33,20 +33,18 @@ import torch
 from torch import nn
 
 from hf_memopt.binding.losses import KnownLoss
+from hf_memopt.binding.trials import StepState, is_narrow, untraced
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.accumulation_step import (
     LARGEST_ERROR_16_BITS,
     SMALLEST,
     AccumulationStep,
-    is_narrow,
     largest_of_all,
     loss_of,
-    untraced,
 )
 from hf_memopt.techniques.microbatching.backbones import CHECKED_STEPS
 from hf_memopt.techniques.microbatching.splitting import row_lengths, take_rows
-from hf_memopt.techniques.microbatching.step_state import StepState
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,8 @@ import torch
 from torch import nn
 
 from hf_memopt.binding.losses import foreign_hooks, is_listed_module
-from hf_memopt.binding.undo import FOREIGN, KeptState, RandomState, set_attribute
+from hf_memopt.binding.trials import without_dropout
+from hf_memopt.binding.undo import FOREIGN, KeptState, RandomState
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.module_call import (
     PLAIN,
@@ -43,16 +44,6 @@ from hf_memopt.techniques.microbatching.module_call import (
     is_same_value,
 )
 from hf_memopt.techniques.microbatching.own_weights import address_of, own_weights_put_back
-
-DROPOUTS = (
-    *("dropout", "attention_dropout", "activation_dropout", "hidden_dropout"),
-    *("attn_dropout", "residual_dropout", "layerdrop", "dropout_p", "dropout_prob", "drop_prob", "jitter_noise"),
-)
-"""Attributes of modules that hold a probability of dropping something, or the width of a noise."""
-
-_WITH_P = ("torch.nn.modules.dropout", "torchvision.ops.", "peft.", "timm.", "transformers.")
-"""In whose classes ``p`` is one of them. In a user's it may be the probability of mixing rows, as in MixStyle."""
-OFTEN = 0.9  # so that one of a few passes shows it
 
 MOST_MARKED = 1000  # entries of a container in an attribute
 DEEPEST = 5  # containers and objects inside each other: module -> memory -> banks -> name -> its list
@@ -87,19 +78,6 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
 
 
 @contextmanager
-def without_dropout(model: nn.Module, *, p: float = 0.0) -> Iterator[None]:
-    """Drop nothing inside the context; a probability ``p`` from 0 to ``OFTEN`` of a user's class is that of here."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            is_known = isinstance(module, nn.Dropout) or type(module).__module__.startswith(_WITH_P)
-            for name in (*DROPOUTS, "p"):
-                old = getattr(module, name, None)
-                if isinstance(old, float) and (name != "p" or is_known or 0 < old < OFTEN):
-                    stack.callback(set_attribute(module, name, p if name == "p" and not is_known else 0.0).remove)
-        yield
-
-
-@contextmanager
 def _repeatable(call: ModuleCall) -> Iterator[Callable[[], None]]:
     """Switch dropout and autocast off, and put everything back; yields what sets the generators to the beginning."""
     states = [RandomState.capture(device) for device in call.devices()]
@@ -109,7 +87,7 @@ def _repeatable(call: ModuleCall) -> Iterator[Callable[[], None]]:
         for state in states:
             state.restore()
 
-    with without_dropout(call.module, p=OFTEN), own_weights_put_back(call.module):
+    with without_dropout(call.module, mixes=True), own_weights_put_back(call.module):
         kept = KeptState(what="a check that rows are independent", others=call.module.buffers())
         for module in call.module.modules():
             if not is_listed_module(type(module).__module__):  # a user's own

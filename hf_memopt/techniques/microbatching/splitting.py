@@ -13,7 +13,6 @@ a row with its padding and without it (``padding_check``); then all columns stay
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,9 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from hf_memopt.binding.model import IGNORED_LABEL
-
-BATCH_NAMES = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "labels")
-"""The number of rows is read from the first of these that a batch has; else from its first tensor with a dimension."""
+from hf_memopt.binding.trials import row_count, select_rows
 
 TEXT_NAMES = (
     *("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids"),
@@ -41,37 +38,6 @@ MULTIPLE = 8  # widths at which tensor cores are fast
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
-
-
-def row_count(inputs: Mapping[str, Any]) -> int:
-    """Return the number of rows of a batch."""
-    for value in (*(inputs.get(name) for name in BATCH_NAMES), *inputs.values()):
-        if torch.is_tensor(value) and value.dim() > 0:
-            return int(value.shape[0])
-    raise ValueError(
-        f"inputs=<{', '.join(inputs)}> have no tensor with a batch dimension; expected one of "
-        f"{', '.join(BATCH_NAMES)}. Return tensors from the collator: return_tensors='pt'."
-    )
-
-
-def count_rows(inputs: Any) -> int:
-    """The same of anything; 1 of what has no rows, such as a list."""
-    try:
-        return row_count(inputs) if isinstance(inputs, Mapping) else 1
-    except ValueError:
-        return 1
-
-
-def copied_batch(inputs: Any) -> Any:
-    """Return a copy of a batch and of the containers inside it; tensors are shared."""
-    copied: Any = copy.copy(inputs)
-    if isinstance(copied, list):
-        copied[:] = map(copied_batch, copied)
-    elif isinstance(inputs, Mapping):
-        for name, value in inputs.items():
-            if isinstance(value, (list, Mapping)):
-                copied[name] = copied_batch(value)
-    return copied
 
 
 def row_lengths(inputs: Mapping[str, Any], *, keeps_padding: bool = False) -> list[int] | None:
@@ -111,20 +77,6 @@ def take_rows(
             trimmed.update({name: inputs[name][:, :needed].contiguous() for name in sequence.names})
     selected: dict[str, Any] = select_rows(trimmed, list(rows), row_count(inputs))
     return selected
-
-
-def select_rows(value: Any, rows: list[int] | slice, count: int) -> Any:
-    """Return these rows of everything that has one entry for each of ``count`` rows: tensors, lists and tuples, in
-    nested dicts too. A slice of a tensor is a view of it.
-    """
-    if isinstance(value, Mapping):
-        return {key: select_rows(inner, rows, count) for key, inner in value.items()}
-    if torch.is_tensor(value):
-        return value[rows] if value.shape[:1] == (count,) else value
-    if not isinstance(value, (list, tuple)) or len(value) != count:
-        return value
-    chosen = value[rows] if isinstance(rows, slice) else [value[row] for row in rows]
-    return list(chosen) if isinstance(value, list) else tuple(chosen)
 
 
 # ---- Sequences ------------------------------------------------------------------------------------------------------

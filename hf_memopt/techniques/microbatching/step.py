@@ -23,6 +23,7 @@ from hf_memopt.binding import checkpointing_arguments, versions
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.losses import HookChangesError, KnownLoss, is_stock, known_loss
 from hf_memopt.binding.model import unwrap_parallel
+from hf_memopt.binding.trials import Gradients, StepState, count_rows, has_dropout
 from hf_memopt.binding.undo import override_method
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
@@ -44,10 +45,8 @@ from hf_memopt.techniques.microbatching.not_splittable import (
     splittable_reason,
 )
 from hf_memopt.techniques.microbatching.padding_check import Padding
-from hf_memopt.techniques.microbatching.row_check import DROPOUTS
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
-from hf_memopt.techniques.microbatching.splitting import count_rows, padded_tokens
-from hf_memopt.techniques.microbatching.step_state import Gradients, StepState
+from hf_memopt.techniques.microbatching.splitting import padded_tokens
 from hf_memopt.techniques.microbatching.whole_micro_batches import (
     WholeMicroBatches,
     groups_of,
@@ -386,7 +385,7 @@ class MicrobatchedStep:
     def _tell_failure(
         self, trainer: Any, rows: int, columns: int | None, again: str, *, has_drawn: bool = False
     ) -> None:
-        draws = " and the draws of dropout" if has_drawn or _has_dropout(trainer.model) else ""
+        draws = " and the draws of dropout" if has_drawn or has_dropout(trainer.model) else ""
         process = f"process {trainer.args.process_index}, " if trainer.args.world_size > 1 else ""
         size = f"{rows} examples" if columns is None else f"{rows} x {columns} tokens"
         notify(
@@ -410,12 +409,6 @@ class MicrobatchedStep:
         self._changes.append(change)
         record_changes(trainer, [change])
         return change
-
-
-def _has_dropout(model: nn.Module) -> bool:
-    """Return whether a module drops values: memory may run out before it draws, and parts draw other numbers."""
-    rates = (getattr(module, name, None) for module in model.modules() for name in (*DROPOUTS, "p"))
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _measured(rows: int, columns: int | None) -> tuple[str, int]:

@@ -26,15 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.binding.losses import KnownLoss, observed_hooks
 from hf_memopt.binding.model import IGNORED_LABEL
+from hf_memopt.binding.trials import is_narrow, row_count, untraced
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.accumulation_step import (
     LARGEST_ERROR_16_BITS,
     SMALLEST,
     AccumulationStep,
-    is_narrow,
     largest_of_all,
     loss_of,
-    untraced,
 )
 from hf_memopt.techniques.microbatching.limits import Limit, are_set
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
@@ -42,7 +41,6 @@ from hf_memopt.techniques.microbatching.padding_check import Padding
 from hf_memopt.techniques.microbatching.splitting import (
     cut,
     decoder_lengths,
-    row_count,
     row_lengths,
     take_rows,
 )

@@ -30,9 +30,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.binding.losses import is_stock
 from hf_memopt.binding.model import IGNORED_LABEL, tensors_in
+from hf_memopt.binding.trials import StepState, count_rows, row_count
 from hf_memopt.binding.undo import RandomState, override_method
 from hf_memopt.devices.readings import free_failed_step
-from hf_memopt.techniques.microbatching import StepState, count_rows, row_count
 from hf_memopt.techniques.nonfinite.report import OverflowReport
 
 MOST_NAMES = 3  # of weights in a report

@@ -37,12 +37,12 @@ from transformers import Trainer
 
 from hf_memopt.binding import versions
 from hf_memopt.binding.compatibility import check_compatibility
+from hf_memopt.binding.trials import row_count
 from hf_memopt.binding.undo import RandomState, UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.devices import against_float16
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, check_value, checked_path
 from hf_memopt.techniques import TechniqueCallback
-from hf_memopt.techniques.microbatching import row_count
 from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_gradients, diagnose, needs_others
 from hf_memopt.techniques.nonfinite.indices import example_indices
 from hf_memopt.techniques.nonfinite.report import OverflowReport, save_batch, write_reports

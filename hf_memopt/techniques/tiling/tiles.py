@@ -28,7 +28,8 @@ from transformers import PretrainedConfig
 
 from hf_memopt.binding.compatibility import check_settings
 from hf_memopt.binding.model import check_model, unwrap_model
-from hf_memopt.binding.undo import RandomState, UndoHandle, override_method, remove_all, set_attribute, undo_all
+from hf_memopt.binding.trials import without_reentrant
+from hf_memopt.binding.undo import RandomState, UndoHandle, override_method, remove_all
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.techniques import ModelCallback
@@ -126,16 +127,6 @@ class _Tiles:
 
 
 _tiled: weakref.WeakKeyDictionary[nn.Module, _Tiles] = weakref.WeakKeyDictionary()
-
-
-def without_reentrant(model: nn.Module) -> UndoHandle:
-    """Make the checkpointing that is on in a model non-reentrant; return what undoes it."""
-    name, handles = "_gradient_checkpointing_func", []  # transformers 5.8.1, 5.17.0 and 5.23.0
-    for module in model.modules():
-        function = vars(module).get(name)
-        if isinstance(function, partial) and function.keywords.get("use_reentrant") is not False:
-            handles.append(set_attribute(module, name, partial(function, use_reentrant=False)))
-    return undo_all(*handles)
 
 
 class TiledLayersCallback(ModelCallback):
