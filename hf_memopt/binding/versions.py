@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from hf_memopt.plain_data import packaged_rows
 if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainingArguments
+
+    from hf_memopt.binding.undo import UndoHandle
 
 _ROWS = packaged_rows("hf_memopt.binding", "renamed_arguments.csv")
 RENAMED_ARGUMENTS = {row["name"]: row["instead"] for row in _ROWS if row["of"] == "transformers 4"}
@@ -155,3 +157,15 @@ def is_checkpointing(model: nn.Module) -> bool:
     if hasattr(type(model), "is_activation_checkpointing"):
         return bool(model.is_activation_checkpointing)
     return bool(getattr(model, "is_gradient_checkpointing", False))
+
+
+def without_reentrant(model: nn.Module) -> UndoHandle:
+    """Make the checkpointing that is on in a model non-reentrant; return what undoes it."""
+    from hf_memopt.binding.undo import set_attribute, undo_all
+
+    name, handles = "_gradient_checkpointing_func", []  # transformers 5.8.1, 5.17.0 and 5.23.0
+    for module in model.modules():
+        function = vars(module).get(name)
+        if isinstance(function, partial) and function.keywords.get("use_reentrant") is not False:
+            handles.append(set_attribute(module, name, partial(function, use_reentrant=False)))
+    return undo_all(*handles)

@@ -510,27 +510,15 @@ class IntegerCount(Trainer):
         return super().training_step(model, inputs, int(num_items_in_batch))
 
 
-UNSEEN = {"torch.compile hides what it computes": Trainer, "it is 4, not a tensor": IntegerCount}
-
-
-@pytest.mark.parametrize("finding", UNSEEN)
-def test_a_count_that_cannot_be_watched_is_told(finding, tmp_path):
-    model = OwnLoss(counts=False)
-    if UNSEEN[finding] is Trainer:
+@pytest.mark.parametrize("kind", [Trainer, IntegerCount])
+@pytest.mark.parametrize("counts", [False, True])
+def test_what_is_compiled_and_a_count_that_is_no_tensor_are_decided_by_value(kind, counts, tmp_path):
+    model = OwnLoss(counts=counts and kind is Trainer)
+    if kind is Trainer:
         model.compile(backend="eager")
-    trainer = attach(bert_trainer(tmp_path, UNSEEN[finding], model=model, max_steps=1))
-    with pytest.warns(UserWarning, match="attach could not find out") as caught:
-        trainer.train()
-    told = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]  # Python 3.13.0 adds others
-    assert told == [whole("attach could not find", finding=finding)]
-    assert (trainer.memopt_changes, trainer.model_accepts_loss_kwargs) == ((), True)
-
-
-def test_stock_multiplies_its_loss_in_place_and_nothing_else():
-    """By the number of processes; so what ``compute_loss`` itself multiplies in place can be left out."""
-    lines = [line for line in inspect.getsource(Trainer.compute_loss).splitlines() if "*=" in line or "mul_" in line]
-    assert len(lines) == 1
-    assert lines[0].strip().startswith("loss *= ")
+    trainer = attach(bert_trainer(tmp_path, kind, model=model, max_steps=1))
+    trainer.train()
+    assert trainer.model_accepts_loss_kwargs is model.counts
 
 
 def test_training_after_attach_equals_stock_where_nothing_is_repaired(tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import derivative_patterns
 import pytest
+import scale_patterns
 
 import adversarial_patterns
 import answer_patterns
@@ -26,6 +27,7 @@ from pattern_outcomes import found_in, is_right, repeated, rounded
 
 SUBJECTS = (
     loss_patterns,
+    scale_patterns,
     batch_patterns,
     contrastive_patterns,
     adversarial_patterns,

@@ -5,8 +5,8 @@ from .batch_rows import select_rows as select_rows
 from .step_state import Gradients as Gradients
 from .step_state import StepState as StepState
 from .step_state import norm_of as norm_of
-from .untraced import has_dropout as has_dropout
+from .untraced import TRIAL as TRIAL
 from .untraced import is_narrow as is_narrow
+from .untraced import names_of_draws as names_of_draws
 from .untraced import untraced as untraced
 from .untraced import without_dropout as without_dropout
-from .untraced import without_reentrant as without_reentrant

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +12,20 @@ from torch import nn
 from hf_memopt.binding import versions
 from hf_memopt.binding.losses import foreign_hooks
 from hf_memopt.binding.trials.step_state import StepState
-from hf_memopt.binding.undo import KeptState, UndoHandle, override_method, set_attribute, undo_all
+from hf_memopt.binding.undo import KeptState, override_method, set_attribute
+
+TRIAL = "a trial of the loss"  # the purpose of the override that keeps it from logging
 
 DROPOUTS = (
     *("dropout", "attention_dropout", "activation_dropout", "hidden_dropout"),
     *("attn_dropout", "residual_dropout", "layerdrop", "dropout_p", "dropout_prob", "drop_prob", "jitter_noise"),
 )
 """Attributes of modules that hold a probability of dropping something, or the width of a noise."""
+AUGMENTATIONS = {
+    "apply_spec_augment": "SpecAugment",
+    **dict.fromkeys(("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"), "moved positions"),  # of DINOv3
+}
+"""Attributes of configurations of transformers that make a model augment each row in training (5.8.1 to 5.24)."""
 
 _WITH_P = ("torch.nn.modules.dropout", "torchvision.ops.", "peft.", "timm.", "transformers.")
 """In whose classes ``p`` is one of them. In a user's it may be the probability of mixing rows, as in MixStyle."""
@@ -33,10 +39,11 @@ def untraced(trainer: Any, model: nn.Module) -> Iterator[StepState]:
     """
     with ExitStack() as stack:
         stack.enter_context(trainer.accelerator.no_sync(model))
+        stack.callback(torch.clear_autocast_cache)  # of casts that were made without a graph
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # else each length would be compiled
-        stack.enter_context(override_method(trainer, "log", lambda before, *args, **kwargs: None))
+        stack.enter_context(override_method(trainer, "log", lambda *args, **kwargs: None, purpose=TRIAL))
         stack.enter_context(without_dropout(model))
-        stack.callback(without_reentrant(model).remove)  # which allows no torch.autograd.grad
+        stack.callback(versions.without_reentrant(model).remove)  # which allows no torch.autograd.grad
         # only now: what it puts back in between drops nothing either
         state = StepState(trainer, keeps_norms=False)
         stack.callback(state.restore)
@@ -49,7 +56,7 @@ def untraced(trainer: Any, model: nn.Module) -> Iterator[StepState]:
 
 @contextmanager
 def without_dropout(model: nn.Module, *, mixes: bool = False) -> Iterator[None]:
-    """Drop nothing inside the context; if it ``mixes``, a user's class does so with probability ``OFTEN``."""
+    """Drop and augment nothing inside the context; if it ``mixes``, a user's class does so with ``OFTEN``."""
     with ExitStack() as stack:
         for module in model.modules():
             is_known = isinstance(module, nn.Dropout) or type(module).__module__.startswith(_WITH_P)
@@ -58,6 +65,11 @@ def without_dropout(model: nn.Module, *, mixes: bool = False) -> Iterator[None]:
                 if isinstance(old, float) and (name != "p" or is_known or 0 < old < OFTEN):
                     probability = OFTEN if mixes and name == "p" and not is_known else 0.0
                     stack.callback(set_attribute(module, name, probability).remove)
+            config = getattr(module, "config", None)
+            for name in (*DROPOUTS, *AUGMENTATIONS):
+                if value := getattr(config, name, None):
+                    none = value is not True and None
+                    stack.callback(set_attribute(config, name, 0.0 if name in DROPOUTS else none).remove)
         yield
 
 
@@ -71,17 +83,10 @@ def is_narrow(trainer: Any, model: nn.Module) -> bool:
     return is_tf32 or is_autocast or any(weight.element_size() < 4 for weight in model.parameters())
 
 
-def without_reentrant(model: nn.Module) -> UndoHandle:
-    """Make the checkpointing that is on in a model non-reentrant; return what undoes it."""
-    name, handles = "_gradient_checkpointing_func", []  # transformers 5.8.1, 5.17.0 and 5.23.0
-    for module in model.modules():
-        function = vars(module).get(name)
-        if isinstance(function, partial) and function.keywords.get("use_reentrant") is not False:
-            handles.append(set_attribute(module, name, partial(function, use_reentrant=False)))
-    return undo_all(*handles)
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Return whether a module drops values: memory may run out before it draws, and parts draw other numbers."""
+def names_of_draws(model: nn.Module) -> str:
+    """Return what a model draws in training, of which parts draw other numbers: dropout, SpecAugment; "" if nothing."""
     rates = (getattr(module, name, None) for module in model.modules() for name in (*DROPOUTS, "p"))
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    names = ["dropout"] if any(isinstance(rate, float) and rate > 0 for rate in rates) else []
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    names += [text for name, text in AUGMENTATIONS.items() if any(getattr(x, name, None) for x in configs.values())]
+    return " and ".join(dict.fromkeys(names))

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
 from transformers import Cache
 
+from hf_memopt.binding.losses import is_listed_module
+
 _WITHOUT_TOKENS = ("pixel_values", "input_values", "input_features")
 ROWS_FIRST = "input_ids", "inputs_embeds", *_WITHOUT_TOKENS, "decoder_input_ids", "hidden_states", "attention_mask"
 """The number of rows is the first dimension of the first of these that a call has, else of its first tensor."""
@@ -19,10 +21,39 @@ ROWS_FIRST = "input_ids", "inputs_embeds", *_WITHOUT_TOKENS, "decoder_input_ids"
 MOST_LAYOUTS = 8  # tried, where several dimensions have as many entries as there are rows
 PLAIN = (int, float, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
+DRAWS = "it draws random numbers other than dropout's, so that parts draw others than the whole"
+MOST_ENTRIES, MOST_VALUES = 4096, 2  # of a tensor that may say what is done with a batch, as a flag or a task does
+CODES = frozenset(range(-1, 16))
+
 
 def is_same_value(one: Any, other: Any) -> bool:
     """Return whether two outputs that are no tensors are equal; nan equals nan."""
     return type(one) is type(other) and (not isinstance(one, PLAIN) or repr(one) == repr(other))
+
+
+def code_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the values of an integer or boolean tensor of one or two of them, which may say what is done with a batch.
+
+    None for any other. Numbers of steps and times are left out, or each batch would be new.
+    """
+    if tensor.is_floating_point() or tensor.is_complex() or not 0 < tensor.numel() <= MOST_ENTRIES:
+        return None
+    values = tuple(torch.unique(tensor).tolist())
+    return values if len(values) <= MOST_VALUES and values[0] in CODES and values[-1] in CODES else None
+
+
+def settings_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return the modes of all modules inside and the plain attributes of a user's own, of large numbers the signs."""
+    parts = list(module.modules())
+    own = [vars(part) for part in parts if not is_listed_module(type(part).__module__)]
+    return tuple([part.training for part in parts]), tuple(
+        [
+            (name, (value > 0) - (value < 0) if isinstance(value, (int, float)) and value not in CODES else value)
+            for attributes in own
+            for name, value in attributes.items()
+            if isinstance(value, PLAIN)
+        ]
+    )
 
 
 class DependentRowsError(ValueError):
@@ -59,15 +90,18 @@ class ModuleCall:
             self.columns = int(main.shape[1])
 
     def kind(self) -> Any:
-        """Return what calls have in common whose rows lie alike: not the sizes, but which of them agree by chance."""
-        return self._spec, self.module.training, self.has_graph, tuple(map(self._kind_of, self.leaves))
+        """Return what calls have in common whose rows lie alike: not the sizes, but which of them agree by chance; and
+        what may say what is done with them.
+        """
+        return self._spec, self.has_graph, tuple(map(self._kind_of, self.leaves)), settings_of(self.module)
 
     def _kind_of(self, leaf: Any) -> Any:
         if not torch.is_tensor(leaf):
             return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf)
         is_column = leaf.shape == (self.rows,) and not leaf.is_floating_point()
         has_repeats = is_column and len(torch.unique(leaf)) < self.rows  # rows of one group, perhaps
-        return leaf.dtype, leaf.dim(), self._candidates_of(leaf), has_repeats
+        is_text = leaf.dim() > 1 and self.columns in leaf.shape[1:]
+        return leaf.dtype, leaf.dim(), self._candidates_of(leaf), has_repeats, None if is_text else code_of(leaf)
 
     def _candidates_of(self, leaf: torch.Tensor) -> tuple[int, ...]:
         return tuple(d for d, size in enumerate(leaf.shape) if size == self.rows)

@@ -12,8 +12,9 @@ Both are decided by value, on the batch that is about to run, by forward passes 
 
 The price: for n rows 3 + 2 log2(n) forward passes for the first call of a kind, 4 for a later check.
 
-Limitations: randomness other than dropout whose draws depend on the number of rows (SpecAugment) is refused, since its
-values cannot be compared, and so is a dropout of a user's own class that calls its probability ``p``. In 16 bits a
+Limitations: random numbers other than those that ``without_dropout`` switches off (dropout, SpecAugment, ...), whose
+values cannot be compared, are refused, and so is a dropout of a user's own class that calls its probability ``p``. What
+is switched off draws other numbers of the same distribution in each part. In 16 bits a
 dependence below 1 % of the largest value may pass. What a forward pass changes outside of the module, such as a global
 list that it appends to, is not seen.
 """
@@ -36,6 +37,7 @@ from hf_memopt.binding.trials import without_dropout
 from hf_memopt.binding.undo import FOREIGN, KeptState, RandomState
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.module_call import (
+    DRAWS,
     PLAIN,
     ChangesItselfError,
     DependentRowsError,
@@ -219,9 +221,7 @@ class _Check:
         second = self._call.try_rows(into, 0, self._count)  # goes on with the generators of the first
         if any(_difference(*pair) > 0 for pair in zip(first, second, strict=True) if torch.is_tensor(pair[0])):
             _refuse_changes(self._call.module, before)
-            raise DependentRowsError(
-                "it draws random numbers other than dropout's, so that parts draw others than the whole"
-            )
+            raise DependentRowsError(DRAWS)
 
 
 @contextmanager

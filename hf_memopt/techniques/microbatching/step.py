@@ -23,7 +23,7 @@ from hf_memopt.binding import checkpointing_arguments, versions
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.losses import HookChangesError, KnownLoss, is_stock, known_loss
 from hf_memopt.binding.model import unwrap_parallel
-from hf_memopt.binding.trials import Gradients, StepState, count_rows, has_dropout
+from hf_memopt.binding.trials import Gradients, StepState, count_rows, names_of_draws
 from hf_memopt.binding.undo import override_method
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
@@ -48,6 +48,7 @@ from hf_memopt.techniques.microbatching.padding_check import Padding
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
 from hf_memopt.techniques.microbatching.splitting import padded_tokens
 from hf_memopt.techniques.microbatching.whole_micro_batches import (
+    OtherLossError,
     WholeMicroBatches,
     groups_of,
     refuse_together,
@@ -117,6 +118,7 @@ class MicrobatchedStep:
         self._first_way: KnownLoss | str | None = None  # of the first step, None until then
         self._known: dict[bool, KnownLoss | str] = {}  # by whether items are counted
         self._whole.verified_labels, self._whole.padding = 2 if self._stated is None else 0, Padding()
+        self._whole.compared = set()
         self._why_whole = ""  # what was seen to change as rows pass through the model: a hook of others, a buffer
         self._was_told = False  # that nothing can be cut
         self._begin_window()
@@ -208,8 +210,14 @@ class MicrobatchedStep:
                 refuse_together(trainer, way, step.inputs)
             if isinstance(way, KnownLoss):
                 syncs = position == last and trainer.accelerator.sync_gradients
-                loss, is_split = self._whole.run(trainer, step, way, syncs=syncs)
-                self._was_split |= is_split
+                try:
+                    loss, is_split = self._whole.run(trainer, step, way, syncs=syncs)
+                    self._was_split |= is_split
+                except OtherLossError as error:
+                    if trainer.is_fsdp_enabled:
+                        raise NotSplittableError(trainer.model, str(error)) from None
+                    self._first_way = self._why_whole = str(error)
+                    loss = self._run_in_parts(trainer, step, self._why_whole)
             else:
                 loss = self._run_in_parts(trainer, step, str(way))
         return loss
@@ -385,7 +393,8 @@ class MicrobatchedStep:
     def _tell_failure(
         self, trainer: Any, rows: int, columns: int | None, again: str, *, has_drawn: bool = False
     ) -> None:
-        draws = " and the draws of dropout" if has_drawn or has_dropout(trainer.model) else ""
+        drawn = names_of_draws(trainer.model) or ("dropout" if has_drawn else "")
+        draws = f" and the draws of {drawn}" if drawn else ""
         process = f"process {trainer.args.process_index}, " if trainer.args.world_size > 1 else ""
         size = f"{rows} examples" if columns is None else f"{rows} x {columns} tokens"
         notify(

@@ -15,6 +15,7 @@ whole model.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -35,7 +36,9 @@ from hf_memopt.techniques.microbatching.accumulation_step import (
     largest_of_all,
     loss_of,
 )
+from hf_memopt.techniques.microbatching.backbones import CHECKED_STEPS
 from hf_memopt.techniques.microbatching.limits import Limit, are_set
+from hf_memopt.techniques.microbatching.module_call import DRAWS, code_of, settings_of
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
 from hf_memopt.techniques.microbatching.padding_check import Padding
 from hf_memopt.techniques.microbatching.splitting import (
@@ -43,7 +46,12 @@ from hf_memopt.techniques.microbatching.splitting import (
     decoder_lengths,
     row_lengths,
     take_rows,
+    tensors_by_name,
 )
+
+
+class OtherLossError(Exception):
+    """The loss of a batch is not made of those of its parts as its source says."""
 
 
 class WholeMicroBatches:
@@ -55,6 +63,8 @@ class WholeMicroBatches:
         self.are_shared = False  # gradients of this batch were sent to other processes
         self.verified_labels = 0  # a stated loss may be cut whose rows have as many different labels, 2 for any number
         self.padding = Padding()
+        self.compared: set[Any] = set()  # kinds of batches whose loss was compared with those of its parts
+        self._draw = random.Random(0)  # of its own: nobody else's numbers are drawn
         self._weight = 1.0
         self._share_gradients: Callable[[], None] | None = None
 
@@ -105,10 +115,23 @@ class WholeMicroBatches:
                 verify_stated_loss(trainer, step, loss, self.padding.is_kept)
                 self.verified_labels = min(max(labels, 1), 2)
         weights = loss.row_weights(step.inputs)
+        self._compare(trainer, step, loss, groups)
         if weights is None:  # losses add up
             return [*((rows, 1.0) for rows in groups), *[(groups[0][:1], 0.0)] * repeats]
         kept = ([row for row in rows if weights[row]] for rows in groups)  # a mean over nothing would be 0 / 0
         return [(rows, sum(weights[row] for row in rows)) for rows in kept if rows]
+
+    def _compare(self, trainer: Any, step: AccumulationStep, loss: KnownLoss, groups: list[list[int]]) -> None:
+        """Compare the loss of a batch of a new kind, and in some steps of any, with those of its parts."""
+        inputs, keeps_padding = step.inputs, self.padding.is_kept
+        flags = ((name, code_of(x)) for name, x in tensors_by_name(inputs) if x.dim() < 2)
+        kind = keeps_padding, *inputs, *flags, settings_of(step.model)
+        is_due = self._draw.random() < CHECKED_STEPS or kind not in self.compared
+        if trainer.is_fsdp_enabled:  # a process alone in a forward pass would wait for the others
+            is_due = bool(largest_of_all(trainer, int(is_due)))
+        if is_due and not loss.source.startswith("stated"):
+            compare_with_parts(trainer, step, loss, inputs, groups, keeps_padding)
+            self.compared.add(kind)
 
     @contextmanager
     def _without_sync(self, trainer: Any, model: nn.Module, *, shares: bool) -> Iterator[None]:
@@ -178,6 +201,55 @@ def groups_in_lockstep(trainer: Any, groups: Sequence[list[int]]) -> tuple[list[
         largest = found[index]
         found[index : index + 1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
     return found, wanted - len(found)
+
+
+# ---- A known loss, compared with what runs ---------------------------------------------------------------------------
+
+LARGEST_OF_LOSS = 1e-3  # rows are added in another order, over shorter ones; of experts a few take other ways
+LARGEST_OF_LOSS_16_BITS = 2**-6  # seen: 0.013, T5 in bfloat16, whose losses are rounded to 2**-8
+
+
+def compare_with_parts(
+    trainer: Any,
+    step: AccumulationStep,
+    loss: KnownLoss,
+    batch: Mapping[str, Any],
+    groups: list[list[int]],
+    keeps_padding: bool,
+) -> None:
+    """Raise OtherLossError if the loss of a batch is not that of its parts, forward alone and without dropout.
+
+    Of a batch that does not fit fewer rows are compared, two at least.
+    """
+    rows = row_count(batch)
+    try:
+        with untraced(trainer, step.model) as state, torch.no_grad():
+            whole = float(loss_of(trainer, step, batch))
+            if state.has_drawn() and float(loss_of(trainer, step, batch)) != whole:
+                raise OtherLossError(DRAWS)
+            weights, joined = loss.row_weights(batch), 0.0
+            for group in groups:
+                share = 1.0 if weights is None else sum(weights[row] for row in group)
+                if share:
+                    state.restore()
+                    part = take_rows(batch, group, keeps_padding=keeps_padding)
+                    joined += share * float(loss_of(trainer, step, part))
+        largest = max(abs(whole), abs(joined), SMALLEST / float(step.num_items_in_batch or 1))
+        limit = LARGEST_OF_LOSS_16_BITS if is_narrow(trainer, step.model) else LARGEST_OF_LOSS
+        differs = abs(whole - joined) > limit * largest
+        if trainer.is_fsdp_enabled:
+            differs = bool(largest_of_all(trainer, int(differs)))
+        if differs:
+            raise OtherLossError(f"that of a batch is {whole:.6g}, and that of its parts {joined:.6g}")
+        return
+    except Exception as error:
+        if not is_out_of_memory(error) or trainer.is_fsdp_enabled:
+            raise
+    free_failed_step()
+    if rows > 2:
+        fewer = list(range(max(2, rows // 2)))
+        batch = take_rows(batch, fewer, keeps_padding=keeps_padding)
+        compare_with_parts(trainer, step, loss, batch, [[row] for row in fewer], keeps_padding)
 
 
 # ---- A loss that the user has stated, verified once, on rows of different labels

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
+from hf_memopt.binding import versions
 from hf_memopt.binding.compatibility import check_settings
 from hf_memopt.binding.model import check_model, unwrap_model
-from hf_memopt.binding.trials import without_reentrant
 from hf_memopt.binding.undo import RandomState, UndoHandle, override_method, remove_all
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
@@ -81,7 +81,7 @@ def tile_layers(model: Any, tile_tokens: int | None = None) -> TileHandle:
     """
     check_model(model)
     check_value("tile_tokens", tile_tokens, Count | None, 1024)
-    inner, reentrant = unwrap_model(model), without_reentrant(model)
+    inner, reentrant = unwrap_model(model), versions.without_reentrant(model)
     try:
         found = _tiled.get(inner)
         if found is None or not found.handles:
@@ -167,7 +167,7 @@ class TiledLayersCallback(ModelCallback):
         """Refuse settings, tile a model that is new, and make checkpointing non-reentrant."""
         check_settings(self.technique, args)
         super().on_train_begin(args, state, control, model=model, **kwargs)
-        self._handles.keep(self._handles.model, without_reentrant(model))
+        self._handles.keep(self._handles.model, versions.without_reentrant(model))
 
 
 def _checked_places(model: Any) -> list[Place]:

@@ -1,0 +1,225 @@
+"""Find out by value how the losses of micro-batches make that of both: they add up, or they average.
+
+Compared are the losses of the two halves of the batch that is about to run and of the whole, forward alone: without
+dropout, with batch norms in evaluation mode, with the same ``num_items_in_batch`` and the same random numbers. Of a
+single row, or where halves show nothing, the parts are the batch twice, one after the other, and then row by row.
+
+A mean that the user divides by the accumulation steps is half as large with twice as many steps. Of a number that
+stands in the code no value tells, so that such a division is watched for.
+
+Rows that meet in the loss (negatives of the batch) neither add up nor average. Then a loss is taken for a mean if twice
+the count changes nothing and the whole is less than its parts together, or if parts cannot be computed. A loss worth 0,
+as of policy gradients, shows nothing at all, and is left alone.
+
+The price: forward passes of two batches, once per run; 26 of a loss that draws random numbers. The processes of a run
+decide together and run the same number of passes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hf_memopt.binding.trials import Gradients, StepState, copied_batch, is_narrow, row_count, select_rows, untraced
+from hf_memopt.binding.undo import set_attribute
+
+LARGEST_ERROR = 1e-4  # of the largest loss: rows are added in another order
+LARGEST_ERROR_16_BITS = 5e-2
+SMALLEST = 1e-6  # a smaller loss is a difference of larger numbers
+DRAWN = 8  # how often a loss is computed that draws random numbers
+NOTHING, NEITHER, ADDS_UP, AVERAGES = range(4)  # what parts show; of several processes the largest decides
+DIVISIONS = {"__truediv__", "__itruediv__", "div", "div_", "true_divide", "true_divide_"}
+PRODUCTS = {"__mul__", "__rmul__", "__imul__", "mul", "mul_", "multiply"}
+
+
+class Finding(NamedTuple):
+    """Whether a loss is a mean over its batch, the losses that were seen, and whether they add up or average."""
+
+    is_mean: bool
+    losses: str = ""
+    is_clear: bool = True
+
+
+def compare_parts(trainer: Any, model: nn.Module, inputs: Any, items: Any, loss: Callable[[Any, Any], Any]) -> Finding:
+    """Return what the losses of parts show; ``loss(batch, items)`` computes one, and leaves no trace."""
+    trial = _Trial(trainer, inputs, items, loss, LARGEST_ERROR_16_BITS if is_narrow(trainer, model) else LARGEST_ERROR)
+    for has_graph in (False, True):  # a loss that differentiates something needs one
+        with ExitStack() as stack:
+            trial.state = stack.enter_context(untraced(trainer, model))
+            if has_graph:
+                stack.callback(Gradients(trainer, model).restore)
+            for module in model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                    stack.callback(module.train)
+                    module.eval()
+            stack.enter_context(torch.set_grad_enabled(has_graph))
+            if (finding := trial.finding()) is not None:
+                return finding
+    return Finding(False, f"its loss cannot be computed twice ({trial.error})", is_clear=False)
+
+
+class _Losses(NamedTuple):
+    """The losses of two parts and of both together."""
+
+    parts: str
+    one: float
+    other: float
+    both: float
+
+    def shows(self, limit: float) -> int:
+        """Return what they show, up to rounding."""
+        low, high, smallest = min(self[1:3]), max(self[1:3]), min(abs(self.one), abs(self.other))
+        error = limit * max(abs(low), abs(high), abs(self.both))
+        adds_up = abs(self.both - self.one - self.other) <= error
+        averages = low - error <= self.both <= high + error
+        if not all(map(math.isfinite, self[1:])) or smallest <= max(SMALLEST, limit * abs(self.both)):
+            return NOTHING
+        return NEITHER if adds_up == averages else ADDS_UP if adds_up else AVERAGES
+
+    def __str__(self) -> str:
+        return f"{self.parts} have losses of {self.one:.6g} and {self.other:.6g}, both together {self.both:.6g}"
+
+
+class _Trial:
+    """Computes the loss of a batch and of its parts, each as if it were the first."""
+
+    state: StepState
+
+    def __init__(self, trainer: Any, inputs: Any, items: Any, loss: Callable[[Any, Any], Any], limit: float) -> None:
+        self._trainer, self._inputs, self._items, self._loss, self._limit = trainer, inputs, items, loss, limit
+        self.error = ""
+
+    def finding(self) -> Finding | None:
+        """Return what the parts show; None if the loss of the batch failed in some process."""
+        self.error = ""
+        try:
+            whole = self._value(self._inputs)
+        except torch.OutOfMemoryError:  # the step runs out as well, and may be repeated
+            raise
+        except Exception as error:
+            whole, self.error = math.nan, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+        if self._in_any_process(self.error != ""):
+            return None
+        parts, unclear = [*_parts(self._inputs)], list[_Losses]()
+        if self._in_any_process(self.state.has_drawn() and self._value(self._inputs, goes_on=True) != whole) and parts:
+            return self._of_random_numbers(parts[1][3])
+        for name, *batches in parts:  # of which each takes two forward passes, as processes may have to run together
+            one = self._value_if_any(batches[0])
+            other = one if batches[1] is batches[0] else self._value_if_any(batches[1])
+            both = whole if batches[2] is self._inputs else self._value_if_any(batches[2])
+            losses = _Losses(name, one, other, both)
+            shown = self._largest_of_all(losses.shows(self._limit))
+            if shown in (ADDS_UP, AVERAGES):
+                return Finding(shown == AVERAGES and not self._divides_by_steps(), str(losses))
+            unclear.append(losses)
+        if not unclear:
+            return Finding(False, "its batch has no rows", is_clear=False)
+        losses = next((losses for losses in unclear if losses.shows(self._limit)), unclear[0])
+        is_counted = abs(self._value(self._inputs, self._items and 2 * self._items) - whole) > self._limit * abs(whole)
+        is_less = min(losses[1:3]) > 0 and losses.both < (1 - self._limit) * (losses.one + losses.other)
+        have_failed = math.isnan(losses.one + losses.other) and SMALLEST < abs(whole) < math.inf
+        is_mean = self._in_any_process((is_less or have_failed) and not is_counted)
+        return Finding(is_mean and not self._divides_by_steps(), str(losses), is_clear=False)
+
+    def _of_random_numbers(self, twice: Any) -> Finding:
+        """Return what the mean of several draws shows, of a batch and of that batch ``twice``."""
+        one, both = (sum(self._value(x, goes_on=True) for _ in range(DRAWN)) / DRAWN for x in (self._inputs, twice))
+        share = both / (2 * one) if abs(one) > SMALLEST else 1.0
+        is_mean = self._in_any_process(share < 0.75) and not self._divides_by_steps()
+        losses = _Losses(f"a batch and its copy, drawn {DRAWN} times,", one, one, both)
+        is_clear = abs(one) > SMALLEST and min(abs(share - 0.5), abs(share - 1)) < 0.1
+        return Finding(is_mean, str(losses), is_clear)
+
+    def _value(self, batch: Any, items: Any = None, *, goes_on: bool = False, watch: Any = None) -> float:
+        """Return the loss of a batch; ``goes_on``: with the random numbers and the state that the last one left."""
+        if not goes_on:
+            self.state.restore()
+        loss = self._loss(copied_batch(batch), self._items if items is None else items)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        if watch is not None:
+            watch.loss = loss
+        return float(loss.detach())
+
+    def _value_if_any(self, batch: Any) -> float:
+        """Return the loss of a batch; nan where it fails, as that of half a pair does."""
+        try:
+            return self._value(batch)
+        except Exception:
+            return math.nan
+
+    def _divides_by_steps(self) -> bool:
+        trainer, steps = self._trainer, self._trainer.args.gradient_accumulation_steps
+        of_window = getattr(trainer, "current_gradient_accumulation_steps", steps)
+        with _WatchedDivision({steps, of_window} - {1}) as watch:
+            whole = self._value(self._inputs, watch=watch)
+        self.state.restore()  # before the steps are set, which it would put back
+        with ExitStack() as stack:
+            stack.enter_context(set_attribute(trainer.args, "gradient_accumulation_steps", 2 * steps))
+            stack.enter_context(set_attribute(trainer, "current_gradient_accumulation_steps", 2 * of_window))
+            half = self._value(self._inputs, goes_on=True)
+        is_divided = watch.is_divided() or abs(half - whole / 2) <= 100 * LARGEST_ERROR * abs(whole)
+        return not self._in_any_process(not is_divided)
+
+    def _in_any_process(self, answer: bool) -> bool:
+        return bool(self._largest_of_all(int(answer)))
+
+    def _largest_of_all(self, number: int) -> int:
+        if self._trainer.args.world_size == 1:
+            return number
+        numbers = torch.tensor([number], device=self._trainer.args.device)
+        return int(self._trainer.accelerator.gather(numbers).max())
+
+
+def _parts(inputs: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield what is compared, always three: how it was made, two batches, and both together."""
+    if not isinstance(inputs, Mapping) or not any(torch.is_tensor(value) and value.dim() for value in inputs.values()):
+        return
+    rows = row_count(inputs)
+    order, middle = list(range(rows)), (rows + 1) // 2
+    twice, row_by_row = (select_rows(dict(inputs), taken, rows) for taken in (2 * order, sorted(2 * order)))
+    if rows > 1:
+        halves = (select_rows(dict(inputs), half, rows) for half in (order[:middle], order[middle:]))
+        yield "two halves of a batch", *halves, inputs
+    else:
+        yield "a batch and its copy", inputs, inputs, twice
+    yield "a batch and its copy", inputs, inputs, twice
+    yield "a batch and its copy, row by row,", inputs, inputs, row_by_row
+
+
+class _WatchedDivision(TorchFunctionMode):
+    """Sees whether a loss is divided by a number that is that of the accumulation steps.
+
+    It is where the code names what accumulates. Where it does not, and does not write the number, it is at the end
+    alone: a mean of two losses, a weight or a temperature is such a division too.
+    """
+
+    def __init__(self, steps: set[int]) -> None:
+        super().__init__()
+        self._steps, self._shares = steps, {1 / count for count in steps}
+        self._is_named, self._last, self.loss = False, object(), None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function."""
+        name = getattr(function, "__name__", "")
+        result = function(*args, **(kwargs or {}))
+        if _has_one(args, self._steps if name in DIVISIONS else self._shares if name in PRODUCTS else set()):
+            code = sys._getframe(1).f_code
+            self._is_named |= any("accum" in one for one in (*code.co_names, *code.co_freevars, *code.co_varnames))
+            if name in DIVISIONS and not _has_one(code.co_consts, self._steps):
+                self._last = result
+        return result
+
+    def is_divided(self) -> bool:
+        """Return whether it is."""
+        return self._is_named or self.loss is self._last
+
+
+def _has_one(values: tuple[Any, ...], numbers: set[Any]) -> bool:
+    return any(isinstance(value, (int, float)) and value in numbers for value in values)
