@@ -103,7 +103,7 @@ class PolicyGradient(OwnSum):
     """Worth 0, whatever the gradient is."""
 
     def total(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        taken = logits.log_softmax(-1).gather(1, labels[:, None])
+        taken = logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
         return ((taken - taken.detach()).exp() * (labels.float() - 1)).sum() - (labels.float() - 1).sum()
 
 
