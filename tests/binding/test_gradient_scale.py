@@ -295,7 +295,7 @@ def test_nothing_of_the_look_is_left(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__(has_norm=True)
             self.dropout = nn.Dropout(0.3)
-            self.register_buffer("seen", torch.zeros(()))
+            self.register_buffer("seen", torch.zeros(2**19))  # 2 MiB
             self.calls = 0
 
         def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ import tiny
 from hf_memopt import MicrobatchCallback, attach
 from hf_memopt.techniques.microbatching import backbones, whole_micro_batches
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
-from scarcity import Pad, causal_rows, mixed_rows
+from scarcity import Pad, Scarcity, causal_rows, mixed_rows
 
 FLOAT32 = 2**-22
 STEPS, ROWS = 5, 4
@@ -81,13 +81,23 @@ EXCHANGED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXCHANGED)
-def test_a_known_loss_whose_parts_are_exchanged_is_cut_below_it(name: str, tmp_path: Path) -> None:
-    callback = MicrobatchCallback(max_examples=2)
+class Short(Scarcity):
+    """Run out of memory above a number of rows where no graph is made, too."""
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module is self._first() and not torch.is_grad_enabled() and len(args[0]) > self.limit:
+            self.fail()
+
+
+@pytest.mark.parametrize(("name", "limit"), [*((name, ROWS) for name in EXCHANGED), ("fixed_cross_entropy", 2)])
+def test_a_known_loss_whose_parts_are_exchanged_is_cut_below_it(name: str, limit: int, tmp_path: Path) -> None:
+    """Also where half of the rows are compared, since not all of them fit."""
+    callback, model, scarcity = MicrobatchCallback(max_examples=2), llama(), Short(limit)
+    scarcity.watch(model)
     with EXCHANGED[name]():
         whole = run(llama(), tmp_path, causal_rows(20))
-        parts = run(llama(), tmp_path, causal_rows(20), callback)
-    assert callback.tally.cut_steps == STEPS
+        parts = run(model, tmp_path, causal_rows(20), callback)
+    assert (scarcity.errors > 0, callback.tally.cut_steps) == (limit < ROWS, STEPS)
     assert losses(parts) == pytest.approx(losses(whole), abs=1e-5)
     assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
     (change,) = parts.memopt_changes

@@ -17,7 +17,6 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
 
@@ -47,8 +46,7 @@ def repair_gradient_scale(trainer: Any) -> UndoHandle:
     if ignores_items(trainer):
         _divide_by_steps(trainer)
     elif not _is_settled(trainer):
-        watch = _watch_first_step if trainer.compute_loss_func is None else _watch_function
-        return undo_all(restore, watch(trainer))
+        return undo_all(restore, _watch_first_step(trainer))
     return restore
 
 
@@ -77,47 +75,31 @@ def _is_settled(trainer: Any) -> bool:
 
 
 def _watch_first_step(trainer: Any) -> UndoHandle:
-    """Look at the first loss of the training that is accumulated."""
+    """Look at the first loss of the training that is accumulated; divide ``compute_loss_func`` if it is a mean."""
     if is_overridden(trainer, "compute_loss", WATCHES):
         return undo_all()
+    is_mean = None  # of compute_loss_func, which stock never divides
 
     def compute_loss(before: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if model.training and _is_of_use(trainer):
-            finding = _find(trainer, before, model, inputs, *args, **kwargs)
-            handle.remove()
-            _tell(trainer, finding, type(trainer.model).__name__)
-            if finding.is_mean:
-                _divide_by_steps(trainer)
-        return before(model, inputs, *args, **kwargs)
-
-    handle = override_method(trainer, "compute_loss", compute_loss, purpose=WATCHES)
-    return handle
-
-
-def _watch_function(trainer: Any) -> UndoHandle:
-    """Do the same of ``compute_loss_func``, and divide by the steps if it is a mean."""
-    if is_overridden(trainer, "compute_loss", WATCHES):
-        return undo_all()
-    is_mean: list[bool] = []
-
-    def compute_loss(before: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_mean
         function = trainer.compute_loss_func
-        if not is_mean and model.training and function is not None and _is_of_use(trainer):
+        if is_mean is None and model.training and _is_of_use(trainer):
             finding = _find(trainer, before, model, inputs, *args, **kwargs)
-            is_mean.append(finding.is_mean)
-            name = f"<{getattr(function, '__name__', type(function).__name__)}>"
+            is_mean = finding.is_mean and function is not None
+            model_name = type(trainer.model).__name__
+            name = model_name if function is None else f"<{getattr(function, '__name__', type(function).__name__)}>"
             _tell(trainer, finding, name)
-            if finding.is_mean:
+            if is_mean:
                 _record(trainer, "compute_loss_func", name, f"{name} / gradient_accumulation_steps", "it")
-        with ExitStack() as stack:
-            if any(is_mean):  # no number of processes multiplies a mean, in an evaluation either
-                stack.enter_context(set_attribute(trainer.args, AVERAGES, False))
+            elif finding.is_mean:
+                _divide_by_steps(trainer)
+        if not is_mean:
+            if is_mean is not None:
+                handle.remove()
+            return before(model, inputs, *args, **kwargs)
+        with set_attribute(trainer.args, AVERAGES, False):  # nor multiplied by processes, in an evaluation either
             loss = before(model, inputs, *args, **kwargs)
         if not model.training or function is None:
-            return loss
-        if not any(is_mean):
-            if is_mean:
-                handle.remove()
             return loss
         steps = getattr(trainer, "current_gradient_accumulation_steps", 1)
         return (loss[0] / steps, *loss[1:]) if isinstance(loss, tuple) else loss / steps

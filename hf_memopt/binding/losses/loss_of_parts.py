@@ -1,15 +1,13 @@
 """Find out by value how the losses of micro-batches make that of both: they add up, or they average.
 
-Compared are the losses of the two halves of the batch that is about to run and of the whole, forward alone: without
-dropout, with batch norms in evaluation mode, with the same ``num_items_in_batch`` and the same random numbers. Of a
-single row, or where halves show nothing, the parts are the batch twice, one after the other, and then row by row.
-
-A mean that the user divides by the accumulation steps is half as large with twice as many steps. Of a number that
-stands in the code no value tells, so that such a division is watched for.
+Compared are two halves of the batch that is about to run and the whole: forward alone, without dropout, with batch
+norms in evaluation mode, the same ``num_items_in_batch`` and the same random numbers. Of a single row, or where halves
+show nothing, the parts are the batch twice. A mean that the user divides by the accumulation steps is half as large
+with twice as many; a division by a number from outside is watched for, since its value does not change.
 
 Rows that meet in the loss (negatives of the batch) neither add up nor average. Then a loss is taken for a mean if twice
 the count changes nothing and the whole is less than its parts together, or if parts cannot be computed. A loss worth 0,
-as of policy gradients, shows nothing at all, and is left alone.
+as of policy gradients, shows nothing, and is left alone.
 
 The price: forward passes of two batches, once per run; 26 of a loss that draws random numbers. The processes of a run
 decide together and run the same number of passes.
@@ -33,10 +31,10 @@ from hf_memopt.binding.undo import set_attribute
 LARGEST_ERROR = 1e-4  # of the largest loss: rows are added in another order
 LARGEST_ERROR_16_BITS = 5e-2
 SMALLEST = 1e-6  # a smaller loss is a difference of larger numbers
+LARGEST_COPY_BYTES = 2**30  # of a buffer that a forward pass changes, as the queue of a momentum encoder is
 DRAWN = 8  # how often a loss is computed that draws random numbers
 NOTHING, NEITHER, ADDS_UP, AVERAGES = range(4)  # what parts show; of several processes the largest decides
 DIVISIONS = {"__truediv__", "__itruediv__", "div", "div_", "true_divide", "true_divide_"}
-PRODUCTS = {"__mul__", "__rmul__", "__imul__", "mul", "mul_", "multiply"}
 
 
 class Finding(NamedTuple):
@@ -52,7 +50,7 @@ def compare_parts(trainer: Any, model: nn.Module, inputs: Any, items: Any, loss:
     trial = _Trial(trainer, inputs, items, loss, LARGEST_ERROR_16_BITS if is_narrow(trainer, model) else LARGEST_ERROR)
     for has_graph in (False, True):  # a loss that differentiates something needs one
         with ExitStack() as stack:
-            trial.state = stack.enter_context(untraced(trainer, model))
+            trial.state = stack.enter_context(untraced(trainer, model, largest_copy_bytes=LARGEST_COPY_BYTES))
             if has_graph:
                 stack.callback(Gradients(trainer, model).restore)
             for module in model.modules():
@@ -178,48 +176,38 @@ class _Trial:
 
 
 def _parts(inputs: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield what is compared, always three: how it was made, two batches, and both together."""
+    """Yield what is compared, always two: how it was made, two batches, and both together."""
     if not isinstance(inputs, Mapping) or not any(torch.is_tensor(value) and value.dim() for value in inputs.values()):
         return
     rows = row_count(inputs)
     order, middle = list(range(rows)), (rows + 1) // 2
-    twice, row_by_row = (select_rows(dict(inputs), taken, rows) for taken in (2 * order, sorted(2 * order)))
-    if rows > 1:
-        halves = (select_rows(dict(inputs), half, rows) for half in (order[:middle], order[middle:]))
-        yield "two halves of a batch", *halves, inputs
-    else:
-        yield "a batch and its copy", inputs, inputs, twice
-    yield "a batch and its copy", inputs, inputs, twice
-    yield "a batch and its copy, row by row,", inputs, inputs, row_by_row
+    copied = "a batch and its copy", inputs, inputs, select_rows(dict(inputs), 2 * order, rows)
+    halves = (select_rows(dict(inputs), half, rows) for half in (order[:middle], order[middle:]))
+    yield ("two halves of a batch", *halves, inputs) if rows > 1 else copied
+    yield copied
 
 
 class _WatchedDivision(TorchFunctionMode):
-    """Sees whether a loss is divided by a number that is that of the accumulation steps.
-
-    It is where the code names what accumulates. Where it does not, and does not write the number, it is at the end
-    alone: a mean of two losses, a weight or a temperature is such a division too.
+    """Sees whether a loss is divided by as many as the accumulation steps: where the code names what accumulates, or at
+    the end by a number that it does not write. A mean of two losses or a temperature is such a division, too.
     """
 
     def __init__(self, steps: set[int]) -> None:
         super().__init__()
-        self._steps, self._shares = steps, {1 / count for count in steps}
-        self._is_named, self._last, self.loss = False, object(), None
+        self._steps, self._is_named, self._last, self.loss = steps, False, object(), None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function."""
-        name = getattr(function, "__name__", "")
         result = function(*args, **(kwargs or {}))
-        if _has_one(args, self._steps if name in DIVISIONS else self._shares if name in PRODUCTS else set()):
+        if getattr(function, "__name__", "") in DIVISIONS and self._has_steps(args):
             code = sys._getframe(1).f_code
             self._is_named |= any("accum" in one for one in (*code.co_names, *code.co_freevars, *code.co_varnames))
-            if name in DIVISIONS and not _has_one(code.co_consts, self._steps):
-                self._last = result
+            self._last = self._last if self._has_steps(code.co_consts) else result
         return result
 
     def is_divided(self) -> bool:
         """Return whether it is."""
         return self._is_named or self.loss is self._last
 
-
-def _has_one(values: tuple[Any, ...], numbers: set[Any]) -> bool:
-    return any(isinstance(value, (int, float)) and value in numbers for value in values)
+    def _has_steps(self, values: tuple[Any, ...]) -> bool:
+        return any(isinstance(value, (int, float)) and value in self._steps for value in values)

@@ -42,9 +42,10 @@ class StepState:
         of_stock: bool = False,
         others: Iterable[torch.Tensor] = (),
         keeps_norms: bool = True,
+        largest_copy_bytes: int = 2**20,
     ) -> None:
         self._trainer, self._random = trainer, RandomState.capture(trainer.args.device)
-        self._kept = KeptState(what="a step that ran out of memory", others=others)
+        self._kept = KeptState(largest_copy_bytes=largest_copy_bytes, what="a repeated step", others=others)
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
         self._norms: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._classes: list[tuple[type, dict[str, Any]]] = []

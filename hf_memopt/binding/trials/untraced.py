@@ -33,9 +33,9 @@ OFTEN = 0.9  # so that one of a few passes shows it
 
 
 @contextmanager
-def untraced(trainer: Any, model: nn.Module) -> Iterator[StepState]:
+def untraced(trainer: Any, model: nn.Module, largest_copy_bytes: int = 2**20) -> Iterator[StepState]:
     """Run losses without dropout and without a trace in the Trainer, its model and the generators inside the context;
-    yields what puts all of them back in between.
+    yields what puts all of them back in between, but for larger tensors.
     """
     with ExitStack() as stack:
         stack.enter_context(trainer.accelerator.no_sync(model))
@@ -45,7 +45,7 @@ def untraced(trainer: Any, model: nn.Module) -> Iterator[StepState]:
         stack.enter_context(without_dropout(model))
         stack.callback(versions.without_reentrant(model).remove)  # which allows no torch.autograd.grad
         # only now: what it puts back in between drops nothing either
-        state = StepState(trainer, keeps_norms=False)
+        state = StepState(trainer, keeps_norms=False, largest_copy_bytes=largest_copy_bytes)
         stack.callback(state.restore)
         noted = KeptState(what="a check of the loss", others=model.buffers())
         stack.callback(noted.restore)

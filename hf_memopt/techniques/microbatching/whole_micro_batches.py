@@ -123,14 +123,13 @@ class WholeMicroBatches:
 
     def _compare(self, trainer: Any, step: AccumulationStep, loss: KnownLoss, groups: list[list[int]]) -> None:
         """Compare the loss of a batch of a new kind, and in some steps of any, with those of its parts."""
-        inputs, keeps_padding = step.inputs, self.padding.is_kept
-        flags = ((name, code_of(x)) for name, x in tensors_by_name(inputs) if x.dim() < 2)
-        kind = keeps_padding, *inputs, *flags, settings_of(step.model)
+        flags = ((name, code_of(value)) for name, value in tensors_by_name(step.inputs) if value.dim() < 2)
+        kind = self.padding.is_kept, *step.inputs, *flags, settings_of(step.model)
         is_due = self._draw.random() < CHECKED_STEPS or kind not in self.compared
         if trainer.is_fsdp_enabled:  # a process alone in a forward pass would wait for the others
             is_due = bool(largest_of_all(trainer, int(is_due)))
         if is_due and not loss.source.startswith("stated"):
-            compare_with_parts(trainer, step, loss, inputs, groups, keeps_padding)
+            compare_with_parts(trainer, step, loss, groups, self.padding.is_kept)
             self.compared.add(kind)
 
     @contextmanager
@@ -210,46 +209,38 @@ LARGEST_OF_LOSS_16_BITS = 2**-6  # seen: 0.013, T5 in bfloat16, whose losses are
 
 
 def compare_with_parts(
-    trainer: Any,
-    step: AccumulationStep,
-    loss: KnownLoss,
-    batch: Mapping[str, Any],
-    groups: list[list[int]],
-    keeps_padding: bool,
+    trainer: Any, step: AccumulationStep, loss: KnownLoss, groups: list[list[int]], keeps_padding: bool
 ) -> None:
-    """Raise OtherLossError if the loss of a batch is not that of its parts, forward alone and without dropout.
-
-    Of a batch that does not fit fewer rows are compared, two at least.
+    """Raise OtherLossError if the loss of a batch, or of as many rows as fit, is not that of its parts: forward alone,
+    without dropout.
     """
-    rows = row_count(batch)
+    ran_out = False
     try:
         with untraced(trainer, step.model) as state, torch.no_grad():
-            whole = float(loss_of(trainer, step, batch))
-            if state.has_drawn() and float(loss_of(trainer, step, batch)) != whole:
+            whole, joined = float(loss_of(trainer, step, step.inputs)), 0.0
+            if state.has_drawn() and float(loss_of(trainer, step, step.inputs)) != whole:
                 raise OtherLossError(DRAWS)
-            weights, joined = loss.row_weights(batch), 0.0
-            for group in groups:
-                share = 1.0 if weights is None else sum(weights[row] for row in group)
-                if share:
-                    state.restore()
-                    part = take_rows(batch, group, keeps_padding=keeps_padding)
-                    joined += share * float(loss_of(trainer, step, part))
-        largest = max(abs(whole), abs(joined), SMALLEST / float(step.num_items_in_batch or 1))
-        limit = LARGEST_OF_LOSS_16_BITS if is_narrow(trainer, step.model) else LARGEST_OF_LOSS
-        differs = abs(whole - joined) > limit * largest
-        if trainer.is_fsdp_enabled:
-            differs = bool(largest_of_all(trainer, int(differs)))
-        if differs:
-            raise OtherLossError(f"that of a batch is {whole:.6g}, and that of its parts {joined:.6g}")
-        return
+            weights = loss.row_weights(step.inputs)
+            for rows in groups:
+                share = 1.0 if weights is None else sum(weights[row] for row in rows)
+                state.restore()
+                part = take_rows(step.inputs, rows, keeps_padding=keeps_padding)
+                joined += share * float(loss_of(trainer, step, part)) if share else 0.0
     except Exception as error:
         if not is_out_of_memory(error) or trainer.is_fsdp_enabled:
             raise
-    free_failed_step()
-    if rows > 2:
-        fewer = list(range(max(2, rows // 2)))
-        batch = take_rows(batch, fewer, keeps_padding=keeps_padding)
-        compare_with_parts(trainer, step, loss, batch, [[row] for row in fewer], keeps_padding)
+        ran_out = True
+    if ran_out:  # the except block has ended, and with it the frames that hold tensors
+        free_failed_step()
+        fewer = list(range(row_count(step.inputs) // 2))
+        if len(fewer) > 1:
+            step = step._replace(inputs=take_rows(step.inputs, fewer, keeps_padding=keeps_padding))
+            compare_with_parts(trainer, step, loss, [[row] for row in fewer], keeps_padding)
+        return
+    limit = LARGEST_OF_LOSS_16_BITS if is_narrow(trainer, step.model) else LARGEST_OF_LOSS
+    differs = abs(whole - joined) > limit * max(abs(whole), abs(joined), SMALLEST / float(step.num_items_in_batch or 1))
+    if largest_of_all(trainer, int(differs)) if trainer.is_fsdp_enabled else differs:
+        raise OtherLossError(f"that of a batch is {whole:.6g}, and that of its parts {joined:.6g}")
 
 
 # ---- A loss that the user has stated, verified once, on rows of different labels
