@@ -20,6 +20,7 @@ from transformers.models.llama import modeling_llama
 
 import tiny
 from hf_memopt import MicrobatchCallback, attach
+from hf_memopt.binding.trials import names_of_draws, without_dropout
 from hf_memopt.techniques.microbatching import backbones, whole_micro_batches
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
 from scarcity import Pad, Scarcity, causal_rows, mixed_rows
@@ -270,6 +271,41 @@ class OwnLoss(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         outputs = model(**inputs)
         return (outputs.loss * 1.0, outputs) if return_outputs else outputs.loss * 1.0
+
+
+def falcon() -> Any:
+    sizes = {"vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.FalconModel(transformers.FalconConfig(**sizes, hidden_dropout=0.5))
+
+
+def dino() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    jitter = {"pos_embed_shift": 0.5, "pos_embed_jitter": 1.5, "pos_embed_rescale": 2.0, "drop_path_rate": 0.0}
+    return transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**sizes, image_size=16, patch_size=8, **jitter))
+
+
+DRAWING: dict[str, tuple[Callable[[], Any], Callable[[], torch.Tensor]]] = {
+    "SpecAugment": (lambda: wav2vec2().wav2vec2, lambda: torch.ones(2, 700)),
+    "dropout": (falcon, lambda: torch.arange(12).view(2, 6)),
+    "moved positions": (dino, lambda: torch.ones(2, 3, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_a_model_draws_by_its_configuration_is_switched_off(name: str) -> None:
+    build, batch = DRAWING[name]
+    model = build().train()
+    before = dict(vars(model.config))
+
+    def outputs() -> torch.Tensor:
+        with torch.no_grad():
+            return model(batch())[0]
+
+    assert not torch.equal(outputs(), outputs())
+    with without_dropout(model):
+        assert torch.equal(outputs(), outputs())
+    assert vars(model.config) == before
+    assert name == "dropout" or names_of_draws(model) == name
 
 
 def test_spec_augment_is_drawn_in_each_part_whichever_way_it_is_cut(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -147,10 +147,9 @@ class _Trial:
 
     def _value_if_any(self, batch: Any) -> float:
         """Return the loss of a batch; nan where it fails, as that of half a pair does."""
-        try:
+        with suppress(Exception):
             return self._value(batch)
-        except Exception:
-            return math.nan
+        return math.nan
 
     def _divides_by_steps(self) -> bool:
         trainer, steps = self._trainer, self._trainer.args.gradient_accumulation_steps
@@ -162,8 +161,8 @@ class _Trial:
             stack.enter_context(set_attribute(trainer.args, "gradient_accumulation_steps", 2 * steps))
             stack.enter_context(set_attribute(trainer, "current_gradient_accumulation_steps", 2 * of_window))
             half = self._value(self._inputs, goes_on=True)
-        is_divided = watch.is_divided() or abs(half - whole / 2) <= 100 * LARGEST_ERROR * abs(whole)
-        return not self._in_any_process(not is_divided)
+        is_divided = watch.is_named or watch.loss is watch.last
+        return not self._in_any_process(not is_divided and abs(half - whole / 2) > 100 * LARGEST_ERROR * abs(whole))
 
     def _in_any_process(self, answer: bool) -> bool:
         return bool(self._largest_of_all(int(answer)))
@@ -194,20 +193,16 @@ class _WatchedDivision(TorchFunctionMode):
 
     def __init__(self, steps: set[int]) -> None:
         super().__init__()
-        self._steps, self._is_named, self._last, self.loss = steps, False, object(), None
+        self._steps, self.is_named, self.last, self.loss = steps, False, object(), None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function."""
         result = function(*args, **(kwargs or {}))
         if getattr(function, "__name__", "") in DIVISIONS and self._has_steps(args):
             code = sys._getframe(1).f_code
-            self._is_named |= any("accum" in one for one in (*code.co_names, *code.co_freevars, *code.co_varnames))
-            self._last = self._last if self._has_steps(code.co_consts) else result
+            self.is_named |= any("accum" in one for one in (*code.co_names, *code.co_freevars, *code.co_varnames))
+            self.last = self.last if self._has_steps(code.co_consts) else result
         return result
-
-    def is_divided(self) -> bool:
-        """Return whether it is."""
-        return self._is_named or self.loss is self._last
 
     def _has_steps(self, values: tuple[Any, ...]) -> bool:
         return any(isinstance(value, (int, float)) and value in self._steps for value in values)

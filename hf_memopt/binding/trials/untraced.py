@@ -65,11 +65,11 @@ def without_dropout(model: nn.Module, *, mixes: bool = False) -> Iterator[None]:
                 if isinstance(old, float) and (name != "p" or is_known or 0 < old < OFTEN):
                     probability = OFTEN if mixes and name == "p" and not is_known else 0.0
                     stack.callback(set_attribute(module, name, probability).remove)
-            config = getattr(module, "config", None)
+            own = getattr(getattr(module, "config", None), "__dict__", {})  # no name of another attribute
             for name in (*DROPOUTS, *AUGMENTATIONS):
-                if value := getattr(config, name, None):
-                    none = value is not True and None
-                    stack.callback(set_attribute(config, name, 0.0 if name in DROPOUTS else none).remove)
+                if old := own.get(name):
+                    off = 0.0 if name in DROPOUTS else False if old is True else None
+                    stack.callback(set_attribute(module.config, name, off).remove)
         yield
 
 
