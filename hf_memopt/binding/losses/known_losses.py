@@ -4,7 +4,7 @@ A loss is known by construction: the Trainer's ``training_step`` and ``compute_l
 model's code and all hooks on it are from packages that are listed, and its loss is one whose source was read
 (``head_losses``; losses of sentence-transformers by their class). Then it is a sum that ``num_items_in_batch`` divides,
 whose parts add up, or one mean: over rows, labels, labels without the first of each row. What is not known is no less
-trained; only not this way.
+trained; only not this way. Names do not show what was exchanged: the first batches are compared with their parts.
 
 Limitations: none of batch norms, CLIP and BigBird, whose rows depend on each other, is looked for here.
 """

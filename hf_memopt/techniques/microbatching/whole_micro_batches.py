@@ -1,6 +1,8 @@
 """Run a batch whose loss is a known sum or mean over rows in whole micro-batches, forward and backward one by one.
 
-Padding that a micro-batch does not need is cut off, unless the loss of a row differs with it (``padding_check``).
+Padding that a micro-batch does not need is cut off, unless the loss of a row differs with it (``padding_check``). What
+a loss calls may have been exchanged, so that of the first batch of each kind, and of one step in 200, is compared with
+that of its parts: forward alone, the price of two forward passes.
 
 Between processes under DDP gradients are shared in the backward pass of the last micro-batch alone.
 
