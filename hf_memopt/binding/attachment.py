@@ -34,9 +34,9 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     Call it once the Trainer is built and before ``trainer.train()``, in every process of the run; calling it again is
     harmless. Callbacks in ``Trainer(callbacks=...)`` do the same by themselves before the Trainer is first used
     (``passed_parts``). Nothing of the data is read. Each decision is a ``Change`` in the tuple
-    ``trainer.memopt_changes``; a loss that is not one of transformers', a ``compute_loss_func`` too, is watched in the
-    first step, so the list is complete after that. A repaired scale weighs the accumulation steps of an optimizer step
-    equally, however many labels each has.
+    ``trainer.memopt_changes``; losses of parts of a batch are compared in the first step that accumulates, so the list
+    is complete after that. A repaired scale weighs the accumulation steps of an optimizer step equally, however many
+    labels each has.
 
     Each checkpoint gets a manifest, and a run resumes from whole checkpoints only (``checkpoint_manifest``):
     ``resume_from_checkpoint=True`` means the last whole one, and one that is asked for and is not whole raises.
