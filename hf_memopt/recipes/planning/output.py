@@ -10,9 +10,9 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.step_time import equally_fast
+from hf_memopt.recipes.planning.choice import best_of
 from hf_memopt.recipes.planning.report_figures import report_figures
 from hf_memopt.recipes.planning.request import GOALS
-from hf_memopt.recipes.planning.search import best_of
 from hf_memopt.recipes.planning.set_ups import CHECKPOINTING
 from hf_memopt.recipes.planning.sharing import sharing_text
 from hf_memopt.reports.plan import FORMAT

@@ -18,7 +18,6 @@ import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices import Gpu, current_gpu
@@ -27,27 +26,19 @@ from hf_memopt.memory.distributed import ZERO_STAGES
 from hf_memopt.memory.models import checked_task
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.settings import StepSettings
-from hf_memopt.memory.step_time import equally_fast
 from hf_memopt.plain_data import Count, check_value, check_word
+from hf_memopt.recipes.planning.choice import best_of, easy_of, why_not_full, with_reason
 from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.recipes.planning.model_and_rows import LONG_ROW, Texts, assumptions, can_tile, facts_of, name_to_load
 from hf_memopt.recipes.planning.nearest import NAMES, shortfall_of
-from hf_memopt.recipes.planning.request import (
-    GOALS,
-    METHODS,
-    checked_allow,
-    checked_batch,
-    planned_os,
-    read_gpu,
-)
+from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, planned_os, read_gpu
 from hf_memopt.recipes.planning.result import Plan
-from hf_memopt.recipes.planning.search import EASE_SHARE, best_of, fits_with_ease
-from hf_memopt.recipes.planning.set_ups import LINUX_ONLY, on_host
+from hf_memopt.recipes.planning.set_ups import LINUX_ONLY
 from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
 from hf_memopt.reports import Measurement, named_measurement
-from hf_memopt.units import format_bytes, format_number, parse_bytes, percent
+from hf_memopt.units import format_bytes, parse_bytes, percent
 
 if TYPE_CHECKING:
     import os
@@ -185,7 +176,7 @@ def plan(
     )
     named = None if gpu is None and budget is not None else found_gpu.name
     asked = {"gpu": named, "budget": budget, "task": task, **media, "host_memory": host_memory}
-    reasoned = tuple(_with_reason(one, chosen, candidates, goal, found_gpu) for one in candidates)
+    reasoned = tuple(with_reason(one, chosen, candidates, goal, found_gpu) for one in candidates)
     return Plan(
         model=simulation.model_name,
         parameters=simulation.parameters,
@@ -240,9 +231,11 @@ def _notes(
     if chosen is not None and method == "auto":
         tried = list(NAMES)[: list(NAMES).index(chosen.stage)]
         tried = [stage for stage in dict.fromkeys(one.stage for one in candidates) if stage in tried]
-        harder = best_of(one for one in candidates if one.stage == "full") if "full" in tried else None
+        full = [one for one in candidates if one.stage == "full"] if "full" in tried else []
+        harder = best_of(easy_of(full)) or best_of(full)
         if harder is not None:
-            yield f"full training {_unease(harder, chosen)}: {NAMES[chosen.stage]} was chosen; method='full' plans it"
+            why = why_not_full(harder, chosen, candidates)
+            yield f"full training {why}: {NAMES[chosen.stage]} was chosen; method='full' plans it"
         elif tried:
             without = " nor ".join(NAMES[stage] for stage in tried)
             neither = "neither " if len(tried) > 1 else ""
@@ -297,111 +290,3 @@ def _of_host(simulation: Simulation, candidates: Sequence[Candidate], chosen: Ca
     elif chosen is None and lacking:
         least = min(lacking, key=lambda one: (one.spare_bytes < one.margin_bytes, one.host_bytes))
         yield f"{least.name} needs {format_bytes(least.host_bytes)} of host memory, and there are {has}, {where}"
-
-
-# ---- Reasons
-
-
-def _with_reason(
-    one: Candidate, chosen: Candidate | None, candidates: Sequence[Candidate], goal: str, gpu: Gpu
-) -> Candidate:
-    """Return a candidate with its reason; the chosen one with a recipe that says what it is for."""
-    reason = _reason(one, chosen, candidates, goal)
-    if one is not chosen:
-        return replace(one, reason=reason)
-    length = "" if one.seq_len is None else f" at {one.seq_len} tokens"
-    needs = f"{format_bytes(one.total_bytes)} of {format_bytes(gpu.usable_bytes)}"
-    how = "computed, and corrected by a measurement" if one.corrected else "computed and not measured"
-    purpose = f"{one.name}{length} on {gpu.name}: {needs}, {how}"
-    reasons = {**one.recipe.reasons, "per_device_train_batch_size": reason}
-    return replace(one, reason=reason, recipe=one.recipe.replace(purpose=purpose, reasons=reasons))
-
-
-def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candidate], goal: str) -> str:
-    if chosen is not None and one is chosen:
-        return _why_chosen(one, candidates, goal)
-    if one.verdict == "over":
-        whole = " with the effective batch as one, which a released gradient needs" * (not one.recipe.accumulates)
-        return f"{one.says()}{whole}"
-    if one.consents:
-        words = ", ".join(map(repr, one.consents))
-        return f"{one.says()}; needs your consent: allow=({words},)"
-    if one.verdict == "tight":
-        return f"{one.says()}: less than the {format_bytes(one.margin_bytes)} that an estimate may be wrong by"
-    if chosen is None:
-        return one.says()
-    waste = _buys_nothing(one, candidates, goal)
-    if waste:
-        return waste
-    if one.stage == "full" != chosen.stage:
-        return _unease(one, chosen)
-    times = f"{one.cost / chosen.cost:.2f} x the {_time(one)} of the chosen"
-    if one.stage != chosen.stage:
-        return f"{times}, but {NAMES[chosen.stage]} comes first"
-    if one not in _considered(candidates, chosen, goal):
-        return _unease(one, chosen)
-    if goal == "memory" and not equally_fast(one.total_bytes, chosen.total_bytes):
-        return f"needs {format_bytes(one.total_bytes - chosen.total_bytes)} more than the chosen"
-    if goal == "longest" and one.seq_len != chosen.seq_len:
-        return f"rows of {one.seq_len} tokens, and {chosen.seq_len} fit"
-    if equally_fast(one.cost, chosen.cost):
-        return f"within 5 % of the chosen, which is {'simpler' if chosen.simplicity < one.simplicity else 'faster'}"
-    return times
-
-
-def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> str:
-    fitting = _considered(candidates, one, goal)
-    if not fitting:
-        return "nothing fits with 5 % to spare, and this leaves most"
-    fastest = min(fitting, key=lambda other: other.cost)
-    if goal == "memory":
-        return "the least memory that fits; of set-ups within 5 % of it the fastest"
-    longest = f"the longest rows that fit, {one.seq_len} tokens; " if goal == "longest" else ""
-    is_not_all = any(other.fits and other.cost < fastest.cost for other in candidates)
-    kind, ease = (f" of {NAMES[one.stage]}", " with ease" * (one.stage == "full")) if is_not_all else ("", "")
-    if one.recipe.streamed:
-        hides = "" if one.hiding_tokens is None else f", and copies hide from {one.hiding_tokens:,.0f} tokens a pass on"
-        longest += f"nothing fits without host memory, of which this takes {format_bytes(one.host_bytes)}{hides}; "
-    most = "the fastest" if one.seconds is not None else "the least assumed time"
-    first = f"{most} of the {len(fitting)}{kind} that fit{ease}"
-    if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):
-        return f"{longest}{first}"
-    return f"{longest}within 5 % of {first}, and simpler"
-
-
-def _considered(candidates: Sequence[Candidate], chosen: Candidate, goal: str) -> list[Candidate]:
-    """Return those of the chosen one's method that could be chosen: full training beside LoRA has to fit with ease."""
-    fitting = [one for one in candidates if one.fits and one.stage == chosen.stage]
-    is_beside_lora = chosen.stage == "full" and goal == "speed" and any(one.stage == "lora" for one in candidates)
-    easy = [one for one in fitting if fits_with_ease(one)] if is_beside_lora else []
-    return easy or fitting
-
-
-def _unease(one: Candidate, chosen: Candidate) -> str:
-    """Return what full training needs that fits, but not with ease."""
-    names = " and ".join(technique.name for technique in on_host(one.techniques))
-    leaves = f"leaves {percent(one.spare_bytes / one.usable_bytes, 1)} of the GPU, less than {percent(EASE_SHARE)}"
-    needs = f"needs {names}" if names else leaves
-    return f"{needs}, and takes {one.cost / chosen.cost:.2f} x the {_time(one)} of the chosen"
-
-
-def _buys_nothing(one: Candidate, candidates: Sequence[Candidate], goal: str) -> str:
-    """Return that a technique is of no use, as the same without it fits with as many rows; "" where it is of some.
-
-    Where memory is the goal, 5 % less of it are of use.
-    """
-    for technique, other in product(one.techniques, candidates):
-        if not one.adds(technique, to=other) or one.rows != other.rows or not other.fits or one.cost < other.cost:
-            continue
-        freed_bytes = other.total_bytes - one.total_bytes
-        if goal != "memory" or equally_fast(one.total_bytes, other.total_bytes):
-            times = one.cost / other.cost
-            seconds = "" if one.seconds is None else f", {format_number(one.seconds)} s a step"
-            price = f"no more {_time(one)}" if times < 1.005 else f"{times:.2f} x the {_time(one)}{seconds}"
-            frees = f"frees {format_bytes(freed_bytes)} that nothing needs" if freed_bytes > 0 else "frees nothing"
-            return f"{technique.name} buys nothing: without it {other.batch} fits too; it {frees}, for {price}"
-    return ""
-
-
-def _time(one: Candidate) -> str:
-    return "assumed time" if one.seconds is None else "time"

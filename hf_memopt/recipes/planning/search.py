@@ -4,9 +4,10 @@
   by ``largest_that_fits``. All rows at once may fit where a single one does not: without accumulation, gradients
   appear while activations are freed.
 - Bound: no micro-batch of a set-up is faster than all rows at once. Where another candidate that fits is as simple and
-  at least as fast as these, or more than 5 % faster, no smaller one is simulated.
+  at least as fast as these, or so much faster that it earns its place whatever it has, no smaller one is simulated.
 - A technique that only saves memory is never faster than the set-up without it (``SetUp.plainer``), so it is simulated
-  only with more rows than fit without it, and where those may still be fast enough.
+  only with more rows than fit without it, and where those may still be fast enough. What is searched for with ease, 8 %
+  of the GPU, has no technique without which as many rows fit with 5 %.
 - Offloading and expandable segments save little: they are simulated only where each set-up without one of them was
   simulated with the same rows, which are the next to those that fit.
 - Weights, gradients that are not released, and optimizer state are there whatever the rows and whatever is recomputed.
@@ -26,7 +27,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
-from hf_memopt.memory.step_time import SAME_FRACTION, equally_fast
+from hf_memopt.memory.step_time import SAME_FRACTION
+from hf_memopt.recipes.planning.choice import EASE_SHARE
 from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS, SetUp, Technique, on_host
 from hf_memopt.units import format_duration
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 
 SAVES_LITTLE = {OFFLOAD, SEGMENTS}
-EASE_SHARE = 0.08  # of a GPU, which full training leaves where it is recommended before LoRA
+MOST_BEYOND = 5  # techniques of one set-up that another may lack: attention, state, memory, tiles, segments
 
 
 def search(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
@@ -56,12 +58,8 @@ def search(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
 
 def _room(one: Candidate, simulation: Simulation) -> int:
     """Return the bytes that a candidate leaves beside those that it has to; negative for what it lacks."""
-    return one.spare_bytes - (math.ceil(EASE_SHARE * one.usable_bytes) if simulation.with_ease else one.margin_bytes)
-
-
-def fits_with_ease(one: Candidate) -> bool:
-    """Return whether a candidate leaves 8 % of the GPU, with neither optimizer state nor activations in host memory."""
-    return one.fits and one.spare_bytes >= EASE_SHARE * one.usable_bytes and not on_host(one.techniques)
+    left = math.ceil(EASE_SHARE * one.usable_bytes) if simulation.with_ease else one.margin_bytes
+    return one.spare_bytes - max(left, simulation.left_bytes)
 
 
 def _counted(set_ups: Sequence[SetUp], simulation: Simulation) -> Iterator[SetUp]:
@@ -85,6 +83,7 @@ class _Tried:
 def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
     """Simulate the fastest set-up, and the simplest of those that are as fast."""
     known: dict[tuple[Technique, ...], _Tried] = {}
+    by_techniques = {one.techniques: one for one in set_ups}
     fitting: list[Candidate] = []
     too_large = set()  # what is held in any case
     for set_up in _counted(set_ups, simulation):
@@ -106,13 +105,23 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
             continue
         found = tried.simulated = most_rows(set_up, simulation, counts, fitting)
         fits = [one for one in found if _room(one, simulation) >= 0]
-        fitting += fits
+        if simulation.with_ease:
+            without = [by_techniques[techniques] for techniques in plainer]
+            fitting += [one for one in fits if not any(_fits(plain, one.rows, simulation) for plain in without)]
+            fits = [one for one in found if one.fits]
+        else:
+            fitting += fits
         of_no_use = (one for one in found if one in fits or not _may_matter(one.cost, set_up, fitting))
         tried.most = max([tried.most, *(one.rows for one in of_no_use)])
         if found and found[-1].rows == simulation.share:
             tried.least_cost = found[-1].cost
         if any(one.floor_bytes > one.usable_bytes for one in found):
             too_large.add(set_up.held)
+
+
+def _fits(set_up: SetUp, rows: int, simulation: Simulation) -> bool:
+    one = simulation.of(set_up, rows)
+    return one is not None and one.fits
 
 
 def most_rows(
@@ -170,31 +179,13 @@ def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation) -> None
         largest_that_fits(counts, spare_bytes, first=(counts[0], counts[-1]))
 
 
-def best_of(candidates: Iterable[Candidate], goal: str = "speed") -> Candidate | None:
-    """Return the best candidate that fits, or None: by the goal, and of those within 5 % of it the simplest.
-
-    Of two with the same techniques the faster one is the better.
-    """
-    fitting = [candidate for candidate in candidates if candidate.fits]
-    if not fitting:
-        return None
-    if goal == "longest":
-        longest = max(candidate.seq_len or 0 for candidate in fitting)
-        fitting = [candidate for candidate in fitting if (candidate.seq_len or 0) == longest]
-    if goal == "memory":
-        least = min(candidate.total_bytes for candidate in fitting)
-        fitting = [candidate for candidate in fitting if equally_fast(candidate.total_bytes, least)]
-    fastest = min(candidate.cost for candidate in fitting)
-    equal = [candidate for candidate in fitting if equally_fast(candidate.cost, fastest)]
-    return min(equal, key=lambda candidate: (candidate.simplicity, candidate.cost))
-
-
 def _may_matter(cost: float, set_up: SetUp, fitting: Iterable[Candidate]) -> bool:
-    """Return whether a set-up that takes ``cost`` at least may be the best of those that fit, or the fastest."""
-    for one in fitting:
-        if one.cost <= cost and (one.simplicity <= set_up.simplicity or not equally_fast(one.cost, cost)):
-            return False
-    return True
+    """Return whether a set-up that takes ``cost`` at least may be the best of those that fit, or the fastest.
+
+    Of what fits and is as fast as one that fits only the simpler counts, so this has no more than ``MOST_BEYOND``.
+    """
+    beaten = cost * (1 - SAME_FRACTION) ** MOST_BEYOND
+    return not any(one.cost < beaten or (one.cost <= cost and one.simplicity <= set_up.simplicity) for one in fitting)
 
 
 def _bytes_as_one(least: Candidate) -> int:

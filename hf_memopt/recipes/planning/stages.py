@@ -1,7 +1,7 @@
 """Search method after method: full training, with consent freezing, then LoRA, then QLoRA, until something fits.
 
-Where LoRA may follow and speed is the goal, full training has to fit with ease: without optimizer state or activations
-in host memory, and with 8 % of the GPU to spare. What of it fits with less ease is simulated once LoRA was taken.
+Where LoRA may follow and speed is the goal, full training has to fit with ease, and no LoRA may be much better than it
+in float32: rules 3 and 4 of ``choice``. What of it fits with less ease is simulated once LoRA was taken.
 
 Beside the search, and for what a plan shows of it, four things are simulated: what checkpointing would cost and free
 of the chosen set-up; what LoRA would, with as many rows; what bfloat16 weights would, which need consent; and where
@@ -17,8 +17,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory import largest_that_fits
+from hf_memopt.recipes.planning.choice import RIVAL_MEMORY, best_of, easy_of, rival_of
 from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
-from hf_memopt.recipes.planning.search import best_of, fits_with_ease, least_set_ups, most_rows, search
+from hf_memopt.recipes.planning.search import least_set_ups, most_rows, search
 from hf_memopt.recipes.planning.set_ups import ADAPTERS, BF16_WEIGHTS, CHECKPOINTING, ModelFacts, SetUp, set_ups
 from hf_memopt.recipes.planning.sharing import PLAIN_OPTIMIZER, Sharing
 
@@ -87,7 +88,9 @@ class StageSearch:
             passes.insert(0, (False, True))
         for offload, with_ease in passes:
             for stage in stages:
-                if (chosen := self._searched(stage, offload, with_ease and stage == "full")) is not None:
+                is_before_lora = with_ease and stage == "full"
+                chosen = self._searched(stage, offload, is_before_lora)
+                if chosen is not None and not (is_before_lora and self._has_rival(chosen)):
                     return chosen
         tight = [one for stage in stages for one in self._of(stage) if one.verdict == "tight"]
         if not tight:
@@ -118,11 +121,18 @@ class StageSearch:
             if is_wanted and (sharing is None or self.simulation.goal == "memory" or not plain):
                 self.simulation.sharing, self.simulation.with_ease = sharing, with_ease
                 search(self.set_ups(stage), self.simulation)
-            best = best_of(
-                filter(fits_with_ease, self._of(stage)) if with_ease else self._of(stage), self.simulation.goal
-            )
+            best = best_of(easy_of(self._of(stage)) if with_ease else self._of(stage), self.simulation.goal)
         self.simulation.with_ease = False
         return best
+
+    def _has_rival(self, chosen: Candidate) -> bool:
+        """Return whether LoRA, simulated in half of the memory, is recommended before the best full training."""
+        if chosen.recipe.precision == "fp32":
+            self.simulation.sharing = chosen.sharing
+            self.simulation.left_bytes = chosen.usable_bytes - int(RIVAL_MEMORY * chosen.total_bytes)
+            search([one for one in self.set_ups("lora") if {*one.techniques[1:]} <= {CHECKPOINTING}], self.simulation)
+            self.simulation.left_bytes = 0
+        return rival_of(chosen, self.simulation.candidates) is not None
 
     def _of(self, stage: str) -> list[Candidate]:
         """Return the candidates of a stage with the length of now."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import re
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +16,9 @@ from hf_memopt import Plan, custom_gpu, estimate
 from hf_memopt.components import verdict_of
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.recipes.planning import facts_of, print_plan
+from hf_memopt.recipes.planning.choice import best_of, easy_of
 from hf_memopt.recipes.planning.model_and_rows import Texts
 from hf_memopt.recipes.planning.report_figures import settle
-from hf_memopt.recipes.planning.search import best_of, fits_with_ease
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation, priced_on
 
@@ -41,8 +40,8 @@ def exhaustive(memory: str, batch: int, *, with_ease: bool = False, **options: A
             for rows in simulation.row_counts(set_up)
         ]
     assert len(every) > 50
-    is_wanted = fits_with_ease if with_ease else bool
-    return named(best_of([one for one in every if one is not None and is_wanted(one)], goal))
+    found = [one for one in every if one is not None]
+    return named(best_of(easy_of(found) if with_ease else found, goal))
 
 
 def named(one: Candidate | None) -> tuple[str, str] | None:
@@ -158,18 +157,6 @@ def test_of_equally_fast_set_ups_the_first_in_this_order_wins() -> None:
     ]
     assert all(simplicity[one] < simplicity[other] for one, other in pairwise(order))
     assert max(simplicity.values()) < min(one.simplicity for one in every if one.consents)
-
-
-@pytest.mark.parametrize(("times", "is_simpler_best"), [(1.04, True), (1.08, False)])
-def test_of_candidates_within_5_percent_the_simpler_is_the_best(
-    times: float, is_simpler_best: bool, found: Plan
-) -> None:
-    one = next(one for one in found.candidates if one.fits)
-    simpler = replace(one, simplicity=(0, 0, 0), ranking_seconds=times)
-    faster = replace(one, simplicity=(0, 1, 0), ranking_seconds=1.0)
-    too_large = replace(faster, ranking_seconds=0.5, usable_bytes=one.total_bytes)
-    assert best_of([faster, too_large, simpler]) is (simpler if is_simpler_best else faster)
-    assert best_of([too_large]) is None
 
 
 @pytest.mark.parametrize("task", ["masked-lm", "sequence-classification"])
