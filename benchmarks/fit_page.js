@@ -2,7 +2,7 @@
 const UNIT = 2 ** 16, GIB = 2 ** 30;
 const [CONTEXT, UNUSED] = ["CUDA context", "reserved, not in use"];
 const TITLES = {full: "full fine-tuning", lora: "LoRA", qlora: "QLoRA"};
-const WORDS = {fits: "It fits", tight: "Too close to tell", over: "It does not fit"};
+const WORDS = {fits: "It fits", tight: "Too close to tell", over: "It does not fit the GPU alone"};
 const at = (id) => document.getElementById(id);
 const gib = (size) => (size / GIB).toFixed(2);
 const three = (value) => Number(value.toPrecision(3)).toLocaleString("en");

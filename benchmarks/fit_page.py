@@ -156,6 +156,11 @@ def packed(data: bytes) -> str:
     return base64.b64encode(made[:9] + b"\x03" + made[10:]).decode()  # Unix, which Python 3.13 calls unknown
 
 
+def shown_models() -> set[str]:
+    """Return the models of the page."""
+    return set(pq.read_table(DATA, columns=["model"])["model"].to_pylist())
+
+
 def by_organisation(names: set[str]) -> dict[str, list[str]]:
     """Return the models by who made them."""
     found: dict[str, list[str]] = {}

@@ -27,6 +27,7 @@ OUT = results_file.RESULTS / "plans.jsonl"
 EXAMPLE_PLAN = results_file.RESULTS / "plan-example.json"  # of which README's picture is made
 CASE = "plan"
 EFFECTIVE_BATCH = 32
+HOST_MEMORY = "32GiB"  # the same on every machine; for layers that wait there where nothing fits the GPU alone
 GPUS = ("RTX 3050 4GB", "RTX 4060", "RTX 3060 12GB", "T4", "RTX 3090")
 MODELS: tuple[tuple[str, int | None], ...] = (  # with the tokens of every row
     ("roberta-base", 512),
@@ -82,7 +83,7 @@ def planned(cell: Cell) -> Plan:
         effective_batch_size=cell.effective_batch_size,
         method=cell.method,
         allow=cell.allow,
-        host_memory=0,  # the same on every machine
+        host_memory=HOST_MEMORY,
     )
 
 
@@ -108,6 +109,7 @@ def figures_of(cell: Cell, found: Plan) -> dict[str, Any]:
         "parameters": found.parameters,
         "trains_all": recipe.lora is None and not recipe.freeze,
         "clipping": not recipe.gradient_release,
+        **({"host_bytes": shown.host_bytes} if recipe.streamed else {}),
         **({"text": found.table(80)} if cell == EXAMPLE else {}),
     }
 
@@ -165,7 +167,9 @@ def plans_table() -> str:
     note = (
         f"What `plan` chooses with nothing allowed that changes the training but LoRA and QLoRA: micro-batch x "
         f"accumulation steps of {EFFECTIVE_BATCH} examples, GiB of the GPU, predicted tokens (images) per second; "
-        "whisper: tokens of the labels. c: computed, m: measured (`python benchmarks/plans.py`)."
+        "whisper: tokens of the labels. Streamed: it does not fit the GPU alone, and the weights of the layers wait in "
+        f"host memory, of which {HOST_MEMORY.replace('GiB', ' GiB')} are assumed. c: computed, m: measured "
+        "(`python benchmarks/plans.py`)."
     )
     return results_file.markdown(f"| model, tokens | {' | '.join(heads)} |", lines, note)
 
@@ -176,7 +180,9 @@ def _cell(rows: dict[str, dict[str, Any]], cell: Cell) -> str:
         return "-"
     size = f"{to_gib(found['total_bytes']):.1f} GiB"
     speed = "" if found["per_second"] is None else f", {_rounded(found['per_second'])}/s"
-    return f"{STAGES[found['stage']]} {found['batch']}<br>{size}{speed} {MARKS[found['basis']]}"
+    host = f" + {to_gib(found['host_bytes']):.1f} of the host" if "host_bytes" in found else ""
+    streamed = "streamed " * bool(host)
+    return f"{streamed}{STAGES[found['stage']]} {found['batch']}<br>{size}{host}{speed} {MARKS[found['basis']]}"
 
 
 def _figures(rows: dict[str, dict[str, Any]], cell: Cell) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Write the generated parts of README.md and docs/ between their markers, and README's picture, from the code and the
-last rows in ``benchmarks/results``; each program there has its table.
+last rows in ``benchmarks/results``; each program there has its table. Counts of models and GPUs in sentences have
+markers, too.
 
 python benchmarks/table.py            # rewrite the pages
 python benchmarks/table.py --check    # exit code 1 if they are not current
@@ -20,6 +21,7 @@ import batching_end_to_end
 import checkpointing
 import estimation
 import experts
+import fit_page
 import four_setups
 import fused_cross_entropy
 import gpu_figures
@@ -40,9 +42,13 @@ from table_of_code import cli_help, compatibility, presets, tested_versions
 from table_of_demo import demo_results, demo_table, rescue_log
 from table_pictures import stale_pictures, write_pictures
 
+from hf_memopt import GPUS
+from hf_memopt.memory.models import known_models
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(r"(?P<begin><!-- (?P<name>[\w-]+):begin -->\n).*?(?P<end><!-- (?P=name):end -->)", re.DOTALL)
+COUNTED = re.compile(r"(?P<begin><!--(?P<name>[\w-]+)-->)\d*(?P<end><!---->)")
 
 
 def _of(table: Callable[[Any], str], case: str, program: str | None = None) -> Callable[[], str]:
@@ -98,13 +104,22 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 
 
+COUNTS: dict[str, Callable[[], int]] = {
+    "models": lambda: len(known_models()),
+    "gpus": lambda: len(GPUS),
+    "models-of-the-page": lambda: len(fit_page.shown_models()),
+    "gpus-of-the-page": lambda: sum(map(len, fit_page.by_size().values())),
+}
+
+
 def rendered(text: str) -> str:
     """Return the page with every generated part made anew."""
 
     def made(marked: re.Match[str]) -> str:
         return f"{marked['begin']}{SECTIONS[marked['name']]()}\n{marked['end']}"
 
-    return MARKED.sub(made, text)
+    counted = COUNTED.sub(lambda marked: f"{marked['begin']}{COUNTS[marked['name']]()}{marked['end']}", text)
+    return MARKED.sub(made, counted)
 
 
 def unplaced(texts: Iterable[str]) -> list[str]:

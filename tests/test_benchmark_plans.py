@@ -29,7 +29,13 @@ def test_every_parameter_of_the_largest_model_is_trained_on_its_gpu(model: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "gpu"), [("roberta-base", "RTX 3050 4GB"), ("vit-base-patch16-224", "T4"), ("Llama-3.2-1B", "RTX 4060")]
+    ("model", "gpu"),
+    [
+        ("roberta-base", "RTX 3050 4GB"),
+        ("vit-base-patch16-224", "T4"),
+        ("Llama-3.2-1B", "RTX 4060"),
+        ("Llama-3.1-8B", "RTX 3050 4GB"),
+    ],
 )
 def test_a_cell_of_the_table_is_what_plan_says(model: str, gpu: str) -> None:
     [cell] = [cell for cell in plans.MODEL_CELLS if (cell.model, cell.gpu) == (model, gpu)]
@@ -57,6 +63,7 @@ def test_cells_of_readmes_tables() -> None:
 
     assert shown() == "QLoRA 1 x 32<br>7.0 GiB, 1,200/s c"
     assert shown(basis="measured", per_second=None) == "QLoRA 1 x 32<br>7.0 GiB m"
+    assert shown(host_bytes=5 * 2**30) == "streamed QLoRA 1 x 32<br>7.0 GiB + 5.0 of the host, 1,200/s c"
     assert shown(fits=False) == "-"
     assert [plans._rounded(value) for value in (9.87, 98.7, 987.0, 123456.0)] == ["9.9", "99", "990", "120,000"]
     with pytest.raises(SystemExit, match=r"was not planned; expected a row of it\. Run: python benchmarks/plans\.py"):

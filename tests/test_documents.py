@@ -43,6 +43,18 @@ def test_generated_parts_of_the_pages_are_current() -> None:
     assert stale == [], "run: python benchmarks/table.py"
 
 
+def test_counts_of_models_and_gpus_are_generated() -> None:
+    by_hand = re.compile(r"\b\d{3} (?:(?:known|well-known|other) )?(?:models|GPUs|well-known|names)\b")
+    texts = {page.name: page.read_text(encoding="utf-8") for page in table.PAGES}
+    assert {name: by_hand.findall(text) for name, text in texts.items() if by_hand.search(text)} == {}
+    counted = {name: [marked["name"] for marked in table.COUNTED.finditer(text)] for name, text in texts.items()}
+    assert {one for names in counted.values() for one in names} == {*table.COUNTS}
+    models, gpus = (table.COUNTS[f"{what}-of-the-page"]() for what in ("models", "gpus"))
+    assert not [name for name, text in texts.items() if re.search(r"^<!--[\w-]+-->\d", text, re.MULTILINE)]  # of HTML
+    title = f"<title>Does it fit? Training memory of {models} models on {gpus} GPUs</title>"
+    assert title in (ROOT / "docs" / "does-it-fit.html").read_text(encoding="utf-8")
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     reference = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("api*.md")))
     named = re.findall(r"^::: (\S+)\.(\w+)$", reference, flags=re.MULTILINE)

@@ -7,11 +7,16 @@ from random import Random
 from typing import Any
 
 import fit_page
+import plans
 import pytest
 import results_file
 from chromium import Chromium
 from fit_moments import Row
-from fit_points import curve, errors_of, parts_at, random_point
+from fit_points import curve, errors_of, kernels_of, parts_at, random_point
+
+from hf_memopt import GPUS
+from hf_memopt.components import verdict_of
+from hf_memopt.memory import margin_of
 
 PAGES_BYTES = 80 * 2**20  # four pages of the allocator with expandable segments
 
@@ -45,6 +50,27 @@ def test_what_the_page_says_of_random_points_is_what_was_found() -> None:
 def test_the_page_is_that_of_the_data(rows: list[Row]) -> None:
     assert fit_page.PAGE.read_text(encoding="utf-8") == fit_page.page_of(rows)
     assert sum(path.stat().st_size for path in (fit_page.PAGE, fit_page.DATA)) < 3e6
+
+
+def test_readme_and_the_page_give_one_answer(rows: list[Row]) -> None:
+    """What a method fits by the page fits by ``plan``, without host memory; README says where layers wait there."""
+    stored, streamed = plans.read_plans(), []
+    for cell in plans.MODEL_CELLS:
+        gpu, figures = GPUS[cell.gpu], stored[cell.key]["figures"]
+        own = [row for row in rows if row["model"] == cell.model and row["kernels"] == kernels_of(gpu).name]
+        needed = [sum(parts_at(row, gpu, cell.seq_len).values()) for row in own if "reason" not in row]
+        assert needed
+        verdicts = {verdict_of(gpu.usable_bytes - size, margin_of(gpu)) for size in needed}
+        if "host_bytes" in figures:
+            streamed.append((cell.model, cell.gpu))
+            assert verdicts == {"over"}
+            assert plans._cell(stored, cell).startswith("streamed ")
+        assert figures["fits"]
+        assert figures["total_bytes"] <= gpu.usable_bytes - margin_of(gpu)
+    assert streamed == [("Llama-3.1-8B", "RTX 3050 4GB")]
+    page = fit_page.PAGE.read_text(encoding="utf-8")
+    assert 'over: "It does not fit the GPU alone"' in page
+    assert '<span class="badge over">does not fit the GPU alone</span>' in page
 
 
 def test_the_script_answers_as_the_points_say(browser: Chromium, rows: list[Row]) -> None:

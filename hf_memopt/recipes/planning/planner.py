@@ -3,9 +3,9 @@
 Formula:
     A set-up fits where reserved bytes + CUDA's context + a margin of 5 % of the GPU are at most what is usable of it.
 
-Full training is searched first. With ``method="auto"`` LoRA follows where nothing of it fits with ease (for speed: with
-8 % of the GPU to spare and nothing in host memory), and QLoRA where LoRA does not fit. What changes the training in
-another way is used where ``allow`` has its word.
+Full training is searched first. With ``method="auto"`` LoRA follows where nothing of it fits with ease, and QLoRA where
+LoRA does not fit; ``choice`` has the rules. What changes the training in another way is used where ``allow`` has its
+word.
 
 On several GPUs ``sharing`` says how they share a step; bytes are those of each of them, the speed that of all.
 
@@ -73,8 +73,8 @@ def plan(
     """Return the set-up that suits the goal best of those whose predicted memory fits a GPU.
 
     Nothing that changes the training is used without consent: freezing and shorter rows need their word in ``allow``,
-    adapters ``method``. Set-ups whose predicted times are within 5 % count as equally fast, and the simpler one wins:
-    nothing, then checkpointing, 8-bit state, expandable segments, paged state, offloading.
+    adapters ``method``. The simplest set-up wins to which no other adds more than 5 % of speed for each technique that
+    it has beyond: nothing, then checkpointing, 8-bit state, expandable segments, paged state, offloading.
 
     Args:
         model: as for ``estimate``.

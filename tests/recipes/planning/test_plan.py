@@ -35,7 +35,8 @@ def check_what_is_said(found: Plan) -> None:
     one = found.chosen
     said, fitting = " ".join(str(found).split()), [other for other in found.candidates if other.fits]
     is_beaten = any(other.cost < one.cost and not equally_fast(other.cost, one.cost) for other in fitting)
-    assert not is_beaten or f"of {'full training' if one.stage == 'full' else 'LoRA'} that fit" in said
+    kind = f"of {'full training' if one.stage == 'full' else 'LoRA'} that fit"
+    assert not is_beaten or kind in said or "more techniques, less than 5 % each" in said
     allocated = {name: peak["allocated_bytes"] for name, peak in one.phases.items()}
     reserves = f"The {one.phase} phase decides its {format_bytes(one.total_bytes)}: the allocator reserves more in it"
     assert (reserves in said) is (allocated[one.phase] < max(allocated.values()))
@@ -83,7 +84,7 @@ roberta-base, 128, RTX 3060 12GB: full, bf16, 32 x 1
 roberta-base, 128, RTX 4060: full, bf16, 32 x 1
 roberta-base, 128, RTX 3050 4GB: full, bf16, 8-bit AdamW, 32 x 1
 roberta-base, 512, RTX 4060: full, bf16, 16 x 2
-roberta-base, 512, RTX 3050 4GB: full, bf16, 8-bit AdamW, expandable segments, 8 x 4
+roberta-base, 512, RTX 3050 4GB: full, bf16, 4 x 8
 t5-base, 512, RTX 3060 12GB: full, bf16, 8-bit AdamW, 8 x 4
 t5-base, 512, RTX 3050 4GB: full, bf16, 8-bit AdamW, checkpointing, expandable segments, 8 x 4
 vit-base-patch16-224, -, RTX 4060: full, bf16, 32 x 1
@@ -95,7 +96,9 @@ Qwen2.5-1.5B, 512, RTX 4060: LoRA r16, bf16, 2 x 16
 Qwen2.5-1.5B, 512, RTX 3050 4GB: LoRA r16, bf16, checkpointing, expandable segments, 1 x 32
 Qwen3-8B, 512, T4: QLoRA r16, nf4, 2 x 16
 Qwen3-8B, 512, RTX 4090: LoRA r16, bf16, 1 x 32
-gemma-3-1b-pt, 512, T4: full, fp32, 8-bit AdamW, checkpointing, expandable segments, 4 x 8
+gemma-3-1b-pt, 512, T4: LoRA r16, fp32, 4 x 8
+Llama-3.2-1B, 512, P100: LoRA r16, fp16, 8 x 4
+gemma-4-E2B, 512, RTX 4060: QLoRA r16, nf4, checkpointing, 2 x 16
 Phi-4-mini-instruct, 512, T4: LoRA r16, fp16, 2 x 16
 Mistral-7B-v0.3, 512, RTX 4060 Laptop: QLoRA r16, nf4, checkpointing, 4 x 8
 Llama-3.1-70B, 512, MI300X: LoRA r16, bf16, 2 x 16
