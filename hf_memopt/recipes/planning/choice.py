@@ -3,10 +3,10 @@
 1. A set-up fits where it leaves 5 % of the GPU, and needs no consent that was not given (``Candidate.fits``).
 2. A technique has to earn its place: the simplest set-up wins to which no other adds more than 5 % of speed for each
    technique that it has beyond (``best_of``).
-3. Full training comes before LoRA where it fits with ease (``easy_of``): it leaves 8 % of the GPU, nothing of it waits
-   in host memory, and it has no technique without which as many rows fit.
+3. Full training comes before LoRA where it fits with ease: it leaves 8 % of the GPU, and nothing of it waits in host
+   memory (``fits_with_ease``). A technique that only makes this room is then left out, if as many rows fit without it.
 4. Full training that computes in float32 is passed over for LoRA that is 1.3 times as fast in half of its memory
-   (``rival_of``): where nothing is faster than float32, LoRA saves most.
+   (``rival_of``).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def best_of(candidates: Iterable[Candidate], goal: str = "speed") -> Candidate |
     if goal == "memory":
         least = min((candidate.total_bytes for candidate in fitting), default=0)
         fitting = [candidate for candidate in fitting if equally_fast(candidate.total_bytes, least)]
-    counted: list[Candidate] = []  # the fastest first, each of the others simpler than those before it
-    for candidate in sorted(fitting, key=lambda candidate: (candidate.cost, candidate.simplicity)):
-        if not counted or candidate.simplicity < counted[-1].simplicity:
-            counted.append(candidate)
+    ranked = sorted(fitting, key=lambda candidate: (candidate.cost, candidate.simplicity))
+    counted = [
+        one for place, one in enumerate(ranked) if all(one.simplicity < other.simplicity for other in ranked[:place])
+    ]
     unbeaten = [one for one in counted if not any(_earns_its_place(other, one) for other in counted)]
     return unbeaten[-1] if unbeaten else None
 
@@ -62,11 +62,6 @@ def _beyond(one: Candidate, simpler: Candidate) -> int:
 def fits_with_ease(one: Candidate) -> bool:
     """Return whether a candidate leaves 8 % of the GPU, with neither optimizer state nor activations in host memory."""
     return one.fits and one.spare_bytes >= EASE_SHARE * one.usable_bytes and not on_host(one.techniques)
-
-
-def easy_of(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return those that fit with ease, without those of which a technique buys nothing but ease."""
-    return [one for one in candidates if fits_with_ease(one) and not _buys_nothing(one, candidates)]
 
 
 def rival_of(full: Candidate, candidates: Iterable[Candidate]) -> Candidate | None:
@@ -111,13 +106,11 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
         return one.says()
     if waste := _buys_nothing(one, candidates, goal):
         return waste
-    if one.stage == "full" != chosen.stage:
+    if one.stage == "full" and one not in _considered(candidates, chosen, goal):
         return why_not_full(one, chosen, candidates)
     times = f"{one.cost / chosen.cost:.2f} x the {_time(one)} of the chosen"
     if one.stage != chosen.stage:
         return f"{times}, but {NAMES[chosen.stage]} comes first"
-    if one not in _considered(candidates, chosen, goal):
-        return why_not_full(one, chosen, candidates)
     if goal == "memory" and not equally_fast(one.total_bytes, chosen.total_bytes):
         return f"needs {format_bytes(one.total_bytes - chosen.total_bytes)} more than the chosen"
     if goal == "longest" and one.seq_len != chosen.seq_len:
@@ -133,6 +126,12 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     fitting = _considered(candidates, one, goal)
     if not fitting:
         return "nothing fits with 5 % to spare, and this leaves most"
+    if one not in fitting:
+        same = [
+            other.techniques for other in fitting if other.rows == one.rows and {*one.techniques} < {*other.techniques}
+        ]
+        names = " and ".join(technique.name for technique in min(same, key=len) if technique not in one.techniques)
+        return f"full training fits with ease, and as many rows fit without {names}, which would only make room"
     fastest = min(fitting, key=lambda other: other.cost)
     if goal == "memory":
         return "the least memory that fits; of set-ups within 5 % of it the fastest"
@@ -158,22 +157,22 @@ def _considered(candidates: Sequence[Candidate], chosen: Candidate, goal: str) -
     """Return those of the chosen one's method that could be chosen: full training beside LoRA has to fit with ease."""
     fitting = [one for one in candidates if one.fits and one.stage == chosen.stage]
     is_beside_lora = chosen.stage == "full" and goal == "speed" and any(one.stage == "lora" for one in candidates)
-    easy = easy_of(fitting) if is_beside_lora else []
+    easy = [one for one in fitting if fits_with_ease(one)] if is_beside_lora else []
     return easy or fitting
 
 
 def why_not_full(one: Candidate, chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     """Return why full training that fits is not recommended: what it needs, or what LoRA needs less."""
-    if fits_with_ease(one) and (rival := rival_of(one, candidates)):
+    if rival := rival_of(one, candidates):
         times, share = f"{one.cost / rival.cost:.2f}", percent(rival.total_bytes / one.total_bytes)
         return f"computes in fp32, and {rival.name}, {rival.batch}, is {times} times as fast in {share} of its memory"
     names = " and ".join(technique.name for technique in on_host(one.techniques))
     leaves = f"leaves {percent(one.spare_bytes / one.usable_bytes, 1)} of the GPU, less than {percent(EASE_SHARE)}"
-    needs = "" if fits_with_ease(one) else f"{f'needs {names}' if names else leaves}, and "
+    needs = f"{f'needs {names}' if names else leaves}, and " * (not fits_with_ease(one))
     return f"{needs}takes {one.cost / chosen.cost:.2f} x the {_time(one)} of the chosen"
 
 
-def _buys_nothing(one: Candidate, candidates: Iterable[Candidate], goal: str = "speed") -> str:
+def _buys_nothing(one: Candidate, candidates: Iterable[Candidate], goal: str) -> str:
     """Return that a technique is of no use, as the same without it fits with as many rows; "" where it is of some.
 
     Where memory is the goal, 5 % less of it are of use.

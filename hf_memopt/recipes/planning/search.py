@@ -6,8 +6,7 @@
 - Bound: no micro-batch of a set-up is faster than all rows at once. Where another candidate that fits is as simple and
   at least as fast as these, or so much faster that it earns its place whatever it has, no smaller one is simulated.
 - A technique that only saves memory is never faster than the set-up without it (``SetUp.plainer``), so it is simulated
-  only with more rows than fit without it, and where those may still be fast enough. What is searched for with ease, 8 %
-  of the GPU, has no technique without which as many rows fit with 5 %.
+  only with more rows than fit without it, and where those may still be fast enough.
 - Offloading and expandable segments save little: they are simulated only where each set-up without one of them was
   simulated with the same rows, which are the next to those that fit.
 - Weights, gradients that are not released, and optimizer state are there whatever the rows and whatever is recomputed.
@@ -28,7 +27,6 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory import largest_that_fits
 from hf_memopt.memory.step_time import SAME_FRACTION
-from hf_memopt.recipes.planning.choice import EASE_SHARE
 from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS, SetUp, Technique, on_host
 from hf_memopt.units import format_duration
 
@@ -41,25 +39,17 @@ MOST_BEYOND = 5  # techniques of one set-up that another may lack: attention, st
 
 def search(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
     """Simulate set-ups of one method until the best of them, each after its plainer ones, is among the candidates."""
+    if simulation.left_bytes:
+        set_ups = [one for one in set_ups if not on_host(one.techniques)]
     if not set_ups:
         return
     simulation.place = f"{len(set_ups)} set-ups, first whether any fits: "
     if not _can_fit(set_ups, simulation):
         return
-    if simulation.with_ease:
-        set_ups = [one for one in set_ups if not on_host(one.techniques)]
-        if not _can_fit(set_ups, simulation):
-            return
     if simulation.goal == "memory":
         _simulate_smallest(set_ups, simulation)
     else:
         _simulate_fastest(set_ups, simulation)
-
-
-def _room(one: Candidate, simulation: Simulation) -> int:
-    """Return the bytes that a candidate leaves beside those that it has to; negative for what it lacks."""
-    left = math.ceil(EASE_SHARE * one.usable_bytes) if simulation.with_ease else one.margin_bytes
-    return one.spare_bytes - max(left, simulation.left_bytes)
 
 
 def _counted(set_ups: Sequence[SetUp], simulation: Simulation) -> Iterator[SetUp]:
@@ -83,7 +73,6 @@ class _Tried:
 def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
     """Simulate the fastest set-up, and the simplest of those that are as fast."""
     known: dict[tuple[Technique, ...], _Tried] = {}
-    by_techniques = {one.techniques: one for one in set_ups}
     fitting: list[Candidate] = []
     too_large = set()  # what is held in any case
     for set_up in _counted(set_ups, simulation):
@@ -104,24 +93,14 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation) -> None:
             tried.most = math.inf
             continue
         found = tried.simulated = most_rows(set_up, simulation, counts, fitting)
-        fits = [one for one in found if _room(one, simulation) >= 0]
-        if simulation.with_ease:
-            without = [by_techniques[techniques] for techniques in plainer]
-            fitting += [one for one in fits if not any(_fits(plain, one.rows, simulation) for plain in without)]
-            fits = [one for one in found if one.fits]
-        else:
-            fitting += fits
+        fits = [one for one in found if one.spare_bytes >= max(one.margin_bytes, simulation.left_bytes)]
+        fitting += fits
         of_no_use = (one for one in found if one in fits or not _may_matter(one.cost, set_up, fitting))
         tried.most = max([tried.most, *(one.rows for one in of_no_use)])
         if found and found[-1].rows == simulation.share:
             tried.least_cost = found[-1].cost
         if any(one.floor_bytes > one.usable_bytes for one in found):
             too_large.add(set_up.held)
-
-
-def _fits(set_up: SetUp, rows: int, simulation: Simulation) -> bool:
-    one = simulation.of(set_up, rows)
-    return one is not None and one.fits
 
 
 def most_rows(
@@ -134,7 +113,7 @@ def most_rows(
         if (one := simulation.of(set_up, rows)) is None:
             return None
         found[rows] = one
-        return _room(one, simulation)
+        return one.spare_bytes - max(one.margin_bytes, simulation.left_bytes)
 
     def is_worth(rows: int) -> bool:
         return rows not in found or _may_matter(found[rows].cost, set_up, fitting)

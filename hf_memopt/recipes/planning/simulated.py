@@ -173,8 +173,9 @@ class Simulation:
     media: Mapping[str, Any] = field(default_factory=dict)  # pictures and audio of an example, as for `estimate`
     not_generated: str = ""  # why an evaluation that generates is simulated without that; "" where it is not
     sharing: Sharing | None = None  # how the GPUs share the steps that are simulated next; None for one GPU
-    with_ease: bool = False  # whether what is searched for next has to leave 8 % of the GPU
-    left_bytes: int = 0  # of the GPU, which what is searched for next has to leave in any case
+    left_bytes: int = (
+        0  # of the GPU, which what is searched for next has to leave, with nothing in host memory; 0 for any
+    )
     # of the computer, for streamed layers and offloaded inputs; 0 for plans without streamed ones
     host_memory_bytes: int = 0
     is_this_host: bool = True  # whether it is this machine's

@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory import largest_that_fits
-from hf_memopt.recipes.planning.choice import RIVAL_MEMORY, best_of, easy_of, rival_of
+from hf_memopt.recipes.planning.choice import EASE_SHARE, RIVAL_MEMORY, best_of, fits_with_ease, rival_of
 from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
 from hf_memopt.recipes.planning.search import least_set_ups, most_rows, search
 from hf_memopt.recipes.planning.set_ups import ADAPTERS, BF16_WEIGHTS, CHECKPOINTING, ModelFacts, SetUp, set_ups
@@ -83,15 +83,16 @@ class StageSearch:
         return chosen
 
     def _by_stage(self, stages: Sequence[str]) -> Candidate | None:
+        usable_bytes = self.simulation.gpu.usable_bytes
         passes = [(False, False), (True, False)]  # the host's memory is unknown, and its optimizer slow
         if self.simulation.goal == "speed" and {"full", "lora"} <= {*stages}:
             passes.insert(0, (False, True))
         for offload, with_ease in passes:
             for stage in stages:
-                is_before_lora = with_ease and stage == "full"
-                chosen = self._searched(stage, offload, is_before_lora)
-                if chosen is not None and not (is_before_lora and self._has_rival(chosen)):
-                    return chosen
+                ease_bytes = int(EASE_SHARE * usable_bytes) + 1 if with_ease and stage == "full" else 0
+                chosen = self._searched(stage, offload, ease_bytes)
+                if chosen is not None and not (ease_bytes and self._has_rival(chosen)):
+                    return self._plainest(chosen) if ease_bytes else chosen
         tight = [one for stage in stages for one in self._of(stage) if one.verdict == "tight"]
         if not tight:
             return next((found for found in map(self._streamed, stages) if found is not None), None)
@@ -113,26 +114,35 @@ class StageSearch:
         search([one for one, held in every.items() if needs.get(held, 1) == 0], simulation)
         return best_of(self._of(stage), simulation.goal)
 
-    def _searched(self, stage: str, offload: bool = False, with_ease: bool = False) -> Candidate | None:
+    def _searched(self, stage: str, offload: bool = False, left_bytes: int = 0) -> Candidate | None:
         best = None
         for sharing in self.sharings:
             is_wanted = (sharing is not None and sharing.offload_params) is offload
             plain = best is not None and not best.recipe.checkpointing and best.recipe.optim == PLAIN_OPTIMIZER
             if is_wanted and (sharing is None or self.simulation.goal == "memory" or not plain):
-                self.simulation.sharing, self.simulation.with_ease = sharing, with_ease
+                self.simulation.sharing, self.simulation.left_bytes = sharing, left_bytes
                 search(self.set_ups(stage), self.simulation)
-            best = best_of(easy_of(self._of(stage)) if with_ease else self._of(stage), self.simulation.goal)
-        self.simulation.with_ease = False
+            found = self._of(stage)
+            best = best_of(filter(fits_with_ease, found) if left_bytes else found, self.simulation.goal)
+        self.simulation.left_bytes = 0
         return best
 
-    def _has_rival(self, chosen: Candidate) -> bool:
+    def _plainest(self, best: Candidate) -> Candidate:
+        """Return a candidate without the techniques without which as many rows fit in no more time."""
+        self.simulation.sharing = best.sharing
+        every = {one.techniques: one for one in self.set_ups(best.stage)}
+        for technique in best.techniques:
+            plainer = every.get(tuple(one for one in best.techniques if one is not technique))
+            without = None if plainer is None else self.simulation.of(plainer, best.rows)
+            if without is not None and without.fits and without.cost <= best.cost:
+                return self._plainest(without)
+        return best
+
+    def _has_rival(self, full: Candidate) -> bool:
         """Return whether LoRA, simulated in half of the memory, is recommended before the best full training."""
-        if chosen.recipe.precision == "fp32":
-            self.simulation.sharing = chosen.sharing
-            self.simulation.left_bytes = chosen.usable_bytes - int(RIVAL_MEMORY * chosen.total_bytes)
-            search([one for one in self.set_ups("lora") if {*one.techniques[1:]} <= {CHECKPOINTING}], self.simulation)
-            self.simulation.left_bytes = 0
-        return rival_of(chosen, self.simulation.candidates) is not None
+        if full.recipe.precision == "fp32":
+            self._searched("lora", left_bytes=full.usable_bytes - int(RIVAL_MEMORY * full.total_bytes))
+        return rival_of(full, self.simulation.candidates) is not None
 
     def _of(self, stage: str) -> list[Candidate]:
         """Return the candidates of a stage with the length of now."""

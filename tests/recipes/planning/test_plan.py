@@ -36,7 +36,7 @@ def check_what_is_said(found: Plan) -> None:
     said, fitting = " ".join(str(found).split()), [other for other in found.candidates if other.fits]
     is_beaten = any(other.cost < one.cost and not equally_fast(other.cost, one.cost) for other in fitting)
     kind = f"of {'full training' if one.stage == 'full' else 'LoRA'} that fit"
-    assert not is_beaten or kind in said or "more techniques, less than 5 % each" in said
+    assert not is_beaten or any(why in said for why in (kind, "more techniques, less than 5 % each", "only make room"))
     allocated = {name: peak["allocated_bytes"] for name, peak in one.phases.items()}
     reserves = f"The {one.phase} phase decides its {format_bytes(one.total_bytes)}: the allocator reserves more in it"
     assert (reserves in said) is (allocated[one.phase] < max(allocated.values()))
@@ -50,7 +50,7 @@ def test_full_training_is_recommended_where_it_fits_with_ease(memory: str) -> No
     found = planned(memory)
     full = [one for one in found.candidates if one.stage == "full"]
     assert (found.chosen.stage == "full") is any(map(is_easy, full))
-    assert found.chosen.stage != "full" or is_easy(found.chosen)
+    assert found.chosen.stage != "full" or any(is_easy(one) for one in full if one.rows == found.chosen.rows)
     check_what_is_said(found)
     assert any(one.stage == "lora" for one in shown(found))
     harder = [one for one in full if one.fits]
@@ -59,6 +59,18 @@ def test_full_training_is_recommended_where_it_fits_with_ease(memory: str) -> No
         [note] = [one for one in found.notes if "method='full'" in one]
         assert note.startswith(("full training needs ", "full training leaves "))
         assert note.endswith(" x the time of the chosen: LoRA was chosen; method='full' plans it")
+
+
+def test_a_technique_is_not_used_for_ease_alone() -> None:
+    """With checkpointing 13 % of the GPU are left, without it 7.5 %, which are enough."""
+    found = planned("96MiB", effective_batch_size=4)
+    assert (found.chosen.name, found.chosen.batch) == ("full, fp32, 8-bit AdamW", "4 x 1")
+    assert 0.05 < found.chosen.spare_bytes / found.chosen.usable_bytes < 0.08
+    why = "full training fits with ease, and as many rows fit without checkpointing, which would only make room"
+    assert found.chosen.reason == why
+    eased = [one for one in found.candidates if one.name == f"{found.chosen.name}, checkpointing" and one.rows == 4]
+    assert [is_easy(one) for one in eased] == [True]
+    assert eased[0].reason.startswith("checkpointing buys nothing: without it 4 x 1 fits too; it frees ")
 
 
 LADDER = [
@@ -124,7 +136,8 @@ def test_an_expert_would_take_the_plan(line: str) -> None:
     assert str(found.source).endswith(ORGANISATIONS.get(model, model))  # which from_pretrained takes
     check_what_is_said(found)
     assert any(one.stage == "lora" for one in found.candidates)
-    assert found.chosen.stage != "full" or is_easy(found.chosen)
+    easy = [one for one in found.candidates if one.stage == "full" and is_easy(one)]
+    assert found.chosen.stage != "full" or any(one.rows == found.chosen.rows for one in easy)
 
 
 FULL = [

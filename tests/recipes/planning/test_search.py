@@ -16,7 +16,7 @@ from hf_memopt import Plan, custom_gpu, estimate
 from hf_memopt.components import verdict_of
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.recipes.planning import facts_of, print_plan
-from hf_memopt.recipes.planning.choice import best_of, easy_of
+from hf_memopt.recipes.planning.choice import best_of, fits_with_ease
 from hf_memopt.recipes.planning.model_and_rows import Texts
 from hf_memopt.recipes.planning.report_figures import settle
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
@@ -41,7 +41,16 @@ def exhaustive(memory: str, batch: int, *, with_ease: bool = False, **options: A
         ]
     assert len(every) > 50
     found = [one for one in every if one is not None]
-    return named(best_of(easy_of(found) if with_ease else found, goal))
+    if not with_ease:
+        return named(best_of(found, goal))
+    best = best_of(filter(fits_with_ease, found), goal)
+    while best is not None:
+        same = [one for one in found if one.rows == best.rows and {*one.techniques} < {*best.techniques}]
+        plainer = [one for one in same if one.fits and one.cost <= best.cost]
+        if not plainer:
+            break
+        best = min(plainer, key=lambda one: one.simplicity)
+    return named(best)
 
 
 def named(one: Candidate | None) -> tuple[str, str] | None:
