@@ -98,10 +98,10 @@ roberta-base, 128, RTX 3050 4GB: full, bf16, 8-bit AdamW, 32 x 1
 roberta-base, 512, RTX 4060: full, bf16, 16 x 2
 roberta-base, 512, RTX 3050 4GB: full, bf16, 4 x 8
 t5-base, 512, RTX 3060 12GB: full, bf16, 8-bit AdamW, 8 x 4
-t5-base, 512, RTX 3050 4GB: full, bf16, 8-bit AdamW, checkpointing, expandable segments, 8 x 4
+t5-base, 512, RTX 3050 4GB: full, bf16, 8-bit AdamW, checkpointing, 8 x 4
 vit-base-patch16-224, -, RTX 4060: full, bf16, 32 x 1
 whisper-small, 128, RTX 4060: full, bf16, 8-bit AdamW, 4 x 8
-whisper-small, 128, RTX 3050 4GB: full, bf16, 8-bit AdamW, checkpointing, expandable segments, 4 x 8
+whisper-small, 128, RTX 3050 4GB: full, bf16, 8-bit AdamW, checkpointing, 4 x 8
 Llama-3.2-1B, 512, RTX 3060 12GB: LoRA r16, bf16, 8 x 4
 Llama-3.2-1B, 512, RTX 3050 4GB: LoRA r16, bf16, checkpointing, 4 x 8
 Qwen2.5-1.5B, 512, RTX 4060: LoRA r16, bf16, 2 x 16
