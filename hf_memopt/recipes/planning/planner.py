@@ -27,7 +27,7 @@ from hf_memopt.memory.models import checked_task
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.plain_data import Count, check_value, check_word
-from hf_memopt.recipes.planning.choice import best_of, why_not_full, with_reason
+from hf_memopt.recipes.planning.choice import best_of, fits_with_ease, why_not_full, with_reason
 from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.recipes.planning.model_and_rows import LONG_ROW, Texts, assumptions, can_tile, facts_of, name_to_load
 from hf_memopt.recipes.planning.nearest import NAMES, shortfall_of
@@ -231,7 +231,8 @@ def _notes(
     if chosen is not None and method == "auto":
         tried = list(NAMES)[: list(NAMES).index(chosen.stage)]
         tried = [stage for stage in dict.fromkeys(one.stage for one in candidates) if stage in tried]
-        harder = best_of(one for one in candidates if one.stage == "full") if "full" in tried else None
+        full = [one for one in candidates if one.stage == "full"] if "full" in tried else []
+        harder = best_of(filter(fits_with_ease, full)) or best_of(full)
         if harder is not None:
             why = why_not_full(harder, chosen, candidates)
             yield f"full training {why}: {NAMES[chosen.stage]} was chosen; method='full' plans it"

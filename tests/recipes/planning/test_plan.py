@@ -138,6 +138,8 @@ def test_an_expert_would_take_the_plan(line: str) -> None:
     assert any(one.stage == "lora" for one in found.candidates)
     easy = [one for one in found.candidates if one.stage == "full" and is_easy(one)]
     assert found.chosen.stage != "full" or any(one.rows == found.chosen.rows for one in easy)
+    computes = any(note.startswith("full training computes in fp32, and LoRA r16, ") for note in found.notes)
+    assert computes is (found.chosen.stage == "lora" and bool(easy))
 
 
 FULL = [
