@@ -21,7 +21,7 @@ SMALLEST, LARGEST = 1e-12, 2.0**63
 def read_json(
     text: str | bytes,
     kind: Any,
-    formats: tuple[int | None, ...],
+    formats: tuple[int, ...],
     *,
     path: str,
     what: str,
@@ -33,7 +33,7 @@ def read_json(
     Args:
         text: of a file.
         kind: the class.
-        formats: its numbers that are read; None where there is none.
+        formats: its numbers that are read.
         path: of the file, for messages.
         what: the text should be, with its article.
         remedy: the sentence that says how to write it anew.
@@ -54,8 +54,8 @@ def read_json(
     return told
 
 
-def check_format(told: Mapping[str, Any], *formats: int | None) -> None:
-    """Raise ValueError where JSON data has none of these formats; None stands for a file without one."""
+def check_format(told: Mapping[str, Any], *formats: int) -> None:
+    """Raise ValueError where JSON data has none of these formats."""
     number, versions = told.get("format"), told.get("versions")
     if number not in formats or isinstance(number, bool):
         made_by = versions.get("hf-memopt", "another version") if isinstance(versions, dict) else "another version"

@@ -7,9 +7,7 @@ from typing import Any
 
 from tables import tables
 
-__all__ = ["MIB", "estimate_data", "finished_run", "lost_run"]
-
-MIB = 2**20
+__all__ = ["finished_run", "lost_run"]
 
 
 def finished_run(**changes: Any) -> dict[str, Any]:
@@ -20,12 +18,3 @@ def finished_run(**changes: Any) -> dict[str, Any]:
 def lost_run(**changes: Any) -> dict[str, Any]:
     """Return a run that ran out of memory in step 3, in the backward pass."""
     return finished_run(**{**tables(__file__)["lost run"], **changes})
-
-
-def estimate_data(**changes: Any) -> dict[str, Any]:
-    """Return the JSON of an estimate, with the fields that a difference reads."""
-    found = {**tables(__file__)["estimate"], **changes}
-    found["peak_allocated_bytes"] = sum(found["components"].values())
-    found["peak_reserved_bytes"] = found["peak_allocated_bytes"] + 85 * MIB
-    found["total_bytes"] = found["peak_reserved_bytes"] + 400 * MIB
-    return found

@@ -90,7 +90,7 @@ def test_tables_spinners_and_notebooks_are_printable() -> None:
             2,
             "has neither 'input_ids' nor 'text', and 2 columns of texts, esc\\u001b]0;PWNED",
         ),
-        (["report", "run_a.json", "run_b.json"], 0, "A run_a.json: esc\\u001b]0;PWNED"),
+        (["report", f"{NAME}.json", "run_a.json"], 2, "Make a page of each: hf-memopt report 'esc\\u001b]0;PWNED"),
         (
             ["lengths", os.fsdecode(b"\xff\xfe.csv")],
             2,

@@ -111,7 +111,8 @@ def _of_option(option: str, context: Any) -> str:
 
 
 def _names(command: Any) -> list[str]:
-    return [name for one in command.params for name in (*one.opts, *one.secondary_opts) if name.startswith("-")]
+    shown = [one for one in command.params if not getattr(one, "hidden", False)]  # which an argument cannot be
+    return [name for one in shown for name in (*one.opts, *one.secondary_opts) if name.startswith("-")]
 
 
 EXAMPLES = """\b
@@ -193,7 +194,8 @@ for name, group, options, run in (
     ("run", MACHINE, given.RunOptions, _of_module("run")),
     ("doctor", MACHINE, given.DoctorOptions, _doctor),
 ):
-    settings = {"allow_interspersed_args": name != "run"}  # what follows a script is its own
+    # what follows a script is its own; report answers more files itself
+    settings = {"allow_interspersed_args": name != "run", "allow_extra_args": name == "report"}
     command = app.command(
         name, cls=Command, rich_help_panel=group, epilog=examples_of(options), context_settings=settings
     )

@@ -279,23 +279,21 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Make one HTML file of a run or a plan, or tell what grew between two.
+    """Make one HTML file with pictures of a run or a plan.
 
-    One: a page with pictures, from the output folder of a run with a MemoryReportCallback, or from the JSON of plan,
-    estimate or measure. Two of a kind: what grew, by component and phase, as tables; with --output also as a page. No
-    network is needed, and neither the model nor the data.
+    It is made of the output folder of a run with a MemoryReportCallback, or of the JSON of plan. No network is needed,
+    and neither the model nor the data.
 
     Examples:
       hf-memopt plan gpt2 -g "RTX 4060" --report plan.html --json > plan.json
       hf-memopt report plan.json
       hf-memopt report out/
-      hf-memopt report old/ new/ -o grew.html
     """
 
-    path: list[Path] = _argument("The output folder of a run, or JSON of plan, estimate or measure; one or two.")
-    output: Path | None = _option(None, "The HTML file to write; of one path beside it by default.", "FILE", "-o")
+    path: Path = _argument("The output folder of a run, or JSON of plan.", "PATH")
+    output: Path | None = _option(None, "The HTML file to write; beside PATH by default.", "FILE", "-o")
     force: bool = _option(False, "Replace a file that is there.")
-    json_output: bool = _option(False, "Of two paths: print JSON instead of tables.", None, "--json")
+    json_output: bool = _option(False, "", None, "--json", hidden=True)  # of two, once
 
 
 @dataclass(frozen=True)

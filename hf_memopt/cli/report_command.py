@@ -1,63 +1,71 @@
-"""What ``hf-memopt report`` does: one page of a run, a plan, an estimate or a measurement, or what grew between two.
+"""What ``hf-memopt report`` does: one page of a run or a plan.
 
 It imports neither torch nor transformers: a report is made of JSON alone.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.notices import quoted
+from hf_memopt.plain_data import checked_path, parse_object
 from hf_memopt.reports import check_page, write_page
-from hf_memopt.reports.difference import compare, difference_page, print_difference, read_side, read_told, single_page
-from hf_memopt.reports.plan import plan_page
-from hf_memopt.reports.run import run_page
+from hf_memopt.reports.plan import plan_page, read_plan_text
+from hf_memopt.reports.run import read_run, run_file_of, run_page
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import ReportOptions
 
-PAGES: dict[str, Callable[[Any], str]] = {"plan": plan_page, "run": run_page}
+WRITE_IT = "Write it: hf-memopt plan MODEL --json > plan.json"
 
 
 def run(options: ReportOptions, context: Any) -> None:
-    """Write the page of one, or print what grew between two.
+    """Write the page.
 
     Raises:
-        ValueError: more than two; a file that is missing, of another version or of another kind; a page that cannot be
-            written.
+        ValueError: a comparison is asked for; a file that is missing, of another version or of another kind; a page
+            that cannot be written.
     """
-    paths, output, force = options.path, options.output, options.force
-    if len(paths) > 2:
-        raise ValueError(f"path={len(paths)} files are too many; expected one or two. Pass the first and the last")
-    if force and output is None and len(paths) == 2:
-        raise ValueError("force=True has nothing to replace: no file is written; expected --output. Pass --output FILE")
-    if len(paths) == 2:
-        _difference(paths, options)
-        return
-    if options.json_output:
+    path = checked_path("path", str(options.path))
+    found = run_file_of(path) if path.is_dir() else path
+    if not found.is_file():
         raise ValueError(
-            f"json_output=True, path={str(paths[0])!r}: one is JSON already; expected two. Pass the one before it too"
+            f"path={str(path)!r} does not exist; expected the output folder of a run, or the JSON of a plan. {WRITE_IT}"
         )
-    kind, told, found = read_told(paths[0])
-    page = found.with_suffix(".html") if output is None else output
-    check_page(page, force=force)
-    write_page(PAGES[kind](told) if kind in PAGES else single_page(read_side(found)), page)
+    draw = _drawn_by(found)
+    if options.json_output or context.args:
+        asks = "json_output=True asks" if options.json_output else f"path={1 + len(context.args)} files ask"
+        raise ValueError(
+            f"{asks} for a comparison, which reports no longer make; expected one file or folder. "
+            f"Make a page of each: hf-memopt report {quoted(str(path))}"
+        )
+    page = options.output or found.with_suffix(".html")
+    check_page(page, force=options.force)
+    write_page(draw(), page)
     Console().out(f"Report: {page}", highlight=False)
 
 
-def _difference(paths: Sequence[Path], options: ReportOptions) -> None:
-    output, console = options.output, Console()
-    if output is not None:
-        check_page(output, force=options.force)
-    found = compare(*(read_side(path) for path in paths))
-    if output is not None:
-        write_page(difference_page(found), output)
-    if options.json_output:
-        console.out(json.dumps(found.as_dict(), indent=2), highlight=False)
-        return
-    print_difference(found, console)
-    if output is not None:
-        console.out(f"Report: {output}", highlight=False)
+def _drawn_by(path: Path) -> Callable[[], str]:
+    """Return what makes the page of a file, which is read and checked now; its kind is that of a field only it has."""
+    text, name = path.read_bytes(), str(path)
+    try:
+        told = parse_object(text)
+        if told.keys().isdisjoint(("candidates", "micro_batching", "phase_peaks", "step_seconds")):
+            raise ValueError("it has neither the field candidates of a plan nor micro_batching of a run")
+    except ValueError as error:
+        raise ValueError(
+            f"path={name!r} is nothing to report ({error}); expected what `hf-memopt plan --json` or a "
+            f"MemoryReportCallback wrote. {WRITE_IT}"
+        ) from None
+    if "candidates" in told:
+        return partial(plan_page, read_plan_text(text, name))
+    if "micro_batching" in told:
+        return partial(run_page, read_run(text, name))
+    what, plan = "an estimate", "Plan instead: hf-memopt plan MODEL --report plan.html"
+    if "step_seconds" in told:
+        what, plan = "a measurement", f"Plan with it: hf-memopt plan MODEL --measured {quoted(name)} --report plan.html"
+    raise ValueError(f"path={name!r} is {what}, which has no page; expected a plan or a run. {plan}")

@@ -17,10 +17,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from hand_made_runs import estimate_data, finished_run, lost_run
+from hand_made_runs import lost_run
 from hypothesis import strategies as st
 from public_calls import SIZES
-from rich.console import Console
 from tiny_plans import LENGTHS, fitting_plan
 from transformers import Trainer
 
@@ -33,7 +32,6 @@ from hf_memopt.devices import find_gpu
 from hf_memopt.memory.models import load_model
 from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.reports import Figures, Measurement, named_measurement
-from hf_memopt.reports.difference import compare, difference_page, print_difference, read_side
 from hf_memopt.reports.plan import plan_page, read_plan_text
 from hf_memopt.reports.run import read_run, run_page
 
@@ -110,24 +108,6 @@ def _read_measured(path: Path) -> None:
 def _read_recipe(path: Path) -> None:
     found = m.recipe(path)
     str(found), found._repr_html_(), found.step_settings(), found.callbacks(), found.changes()
-
-
-def _compare(path: Path) -> None:
-    """Compare a file with its unbroken self, both ways."""
-    whole = read_side(path.with_name("whole.json"))
-    broken = read_side(path)
-    for found in (compare(whole, broken), compare(broken, whole), compare(broken, broken)):
-        json.dumps(found.as_dict())
-        difference_page(found)
-        print_difference(found, Console(file=io.StringIO(), width=100))
-
-
-def _side(content: Callable[[], dict[str, Any]]) -> Callable[[Path], object]:
-    def write(folder: Path) -> None:
-        for name in ("a.json", "whole.json"):
-            (folder / name).write_text(json.dumps(content()))
-
-    return write
 
 
 # ---- Checkpoints
@@ -272,10 +252,6 @@ FILES: dict[str, StrangeFile] = {
         _json("memopt_run.json", lost_run),
         lambda path: run_page(read_run(path.read_bytes(), str(path))),
     ),
-    "two runs": StrangeFile("a.json", _side(finished_run), _compare),
-    "two plans": StrangeFile("a.json", _side(_plan), _compare),
-    "two estimates": StrangeFile("a.json", _side(estimate_data), _compare),
-    "two measurements": StrangeFile("a.json", _side(measured), _compare),
     "measurement": StrangeFile("run.json", _json("run.json", measured), _read_measured),
     "stream": StrangeFile("memopt_stream_0.json", _json("memopt_stream_0.json", _stream_state), _resume_stream),
     "checkpoint's state": StrangeFile("trainer_state.json", _write_checkpoint, _read_checkpoint),

@@ -23,7 +23,7 @@ LINES = {
     "lengths --column": ["lengths", "esc.parquet", "--column", NAME],
     "lengths of a missing file": ["lengths", f"nowhere{NAME}"],
     "measure a script that fails": ["measure", "evil.py"],
-    "report of two": ["report", "run_a.json", "run_b.json"],
+    "report of two": ["report", f"{NAME}.json", "run_a.json"],
     "report by its name": ["report", f"{NAME}.json", "--output", "o.html", "--force"],
     "report of one": ["report", "run_a.json"],
     "presets": ["presets", NAME],

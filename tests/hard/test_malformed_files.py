@@ -121,7 +121,7 @@ def test_any_value_at_any_place(kind: str, whole: dict[str, bytes], tmp_path_fac
     base, parsed = tmp_path_factory.mktemp("files"), json.loads(whole[kind])
 
     @seed(18)
-    @settings(max_examples=60 if kind in DRAWN or kind == "two plans" else 200, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60 if kind in DRAWN else 200, suppress_health_check=list(HealthCheck))
     @given(content=broken_json(parsed))
     def check(content: bytes) -> None:
         read_broken(kind, content, base / f"{next(numbers)}")

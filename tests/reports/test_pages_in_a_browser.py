@@ -15,7 +15,7 @@ import fit_page
 import numpy as np
 import pytest
 from chromium import Chromium
-from hand_made_runs import estimate_data, finished_run, lost_run
+from hand_made_runs import finished_run, lost_run
 from html_page import SHOWN
 from invoked import invoked
 
@@ -46,34 +46,28 @@ def pages(tmp_path_factory: pytest.TempPathFactory, text: str, short: Plan) -> d
     long = {**told, "model": "Organisation/" + "Model-of-many-words-" * 8, "candidates": 60 * told["candidates"][:1]}
     long["chosen"] = {**told["chosen"], "name": ", ".join(["LoRA r16"] * 19), "seconds": 9e9, "low": 8e9, "high": 1e10}
     long["shown"] = list(range(12))
-    hints = [{"changes": {"lora": 16}, "total_bytes": 2**32, "spare_bytes": 2**30, "fits": True, "verdict": "fits"}]
     files = {
         "plan": told,
         "missing": {**json.loads(short.to_json(figures=True)), "model": "x" * 200},
         "long": long,
         "run": finished_run(curve=curve()),
         "lost": lost_run(model="x" * 200),
-        "estimate": estimate_data(hints=hints, notes=["evaluation is not included"], parameters=1_235_814_400),
     }
     for name, data in files.items():
         (folder / f"{name}.json").write_text(json.dumps(data))
-    (folder / "other.json").write_text(json.dumps(finished_run(curve=curve(), model="Another")))
-    both = [str(folder / "run.json"), str(folder / "other.json"), "-o", str(folder / "difference.html")]
-    calls = [[str(folder / f"{name}.json")] for name in files] + [both]
-    for call in calls:
-        done = invoked("report", *call)
+        done = invoked("report", folder / f"{name}.json")
         assert done.exit_code == 0, done.output
-    return {"does it fit": fit_page.PAGE} | {name: folder / f"{name}.html" for name in [*files, "difference"]}
+    return {"does it fit": fit_page.PAGE} | {name: folder / f"{name}.html" for name in files}
 
 
-NAMES = ("does it fit", "plan", "missing", "long", "run", "lost", "estimate", "difference")
+NAMES = ("does it fit", "plan", "missing", "long", "run", "lost")
 
 
 DRAWN = {
     "plan": "peak ladder map timeline padding",
     "missing": "peak ladder map timeline",
+    "run": "peak curves timeline",
     "lost": "alive peak timeline",
-    "difference": "total curves",
 }
 """The sections of a page that have pictures."""
 
@@ -115,15 +109,14 @@ def test_values_are_those_of_the_file(browser: Chromium, pages: dict[str, Path])
 
 
 def test_some_parts_can_be_shown_alone(browser: Chromium, pages: dict[str, Path]) -> None:
-    browser.open(pages["estimate"], 1280)
+    browser.open(pages["plan"], 1280)
     faded = "[...document.querySelectorAll('#peak svg.wide g.other')].map((one) => one.dataset.part)"
     press = "[...document.querySelectorAll('#peak .alone button')].find((one) => one.textContent === 'weights').click()"
     assert browser.value(faded) == []
     browser.value(press)
-    assert set(browser.value(faded)) == {
-        *("CUDA context", "gradients", "optimizer state", "activations", "logits and loss", "workspace"),
-        "reserved, not in use",
-    } & set(browser.value("[...document.querySelectorAll('#peak svg.wide g[data-part]')].map((m) => m.dataset.part)"))
+    parts = browser.value("[...document.querySelectorAll('#peak svg.wide g[data-part]')].map((m) => m.dataset.part)")
+    assert {"CUDA context", "weights", "gradients", "reserved, not in use"} <= set(parts)
+    assert set(browser.value(faded)) == set(parts) - {"weights", ""}
     browser.value(press)
     assert browser.value(faded) == []
 

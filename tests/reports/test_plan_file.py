@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hand_made_runs import estimate_data
 from tables import tables
 
-from hf_memopt.reports.difference import compare, read_side
 from hf_memopt.reports.plan import read_plan_text
 
 TABLES = tables(__file__)
@@ -65,15 +62,3 @@ def test_what_no_report_shows_may_be_anything(text: str) -> None:
     told = json.loads(text)
     told["more"] = told["candidates"][0]["more"] = [None]
     assert read_plan_text(json.dumps(told), "plan.json")["model"] == told["model"]
-
-
-def test_two_plans_are_compared_and_a_plan_with_an_estimate_is_not(text: str, tmp_path: Path) -> None:
-    told = json.loads(text)
-    one = told["candidates"][-1]
-    files = {"a": told, "b": {**told, "chosen": one, "shortfall": None}, "c": estimate_data()}
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    before, after, other = (read_side(tmp_path / name) for name in files)
-    assert compare(before, after).total.change_bytes == one["total_bytes"] - told["chosen"]["total_bytes"]
-    with pytest.raises(ValueError, match="are a plan and an estimate; expected two of one kind, since they differ by"):
-        compare(before, other)

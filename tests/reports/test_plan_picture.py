@@ -10,7 +10,7 @@ import pytest
 
 from hf_memopt import Plan
 from hf_memopt.plotting import DARK, LIGHT, Theme
-from hf_memopt.reports.plan import PlanData, draw_plan, plan_picture, read_plan_text
+from hf_memopt.reports.plan import draw_plan, plan_picture, read_plan_text
 
 pytest.importorskip("matplotlib")
 
@@ -63,7 +63,7 @@ def test_where_nothing_fits_the_title_says_so(short: Plan, figures: list[Any], t
 
 @pytest.mark.parametrize("theme", [LIGHT, pytest.param(DARK, marks=pytest.mark.slow)])
 def test_the_same_plan_gives_the_same_file_in_the_colours_of_its_theme(text: str, theme: Theme, tmp_path: Path) -> None:
-    told: PlanData = read_plan_text(text, "plan")
+    told = read_plan_text(text, "plan")
     for name in ("one.svg", "two.svg"):
         draw_plan(told, tmp_path / name, theme=theme)
     one, two = ((tmp_path / name).read_text(encoding="utf-8") for name in ("one.svg", "two.svg"))

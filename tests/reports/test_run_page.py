@@ -40,6 +40,20 @@ def test_it_says_what_the_run_says() -> None:
     assert "forward + backward 6.22 GiB 6.30 GiB +1.3 %" in said
     assert "max_tokens None 1024 out of memory at step 3" in said
     assert "MicrobatchCallback(max_tokens=1024)" in said
+    for part in ("gradients, activations and others: 2.75 GiB", "reserved, not in use: 300.0 MiB"):
+        assert f"<title>measured, {part}</title>" in page
+
+
+def test_what_a_run_logged_is_drawn_step_by_step() -> None:
+    curve = {"step": [1, 2], "loss": [2.9, None], "seconds_per_step": [0.5, 0.25], "tokens_per_second": [0, 80]}
+    page = page_of(finished_run(curve=curve))
+    assert {one for one in Page(page).ids if one.isalpha()} == {*SECTIONS, "curves"}
+    for said in ("loss, step 2: not finite", "seconds per step, step 1: 0.5", "tokens per second, step 2: 80"):
+        assert f"<title>{said}</title>" in page
+    page = page_of(finished_run(curve={**curve, "loss": [None, None], "tokens_per_second": [0, 0]}))
+    assert "<title>seconds per step, step 1: 0.5</title>" in page
+    assert "<title>loss" not in page
+    assert "<title>tokens per second" not in page
 
 
 def test_an_out_of_memory_says_what_was_alive_and_what_fits() -> None:
@@ -80,7 +94,7 @@ def test_a_folder_makes_the_page_and_the_newest_process_is_taken(
         (None, "is a folder without memopt_run.json; expected the output folder of a run with a MemoryReportCallback."),
         (
             "{}",
-            "is nothing to report (it has none of the fields candidates, micro_batching, phase_peaks, step_seconds)",
+            "is nothing to report (it has neither the field candidates of a plan nor micro_batching of a run)",
         ),
         (
             finished_run(format=2),

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.components import COLOURS, COMPONENTS, CONTEXT, MARGIN_SHARE, parts_of
-from hf_memopt.reports.difference import ESTIMATE_FORMAT
 from hf_memopt.technique_list import asked_by
 from hf_memopt.units import format_bytes, format_count, format_number, percent
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory import Estimate
     from hf_memopt.memory.settings import StepSettings
 
+FORMAT = 1  # of the JSON; raised when a field changes its meaning or goes
 BAR_COLUMNS = 20
 PHASES_FROM = 74  # columns, in which a line holds all of a phase
 COLOUR = {"fits": "green", "tight": "yellow", "over": "red"}
@@ -237,7 +237,7 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
     figures = {item.name: getattr(estimate, item.name) for item in fields(estimate) if item.name not in nested}
     versions = {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")}
     found = {
-        "format": ESTIMATE_FORMAT,
+        "format": FORMAT,
         **figures,
         "settings": {item.name: getattr(estimate.settings, item.name) for item in fields(estimate.settings)},
         "gpu": gpu,

@@ -4,9 +4,6 @@ from .plan_file import FORMAT as FORMAT
 from .plan_file import CellData as CellData
 from .plan_file import FitMapData as FitMapData
 from .plan_file import PaddingData as PaddingData
-from .plan_file import PlanData as PlanData
 from .plan_file import TimelineData as TimelineData
-from .plan_file import batch_of as batch_of
 from .plan_file import read_plan_text as read_plan_text
-from .plan_file import shown_one as shown_one
 from .plan_picture import draw_plan as draw_plan

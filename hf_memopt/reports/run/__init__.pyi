@@ -1,12 +1,6 @@
 from .page_of_run import run_page as run_page
 from .run_file import FORMAT as FORMAT
-from .run_file import RunData as RunData
-from .run_file import curves_of as curves_of
-from .run_file import measured_parts as measured_parts
-from .run_file import phase_pairs as phase_pairs
 from .run_file import read_run as read_run
 from .run_file import run_file_of as run_file_of
 from .run_file import run_name as run_name
-from .run_file import total_bytes as total_bytes
 from .run_picture import RunPicture as RunPicture
-from .run_picture import curves_figure as curves_figure

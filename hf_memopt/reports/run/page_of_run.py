@@ -54,9 +54,8 @@ def _pictures(told: RunData) -> dict[str, tuple[str, Callable[[Theme], Figure]]]
     if lost is not None:
         alive = Bar("", dict(sorted(lost["components"].items(), key=lambda part: -part[1])))
         found["alive"] = (f"{format_bytes(alive.total_bytes)} by component", partial(bars_figure, [alive], None))
-    curves = {name: points for name, points in curves_of(told).items() if name != "peak in GiB"}
-    if curves:
-        found["curves"] = ("Loss, seconds per step and tokens per second", partial(curves_figure, {"": curves}))
+    if curves := curves_of(told):
+        found["curves"] = ("Loss, seconds per step and tokens per second", partial(curves_figure, curves))
     if steps := _steps(told):
         phases = {} if predicted is None else predicted["phases"]
         picture = RunPicture(steps, told["peaks"], phases, device)

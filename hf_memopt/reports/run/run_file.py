@@ -9,7 +9,6 @@ from typing import Literal, NotRequired, TypedDict, cast
 from hf_memopt.components import CONTEXT, UNUSED
 from hf_memopt.json_fields import Number, read_json
 from hf_memopt.plain_data import Count, CountOrZero
-from hf_memopt.units import to_gib
 
 FORMAT = 1
 """Raised when a field changes its meaning or goes."""
@@ -193,7 +192,7 @@ Points = tuple[list[float], list[float | None]]
 
 
 def curves_of(told: RunData) -> dict[str, Points]:
-    """Return what a run logged and held, each over its optimizer steps; those without a point are left out."""
+    """Return what a run logged, each over its optimizer steps; those without a point are left out."""
     found: dict[str, Points] = {}
     if curve := told.get("curve"):
         at: list[float] = list(curve["step"])
@@ -203,13 +202,6 @@ def curves_of(told: RunData) -> dict[str, Points]:
             found["seconds per step"] = at, list(curve["seconds_per_step"])
         if any(curve["tokens_per_second"]):
             found["tokens per second"] = at, list(curve["tokens_per_second"])
-    peaks: dict[int, int] = {}
-    for name, one in told["steps"].items():
-        for step, size in zip(one["first"], one["bytes"], strict=True):
-            if name != "evaluation":
-                peaks[step] = max(size, peaks.get(step, 0))
-    if peaks:
-        found["peak in GiB"] = [float(step) for step in sorted(peaks)], [to_gib(peaks[step]) for step in sorted(peaks)]
     return found
 
 

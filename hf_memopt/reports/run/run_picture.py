@@ -28,10 +28,7 @@ LOOKS: dict[str, dict[str, Any]] = {  # a marker for each besides its colour
     "optimizer": {"color": COLOURS["optimizer state"], "marker": "s"},
     "evaluation": {"color": COLOURS["logits and loss"], "marker": "^"},
 }
-CURVE_LOOKS: tuple[dict[str, Any], ...] = (
-    {"color": COLOURS["weights"], "linewidth": 1.3, "marker": "o", "markersize": 2.5},
-    {"color": COLOURS["gradients"], "linewidth": 1.3, "marker": "s", "markersize": 2.5, "linestyle": "--"},
-)
+CURVE_LOOK: dict[str, Any] = {"color": COLOURS["weights"], "linewidth": 1.3, "marker": "o", "markersize": 2.5}
 MEASURED_COLOUR, PREDICTED_COLOUR = COLOURS["weights"], "#9FC7E3"
 MOST_MARKERS = 60  # points of a curve that has markers
 KINDS = {"allocated_bytes": "allocated by tensors", "rss_bytes": "resident memory of the process"}
@@ -144,27 +141,18 @@ class RunPicture:
         plotting.explain_stretches(axes, [first - 0.5 for first in [*firsts, ends[-1]]], texts)
 
 
-def curves_figure(runs: Mapping[str, Mapping[str, Points]], theme: Theme) -> Figure:
-    """Return the curves of one run or of several, a panel for each quantity.
-
-    Args:
-        runs: by their names in the legend, what ``curves_of`` returns.
-        theme: the colours.
-    """
+def curves_figure(curves: Mapping[str, Points], theme: Theme) -> Figure:
+    """Return the curves of a run, as ``curves_of`` returns them, a panel for each quantity."""
     from matplotlib.ticker import MaxNLocator
 
-    names = list(dict.fromkeys(name for curves in runs.values() for name in curves))
-    figure = plotting.new_figure(1.35 * len(names) + 0.6)
-    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, name in zip(panels, names, strict=True):
+    figure = plotting.new_figure(1.35 * len(curves) + 0.6)
+    panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, (steps, values)) in zip(panels, curves.items(), strict=True):
         plotting.bare(axes).set_title(name, loc="left")
+        axes.plot(steps, [math.nan if value is None else value for value in values], **CURVE_LOOK)
         told: dict[float, list[str]] = {}
-        for (run, curves), look in zip(runs.items(), CURVE_LOOKS, strict=False):
-            steps, values = curves.get(name, ([], []))
-            axes.plot(steps, [math.nan if value is None else value for value in values], label=run, **look)
-            for step, value in zip(steps, values, strict=True):
-                figure_text = "not finite" if value is None else format_number(value)
-                told.setdefault(step, []).append(f"{run}: {figure_text}" if run else figure_text)
+        for step, value in zip(steps, values, strict=True):
+            told.setdefault(step, []).append("not finite" if value is None else format_number(value))
         shown = sorted(told)[:: max(-(-len(told) // STRETCHES), 1)]
         edges = [*shown, 2 * shown[-1] - shown[-2] if len(shown) > 1 else shown[-1] + 1]
         plotting.explain_stretches(axes, edges, [f"{name}, step {step:g}: {', '.join(told[step])}" for step in shown])
@@ -172,8 +160,6 @@ def curves_figure(runs: Mapping[str, Mapping[str, Points]], theme: Theme) -> Fig
             axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[-1].set_xlabel("optimizer step")
-    if len(runs) > 1:
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
