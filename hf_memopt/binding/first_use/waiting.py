@@ -24,7 +24,7 @@ _WAITING: weakref.WeakKeyDictionary[Any, UndoHandle] = weakref.WeakKeyDictionary
 def before_first_use(trainer: Any, act: Callable[[Any], object]) -> None:
     """Call ``act(trainer)`` when one of ``USES`` is called first, then that method as it is by then.
 
-    A call while the Trainer is still being built is no use of it: a subclass goes on after ``super().__init__()``. What
+    Calls while the Trainer is still being built do not count: a subclass goes on after ``super().__init__()``. What
     raises waits on, so that the next use raises, too. A second call for the same Trainer changes nothing.
     """
     if trainer in _WAITING:
