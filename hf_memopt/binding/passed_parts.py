@@ -10,7 +10,6 @@ that only evaluates.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.attachment import CHECKS, attach, kept_handles, parts_of
@@ -18,13 +17,13 @@ from hf_memopt.binding.callback_binding import Binding, unbound_error
 from hf_memopt.binding.first_use import before_first_use, calling_trainer
 from hf_memopt.binding.losses import ignores_items, repair_gradient_scale
 from hf_memopt.binding.protocols import AttachedPart, EvaluationView, TrainingView
-from hf_memopt.binding.undo import is_overridden, override_method
+from hf_memopt.binding.undo import is_overridden
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 ONLY_WATCHES = "only_watches"  # the attribute of a callback that needs nothing else of ``attach``
-REPAIRS = "gradient scale of the Trainer"  # the purpose of the override of a preset's arguments
+ASKED = "get_process_log_level"
 
 
 def note_trainer(callback: Any) -> None:
@@ -35,18 +34,30 @@ def note_trainer(callback: Any) -> None:
 
 
 def note_trainer_of(args: TrainingArguments) -> None:
-    """Let each Trainer that is built with these arguments repair its gradient scale before it is first used.
+    """Let each Trainer that is built with these arguments, or a copy, repair its gradient scale before its first use.
 
     ``Trainer.__init__`` asks its arguments for the level of its log (5.8.1 to 5.24.0; pinned by a test).
     """
+    setattr(args, ASKED, _NotingLevel(args))  # the type of the arguments stays what it is
 
-    def get_process_log_level(before: Callable[[], int]) -> int:
-        trainer = calling_trainer(lambda one: getattr(one, "args", None) is args)
+
+class _NotingLevel:
+    """The level of the log as arguments say it, and the Trainer noted that asks for it."""
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    def __call__(self) -> int:
+        trainer = calling_trainer(lambda one: vars(getattr(one, "args", self)).get(ASKED) is self)
         if trainer is not None:
             before_first_use(trainer, _attach_itself)
-        return before()
+        return int(type(self._args).get_process_log_level(self._args))
 
-    override_method(args, "get_process_log_level", get_process_log_level, purpose=REPAIRS)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NotingLevel:
+        return _NotingLevel(memo[id(self._args)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._args, ASKED)  # arguments that are saved load without this package
 
 
 def bind_late(callback: Any, state: Any) -> None:
@@ -74,7 +85,7 @@ def bind_late(callback: Any, state: Any) -> None:
 
 def _attach_itself(trainer: Any) -> None:
     """Do what ``attach`` does; where nothing but watching or a repair was asked for, do that alone."""
-    is_repaired = is_overridden(trainer.args, "get_process_log_level", REPAIRS)
+    is_repaired = isinstance(vars(trainer.args).get(ASKED), _NotingLevel)
     unbound = [callback for callback in _ours(trainer) if callback.binding.trainer is not trainer]
     if not (unbound or is_repaired):
         return  # removed since, or bound by hand
