@@ -53,19 +53,19 @@ def _drawn_by(path: Path) -> Callable[[], str]:
     """Return what makes the page of a file, which is read and checked now; its kind is that of a field only it has."""
     text, name = path.read_bytes(), str(path)
     try:
-        told = parse_object(text)
-        if told.keys().isdisjoint(("candidates", "micro_batching", "phase_peaks", "step_seconds")):
+        content = parse_object(text)
+        if content.keys().isdisjoint(("candidates", "micro_batching", "phase_peaks", "step_seconds")):
             raise ValueError("it has neither the field candidates of a plan nor micro_batching of a run")
     except ValueError as error:
         raise ValueError(
             f"path={name!r} is nothing to report ({error}); expected what `hf-memopt plan --json` or a "
             f"MemoryReportCallback wrote. {WRITE_IT}"
         ) from None
-    if "candidates" in told:
+    if "candidates" in content:
         return partial(plan_page, read_plan_text(text, name))
-    if "micro_batching" in told:
+    if "micro_batching" in content:
         return partial(run_page, read_run(text, name))
     what, plan = "an estimate", "Plan instead: hf-memopt plan MODEL --report plan.html"
-    if "step_seconds" in told:
+    if "step_seconds" in content:
         what, plan = "a measurement", f"Plan with it: hf-memopt plan MODEL --measured {quoted(name)} --report plan.html"
     raise ValueError(f"path={name!r} is {what}, which has no page; expected a plan or a run. {plan}")
