@@ -97,9 +97,9 @@ def flash_attention(
 
 
 def flash_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows_q: Any, rows_k: Any, most_q: int,
-    most_k: int, dropout: float, causal: bool, seed: Tensor, offset: Tensor, *, scale: float | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, scale: float | None = None
+) -> tuple[Tensor | None, ...]:
+    *_, dropout, causal, seed, _offset = others  # the first are results of the forward pass, and lengths of packed rows
     return _attention_backward(grad, q, k, v, None, dropout, causal, scale, seed)[:3]
 
 
@@ -135,12 +135,10 @@ def cudnn_batch_norm(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, .
     return *torch.ops.aten.native_batch_norm(x, weight, *others), reserve
 
 
-def cudnn_batch_norm_backward(
-    x: Tensor, grad: Tensor, weight: Tensor, mean: Tensor, var: Tensor, saved_mean: Tensor, saved_var: Tensor,
-    eps: float, reserve: Tensor,
-) -> Any:  # fmt: skip
-    backward = torch.ops.aten.native_batch_norm_backward
-    return backward(grad, x, weight, mean, var, saved_mean, saved_var, True, eps, [True, True, True])
+def cudnn_batch_norm_backward(x: Tensor, grad: Tensor, weight: Tensor, *others: Any) -> Any:
+    *statistics, eps, _reserve = others
+    training, mask = True, [True, True, True]
+    return torch.ops.aten.native_batch_norm_backward(grad, x, weight, *statistics, training, eps, mask)
 
 
 # ---- the CPU's softmax does not change dtypes by itself

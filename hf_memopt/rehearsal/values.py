@@ -14,7 +14,6 @@ operators whose shape depends on values take no scratch memory. A failed computa
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from hf_memopt.rehearsal import events
 from hf_memopt.rehearsal.cpu_kernels import CPU_KERNELS, call_with_seed
 
 logger = logging.getLogger(__name__)
@@ -78,24 +78,11 @@ class Report:
 
 _report = Report(Counter(), Counter(), {}, 0.0)
 _registered: list[Any] = []  # a library and its kernels end with their last reference
-_operators: list[str] = []  # whose kernels run at present, outermost first
-_names_allocations = False
 
 
 def report() -> Report:
     """Return what was computed in this process so far."""
     return _report
-
-
-@contextlib.contextmanager
-def named_allocations() -> Iterator[None]:
-    """Write the operator's name beside each allocation in torch's own memory history."""
-    global _names_allocations
-    before, _names_allocations = _names_allocations, True
-    try:
-        yield
-    finally:
-        _names_allocations = before
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,16 +210,14 @@ class Operator:
             return [(tensor, alias(tensor).clone()) for tensor in written if tensor.is_cuda]
 
     def _allocate(self, keys: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run torch's own kernel."""
-        if not _names_allocations:
+        """Run torch's own kernel; its name stands beside what it allocates."""
+        if not events.are_recorded():
             return self.cuda_kernel(keys, *args, **kwargs)
-        _operators.append(self.name)
-        torch._C._cuda_setMemoryMetadata(self.name)
+        before = events.set_label("operator", self.name)
         try:
             return self.cuda_kernel(keys, *args, **kwargs)
         finally:
-            _operators.pop()
-            torch._C._cuda_setMemoryMetadata(_operators[-1] if _operators else "")
+            events.set_label("operator", before)
 
     def _allocate_and_compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the CPU say values and shapes, and allocate for them on the GPU."""
