@@ -130,6 +130,12 @@ def cudnn_convolution(
     return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
 
 
+def depthwise_convolution(
+    x: Tensor, weight: Tensor, size: list[int], bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int]
+) -> Any:
+    return torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(size), x.shape[1])
+
+
 def cudnn_batch_norm(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     reserve = torch.empty(0, dtype=torch.uint8)
     return *torch.ops.aten.native_batch_norm(x, weight, *others), reserve
@@ -165,7 +171,12 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "_softmax_backward_data": _softmax_backward("_softmax_backward_data"),
     "cudnn_batch_norm": cudnn_batch_norm,
     "cudnn_batch_norm_backward": cudnn_batch_norm_backward,
+    "_conv_depthwise2d": depthwise_convolution,
+    "_masked_scale": lambda x, mask, scale: x * mask * scale,
+    "bmm.dtype": lambda a, b, dtype: (a.float() @ b.float()).to(dtype),
+    "conv_depthwise3d": depthwise_convolution,
     "cudnn_convolution": cudnn_convolution,
+    "mm.dtype": lambda a, b, dtype: (a.float() @ b.float()).to(dtype),
     "histc": lambda x, bins=100, low=0, high=0: torch.histc(x.float(), bins, low, high).to(x.dtype),
     "log_sigmoid_backward": lambda grad, x, buffer: grad * torch.sigmoid(-x),  # CUDA's has no buffer
 }

@@ -42,7 +42,7 @@ NUMBERS = (bool, int, float, complex)
 ONLY_ALLOCATE_OR_LOOK = {
     "empty.memory_format", "empty_strided", "empty_quantized", "resize_", "resize_as_", "_resize_output_", "set_",
     "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "is_set_to", "record_stream",
-    "is_pinned", "_pin_memory", "_coalesced_", "_cudnn_init_dropout_state",
+    "is_pinned", "_pin_memory", "_coalesced_", "_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor", "_cudnn_init_dropout_state",
     "_local_scalar_dense",  # reads by cudaMemcpy, which the stand-in does
     "_efficient_attention_forward", "_efficient_attention_backward",  # run inside operators that are computed
     "_flash_attention_forward", "_flash_attention_backward",
