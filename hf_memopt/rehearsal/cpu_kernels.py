@@ -131,7 +131,13 @@ def cudnn_convolution(
 
 
 def depthwise_convolution(
-    x: Tensor, weight: Tensor, size: list[int], bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int]
+    x: Tensor,
+    weight: Tensor,
+    size: list[int],
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
 ) -> Any:
     return torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(size), x.shape[1])
 

@@ -107,7 +107,7 @@ def test_a_block_older_than_the_record_is_freed_without_a_number() -> None:
 
 
 def _allocations(with_values: bool) -> dict[str, Any]:
-    environment = {**os.environ, "HF_MEMOPT_GPU_VALUES": str(1 << 20 if with_values else 0)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_MEMOPT_GPU_VALUES": str(1 << 20 if with_values else 0)}
     script = Path(__file__).with_name("allocations.py")
     done = subprocess.run([sys.executable, "-W", "ignore", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
