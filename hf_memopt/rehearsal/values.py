@@ -83,14 +83,18 @@ def report() -> Report:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor on the stand-in as a CPU tensor of the same shape and strides."""
-    storage = tensor.untyped_storage()
-    pointer, size = storage.data_ptr(), storage.nbytes()
-    if pointer == 0 or size == 0:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
-    memory = torch._C._construct_storage_from_data_pointer(pointer, CPU, size)
-    on_cpu = torch.empty((0,), dtype=tensor.dtype, device=CPU)
-    return on_cpu.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+    """Return the memory of a tensor on the stand-in as a CPU tensor of the same shape and strides.
+
+    The tensor's own storage is never asked for: its Python object would be a second reference to it, with which
+    autograd no longer adds gradients in place (torch 2.14).
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    if tensor.numel() == 0:
+        return torch.empty(shape, dtype=tensor.dtype, device=CPU)
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    size = (last + 1) * tensor.itemsize
+    memory = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), CPU, size)
+    return torch.empty((0,), dtype=tensor.dtype, device=CPU).set_(memory, 0, shape, strides)
 
 
 def _on_cpu(value: Any) -> Any:
