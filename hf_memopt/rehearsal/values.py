@@ -50,7 +50,7 @@ SHAPED_BY_VALUES = {
 }  # fmt: skip
 """Their CUDA kernels count, read the count back and allocate. No kernel wrote the count, so the CPU says the shape."""
 COMPOSITE = ("copy_", "pow.Scalar")
-"""Have no CUDA kernel, but launch kernels themselves, or hand Python a wrapped number on the GPU, which torch refuses."""
+"""Have no CUDA kernel, but launch kernels, or hand Python a wrapped number on the GPU, which torch refuses."""
 
 logger = logging.getLogger(__name__)
 _registered: list[Any] = []  # a library and its kernels end with their last reference
@@ -122,13 +122,15 @@ def _listed(result: Any) -> list[Any]:
 
 
 def _are_small(values: Any) -> bool:
-    """Return whether the tensors of a call are within the limits; a list counts as its largest tensor."""
-    floats = total = 0
+    """Return whether the tensors of a call are within the limits; all lists together count as their largest tensor."""
+    floats = listed = total = 0
     for value in values:
-        tensors = _tensors((value,))
-        total += sum(tensor.nbytes for tensor in tensors)
-        floats += max((t.nbytes for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex), default=0)
-    return floats <= LIMIT_BYTES and total <= TOTAL_LIMIT_BYTES
+        for tensor in _tensors((value,)):
+            size = tensor.nbytes
+            total += size
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                floats, listed = (floats + size, listed) if tensor is value else (floats, max(listed, size))
+    return floats + listed <= LIMIT_BYTES and total <= TOTAL_LIMIT_BYTES
 
 
 def _tensor_of(number: Any, tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trained
 import transformers
 
 import language_models
-import trained
 from hf_memopt.rehearsal import events, phases
 
 transformers.logging.set_verbosity_error()
@@ -25,7 +25,7 @@ SET_UPS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "bert in bfloat16": ("bert", PLAIN, "", {"bf16": True}),
     "tied llama, checkpointing": ("llama-tied", PADDED, EAGER, {"gradient_checkpointing": True}),
     "gpt2 in bfloat16": ("gpt2", PADDED, EAGER, {"bf16": True}),
-    "t5, accumulation": ("t5", PADDED, EAGER, {"gradient_accumulation_steps": 2}),
+    "t5, accumulation": ("t5", PLAIN, "", {"gradient_accumulation_steps": 2}),
     "8-bit optimizer": ("llama", PADDED, EAGER, {"optim": "adamw_bnb_8bit"}),
     "lora": (trained.lora, PADDED, EAGER, {}),
     "vit": (trained.vit, PLAIN, "", {}),

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import trained
 from torch.nn.modules import module
 from torch.optim import optimizer
 from transformers import Trainer
 
 import language_models
-import trained
 from hf_memopt.rehearsal import events, phases, values
 
 pytestmark = pytest.mark.stand_in
@@ -27,7 +27,7 @@ CASES: list[tuple[str, dict[str, Any], float]] = [
     ("t5", {"gradient_accumulation_steps": 2}, 1e-6),
     # other operators are cast for a GPU than for the CPU
     *((family, {"bf16": True}, 2e-2) for family in FAMILIES),
-    *((family, {"fp16": True}, 5e-3) for family in ("bert", "llama-tied", "gpt2", "vit")),
+    *((family, {"fp16": True}, 5e-3) for family in ("bert", "llama-tied", "gpt2")),
 ]
 
 
@@ -39,6 +39,7 @@ def _rows(family: str) -> list[dict[str, torch.Tensor]]:
     return trained.images() if family == "vit" else trained.texts()
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(("family", "settings", "tolerance"), CASES)
 def test_a_tiny_model_trains_to_the_losses_and_norms_of_the_cpu(
     family: str, settings: dict[str, Any], tolerance: float, tmp_path: Path
@@ -48,7 +49,7 @@ def test_a_tiny_model_trains_to_the_losses_and_norms_of_the_cpu(
     trainer = trained.train(lambda: _build(family), _rows(family), tmp_path, **settings)
 
     assert trainer.model.device.type == "cuda"
-    assert len(trained.losses(trainer)) == 14
+    assert len(trained.losses(trainer)) == 10
     assert trained.losses(trainer) == pytest.approx(trained.losses(expected), rel=tolerance)
     assert values.report().failures == {}
 
@@ -107,7 +108,11 @@ def test_a_block_older_than_the_record_is_freed_without_a_number() -> None:
 
 
 def _allocations(with_values: bool) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_MEMOPT_GPU_VALUES": str(1 << 20 if with_values else 0)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "HF_MEMOPT_GPU_VALUES": str(1 << 20 if with_values else 0),
+    }
     script = Path(__file__).with_name("allocations.py")
     done = subprocess.run([sys.executable, "-W", "ignore", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -115,12 +120,11 @@ def _allocations(with_values: bool) -> dict[str, Any]:
 
 
 def test_values_change_no_allocation() -> None:
-    """All set-ups have no mask: its values decide whether attention makes another (see the last one)."""
+    """Values decide branches, as whether attention makes a mask: only the last set-up leaves them to."""
     on, off = _allocations(True), _allocations(False)
-    masked_on, masked_off = on.pop("masked"), off.pop("masked")
-    assert on.keys() == off.keys() and len(on) >= 7
+    masked_on, masked_off = on.pop("mask of ones"), off.pop("mask of ones")
+    assert on.keys() == off.keys() and len(on) == 8
     for name in on:
-        assert on[name]["peaks"] == off[name]["peaks"]
-        assert on[name]["events"] == off[name]["events"]
-    # without values a mask of ones seems to mask everything, so it is not left out as on a GPU
+        assert on[name] == off[name]
+    # without values a mask of ones seems to mask everything, so attention makes one that a GPU leaves out
     assert masked_on["peaks"]["backward"] < masked_off["peaks"]["backward"]

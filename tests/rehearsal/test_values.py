@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from operator_table import ROWS, inputs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_memopt.rehearsal import values
-from operator_table import ROWS, inputs
 
 pytestmark = pytest.mark.stand_in
 
