@@ -67,13 +67,6 @@ class Attention:
         return [None if gradient is None or t is None else gradient.to(t.dtype) for gradient, t in pairs]
 
 
-def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    squares = x.float().pow(2).mean(tuple(range(-len(shape), 0)), keepdim=True)
-    scale = (squares + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
-    y = x.float() * scale
-    return (y if weight is None else y * weight.float()).to(x.dtype), scale
-
-
 def rms_norm_backward(grad: Tensor, x: Tensor, shape: list[int], scale: Tensor, weight: Tensor | None, *_: Any) -> Any:
     unit = x.float() * scale
     of_unit = grad.float() if weight is None else grad.float() * weight.float()
@@ -119,11 +112,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = 
 
 CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "_conv_depthwise2d": depthwise,
-    "_fused_rms_norm": rms_norm,
     "_fused_rms_norm_backward": rms_norm_backward,
     "_log_softmax": softmax("_log_softmax"),
     "_log_softmax_backward_data": softmax_backward("_log_softmax_backward_data"),
-    "_masked_scale": lambda x, mask, scale: x * mask * scale,
     "_scaled_dot_product_efficient_attention": lambda q, k, v, bias, sums, dropout=0.0, causal=False, scale=None: (
         Attention(q, k, v, bias, dropout, causal, scale).forward()
     ),
@@ -132,8 +123,6 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_softmax": softmax("_softmax"),
     "_softmax_backward_data": softmax_backward("_softmax_backward_data"),
-    "bmm.dtype": lambda a, b, dtype: (a.float() @ b.float()).to(dtype),
-    "conv_depthwise3d": depthwise,
     "cudnn_batch_norm": lambda *inputs: (*torch.ops.aten.native_batch_norm(*inputs), torch.empty(0)),
     "cudnn_batch_norm_backward": lambda x, grad, w, mean, var, saved_mean, saved_var, eps, reserve: (
         torch.ops.aten.native_batch_norm_backward(grad, x, w, mean, var, saved_mean, saved_var, True, eps, [True] * 3)
@@ -143,6 +132,5 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     ),
     "histc": lambda x, bins=100, low=0, high=0: torch.histc(x.float(), bins, low, high).to(x.dtype),
     "log_sigmoid_backward": lambda grad, x, buffer: grad * torch.sigmoid(-x),  # CUDA's has no buffer
-    "mm.dtype": lambda a, b, dtype: (a.float() @ b.float()).to(dtype),
 }
 """By the operator's name."""
