@@ -100,11 +100,6 @@ def read_generated_calls() -> dict[str, int]:
     return {name: count for name, count in calls if count}
 
 
-def reset_peaks() -> None:
-    """Let the peaks begin anew from what is held now."""
-    _loaded().hf_memopt_gpu_reset_peaks()
-
-
 def _loaded() -> ctypes.CDLL:
     library = ctypes.CDLL(None)
     if not hasattr(library, "hf_memopt_gpu_launches"):
