@@ -11,9 +11,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from hf_memopt.rehearsal.requirements import RehearsalError, TorchBuild, check_platform, compiler, installed_torch
@@ -23,13 +23,10 @@ NAME = "libhf_memopt_gpu.so"
 LINKS = ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1")  # names by which it is opened at run time
 # Of CUDA 13, of CUDA 12, and what neither has: the wheels of CUDA 13 lack the folder crt.
 HEADERS = ("nvidia/cu13/include", "nvidia/cuda_runtime/include", "triton/backends/nvidia/include")
-PACKAGES = {
-    "torch": "lib/*.so*",
-    "bitsandbytes": "libbitsandbytes_cuda*.so",
-    "torchvision": "*.so",
-    "torchaudio": "**/*.so",
-    "flash_attn_2_cuda": "flash_attn_2_cuda*.so",
-}
+LIBRARIES = (  # in a folder of Python's path
+    *("torch/lib/*.so*", "bitsandbytes/libbitsandbytes_cuda*.so", "flash_attn_2_cuda*.so"),
+    *("torchvision/*.so", "torchaudio/**/*.so"),
+)
 OF_CUDA = re.compile(
     r"(__cuda[A-Z]|cuda[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cuFile|nvrtc|nvJitLink|cupti|cu[A-Z]|nvml)\w*"
 )
@@ -83,19 +80,14 @@ def built_library() -> Path:
 
 def installed_libraries() -> list[Path]:
     """Return the installed libraries that may ask for CUDA."""
-    found: set[Path] = set()
-    for package, pattern in PACKAGES.items():
-        spec = PathFinder.find_spec(package)
-        if spec is not None and spec.origin is not None:
-            found |= set(Path(spec.origin).parent.glob(pattern))
-    return sorted(found)
+    return sorted({path for folder in sys.path for pattern in LIBRARIES for path in Path(folder).glob(pattern)})
 
 
 def cache_key(torch: TorchBuild, libraries: Iterable[Path]) -> str:
     """Return a name for all that the library is built from."""
-    sizes = [(path.name, path.stat().st_size) for path in libraries]
-    described = repr((torch.version, torch.cuda, sizes)).encode()
-    return hashlib.sha256(SOURCE.read_bytes() + Path(__file__).read_bytes() + described).hexdigest()[:16]
+    names_and_sizes = [(path.name, path.stat().st_size) for path in libraries]
+    sources = SOURCE.read_text(encoding="utf-8"), Path(__file__).read_text(encoding="utf-8")
+    return hashlib.sha256(repr((*sources, torch.version, torch.cuda, names_and_sizes)).encode()).hexdigest()[:16]
 
 
 def build(folder: Path, command: list[str], libraries: Iterable[Path], declarations: str) -> None:
@@ -116,8 +108,7 @@ def asked_functions(libraries: Iterable[Path]) -> set[str]:
     for path in libraries:
         found |= set(re.findall(r"\bU (\w+)", _run(["nm", "-D", "--undefined-only", str(path)])))
         if path.name == "libc10_cuda.so":  # asks dlsym at its first out-of-memory error: names among its strings
-            strings = re.findall(rb"\0(nvml[A-Z]\w+|cu[A-Z][a-z]\w+)(?=\0)", path.read_bytes())
-            found |= {name.decode() for name in strings}
+            found |= set(re.findall(r"\0(nvml[A-Z]\w+|cu[A-Z][a-z]\w+)(?=\0)", path.read_bytes().decode("latin-1")))
     return {name for name in found if OF_CUDA.fullmatch(name) and not NVIDIAS.fullmatch(name)}
 
 
