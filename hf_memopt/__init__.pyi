@@ -38,6 +38,8 @@ from .recipes.presets import PRESETS as PRESETS
 from .recipes.presets import preset as preset
 from .recipes.presets import recipe as recipe
 from .recipes.recipe_class import Recipe as Recipe
+from .rehearsal.result import Rehearsal as Rehearsal
+from .rehearsal.start import rehearse as rehearse
 from .reports.measurement_file import Measurement as Measurement
 from .rows.read import Rows as Rows
 from .rows.read import read_rows as read_rows

@@ -84,8 +84,8 @@ ALLOWED = {
     "memory": {*BELOW, "reports"},
     "recipes": {*BELOW, *ROOMS, "reports"},
     "demo": {*BELOW, *ROOMS, "recipes"},
-    "rehearsal": {"ground", "devices"},
-    "cli": {*BELOW, *ROOMS, "reports", "recipes", "demo"},
+    "rehearsal": {*BELOW, *ROOMS, "reports", "recipes"},
+    "cli": {*BELOW, *ROOMS, "reports", "recipes", "demo", "rehearsal"},
     "__main__": {"cli"},
 }
 

@@ -1,4 +1,4 @@
-"""The command line: ``hf-memopt demo | gpus | presets | lengths | estimate | plan | measure | run | report | doctor``.
+"""The command line: ``hf-memopt demo | gpus | presets | lengths | estimate | plan | rehearse | measure | run | report | doctor``.
 
 ``python -m hf_memopt ...`` does the same.
 
@@ -189,13 +189,14 @@ for name, group, options, run in (
     ("lengths", BEFORE, given.LengthsOptions, _of_module("lengths")),
     ("estimate", BEFORE, given.EstimateOptions, _of_module("estimate")),
     ("plan", BEFORE, given.PlanOptions, _of_module("plan")),
+    ("rehearse", BEFORE, given.RehearseOptions, _of_module("rehearse")),
     ("report", BEFORE, given.ReportOptions, _of_module("report")),
     ("measure", MACHINE, given.MeasureOptions, _of_module("measure")),
     ("run", MACHINE, given.RunOptions, _of_module("run")),
     ("doctor", MACHINE, given.DoctorOptions, _doctor),
 ):
     # what follows a script is its own; report answers more files itself
-    settings = {"allow_interspersed_args": name != "run", "allow_extra_args": name == "report"}
+    settings = {"allow_interspersed_args": name not in ("run", "rehearse"), "allow_extra_args": name == "report"}
     command = app.command(
         name, cls=Command, rich_help_panel=group, epilog=examples_of(options), context_settings=settings
     )

@@ -318,6 +318,35 @@ class MeasureOptions:
 
 
 @dataclass(frozen=True)
+class RehearseOptions:
+    """Rehearse a script, unchanged, on a GPU that is not there.
+
+    It runs with torch's own CUDA code up to a few optimizer steps and two batches of an evaluation, and ends there.
+    Without --gpu and --memory the same steps run for real on the GPU of this machine. Exit code 0 if it fits, 1 if
+    memory runs out, 2 on errors; a script that fails by itself keeps its own.
+
+    Examples:
+      hf-memopt rehearse --gpu "RTX 3060 12GB" train.py --learning_rate 1e-4
+      hf-memopt rehearse --memory 8GB --timeline steps.svg train.py
+      hf-memopt rehearse --gpu T4 -m my_package.train
+    """
+
+    script: str = _argument("A Python script that trains, or a module.")
+    arguments: list[str] | None = _argument("Its own arguments.", default=None)
+    module: bool = _option(False, "Run a module by its name, as python -m does.", None, "-m")
+    gpu: list[str] | None = _option(
+        None, 'Such as "RTX 3060 12GB"; without it the GPU of this machine.', "NAME", "-g", group=GPU
+    )
+    memory: str | None = _option(None, "Instead: what a process can use of a GPU, such as 8GB.", "SIZE", group=GPU)
+    capability: str | None = _option(None, "Compute capability of that GPU, such as 7.5.", "X.Y", group=GPU)
+    gpus: int = _option(1, "GPUs that train together; the first is rehearsed.", "N", group=GPU, min=1)
+    steps: int = _option(2, "Optimizer steps.", "N", "-n", min=1, max=10**4, show_default=True)
+    empty_weights: bool = _option(False, "Make weights of the right shapes instead of reading them.")
+    json_file: Path | None = _option(None, "Also write everything to this file.", "FILE", "--json", group=OUTPUT)
+    timeline: Path | None = _option(None, "Also draw it: .png, .svg or .pdf.", "FILE", group=OUTPUT)
+
+
+@dataclass(frozen=True)
 class RunOptions:
     """Run a script unchanged, with what saves memory and does not change its result.
 

@@ -23,9 +23,12 @@ KINDS = {
     "segment_free": "segment freed",
     "segment_unmap": "segment freed",
 }
-UNINTERESTING = ("/torch/", "/hf_memopt/rehearsal/", "<frozen", "/contextlib.py", "/functools.py")
+UNINTERESTING = (  # torch's and the Trainer's own lines, and those that start a script
+    *("/torch/", "/accelerate/", "/transformers/trainer", "/hf_memopt/rehearsal/", "/hf_memopt/recipes/measuring/"),
+    *("<frozen", "/contextlib.py", "/functools.py"),
+)
 
-_label = {"phase": "", "operator": ""}
+_label = {"phase": "", "operator": "", "moment": "0"}
 _is_recording = False
 
 
@@ -39,18 +42,43 @@ class Event:
     phase: str  # as of ``peaks_by_phase``; "" outside it
     operator: str  # the innermost one of torch or bitsandbytes; "" outside them
     place: str  # the two innermost lines outside torch: "file:line function < file:line function"
+    address: int = 0  # which later blocks may have, too
+    moment: int = 0  # how often blocks were given names before, see ``named_blocks``
 
 
 def set_label(kind: str, name: str) -> str:
-    """Say the "phase" or "operator" of what is allocated from now on; return the one before."""
+    """Say the "phase", "operator" or "moment" of what is allocated from now on; return the one before."""
     before, _label[kind] = _label[kind], name
     if _is_recording:
-        torch._C._cuda_setMemoryMetadata(f"{_label['phase']} {_label['operator']}")
+        torch._C._cuda_setMemoryMetadata(" ".join(_label.values()))
     return before
+
+
+def label(kind: str) -> str:
+    return _label[kind]
 
 
 def are_recorded() -> bool:
     return _is_recording
+
+
+def start_recording() -> None:
+    """Let torch keep a history from now on; CUDA must be there."""
+    global _is_recording
+    torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES, context="alloc", stacks="python")
+    _is_recording = True
+
+
+def events_so_far() -> list[Event]:
+    """Return what was recorded.
+
+    Raises:
+        RuntimeError: More happened than torch's history was told to keep.
+    """
+    entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    if len(entries) >= MOST_ENTRIES:
+        raise RuntimeError(f"events={len(entries)} fill torch's history; expected fewer. Record a shorter run.")
+    return list(_events(entries))
 
 
 @contextlib.contextmanager
@@ -62,17 +90,15 @@ def recorded_events() -> Iterator[list[Event]]:
     """
     global _is_recording
     events: list[Event] = []
-    torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES, context="alloc", stacks="python")
-    _is_recording = True
+    start_recording()
     try:
         yield events
     finally:
         _is_recording = False
-        entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        if len(entries) >= MOST_ENTRIES:
-            raise RuntimeError(f"events={len(entries)} fill torch's history; expected fewer. Record a shorter run.")
-        events.extend(_events(entries))
+        try:
+            events.extend(events_so_far())
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _events(entries: list[dict[str, Any]]) -> Iterator[Event]:
@@ -87,11 +113,13 @@ def _events(entries: list[dict[str, Any]]) -> Iterator[Event]:
             allocations += 1
         elif kind == "free":
             number = numbers.pop(address, -1)
-        phase, _, operator = (entry.get("user_metadata") or " ").partition(" ")
-        yield Event(kind, entry["size"], number, phase, operator, _place(entry.get("frames", ())))
+        phase, operator, moment = (entry.get("user_metadata") or "  0").split(" ")
+        place = place_of(entry.get("frames", ()))
+        yield Event(kind, entry["size"], number, phase, operator, place, address, int(moment))
 
 
-def _place(frames: Any) -> str:
+def place_of(frames: Any) -> str:
+    """Return the two innermost lines of the user's or a model's code, frames given from the innermost on."""
     ours = [frame for frame in frames if not any(part in frame["filename"] for part in UNINTERESTING)]
     lines = (f"{f['filename'].rpartition('site-packages/')[2]}:{f['line']} {f['name']}" for f in ours[:2])
     return " < ".join(lines)
@@ -117,3 +145,34 @@ def blocks_at_peak(events: list[Event]) -> list[Event]:
             now -= size
             del alive[event.number]
     return list(alive.values()) if now > peak else at_peak
+
+
+def blocks_alive(events: list[Event]) -> list[Event]:
+    """Return the allocations that were not freed, in their order."""
+    alive: dict[int, Event] = {}
+    for event in events:
+        if event.kind == "allocate":
+            alive[event.number] = event
+        elif event.kind == "free":
+            alive.pop(event.number, None)
+    return list(alive.values())
+
+
+def named_blocks(events: list[Event], names: list[dict[int, str]]) -> dict[int, str]:
+    """Return names of allocations by their number.
+
+    Addresses are used again, so a name holds for the block that was alive at its address when the name was given:
+    ``names[moment]`` were given before the first event with a later moment.
+    """
+    alive: dict[int, int] = {}  # numbers by address
+    found: dict[int, str] = {}
+    given = 0
+    for event in [*events, None]:
+        for of_moment in names[given : len(names) if event is None else event.moment]:
+            found |= {alive[address]: name for address, name in of_moment.items() if address in alive}
+            given += 1
+        if event is not None and event.kind == "allocate":
+            alive[event.address] = event.number
+        elif event is not None and event.kind == "free":
+            alive.pop(event.address, None)
+    return found

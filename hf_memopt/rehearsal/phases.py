@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from transformers import Trainer
 
 from hf_memopt.rehearsal.events import set_label
 
@@ -28,19 +27,20 @@ class Peak:
     reserved_bytes: int = 0
 
 
-class _Watch:
+class PhaseWatch:
     """Knows the present phase, and reads its peaks when it ends."""
 
     def __init__(self) -> None:
         self.phase = self.before_step = "load"
         self.peaks: dict[str, Peak] = {}
         set_label("phase", self.phase)
-        torch.cuda.reset_peak_memory_stats()
 
     def enter(self, phase: str) -> str:
         """Begin a phase and return the one before."""
         before, self.phase = self.phase, phase
-        if phase != before:
+        if phase != before and not torch.cuda.is_initialized():
+            set_label("phase", phase)
+        elif phase != before:
             peak = self.peaks.setdefault(before, Peak())
             peak.allocated_bytes = max(peak.allocated_bytes, torch.cuda.max_memory_allocated())
             peak.reserved_bytes = max(peak.reserved_bytes, torch.cuda.max_memory_reserved())
@@ -78,6 +78,17 @@ class _Watch:
         finally:
             setattr(owner, name, original)
 
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Watch forward passes, backward passes and steps of optimizers."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.enter, "")
+            undo.callback(register_module_forward_pre_hook(self.before_forward).remove)
+            undo.callback(register_optimizer_step_pre_hook(self.before_optimizer).remove)
+            undo.callback(register_optimizer_step_post_hook(self.after_optimizer).remove)
+            undo.enter_context(self.during(torch.autograd, "backward", "backward"))
+            yield
+
 
 @contextlib.contextmanager
 def peaks_by_phase() -> Iterator[dict[str, Peak]]:
@@ -85,12 +96,9 @@ def peaks_by_phase() -> Iterator[dict[str, Peak]]:
 
     torch's own peaks (``torch.cuda.max_memory_allocated``) begin anew with each phase.
     """
-    watch = _Watch()
-    with contextlib.ExitStack() as undo:
-        undo.callback(watch.enter, "")
-        undo.callback(register_module_forward_pre_hook(watch.before_forward).remove)
-        undo.callback(register_optimizer_step_pre_hook(watch.before_optimizer).remove)
-        undo.callback(register_optimizer_step_post_hook(watch.after_optimizer).remove)
-        undo.enter_context(watch.during(torch.autograd, "backward", "backward"))
-        undo.enter_context(watch.during(Trainer, "evaluation_loop", "evaluation"))
+    from transformers import Trainer
+
+    watch = PhaseWatch()
+    torch.cuda.reset_peak_memory_stats()
+    with watch.hooked(), watch.during(Trainer, "evaluation_loop", "evaluation"):
         yield watch.peaks

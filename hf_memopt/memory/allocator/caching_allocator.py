@@ -131,6 +131,7 @@ class CachingAllocator:
         limit_bytes: what the allocator can get: the GPU's memory without the context and other programs; None for no
             limit. At the limit unused blocks are returned to the driver first, as torch does, which costs time but no
             memory: so a run may fit a GPU that is smaller than its peak of reserved bytes without a limit.
+        rising_addresses: whether each new segment lies above the one before, as on the stand-in of a GPU.
 
     Attributes:
         allocated: ``torch.cuda.memory_allocated()``: the blocks in use, rounding and rests included.
@@ -147,7 +148,9 @@ class CachingAllocator:
         (3000320, 20971520)
     """
 
-    def __init__(self, expandable_segments: bool = False, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, expandable_segments: bool = False, limit_bytes: int | None = None, *, rising_addresses: bool = False
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
@@ -156,7 +159,7 @@ class CachingAllocator:
         self._small = _Pool(True, expandable_segments)
         self._large = _Pool(False, expandable_segments)
         self._live: dict[Hashable, _Block | None] = {}
-        self._lowest_address = _TOP_ADDRESS
+        self._next_address, self._is_rising = _TOP_ADDRESS, rising_addresses
 
     def malloc(self, key: Hashable, size_bytes: int) -> int:
         """Allocate ``size_bytes`` under a key that has no block, and return the size of the block.
@@ -246,8 +249,8 @@ class CachingAllocator:
             segment_bytes = -(-size // _LARGE_ROUNDING_BYTES) * _LARGE_ROUNDING_BYTES
         if not self._reserve(segment_bytes):
             return None
-        self._lowest_address -= segment_bytes
-        return _Block(pool, self._lowest_address, segment_bytes)
+        self._next_address += segment_bytes if self._is_rising else -segment_bytes
+        return _Block(pool, self._next_address, segment_bytes)
 
     def _expand(self, pool: _Pool, size: int) -> _Block | None:
         """Map pages at the first addresses with room for ``size`` bytes (``try_allocate_expandable_block``)."""

@@ -49,8 +49,8 @@ MEMORY_STEPS = 2
 WARM_UP_STEPS = MEMORY_STEPS + 1
 """Steps before the first that is timed."""
 
-_SINKS = "transformers.integrations"  # the module of W&B's, TensorBoard's and other callbacks; seen in 5.8.1 to 5.23.0
-_REPORTING = (ProgressCallback, PrinterCallback, MemoryReportCallback)
+SINKS = "transformers.integrations"  # the module of W&B's, TensorBoard's and other callbacks; seen in 5.8.1 to 5.23.0
+REPORTING = (ProgressCallback, PrinterCallback, MemoryReportCallback)
 _OFF = ("eval_on_start", "load_best_model_at_end", "auto_find_batch_size", "push_to_hub")
 
 
@@ -90,8 +90,8 @@ class StepRecorder(TrainerCallback):
 
     def _watch(self) -> UndoHandle:
         trainer, handler = self._trainer, self._trainer.callback_handler
-        own = [one for one in handler.callbacks if not isinstance(one, _REPORTING)]
-        handler.callbacks[:] = [one for one in own if not type(one).__module__.startswith(_SINKS)]
+        own = [one for one in handler.callbacks if not isinstance(one, REPORTING)]
+        handler.callbacks[:] = [one for one in own if not type(one).__module__.startswith(SINKS)]
         trainer.add_callback(self)
         return undo_all(
             override_method(trainer, "get_train_dataloader", self.longest.reading),
@@ -214,13 +214,15 @@ class LongestRows:
 
     def __init__(self) -> None:
         self.note = ""  # what was not looked at
+        self.longest_row: int | None = None  # tokens
         self._loader: Any = None
         self._order: np.ndarray | None = None
 
     def reading(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._loader = before(*args, **kwargs)
         lengths = self.lengths(getattr(self._loader, "dataset", None))
-        self._order = None if lengths is None else np.argsort(-lengths, kind="stable")
+        if lengths is not None and len(lengths):
+            self._order, self.longest_row = np.argsort(-lengths, kind="stable"), int(lengths.max())
         return self._loader
 
     def batches(self, batch_size: int, number: int) -> list[Any] | None:

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -29,7 +29,8 @@ from typing import Any, NoReturn
 
 
 def main(result: str, steps: str, script: str, *arguments: str) -> None:
-    run_script(script, arguments, _Ending(Path(result), int(steps), script).change)
+    ending = _Ending(Path(result), int(steps), script)
+    run_script(script, arguments, {TRAINER: lambda module: ending.change(module.Trainer)})
 
 
 class _Ending:
@@ -110,37 +111,49 @@ def _measured(trainer: Any, steps: int, train: Callable[[], Any]) -> dict[str, s
 # ---- Somebody's script, run as ``python`` does ----------------------------------------------------------------------
 
 
-_MODULE = "transformers.trainer"  # defines Trainer; seen in transformers 5.8.1 to 5.23.0
+TRAINER = "transformers.trainer"  # defines Trainer; seen in transformers 5.8.1 to 5.23.0
+Changes = Mapping[str, Callable[[Any], None]]
+"""What gets a module, by its name, right after its import."""
 
 
-def run_script(
-    script: str, arguments: Sequence[str], change: Callable[[Any], None], *, is_module: bool = False
-) -> None:
-    """Run a script, or with ``is_module`` a module by its name, as ``__main__``; ``change`` gets ``Trainer``.
+def run_script(script: str, arguments: Sequence[str], changes: Changes, *, is_module: bool = False) -> None:
+    """Run a script, or with ``is_module`` a module by its name, as ``__main__``.
 
     An error is printed without the frames of this package, and exits with 1 as Python does.
     """
-    if _MODULE in sys.modules:
-        change(sys.modules[_MODULE].Trainer)
-    else:
-        sys.meta_path.insert(0, _AtImport(change))
-    main = ModuleType("__main__")
     try:
-        code = _code_of_module(script, main) if is_module else _code_of_file(script, main)
-        sys.argv[:] = [script if main.__spec__ is None else str(main.__file__), *arguments]
-        sys.modules["__main__"] = main
-        exec(code, vars(main))
+        run_as_main(script, arguments, changes, is_module=is_module)
     except Exception as error:
-        own = error.__traceback__
-        while own is not None and own.tb_frame.f_code.co_filename == __file__:
-            own = own.tb_next
-        if sys.excepthook is sys.__excepthook__:
-            from hf_memopt.notices import printable
-
-            print(printable("".join(traceback.format_exception(error.with_traceback(own)))), end="", file=sys.stderr)
-        else:
-            sys.excepthook(type(error), error.with_traceback(own), own)
+        print_traceback(error)
         sys.exit(1)
+
+
+def run_as_main(script: str, arguments: Sequence[str], changes: Changes, *, is_module: bool = False) -> None:
+    """Do the same, and raise what the script raises."""
+    for name, change in changes.items():
+        if name in sys.modules:
+            change(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _AtImport(name, change))
+    main = ModuleType("__main__")
+    code = _code_of_module(script, main) if is_module else _code_of_file(script, main)
+    sys.argv[:] = [script if main.__spec__ is None else str(main.__file__), *arguments]
+    sys.modules["__main__"] = main
+    exec(code, vars(main))
+
+
+def print_traceback(error: Exception) -> None:
+    """Print an error of a script as Python does, without the frames that started it."""
+    folder = str(Path(__file__).parents[2])
+    own = error.__traceback__
+    while own is not None and own.tb_frame.f_code.co_filename.startswith(folder):
+        own = own.tb_next
+    if sys.excepthook is sys.__excepthook__:
+        from hf_memopt.notices import printable
+
+        print(printable("".join(traceback.format_exception(error.with_traceback(own)))), end="", file=sys.stderr)
+    else:
+        sys.excepthook(type(error), error.with_traceback(own), own)
 
 
 def _code_of_file(script: str, main: ModuleType) -> CodeType:
@@ -169,23 +182,26 @@ def _code_of_module(name: str, main: ModuleType) -> CodeType:
 
 
 class _AtImport:
-    """Finds the module of ``Trainer`` as the import system does, and calls a function with the class."""
+    """Finds a module as the import system does, and calls a function with it once it has run."""
 
-    def __init__(self, then: Callable[[Any], None]) -> None:
-        self._then = then
+    def __init__(self, module: str, then: Callable[[Any], None]) -> None:
+        self._module, self._then, self._is_looking = module, then, False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _MODULE:
+        if name != self._module or self._is_looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._is_looking = True  # the others are asked, and may be again: of a spec not every module is imported
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_looking = False
         if spec is not None:
             loader: Any = spec.loader
             run = loader.exec_module
 
             def exec_module(module: Any) -> None:
                 run(module)
-                self._then(module.Trainer)
+                self._then(module)
 
             loader.exec_module = exec_module
         return spec

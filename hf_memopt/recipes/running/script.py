@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hf_memopt.recipes.measuring.script import run_script
+from hf_memopt.recipes.measuring.script import TRAINER, run_script
 
 
 def main(options: str, script: str, *arguments: str) -> None:
@@ -22,7 +22,8 @@ def main(options: str, script: str, *arguments: str) -> None:
     asked = json.loads(options)
     running = Running(script, {**asked, "folder": os.getcwd()})
     try:
-        run_script(script, arguments, running.change, is_module=asked["is_module"])
+        changes = {TRAINER: lambda module: running.change(module.Trainer)}
+        run_script(script, arguments, changes, is_module=asked["is_module"])
     finally:
         if not running.has_trained and os.getpid() == running.process:
             say("the script called no Trainer.train(), so nothing was attached to it")

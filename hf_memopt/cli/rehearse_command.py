@@ -1,0 +1,60 @@
+"""What ``hf-memopt rehearse`` does: rehearse a script, and print what that found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.cli.command import check_script, one_gpu, print_coloured
+from hf_memopt.notices import quoted
+from hf_memopt.plotting import check_picture
+from hf_memopt.rehearsal import RehearsalError, rehearse
+from hf_memopt.terminal import Console
+from hf_memopt.whole_files import check_target, write_whole
+
+if TYPE_CHECKING:
+    from hf_memopt.cli.options import RehearseOptions
+
+EXIT_CODES = {"fits": 0, "runs out": 1}
+
+
+def run(options: RehearseOptions, context: Any) -> int:
+    """Print the rehearsal and return the exit code: 0 if it fits, 1 if memory runs out, the script's if that fails."""
+    script = options.script
+    if not options.module:
+        check_script(script, "rehearse", ", or --module and a module's name")
+    if options.json_file is not None:
+        check_target("json_file", options.json_file)
+    if options.timeline is not None:
+        check_picture(options.timeline, "the picture of a rehearsal", name="timeline")
+    try:
+        found = rehearse(
+            script,
+            *arguments_of(options),
+            gpu=one_gpu(options.gpu),
+            memory=options.memory,
+            capability=options.capability,
+            gpus=options.gpus,
+            steps=options.steps,
+            empty_weights=options.empty_weights,
+            is_module=options.module,
+        )
+    except RehearsalError as error:
+        raise ValueError(str(error)) from None
+    if found.verdict == "failed":
+        return found.exit_code or 1
+    if found.verdict == "never trained":
+        raise ValueError(
+            f"script={script!r} ended without a step of an optimizer of torch; expected one that trains in its own "
+            f"process. Run it by itself: python {quoted(script)}"
+        )
+    if options.json_file is not None:
+        write_whole(options.json_file, found.to_json())
+    console = Console()
+    print_coloured(found.table(console.width, script), console)
+    return EXIT_CODES[found.verdict]
+
+
+def arguments_of(options: Any) -> list[str]:
+    """Return the script's own arguments; a first ``--`` only ends those of the command."""
+    own: list[str] = options.arguments or []
+    return own[own[:1] == ["--"] :]

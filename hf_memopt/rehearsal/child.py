@@ -1,0 +1,130 @@
+"""The process of a rehearsed script: runs it, ends it inside its training, and writes what was seen.
+
+``python -m hf_memopt.rehearsal.child OPTIONS SCRIPT [ARGUMENT]...``, with the options as JSON. torch and ``Trainer`` are
+changed when the script imports them, since it may set environment variables before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hf_memopt.recipes.measuring.script import TRAINER, print_traceback, run_as_main
+from hf_memopt.rehearsal.result import Done, PhasePeak, Rehearsal, Verdict
+
+if TYPE_CHECKING:
+    from hf_memopt.rehearsal.shortened import Shortening
+    from hf_memopt.rehearsal.watch import Watch
+
+PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "trl")
+UNKNOWN = {  # libraries whose calls are counted, and what of them is not known here
+    ("cudnn",): "not modelled: workspaces of cuDNN, which count as 0",
+    ("cusolver", "cusparse", "cufft"): "not modelled: workspaces of cuSOLVER, cuSPARSE and cuFFT, which count as 0",
+    ("nccl",): "not modelled: buffers of NCCL",
+}
+
+
+def main(options: str, script: str, *arguments: str) -> NoReturn:
+    """Run the script to the end of its rehearsal."""
+    child = Child(json.loads(options))
+    code = child.run(script, arguments)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)  # without destructors of a GPU that is not there, and whatever the script registered
+
+
+class Child:
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._watch: Watch | None = None
+        self._shortening: Shortening | None = None
+
+    def run(self, script: str, arguments: tuple[str, ...]) -> int:
+        changes = {"torch": self._torch_is_there, TRAINER: self._trainer_is_there}
+        code, error = 0, None
+        try:
+            run_as_main(script, arguments, changes, is_module=self._options["is_module"])
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            if isinstance(stop.code, str):
+                print(stop.code, file=sys.stderr)
+        except Exception as caught:
+            code, error = 1, caught
+        except Done:
+            pass
+        watch = self._watch
+        ran_out = watch is not None and (watch.gave_up or (code != 0 and watch.failures_in_step > 0))
+        if error is not None and not ran_out:
+            print_traceback(error)
+        trained: Verdict = "fits" if watch is not None and watch.steps else "never trained"
+        verdict: Verdict = "runs out" if ran_out else "failed" if code else trained
+        found = self._seen(verdict, code)
+        Path(self._options["result"]).write_text(found.to_json(), encoding="utf-8")
+        return code
+
+    def _torch_is_there(self, torch: Any) -> None:
+        from hf_memopt.rehearsal.watch import Watch
+
+        self._watch = Watch(self._options["steps"])
+        self._watch.install()
+
+    def _trainer_is_there(self, module: Any) -> None:
+        from hf_memopt.rehearsal.shortened import Shortening
+
+        assert self._watch is not None  # transformers' Trainer imports torch
+        self._shortening = Shortening(self._watch)
+        self._shortening.install(module.Trainer)
+
+    def _seen(self, verdict: Verdict, code: int) -> Rehearsal:
+        options, watch = self._options, self._watch
+        found = Rehearsal(verdict, options["gpu"], options["usable_bytes"], options["context_bytes"])
+        found = replace(found, is_measured=options["is_measured"], exit_code=code)
+        if verdict not in ("fits", "runs out") or watch is None or not sys.modules["torch"].cuda.is_initialized():
+            return found
+        from hf_memopt.rehearsal.events import blocks_at_peak, events_so_far
+        from hf_memopt.rehearsal.least_memory import least_memory
+
+        watch.phases.enter("")
+        events = events_so_far()
+        peaks = {name: PhasePeak(p.allocated_bytes, p.reserved_bytes) for name, p in watch.phases.peaks.items()}
+        if verdict == "runs out":
+            found = replace(found, out_of_memory=watch.failure, held=watch.held)
+        else:
+            reserved_bytes, phase = least_memory(events)
+            needed = reserved_bytes + found.context_bytes
+            held = watch.grouped(events, blocks_at_peak(events))
+            found = replace(found, needed_bytes=needed, peak_phase=phase, held=held, recovered=watch.failures)
+        shortening = self._shortening
+        return replace(
+            found,
+            phases={name: peak for name, peak in peaks.items() if peak.allocated_bytes},
+            largest_batch=watch.largest,
+            longest_row=shortening and shortening.longest_row,
+            steps=watch.steps,
+            step_seconds=tuple(watch.step_seconds) if found.is_measured else (),
+            notes=(*(shortening.notes() if shortening else ()), *self._not_modelled(watch)),
+            versions={name: version(name) for name in PACKAGES if name in sys.modules},
+        )
+
+    def _not_modelled(self, watch: Watch) -> list[str]:
+        """Return what of this run is not known on the stand-in."""
+        if self._options["is_measured"]:
+            return []
+        from hf_memopt.rehearsal.stand_in import read_generated_calls
+        from hf_memopt.rehearsal.values import values_report
+
+        calls = read_generated_calls()
+        notes = [what for begins, what in UNKNOWN.items() if any(name.startswith(begins) for name in calls)]
+        failures = values_report().failures
+        return notes + [f"values of {name}: {failure.reason}" for name, failure in failures.items()]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

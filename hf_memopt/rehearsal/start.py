@@ -1,0 +1,131 @@
+"""Start a rehearsal: make the GPU, run the script in a process of its own, return what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NoReturn
+
+from hf_memopt.devices import Gpu, current_gpu, custom_gpu, find_gpu
+from hf_memopt.plain_data import Count, check_value
+from hf_memopt.rehearsal.result import Rehearsal
+from hf_memopt.rehearsal.stand_in import StandIn
+
+SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
+"""Of the script, where the user's environment does not say otherwise."""
+
+
+def rehearse(
+    path: str | os.PathLike[str],
+    *arguments: str,
+    gpu: str | Gpu | None = None,
+    memory: int | str | None = None,
+    capability: str | None = None,
+    gpus: int = 1,
+    steps: int = 2,
+    empty_weights: bool = False,
+    is_module: bool = False,
+) -> Rehearsal:
+    """Run the beginning of a script's training on a GPU that is not there, and return what it says of its memory.
+
+    The script runs unchanged in a process of its own, with torch's own CUDA code, and ends inside its training. What it
+    prints goes to standard error, what it writes by itself is written; a Trainer saves, reports and pushes nothing. The
+    Hub is offline, unless ``HF_HUB_OFFLINE=0`` is set.
+
+    Args:
+        path: of the script; with ``is_module`` the name of a module.
+        arguments: its own.
+        gpu: that stands in, by name. Without it and ``memory``, the steps run for real on the GPU of this machine.
+        memory: instead: what a process can use of a GPU, such as ``"8GB"``.
+        capability: compute capability of that GPU; 8.6 by default.
+        gpus: that train together, of which the first one is rehearsed.
+        steps: of the optimizer, after which the training ends.
+        empty_weights: whether ``from_pretrained`` makes weights of the right shapes instead of reading them.
+
+    Raises:
+        RehearsalError: this machine, or its build of torch, cannot rehearse.
+        ValueError: the GPU is not known, or an argument is invalid.
+    """
+    check_value("steps", steps, Count, 2)
+    check_value("gpus", gpus, Count, 2)
+    chosen, is_measured = _chosen_gpu(gpu, memory, capability), gpu is None and memory is None
+    environment = {**SURROUNDINGS, **os.environ}
+    if not is_measured:
+        environment = StandIn.of(chosen).environment(environment)
+    if gpus > 1:
+        from hf_memopt.rehearsal import world
+
+        environment |= world.environment(gpus)
+    options = {
+        "gpu": chosen.name,
+        "usable_bytes": chosen.usable_bytes,
+        "context_bytes": chosen.context_bytes or 0,
+        "is_measured": is_measured,
+        "steps": steps,
+        "gpus": gpus,
+        "empty_weights": empty_weights,
+        "is_module": is_module,
+    }
+    began = time.monotonic()
+    with TemporaryDirectory(prefix="hf-memopt-") as folder:
+        result = Path(folder, "result.json")
+        words = [json.dumps({**options, "result": str(result)}), os.fspath(path), *arguments]
+        code = _run([sys.executable, "-m", "hf_memopt.rehearsal.child", *words], environment)
+        if not result.exists():
+            found = Rehearsal("failed", chosen.name, chosen.usable_bytes, chosen.context_bytes or 0, exit_code=code)
+        else:
+            found = Rehearsal.from_json(result.read_bytes())
+    return replace(found, seconds=time.monotonic() - began)
+
+
+def _chosen_gpu(gpu: str | Gpu | None, memory: int | str | None, capability: str | None) -> Gpu:
+    if memory is not None:
+        if gpu is not None:
+            raise ValueError(f"gpu={gpu!r} and memory={memory!r} are two GPUs; expected one. Omit memory")
+        return custom_gpu(memory, capability or "8.6")
+    if capability is not None:
+        raise ValueError(f"capability={capability!r} is known of a GPU by name; expected memory beside it. Omit it")
+    found = current_gpu() if gpu is None else find_gpu(gpu)
+    if found is None:
+        raise ValueError('gpu=None, and there is no GPU here; expected one to rehearse. Pass gpu="RTX 3060 12GB"')
+    return found
+
+
+def _run(words: list[str], environment: dict[str, str]) -> int:
+    """Run the script in a group of processes of its own, of which nothing is left afterwards."""
+    with _terminating():
+        # its output must not be in ours; it has no terminal to read from
+        process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+        try:
+            return process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """Let SIGTERM end this process by an exception, as an interrupt does; other threads have no signals."""
+    try:
+        before = signal.signal(signal.SIGTERM, _exit)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
