@@ -1,4 +1,4 @@
-"""The command line: ``hf-memopt demo | gpus | presets | lengths | estimate | plan | rehearse | measure | run | report | doctor``.
+"""The command line: ``hf-memopt demo | gpus | presets | lengths | estimate | plan | rehearse | measure | run``, ...
 
 ``python -m hf_memopt ...`` does the same.
 

@@ -37,6 +37,7 @@ def run(options: RehearseOptions, context: Any) -> int:
             steps=options.steps,
             empty_weights=options.empty_weights,
             is_module=options.module,
+            has_timeline=options.timeline is not None,
         )
     except RehearsalError as error:
         raise ValueError(str(error)) from None
@@ -49,6 +50,8 @@ def run(options: RehearseOptions, context: Any) -> int:
         )
     if options.json_file is not None:
         write_whole(options.json_file, found.to_json())
+    if options.timeline is not None:
+        found.plot(options.timeline)
     console = Console()
     print_coloured(found.table(console.width, script), console)
     return EXIT_CODES[found.verdict]

@@ -1,7 +1,7 @@
 """The process of a rehearsed script: runs it, ends it inside its training, and writes what was seen.
 
-``python -m hf_memopt.rehearsal.child OPTIONS SCRIPT [ARGUMENT]...``, with the options as JSON. torch and ``Trainer`` are
-changed when the script imports them, since it may set environment variables before.
+``python -m hf_memopt.rehearsal.child OPTIONS SCRIPT [ARGUMENT]...``, with the options as JSON. torch and ``Trainer``
+are changed when the script imports them, since it may set environment variables before.
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ class Child:
         self._options = options
         self._watch: Watch | None = None
         self._shortening: Shortening | None = None
+        self._notes: list[str] = []
 
     def run(self, script: str, arguments: tuple[str, ...]) -> int:
         changes = {"torch": self._torch_is_there, TRAINER: self._trainer_is_there}
         code, error = 0, None
+        if self._options["empty_weights"]:
+            from hf_memopt.rehearsal import empty_weights
+
+            self._notes = empty_weights.install(Path(self._options["result"]).with_name("weights"))
         try:
             run_as_main(script, arguments, changes, is_module=self._options["is_module"])
         except SystemExit as stop:
@@ -74,6 +79,10 @@ class Child:
 
         self._watch = Watch(self._options["steps"])
         self._watch.install()
+        if self._options["gpus"] > 1:
+            from hf_memopt.rehearsal import world
+
+            world.install(self._options["gpus"])
 
     def _trainer_is_there(self, module: Any) -> None:
         from hf_memopt.rehearsal.shortened import Shortening
@@ -88,7 +97,7 @@ class Child:
         found = replace(found, is_measured=options["is_measured"], exit_code=code)
         if verdict not in ("fits", "runs out") or watch is None or not sys.modules["torch"].cuda.is_initialized():
             return found
-        from hf_memopt.rehearsal.events import blocks_at_peak, events_so_far
+        from hf_memopt.rehearsal.events import blocks_at_peak, events_so_far, named_blocks
         from hf_memopt.rehearsal.least_memory import least_memory
 
         watch.phases.enter("")
@@ -97,19 +106,28 @@ class Child:
         if verdict == "runs out":
             found = replace(found, out_of_memory=watch.failure, held=watch.held)
         else:
-            reserved_bytes, phase = least_memory(events)
+            if watch.failures:  # with less it would go on again, in smaller parts
+                phase = max(peaks, key=lambda name: peaks[name].allocated_bytes)
+                reserved_bytes = max(peak.reserved_bytes for peak in peaks.values())
+            else:
+                reserved_bytes, phase = least_memory(events)
             needed = reserved_bytes + found.context_bytes
             held = watch.grouped(events, blocks_at_peak(events))
             found = replace(found, needed_bytes=needed, peak_phase=phase, held=held, recovered=watch.failures)
+        if options["has_timeline"]:
+            from hf_memopt.rehearsal.timeline import data_of
+
+            names = named_blocks(events, watch.names)
+            found = replace(found, timeline=data_of(events, names, watch.step_moments))
         shortening = self._shortening
         return replace(
             found,
             phases={name: peak for name, peak in peaks.items() if peak.allocated_bytes},
             largest_batch=watch.largest,
-            longest_row=shortening and shortening.longest_row,
+            longest_row=shortening.longest_row if shortening else None,
             steps=watch.steps,
             step_seconds=tuple(watch.step_seconds) if found.is_measured else (),
-            notes=(*(shortening.notes() if shortening else ()), *self._not_modelled(watch)),
+            notes=(*self._notes, *(shortening.notes() if shortening else ()), *self._not_modelled(watch)),
             versions={name: version(name) for name in PACKAGES if name in sys.modules},
         )
 

@@ -105,7 +105,7 @@ def _events(entries: list[dict[str, Any]]) -> Iterator[Event]:
     numbers: dict[int, int] = {}  # of the blocks alive, by address
     allocations = 0
     for entry in entries:
-        kind, address, number = KINDS.get(entry["action"]), entry["addr"], -1
+        kind, address, number = KINDS.get(entry["action"]), entry.get("addr", -1), -1
         if kind is None:
             continue
         if kind == "allocate":

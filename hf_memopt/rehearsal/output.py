@@ -25,34 +25,36 @@ def text_of(found: Rehearsal, command: str, width: int = COLUMNS) -> str:
 
 def _verdict(found: Rehearsal) -> list[str]:
     usable, failure = f"{to_gib(found.usable_bytes):.2f} GiB", found.out_of_memory
-    how = "on it" if found.is_measured else "without it"
-    steps = f"{found.steps} step{'s' if found.steps != 1 else ''} rehearsed {how} in {format_duration(found.seconds)}"
-    if found.needed_bytes is not None:
-        lines = [f"FITS: {to_gib(found.needed_bytes):.2f} of {usable} ({found.gpu})"]
-        most = found.context_bytes + max(peak.reserved_bytes for peak in found.phases.values())
-        if most > found.needed_bytes * 1.01:
-            lines.append(f"torch reserves up to {format_bytes(most)} where it can, and gives back what it must.")
+    steps = f"{found.steps} step{'s' * (found.steps != 1)} in {format_duration(found.seconds)}"
+    steps += ", measured on this GPU" if found.is_measured else ", rehearsed without the GPU"
+    if failure is None:
+        reserved = found.context_bytes + max(peak.reserved_bytes for peak in found.phases.values())
+        needed = found.needed_bytes or reserved
+        lines = [f"FITS: {to_gib(needed):.2f} of {usable} ({found.gpu})"]
         if found.recovered:
-            lines.append(f"Memory ran out {found.recovered} time(s), and the script went on by itself.")
-        return [*lines, f"{steps}; with 1 % less it runs out in the {found.peak_phase} phase."]
-    assert failure is not None
+            steps += f"; memory ran out {found.recovered} x, and the script went on"
+        else:
+            steps += f". With 1 % less memory: out in {found.peak_phase}"
+        if reserved > needed * 1.01:
+            lines.append(f"Where there is more, torch's allocator keeps up to {format_bytes(reserved)}")
+        return [*lines, steps]
     batch = "" if failure.batch is None else f", batch of {failure.batch}"
-    gaps = failure.reserved_bytes - failure.allocated_bytes
+    used, gaps = failure.allocated_bytes, failure.reserved_bytes - failure.allocated_bytes
     return [
         f"RUNS OUT in step {failure.step}, {failure.phase}{batch}: {format_bytes(failure.asked_bytes)} asked for, "
         f"{format_bytes(failure.free_bytes)} free",
-        f"{usable} ({found.gpu}): {format_bytes(failure.allocated_bytes)} in use, {format_bytes(gaps)} in gaps between, "
-        f"{format_bytes(found.context_bytes)} CUDA's context",
-        f"at {_short(failure.place)}",
-        f"{steps}.",
+        f"Of {usable} ({found.gpu}): {format_bytes(used)} in use, {format_bytes(gaps)} in gaps between, "
+        f"{format_bytes(found.context_bytes)} context",
+        f"At {_short(failure.place)}",
+        steps,
     ]
 
 
 def _phases(found: Rehearsal) -> list[str]:
-    context = to_gib(found.context_bytes)
+    context, out = to_gib(found.context_bytes), found.out_of_memory and found.out_of_memory.phase
     rows = [f"{'phase':<12}{'allocated':>11}{'reserved':>11}   GiB, each with {context:.2f} of CUDA's context"]
     for name, peak in found.phases.items():
-        mark = "   < peak" if name == found.peak_phase else ""
+        mark = "   < peak" if name == found.peak_phase else "   < out" if name == out else ""
         sizes = (to_gib(size) + context for size in (peak.allocated_bytes, peak.reserved_bytes))
         rows.append(f"{name:<12}" + "".join(f"{size:>11.2f}" for size in sizes) + mark)
     return rows
@@ -64,7 +66,7 @@ def _held(found: Rehearsal, width: int) -> list[str]:
     rest = found.held[MOST_PLACES:]
     if rest:
         rows.append(_row(Held("other places", sum(r.size_bytes for r in rest), sum(r.blocks for r in rest)), width))
-    heading = "At the peak" if found.needed_bytes is not None else "When memory ran out"
+    heading = "At the peak" if found.out_of_memory is None else "When memory ran out"
     return [f"{heading} these held it:", *rows]
 
 

@@ -38,7 +38,7 @@ class PhaseWatch:
     def enter(self, phase: str) -> str:
         """Begin a phase and return the one before."""
         before, self.phase = self.phase, phase
-        if phase != before and not torch.cuda.is_initialized():
+        if phase != before and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             set_label("phase", phase)
         elif phase != before:
             peak = self.peaks.setdefault(before, Peak())

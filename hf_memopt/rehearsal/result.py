@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from hf_memopt.notices import quoted
-from hf_memopt.plain_data import parse_object
+from hf_memopt.plain_data import checked_path, parse_object
 
 FORMAT = 1
 Verdict = Literal["fits", "runs out", "failed", "never trained"]
@@ -119,6 +120,19 @@ class Rehearsal:
 
         return text_of(self, f"hf-memopt run {quoted(script)}", width)
 
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw allocated and reserved bytes over the events, to a PNG, SVG or PDF file.
+
+        Raises:
+            ValueError: the timeline was not asked for, or ``path`` is not such a file.
+            MissingExtraError: matplotlib is not installed.
+        """
+        if self.timeline is None:
+            raise ValueError("timeline=None has nothing to draw; expected that of rehearse(..., has_timeline=True)")
+        from hf_memopt.rehearsal.timeline import draw
+
+        draw(self, checked_path("path", path))
+
     def to_json(self) -> str:
         """Return everything as JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2)
@@ -147,4 +161,4 @@ class Rehearsal:
 
 
 def _batch(told: dict[str, Any] | None) -> Batch | None:
-    return told and Batch(**told)
+    return None if told is None else Batch(**told)

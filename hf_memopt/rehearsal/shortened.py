@@ -83,7 +83,7 @@ class Shortening(TrainerCallback):
 
         kind.train, kind.evaluation_loop = shortened, few
         kind.init_hf_repo = kind.push_to_hub = lambda *_, **__: None
-        EvalLoopContainer.add, EvalLoopContainer.get_arrays = adding, arrays  # type: ignore[method-assign]
+        EvalLoopContainer.add, EvalLoopContainer.get_arrays = adding, arrays  # type: ignore[assignment,method-assign]
         self._watch.kept_outputs = lambda: tree_leaves([getattr(one, "tensors", None) for one in self._outputs])
 
     def _begin(self, trainer: Trainer) -> None:

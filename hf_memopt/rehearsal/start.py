@@ -34,6 +34,7 @@ def rehearse(
     steps: int = 2,
     empty_weights: bool = False,
     is_module: bool = False,
+    has_timeline: bool = False,
 ) -> Rehearsal:
     """Run the beginning of a script's training on a GPU that is not there, and return what it says of its memory.
 
@@ -50,6 +51,8 @@ def rehearse(
         gpus: that train together, of which the first one is rehearsed.
         steps: of the optimizer, after which the training ends.
         empty_weights: whether ``from_pretrained`` makes weights of the right shapes instead of reading them.
+        is_module: whether ``path`` is the name of a module, as after ``python -m``.
+        has_timeline: whether the result gets what ``Rehearsal.plot`` draws.
 
     Raises:
         RehearsalError: this machine, or its build of torch, cannot rehearse.
@@ -74,6 +77,7 @@ def rehearse(
         "gpus": gpus,
         "empty_weights": empty_weights,
         "is_module": is_module,
+        "has_timeline": has_timeline,
     }
     began = time.monotonic()
     with TemporaryDirectory(prefix="hf-memopt-") as folder:

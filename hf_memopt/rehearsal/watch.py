@@ -42,6 +42,7 @@ class Watch:
         self.wanted_steps, self.steps = wanted_steps, 0
         self.counts_steps = True  # a Trainer's are counted by its own events
         self.step_seconds: list[float] = []
+        self.step_moments: list[int] = []  # at their ends
         self.batch: Batch | None = None
         self.largest: Batch | None = None
         self.failure: OutOfMemory | None = None  # the last one
@@ -51,7 +52,7 @@ class Watch:
         self.phases = PhaseWatch()
         self.kept_outputs: Callable[[], Iterable[Any]] = tuple  # by an evaluation
         self._undo = ExitStack()
-        self._names: list[dict[int, str]] = []  # of blocks by address, see ``named_blocks``
+        self.names: list[dict[int, str]] = []  # of blocks by address, see ``named_blocks``
         self._roots: WeakSet[nn.Module] = WeakSet()  # modules that are called by no other one
         self._known: WeakSet[nn.Module] = WeakSet()
         self._optimizers: Counter[torch.optim.Optimizer] = Counter()
@@ -63,7 +64,7 @@ class Watch:
         register_module_forward_pre_hook(self._before_forward)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        torch.cuda._lazy_call(self._record)  # private; seen in torch 2.6 to 2.14
+        torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]  # private; seen in torch 2.6 to 2.14
 
     def _record(self) -> None:
         start_recording()
@@ -110,6 +111,7 @@ class Watch:
         self.step_seconds.append(now - self._began)
         self._began, self.failures_in_step = now, 0
         self.steps += 1
+        self.step_moments.append(len(self.names))
 
     def _out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
         self.failures += 1
@@ -141,12 +143,12 @@ class Watch:
             _name(names, values, f"state of {type(optimizer).__name__}")
             _name(names, (one.grad for group in optimizer.param_groups for one in group["params"]), "gradients")
         _name(names, self.kept_outputs(), "outputs kept by the evaluation")
-        self._names.append(names)
-        set_label("moment", str(len(self._names)))
+        self.names.append(names)
+        set_label("moment", str(len(self.names)))
 
     def grouped(self, events: list[Event], blocks: Iterable[Event]) -> tuple[Held, ...]:
         """Return blocks by name, or by the line or the operator that made them, the largest first."""
-        names = named_blocks(events, self._names)
+        names = named_blocks(events, self.names)
         sizes: Counter[str] = Counter()
         counts: Counter[str] = Counter()
         for block in blocks:
