@@ -245,6 +245,12 @@ def one_gpu(names: Sequence[str] | None) -> str | None:
     return names[0] if names else None
 
 
+def arguments_of(options: Any) -> list[str]:
+    """Return a script's own arguments; what ``measure`` asks for before them is not the script's."""
+    own: list[str] = options.arguments or []
+    return own[own[:1] == ["--"] :]
+
+
 def check_script(script: str | os.PathLike[str], command: str, or_else: str = "", in_notebook: str = "") -> None:
     """Raise unless a script is a file that Python runs; what it would take for the JSON of a notebook does nothing."""
     path = checked_path("script", script)

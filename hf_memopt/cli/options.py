@@ -364,6 +364,7 @@ class RunOptions:
     arguments: list[str] | None = _argument("Its own arguments.", default=None)
     module: bool = _option(False, "Run a module by its name, as python -m does.", None, "-m")
     gpu: list[str] | None = _option(None, "Predict for this GPU; by default that of this machine.", "NAME")
+    rehearse: bool = _option(False, "Rehearse the script first, on that GPU, and say whether it fits.")
     apply: str | None = _option(None, "exact: also fused loss and checkpointing, where a step does not fit.", "KIND")
     allow: list[str] | None = _option(
         None, "release_clipping, bf16_weights or freeze, where a step does not fit; may be repeated.", "WORD"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import check_script, one_gpu, print_coloured
+from hf_memopt.cli.command import arguments_of, check_script, one_gpu, print_coloured
+from hf_memopt.devices import current_gpu
 from hf_memopt.notices import quoted
 from hf_memopt.plotting import check_picture
 from hf_memopt.rehearsal import RehearsalError, rehearse
 from hf_memopt.terminal import Console
+from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import check_target, write_whole
 
 if TYPE_CHECKING:
@@ -45,9 +48,11 @@ def run(options: RehearseOptions, context: Any) -> int:
         return found.exit_code or 1
     if found.verdict == "never trained":
         raise ValueError(
-            f"script={script!r} ended without a step of an optimizer of torch; expected one that trains in its own "
-            f"process. Run it by itself: python {quoted(script)}"
+            f"script={script!r} ended without a step of an optimizer of torch on the GPU; expected one that trains "
+            f"in its own process. Run it by itself: python {quoted(script)}"
         )
+    if found.is_measured:
+        found = replace(found, notes=(*found.notes, _predicted(options)))
     if options.json_file is not None:
         write_whole(options.json_file, found.to_json())
     if options.timeline is not None:
@@ -57,7 +62,13 @@ def run(options: RehearseOptions, context: Any) -> int:
     return EXIT_CODES[found.verdict]
 
 
-def arguments_of(options: Any) -> list[str]:
-    """Return the script's own arguments; a first ``--`` only ends those of the command."""
-    own: list[str] = options.arguments or []
-    return own[own[:1] == ["--"] :]
+def _predicted(options: RehearseOptions) -> str:
+    """Return what a rehearsal says of the real GPU of this machine."""
+    try:
+        found = rehearse(
+            options.script, *arguments_of(options), gpu=current_gpu(), steps=options.steps, is_module=options.module
+        )
+    except RehearsalError as error:
+        return f"not predicted: {error}"
+    needed = "memory runs out" if found.needed_bytes is None else format_bytes(found.needed_bytes)
+    return f"predicted by a rehearsal without the GPU: {needed}"

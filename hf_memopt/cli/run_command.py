@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import check_script, one_gpu
+from hf_memopt.cli.command import arguments_of, check_script, one_gpu
 from hf_memopt.plain_data import check_word
 
 if TYPE_CHECKING:
@@ -30,11 +30,31 @@ def run(options: RunOptions, context: Any) -> int:
         from hf_memopt.devices import find_gpu
 
         find_gpu(gpu)
+    if options.rehearse and (code := _rehearse(options, gpu)):
+        return code
     asked: dict[str, Any] = {"gpu": gpu, "apply": options.apply, "repair": options.repair}
     asked |= {"allow": options.allow or (), "is_module": options.module}
     words = [sys.executable, "-m", "hf_memopt.recipes.running.script", json.dumps(asked)]
-    own = options.arguments or []
-    words += [options.script, *own[own[:1] == ["--"] :]]  # what measure asks for before them is not the script's
+    words += [options.script, *arguments_of(options)]
     if os.name == "posix":
         os.execv(sys.executable, words)  # signals and exit codes are the script's
     return subprocess.call(words)
+
+
+def _rehearse(options: RunOptions, gpu: str | None) -> int:
+    """Say on standard error what a rehearsal finds; return the exit code of a script that fails by itself."""
+    from hf_memopt.devices import current_gpu
+    from hf_memopt.rehearsal import RehearsalError, rehearse
+    from hf_memopt.terminal import Console
+
+    on = current_gpu() if gpu is None else gpu
+    if on is None:
+        raise ValueError("gpu=None, and there is no GPU here; expected one to rehearse on. Pass gpu='RTX 3060 12GB'")
+    try:
+        found = rehearse(options.script, *arguments_of(options), gpu=on, is_module=options.module)
+    except RehearsalError as error:
+        raise ValueError(str(error)) from None
+    if found.verdict in ("fits", "runs out"):
+        console = Console(stderr=True)
+        console.out(found.table(console.width, options.script), highlight=False)
+    return found.exit_code if found.verdict == "failed" else 0

@@ -2,7 +2,6 @@ from .events import blocks_at_peak as blocks_at_peak
 from .events import recorded_events as recorded_events
 from .phases import peaks_by_phase as peaks_by_phase
 from .requirements import RehearsalError as RehearsalError
-from .result import Rehearsal as Rehearsal
 from .stand_in import StandIn as StandIn
 from .stand_in import read_counters as read_counters
 from .stand_in import read_generated_calls as read_generated_calls

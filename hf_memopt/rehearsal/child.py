@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hf_memopt.recipes.measuring.script import TRAINER, print_traceback, run_as_main
-from hf_memopt.rehearsal.result import Done, PhasePeak, Rehearsal, Verdict
+from hf_memopt.rehearsal.result import Done, Rehearsal, Verdict
 
 if TYPE_CHECKING:
     from hf_memopt.rehearsal.shortened import Shortening
     from hf_memopt.rehearsal.watch import Watch
 
 PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "trl")
+WRITTEN = "what the script itself writes was written"
 UNKNOWN = {  # libraries whose calls are counted, and what of them is not known here
     ("cudnn",): "not modelled: workspaces of cuDNN, which count as 0",
     ("cusolver", "cusparse", "cufft"): "not modelled: workspaces of cuSOLVER, cuSPARSE and cuFFT, which count as 0",
@@ -49,7 +50,7 @@ class Child:
 
     def run(self, script: str, arguments: tuple[str, ...]) -> int:
         changes = {"torch": self._torch_is_there, TRAINER: self._trainer_is_there}
-        code, error = 0, None
+        code, error = 0, None  # type: int, Exception | None
         if self._options["empty_weights"]:
             from hf_memopt.rehearsal import empty_weights
 
@@ -64,15 +65,25 @@ class Child:
             code, error = 1, caught
         except Done:
             pass
-        watch = self._watch
-        ran_out = watch is not None and (watch.gave_up or (code != 0 and watch.failures_in_step > 0))
-        if error is not None and not ran_out:
+        verdict = self._verdict(code, error)
+        if error is not None and verdict == "failed":
             print_traceback(error)
-        trained: Verdict = "fits" if watch is not None and watch.steps else "never trained"
-        verdict: Verdict = "runs out" if ran_out else "failed" if code else trained
-        found = self._seen(verdict, code)
-        Path(self._options["result"]).write_text(found.to_json(), encoding="utf-8")
+        Path(self._options["result"]).write_text(self._seen(verdict, code).to_json(), encoding="utf-8")
         return code
+
+    def _verdict(self, code: int, error: BaseException | None) -> Verdict:
+        watch = self._watch
+        if watch is None or not sys.modules["torch"].cuda.is_initialized():
+            return "failed" if code else "never trained"
+        from hf_memopt.devices.readings import is_out_of_memory
+
+        ran_out = watch.gave_up or (error is None and code != 0 and watch.failures_in_step > 0)
+        while error is not None:  # a script may have wrapped it
+            ran_out = ran_out or (isinstance(error, Exception) and is_out_of_memory(error))
+            error = error.__cause__ or error.__context__
+        if ran_out and watch.failure is not None:
+            return "runs out"
+        return "failed" if code else "fits" if watch.steps else "never trained"
 
     def _torch_is_there(self, torch: Any) -> None:
         from hf_memopt.rehearsal.watch import Watch
@@ -95,14 +106,14 @@ class Child:
         options, watch = self._options, self._watch
         found = Rehearsal(verdict, options["gpu"], options["usable_bytes"], options["context_bytes"])
         found = replace(found, is_measured=options["is_measured"], exit_code=code)
-        if verdict not in ("fits", "runs out") or watch is None or not sys.modules["torch"].cuda.is_initialized():
+        if verdict not in ("fits", "runs out") or watch is None:
             return found
         from hf_memopt.rehearsal.events import blocks_at_peak, events_so_far, named_blocks
         from hf_memopt.rehearsal.least_memory import least_memory
 
         watch.phases.enter("")
         events = events_so_far()
-        peaks = {name: PhasePeak(p.allocated_bytes, p.reserved_bytes) for name, p in watch.phases.peaks.items()}
+        peaks = {name: peak for name, peak in watch.phases.peaks.items() if peak.allocated_bytes}
         if verdict == "runs out":
             found = replace(found, out_of_memory=watch.failure, held=watch.held)
         else:
@@ -122,12 +133,12 @@ class Child:
         shortening = self._shortening
         return replace(
             found,
-            phases={name: peak for name, peak in peaks.items() if peak.allocated_bytes},
+            phases=peaks,
             largest_batch=watch.largest,
             longest_row=shortening.longest_row if shortening else None,
             steps=watch.steps,
             step_seconds=tuple(watch.step_seconds) if found.is_measured else (),
-            notes=(*self._notes, *(shortening.notes() if shortening else ()), *self._not_modelled(watch)),
+            notes=(*self._notes, *(shortening.notes() if shortening else ()), WRITTEN, *self._not_modelled(watch)),
             versions={name: version(name) for name in PACKAGES if name in sys.modules},
         )
 

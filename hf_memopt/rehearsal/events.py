@@ -67,6 +67,7 @@ def start_recording() -> None:
     global _is_recording
     torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES, context="alloc", stacks="python")
     _is_recording = True
+    set_label("phase", _label["phase"])
 
 
 def events_so_far() -> list[Event]:

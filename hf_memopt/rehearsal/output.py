@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import linecache
 from textwrap import fill
+from typing import TYPE_CHECKING
 
-from hf_memopt.rehearsal.result import Held, Rehearsal
 from hf_memopt.units import format_bytes, format_duration, to_gib
+
+if TYPE_CHECKING:
+    from hf_memopt.rehearsal.result import Rehearsal
 
 COLUMNS = 80
 MOST_PLACES = 8
@@ -34,14 +36,15 @@ def _verdict(found: Rehearsal) -> list[str]:
         if found.recovered:
             steps += f"; memory ran out {found.recovered} x, and the script went on"
         else:
-            steps += f". With 1 % less memory: out in {found.peak_phase}"
+            steps += f". With 1 % less: out in {found.peak_phase}"
         if reserved > needed * 1.01:
             lines.append(f"Where there is more, torch's allocator keeps up to {format_bytes(reserved)}")
         return [*lines, steps]
     batch = "" if failure.batch is None else f", batch of {failure.batch}"
+    where = failure.phase if failure.phase in ("load", "evaluation") else f"step {failure.step}, {failure.phase}"
     used, gaps = failure.allocated_bytes, failure.reserved_bytes - failure.allocated_bytes
     return [
-        f"RUNS OUT in step {failure.step}, {failure.phase}{batch}: {format_bytes(failure.asked_bytes)} asked for, "
+        f"RUNS OUT in {where}{batch}: {format_bytes(failure.asked_bytes)} asked for, "
         f"{format_bytes(failure.free_bytes)} free",
         f"Of {usable} ({found.gpu}): {format_bytes(used)} in use, {format_bytes(gaps)} in gaps between, "
         f"{format_bytes(found.context_bytes)} context",
@@ -61,20 +64,12 @@ def _phases(found: Rehearsal) -> list[str]:
 
 
 def _held(found: Rehearsal, width: int) -> list[str]:
-    shown = found.held[:MOST_PLACES]
-    rows = [_row(one, width) for one in shown]
-    rest = found.held[MOST_PLACES:]
-    if rest:
-        rows.append(_row(Held("other places", sum(r.size_bytes for r in rest), sum(r.blocks for r in rest)), width))
+    shown, rest = found.held[:MOST_PLACES], found.held[MOST_PLACES:]
+    rows = [(one.size_bytes, one.blocks, _short(one.place) + (one.code and f": {one.code}")) for one in shown]
+    rows += [(sum(one.size_bytes for one in rest), sum(one.blocks for one in rest), "other places")] if rest else []
     heading = "At the peak" if found.out_of_memory is None else "When memory ran out"
-    return [f"{heading} these held it:", *rows]
-
-
-def _row(held: Held, width: int) -> str:
-    row = f"  {format_bytes(held.size_bytes):>10} {held.blocks:>5} x  {_short(held.place)}"
-    path, _, rest = held.place.partition(":")
-    code = linecache.getline(path, int(number)).strip() if (number := rest.split(" ")[0]).isdigit() else ""
-    return f"{row}: {code}"[:width] if code else row[:width]
+    lines = (f"  {format_bytes(size):>10} {blocks:>5} x  {where}"[:width] for size, blocks, where in rows)
+    return [f"{heading} these held it:", *map(str.rstrip, lines)]
 
 
 def _short(place: str) -> str:

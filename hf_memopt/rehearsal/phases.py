@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_memopt.rehearsal.events import set_label
-
-
-@dataclass
-class Peak:
-    """The most that torch's allocator had given out, and had reserved, in one phase."""
-
-    allocated_bytes: int = 0
-    reserved_bytes: int = 0
+from hf_memopt.rehearsal.result import Peak
 
 
 class PhaseWatch:
@@ -38,14 +30,14 @@ class PhaseWatch:
     def enter(self, phase: str) -> str:
         """Begin a phase and return the one before."""
         before, self.phase = self.phase, phase
-        if phase != before and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if phase != before:
             set_label("phase", phase)
-        elif phase != before:
-            peak = self.peaks.setdefault(before, Peak())
-            peak.allocated_bytes = max(peak.allocated_bytes, torch.cuda.max_memory_allocated())
-            peak.reserved_bytes = max(peak.reserved_bytes, torch.cuda.max_memory_reserved())
-            torch.cuda.reset_peak_memory_stats()
-            set_label("phase", phase)
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                peak = self.peaks.get(before, Peak())
+                allocated_bytes = max(peak.allocated_bytes, torch.cuda.max_memory_allocated())
+                reserved_bytes = max(peak.reserved_bytes, torch.cuda.max_memory_reserved())
+                self.peaks[before] = Peak(allocated_bytes, reserved_bytes)
+                torch.cuda.reset_peak_memory_stats()
         return before
 
     def before_forward(self, *arguments: Any) -> None:

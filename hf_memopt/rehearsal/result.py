@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -34,11 +35,11 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class PhasePeak:
+class Peak:
     """The most that torch's allocator had given out, and had reserved, in one phase."""
 
-    allocated_bytes: int
-    reserved_bytes: int
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Held:
     place: str
     size_bytes: int
     blocks: int
+    code: str = ""  # of the line
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Rehearsal:
     context_bytes: int
     needed_bytes: int | None = None
     is_measured: bool = False
-    phases: dict[str, PhasePeak] = field(default_factory=dict)
+    phases: dict[str, Peak] = field(default_factory=dict)
     peak_phase: str = ""
     held: tuple[Held, ...] = ()
     out_of_memory: OutOfMemory | None = None
@@ -118,7 +120,10 @@ class Rehearsal:
         """Return what ``hf-memopt rehearse`` prints, at most 80 columns wide."""
         from hf_memopt.rehearsal.output import text_of
 
-        return text_of(self, f"hf-memopt run {quoted(script)}", width)
+        gpu = quoted(re.sub(r"^custom (\S+) ", r"\1", self.gpu))
+        return text_of(
+            self, f"hf-memopt run {quoted(script)}" if self.fits else f"hf-memopt plan MODEL --gpu {gpu}", width
+        )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw allocated and reserved bytes over the events, to a PNG, SVG or PDF file.
@@ -149,7 +154,7 @@ class Rehearsal:
             if told.pop("format") != FORMAT:
                 raise KeyError("format")
             failure = told["out_of_memory"]
-            told["phases"] = {name: PhasePeak(**peak) for name, peak in told["phases"].items()}
+            told["phases"] = {name: Peak(**peak) for name, peak in told["phases"].items()}
             told["held"] = tuple(Held(**one) for one in told["held"])
             told["largest_batch"] = _batch(told["largest_batch"])
             told["out_of_memory"] = failure and OutOfMemory(**{**failure, "batch": _batch(failure["batch"])})

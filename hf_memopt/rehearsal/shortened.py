@@ -6,7 +6,7 @@ A training by ``Trainer.train()`` ends inside it, so that nothing after it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.utils import send_to_device
 from torch.utils._pytree import tree_leaves
@@ -45,15 +45,13 @@ class Shortening(TrainerCallback):
 
     def notes(self) -> tuple[str, ...]:
         """Return what was changed, and what of the data is unknown."""
-        if self._trainer is None:
-            return ()
-        off = "the Trainer's saving, reporting and pushing were off; what the script itself writes was written"
-        return (*self._notes, *([self._longest.note] if self._longest.note else []), off)
+        off = ("the Trainer's saving, reporting and pushing were off",) if self._trainer else ()
+        return (*self._notes, *filter(None, [self._longest.note]), *off)
 
     def install(self, kind: Any) -> None:
         """Change the class: its training, its evaluation, and what it makes on the Hub."""
         train, loop = kind.train, kind.evaluation_loop
-        add, get_arrays = EvalLoopContainer.add, EvalLoopContainer.get_arrays
+        add, get_arrays = EvalLoopContainer.add, cast("Any", EvalLoopContainer.get_arrays)
 
         def shortened(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             self._begin(trainer)
@@ -132,7 +130,7 @@ class Shortening(TrainerCallback):
         """Let an evaluation keep the outputs of all its batches, as it would by now, but for the last."""
         size = sum(one.nbytes for one in tree_leaves(list(self._outputs.values())) if getattr(one, "is_cuda", False))
         batches = min(batches, trainer.args.eval_accumulation_steps or batches)
-        if size * batches < LEAST_KEPT_BYTES:
+        if batches <= EVALUATED or size * batches < LEAST_KEPT_BYTES:
             return
         on_gpu = f"{format_bytes(size)} of outputs of each of {batches:,} batches on the GPU"
         self._notes.append(f"the evaluation keeps {on_gpu}: {format_bytes(size * batches)}")

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from hf_memopt.devices import Gpu, current_gpu, custom_gpu, find_gpu
 from hf_memopt.plain_data import Count, check_value
-from hf_memopt.rehearsal.result import Rehearsal
+from hf_memopt.rehearsal.result import Rehearsal, Verdict
 from hf_memopt.rehearsal.stand_in import StandIn
 
 SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
@@ -84,20 +84,21 @@ def rehearse(
         result = Path(folder, "result.json")
         words = [json.dumps({**options, "result": str(result)}), os.fspath(path), *arguments]
         code = _run([sys.executable, "-m", "hf_memopt.rehearsal.child", *words], environment)
-        if not result.exists():
-            found = Rehearsal("failed", chosen.name, chosen.usable_bytes, chosen.context_bytes or 0, exit_code=code)
-        else:
-            found = Rehearsal.from_json(result.read_bytes())
-    return replace(found, seconds=time.monotonic() - began)
+        if result.exists():
+            return replace(Rehearsal.from_json(result.read_bytes()), seconds=time.monotonic() - began)
+    verdict: Verdict = "failed" if code else "never trained"  # it left by os._exit, or by a signal
+    return Rehearsal(verdict, chosen.name, chosen.usable_bytes, chosen.context_bytes or 0, exit_code=code)
 
 
 def _chosen_gpu(gpu: str | Gpu | None, memory: int | str | None, capability: str | None) -> Gpu:
     if memory is not None:
         if gpu is not None:
-            raise ValueError(f"gpu={gpu!r} and memory={memory!r} are two GPUs; expected one. Omit memory")
+            raise ValueError(f"gpu={gpu!r} and memory={memory!r} are two GPUs; expected one. Omit memory={memory!r}")
         return custom_gpu(memory, capability or "8.6")
     if capability is not None:
-        raise ValueError(f"capability={capability!r} is known of a GPU by name; expected memory beside it. Omit it")
+        raise ValueError(
+            f"capability={capability!r} is known of a GPU by name; expected memory='8GB' beside it. Omit it"
+        )
     found = current_gpu() if gpu is None else find_gpu(gpu)
     if found is None:
         raise ValueError('gpu=None, and there is no GPU here; expected one to rehearse. Pass gpu="RTX 3060 12GB"')
@@ -110,7 +111,8 @@ def _run(words: list[str], environment: dict[str, str]) -> int:
         # its output must not be in ours; it has no terminal to read from
         process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
         try:
-            return process.wait()
+            code = process.wait()
+            return code if code >= 0 else 128 - code  # as a shell says it
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

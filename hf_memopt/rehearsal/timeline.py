@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,9 +13,11 @@ from hf_memopt.components import COMPONENTS, parts_of
 from hf_memopt.memory.output import timeline_data
 from hf_memopt.memory.tracking import Timeline
 from hf_memopt.rehearsal.events import BLOCK_BYTES, Event
-from hf_memopt.rehearsal.result import Rehearsal
 from hf_memopt.reports.pictures import Limit, TimelinePicture
 from hf_memopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from hf_memopt.rehearsal.result import Rehearsal
 
 STRETCHES = 2000
 OF_NAMES = {"weights": "weights", "gradients": "gradients", "state": "optimizer state", "outputs": "logits and loss"}
@@ -40,7 +42,7 @@ def data_of(events: list[Event], names: dict[int, str], steps: list[int]) -> dic
             reserved[at] = event.requested_bytes if event.kind == "segment" else -event.requested_bytes
     phases = [(at, e.phase) for at, e in enumerate(events) if not at or e.phase != events[at - 1].phase]
     training = next((at for at, name in phases if name == "forward"), 0)
-    ends = [next((at for at, e in enumerate(events) if e.moment > moment), len(events)) for moment in steps]
+    ends = [next((at for at, e in enumerate(events) if e.moment >= moment), len(events)) for moment in steps]
     starts = tuple((at, number) for number, at in enumerate([training, *ends], start=1))
     line = Timeline(changes.cumsum(axis=0), reserved.cumsum(), tuple(phases), starts[: len(steps)])
     at = line.deciding_event

@@ -5,6 +5,7 @@ It works on the stand-in and on a real GPU. CUDA is not initialised by it: the r
 
 from __future__ import annotations
 
+import linecache
 import time
 import traceback
 from collections import Counter
@@ -78,6 +79,8 @@ class Watch:
             raise Done
         if module not in self._known:  # a parent is called before its children
             self._known.update(module.modules())
+            if not self._roots:
+                self._began = time.perf_counter()
             self._roots.add(module)
         if module in self._roots:
             self.batch = None
@@ -156,10 +159,17 @@ class Watch:
             where = where or f"{block.phase}: {block.operator or 'no line of Python'}"
             sizes[where] += block.requested_bytes
             counts[where] += 1
-        rows = [Held(where, size, counts[where]) for where, size in sorted(sizes.items(), key=lambda i: (-i[1], i[0]))]
-        rest = rows[MOST_PLACES:]
-        others = Held(f"{len(rest)} other places", sum(r.size_bytes for r in rest), sum(r.blocks for r in rest))
-        return (*rows[:MOST_PLACES], *([others] if rest else []))
+        largest = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+        rows = [Held(where, size, counts[where], _code(where)) for where, size in largest[:MOST_PLACES]]
+        rest = [(size, counts[where]) for where, size in largest[MOST_PLACES:]]
+        others = Held(f"{len(rest)} other places", sum(size for size, _ in rest), sum(count for _, count in rest))
+        return (*rows, others) if rest else tuple(rows)
+
+
+def _code(place: str) -> str:
+    path, _, rest = place.partition(":")
+    number = rest.partition(" ")[0]
+    return linecache.getline(path, int(number)).strip() if number.isdigit() else ""
 
 
 def _name(names: dict[int, str], tensors: Iterable[Any], name: str) -> None:

@@ -61,7 +61,7 @@ def test_the_presets_and_what_fits_cut_no_word(columns: str, widest: int) -> Non
     assert re.search(r"^GPU of \.\.\. GB +tokens +4 +6 +8 +12 +16 +24 +40 +80$", shown, re.MULTILINE)
 
 
-COMMANDS = ("demo", "gpus", "presets", "lengths", "estimate", "report", "measure", "doctor")
+COMMANDS = ("demo", "gpus", "presets", "lengths", "estimate", "report", "rehearse", "measure", "doctor")
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
