@@ -29,19 +29,15 @@ def run(options: RehearseOptions, context: Any) -> int:
         check_target("json_file", options.json_file)
     if options.timeline is not None:
         check_picture(options.timeline, "the picture of a rehearsal", name="timeline")
+    own, timeline = arguments_of(options), options.timeline is not None
+    settings: dict[str, Any] = {name: getattr(options, name) for name in ("steps", "gpus", "empty_weights", "module")}
+    gpu: dict[str, Any] = {"gpu": one_gpu(options.gpu), "memory": options.memory, "capability": options.capability}
     try:
-        found = rehearse(
-            script,
-            *arguments_of(options),
-            gpu=one_gpu(options.gpu),
-            memory=options.memory,
-            capability=options.capability,
-            gpus=options.gpus,
-            steps=options.steps,
-            empty_weights=options.empty_weights,
-            is_module=options.module,
-            has_timeline=options.timeline is not None,
-        )
+        found = rehearse(script, *own, **gpu, **settings, timeline=timeline)
+        if found.is_measured and found.verdict in EXIT_CODES:
+            predicted = rehearse(script, *own, gpu=current_gpu(), **settings).needed_bytes
+            told = "memory runs out" if predicted is None else format_bytes(predicted)
+            found = replace(found, notes=(*found.notes, f"predicted by a rehearsal without the GPU: {told}"))
     except RehearsalError as error:
         raise ValueError(str(error)) from None
     if found.verdict == "failed":
@@ -51,8 +47,6 @@ def run(options: RehearseOptions, context: Any) -> int:
             f"script={script!r} ended without a step of an optimizer of torch on the GPU; expected one that trains "
             f"in its own process. Run it by itself: python {quoted(script)}"
         )
-    if found.is_measured:
-        found = replace(found, notes=(*found.notes, _predicted(options)))
     if options.json_file is not None:
         write_whole(options.json_file, found.to_json())
     if options.timeline is not None:
@@ -60,15 +54,3 @@ def run(options: RehearseOptions, context: Any) -> int:
     console = Console()
     print_coloured(found.table(console.width, script), console)
     return EXIT_CODES[found.verdict]
-
-
-def _predicted(options: RehearseOptions) -> str:
-    """Return what a rehearsal says of the real GPU of this machine."""
-    try:
-        found = rehearse(
-            options.script, *arguments_of(options), gpu=current_gpu(), steps=options.steps, is_module=options.module
-        )
-    except RehearsalError as error:
-        return f"not predicted: {error}"
-    needed = "memory runs out" if found.needed_bytes is None else format_bytes(found.needed_bytes)
-    return f"predicted by a rehearsal without the GPU: {needed}"

@@ -51,7 +51,7 @@ def _rehearse(options: RunOptions, gpu: str | None) -> int:
     if on is None:
         raise ValueError("gpu=None, and there is no GPU here; expected one to rehearse on. Pass gpu='RTX 3060 12GB'")
     try:
-        found = rehearse(options.script, *arguments_of(options), gpu=on, is_module=options.module)
+        found = rehearse(options.script, *arguments_of(options), gpu=on, module=options.module)
     except RehearsalError as error:
         raise ValueError(str(error)) from None
     if found.verdict in ("fits", "runs out"):

@@ -56,7 +56,7 @@ class Child:
 
             self._notes = empty_weights.install(Path(self._options["result"]).with_name("weights"))
         try:
-            run_as_main(script, arguments, changes, is_module=self._options["is_module"])
+            run_as_main(script, arguments, changes, is_module=self._options["module"])
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
             if isinstance(stop.code, str):
@@ -125,7 +125,7 @@ class Child:
             needed = reserved_bytes + found.context_bytes
             held = watch.grouped(events, blocks_at_peak(events))
             found = replace(found, needed_bytes=needed, peak_phase=phase, held=held, recovered=watch.failures)
-        if options["has_timeline"]:
+        if options["timeline"]:
             from hf_memopt.rehearsal.timeline import data_of
 
             names = named_blocks(events, watch.names)

@@ -34,7 +34,7 @@ def _verdict(found: Rehearsal) -> list[str]:
         needed = found.needed_bytes or reserved
         lines = [f"FITS: {to_gib(needed):.2f} of {usable} ({found.gpu})"]
         if found.recovered:
-            steps += f"; memory ran out {found.recovered} x, and the script went on"
+            steps += f"; ran out {found.recovered} x and went on by itself"
         else:
             steps += f". With 1 % less: out in {found.peak_phase}"
         if reserved > needed * 1.01:

@@ -35,7 +35,6 @@ class Shortening(TrainerCallback):
     def __init__(self, watch: Watch) -> None:
         self._watch, self._longest = watch, LongestRows()
         self._trainer: Trainer | None = None
-        self._is_evaluating = False
         self._notes: list[str] = []
         self._outputs: dict[EvalLoopContainer, Any] = {}  # of the last batch
 
@@ -59,14 +58,13 @@ class Shortening(TrainerCallback):
             self._end()
 
         def few(trainer: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-            before, self._is_evaluating = self._watch.phases.enter("evaluation"), True
-            metrics = trainer.compute_metrics
+            before, metrics = self._watch.phases.enter("evaluation"), trainer.compute_metrics
             if metrics is not None and not trainer.args.batch_eval_metrics:
                 trainer.compute_metrics = lambda *_: {}  # of values that were not computed
             try:
                 return loop(trainer, _Few(dataloader, self, trainer), *args, **kwargs)
             finally:
-                trainer.compute_metrics, self._is_evaluating = metrics, False
+                trainer.compute_metrics = metrics
                 self._watch.phases.enter(before)
 
         def adding(container: Any, tensors: Any) -> None:
@@ -155,7 +153,7 @@ class _Few:
         longest = LongestRows()
         longest.reading(lambda: self._loader)
         batches = longest.batches(self._trainer.args.eval_batch_size, EVALUATED)
-        found = iter(self._loader) if batches is None else iter(send_to_device(batches, self._trainer.args.device))
+        found = self._loader if batches is None else send_to_device(batches, self._trainer.args.device)
         for number, batch in zip(range(EVALUATED), found, strict=False):
             if number == EVALUATED - 1 and hasattr(self._loader, "__len__"):
                 self._shortening.keep_all(len(self._loader), self._trainer)

@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,8 +33,8 @@ def rehearse(
     gpus: int = 1,
     steps: int = 2,
     empty_weights: bool = False,
-    is_module: bool = False,
-    has_timeline: bool = False,
+    module: bool = False,
+    timeline: bool = False,
 ) -> Rehearsal:
     """Run the beginning of a script's training on a GPU that is not there, and return what it says of its memory.
 
@@ -43,7 +43,7 @@ def rehearse(
     Hub is offline, unless ``HF_HUB_OFFLINE=0`` is set.
 
     Args:
-        path: of the script; with ``is_module`` the name of a module.
+        path: of the script.
         arguments: its own.
         gpu: that stands in, by name. Without it and ``memory``, the steps run for real on the GPU of this machine.
         memory: instead: what a process can use of a GPU, such as ``"8GB"``.
@@ -51,8 +51,8 @@ def rehearse(
         gpus: that train together, of which the first one is rehearsed.
         steps: of the optimizer, after which the training ends.
         empty_weights: whether ``from_pretrained`` makes weights of the right shapes instead of reading them.
-        is_module: whether ``path`` is the name of a module, as after ``python -m``.
-        has_timeline: whether the result gets what ``Rehearsal.plot`` draws.
+        module: whether ``path`` is the name of a module, as after ``python -m``.
+        timeline: whether the result gets what ``Rehearsal.plot`` draws.
 
     Raises:
         RehearsalError: this machine, or its build of torch, cannot rehearse.
@@ -68,16 +68,11 @@ def rehearse(
         from hf_memopt.rehearsal import world
 
         environment |= world.environment(gpus)
+    context_bytes = chosen.context_bytes or 0
     options = {
-        "gpu": chosen.name,
-        "usable_bytes": chosen.usable_bytes,
-        "context_bytes": chosen.context_bytes or 0,
+        **{"gpu": chosen.name, "usable_bytes": chosen.usable_bytes, "context_bytes": context_bytes, "steps": steps},
+        **{"gpus": gpus, "empty_weights": empty_weights, "module": module, "timeline": timeline},
         "is_measured": is_measured,
-        "steps": steps,
-        "gpus": gpus,
-        "empty_weights": empty_weights,
-        "is_module": is_module,
-        "has_timeline": has_timeline,
     }
     began = time.monotonic()
     with TemporaryDirectory(prefix="hf-memopt-") as folder:
@@ -87,7 +82,7 @@ def rehearse(
         if result.exists():
             return replace(Rehearsal.from_json(result.read_bytes()), seconds=time.monotonic() - began)
     verdict: Verdict = "failed" if code else "never trained"  # it left by os._exit, or by a signal
-    return Rehearsal(verdict, chosen.name, chosen.usable_bytes, chosen.context_bytes or 0, exit_code=code)
+    return Rehearsal(verdict, chosen.name, chosen.usable_bytes, context_bytes, exit_code=code)
 
 
 def _chosen_gpu(gpu: str | Gpu | None, memory: int | str | None, capability: str | None) -> Gpu:
@@ -107,30 +102,19 @@ def _chosen_gpu(gpu: str | Gpu | None, memory: int | str | None, capability: str
 
 def _run(words: list[str], environment: dict[str, str]) -> int:
     """Run the script in a group of processes of its own, of which nothing is left afterwards."""
-    with _terminating():
-        # its output must not be in ours; it has no terminal to read from
-        process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
-        try:
-            code = process.wait()
-            return code if code >= 0 else 128 - code  # as a shell says it
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-@contextmanager
-def _terminating() -> Iterator[None]:
-    """Let SIGTERM end this process by an exception, as an interrupt does; other threads have no signals."""
+    # its output must not be in ours; it has no terminal to read from
+    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+    is_main = threading.current_thread() is threading.main_thread()  # others get no signals
+    before = signal.signal(signal.SIGTERM, _exit) if is_main else None
     try:
-        before = signal.signal(signal.SIGTERM, _exit)
-    except ValueError:
-        yield
-        return
-    try:
-        yield
+        code = process.wait()
+        return code if code >= 0 else 128 - code  # as a shell says it
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _exit(number: int, frame: object) -> NoReturn:

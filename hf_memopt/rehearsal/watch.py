@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from hf_memopt.rehearsal.events import (
     Event,
@@ -79,18 +80,16 @@ class Watch:
             raise Done
         if module not in self._known:  # a parent is called before its children
             self._known.update(module.modules())
-            if not self._roots:
-                self._began = time.perf_counter()
-            self._roots.add(module)
+            if next(module.parameters(), None) is not None:  # a loss has none
+                self._began = self._began if self._roots else time.perf_counter()
+                self._roots.add(module)
         if module in self._roots:
             self.batch = None
         first = next((one for one in inputs if isinstance(one, torch.Tensor) and one.dim()), None)
-        if first is None or not (
-            self.batch is None or (self.batch.tokens is None and isinstance(module, nn.Embedding))
-        ):
+        reads_tokens = isinstance(module, nn.Embedding)
+        if first is None or (self.batch is not None and (self.batch.tokens is not None or not reads_tokens)):
             return
-        has_tokens = isinstance(module, nn.Embedding) and first.dim() > 1
-        self.batch = Batch(first.shape[0], first.shape[1] if has_tokens else None)
+        self.batch = Batch(first.shape[0], first.shape[1] if reads_tokens and first.dim() > 1 else None)
         if torch.is_grad_enabled() and (self.largest is None or self.batch.size > self.largest.size):
             self.largest = self.batch
 
@@ -109,7 +108,8 @@ class Watch:
 
     def step_done(self) -> None:
         """Count an optimizer step."""
-        torch.cuda.synchronize()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
         now = time.perf_counter()
         self.step_seconds.append(now - self._began)
         self._began, self.failures_in_step = now, 0
@@ -140,10 +140,7 @@ class Watch:
             _name(names, (*root.parameters(), *root.buffers()), weights)
             _name(names, (one.grad for one in root.parameters()), "gradients")
         for optimizer in self._optimizers:
-            values = (
-                value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()
-            )
-            _name(names, values, f"state of {type(optimizer).__name__}")
+            _name(names, tree_leaves([*optimizer.state.values()]), f"state of {type(optimizer).__name__}")
             _name(names, (one.grad for group in optimizer.param_groups for one in group["params"]), "gradients")
         _name(names, self.kept_outputs(), "outputs kept by the evaluation")
         self.names.append(names)

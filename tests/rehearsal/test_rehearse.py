@@ -1,4 +1,4 @@
-"""Scripts on a GPU that is not there: what the verdict says, that it is true at the printed need, and what is refused."""
+"""Scripts on a GPU that is not there: the verdict, that it is true at the printed need, and what is refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_plain_loop_ends_at_its_second_step_and_twice_to_the_byte(folder: Path
     weights = 4 * (100 * 512 + 2 * 512 * 2048 + 2048 + 512)
     assert places["weights of Sequential"] == weights
     assert places["state of AdamW"] == 2 * weights
-    assert places[f"{folder}/plain.py:12 <module>"] >= 3 * 4 * 64 * 256 * 2048
+    assert places[f"{folder}/plain.py:12 <module>"] >= 2 * 4 * 64 * 256 * 2048
     assert not (folder / "after").exists()
 
 
@@ -126,9 +126,10 @@ def test_a_trainer_takes_its_longest_rows_evaluates_two_batches_and_writes_nothi
 def test_the_command_says_where_memory_runs_out_and_who_held_it(folder: Path) -> None:
     done = invoked("rehearse", "--memory", "300MiB", "--capability", "7.5", "--json", "out.json", "plain.py", "64")
     assert done.exit_code == 1
-    assert done.stdout.startswith(
-        "RUNS OUT in step 1, forward, batch of 64 x 256 tokens: 128.0 MiB asked for, 22.0\n  MiB free\n"
-        "Of 0.29 GiB (custom 300.0 MiB): 40.4 MiB in use, 1.6 MiB in gaps between, 224.0 MiB context\n"
+    assert re.match(
+        r"RUNS OUT in step 1, forward, batch of 64 x 256 tokens: 128\.0 MiB asked for,\n  [\d.]+ MiB free\n"
+        r"Of 0\.29 GiB \(custom 300\.0 MiB\): [\d.]+ MiB in use, [\d.]+ MiB in gaps between,\s+[\d.]+ MiB context\n",
+        done.stdout,
     )
     assert "plain.py:12 <module>: model(tokens[:half])" in done.stdout
     stored = Rehearsal.from_json((folder / "out.json").read_bytes())
@@ -140,7 +141,7 @@ def test_a_script_that_recovers_fits_and_that_is_said(folder: Path) -> None:
     found = rehearse("plain.py", "64", "recovers", memory="400MiB")
     assert found.fits
     assert found.recovered >= 2
-    assert f"memory ran out {found.recovered} x, and the script went on" in found.table()
+    assert f"; ran out {found.recovered} x and went on by itself\n" in found.table()
 
 
 @on_stand_in
@@ -235,7 +236,7 @@ def test_the_text_at_80_columns() -> None:
 def test_the_picture_needs_a_timeline(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         Rehearsal.from_json(STORED).plot(tmp_path / "steps.svg")
-    assert str(error.value) == "timeline=None has nothing to draw; expected that of rehearse(..., has_timeline=True)"
+    assert str(error.value) == "timeline=None has nothing to draw; expected that of rehearse(..., timeline=True)"
 
 
 REFUSED = [
