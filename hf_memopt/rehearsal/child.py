@@ -108,7 +108,7 @@ class Child:
         found = replace(found, is_measured=options["is_measured"], exit_code=code)
         if verdict not in ("fits", "runs out") or watch is None:
             return found
-        from hf_memopt.rehearsal.events import blocks_at_peak, events_so_far, named_blocks
+        from hf_memopt.rehearsal.events import blocks_at_peak, events_so_far, has_expandable_segments, named_blocks
         from hf_memopt.rehearsal.least_memory import least_memory
 
         watch.phases.enter("")
@@ -121,7 +121,7 @@ class Child:
                 phase = max(peaks, key=lambda name: peaks[name].allocated_bytes)
                 reserved_bytes = max(peak.reserved_bytes for peak in peaks.values())
             else:
-                reserved_bytes, phase = least_memory(events)
+                reserved_bytes, phase = least_memory(events, has_expandable_segments())
             needed = reserved_bytes + found.context_bytes
             held = watch.grouped(events, blocks_at_peak(events))
             found = replace(found, needed_bytes=needed, peak_phase=phase, held=held, recovered=watch.failures)

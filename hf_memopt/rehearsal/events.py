@@ -82,6 +82,10 @@ def events_so_far() -> list[Event]:
     return list(_events(entries))
 
 
+def has_expandable_segments() -> bool:
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+
+
 @contextlib.contextmanager
 def recorded_events() -> Iterator[list[Event]]:
     """Record a run in this process; the list is filled when the block ends, after an error, too.
