@@ -133,7 +133,7 @@ class Rehearsal:
             MissingExtraError: matplotlib is not installed.
         """
         if self.timeline is None:
-            raise ValueError("timeline=None has nothing to draw; expected that of rehearse(..., timeline=True)")
+            raise ValueError("timeline=None has nothing to draw; expected one. Call: rehearse(..., timeline=True)")
         from hf_memopt.rehearsal.timeline import draw
 
         draw(self, checked_path("path", path))

@@ -237,7 +237,7 @@ def test_the_text_at_80_columns() -> None:
 def test_the_picture_needs_a_timeline(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         Rehearsal.from_json(STORED).plot(tmp_path / "steps.svg")
-    assert str(error.value) == "timeline=None has nothing to draw; expected that of rehearse(..., timeline=True)"
+    assert str(error.value) == "timeline=None has nothing to draw; expected one. Call: rehearse(..., timeline=True)"
 
 
 REFUSED = [
