@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -35,9 +36,9 @@ SHARD_BYTES = 5 * 10**9  # of a file, as on the hub; Linux maps no file that is 
 WITHOUT_PADDING = ("llama", "mistral", "mixtral", "gpt2", "gpt_neo", "gpt_neox", "gpt_bigcode", "phi")
 """Model types whose tokenizers have no token to pad with, so that scripts choose one."""
 CHAT = (
-    "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + "
+    "{% for m in messages %}{{ m['role'] + ':\n' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + "
     "eos_token }}{% endgeneration %}{% else %}{{ m['content'] + '\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
 
 
@@ -135,6 +136,9 @@ def _write_weights(folder: Path, model: Any) -> None:
         text = json.dumps(header).encode()
         with (folder / file).open("wb") as opened:
             opened.write(struct.pack("<Q", len(text)) + text)
+            if "lm_head.weight" in header:  # of T5 that is tied if it equals the embeddings
+                opened.seek(header["lm_head.weight"]["data_offsets"][0], os.SEEK_CUR)
+                opened.write(b"\1")
             opened.truncate(8 + len(text) + max(entry.get("data_offsets", (0, 0))[1] for entry in header.values()))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 

@@ -1,6 +1,7 @@
 """Rank 0 of several GPUs, alone: what the other ranks would have written is there as soon as it is waited for.
 
-Collectives are the stand-in's, as if every rank held what this one holds. The first stage of a pipeline is not seen.
+Collectives are the stand-in's, as if every rank held what this one holds: gathered shards have the right size, not the
+values of the whole. DDP broadcasts all weights in one tensor, whose values are kept up to the limits of the stand-in.
 """
 
 from __future__ import annotations
