@@ -6,6 +6,7 @@ from .batches import most_tokens as most_tokens
 from .config_files import checked_task as checked_task
 from .config_files import find_config as find_config
 from .config_files import known_models as known_models
+from .config_files import known_name as known_name
 from .config_files import name_on_hub as name_on_hub
 from .loading import LoadedModel as LoadedModel
 from .loading import load_model as load_model

@@ -130,6 +130,7 @@ _TUNED_WORDS = {"instruct", "it", "chat", "base", "pt", "hf", "sft"}
 def known_models() -> dict[str, dict[str, Any]]:
     """Return the facts of well-known models: organisation, model_type, task, source, config, other names, a note.
 
+    ``dtype`` is that of the published weights where it is not bfloat16.
     ``picture_size`` is that of the image processor in the same repository, where the configuration has another one.
     """
     text = resources.files("hf_memopt.memory.models").joinpath("known_models.json").read_text(encoding="utf-8")

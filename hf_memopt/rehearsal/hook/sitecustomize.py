@@ -16,6 +16,16 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 NAMESPACES = {"torch": "aten", "bitsandbytes": "bitsandbytes"}  # of operators, by the package that defines them
+# What cannot be rehearsed begins with these; an import alone is harmless, and accelerate makes it. Of kernels 0.17.
+REFUSED = {"deepspeed": "initialize", "kernels.load": "get_kernel_with_resolver"}
+
+
+def refuse(*_: Any, kernel: Any = None, **__: Any) -> None:
+    """Stand in for the functions that are refused."""
+    from hf_memopt.rehearsal.requirements import RehearsalError
+
+    what = "DeepSpeed" if kernel is None else f"kernel={kernel.repo_id!r} of the hub"
+    raise RehearsalError(f"{what} cannot be rehearsed; expected torch's own code. Run the script without it")
 
 
 class AfterImport:
@@ -24,7 +34,7 @@ class AfterImport:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the others' spec, each time anew: transformers asks for specs of packages that it does not import."""
-        if name not in NAMESPACES:
+        if name not in NAMESPACES and name not in REFUSED:
             return None
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not AfterImport)
         spec = next((spec for spec in found if spec is not None), None)
@@ -33,7 +43,10 @@ class AfterImport:
 
             def run_and_install(module: ModuleType) -> None:
                 run(module)
-                importlib.import_module("hf_memopt.rehearsal.values").install(NAMESPACES[name])
+                if name in NAMESPACES:
+                    importlib.import_module("hf_memopt.rehearsal.values").install(NAMESPACES[name])
+                else:
+                    setattr(module, REFUSED[name], refuse)
 
             spec.loader.exec_module = run_and_install  # type: ignore[method-assign]
         return spec
