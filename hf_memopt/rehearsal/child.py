@@ -52,9 +52,9 @@ class Child:
         changes = {"torch": self._torch_is_there, TRAINER: self._trainer_is_there}
         code, error = 0, None  # type: int, Exception | None
         if self._options["empty_weights"]:
-            from hf_memopt.rehearsal import empty_weights
+            from hf_memopt.rehearsal.empty_weights import install
 
-            self._notes = empty_weights.install(Path(self._options["result"]).with_name("weights"))
+            self._notes = install(Path(self._options["result"]).with_name("weights"))
         try:
             run_as_main(script, arguments, changes, is_module=self._options["module"])
         except SystemExit as stop:
@@ -91,9 +91,9 @@ class Child:
         self._watch = Watch(self._options["steps"])
         self._watch.install()
         if self._options["gpus"] > 1:
-            from hf_memopt.rehearsal import world
+            from hf_memopt.rehearsal.world import install
 
-            world.install(self._options["gpus"])
+            install(self._options["gpus"])
 
     def _trainer_is_there(self, module: Any) -> None:
         from hf_memopt.rehearsal.shortened import Shortening

@@ -23,8 +23,8 @@ KINDS = {
     "segment_free": "segment freed",
     "segment_unmap": "segment freed",
 }
-UNINTERESTING = (  # torch's and the Trainer's own lines, and those that start a script
-    *("/torch/", "/accelerate/", "/transformers/trainer", "/hf_memopt/rehearsal/", "/hf_memopt/recipes/measuring/"),
+UNINTERESTING = (  # torch's own lines, and those that start a script and watch it
+    *("/torch/", "/hf_memopt/rehearsal/", "/hf_memopt/recipes/measuring/", "/hf_memopt/binding/undo/"),
     *("<frozen", "/contextlib.py", "/functools.py"),
 )
 

@@ -65,9 +65,9 @@ def rehearse(
     if not is_measured:
         environment = StandIn.of(chosen).environment(environment)
     if gpus > 1:
-        from hf_memopt.rehearsal import world
+        from hf_memopt.rehearsal.world import environment as of_ranks
 
-        environment |= world.environment(gpus)
+        environment |= of_ranks(gpus)
     context_bytes = chosen.context_bytes or 0
     options = {
         **{"gpu": chosen.name, "usable_bytes": chosen.usable_bytes, "context_bytes": context_bytes, "steps": steps},

@@ -136,7 +136,7 @@ class Watch:
         """Name the blocks of weights, gradients and optimizer state as they are now."""
         names: dict[int, str] = {}
         for root in self._roots:
-            weights = f"weights of {type(root).__name__}"
+            weights = f"weights of {type(getattr(root, 'module', root)).__name__}"  # inside of DDP
             _name(names, (*root.parameters(), *root.buffers()), weights)
             _name(names, (one.grad for one in root.parameters()), "gradients")
         for optimizer in self._optimizers:
