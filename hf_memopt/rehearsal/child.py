@@ -129,7 +129,9 @@ class Child:
             from hf_memopt.rehearsal.timeline import data_of
 
             names = named_blocks(events, watch.names)
-            found = replace(found, timeline=data_of(events, names, watch.step_moments))
+            found = replace(
+                found, timeline=data_of(events, names, watch.step_moments, watch.steps + (verdict == "runs out"))
+            )
         shortening = self._shortening
         return replace(
             found,

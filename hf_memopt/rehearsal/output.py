@@ -17,7 +17,7 @@ MOST_PLACES = 8
 def text_of(found: Rehearsal, command: str, width: int = COLUMNS) -> str:
     """Return the text; ``command`` is what to do next, ``width`` that of the terminal."""
     width = min(width, COLUMNS)
-    parts = [_verdict(found), _phases(found), _held(found, width), _notes(found, command)]
+    parts = [first_lines(found), _phases(found), _held(found, width), _notes(found, command)]
     lines = [line for part in parts if part for line in (*part, "")]
     return "\n".join(
         line if len(line) <= width or line.startswith("  ") else fill(line, width, subsequent_indent="  ")
@@ -25,7 +25,8 @@ def text_of(found: Rehearsal, command: str, width: int = COLUMNS) -> str:
     )
 
 
-def _verdict(found: Rehearsal) -> list[str]:
+def first_lines(found: Rehearsal) -> list[str]:
+    """Return the verdict, and what it means."""
     usable, failure = f"{to_gib(found.usable_bytes):.2f} GiB", found.out_of_memory
     steps = f"{found.steps} step{'s' * (found.steps != 1)} in {format_duration(found.seconds)}"
     steps += ", measured on this GPU" if found.is_measured else ", rehearsed without the GPU"
@@ -46,7 +47,7 @@ def _verdict(found: Rehearsal) -> list[str]:
     return [
         f"RUNS OUT in {where}{batch}: {format_bytes(failure.asked_bytes)} asked for, "
         f"{format_bytes(failure.free_bytes)} free",
-        f"Of {usable} ({found.gpu}): {format_bytes(used)} in use, {format_bytes(gaps)} in gaps between, "
+        f"Of {usable} ({found.gpu}): {format_bytes(used)} used, {format_bytes(gaps)} in gaps, "
         f"{format_bytes(found.context_bytes)} context",
         f"At {_short(failure.place)}",
         steps,

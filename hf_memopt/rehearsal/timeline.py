@@ -13,6 +13,7 @@ from hf_memopt.components import COMPONENTS, parts_of
 from hf_memopt.memory.output import timeline_data
 from hf_memopt.memory.tracking import Timeline
 from hf_memopt.rehearsal.events import BLOCK_BYTES, Event
+from hf_memopt.rehearsal.output import first_lines
 from hf_memopt.reports.pictures import Limit, TimelinePicture
 from hf_memopt.units import format_bytes
 
@@ -23,8 +24,8 @@ STRETCHES = 2000
 OF_NAMES = {"weights": "weights", "gradients": "gradients", "state": "optimizer state", "outputs": "logits and loss"}
 
 
-def data_of(events: list[Event], names: dict[int, str], steps: list[int]) -> dict[str, Any]:
-    """Return the timeline as plain data; ``steps`` are the moments (``Event.moment``) at which they end."""
+def data_of(events: list[Event], names: dict[int, str], steps: list[int], begun: int) -> dict[str, Any]:
+    """Return the timeline as plain data; ``steps`` are the moments (``Event.moment``) at which they end, ``begun`` how many began."""
     changes = np.zeros((len(events), len(COMPONENTS)), np.int64)
     reserved = np.zeros(len(events), np.int64)
     owners: dict[int, tuple[int, int]] = {}
@@ -44,7 +45,7 @@ def data_of(events: list[Event], names: dict[int, str], steps: list[int]) -> dic
     training = next((at for at, name in phases if name == "forward"), 0)
     ends = [next((at for at, e in enumerate(events) if e.moment >= moment), len(events)) for moment in steps]
     starts = tuple((at, number) for number, at in enumerate([training, *ends], start=1))
-    line = Timeline(changes.cumsum(axis=0), reserved.cumsum(), tuple(phases), starts[: len(steps)])
+    line = Timeline(changes.cumsum(axis=0), reserved.cumsum(), tuple(phases), starts[:begun])
     at = line.deciding_event
     phase = events[at].phase
     return dict(
@@ -64,6 +65,6 @@ def draw(found: Rehearsal, path: Path) -> None:
         parts_of(parts, reserved_bytes, found.context_bytes),
         Limit(found.gpu, found.usable_bytes),
         usable,
-        title=found.table().partition("\n")[0],
+        title=first_lines(found)[0],
     )
     plotting.write_picture(path, picture.draw, purpose="the picture of a rehearsal")
