@@ -25,7 +25,7 @@ OF_NAMES = {"weights": "weights", "gradients": "gradients", "state": "optimizer 
 
 
 def data_of(events: list[Event], names: dict[int, str], steps: list[int], begun: int) -> dict[str, Any]:
-    """Return the timeline as plain data; ``steps`` are the moments (``Event.moment``) at which they end, ``begun`` how many began."""
+    """Return the timeline as plain data; ``steps`` are the moments at which steps end, ``begun`` how many began."""
     changes = np.zeros((len(events), len(COMPONENTS)), np.int64)
     reserved = np.zeros(len(events), np.int64)
     owners: dict[int, tuple[int, int]] = {}
