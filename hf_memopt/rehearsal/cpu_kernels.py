@@ -123,6 +123,22 @@ def rms_norm_backward(
     return of_x.to(x.dtype), of_weight
 
 
+def layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: list[int],
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """Compute in float32, as CUDA keeps mean and scale in it beside 16-bit rows, which the CPU does not take."""
+    wide = [None if tensor is None else tensor.float() for tensor in (grad, x, mean, scale, weight, bias)]
+    found = torch.ops.aten.native_layer_norm_backward(*wide[:2], shape, *wide[2:], mask)
+    return tuple(None if gradient is None else gradient.to(x.dtype) for gradient in found)
+
+
 def cudnn_convolution(
     x: Tensor, weight: Tensor, padding: list[int], stride: list[int], dilation: list[int], groups: int, *settings: bool
 ) -> Any:
@@ -182,6 +198,7 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "bmm.dtype": lambda a, b, dtype: (a.float() @ b.float()).to(dtype),
     "conv_depthwise3d": depthwise_convolution,
     "cudnn_convolution": cudnn_convolution,
+    "native_layer_norm_backward": layer_norm_backward,
     "mm.dtype": lambda a, b, dtype: (a.float() @ b.float()).to(dtype),
     "histc": lambda x, bins=100, low=0, high=0: torch.histc(x.float(), bins, low, high).to(x.dtype),
     "log_sigmoid_backward": lambda grad, x, buffer: grad * torch.sigmoid(-x),  # CUDA's has no buffer
