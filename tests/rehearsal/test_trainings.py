@@ -62,19 +62,22 @@ def test_phases_have_their_peaks_and_leave_nothing_behind(tmp_path: Path) -> Non
 
     assert list(peaks) == ["load", "forward", "backward", "optimizer", "evaluation"]
     assert all(0 < peak.allocated_bytes <= peak.reserved_bytes for peak in peaks.values())
-    assert max(peaks.values(), key=lambda peak: peak.allocated_bytes) is peaks["backward"]
+    assert peaks["backward"].allocated_bytes > peaks["forward"].allocated_bytes > peaks["optimizer"].allocated_bytes
     assert before == (torch.autograd.backward, Trainer.evaluation_loop)
     assert not module._global_forward_pre_hooks  # private, as the next; seen in torch 2.14
-    assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
+    assert not optimizer._global_optimizer_pre_hooks
+    assert not optimizer._global_optimizer_post_hooks
 
 
-def test_phases_outlive_an_error_in_a_step() -> None:
+def test_a_forward_pass_after_an_error_in_a_step_is_a_phase_again() -> None:
     weight = torch.nn.Linear(4, 4, device="cuda")
     stepping = torch.optim.SGD(weight.parameters())
     stepping.step = optimizer.Optimizer.profile_hook_step(lambda self: torch.empty(1 << 60, device="cuda"))
-    with pytest.raises(torch.OutOfMemoryError), phases.peaks_by_phase() as peaks:
+    with phases.peaks_by_phase() as peaks:
         weight(torch.ones(2, 4, device="cuda")).sum().backward()
-        stepping.step(stepping)
+        with pytest.raises(torch.OutOfMemoryError):
+            stepping.step(stepping)
+        weight(torch.ones(2, 4, device="cuda"))
     assert list(peaks) == ["load", "forward", "backward", "optimizer"]
 
 
@@ -91,7 +94,7 @@ def test_events_tell_the_peak_by_phase_operator_and_place(tmp_path: Path) -> Non
     assert {event.phase for event in found} == {*peaks, ""} - {""}
     assert len({event.number for event in found if event.kind == "allocate"}) > 100
     sums = next(event for event in found if event.operator.startswith("_scaled_dot_product"))
-    assert "forward" in sums.place and "sdpa_attention.py" in sums.place
+    assert "sdpa_attention.py" in sums.place
     assert any(event.phase == "backward" and event.operator == "native_layer_norm_backward" for event in found)
     assert events.blocks_at_peak([]) == []
 
@@ -108,11 +111,8 @@ def test_a_block_older_than_the_record_is_freed_without_a_number() -> None:
 
 
 def _allocations(with_values: bool) -> dict[str, Any]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "HF_MEMOPT_GPU_VALUES": str(1 << 20 if with_values else 0),
-    }
+    environment = {**os.environ, "HF_MEMOPT_GPU_VALUES": str(1 << 20 if with_values else 0)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # with the hook, and pytest's folders
     script = Path(__file__).with_name("allocations.py")
     done = subprocess.run([sys.executable, "-W", "ignore", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -123,7 +123,8 @@ def test_values_change_no_allocation() -> None:
     """Values decide branches, as whether attention makes a mask: only the last set-up leaves them to."""
     on, off = _allocations(True), _allocations(False)
     masked_on, masked_off = on.pop("mask of ones"), off.pop("mask of ones")
-    assert on.keys() == off.keys() and len(on) == 8
+    assert on.keys() == off.keys()
+    assert len(on) == 8
     for name in on:
         assert on[name] == off[name]
     # without values a mask of ones seems to mask everything, so attention makes one that a GPU leaves out

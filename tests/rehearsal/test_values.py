@@ -13,7 +13,7 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from operator_table import ROWS, inputs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_memopt.rehearsal import values
+from hf_memopt.rehearsal import events, values
 
 pytestmark = pytest.mark.stand_in
 
@@ -104,6 +104,17 @@ def test_dropout_of_fused_attention_has_one_mask_in_both_passes(
     assert float((v.detach() * v.grad).sum()) == pytest.approx(expected, rel=tolerance)
     with sdpa_kernel([backend]):
         assert not torch.equal(F.scaled_dot_product_attention(q, q, v, dropout_p=0.5), output)
+
+
+def test_autograd_adds_gradients_in_place_as_without_values() -> None:
+    """It asks whether anyone else holds the gradient or its storage, so values must not."""
+    y = torch.ones(64, 64, device="cuda", requires_grad=True)
+    w = torch.ones(64, 64, device="cuda", requires_grad=True)
+    with events.recorded_events() as found:
+        for _ in range(3):
+            y = y + y @ w
+        y.sum().backward()
+    assert [event.kind for event in found if event.operator == "add.Tensor"] == ["allocate"] * 3  # of the forward pass
 
 
 def test_a_call_with_large_tensors_is_left_out_and_its_small_result_is_nought() -> None:
