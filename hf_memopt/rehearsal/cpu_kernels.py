@@ -145,5 +145,6 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     ),
     "histc": lambda x, bins=100, low=0, high=0: torch.histc(x.float(), bins, low, high).to(x.dtype),
     "log_sigmoid_backward": lambda grad, x, buffer: grad * torch.sigmoid(-x),  # CUDA's has no buffer
+    "native_layer_norm_backward": layer_norm_backward,
 }
 """By the operator's name."""

@@ -38,7 +38,7 @@ ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-2, "logging_strategy": "ste
 
 
 def llama(**settings: Any) -> transformers.LlamaForCausalLM:
-    return tiny.llama(**{"num_hidden_layers": LAYERS, "attention_dropout": 0.1, **settings}).train()
+    return tiny.llama(**{"num_hidden_layers": LAYERS, "attention_dropout": 0.1, **settings}).train().to(tiny.DEVICE)
 
 
 def rows(count: int = 16) -> list[dict[str, Any]]:
@@ -47,6 +47,7 @@ def rows(count: int = 16) -> list[dict[str, Any]]:
 
 def backward(model: Any, seed: int = 0, ids: torch.Tensor = IDS) -> float:
     torch.manual_seed(seed)
+    ids = ids.to(tiny.DEVICE)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return loss.item()

@@ -219,7 +219,7 @@ def test_a_second_trainer_of_a_tiled_model_has_the_same_tiles(size: int | None, 
     first.handle.remove()
     with torch.no_grad():
         positions = calls_of(model.model.layers[0].mlp.up_proj)
-        model(input_ids=IDS)
+        model(input_ids=IDS.to(model.device))
         assert len(positions) == (1 if size is None else 19)  # of 37 positions in 2 rows
     second.handle.remove()
     assert [vars(layer.mlp).keys() for layer in model.model.layers] == before
