@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt import TiledLayersCallback, attach, checkpoint_layers, tile_layers
+from hf_memopt import TiledLayersCallback, attach, checkpoint_layers, stream_layers, tile_layers
 from hf_memopt.binding import enable_checkpointing
 from language_models import distance, gradients
 
@@ -361,3 +361,10 @@ def test_most_kept_bytes_come_first() -> None:
     model = tiny.llama(intermediate_size=128)
     model.model.layers[1].mlp = type(model.model.layers[1].mlp)(tiny.llama_config(intermediate_size=256))
     assert tile_layers(model).modules == {"model.layers.1.mlp": 4096, "model.layers.0.mlp": 2048}
+
+
+@pytest.mark.gpu
+def test_layers_that_wait_in_host_memory_are_refused() -> None:
+    model = tiny.llama(num_hidden_layers=3)
+    with stream_layers(model), pytest.raises(ValueError, match=r"^streamed layers and tiled layers are incompatible: "):
+        tile_layers(model)
