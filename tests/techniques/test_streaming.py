@@ -33,7 +33,7 @@ from technique_table import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 LAYERS = 5
-IDS = torch.randint(5, 100, (8, 12), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(5, 100, (8, 12), generator=torch.Generator().manual_seed(1)).to(tiny.DEVICE)
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-2, "logging_strategy": "steps", "logging_steps": 1}
 
 
@@ -47,7 +47,6 @@ def rows(count: int = 16) -> list[dict[str, Any]]:
 
 def backward(model: Any, seed: int = 0, ids: torch.Tensor = IDS) -> float:
     torch.manual_seed(seed)
-    ids = ids.to(tiny.DEVICE)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return loss.item()
@@ -161,7 +160,7 @@ def test_moving_a_model_leaves_its_layers_on_the_host() -> None:
 def test_a_copy_is_a_plain_model_of_its_own(way: Any) -> None:
     model = llama()
     handle = stream_layers(model)
-    copied = way(model)
+    copied = way(model).to(tiny.DEVICE)  # its layers were copied on the host
     assert backward(copied) == backward(model)
     assert same(gradients(copied), gradients(model))
     assert handle.ring.fetches == 2 * LAYERS - 2
