@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import Trainer
 
-from hf_memopt.rehearsal import events
+from hf_memopt.rehearsal.events import set_label
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Watch:
     def __init__(self) -> None:
         self.phase = self.before_step = "load"
         self.peaks: dict[str, Peak] = {}
-        events.set_label("phase", self.phase)
+        set_label("phase", self.phase)
         torch.cuda.reset_peak_memory_stats()
 
     def enter(self, phase: str) -> str:
@@ -45,7 +45,7 @@ class _Watch:
             peak.allocated_bytes = max(peak.allocated_bytes, torch.cuda.max_memory_allocated())
             peak.reserved_bytes = max(peak.reserved_bytes, torch.cuda.max_memory_reserved())
             torch.cuda.reset_peak_memory_stats()
-            events.set_label("phase", phase)
+            set_label("phase", phase)
         return before
 
     def before_forward(self, *arguments: Any) -> None:

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from hf_memopt.rehearsal import events
 from hf_memopt.rehearsal.cpu_kernels import CPU_KERNELS, call_with_seed
+from hf_memopt.rehearsal.events import are_recorded, set_label
 
 LIMIT_BYTES = int(os.environ.get("HF_MEMOPT_GPU_VALUES", 1 << 20))
 """Floating-point bytes of a call up to which it is computed; 0 leaves torch's kernels as they are."""
@@ -77,7 +77,7 @@ class Report:
 _report = Report()
 
 
-def report() -> Report:
+def values_report() -> Report:
     """Return what was computed in this process so far."""
     return _report
 
@@ -198,13 +198,13 @@ class Operator:
 
     def _allocate(self, keys: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run torch's own kernel; its name stands beside what it allocates."""
-        if not events.are_recorded():
+        if not are_recorded():
             return self.cuda_kernel(keys, *args, **kwargs)
-        before = events.set_label("operator", self.name)
+        before = set_label("operator", self.name)
         try:
             return self.cuda_kernel(keys, *args, **kwargs)
         finally:
-            events.set_label("operator", before)
+            set_label("operator", before)
 
     def _compute_and_allocate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the CPU say values and shapes, and allocate for them on the GPU."""

@@ -15,7 +15,7 @@ import trained
 import transformers
 
 import language_models
-from hf_memopt.rehearsal import events, phases
+from hf_memopt.rehearsal import peaks_by_phase, recorded_events
 
 transformers.logging.set_verbosity_error()
 PADDED, PLAIN, ONES = "padded", "no mask", "a mask of ones"
@@ -40,7 +40,7 @@ def build(family: Any, attention: str) -> Any:
     return model
 
 
-def in_order(happened: list[events.Event]) -> list[tuple[str, int]]:
+def in_order(happened: list[Any]) -> list[tuple[str, int]]:
     """Return kinds and sizes; frees that follow each other by size, since the cache of autocast has no order."""
     runs = itertools.groupby(((event.kind, event.requested_bytes) for event in happened), key=lambda event: event[0])
     return [event for kind, run in runs for event in (sorted(run) if kind == "free" else run)]
@@ -53,7 +53,7 @@ for name, (family, mask, attention, settings) in SET_UPS.items():
         rows = [{**row, "attention_mask": torch.ones(16, dtype=torch.long)} for row in rows]
     gc.collect()
     torch.cuda.empty_cache()
-    with events.recorded_events() as happened, phases.peaks_by_phase() as peaks:
+    with recorded_events() as happened, peaks_by_phase() as peaks:
         # the Trainer looks whether a loss is a number
         settings = {"logging_nan_inf_filter": False, **settings}
         trained.train(functools.partial(build, family, attention), rows, Path(tempfile.mkdtemp()), **settings)

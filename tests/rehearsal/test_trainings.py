@@ -17,7 +17,7 @@ from torch.optim import optimizer
 from transformers import Trainer
 
 import language_models
-from hf_memopt.rehearsal import events, phases, values
+from hf_memopt.rehearsal import blocks_at_peak, peaks_by_phase, recorded_events, values_report
 
 pytestmark = pytest.mark.stand_in
 FAMILIES = ("bert", "llama-tied", "gpt2", "t5", "mixtral", "vit")
@@ -51,13 +51,13 @@ def test_a_tiny_model_trains_to_the_losses_and_norms_of_the_cpu(
     assert trainer.model.device.type == "cuda"
     assert len(trained.losses(trainer)) == 10
     assert trained.losses(trainer) == pytest.approx(trained.losses(expected), rel=tolerance)
-    assert values.report().failures == {}
+    assert values_report().failures == {}
 
 
 def test_phases_have_their_peaks_and_leave_nothing_behind(tmp_path: Path) -> None:
     before = torch.autograd.backward, Trainer.evaluation_loop
     torch.cuda.reset_peak_memory_stats()
-    with phases.peaks_by_phase() as peaks:
+    with peaks_by_phase() as peaks:
         trained.train(lambda: _build("bert"), _rows("bert"), tmp_path)
 
     assert list(peaks) == ["load", "forward", "backward", "optimizer", "evaluation"]
@@ -73,7 +73,7 @@ def test_a_forward_pass_after_an_error_in_a_step_is_a_phase_again() -> None:
     weight = torch.nn.Linear(4, 4, device="cuda")
     stepping = torch.optim.SGD(weight.parameters())
     stepping.step = optimizer.Optimizer.profile_hook_step(lambda self: torch.empty(1 << 60, device="cuda"))
-    with phases.peaks_by_phase() as peaks:
+    with peaks_by_phase() as peaks:
         weight(torch.ones(2, 4, device="cuda")).sum().backward()
         with pytest.raises(torch.OutOfMemoryError):
             stepping.step(stepping)
@@ -84,9 +84,9 @@ def test_a_forward_pass_after_an_error_in_a_step_is_a_phase_again() -> None:
 def test_events_tell_the_peak_by_phase_operator_and_place(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     alive = torch.cuda.memory_allocated()
-    with events.recorded_events() as found, phases.peaks_by_phase() as peaks:
+    with recorded_events() as found, peaks_by_phase() as peaks:
         trained.train(lambda: _build("bert"), _rows("bert"), tmp_path)
-    at_peak = events.blocks_at_peak(found)
+    at_peak = blocks_at_peak(found)
 
     peak = max(peak.allocated_bytes for peak in peaks.values())
     assert sum(-(-event.requested_bytes // 512) * 512 for event in at_peak) + alive == peak
@@ -96,12 +96,12 @@ def test_events_tell_the_peak_by_phase_operator_and_place(tmp_path: Path) -> Non
     sums = next(event for event in found if event.operator.startswith("_scaled_dot_product"))
     assert "sdpa_attention.py" in sums.place
     assert any(event.phase == "backward" and event.operator == "native_layer_norm_backward" for event in found)
-    assert events.blocks_at_peak([]) == []
+    assert blocks_at_peak([]) == []
 
 
 def test_a_block_older_than_the_record_is_freed_without_a_number() -> None:
     old = torch.empty(1024, device="cuda")
-    with events.recorded_events() as found:
+    with recorded_events() as found:
         new = torch.empty(3, device="cuda")
         del new
         del old
