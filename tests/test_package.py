@@ -160,12 +160,13 @@ def test_other_folders_are_imported_by_their_faces() -> None:
 
 
 def used_names(paths: Iterable[Path]) -> dict[str, set[str]]:
-    """Return the names of each folder that files import by its face."""
+    """Return the names of each folder that files outside it import by its face."""
     found: dict[str, set[str]] = {}
     for path in paths:
         for node in import_nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module in FACES:
-                found.setdefault(node.module, set()).update(alias.name for alias in node.names)
+                is_inside = path.parent == PACKAGE.joinpath(*node.module.split(".")[1:])
+                found.setdefault(node.module, set()).update(alias.name for alias in node.names if not is_inside)
     return found
 
 
