@@ -301,7 +301,7 @@ def test_saving_the_whole_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="new random experts"):
             one.save_pretrained(tmp_path)
     assert not any(tmp_path.iterdir())
-    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    arguments = {"output_dir": str(tmp_path), "use_cpu": tiny.DEVICE == "cpu", "report_to": "none"}
     with pytest.raises(ValueError, match=r"has experts in 4 bits and no adapters, and save_strategy='steps'"):
         attach(Trainer(model, TrainingArguments(**arguments), train_dataset=tiny.rows(2))).train()
     attach(Trainer(add_adapters(copy.deepcopy(model), 2), TrainingArguments(**arguments)))
@@ -341,7 +341,7 @@ def test_a_recipe_streams_them(tmp_path: Path) -> None:
             model=model,
             train_dataset=Dataset.from_list(rows),
             data_collator=transformers.default_data_collator,
-            training_arguments={**arguments, "use_cpu": True, "seed": 0},
+            training_arguments={**arguments, "use_cpu": tiny.DEVICE == "cpu", "seed": 0},
         )
         trainer.train()
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
