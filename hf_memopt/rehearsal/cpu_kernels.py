@@ -136,6 +136,7 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_softmax": softmax("_softmax"),
     "_softmax_backward_data": softmax_backward("_softmax_backward_data"),
+    "bmm.dtype": lambda a, b, dtype: (a.float() @ b.float()).to(dtype),
     "cudnn_batch_norm": lambda *inputs: (*torch.ops.aten.native_batch_norm(*inputs), torch.empty(0)),
     "cudnn_batch_norm_backward": lambda x, grad, w, mean, var, saved_mean, saved_var, eps, reserve: (
         torch.ops.aten.native_batch_norm_backward(grad, x, w, mean, var, saved_mean, saved_var, True, eps, [True] * 3)
@@ -145,6 +146,7 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     ),
     "histc": lambda x, bins=100, low=0, high=0: torch.histc(x.float(), bins, low, high).to(x.dtype),
     "log_sigmoid_backward": lambda grad, x, buffer: grad * torch.sigmoid(-x),  # CUDA's has no buffer
+    "mm.dtype": lambda a, b, dtype: (a.float() @ b.float()).to(dtype),
     "native_layer_norm_backward": layer_norm_backward,
 }
 """By the operator's name."""

@@ -207,7 +207,7 @@ def test_loading_quantises_experts_as_afterwards(kind: str, tmp_path: Path) -> N
     assert loaded.state_dict().keys() == whole.state_dict().keys()
     for name, tensor in whole.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
-    assert torch.equal(loaded.train()(IDS).logits, whole.train()(IDS).logits)
+    assert torch.equal(loaded.train()(IDS.to(loaded.device)).logits, whole.train()(IDS.to(whole.device)).logits)
 
 
 def test_the_trainer_trains_and_resumes(tmp_path: Path) -> None:
