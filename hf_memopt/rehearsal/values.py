@@ -36,6 +36,7 @@ TOTAL_LIMIT_BYTES = 16 * LIMIT_BYTES
 CPU = torch.device("cpu")
 NUMBERS = (bool, int, float, complex)
 ONLY_ALLOCATE_OR_LOOK = {
+    "_fused_sdp_choice",  # which the CPU makes otherwise
     "empty.memory_format", "empty_strided", "empty_quantized", "resize_", "resize_as_", "_resize_output_", "set_",
     "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "is_set_to", "record_stream",
     "is_pinned", "_pin_memory", "_coalesced_", "_cudnn_init_dropout_state", "_use_cudnn_ctc_loss",

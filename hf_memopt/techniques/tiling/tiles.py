@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.compatibility import check_settings
+from hf_memopt.binding.compatibility import check_settings, refusal_of
 from hf_memopt.binding.model import check_model, unwrap_model
 from hf_memopt.binding.undo import RandomState, UndoHandle, override_method, remove_all
 from hf_memopt.changes import Change
@@ -69,8 +69,8 @@ def tile_layers(model: Any, tile_tokens: int | None = None) -> TileHandle:
         TypeError: ``model`` is not a module.
         ValueError: ``tile_tokens`` below 1, or another size than that of the tiles that the model has (of the same size
             they stay until the last handle is removed); the model has dropout above 0 inside of what
-            would be tiled, positions in the first dimension, inputs other than text, or nothing that tiles. The model
-            is unchanged then.
+            would be tiled, positions in the first dimension, inputs other than text, layers that wait in host memory,
+            or nothing that tiles. The model is unchanged then.
         RuntimeError: in the first batch, where a module returns something else in tiles.
 
     Examples:
@@ -172,6 +172,8 @@ class TiledLayersCallback(ModelCallback):
 
 def _checked_places(model: Any) -> list[Place]:
     inner = unwrap_model(model)
+    if len({parameter.device.type for parameter in model.parameters()}) > 1:  # no layer can be asked by itself
+        raise ValueError(str(refusal_of("streamed layers", "tiled layers")))
     if (takes := getattr(inner, "main_input_name", "no token ids")) != "input_ids":
         problem = f"it takes {takes}; expected a text model of transformers. Train it without tiles"
     else:
