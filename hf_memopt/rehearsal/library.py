@@ -1,0 +1,165 @@
+"""Build the library of a GPU without silicon for the installed torch, once, in the user's cache.
+
+``stand_in.cpp`` has what must be written by hand. Whatever else the installed libraries ask CUDA for is generated:
+functions that return 0 and count their calls, or hand out a number where something is created.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from hf_memopt.rehearsal.requirements import RehearsalError, TorchBuild, check_platform, compiler, installed_torch
+
+SOURCE = Path(__file__).with_name("stand_in.cpp")
+NAME = "libhf_memopt_gpu.so"
+LINKS = ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1")  # names by which it is opened at run time
+PACKAGES = {
+    "torch": "lib/*.so*",
+    "bitsandbytes": "libbitsandbytes_cuda*.so",
+    "torchvision": "*.so",
+    "torchaudio": "**/*.so",
+    "flash_attn_2_cuda": "flash_attn_2_cuda*.so",
+}
+OF_CUDA = re.compile(
+    r"(__cuda[A-Z]|cuda[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cuFile|nvrtc|nvJitLink|cupti|cu[A-Z]|nvml)\w*"
+)
+# NVIDIA's own are used where they work without a GPU: compilers, profilers, and what only says versions and texts.
+NVIDIAS = re.compile(
+    r"(nvrtc|nvJitLink|cupti)\w*|(cudnn|cublas|cublasLt|nccl)Get(Version|Property|CudartVersion|ErrorString|StatusString)"
+)
+CREATES = re.compile(r"(cublas|cudnn|cusparse|cusolver)\w*[cC]reate(?!Identity)\w*")  # by their first parameter
+# No library lists these: Triton compiles its launchers at run time, and ctypes asks by name.
+BY_NAME = {
+    *("cuCtxPopCurrent_v2", "cuCtxPushCurrent_v2", "cuCtxSetCurrent", "cuCtxSetLimit", "cuCtxSynchronize", "cuInit"),
+    *("cuDevicePrimaryCtxRelease_v2", "cuFuncSetAttribute", "cuFuncSetCacheConfig", "cuMemcpyHtoDAsync_v2", "cuMemMap"),
+    *("cuMemSetAccess", "cuModuleUnload", "cuStreamSynchronize", "cuTensorMapEncodeIm2col", "cuTensorMapEncodeTiled"),
+    *("ncclCommDestroy", "nvmlDeviceGetUtilizationRates", "nvmlInit", "nvmlInitWithFlags", "nvmlInit_v2"),
+    "nvmlShutdown",
+}
+
+
+def built_library() -> Path:
+    """Return the library, built if this torch has none yet.
+
+    Two processes may build at once: each does in a folder of its own, and the first to end gives it its name. A library
+    is never built over, since g++ would rewrite it under the processes that have loaded it.
+
+    Raises:
+        RehearsalError: the machine or torch cannot rehearse (``requirements``), or the compiler fails.
+    """
+    check_platform()
+    torch, libraries = installed_torch(), installed_libraries()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_memopt" / "rehearsal"
+    library = cache / cache_key(torch, libraries) / NAME
+    if not library.exists():
+        command = [*compiler(), "-O1", "-fPIC", "-std=c++17", *header_options(torch)]
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=cache, prefix="unfinished-"))
+        try:
+            build(unfinished, command, libraries)
+            unfinished.rename(library.parent)
+        except OSError:
+            if not library.exists():  # else another process was faster
+                raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return library
+
+
+def installed_libraries() -> list[Path]:
+    """Return the installed libraries that may ask for CUDA."""
+    found: set[Path] = set()
+    for package, pattern in PACKAGES.items():
+        spec = PathFinder.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            found |= set(Path(spec.origin).parent.glob(pattern))
+    return sorted(found)
+
+
+def cache_key(torch: TorchBuild, libraries: Iterable[Path]) -> str:
+    """Return a name for all that the library is built from."""
+    sizes = [(path.name, path.stat().st_size) for path in libraries]
+    described = repr((torch.version, torch.cuda, sizes)).encode()
+    return hashlib.sha256(SOURCE.read_bytes() + Path(__file__).read_bytes() + described).hexdigest()[:16]
+
+
+def header_options(torch: TorchBuild) -> list[str]:
+    """Return the compiler's options for CUDA's headers: structures have other sizes in CUDA 12 than in 13.
+
+    Those of the wheels that torch depends on come first. Triton's are last: they have the folder ``crt``, which CUDA 13
+    has moved into a wheel that torch does without.
+    """
+    folders = ("nvidia/cu13/include", "nvidia/cuda_runtime/include", "triton/backends/nvidia/include")
+    major, minor = torch.cuda
+    known = [folder for name in folders if _major_version(folder := torch.folder.parent / name) == major]
+    if not known:
+        raise RehearsalError(
+            f"headers of CUDA {major} are not installed beside torch={torch.version!r}; expected those of the wheels "
+            f"that it depends on. Call: pip install torch=={torch.version} triton"
+        )
+    return [f"-DTORCH_CUDA={major * 1000 + minor * 10}", *(f"-I{folder}" for folder in known)]
+
+
+def _major_version(folder: Path) -> int | None:
+    header = folder / "cuda_runtime_api.h"
+    found = (
+        re.search(r"#define CUDART_VERSION\s+(\d+)", header.read_text(encoding="utf-8")) if header.exists() else None
+    )
+    return int(found[1]) // 1000 if found else None
+
+
+def build(folder: Path, command: list[str], libraries: Iterable[Path]) -> None:
+    """Compile the library in a folder, with its links."""
+    by_hand, generated = folder / "stand_in.o", folder / "generated.cpp"
+    _run([*command, "-c", str(SOURCE), "-o", str(by_hand)])
+    written = set(re.findall(r" T (\w+)", _run(["nm", str(by_hand)])))
+    generated.write_text(generated_functions(sorted(asked_functions(libraries) - written)), encoding="utf-8")
+    _run([*command, "-shared", str(by_hand), str(generated), "-o", str(folder / NAME), "-ldl", "-lpthread"])
+    for link in LINKS:
+        (folder / link).symlink_to(NAME)
+
+
+def asked_functions(libraries: Iterable[Path]) -> set[str]:
+    """Return the names of CUDA's functions that libraries ask for, when they are loaded or later."""
+    found = set(BY_NAME)
+    for path in libraries:
+        found |= set(re.findall(r"\bU (\w+)", _run(["nm", "-D", "--undefined-only", str(path)])))
+        if path.name == "libc10_cuda.so":  # asks dlsym at its first out-of-memory error: names among its strings
+            strings = re.findall(rb"\0(nvml[A-Z]\w+|cu[A-Z][a-z]\w+)(?=\0)", path.read_bytes())
+            found |= {name.decode() for name in strings}
+    return {name for name in found if OF_CUDA.fullmatch(name) and not NVIDIAS.fullmatch(name)}
+
+
+def generated_functions(names: list[str]) -> str:
+    """Return C++ for functions that nothing needs to be written for."""
+    api = 'extern "C" __attribute__((visibility("default")))'
+    quoted = ", ".join(f'"{name}"' for name in names)
+    lines = [
+        f"#include <atomic>\nstatic std::atomic<unsigned long> calls[{len(names) + 1}], handles{{0x1000}};",
+        f"static const char* names[] = {{{quoted}, nullptr}};",
+        f"{api} const char* hf_memopt_gpu_generated(int number) {{ return names[number]; }}",
+        f"{api} unsigned long hf_memopt_gpu_calls(int number) {{ return calls[number]; }}",
+    ]
+    for number, name in enumerate(names):
+        creates = CREATES.fullmatch(name) is not None
+        parameter, statement = ("unsigned long* made", "*made = handles += 16; ") if creates else ("", "")
+        lines.append(f"{api} long {name}({parameter}) {{ calls[{number}]++; {statement}return 0; }}")
+    return "\n".join([*lines, ""])
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RehearsalError(
+            f"command={command[0]!r} failed with {done.returncode}; expected it to build the stand-in of a GPU. "
+            f"Pass another compiler as CXX.\n{done.stderr[-2000:]}"
+        )
+    return done.stdout
