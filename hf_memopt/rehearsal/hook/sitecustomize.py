@@ -1,0 +1,55 @@
+"""Installs values in each Python process of a rehearsal (pytest, its workers, ``torchrun``), after ``import torch``.
+
+Python imports a module of this name at its start, from the first folder of its path that has one. This one imports
+nothing heavy, does nothing outside a rehearsal, and lets the next module of this name run, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+NAMESPACES = {"torch": "aten", "bitsandbytes": "bitsandbytes"}  # of operators, by the package that defines them
+
+
+class AfterImport:
+    """A finder that leaves finding to the others, and installs values once the module has run."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the others' spec. Asking for it imports nothing: transformers looks for packages like that."""
+        if name not in NAMESPACES:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not AfterImport]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_install(module: ModuleType) -> None:
+                run(module)
+                importlib.import_module("hf_memopt.rehearsal.values").install(NAMESPACES[name])
+
+            spec.loader.exec_module = run_and_install  # type: ignore[method-assign]
+        return spec
+
+
+def run_the_next_sitecustomize() -> None:
+    """Run the module that this one hides: an environment's own, or a distribution's."""
+    others = [entry for entry in sys.path if Path(entry).resolve() != FOLDER]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+run_the_next_sitecustomize()
+if "HF_MEMOPT_GPU_MEMORY" in os.environ:
+    sys.path.append(str(FOLDER.parents[2]))  # a checkout that is not installed
+    sys.meta_path.insert(0, AfterImport)

@@ -1,0 +1,98 @@
+"""Reads a run's peaks of memory by phase: load, forward, backward, optimizer, evaluation.
+
+What lies between a backward pass and the next step (clipping, logging) counts as forward; a forward pass that
+checkpointing repeats counts as backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from transformers import Trainer
+
+from hf_memopt.rehearsal import events
+
+
+@dataclass
+class Peak:
+    """The most that torch's allocator had given out, and had reserved, in one phase."""
+
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+
+
+class _Watch:
+    """Knows the present phase, and reads its peaks when it ends."""
+
+    def __init__(self) -> None:
+        self.phase = "load"
+        self.before_step = "forward"
+        self.peaks: dict[str, Peak] = {}
+        events.set_label("phase", self.phase)
+        torch.cuda.reset_peak_memory_stats()
+
+    def enter(self, phase: str) -> str:
+        """Begin a phase and return the one before."""
+        before = self.phase
+        if phase != before:
+            peak = self.peaks.setdefault(before, Peak())
+            peak.allocated_bytes = max(peak.allocated_bytes, torch.cuda.max_memory_allocated())
+            peak.reserved_bytes = max(peak.reserved_bytes, torch.cuda.max_memory_reserved())
+            torch.cuda.reset_peak_memory_stats()
+            self.phase = phase
+            events.set_label("phase", phase)
+        return before
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        # an optimizer that ran out of memory in its step has not said that it ended
+        if self.phase in ("load", "optimizer") and torch.is_grad_enabled():
+            self.enter("forward")
+
+    def before_optimizer(self, *arguments: Any) -> None:
+        self.before_step = self.enter("optimizer")  # backward, where steps are made as gradients come
+
+    def after_optimizer(self, *arguments: Any) -> None:
+        self.enter(self.before_step)
+
+    @contextlib.contextmanager
+    def during(self, owner: Any, name: str, phase: str) -> Iterator[None]:
+        """Let a function or method be a phase."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = self.enter(phase)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.enter(before)
+
+        setattr(owner, name, watched)
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def peaks_by_phase() -> Iterator[dict[str, Peak]]:
+    """Watch a training in this process; the peaks are whole when the block ends, and nothing of the watch remains.
+
+    torch's own peaks (``torch.cuda.max_memory_allocated``) begin anew with each phase.
+    """
+    watch = _Watch()
+    with contextlib.ExitStack() as undo:
+        undo.callback(watch.enter, "")
+        undo.callback(register_module_forward_pre_hook(watch.before_forward).remove)
+        undo.callback(register_optimizer_step_pre_hook(watch.before_optimizer).remove)
+        undo.callback(register_optimizer_step_post_hook(watch.after_optimizer).remove)
+        undo.enter_context(watch.during(torch.autograd, "backward", "backward"))
+        undo.enter_context(watch.during(Trainer, "evaluation_loop", "evaluation"))
+        yield watch.peaks
