@@ -32,7 +32,6 @@ from results_file import RESULTS, append, markdown, show
 from hf_memopt.units import format_bytes, percent
 
 BOUNDS = {"allocated_bytes": 0.001, "reserved_bytes": 0.005}
-LONGEST_SECONDS = 900
 _NO_SETTINGS = {
     *("name", "family", "model", "task", "batch_size", "seq_len", "labels_length", "weights_dtype", "tile_tokens"),
     *("precision", "lora", "adapters", "prepare", "load_in", "eval_batch_size", "eval_batches", "max_grad_norm"),
@@ -45,13 +44,9 @@ def rehearse(name: str, *events: Path) -> Row:
         result = Path(folder) / "result.json"
         stand_in = ["-m", "hf_memopt.rehearsal", "--gpu", GPUS[SET_UPS[name]["capability"]], "--"]
         program = [sys.executable, "-W", "ignore", Path(__file__).with_name("judge_real.py"), name, result, *events]
+        command, environment = [sys.executable, *stand_in, *program], {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            list(map(str, [sys.executable, *stand_in, *program])),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=LONGEST_SECONDS,
-            check=False,
+            [*map(str, command)], env=environment, capture_output=True, text=True, timeout=900, check=False
         )
         if not result.exists():
             return {"error": done.stderr[-2000:]}
@@ -67,11 +62,9 @@ def stored_peaks(torch_version: str = "*") -> dict[str, Row]:
 
 
 def compared(name: str, real: Row) -> Row:
-    """Return the peaks of both sides."""
-    if "error" in real:
-        return {"name": name, "real": real}
-    found = estimate_row(SET_UPS[name])
-    peaks = {"allocated_bytes": found.peak_allocated_bytes, "reserved_bytes": found.peak_reserved_bytes}
+    """Return the peaks of both sides, of a row that ran."""
+    found = None if "error" in real else estimate_row(SET_UPS[name])
+    peaks = {} if found is None else {what: getattr(found, f"peak_{what}") for what in BOUNDS}
     return {"name": name, "real": real, "estimated": peaks}
 
 
@@ -80,15 +73,12 @@ def error_of(row: Row, what: str) -> float:
     return float(row["estimated"][what] / row["real"][what] - 1)
 
 
-# ---- Tables ---------------------------------------------------------------------------------------------------------
-
-
 def both_sides(rows: Sequence[Row]) -> str:
     """Return the peaks of all rows in MiB."""
     lines = []
     for row in rows:
         cells = [row["name"], row["real"].get("phase", "did not run")]
-        for what in BOUNDS if "estimated" in row else ():
+        for what in row["estimated"]:
             cells += [f"{row[side][what] / 2**20:,.2f}" for side in ("real", "estimated")]
             cells.append(f"{100 * error_of(row, what):+.3f}")
         lines.append(cells)
@@ -106,13 +96,12 @@ def settings_of(row: Row) -> Iterator[str]:
 
 def table(figures: Mapping[str, Any]) -> str:
     """Return the errors by family and by setting, and the rows outside the bounds."""
-    ran = [row for row in figures["rows"] if "estimated" in row]
+    ran = [row for row in figures["rows"] if row["estimated"]]
     groups: dict[str, list[Row]] = {"all": ran}
-    for row in ran:
-        groups.setdefault(SET_UPS[row["name"]]["family"], []).append(row)
-    for row in ran:
-        for setting in settings_of(SET_UPS[row["name"]]):
-            groups.setdefault(setting, []).append(row)
+    for names_of in (lambda row: [row["family"]], settings_of):
+        for row in ran:
+            for name in names_of(SET_UPS[row["name"]]):
+                groups.setdefault(name, []).append(row)
     lines = []
     for group, rows in groups.items():
         errors = [[100 * abs(error_of(row, what)) for row in rows] for what in BOUNDS]
@@ -123,11 +112,12 @@ def table(figures: Mapping[str, Any]) -> str:
         for row in ran
         if any(abs(error_of(row, what)) > bound for what, bound in BOUNDS.items())
     ]
+    seconds, disk, host = ([row["real"][what] for row in ran] for what in ("seconds", "disk_bytes", "host_bytes"))
     note = (
         "Errors without sign, in percent of torch's own peak, of the stock `Trainer` on the stand-in "
-        f"(`python benchmarks/judge.py`): {len(ran)} of {len(figures['rows'])} set-ups, {figures['minutes']:.0f} "
-        f"minutes, at most {format_bytes(figures['disk_bytes'])} of disk and {format_bytes(figures['host_bytes'])} of "
-        "host memory. A rehearsal, never a measurement."
+        f"(`python benchmarks/judge.py`): {len(ran)} of {len(figures['rows'])} set-ups, {sum(seconds) / 60:.0f} "
+        f"minutes, at most {format_bytes(max(disk))} of disk and {format_bytes(max(host))} of host memory. "
+        "A rehearsal, never a measurement."
     )
     bounds = " or ".join(f"{percent(bound, 1)} of {what.partition('_')[0]} bytes" for what, bound in BOUNDS.items())
     head = "| family or setting | rows | allocated: median | worst | reserved: median | worst |"
@@ -152,14 +142,8 @@ def main(arguments: list[str] | None = None) -> None:
         append(name, stored[name], path=RESULTS / f"judge-{torch_version}.jsonl")
         print(name, stored[name].get("error", f"{stored[name].get('seconds')} s"), flush=True)
     rows = [compared(name, stored[name]) for name in names if name in stored]
-    ran = [row["real"] for row in rows if "estimated" in row]
-    figures = {
-        "rows": rows,
-        "minutes": sum(real["seconds"] for real in ran) / 60,
-        **{what: max(real[what] for real in ran) for what in ("disk_bytes", "host_bytes")},
-    }
     print(both_sides(rows), end="\n\n")
-    print(table(figures)) if given.row else show("judge", figures, table(figures))
+    print(table({"rows": rows})) if given.row else show("judge", {"rows": rows}, table({"rows": rows}))
 
 
 if __name__ == "__main__":

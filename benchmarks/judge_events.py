@@ -17,16 +17,16 @@ LEAST_BYTES = 2**20  # smaller ones share segments of 2 MiB, and hardly move a p
 SHOWN = 8
 
 
+def in_blocks(size_bytes: int) -> int:
+    """Return a size as torch's allocator rounds it."""
+    return -(-size_bytes // 512) * 512
+
+
 class Event(NamedTuple):
     """What is allocated (bytes above 0) or freed (below), in whole blocks, and where."""
 
     size_bytes: int
     place: str
-
-
-def in_blocks(size_bytes: int) -> int:
-    """Return a size as torch's allocator rounds it."""
-    return -(-size_bytes // 512) * 512
 
 
 def real_events(recorded: list[Any]) -> list[Event]:
@@ -47,14 +47,13 @@ def estimated_events(name: str) -> list[Event]:
 
     class Recording(caching_allocator.CachingAllocator):
         def malloc(self, key: Any, size_bytes: int) -> int:
+            place = runs[-1]._tracker.module_of(key % replay._KEYS) if isinstance(key, int) else key
+            found.append(Event(in_blocks(size_bytes), f"{runs[-1]._phases[-1][1]}: {place}"))
             sizes[key] = in_blocks(size_bytes)
-            of_model = isinstance(key, int)
-            place = runs[-1]._tracker.module_of(key % replay._KEYS) if of_model else str(key)
-            found.extend([Event(sizes[key], f"{runs[-1]._phases[-1][1]}: {place}")] if size_bytes else [])
             return super().malloc(key, size_bytes)
 
         def free(self, key: Any) -> int:
-            found.extend([Event(-size, "")] if (size := sizes.pop(key)) else [])
+            found.append(Event(-sizes.pop(key), ""))
             return super().free(key)
 
         def rename(self, key: Any, new_key: Any) -> None:
@@ -79,8 +78,8 @@ def compare_events(name: str, rehearse: Callable[[str, Path], Any]) -> None:
         both = real_events(pickle.loads(file.read_bytes())), estimated_events(name)
     real, estimated = ([one for one in events if abs(one.size_bytes) > LEAST_BYTES] for events in both)
     sizes = [[one.size_bytes for one in events] for events in (real, estimated)]
-    matched = difflib.SequenceMatcher(None, *sizes, autojunk=False).get_opcodes()
-    differences = [place for kind, *place in matched if kind != "equal"]
+    codes = difflib.SequenceMatcher(None, *sizes, autojunk=False).get_opcodes()
+    differences = [place for kind, *place in codes if kind != "equal"]
     print(f"{name}: {len(real)} real events, {len(estimated)} estimated, {len(differences)} differences")
     for start, end, other_start, other_end in differences[:SHOWN]:
         print(f"--- real {start} to {end}, estimated {other_start} to {other_end}")

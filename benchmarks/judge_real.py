@@ -23,6 +23,7 @@ import hf_memopt
 if SET_UPS[sys.argv[1]].get("expandable_segments"):
     hf_memopt.use_expandable_segments()  # first: transformers imports bitsandbytes, which starts CUDA
 
+import peft
 import torch
 from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
 from transformers.initialization import no_init_weights
@@ -33,19 +34,24 @@ from hf_memopt.rehearsal.phases import peaks_by_phase
 
 STEPS = 3
 PADDED_TOKENS = 5
+CALLBACKS: dict[str, Any] = {  # by the setting that asks for them, made of its value
+    "micro_batch_size": lambda size: hf_memopt.MicrobatchCallback(max_examples=size),
+    "fused_cross_entropy": lambda _: hf_memopt.FusedCrossEntropyCallback(),
+    "tile_tokens": hf_memopt.TiledLayersCallback,
+    "streamed": lambda _: hf_memopt.StreamedLayersCallback(),
+    "sparse_tied_embedding": lambda _: hf_memopt.TiedEmbeddingCallback(),
+}
 
 
-def examples_of(meta: Any, row: Row, count: int, batch_size: int) -> list[Row]:
-    """Return copies of the example that an estimate assumes; with padding the first of each batch is shorter."""
+def example_of(meta: Any, row: Row) -> Row:
+    """Return the example that an estimate assumes, with its values; with padding its end is masked."""
     one = example_batch(meta, batch_size=1, seq_len=row.get("seq_len"), labels_length=row.get("labels_length"))
     for name, value in one.items():
         if isinstance(value, torch.Tensor):
             one[name] = torch.zeros(value.shape, dtype=value.dtype) + getattr(value, "known_values", 0)
-    shorter = one
     if row.get("padding"):
-        shorter = {**one, "attention_mask": one["attention_mask"].clone()}
-        shorter["attention_mask"][:, -PADDED_TOKENS:] = 0
-    return [one if index % batch_size else shorter for index in range(count)]
+        one["attention_mask"][:, -PADDED_TOKENS:] = 0
+    return one
 
 
 def joined(examples: list[Row]) -> Row:
@@ -72,13 +78,9 @@ def build(row: Row, meta: Any, folder: Path) -> Any:
         quantization = of_kind(load_in_4bit=True, **options)
         model = kind.from_pretrained(folder, quantization_config=quantization, device_map={"": 0}, dtype=dtype)
     if row.get("prepare") == "peft":
-        from peft import prepare_model_for_kbit_training
-
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=row.get("checkpointing", False))
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=row.get("checkpointing", False))
     if row.get("adapters") == "peft":
-        from peft import get_peft_model
-
-        model = get_peft_model(model, adapters_of(row))
+        model = peft.get_peft_model(model, adapters_of(row))
     elif "lora" in row:
         model = hf_memopt.add_adapters(model, row["lora"])
     if row.get("prepare") == "ours":
@@ -90,24 +92,21 @@ def trainer_of(row: Row, meta: Any, folder: Path) -> Trainer:
     """Return the Trainer, with the row's techniques attached."""
     rows, evaluated = row["batch_size"], row.get("eval_batch_size", 8)
     accumulation, rounding = row.get("gradient_accumulation_steps", 1), row.get("rounding", "nearest")
-    model = build(row, meta, folder)
+    model, example, options = build(row, meta, folder), example_of(meta, row), dict[str, Any]()
     args = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=rows,
         per_device_eval_batch_size=evaluated,
-        gradient_accumulation_steps=accumulation,
         max_steps=STEPS,
-        optim=row.get("optim", "adamw_torch_fused"),
         gradient_checkpointing=row.get("checkpointing", False),
         bf16=row["precision"] == "bf16",
         fp16=row["precision"] == "fp16",
-        max_grad_norm=row.get("max_grad_norm", 1.0),
         report_to="none",
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
+        **{name: row[name] for name in ("optim", "max_grad_norm", "gradient_accumulation_steps") if name in row},
     )
-    options: dict[str, Any] = {}
     if row.get("gradient_release"):
         options["optimizer_cls_and_kwargs"] = hf_memopt.released_optimizer(args, model, rounding=rounding)
     elif rounding != "nearest":
@@ -117,24 +116,17 @@ def trainer_of(row: Row, meta: Any, folder: Path) -> Trainer:
     trainer = Trainer(
         model,
         args,
-        train_dataset=examples_of(meta, row, STEPS * rows * accumulation, rows),
-        eval_dataset=examples_of(meta, row, evaluated * row.get("eval_batches", 1), evaluated),
+        train_dataset=[example] * (STEPS * rows * accumulation),
+        eval_dataset=[example] * (evaluated * row.get("eval_batches", 1)),
         data_collator=joined,
         **options,
     )
-    callbacks = {
-        "micro_batch_size": lambda size: hf_memopt.MicrobatchCallback(max_examples=size),
-        "fused_cross_entropy": lambda _: hf_memopt.FusedCrossEntropyCallback(),
-        "tile_tokens": hf_memopt.TiledLayersCallback,
-        "streamed": lambda _: hf_memopt.StreamedLayersCallback(),
-        "sparse_tied_embedding": lambda _: hf_memopt.TiedEmbeddingCallback(),
-    }
-    asked = [make(row[name]) for name, make in callbacks.items() if name in row]
+    asked = [make(row[name]) for name, make in CALLBACKS.items() if name in row]
     return hf_memopt.attach(trainer, *asked) if asked else trainer
 
 
 def run(row: Row) -> Row:
-    """Train and evaluate; return the peaks by phase in bytes: allocated, reserved."""
+    """Train and evaluate; return the peaks by phase in bytes, (allocated, reserved), and what the run took."""
     started = time.perf_counter()
     task, attention = row.get("task"), row.get("attn_implementation")
     meta = load_model(config_of(row), task=task, attn_implementation=attention, keep_cache=True).model
@@ -156,17 +148,12 @@ def run(row: Row) -> Row:
     }
 
 
-def main() -> None:
-    """Run a row and write its figures."""
-    name, result, *traced = sys.argv[1:]
+if __name__ == "__main__":
+    result, *traced = map(Path, sys.argv[2:])
     with recorded_events() if traced else nullcontext() as events:
-        figures = run(SET_UPS[name])
-    if traced:
-        Path(traced[0]).write_bytes(pickle.dumps(events))
-    Path(result).write_text(json.dumps(figures), encoding="utf-8")
+        figures = run(SET_UPS[sys.argv[1]])
+    for file in traced:
+        file.write_bytes(pickle.dumps(events))
+    result.write_text(json.dumps(figures), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # without destructors that look for the GPU's libraries
-
-
-if __name__ == "__main__":
-    main()

@@ -29,20 +29,16 @@ def config_of(row: Row) -> Any:
     return AutoConfig.for_model(own["model_type"], **own["config"])
 
 
-def task_of(row: Row) -> str:
-    """Return the task of the row, or that of the well-known model."""
-    from hf_memopt.memory.models import known_models
-
-    return str(row.get("task") or known_models()[row["model"]]["task"])
-
-
 def adapters_of(row: Row) -> Any:
     """Return the rank where this package adds the adapters, else the configuration that users give PEFT."""
     if row.get("adapters") != "peft":
         return row.get("lora")
     from peft import LoraConfig
 
-    return LoraConfig(r=row["lora"], target_modules="all-linear", task_type=_PEFT_TASKS.get(task_of(row)))
+    from hf_memopt.memory.models import known_models
+
+    task = row.get("task") or known_models()[row["model"]]["task"]
+    return LoraConfig(r=row["lora"], target_modules="all-linear", task_type=_PEFT_TASKS.get(task))
 
 
 def estimate_row(row: Row) -> Any:
@@ -52,5 +48,4 @@ def estimate_row(row: Row) -> Any:
     settings = {"padding": False, **{name: value for name, value in row.items() if name not in _OF_THE_ROW}}
     if "prepare" in row:
         settings["prepare"] = (hf_memopt.prepare_quantized,) if row["prepare"] == "ours" else "peft"
-    gpu, adapters = GPUS[row["capability"]], adapters_of(row)
-    return hf_memopt.estimate(config_of(row), gpu=gpu, lora=adapters, **settings)
+    return hf_memopt.estimate(config_of(row), gpu=GPUS[row["capability"]], lora=adapters_of(row), **settings)
