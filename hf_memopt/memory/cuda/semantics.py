@@ -168,7 +168,9 @@ class CudaSemantics(TorchFunctionMode):
             flat = (t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,)))
             wide = any(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for t in flat)
             cast = _raise if wide else self._lower
-        return func(*(_apply(cast, value) for value in args), **{key: _apply(cast, v) for key, v in kwargs.items()})
+        # GCC evaluates the arguments of ``cached_cast(args)...`` from the last to the first; torch is built by it
+        named = {key: _apply(cast, kwargs[key]) for key in reversed(kwargs)}
+        return func(*[_apply(cast, value) for value in reversed(args)][::-1], **named)
 
     def _autocasting(self) -> bool:
         """Return whether autocast is on: in the region, and where checkpointing recomputes a part of it."""
@@ -229,7 +231,7 @@ class CudaSemantics(TorchFunctionMode):
 
     def _attention(self, query: Any, key: Any, value: Any, attn_mask: Any = None, *options: Any, **named: Any) -> Any:
         if self._autocasting():
-            query, key, value, attn_mask = (self._lower(tensor) for tensor in (query, key, value, attn_mask))
+            attn_mask, value, key, query = (self._lower(tensor) for tensor in (attn_mask, value, key, query))
         with nullcontext() if self._tracker is None else self._tracker.values.unread():  # a bias made of each mask
             return attend(query, key, value, attn_mask, *options, **named, capability=self._capability)
 

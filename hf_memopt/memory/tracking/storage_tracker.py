@@ -11,10 +11,11 @@ differs above autograd on CUDA (``CudaSemantics``).
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.step_time import Operation, operation_of
+from hf_memopt.memory.tracking.cuda_order import COPY, IN_PLACE, ORDERS, PRODUCTS, takes_the_block
 from hf_memopt.memory.tracking.known_values import CHOICES, READS, KnownValues, on_host, shapes_of
 from hf_memopt.memory.tracking.meta_outputs import run_on_meta
 
@@ -85,6 +87,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._is_counting = False
         self._stack = [0]
         self._entered: tuple[list[int], list[int]] = ([-1], [0])
+        self.first_products = [-1, -1]  # the event after the result of the first in a forward, in a backward pass
+        self._in_place = _NOTHING  # of the operation before: its operand, the event after it, its result's storage
         self._answers: Callable[[str, torch.dtype], bool | int] | None = None
 
     @classmethod
@@ -100,6 +104,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._in_place = _NOTHING
         known = self.values.arguments(func, args, kwargs)
         if func in READS and args[0].is_meta:
             return self._answer(func, args[0].dtype, known)
@@ -119,9 +124,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self.values.keep(func, known, out)
         elif self._balanced and func in CHOICES:
             self.values.balance(func, args, out)
-        for item in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(item, torch.Tensor):
-                self.add(item)
+        self._add_results(func, args, out if isinstance(out, (tuple, list)) else (out,))
         self.flops += flops
         if beside is None or self.ignored:
             beside = {}
@@ -139,6 +142,25 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if sizes:
                 self.add_hidden(sizes)
         return out
+
+    def _add_results(self, func: Any, args: tuple[Any, ...], results: Sequence[Any]) -> None:
+        """Note what an operation allocates, in the order of CUDA."""
+        copy = -1
+        for position in ORDERS.get(func, range(len(results))):
+            if position == COPY:
+                copy = -1 if args[0].is_contiguous() else self._allocate(args[0].nbytes)
+            elif isinstance(results[position], torch.Tensor):
+                self.add(results[position])
+        if copy >= 0:
+            self.events.append((copy, -self.sizes[copy]))
+        if func in PRODUCTS and self.first_products[self._backward] < 0:
+            self.first_products[self._backward] = len(self.events)
+        if func in IN_PLACE and self._backward and self._recomputing < 0 and _called_by_engine():
+            number, last = self.number(args[0]), len(self.sizes) - 1
+            is_new = number >= 0 and self.number(results[0]) == last
+            same_node = is_new and self.sequences[number] == self.sequences[last]
+            if is_new and takes_the_block(func, args[0], results[0], is_of_this_node=same_node):
+                self._in_place = number, len(self.events), results[0].untyped_storage()._cdata
 
     def _answer(self, func: Any, dtype: torch.dtype, known: Any) -> Any:
         """Answer transformers' code whether a mask is all ones; refuse every other read of values that are unknown."""
@@ -188,15 +210,18 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if key in self.ignored or key in self._left_out:
             return -1
         number = self._allocate(storage.nbytes())
-        size_bytes = self.sizes[number]
-        live, events = self._live, self.events
-
-        def freed(_: Any) -> None:
-            live.pop(key, None)
-            events.append((number, -size_bytes))
-
-        live[key] = (number, weakref.ref(storage, freed))
+        self._live[key] = (number, weakref.ref(storage, partial(self._freed, key)))
         return number
+
+    def _freed(self, key: int, _: Any) -> None:
+        number, _ = self._live.pop(key)
+        operand, event, result = self._in_place
+        if (operand, event) != (number, len(self.events)):
+            self.events.append((number, -self.sizes[number]))
+            return
+        self._forget_last()  # freed right after the operation, which so had the last reference, and took the block
+        self._live[result] = (number, self._live[result][1])
+        self._in_place = _NOTHING
 
     def ignore(self, tensor: torch.Tensor, *, is_copied: bool = True) -> None:
         """Do not count the tensor's storage, which represents host memory; remove its allocation if it was last.
@@ -207,11 +232,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         key = storage._cdata
         number, _ = self._live.pop(key, (-1, None))
         if number == len(self.sizes) - 1 >= 0:
-            for column in (self.events, self.sizes, self.allocated_at, self.sequences, self.places):
-                column.pop()
+            self._forget_last()
         found = self.ignored if is_copied else self._left_out
         found.add(key)
         weakref.finalize(storage, found.discard, key)
+
+    def _forget_last(self) -> None:
+        for column in (self.events, self.sizes, self.allocated_at, self.sequences, self.places):
+            column.pop()
 
     def close(self) -> None:
         """End the list: what is still allocated has no free in it, whenever it is freed."""
@@ -328,8 +356,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return self.modules[place]
 
 
+_NOTHING = (-1, -1, 0)
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # private: pinned by a test, seen in torch 2.6 to 2.14
 _COMPARES, _CPU = _aten.equal.default, torch.device("cpu")
 _MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
+
+
+def _called_by_engine() -> bool:
+    """Return whether autograd's engine calls the operation that ``_run`` runs, and not Python code in between."""
+    return sys._getframe(4).f_code is _ENGINE
 
 
 def _asker() -> tuple[str, int, str]:
