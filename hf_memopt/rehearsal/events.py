@@ -1,7 +1,7 @@
 """Tells torch's own memory history of a run as a list of events, each with phase, operator and place.
 
 Sizes are what was asked for; torch's allocator rounds them up. Operators have names where values are computed (see
-``values.py``); allocations of the backward pass have no place, since no Python runs there.
+``values.py``). Allocations of the backward pass have no place, since no Python runs there.
 """
 
 from __future__ import annotations
@@ -14,46 +14,43 @@ from typing import Any
 import torch
 
 MOST_ENTRIES = 4_000_000
-KINDS = {"alloc": "allocate", "free_completed": "free", "segment_alloc": "segment", "segment_map": "segment"}
-KINDS |= {"segment_free": "segment freed", "segment_unmap": "segment freed"}
-UNINTERESTING = ("/torch/", "/hf_memopt/rehearsal/", "<frozen", "/contextlib.py", "/functools.py")
 BLOCK_BYTES = 512  # what every block is a multiple of
+KINDS = {
+    "alloc": "allocate",
+    "free_completed": "free",
+    "segment_alloc": "segment",
+    "segment_map": "segment",
+    "segment_free": "segment freed",
+    "segment_unmap": "segment freed",
+}
+UNINTERESTING = ("/torch/", "/hf_memopt/rehearsal/", "<frozen", "/contextlib.py", "/functools.py")
 
 _label = {"phase": "", "operator": ""}
-_recordings = 0
+_is_recording = False
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step of torch's allocator.
+    """One step of torch's allocator."""
 
-    Attributes:
-        kind: "allocate", "free", "segment" (reserved from the driver) or "segment freed".
-        requested_bytes: What the operator asked for; of a segment, its size.
-        number: Counts allocations; a free has that of its allocation. -1 of segments, and of blocks older than the record.
-        phase: As of ``peaks_by_phase``; "" outside it.
-        operator: The innermost operator of torch or bitsandbytes; "" outside them.
-        place: The two innermost lines outside torch that allocated the block: "file:line function < file:line function".
-    """
-
-    kind: str
-    requested_bytes: int
-    number: int
-    phase: str
-    operator: str
-    place: str
+    kind: str  # one of the values of ``KINDS``
+    requested_bytes: int  # of a segment, its size
+    number: int  # of the allocation, which its free repeats; -1 of segments, and of blocks older than the record
+    phase: str  # as of ``peaks_by_phase``; "" outside it
+    operator: str  # the innermost one of torch or bitsandbytes; "" outside them
+    place: str  # the two innermost lines outside torch: "file:line function < file:line function"
 
 
 def set_label(kind: str, name: str) -> str:
     """Say the "phase" or "operator" of what is allocated from now on; return the one before."""
     before, _label[kind] = _label[kind], name
-    if _recordings:
+    if _is_recording:
         torch._C._cuda_setMemoryMetadata(f"{_label['phase']} {_label['operator']}")
     return before
 
 
 def are_recorded() -> bool:
-    return _recordings > 0
+    return _is_recording
 
 
 @contextlib.contextmanager
@@ -63,14 +60,14 @@ def recorded_events() -> Iterator[list[Event]]:
     Raises:
         RuntimeError: More happened than torch's history was told to keep.
     """
-    global _recordings
+    global _is_recording
     events: list[Event] = []
     torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES, context="alloc", stacks="python")
-    _recordings += 1
+    _is_recording = True
     try:
         yield events
     finally:
-        _recordings -= 1
+        _is_recording = False
         entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         torch.cuda.memory._record_memory_history(enabled=None)
         if len(entries) >= MOST_ENTRIES:
@@ -82,24 +79,21 @@ def _events(entries: list[dict[str, Any]]) -> Iterator[Event]:
     numbers: dict[int, int] = {}  # of the blocks alive, by address
     allocations = 0
     for entry in entries:
-        kind = KINDS.get(entry["action"])
+        kind, address, number = KINDS.get(entry["action"]), entry["addr"], -1
         if kind is None:
             continue
-        number = -1
         if kind == "allocate":
-            number = numbers[entry["addr"]] = allocations
+            number = numbers[address] = allocations
             allocations += 1
         elif kind == "free":
-            number = numbers.pop(entry["addr"], -1)
+            number = numbers.pop(address, -1)
         phase, _, operator = (entry.get("user_metadata") or " ").partition(" ")
-        yield Event(kind, entry["size"], number, phase, operator, _place(entry))
+        yield Event(kind, entry["size"], number, phase, operator, _place(entry.get("frames", ())))
 
 
-def _place(entry: dict[str, Any]) -> str:
-    frames = [
-        frame for frame in entry.get("frames", ()) if not any(part in frame["filename"] for part in UNINTERESTING)
-    ]
-    lines = (f"{f['filename'].rpartition('site-packages/')[2]}:{f['line']} {f['name']}" for f in frames[:2])
+def _place(frames: Any) -> str:
+    ours = [frame for frame in frames if not any(part in frame["filename"] for part in UNINTERESTING)]
+    lines = (f"{f['filename'].rpartition('site-packages/')[2]}:{f['line']} {f['name']}" for f in ours[:2])
     return " < ".join(lines)
 
 

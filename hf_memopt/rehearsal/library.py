@@ -11,9 +11,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from hf_memopt.rehearsal.requirements import RehearsalError, TorchBuild, check_platform, compiler, installed_torch
@@ -21,13 +21,12 @@ from hf_memopt.rehearsal.requirements import RehearsalError, TorchBuild, check_p
 SOURCE = Path(__file__).with_name("stand_in.cpp")
 NAME = "libhf_memopt_gpu.so"
 LINKS = ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1")  # names by which it is opened at run time
-PACKAGES = {
-    "torch": "lib/*.so*",
-    "bitsandbytes": "libbitsandbytes_cuda*.so",
-    "torchvision": "*.so",
-    "torchaudio": "**/*.so",
-    "flash_attn_2_cuda": "flash_attn_2_cuda*.so",
-}
+# Of CUDA 13, of CUDA 12, and what neither has: the wheels of CUDA 13 lack the folder crt.
+HEADERS = ("nvidia/cu13/include", "nvidia/cuda_runtime/include", "triton/backends/nvidia/include")
+LIBRARIES = (  # in a folder of Python's path
+    *("torch/lib/*.so*", "bitsandbytes/libbitsandbytes_cuda*.so", "flash_attn_2_cuda*.so"),
+    *("torchvision/*.so", "torchaudio/**/*.so"),
+)
 OF_CUDA = re.compile(
     r"(__cuda[A-Z]|cuda[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cuFile|nvrtc|nvJitLink|cupti|cu[A-Z]|nvml)\w*"
 )
@@ -36,6 +35,8 @@ NVIDIAS = re.compile(
     r"(nvrtc|nvJitLink|cupti)\w*|(cudnn|cublas|cublasLt|nccl)Get(Version|Property|CudartVersion|ErrorString|StatusString)"
 )
 CREATES = re.compile(r"(cublas|cudnn|cusparse|cusolver)\w*[cC]reate(?!Identity)\w*")  # by their first parameter
+# Through pointers to int or size_t they say what torch then allocates.
+SIZES = re.compile(r"(?i)buffersize|workspacesize|reservespacesize|workestimation|_compute$|makeplan")
 # No library lists these: Triton compiles its launchers at run time, and ctypes asks by name.
 BY_NAME = {
     *("cuCtxPopCurrent_v2", "cuCtxPushCurrent_v2", "cuCtxSetCurrent", "cuCtxSetLimit", "cuCtxSynchronize", "cuInit"),
@@ -60,11 +61,14 @@ def built_library() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_memopt" / "rehearsal"
     library = cache / cache_key(torch, libraries) / NAME
     if not library.exists():
-        command = [*compiler(), "-O1", "-fPIC", "-std=c++17", *header_options(torch)]
+        (major, minor), site = torch.cuda, torch.folder.parent
+        command = [*compiler(), "-O1", "-fPIC", "-std=c++17", f"-DTORCH_CUDA={major * 1000 + minor * 10}"]
+        command += [f"-I{site / folder}" for folder in HEADERS]
+        declarations = "".join(header.read_text(encoding="utf-8") for header in site.glob("nvidia/*/include/cu*.h"))
         cache.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=cache, prefix="unfinished-"))
         try:
-            build(unfinished, command, libraries)
+            build(unfinished, command, libraries, declarations)
             unfinished.rename(library.parent)
         except OSError:
             if not library.exists():  # else another process was faster
@@ -76,52 +80,23 @@ def built_library() -> Path:
 
 def installed_libraries() -> list[Path]:
     """Return the installed libraries that may ask for CUDA."""
-    found: set[Path] = set()
-    for package, pattern in PACKAGES.items():
-        spec = PathFinder.find_spec(package)
-        if spec is not None and spec.origin is not None:
-            found |= set(Path(spec.origin).parent.glob(pattern))
-    return sorted(found)
+    return sorted({path for folder in sys.path for pattern in LIBRARIES for path in Path(folder).glob(pattern)})
 
 
 def cache_key(torch: TorchBuild, libraries: Iterable[Path]) -> str:
     """Return a name for all that the library is built from."""
-    sizes = [(path.name, path.stat().st_size) for path in libraries]
-    described = repr((torch.version, torch.cuda, sizes)).encode()
-    return hashlib.sha256(SOURCE.read_bytes() + Path(__file__).read_bytes() + described).hexdigest()[:16]
+    names_and_sizes = [(path.name, path.stat().st_size) for path in libraries]
+    sources = SOURCE.read_text(encoding="utf-8"), Path(__file__).read_text(encoding="utf-8")
+    return hashlib.sha256(repr((*sources, torch.version, torch.cuda, names_and_sizes)).encode()).hexdigest()[:16]
 
 
-def header_options(torch: TorchBuild) -> list[str]:
-    """Return the compiler's options for CUDA's headers: structures have other sizes in CUDA 12 than in 13.
-
-    Those of the wheels that torch depends on come first. Triton's are last: they have the folder ``crt``, which CUDA 13
-    has moved into a wheel that torch does without.
-    """
-    folders = ("nvidia/cu13/include", "nvidia/cuda_runtime/include", "triton/backends/nvidia/include")
-    major, minor = torch.cuda
-    known = [folder for name in folders if _major_version(folder := torch.folder.parent / name) == major]
-    if not known:
-        raise RehearsalError(
-            f"headers of CUDA {major} are not installed beside torch={torch.version!r}; expected those of the wheels "
-            f"that it depends on. Call: pip install torch=={torch.version} triton"
-        )
-    return [f"-DTORCH_CUDA={major * 1000 + minor * 10}", *(f"-I{folder}" for folder in known)]
-
-
-def _major_version(folder: Path) -> int | None:
-    header = folder / "cuda_runtime_api.h"
-    found = (
-        re.search(r"#define CUDART_VERSION\s+(\d+)", header.read_text(encoding="utf-8")) if header.exists() else None
-    )
-    return int(found[1]) // 1000 if found else None
-
-
-def build(folder: Path, command: list[str], libraries: Iterable[Path]) -> None:
-    """Compile the library in a folder, with its links."""
+def build(folder: Path, command: list[str], libraries: Iterable[Path], declarations: str) -> None:
+    """Compile the library in a folder, with its links; ``declarations`` are the headers of NVIDIA's other libraries."""
     by_hand, generated = folder / "stand_in.o", folder / "generated.cpp"
     _run([*command, "-c", str(SOURCE), "-o", str(by_hand)])
     written = set(re.findall(r" T (\w+)", _run(["nm", str(by_hand)])))
-    generated.write_text(generated_functions(sorted(asked_functions(libraries) - written)), encoding="utf-8")
+    names = sorted(asked_functions(libraries) - written)
+    generated.write_text(generated_functions(names, declarations), encoding="utf-8")
     _run([*command, "-shared", str(by_hand), str(generated), "-o", str(folder / NAME), "-ldl", "-lpthread"])
     for link in LINKS:
         (folder / link).symlink_to(NAME)
@@ -133,25 +108,30 @@ def asked_functions(libraries: Iterable[Path]) -> set[str]:
     for path in libraries:
         found |= set(re.findall(r"\bU (\w+)", _run(["nm", "-D", "--undefined-only", str(path)])))
         if path.name == "libc10_cuda.so":  # asks dlsym at its first out-of-memory error: names among its strings
-            strings = re.findall(rb"\0(nvml[A-Z]\w+|cu[A-Z][a-z]\w+)(?=\0)", path.read_bytes())
-            found |= {name.decode() for name in strings}
+            found |= set(re.findall(r"\0(nvml[A-Z]\w+|cu[A-Z][a-z]\w+)(?=\0)", path.read_bytes().decode("latin-1")))
     return {name for name in found if OF_CUDA.fullmatch(name) and not NVIDIAS.fullmatch(name)}
 
 
-def generated_functions(names: list[str]) -> str:
-    """Return C++ for functions that nothing needs to be written for."""
+def generated_functions(names: list[str], declarations: str) -> str:
+    """Return C++ for functions of which at most a number or a size comes back; a size, always 0, as declared."""
     api = 'extern "C" __attribute__((visibility("default")))'
     quoted = ", ".join(f'"{name}"' for name in names)
     lines = [
-        f"#include <atomic>\nstatic std::atomic<unsigned long> calls[{len(names) + 1}], handles{{0x1000}};",
+        "#include <atomic>\n#include <cstddef>",
+        f"static std::atomic<unsigned long> calls[{len(names) + 1}], handles{{0x1000}};",
         f"static const char* names[] = {{{quoted}, nullptr}};",
         f"{api} const char* hf_memopt_gpu_generated(int number) {{ return names[number]; }}",
         f"{api} unsigned long hf_memopt_gpu_calls(int number) {{ return calls[number]; }}",
     ]
     for number, name in enumerate(names):
-        creates = CREATES.fullmatch(name) is not None
-        parameter, statement = ("unsigned long* made", "*made = handles += 16; ") if creates else ("", "")
-        lines.append(f"{api} long {name}({parameter}) {{ calls[{number}]++; {statement}return 0; }}")
+        parameters, statement = "", ""
+        if CREATES.fullmatch(name):
+            parameters, statement = "unsigned long* made", "*made = handles += 16; "
+        elif SIZES.search(name) and (declared := re.search(rf"\b{name}\s*\(([^)]*)\)", declarations)):
+            kinds = [re.match(r"\s*(int|size_t)\s*\*", parameter) for parameter in declared[1].split(",")]
+            parameters = ", ".join(f"{kind[1]}* p{i}" if kind else f"long p{i}" for i, kind in enumerate(kinds))
+            statement = "".join(f"*p{i} = 0; " for i, kind in enumerate(kinds) if kind)
+        lines.append(f"{api} long {name}({parameters}) {{ calls[{number}]++; {statement}return 0; }}")
     return "\n".join([*lines, ""])
 
 
@@ -159,7 +139,7 @@ def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RehearsalError(
-            f"command={command[0]!r} failed with {done.returncode}; expected it to build the stand-in of a GPU. "
-            f"Pass another compiler as CXX.\n{done.stderr[-2000:]}"
+            f"command={command[0]!r} failed with {done.returncode}; expected it to build the stand-in of a GPU with "
+            f"the headers in the wheels of torch or Triton. Call: pip install triton\n{done.stderr[:2000]}"
         )
     return done.stdout

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import Trainer
 
-from hf_memopt.rehearsal import events
+from hf_memopt.rehearsal.events import set_label
 
 
 @dataclass
@@ -32,25 +32,23 @@ class _Watch:
     """Knows the present phase, and reads its peaks when it ends."""
 
     def __init__(self) -> None:
-        self.phase = "load"
-        self.before_step = "forward"
+        self.phase = self.before_step = "load"
         self.peaks: dict[str, Peak] = {}
-        events.set_label("phase", self.phase)
+        set_label("phase", self.phase)
         torch.cuda.reset_peak_memory_stats()
 
     def enter(self, phase: str) -> str:
         """Begin a phase and return the one before."""
-        before = self.phase
+        before, self.phase = self.phase, phase
         if phase != before:
             peak = self.peaks.setdefault(before, Peak())
             peak.allocated_bytes = max(peak.allocated_bytes, torch.cuda.max_memory_allocated())
             peak.reserved_bytes = max(peak.reserved_bytes, torch.cuda.max_memory_reserved())
             torch.cuda.reset_peak_memory_stats()
-            self.phase = phase
-            events.set_label("phase", phase)
+            set_label("phase", phase)
         return before
 
-    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+    def before_forward(self, *arguments: Any) -> None:
         # an optimizer that ran out of memory in its step has not said that it ended
         if self.phase in ("load", "optimizer") and torch.is_grad_enabled():
             self.enter("forward")

@@ -35,9 +35,8 @@ def check_platform() -> None:
     system, machine = platform.system(), platform.machine()
     if (system, machine) != ("Linux", "x86_64"):
         action = "Rehearse under WSL, or call" if system == "Windows" else "Call"
-        raise RehearsalError(
-            f"platform='{system} {machine}' cannot rehearse; expected 'Linux x86_64'. {action}: hf-memopt estimate"
-        )
+        rule = f"platform='{system} {machine}' cannot rehearse; expected 'Linux x86_64'"
+        raise RehearsalError(f"{rule}. {action}: hf-memopt estimate")
 
 
 def installed_torch() -> TorchBuild:

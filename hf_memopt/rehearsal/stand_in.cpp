@@ -21,6 +21,7 @@
 #undef cudaStreamGetCaptureInfo
 #undef cudaStreamGetCaptureInfo_v2
 #undef cudaStreamGetCaptureInfo_v3
+static_assert(CUDART_VERSION / 1000 == TORCH_CUDA / 1000, "structures differ between CUDA 12 and 13");
 
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -218,7 +219,6 @@ const char* error_text(int error) {
 
 API size_t hf_memopt_gpu_used_bytes(int device) { return used[device]; }
 API size_t hf_memopt_gpu_peak_bytes(int device) { return peak[device]; }
-API void hf_memopt_gpu_reset_peaks() { memcpy(peak, used, sizeof peak); pinned_peak = pinned; }
 API size_t hf_memopt_gpu_pinned_bytes() { return pinned; }
 API size_t hf_memopt_gpu_pinned_peak_bytes() { return pinned_peak; }
 API unsigned long long hf_memopt_gpu_launches() { return launches; }
@@ -512,13 +512,6 @@ API int cudnnBackendGetAttribute(void*, int name, int type, int64_t asked, int64
     *(int64_t*)values = name == WORKSPACE ? number("CUDNN_WORKSPACE", 0) : name == ENGINES ? 1 : 0;
   return 0;
 }
-// Sizes must be written: torch allocates what it reads there.
-LIBRARY(cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize,
-        (void*, int, int, void*, void*, void*, void*, void*, size_t* n), *n = 0)
-LIBRARY(cudnnGetBatchNormalizationBackwardExWorkspaceSize,
-        (void*, int, int, void*, void*, void*, void*, void*, void*, void*, size_t* n), *n = 0)
-LIBRARY(cudnnGetBatchNormalizationTrainingExReserveSpaceSize, (void*, int, int, void*, void*, size_t* n), *n = 0)
-LIBRARY(cudnnGetCTCLossWorkspaceSize_v8, (void*, int, void*, void*, void*, size_t* n), *n = 0)
 LIBRARY(cudnnDropoutGetStatesSize, (void*, size_t* n), *n = 1 << 20)
 
 // ---- NCCL: one rank alone, as if the others held what it holds

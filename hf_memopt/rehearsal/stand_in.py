@@ -40,8 +40,8 @@ class StandIn:
     def of(cls, gpu: str | Gpu) -> StandIn:
         """Return what stands in for a GPU of the table, by its name or its size (``devices.find_gpu``)."""
         gpu = find_gpu(gpu)
-        context, processors = gpu.context_bytes or 0, gpu.multiprocessors or 28
-        return cls(gpu.name, gpu.usable_bytes, context, gpu.compute_capability, processors)
+        context_bytes, multiprocessors = gpu.context_bytes or 0, gpu.multiprocessors or 28
+        return cls(gpu.name, gpu.usable_bytes, context_bytes, gpu.compute_capability, multiprocessors)
 
     def environment(self, base: Mapping[str, str] = os.environ, *, values: bool = True) -> dict[str, str]:
         """Return the environment of a process that finds this GPU, as do the processes that it starts.
@@ -98,11 +98,6 @@ def read_generated_calls() -> dict[str, int]:
     while name := library.hf_memopt_gpu_generated(len(calls)):
         calls.append((name.decode(), library.hf_memopt_gpu_calls(len(calls))))
     return {name: count for name, count in calls if count}
-
-
-def reset_peaks() -> None:
-    """Let the peaks begin anew from what is held now."""
-    _loaded().hf_memopt_gpu_reset_peaks()
 
 
 def _loaded() -> ctypes.CDLL:

@@ -107,6 +107,7 @@ ROWS: dict[str, Callable[[SimpleNamespace], Any]] = {
     # norms and attention
     "layer norm": lambda t: F.layer_norm(t.x, (10,), t.w[0]),
     "rms norm": lambda t: F.rms_norm(t.x, (10,), t.w[0], 1e-5),
+    "rms norm in bfloat16": lambda t: F.rms_norm(t.x.bfloat16(), (10,), t.w[0].bfloat16(), 1e-5),
     "rms norm without weight": lambda t: F.rms_norm(t.x, (10,)),
     "group norm": lambda t: F.group_norm(t.image, 2),
     "batch norm": lambda t: F.batch_norm(t.image, t.c[0, :4].clone(), t.c[1, :4].clone(), training=True),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_memopt.rehearsal import RehearsalError, StandIn, read_counters, read_generated_calls, reset_peaks
+from hf_memopt.rehearsal import RehearsalError, StandIn, read_counters, read_generated_calls
 from hf_memopt.rehearsal import library as library_module
 from hf_memopt.rehearsal.library import NAME, cache_key, generated_functions
 from hf_memopt.rehearsal.requirements import TorchBuild
@@ -50,11 +50,6 @@ REFUSED = {
     "no compiler": ({"tools": ["nm"]}, f"tool='g++' {TOOL}"),
     "no other compiler": ({"tools": ["nm"], "CXX": "clang++ -v"}, f"tool='clang++' {TOOL}"),
     "no nm": ({"tools": ["g++"]}, f"tool='nm' {TOOL}"),
-    "no headers": (
-        {},
-        "headers of CUDA 13 are not installed beside torch='2.14.1+cu130'; expected those of the wheels that it "
-        "depends on. Call: pip install torch==2.14.1+cu130 triton",
-    ),
 }
 
 
@@ -84,7 +79,7 @@ def test_a_refusal_names_value_rule_and_fix(name: str, tmp_path: Path, monkeypat
 
 
 def test_no_counters_without_a_stand_in() -> None:
-    for function in (read_counters, read_generated_calls, reset_peaks):
+    for function in (read_counters, read_generated_calls):
         with pytest.raises(RehearsalError) as error:
             function()
         assert str(error.value) == (
@@ -105,10 +100,23 @@ def test_the_key_changes_with_torch_and_the_libraries(tmp_path: Path) -> None:
     assert cache_key(torch, [one]) not in keys
 
 
-def test_generated_functions_count_their_calls_and_hand_out_numbers() -> None:
-    text = generated_functions(["cublasGemmEx", "cudnnCreate"])
-    assert "long cublasGemmEx() { calls[0]++; return 0; }" in text
-    assert "long cudnnCreate(unsigned long* made) { calls[1]++; *made = handles += 16; return 0; }" in text
+DECLARED = """
+cusolverStatus_t cusolverDnSgetrf_bufferSize(
+    cusolverDnHandle_t handle, int m, const int * p, float *  A, int * lwork, size_t* host);
+"""
+GENERATED = {
+    "cublasGemmEx": "long cublasGemmEx() { calls[0]++; return 0; }",
+    "cudnnCreate": "long cudnnCreate(unsigned long* made) { calls[1]++; *made = handles += 16; return 0; }",
+    "cusolverDnSgetrf_bufferSize": (
+        "long cusolverDnSgetrf_bufferSize(long p0, long p1, long p2, long p3, int* p4, size_t* p5) "
+        "{ calls[2]++; *p4 = 0; *p5 = 0; return 0; }"
+    ),
+}
+
+
+def test_generated_functions_count_their_calls_and_answer_numbers_and_sizes() -> None:
+    text = generated_functions(list(GENERATED), DECLARED)
+    assert [line.partition("))) ")[2] for line in text.splitlines()[-len(GENERATED) :]] == list(GENERATED.values())
 
 
 def test_the_environment_of_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import trained
 from torch.nn.modules import module
 from torch.optim import optimizer
 from transformers import Trainer
 
 import language_models
-import trained
-from hf_memopt.rehearsal import events, phases, values
+from hf_memopt.rehearsal import blocks_at_peak, peaks_by_phase, recorded_events, values_report
 
 pytestmark = pytest.mark.stand_in
 FAMILIES = ("bert", "llama-tied", "gpt2", "t5", "mixtral", "vit")
@@ -27,7 +27,7 @@ CASES: list[tuple[str, dict[str, Any], float]] = [
     ("t5", {"gradient_accumulation_steps": 2}, 1e-6),
     # other operators are cast for a GPU than for the CPU
     *((family, {"bf16": True}, 2e-2) for family in FAMILIES),
-    *((family, {"fp16": True}, 5e-3) for family in ("bert", "llama-tied", "gpt2", "vit")),
+    *((family, {"fp16": True}, 5e-3) for family in ("bert", "llama-tied", "gpt2")),
 ]
 
 
@@ -39,6 +39,7 @@ def _rows(family: str) -> list[dict[str, torch.Tensor]]:
     return trained.images() if family == "vit" else trained.texts()
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(("family", "settings", "tolerance"), CASES)
 def test_a_tiny_model_trains_to_the_losses_and_norms_of_the_cpu(
     family: str, settings: dict[str, Any], tolerance: float, tmp_path: Path
@@ -48,41 +49,44 @@ def test_a_tiny_model_trains_to_the_losses_and_norms_of_the_cpu(
     trainer = trained.train(lambda: _build(family), _rows(family), tmp_path, **settings)
 
     assert trainer.model.device.type == "cuda"
-    assert len(trained.losses(trainer)) == 14
+    assert len(trained.losses(trainer)) == 10
     assert trained.losses(trainer) == pytest.approx(trained.losses(expected), rel=tolerance)
-    assert values.report().failures == {}
+    assert values_report().failures == {}
 
 
 def test_phases_have_their_peaks_and_leave_nothing_behind(tmp_path: Path) -> None:
     before = torch.autograd.backward, Trainer.evaluation_loop
     torch.cuda.reset_peak_memory_stats()
-    with phases.peaks_by_phase() as peaks:
+    with peaks_by_phase() as peaks:
         trained.train(lambda: _build("bert"), _rows("bert"), tmp_path)
 
     assert list(peaks) == ["load", "forward", "backward", "optimizer", "evaluation"]
     assert all(0 < peak.allocated_bytes <= peak.reserved_bytes for peak in peaks.values())
-    assert max(peaks.values(), key=lambda peak: peak.allocated_bytes) is peaks["backward"]
+    assert peaks["backward"].allocated_bytes > peaks["forward"].allocated_bytes > peaks["optimizer"].allocated_bytes
     assert before == (torch.autograd.backward, Trainer.evaluation_loop)
     assert not module._global_forward_pre_hooks  # private, as the next; seen in torch 2.14
-    assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
+    assert not optimizer._global_optimizer_pre_hooks
+    assert not optimizer._global_optimizer_post_hooks
 
 
-def test_phases_outlive_an_error_in_a_step() -> None:
+def test_a_forward_pass_after_an_error_in_a_step_is_a_phase_again() -> None:
     weight = torch.nn.Linear(4, 4, device="cuda")
     stepping = torch.optim.SGD(weight.parameters())
     stepping.step = optimizer.Optimizer.profile_hook_step(lambda self: torch.empty(1 << 60, device="cuda"))
-    with pytest.raises(torch.OutOfMemoryError), phases.peaks_by_phase() as peaks:
+    with peaks_by_phase() as peaks:
         weight(torch.ones(2, 4, device="cuda")).sum().backward()
-        stepping.step(stepping)
+        with pytest.raises(torch.OutOfMemoryError):
+            stepping.step(stepping)
+        weight(torch.ones(2, 4, device="cuda"))
     assert list(peaks) == ["load", "forward", "backward", "optimizer"]
 
 
 def test_events_tell_the_peak_by_phase_operator_and_place(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     alive = torch.cuda.memory_allocated()
-    with events.recorded_events() as found, phases.peaks_by_phase() as peaks:
+    with recorded_events() as found, peaks_by_phase() as peaks:
         trained.train(lambda: _build("bert"), _rows("bert"), tmp_path)
-    at_peak = events.blocks_at_peak(found)
+    at_peak = blocks_at_peak(found)
 
     peak = max(peak.allocated_bytes for peak in peaks.values())
     assert sum(-(-event.requested_bytes // 512) * 512 for event in at_peak) + alive == peak
@@ -90,14 +94,14 @@ def test_events_tell_the_peak_by_phase_operator_and_place(tmp_path: Path) -> Non
     assert {event.phase for event in found} == {*peaks, ""} - {""}
     assert len({event.number for event in found if event.kind == "allocate"}) > 100
     sums = next(event for event in found if event.operator.startswith("_scaled_dot_product"))
-    assert "forward" in sums.place and "sdpa_attention.py" in sums.place
+    assert "sdpa_attention.py" in sums.place
     assert any(event.phase == "backward" and event.operator == "native_layer_norm_backward" for event in found)
-    assert events.blocks_at_peak([]) == []
+    assert blocks_at_peak([]) == []
 
 
 def test_a_block_older_than_the_record_is_freed_without_a_number() -> None:
     old = torch.empty(1024, device="cuda")
-    with events.recorded_events() as found:
+    with recorded_events() as found:
         new = torch.empty(3, device="cuda")
         del new
         del old
@@ -108,6 +112,7 @@ def test_a_block_older_than_the_record_is_freed_without_a_number() -> None:
 
 def _allocations(with_values: bool) -> dict[str, Any]:
     environment = {**os.environ, "HF_MEMOPT_GPU_VALUES": str(1 << 20 if with_values else 0)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # with the hook, and pytest's folders
     script = Path(__file__).with_name("allocations.py")
     done = subprocess.run([sys.executable, "-W", "ignore", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -115,12 +120,12 @@ def _allocations(with_values: bool) -> dict[str, Any]:
 
 
 def test_values_change_no_allocation() -> None:
-    """All set-ups have no mask: its values decide whether attention makes another (see the last one)."""
+    """Values decide branches, as whether attention makes a mask: only the last set-up leaves them to."""
     on, off = _allocations(True), _allocations(False)
-    masked_on, masked_off = on.pop("masked"), off.pop("masked")
-    assert on.keys() == off.keys() and len(on) >= 7
+    masked_on, masked_off = on.pop("mask of ones"), off.pop("mask of ones")
+    assert on.keys() == off.keys()
+    assert len(on) == 8
     for name in on:
-        assert on[name]["peaks"] == off[name]["peaks"]
-        assert on[name]["events"] == off[name]["events"]
-    # without values a mask of ones seems to mask everything, so it is not left out as on a GPU
+        assert on[name] == off[name]
+    # without values a mask of ones seems to mask everything, so attention makes one that a GPU leaves out
     assert masked_on["peaks"]["backward"] < masked_off["peaks"]["backward"]

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from operator_table import ROWS, inputs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_memopt.rehearsal import values
-from operator_table import ROWS, inputs
+from hf_memopt.rehearsal import recorded_events, values_report
 
 pytestmark = pytest.mark.stand_in
+LIMIT_BYTES = 1 << 20  # of a call, where the environment says nothing else
 
 HALF = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """One unit in the last place of 16 bits and a half more: attention sums in float32 here, and in 16 bits on the CPU."""
@@ -44,7 +45,7 @@ def _assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_an_operator_comes_to_values_shapes_dtypes_and_strides_of_the_cpu(name: str) -> None:
-    failures = dict(values.report().failures)
+    failures = dict(values_report().failures)
     expected, expected_gradients = _run(name, "cpu")
     found, gradients = _run(name, "cuda")
     for result, other in zip(found, expected, strict=True):
@@ -54,7 +55,7 @@ def test_an_operator_comes_to_values_shapes_dtypes_and_strides_of_the_cpu(name: 
         assert (gradient is None) == (expected_gradients[key] is None)
         if gradient is not None:
             torch.testing.assert_close(gradient.cpu(), expected_gradients[key], rtol=1e-2, atol=1e-2, equal_nan=True)
-    assert values.report().failures == failures
+    assert values_report().failures == failures
 
 
 DRAWS: dict[str, Any] = {
@@ -106,20 +107,32 @@ def test_dropout_of_fused_attention_has_one_mask_in_both_passes(
         assert not torch.equal(F.scaled_dot_product_attention(q, q, v, dropout_p=0.5), output)
 
 
+def test_autograd_adds_gradients_in_place_as_without_values() -> None:
+    """It asks whether anyone else holds the gradient or its storage, so values must not."""
+    y = torch.ones(64, 64, device="cuda", requires_grad=True)
+    w = torch.ones(64, 64, device="cuda", requires_grad=True)
+    with recorded_events() as found:
+        for _ in range(3):
+            y = y + y @ w
+        y.sum().backward()
+    # three of the forward pass, and one to the expanded gradient of the sum
+    assert [event.kind for event in found if event.operator == "add.Tensor"] == ["allocate"] * 4
+
+
 def test_a_call_with_large_tensors_is_left_out_and_its_small_result_is_nought() -> None:
-    large = torch.ones(values.LIMIT_BYTES // 4 + 1, device="cuda")
-    before = values.report().left_out["sum.dim_IntList"]
+    large = torch.ones(LIMIT_BYTES // 4 + 1, device="cuda")
+    before = values_report().left_out["sum.dim_IntList"]
 
     assert float(large.sum()) == 0
-    assert values.report().left_out["sum.dim_IntList"] == before + 1
-    assert bool((torch.ones(values.LIMIT_BYTES + 1, device="cuda", dtype=torch.long) == 1).all())  # decides branches
+    assert values_report().left_out["sum.dim_IntList"] == before + 1
+    assert bool((torch.ones(LIMIT_BYTES + 1, device="cuda", dtype=torch.long) == 1).all())  # decides branches
 
 
 def test_what_the_cpu_cannot_compute_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         torch.batch_norm_stats(torch.ones(4, 3, device="cuda"), 1e-5)
 
-    failure = values.report().failures.pop("batch_norm_stats")
+    failure = values_report().failures.pop("batch_norm_stats")
     assert failure.calls == 2
     assert failure.reason.startswith("NotImplementedError: Could not run 'aten::batch_norm_stats'")
     assert [record.getMessage() for record in caplog.records] == [

@@ -42,13 +42,15 @@ def texts(count: int = 32, padded: bool = True) -> list[dict[str, torch.Tensor]]
 
 def images(count: int = 32) -> list[dict[str, torch.Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    return [{"pixel_values": torch.randn(3, 16, 16, generator=draw), "labels": torch.tensor(i % 2)} for i in range(count)]
+    return [
+        {"pixel_values": torch.randn(3, 16, 16, generator=draw), "labels": torch.tensor(i % 2)} for i in range(count)
+    ]
 
 
 def train(build: Callable[[], Any], rows: Any, folder: Path, **settings: Any) -> Trainer:
-    """Train 6 steps, evaluate twice, and return the Trainer."""
-    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1, "max_steps": 6}
-    sizes = {"per_device_train_batch_size": 4, "learning_rate": 3e-3, "eval_strategy": "steps", "eval_steps": 3}
+    """Train 4 steps, evaluate twice, and return the Trainer."""
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1, "max_steps": 4}
+    sizes = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "eval_strategy": "steps", "eval_steps": 2}
     arguments = TrainingArguments(str(folder), **{**quiet, **sizes, "dataloader_pin_memory": False, **settings})
     trainer = Trainer(build(), arguments, train_dataset=rows, eval_dataset=rows[:8])
     trainer.train()

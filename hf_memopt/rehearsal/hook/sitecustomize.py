@@ -6,7 +6,6 @@ nothing heavy, does nothing outside a rehearsal, and lets the next module of thi
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import sys
@@ -24,12 +23,11 @@ class AfterImport:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the others' spec. Asking for it imports nothing: transformers looks for packages like that."""
+        """Return the others' spec, each time anew: transformers asks for specs of packages that it does not import."""
         if name not in NAMESPACES:
             return None
-        others = [finder for finder in sys.meta_path if finder is not AfterImport]
-        specs = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not AfterImport)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
@@ -41,15 +39,9 @@ class AfterImport:
         return spec
 
 
-def run_the_next_sitecustomize() -> None:
-    """Run the module that this one hides: an environment's own, or a distribution's."""
-    others = [entry for entry in sys.path if Path(entry).resolve() != FOLDER]
-    spec = PathFinder.find_spec("sitecustomize", others)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-run_the_next_sitecustomize()
+following = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if Path(entry).resolve() != FOLDER])
+if following is not None and following.loader is not None:
+    following.loader.exec_module(importlib.util.module_from_spec(following))
 if "HF_MEMOPT_GPU_MEMORY" in os.environ:
     sys.path.append(str(FOLDER.parents[2]))  # a checkout that is not installed
     sys.meta_path.insert(0, AfterImport)
