@@ -1,8 +1,8 @@
 """The estimate against torch's own CUDA allocator, on a GPU without silicon: python benchmarks/judge.py
 
 The stock ``Trainer`` trains each set-up of ``judge_set_ups.json`` for three steps under ``hf_memopt.rehearsal``, where
-torch's CUDA code allocates. Its peaks go to ``results/judge-<torch's version>.jsonl``, and a
-run goes on where it stopped. Then all are estimated. It needs a CUDA build of torch, and no GPU.
+torch's CUDA code allocates. Its peaks go to ``results/judge-<torch's version>.jsonl``, and a run goes on where it
+stopped. Then all are estimated. It needs a CUDA build of torch, and no GPU.
 
 python benchmarks/judge.py --stored                    # estimates alone, beside the stored peaks of the newest torch
 python benchmarks/judge.py --row "BERT fp32"           # one row anew
@@ -32,19 +32,20 @@ from results_file import RESULTS, append, markdown, show
 from hf_memopt.units import format_bytes, percent
 
 BOUNDS = {"allocated_bytes": 0.001, "reserved_bytes": 0.005}
-_NO_SETTINGS = {
-    *("name", "family", "model", "task", "batch_size", "seq_len", "labels_length", "weights_dtype", "tile_tokens"),
-    *("precision", "lora", "adapters", "prepare", "load_in", "eval_batch_size", "eval_batches", "max_grad_norm"),
-}
+_APART = "name family model task batch_size seq_len labels_length weights_dtype tile_tokens precision lora adapters"
+_APART += " prepare load_in eval_batch_size eval_batches max_grad_norm target_modules"  # of no group in the table
 
 
 def rehearse(name: str, *events: Path) -> Row:
     """Run the real side of a row in a process of its own, and return its figures or its error."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        stand_in = ["-m", "hf_memopt.rehearsal", "--gpu", GPUS[SET_UPS[name]["capability"]], "--"]
-        program = [sys.executable, "-W", "ignore", Path(__file__).with_name("judge_real.py"), name, result, *events]
-        command, environment = [sys.executable, *stand_in, *program], {**os.environ, "OMP_NUM_THREADS": "1"}
+        gpu, real = GPUS[SET_UPS[name]["capability"]], Path(__file__).with_name("judge_real.py")
+        stand_in = [sys.executable, "-m", "hf_memopt.rehearsal", "--gpu", gpu, "--"]
+        command = [*stand_in, sys.executable, "-W", "ignore", real, name, result, *events]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if "tile_tokens" in SET_UPS[name]:
+            environment["HF_MEMOPT_GPU_VALUES"] = str(25 * 2**19)  # bytes: tiles compare theirs with the whole at first
         done = subprocess.run(
             [*map(str, command)], env=environment, capture_output=True, text=True, timeout=900, check=False
         )
@@ -90,7 +91,7 @@ def settings_of(row: Row) -> Iterator[str]:
     method = "QLoRA" if "load_in" in row else "LoRA"
     yield f"{method} by {row['adapters']}".replace("peft", "PEFT") if "lora" in row else f"full, {row['precision']}"
     for field, value in row.items():
-        if field not in _NO_SETTINGS:
+        if field not in _APART.split():
             yield f"`{field}={value}`" if isinstance(value, str) or value is False else f"`{field}`"
 
 

@@ -33,7 +33,6 @@ from hf_memopt.rehearsal.events import recorded_events
 from hf_memopt.rehearsal.phases import peaks_by_phase
 
 STEPS = 3
-PADDED_TOKENS = 5
 CALLBACKS: dict[str, Any] = {  # by the setting that asks for them, made of its value
     "micro_batch_size": lambda size: hf_memopt.MicrobatchCallback(max_examples=size),
     "fused_cross_entropy": lambda _: hf_memopt.FusedCrossEntropyCallback(),
@@ -50,7 +49,7 @@ def example_of(meta: Any, row: Row) -> Row:
         if isinstance(value, torch.Tensor):
             one[name] = torch.zeros(value.shape, dtype=value.dtype) + getattr(value, "known_values", 0)
     if row.get("padding"):
-        one["attention_mask"][:, -PADDED_TOKENS:] = 0
+        one["attention_mask"][:, -5:] = 0
     return one
 
 
@@ -68,7 +67,7 @@ def build(row: Row, meta: Any, folder: Path) -> Any:
     if "load_in" in row:
         dtype = torch.float16 if row["precision"] == "fp16" else torch.bfloat16
     attention = row.get("attn_implementation") or config._attn_implementation
-    with no_init_weights():
+    with nullcontext() if "tile_tokens" in row else no_init_weights():
         model = kind._from_config(config, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
     if "load_in" in row:
@@ -85,6 +84,8 @@ def build(row: Row, meta: Any, folder: Path) -> Any:
         model = hf_memopt.add_adapters(model, row["lora"])
     if row.get("prepare") == "ours":
         hf_memopt.prepare_quantized(model)
+    if "tile_tokens" in row:
+        hf_memopt.tile_layers(model, row["tile_tokens"])  # here: on the stand-in its probe would see no values
     return model
 
 

@@ -1,7 +1,7 @@
-"""The rows of ``judge.py``: what a set-up means for ``estimate`` and for a real run. Light but for the two functions.
+"""The rows of ``judge.py``: what a set-up means for ``estimate`` and for a real run.
 
 A row has the words of ``estimate`` and ``StepSettings``; beside them ``family``, ``capability``, ``adapters`` and
-``prepare``: who adds the adapters, and who prepares a quantised model ("ours" or "peft").
+``prepare``: who adds the adapters, and who prepares a quantised model ("ours" or "peft"); PEFT's ``target_modules``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-
 LISTED: Row = json.loads((Path(__file__).parent / "judge_set_ups.json").read_text(encoding="utf-8"))
 SET_UPS: dict[str, Row] = {row["name"]: row for row in LISTED["set_ups"]}
 GPUS = {"7.5": "T4", "8.6": "RTX 3090", "8.9": "RTX 4090"}  # by compute capability; no row fills one
-_OF_THE_ROW = ("name", "family", "model", "capability", "adapters", "prepare", "lora")
+_OF_THE_ROW = ("name", "family", "model", "capability", "adapters", "prepare", "lora", "target_modules")
 _PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "sequence-classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
 
 
@@ -38,7 +37,8 @@ def adapters_of(row: Row) -> Any:
     from hf_memopt.memory.models import known_models
 
     task = row.get("task") or known_models()[row["model"]]["task"]
-    return LoraConfig(r=row["lora"], target_modules="all-linear", task_type=_PEFT_TASKS.get(task))
+    targets = row.get("target_modules", "all-linear")
+    return LoraConfig(r=row["lora"], target_modules=targets, task_type=_PEFT_TASKS.get(task))
 
 
 def estimate_row(row: Row) -> Any:
