@@ -10,19 +10,15 @@ that is off.
 - Up to 1 MiB it comes from segments of 2 MiB, which are cut up to the last 512 B. Below 10 MiB it comes from segments
   of 20 MiB; from 10 MiB on the segment is the size, rounded up to 2 MiB. In both a rest of up to 1 MiB is not split off
   but belongs to the block, and counts as allocated.
-- Of the free blocks the smallest that is large enough is taken; of equal ones that of the oldest segment since torch
-  2.12, and there the lowest address; before, the lowest address of all.
+- Of the free blocks the smallest that is large enough is taken; of equal ones that of the oldest segment, and there the
+  lowest address. Before torch 2.12 it is the lowest address of all: that of the newest segment, since the driver places
+  each right below the one before (rising addresses would reserve up to 1.5 GiB less than an A100 did, PowerLM-3B).
+  Source: CUDA builds 2.11 to 2.15, asked with a driver that gives out falling or rising addresses
+  (https://github.com/pytorch/pytorch/pull/183591); published ``memory_snapshot()`` of an RTX 3090 with CUDA 11.8.
 - A freed block merges with free neighbours. A segment that is free as a whole stays reserved until the cache is
   emptied.
 - Expandable segments: one range of addresses for small and one for large sizes, backed by pages of 2 MiB and 20 MiB
   as it fills. Emptying the cache gives back every page that is free as a whole.
-
-- The driver places each new segment right below the one before, so before torch 2.12 the newest segment's is taken.
-  That decides where the long-lived tensors of a step lie: with rising addresses PowerLM-3B reserved up to 1.5 GiB less
-  than on an A100, with falling ones 0 to 58 MiB (LoRA and full, batches of 4 and 8).
-  Source: the segments in ``torch.cuda.memory_snapshot()`` of an RTX 3090 with CUDA 11.8, as published. Which of equal
-  blocks torch takes was asked of its CUDA builds 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, with the CUDA library
-  replaced by one that gives out falling, and rising, addresses (https://github.com/pytorch/pytorch/pull/183591).
 
 Limitations: several streams, CUDA graphs and memory pools, and memory outside this allocator (the context, NCCL). Torch
 2.12 alone prefers the block that was cut first, here the lowest address (https://github.com/pytorch/pytorch/pull/178362).

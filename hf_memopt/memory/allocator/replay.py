@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -309,35 +309,31 @@ class _Run:
         if self.plan.settings.loop == "function":
             self._drop_held()  # of the accumulation step before
         self.phase("forward")
-        stops = [
-            (self._first_product(0, part.start, part.forward_end), partial(self._workspace, 0)),
-            (part.forward_end, partial(self._begin_backward, step)),
-            (self._first_product(1, part.forward_end, part.end), partial(self._workspace, 1)),
-            *((event, partial(self._release, parameter, step)) for event, parameter, _ in part.releases),
-        ]
-        done = 0
-        for event, action in sorted(stops, key=itemgetter(0)):
-            self.play(events[done : event - part.start])
-            done = event - part.start
-            action()
-        self.play(events[done:])
-        self._forget(part)
-
-    def _first_product(self, thread: int, start: int, end: int) -> int:
-        """Return where in these events cuBLAS takes its workspace; at their start if it does so in no event of them."""
-        event = self._tracker.first_products[thread]
-        return event if start <= event <= end else start
-
-    def _begin_backward(self, step: int) -> None:
+        start, border = part.start, part.forward_end - part.start
+        first = self._first_product(0, start, part.forward_end) - start
+        self.play(events[:first])
+        self._workspace(0)
+        self.play(events[first:border])
         self._drop_held()
         empty_cache_steps = self.plan.settings.torch_empty_cache_steps
         if empty_cache_steps is not None and step % empty_cache_steps == 0:
             self.allocator.empty_cache()
         self.phase("backward")
+        stops = [(self._first_product(1, part.forward_end, part.end), -1), *(stop[:2] for stop in part.releases)]
+        for event, parameter in sorted(stops, key=itemgetter(0)):
+            self.play(events[border : event - start])
+            border = event - start
+            if parameter < 0:
+                self._workspace(1)
+            elif isinstance(self.plan.optimizer, Sequence):
+                self._optimizer(self.plan.optimizer[parameter], ("state", parameter), first=step == 0)
+        self.play(events[border:])
+        self._forget(part)
 
-    def _release(self, parameter: int, step: int) -> None:
-        if isinstance(self.plan.optimizer, Sequence):
-            self._optimizer(self.plan.optimizer[parameter], ("state", parameter), first=step == 0)
+    def _first_product(self, thread: int, start: int, end: int) -> int:
+        """Return where in a pass cuBLAS allocates its workspace; at its start if in no event of it."""
+        event = self._tracker.first_products[thread]
+        return event if start <= event <= end else start
 
     def _forget(self, part: RecordedPass) -> None:
         """Free what was freed after a recorded pass: loss and outputs. What was never freed is a cache of the model.

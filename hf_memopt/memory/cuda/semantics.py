@@ -381,12 +381,10 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         rows, weights = ctx.saved_tensors
-        of_rows = grad @ weights[0].t() if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return of_rows, None
-        of_weights = torch.empty_like(weights)
-        torch.mm(rows.t(), grad, out=of_weights[0])
-        return of_rows, of_weights
+        of_weights = torch.empty_like(weights) if ctx.needs_input_grad[1] else None
+        if of_weights is not None:
+            torch.mm(rows.t(), grad, out=of_weights[0])
+        return grad @ weights[0].t() if ctx.needs_input_grad[0] else None, of_weights
 
 
 def _opened() -> dict[Any, FunctionType]:

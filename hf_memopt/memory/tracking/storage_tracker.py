@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.step_time import Operation, operation_of
-from hf_memopt.memory.tracking.cuda_order import COPY, IN_PLACE, ORDERS, PRODUCTS, takes_the_block
+from hf_memopt.memory.tracking.cuda_order import COPY, IN_PLACE, ORDERS, PRODUCTS
 from hf_memopt.memory.tracking.known_values import CHOICES, READS, KnownValues, on_host, shapes_of
 from hf_memopt.memory.tracking.meta_outputs import run_on_meta
 
@@ -78,7 +78,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.values = KnownValues()
         self._live: dict[int, tuple[int, Any]] = {}
         self.device_type = device_type
-        self.padding = padding
+        self.padding, self.padding_decides = padding, False  # whether code for masks has asked
         self._hidden = hidden
         self._count_flops = flops
         self._balanced = balanced
@@ -124,7 +124,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self.values.keep(func, known, out)
         elif self._balanced and func in CHOICES:
             self.values.balance(func, args, out)
-        self._add_results(func, args, out if isinstance(out, (tuple, list)) else (out,))
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        hides_first = self._backward and func is _aten.index_put.default  # mostly in place: its result is there before
+        if not hides_first:
+            self._add_results(func, args, results)
         self.flops += flops
         if beside is None or self.ignored:
             beside = {}
@@ -141,6 +144,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 sizes = beside[self._hidden] = self._hidden(func, args, kwargs, out)
             if sizes:
                 self.add_hidden(sizes)
+        if hides_first:
+            self._add_results(func, args, results)
         return out
 
     def _add_results(self, func: Any, args: tuple[Any, ...], results: Sequence[Any]) -> None:
@@ -153,14 +158,24 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 self.add(results[position])
         if copy >= 0:
             self.events.append((copy, -self.sizes[copy]))
-        if func in PRODUCTS and self.first_products[self._backward] < 0:
+        if func.overloadpacket in PRODUCTS and self.first_products[self._backward] < 0:
             self.first_products[self._backward] = len(self.events)
-        if func in IN_PLACE and self._backward and self._recomputing < 0 and _called_by_engine():
-            number, last = self.number(args[0]), len(self.sizes) - 1
-            is_new = number >= 0 and self.number(results[0]) == last
-            same_node = is_new and self.sequences[number] == self.sequences[last]
-            if is_new and takes_the_block(func, args[0], results[0], is_of_this_node=same_node):
-                self._in_place = number, len(self.events), results[0].untyped_storage()._cdata
+        # called by the engine itself, with no Python code in between
+        if self._backward and func.overloadpacket in IN_PLACE and sys._getframe(3).f_code is _ENGINE:
+            self._note_in_place(func, args[0], results[0])
+
+    def _note_in_place(self, func: Any, operand: torch.Tensor, result: torch.Tensor) -> None:
+        """Remember a result that CUDA writes into its operand, if nothing else refers to that: ``_freed`` will tell.
+
+        The base of a view is alive. What is dense has the result's strides. The engine adds gradients after the node
+        that gives the last of them, so the first operand is another node's; a sum inside a node is not in place.
+        """
+        number, last = self.number(operand), len(self.sizes) - 1
+        is_inside = func is _aten.add.Tensor and self.sequences[number] == self.sequences[last]
+        strides = zip(operand.shape, operand.stride(), result.stride(), strict=True)
+        is_dense = all(own == others for length, own, others in strides if length > 1)
+        if self.number(result) == last and is_dense and not (is_inside or operand._is_view() or self._recomputing >= 0):
+            self._in_place = number, len(self.events), result.untyped_storage()._cdata
 
     def _answer(self, func: Any, dtype: torch.dtype, known: Any) -> Any:
         """Answer transformers' code whether a mask is all ones; refuse every other read of values that are unknown."""
@@ -169,6 +184,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._answers(function, dtype)
         number = func is not _COMPARES and dtype != torch.bool
         if module in _MASK_CODE and not number:
+            self.padding_decides = True
             return not self.padding
         if known is not None:
             return on_host(func, known)
@@ -360,11 +376,6 @@ _NOTHING = (-1, -1, 0)
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # private: pinned by a test, seen in torch 2.6 to 2.14
 _COMPARES, _CPU = _aten.equal.default, torch.device("cpu")
 _MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
-
-
-def _called_by_engine() -> bool:
-    """Return whether autograd's engine calls the operation that ``_run`` runs, and not Python code in between."""
-    return sys._getframe(4).f_code is _ENGINE
 
 
 def _asker() -> tuple[str, int, str]:
