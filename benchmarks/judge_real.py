@@ -66,9 +66,8 @@ def build(row: Row, meta: Any, folder: Path) -> Any:
     kind, config, dtype = type(meta), meta.config, getattr(torch, row.get("weights_dtype", "float32"))
     if "load_in" in row:
         dtype = torch.float16 if row["precision"] == "fp16" else torch.bfloat16
-    attention = row.get("attn_implementation") or config._attn_implementation
     with nullcontext() if "tile_tokens" in row else no_init_weights():
-        model = kind._from_config(config, dtype=dtype, attn_implementation=attention)
+        model = kind._from_config(config, dtype=dtype, attn_implementation=config._attn_implementation)
     model.tie_weights()
     if "load_in" in row:
         model.save_pretrained(folder)
@@ -86,6 +85,8 @@ def build(row: Row, meta: Any, folder: Path) -> Any:
         hf_memopt.prepare_quantized(model)
     if "tile_tokens" in row:
         hf_memopt.tile_layers(model, row["tile_tokens"])  # here: on the stand-in its probe would see no values
+    if "streamed" in row:
+        hf_memopt.stream_layers(model)
     return model
 
 
@@ -129,8 +130,8 @@ def trainer_of(row: Row, meta: Any, folder: Path) -> Trainer:
 def run(row: Row) -> Row:
     """Train and evaluate; return the peaks by phase in bytes, (allocated, reserved), and what the run took."""
     started = time.perf_counter()
-    task, attention = row.get("task"), row.get("attn_implementation")
-    meta = load_model(config_of(row), task=task, attn_implementation=attention, keep_cache=True).model
+    told = {name: row[name] for name in ("task", "attn_implementation") if name in row}
+    meta = load_model(config_of(row), keep_cache=True, **told).model
     with tempfile.TemporaryDirectory() as folder, peaks_by_phase() as peaks:
         trainer = trainer_of(row, meta, Path(folder))
         trainer.train()
@@ -156,5 +157,4 @@ if __name__ == "__main__":
     for file in traced:
         file.write_bytes(pickle.dumps(events))
     result.write_text(json.dumps(figures), encoding="utf-8")
-    sys.stdout.flush()
     os._exit(0)  # without destructors that look for the GPU's libraries
