@@ -165,11 +165,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self._note_in_place(func, args[0], results[0])
 
     def _note_in_place(self, func: Any, operand: torch.Tensor, result: torch.Tensor) -> None:
-        """Remember a result that CUDA writes into its operand, if nothing else refers to that: ``_freed`` will tell.
-
-        The base of a view is alive. What is dense has the result's strides. The engine adds gradients after the node
-        that gives the last of them, so the first operand is another node's; a sum inside a node is not in place.
-        """
+        """Remember a result that CUDA writes into its operand, if nothing else refers to that: ``_freed`` will tell."""
+        # a view's base is alive; what is dense has the result's strides; a sum inside a node is not in place, and the
+        # engine adds gradients when the node of the last has run, to what another node gave
         number, last = self.number(operand), len(self.sizes) - 1
         is_inside = func is _aten.add.Tensor and self.sequences[number] == self.sequences[last]
         strides = zip(operand.shape, operand.stride(), result.stride(), strict=True)
