@@ -403,9 +403,8 @@ def with_16_bits(settings: StepSettings, gpu: Gpu | None, asked: str | None) -> 
             "embeddings, norms and head as loaded: call hf_memopt.prepare_quantized, not peft's "
             "prepare_model_for_kbit_training, which makes them float32, as prepare='peft' counts them"
         )
-    pefts = "prepare_model_for_kbit_training"
-    if not settings.checkpointing and any(getattr(one, "__name__", "") == pefts for one in settings.prepare):
-        notes.append(f"{pefts}(use_gradient_checkpointing=False), as without it peft turns on checkpointing=True")
+    if not settings.checkpointing and any("_for_kbit_" in getattr(one, "__name__", "") for one in settings.prepare):
+        notes.append("without use_gradient_checkpointing=False peft's preparation switches on: checkpointing=True")
     return settings, tuple(notes)
 
 

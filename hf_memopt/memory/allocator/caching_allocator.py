@@ -12,9 +12,8 @@ that is off.
   but belongs to the block, and counts as allocated.
 - Of the free blocks the smallest that is large enough is taken; of equal ones that of the oldest segment, and there the
   lowest address. Before torch 2.12 it is the lowest address of all: that of the newest segment, since the driver places
-  each right below the one before (rising addresses would reserve up to 1.5 GiB less than an A100 did, PowerLM-3B).
-  Source: CUDA builds 2.11 to 2.15, asked with a driver that gives out falling or rising addresses
-  (https://github.com/pytorch/pytorch/pull/183591); published ``memory_snapshot()`` of an RTX 3090 with CUDA 11.8.
+  each right below the one before (published ``memory_snapshot()`` of an RTX 3090 with CUDA 11.8). Source: CUDA builds
+  2.11 to 2.15, given falling and rising addresses by a stand-in; https://github.com/pytorch/pytorch/pull/183591.
 - A freed block merges with free neighbours. A segment that is free as a whole stays reserved until the cache is
   emptied.
 - Expandable segments: one range of addresses for small and one for large sizes, backed by pages of 2 MiB and 20 MiB

@@ -310,7 +310,8 @@ class _Run:
             self._drop_held()  # of the accumulation step before
         self.phase("forward")
         start, border = part.start, part.forward_end - part.start
-        first = self._first_product(0, start, part.forward_end) - start
+        products = self._tracker.first_products  # after which cuBLAS allocates; -1 for none
+        first = min(max(products[0], start), part.forward_end) - start
         self.play(events[:first])
         self._workspace(0)
         self.play(events[first:border])
@@ -319,7 +320,7 @@ class _Run:
         if empty_cache_steps is not None and step % empty_cache_steps == 0:
             self.allocator.empty_cache()
         self.phase("backward")
-        stops = [(self._first_product(1, part.forward_end, part.end), -1), *(stop[:2] for stop in part.releases)]
+        stops = [(min(max(products[1], part.forward_end), part.end), -1), *(stop[:2] for stop in part.releases)]
         for event, parameter in sorted(stops, key=itemgetter(0)):
             self.play(events[border : event - start])
             border = event - start
@@ -329,11 +330,6 @@ class _Run:
                 self._optimizer(self.plan.optimizer[parameter], ("state", parameter), first=step == 0)
         self.play(events[border:])
         self._forget(part)
-
-    def _first_product(self, thread: int, start: int, end: int) -> int:
-        """Return where in a pass cuBLAS allocates its workspace; at its start if in no event of it."""
-        event = self._tracker.first_products[thread]
-        return event if start <= event <= end else start
 
     def _forget(self, part: RecordedPass) -> None:
         """Free what was freed after a recorded pass: loss and outputs. What was never freed is a cache of the model.

@@ -168,8 +168,7 @@ class CudaSemantics(TorchFunctionMode):
             flat = (t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,)))
             wide = any(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for t in flat)
             cast = _raise if wide else self._lower
-        # GCC evaluates the arguments of ``cached_cast(args)...`` from the last to the first; torch is built by it
-        named = {key: _apply(cast, kwargs[key]) for key in reversed(kwargs)}
+        named = {key: _apply(cast, kwargs[key]) for key in reversed(kwargs)}  # as GCC evaluates: the last one first
         return func(*[_apply(cast, value) for value in reversed(args)][::-1], **named)
 
     def _autocasting(self) -> bool:

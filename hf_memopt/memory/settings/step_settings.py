@@ -75,8 +75,7 @@ class StepSettings:
         label_smoothing_factor: 0 for the model's own loss, below 1.
         attn_implementation: None for the model's own.
         padding: whether batches contain padding, so that attention needs a mask of all pairs of tokens; None where
-            batches of several rows do. Pass False for rows of one length: a real run finds no padding in their mask,
-            and leaves it out.
+            batches of several rows do. Pass False for rows of one length, whose mask a real run leaves out.
         eval_batch_size: examples of an evaluation batch; None for no evaluation.
         eval_batches: the number of evaluation batches.
         prediction_loss_only: whether evaluation drops the logits (stock does without ``compute_metrics``), and with
@@ -195,8 +194,7 @@ class StepSettings:
             raise ValueError(
                 f"audio_seconds={shown(self.audio_seconds)} is invalid; expected more than 0. Pass audio_seconds=10"
             )
-        given: Any = self.prepare
-        if given == "peft":
+        if str(self.prepare) == "peft":
             object.__setattr__(self, "prepare", (prepare_model_for_kbit_training,))
         functions = self.prepare if isinstance(self.prepare, tuple | list) else (None,)
         if not all(map(callable, functions)):

@@ -10,7 +10,6 @@ differs above autograd on CUDA (``CudaSemantics``).
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from bisect import bisect_right
@@ -27,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.step_time import Operation, operation_of
-from hf_memopt.memory.tracking.cuda_order import COPY, IN_PLACE, ORDERS, PRODUCTS
 from hf_memopt.memory.tracking.known_values import CHOICES, READS, KnownValues, on_host, shapes_of
 from hf_memopt.memory.tracking.meta_outputs import run_on_meta
 
@@ -151,25 +149,23 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def _add_results(self, func: Any, args: tuple[Any, ...], results: Sequence[Any]) -> None:
         """Note what an operation allocates, in the order of CUDA."""
         copy = -1
-        for position in ORDERS.get(func, range(len(results))):
-            if position == COPY:
+        for position in _ORDERS.get(func, range(len(results))):
+            if position == _COPY:
                 copy = -1 if args[0].is_contiguous() else self._allocate(args[0].nbytes)
             elif isinstance(results[position], torch.Tensor):
                 self.add(results[position])
         if copy >= 0:
             self.events.append((copy, -self.sizes[copy]))
-        if func.overloadpacket in PRODUCTS and self.first_products[self._backward] < 0:
+        if func.overloadpacket in _PRODUCTS and self.first_products[self._backward] < 0:
             self.first_products[self._backward] = len(self.events)
         # called by the engine itself, with no Python code in between
-        if self._backward and func.overloadpacket in IN_PLACE and sys._getframe(3).f_code is _ENGINE:
+        if self._backward and func.overloadpacket in _IN_PLACE and sys._getframe(3).f_code is _ENGINE:
             self._note_in_place(func, args[0], results[0])
 
     def _note_in_place(self, func: Any, operand: torch.Tensor, result: torch.Tensor) -> None:
-        """Remember a result that CUDA writes into its operand, if nothing else refers to that: ``_freed`` will tell.
-
-        The base of a view is alive. What is dense has the result's strides. The engine adds gradients after the node
-        that gives the last of them, so the first operand is another node's; a sum inside a node is not in place.
-        """
+        """Remember a result that CUDA writes into its operand, if nothing else refers to that: ``_freed`` will tell."""
+        # a view's base is alive; what is dense has the result's strides; a sum inside a node is not in place, and the
+        # engine adds gradients when the node of the last has run, to what another node gave
         number, last = self.number(operand), len(self.sizes) - 1
         is_inside = func is _aten.add.Tensor and self.sequences[number] == self.sequences[last]
         strides = zip(operand.shape, operand.stride(), result.stride(), strict=True)
@@ -372,15 +368,24 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return self.modules[place]
 
 
-_NOTHING = (-1, -1, 0)
+_COPY = -1  # of the first argument, where that is not contiguous; freed when the operator returns
+_ORDERS = {  # of the results of an operator; all others allocate them from the first to the last
+    _aten.native_dropout.default: (1, 0),  # Dropout.cu, ``dropout_cuda``
+    _aten.native_layer_norm.default: (_COPY, 0, 1, 2),  # layer_norm_kernel.cu, ``layer_norm_cuda``
+}
+_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}  # of cuBLAS
+# Autograd's engine adds gradients up in place (input_buffer.cpp, ``accumulate``), and so do the nodes of gather, topk,
+# index_select, masked_select and indexing (FunctionsManual.cpp), except where ``isTensorSubclassLike`` says that a
+# tensor is not plain: a meta tensor, and any tensor while a mode is on (TensorSubclassLikeUtils.h).
+_IN_PLACE = {_aten.add, _aten.scatter_add, _aten.scatter, _aten.index_add, _aten.masked_scatter, _aten.index_put}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # private: pinned by a test, seen in torch 2.6 to 2.14
-_COMPARES, _CPU = _aten.equal.default, torch.device("cpu")
+_COMPARES, _CPU, _NOTHING = _aten.equal.default, torch.device("cpu"), (-1, -1, 0)
 _MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
 
 
 def _asker() -> tuple[str, int, str]:
     """Return module, line and function of the code outside torch and this package that reads a value."""
-    frame = inspect.currentframe()
+    frame: Any = sys._getframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module.partition(".")[0] != "torch" and not module.startswith("hf_memopt.memory."):
