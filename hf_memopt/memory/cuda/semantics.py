@@ -168,7 +168,8 @@ class CudaSemantics(TorchFunctionMode):
             flat = (t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,)))
             wide = any(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for t in flat)
             cast = _raise if wide else self._lower
-        return func(*(_apply(cast, value) for value in args), **{key: _apply(cast, v) for key, v in kwargs.items()})
+        named = {key: _apply(cast, kwargs[key]) for key in reversed(kwargs)}  # as GCC evaluates: the last one first
+        return func(*[_apply(cast, value) for value in reversed(args)][::-1], **named)
 
     def _autocasting(self) -> bool:
         """Return whether autocast is on: in the region, and where checkpointing recomputes a part of it."""
@@ -229,7 +230,7 @@ class CudaSemantics(TorchFunctionMode):
 
     def _attention(self, query: Any, key: Any, value: Any, attn_mask: Any = None, *options: Any, **named: Any) -> Any:
         if self._autocasting():
-            query, key, value, attn_mask = (self._lower(tensor) for tensor in (query, key, value, attn_mask))
+            attn_mask, value, key, query = (self._lower(tensor) for tensor in (attn_mask, value, key, query))
         with nullcontext() if self._tracker is None else self._tracker.values.unread():  # a bias made of each mask
             return attend(query, key, value, attn_mask, *options, **named, capability=self._capability)
 
@@ -379,12 +380,10 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         rows, weights = ctx.saved_tensors
-        of_rows = grad @ weights[0].t() if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return of_rows, None
-        of_weights = torch.empty_like(weights)
-        torch.mm(rows.t(), grad, out=of_weights[0])
-        return of_rows, of_weights
+        of_weights = torch.empty_like(weights) if ctx.needs_input_grad[1] else None
+        if of_weights is not None:
+            torch.mm(rows.t(), grad, out=of_weights[0])
+        return grad @ weights[0].t() if ctx.needs_input_grad[0] else None, of_weights
 
 
 def _opened() -> dict[Any, FunctionType]:
