@@ -75,7 +75,7 @@ def test_a_larger_gpu_never_does_worse() -> None:
     found = preset_fits()
     assert list(found.presets) == [name for name in PRESETS if name != "cpu"]
     for row in found.rows:
-        fits = [found.fits(row, name) for name in found.presets if (row.model, row.seq_len, name) not in BARELY]
+        fits = [found.fits(row, name) for name in found.presets if (row["model"], row["seq_len"], name) not in BARELY]
         assert fits == sorted(fits), row
     for (model, seq_len), rows in found.by_length().items():
         names = [name for name in found.presets if (model, seq_len, name) not in BARELY]
