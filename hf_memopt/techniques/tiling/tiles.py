@@ -218,6 +218,8 @@ def _in_tiles(
                 f"{place.name} {problem} in this batch, though not in the probe; expected what it returns for all "
                 "positions at once. Undo the tiles: handle.remove()"
             )
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # of the blocks of all positions, which the training never needs
     return _tile_by_tile(call, place.axes, length)
 
 
