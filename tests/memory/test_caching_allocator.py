@@ -154,7 +154,7 @@ def test_holes_are_filled_as_by_torchs_allocator(
 def test_of_equal_blocks_torch_takes_the_oldest_since_2_12(
     release: tuple[int, ...], taken: list[int], freed: tuple[int, ...]
 ) -> None:
-    allocator = filled(*4 * [15 * MIB], torch_release=release)
+    allocator = filled(*4 * [15 * MIB], release=release)
     segments = [allocator._live[key] for key in range(4)]
     for key in freed:
         allocator.free(key)
@@ -251,7 +251,7 @@ def test_segments_lie_below_each_other_as_on_a_gpu() -> None:
     Without a small segment of 2 MiB, 24 MiB above the start of the first.
     """
     published = {0: 140198805504000, 1: 140198268633088, 2: 140197194891264}
-    used, _ = blocks_of(filled(5 * MIB, 512 * MIB, 1024 * MIB, torch_release=(2, 1)))
+    used, _ = blocks_of(filled(5 * MIB, 512 * MIB, 1024 * MIB, release=(2, 1)))
     assert {key: used[key][0] - used[0][0] for key in used} == {
         key: published[0] - start for key, start in published.items()
     }

@@ -29,6 +29,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from hf_memopt.memory.cuda.attention import TORCH_RELEASE
 
@@ -132,7 +133,7 @@ class CachingAllocator:
         limit_bytes: what the allocator can get: the GPU's memory without the context and other programs; None for no
             limit. At the limit unused blocks are returned to the driver first, as torch does, which costs time but no
             memory: so a run may fit a GPU that is smaller than its peak of reserved bytes without a limit.
-        torch_release: whose choice among equal blocks is made, such as (2, 14); None for the installed one.
+        release: of torch, such as (2, 14), whose choice among equal blocks is made; None for the installed one.
 
     Attributes:
         allocated: ``torch.cuda.memory_allocated()``: the blocks in use, rounding and rests included.
@@ -149,12 +150,7 @@ class CachingAllocator:
         (3000320, 20971520)
     """
 
-    def __init__(
-        self,
-        expandable_segments: bool = False,
-        limit_bytes: int | None = None,
-        torch_release: tuple[int, ...] | None = None,
-    ) -> None:
+    def __init__(self, expandable_segments: bool = False, limit_bytes: int | None = None, release: Any = None) -> None:
         self.limit_bytes = limit_bytes
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
@@ -163,7 +159,7 @@ class CachingAllocator:
         self._small = _Pool(True, expandable_segments)
         self._large = _Pool(False, expandable_segments)
         self._live: dict[Hashable, _Block | None] = {}
-        self._takes_oldest = (torch_release or TORCH_RELEASE) >= (2, 12)
+        self._takes_oldest = (release or TORCH_RELEASE) >= (2, 12)
         self._edge = _FIRST_ADDRESS  # of all segments so far
 
     def malloc(self, key: Hashable, size_bytes: int) -> int:

@@ -310,8 +310,8 @@ class _Run:
             self._drop_held()  # of the accumulation step before
         self.phase("forward")
         start, border = part.start, part.forward_end - part.start
-        products = self._tracker.first_products  # after which cuBLAS allocates; -1 for none
-        first = min(max(products[0], start), part.forward_end) - start
+        products = self._tracker.first_products
+        first = min(max(products[0], start), part.forward_end) - start  # cuBLAS allocates after the first product
         self.play(events[:first])
         self._workspace(0)
         self.play(events[first:border])

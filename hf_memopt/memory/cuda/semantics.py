@@ -92,7 +92,7 @@ class CudaSemantics(TorchFunctionMode):
             torch.Tensor.to: self._to,
             torch.Tensor.__format__: _format,
             torch._C._nn.cross_entropy_loss: self._cross_entropy,
-            **{function: partial(_grouped_product, function) for function in _GROUPED_PRODUCTS},
+            **{function: partial(_grouped_product, function, capability) for function in _GROUPED_PRODUCTS},
             **{function: partial(self._softmax, function, fused) for function, fused in _FUSED_SOFTMAX.items()},
         }
         self._casts = CUDA_CASTS if autocast is not None else {}
@@ -358,7 +358,7 @@ def cross_entropy(
     return (1 - label_smoothing) * loss + smooth * (label_smoothing / classes)
 
 
-def _grouped_product(function: Callable[..., Any], rows: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+def _grouped_product(function: Any, capability: Any, rows: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a grouped matrix product: CUDA takes more dtypes than the meta device.
 
     Source: torch 2.13, ``aten/src/ATen/native/cuda/GroupedBlas.cpp``, ``_grouped_mm_cuda``.
@@ -366,24 +366,28 @@ def _grouped_product(function: Callable[..., Any], rows: Any, weights: Any, *arg
     options = {name: value for name, value in kwargs.items() if name != "offs" and value is not None}
     if rows.dtype == torch.bfloat16 or rows.dim() != 2 or weights.dim() != 3 or options:
         return function(rows, weights, *args, **kwargs)
-    return _GroupedProduct.apply(rows, weights)  # type: ignore[no-untyped-call]
+    return _GroupedProduct.apply(rows, weights, capability < (8, 0))  # type: ignore[no-untyped-call]
 
 
 class _GroupedProduct(torch.autograd.Function):
     """Rows (tokens, inputs), sorted by expert, times weights (experts, inputs, outputs): one product for each row."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, rows_first: bool) -> torch.Tensor:
         ctx.save_for_backward(rows, weights)
+        ctx.rows_first = rows_first  # in the function of transformers for GPUs before Ampere
         return rows @ weights[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         rows, weights = ctx.saved_tensors
+        of_rows = grad @ weights[0].t() if ctx.needs_input_grad[0] and ctx.rows_first else None
         of_weights = torch.empty_like(weights) if ctx.needs_input_grad[1] else None
         if of_weights is not None:
             torch.mm(rows.t(), grad, out=of_weights[0])
-        return grad @ weights[0].t() if ctx.needs_input_grad[0] else None, of_weights
+        if ctx.needs_input_grad[0] and not ctx.rows_first:
+            of_rows = grad @ weights[0].t()
+        return of_rows, of_weights, None
 
 
 def _opened() -> dict[Any, FunctionType]:

@@ -158,7 +158,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self.events.append((copy, -self.sizes[copy]))
         if func.overloadpacket in _PRODUCTS and self.first_products[self._backward] < 0:
             self.first_products[self._backward] = len(self.events)
-        # called by the engine itself, with no Python code in between
         if self._backward and func.overloadpacket in _IN_PLACE and sys._getframe(3).f_code is _ENGINE:
             self._note_in_place(func, args[0], results[0])
 
@@ -378,7 +377,7 @@ _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}  # of cuBLAS
 # index_select, masked_select and indexing (FunctionsManual.cpp), except where ``isTensorSubclassLike`` says that a
 # tensor is not plain: a meta tensor, and any tensor while a mode is on (TensorSubclassLikeUtils.h).
 _IN_PLACE = {_aten.add, _aten.scatter_add, _aten.scatter, _aten.index_add, _aten.masked_scatter, _aten.index_put}
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # private: pinned by a test, seen in torch 2.6 to 2.14
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # calls operators itself; private: seen in 2.6 to 2.14
 _COMPARES, _CPU, _NOTHING = _aten.equal.default, torch.device("cpu"), (-1, -1, 0)
 _MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
 
