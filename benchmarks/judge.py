@@ -111,7 +111,7 @@ def table(figures: Mapping[str, Any]) -> str:
         f"{row['name']} (allocated {percent(error_of(row, 'allocated_bytes'), 2, signed=True)}, reserved "
         f"{percent(error_of(row, 'reserved_bytes'), 2, signed=True)})"
         for row in ran
-        if any(abs(error_of(row, what)) > bound for what, bound in BOUNDS.items())
+        if not is_inside(row)
     ]
     seconds, disk, host = ([row["real"][what] for row in ran] for what in ("seconds", "disk_bytes", "host_bytes"))
     note = (
@@ -123,6 +123,22 @@ def table(figures: Mapping[str, Any]) -> str:
     bounds = " or ".join(f"{percent(bound, 1)} of {what.partition('_')[0]} bytes" for what, bound in BOUNDS.items())
     head = "| family or setting | rows | allocated: median | worst | reserved: median | worst |"
     return markdown(head, lines, note, f"Off by more than {bounds}: {'; '.join(outside) or 'none'}.")
+
+
+def is_inside(row: Row) -> bool:
+    """Return whether both peaks of a row are within the bounds."""
+    return all(abs(error_of(row, what)) <= bound for what, bound in BOUNDS.items())
+
+
+def sentence(figures: Mapping[str, Any]) -> str:
+    """Return in how many set-ups the estimate agrees, and the worst."""
+    rows = figures["rows"]
+    worst = (percent(max(abs(error_of(row, what)) for row in rows), 1) for what in BOUNDS)
+    return (
+        f"In {sum(map(is_inside, rows))} of {len(rows)} set-ups the estimate is the peak of PyTorch's own allocator, "
+        f"within 0.1 % of allocated and 0.5 % of reserved bytes; {' and '.join(worst)} in the worst. Its CUDA code was "
+        "rehearsed without a GPU."
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

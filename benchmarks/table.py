@@ -78,6 +78,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "published-errors": _of(published.table, "published"),
     "estimate-errors": gpu_figures.estimate_errors,
     "judge": _of(judge.table, "judge"),
+    "judge-sentence": _of(judge.sentence, "judge"),
     "estimate-speed": _of(estimation.table, "estimation"),
     "batching-table": _of_batching(batching.lengths_table, "lengths"),
     "batching-collation": _of_batching(batching_collation.collation_table, "collation"),

@@ -172,7 +172,9 @@ def norm_of(weight: torch.Tensor) -> torch.Tensor:
     own = weight.detach()
     own = own.to_local() if hasattr(own, "to_local") else own  # the shard of this process, under FSDP2
     slices = own.flatten().split(NORM_ELEMENTS)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part, dtype=wide) for part in slices]))
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=wide) for part in slices])
+    norm: torch.Tensor = torch.linalg.vector_norm(norms)
+    return norm
 
 
 def _modules_of(trainer: Any) -> Iterator[tuple[str, nn.Module]]:

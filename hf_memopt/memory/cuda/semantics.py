@@ -198,7 +198,8 @@ class CudaSemantics(TorchFunctionMode):
             return value
         if value.dtype in (self._dtype, torch.float64):
             return value
-        cached = self._cache_enabled and (self._region or self._tracker is not None) and value.dtype == torch.float32
+        cached = self._cache_enabled and torch.is_autocast_cache_enabled()  # off inside tiles
+        cached = cached and (self._region or self._tracker is not None) and value.dtype == torch.float32
         if not (cached and value.requires_grad and value.is_leaf and not value._is_view()):
             return value.to(self._dtype)
         if id(value) not in self._cache:

@@ -370,6 +370,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 _COPY = -1  # of the first argument, where that is not contiguous; freed when the operator returns
 _ORDERS = {  # of the results of an operator; all others allocate them from the first to the last
     _aten.native_dropout.default: (1, 0),  # Dropout.cu, ``dropout_cuda``
+    _aten.convolution_backward.default: (_COPY, 0, 1, 2),  # cudnn/ConvShared.cpp
     _aten.native_layer_norm.default: (_COPY, 0, 1, 2),  # layer_norm_kernel.cu, ``layer_norm_cuda``
 }
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}  # of cuBLAS

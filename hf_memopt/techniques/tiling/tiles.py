@@ -15,7 +15,8 @@ import math
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -211,16 +212,26 @@ def _in_tiles(
     kind = place.kind, _drops(place.module)  # adapters with dropout may come after the first batch
     if torch.is_grad_enabled() and kind not in compared and not call.leaves[0].is_meta:
         compared.add(kind)
-        with torch.no_grad():
+        with torch.no_grad(), _uncached():
             problem = difference(call.cut(place.axes, MOST_TILES * length)[0], place.axes, length)
         if problem:
             raise RuntimeError(
                 f"{place.name} {problem} in this batch, though not in the probe; expected what it returns for all "
                 "positions at once. Undo the tiles: handle.remove()"
             )
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # of the blocks of all positions, which the training never needs
+        torch.cuda.empty_cache()  # of the blocks of all positions, which the training never needs
     return _tile_by_tile(call, place.axes, length)
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Let autocast keep no casts of weights inside the context."""
+    is_cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_cached)
 
 
 def _drops(module: nn.Module, *, is_training: bool = True) -> bool:
@@ -261,12 +272,8 @@ def _tile_by_tile(call: Call, axes: tuple[Any, ...], length: int) -> Any:
             saved = iter(node.saved_tensors)
             leaves = [next(saved) if x is _Saved else x for x in emptied.leaves]
             tiles.update(enumerate(replace(emptied, leaves=leaves).cut(axes, length)))
-        is_cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # the gradients of one cast for all tiles would be added up in 16 bits
-        try:
+        with _uncached():  # the gradients of one cast for all tiles would be added up in 16 bits
             return tiles.pop(index)()
-        finally:
-            torch.set_autocast_cache_enabled(is_cached)
 
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     return join([checkpoint(run, index, **options) for index in range(len(tiles))], axes[0])
