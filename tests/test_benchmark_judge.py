@@ -29,27 +29,14 @@ QUICK = (
     "ViT fp32",
     "VLM (LLaVA) fp32",
 )
-ROWS_ARE_CHECKED = "in the first step the callback checks that rows are independent; the cache keeps those blocks"
 EXCEPTED = {  # rows outside the bounds, each with its cause
-    **dict.fromkeys(
-        (
-            "BERT bf16, micro-batches",
-            "ModernBERT fp32, micro-batches",
-            "Llama tied fp16, micro-batches",
-            "ViT fp16, micro-batches",
-        ),
-        ROWS_ARE_CHECKED,
-    ),
-    "Mixtral QLoRA (PEFT), 4-bit experts, checkpointing": "without values the router sends all tokens to two experts",
+    "GPT-2 bf16, fused loss, sparse embedding": "the last position of a row has no label, and is estimated with one",
+    "Llama tied rounded, sparse embedding": "an embedding's state is made between slices, and estimated before them",
+    "Llama untied bf16, streamed, fused loss": "parked gradients of the last layer are freed earlier than estimated",
+    "Whisper fp16, checkpointing": "the same blocks of 1 MiB and more; remainders that torch does not split off differ",
+    "ViT fp16, micro-batches": "the same blocks of 1 MiB and more, one segment of 20 MiB more: cause not found",
 }
-GROUPED = {
-    "Llama tied",
-    "Llama untied",
-    "Qwen",
-    "Mistral",
-    "Mixtral",
-    "Qwen MoE",
-}  # fewer heads of keys than of queries
+GROUPED = ("Llama tied", "Llama untied", "Qwen", "Mistral", "Mixtral", "Qwen MoE")  # fewer keys than queries
 
 pytestmark = pytest.mark.skipif(
     not transformers.__version__.startswith("5.23."), reason="the stored peaks are of transformers 5.23"
@@ -74,9 +61,7 @@ def test_both_peaks_are_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     ):
         pytest.skip("this torch has no grouped form of the memory-efficient kernel, which 2.14 takes")
     row = judge.compared(name, STORED[name])
-    agrees = (
-        abs(judge.error_of(row, "allocated_bytes")) <= 0.001 and abs(judge.error_of(row, "reserved_bytes")) <= 0.005
-    )
+    agrees = judge.is_inside(row)
     assert agrees != (name in EXCEPTED), {what: judge.error_of(row, what) for what in judge.BOUNDS}
 
 
