@@ -31,7 +31,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.memory.cuda.attention import TORCH_RELEASE
+from hf_memopt.memory.cuda import TORCH_RELEASE
 
 # The constants of c10: kMinBlockSize, kSmallSize, kMinLargeAlloc, kSmallBuffer, kRoundLarge; large_segment_size().
 _ROUNDING_BYTES = 512
