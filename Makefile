@@ -7,10 +7,16 @@ COMPAT = 5.8.1 5.17.0 5.23.0 5.8.1-oldest 5.17.0-oldest 5.23.0-oldest python3.12
 PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 HARD_ARGS ?= -m "not nightly"
 
+CUDA = .venv-cuda/bin/python
+CUDA_TORCH ?= 2.14.1
+CUDA_TESTS = tests/rehearsal/test_real_out_of_memory.py tests/techniques tests/recipes/test_adapter_training.py
+CUDA_ARGS ?= --quiet
+ON_STAND_IN = OMP_NUM_THREADS=1 $(CUDA) -m hf_memopt.rehearsal --memory 12GiB -- $(CUDA)
+
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-hard test-compat test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time fit-data table dist clean
+.PHONY: demo test test-full test-hard test-compat test-cuda test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time fit-data table dist clean
 
 demo: $(READY)            ## the main job: a GPU that is too small, which a CPU pretends to be, trains on real text
 	$(BIN)/python -m hf_memopt demo
@@ -25,6 +31,13 @@ test-hard: $(READY)       ## hard use: kills, full disks, storms of out of memor
 	$(BIN)/python -m pytest -m hard $(HARD_ARGS) $(PYTEST_ARGS) tests/hard
 
 test-compat: $(COMPAT:%=test-compat-%)   ## the suite on every supported transformers, the oldest and newest of the rest, other Pythons
+
+test-cuda: .venv-cuda/.ready  ## torch's CUDA build on a GPU without silicon: the tests of GPUs, the techniques, the judge
+	$(ON_STAND_IN) -m pytest $(CUDA_ARGS) -m "gpu or stand_in" --ignore tests/rehearsal/test_real_out_of_memory.py \
+	  tests/devices tests/memory tests/recipes tests/rehearsal tests/techniques
+	# tensors up to 256 MiB get their values, from the CPU: these tests look at them
+	HF_MEMOPT_TEST_DEVICE=cuda HF_MEMOPT_GPU_VALUES=268435456 $(ON_STAND_IN) -m pytest $(CUDA_ARGS) -m "not slow and not gpu" $(CUDA_TESTS)
+	$(CUDA) benchmarks/judge.py
 
 test-zero: .venv-zero/.ready  ## the tests that need DeepSpeed, on a CPU: none of them is skipped there
 	.venv-zero/bin/python -m pytest -m "not hard" $(PYTEST_ARGS) -k "deepspeed or DeepSpeed or ZeRO" tests/recipes/test_launch.py tests/techniques/test_engines.py
@@ -102,7 +115,7 @@ dist:                     ## the wheel, in dist/
 	@ls dist
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-zero .venv-newest .venv-[0-9]* build dist *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-cuda .venv-zero .venv-newest .venv-[0-9]* build dist *.egg-info
 
 $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf-memopt needs Python >= 3.11, this is " + sys.version.split()[0] + ". Call: make PYTHON=python3.11")'
@@ -113,6 +126,12 @@ $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 .venv-clients/.ready: setup.cfg pyproject.toml constraints.txt
 	test -x $(CLIENTS)/python || $(PYTHON) -m venv .venv-clients
 	$(CLIENTS)/python -m pip install --quiet --constraint constraints.txt --editable ".[clients,test]"
+	touch $@
+
+.venv-cuda/.ready: setup.cfg pyproject.toml constraints.txt Makefile
+	test -x $(CUDA) || $(PYTHON) -m venv .venv-cuda
+	sed "s/^torch==.*/torch==$(CUDA_TORCH)/" constraints.txt > .venv-cuda/constraints.txt
+	$(CUDA) -m pip install --quiet --constraint .venv-cuda/constraints.txt --editable ".[plot,test]"
 	touch $@
 
 .venv-zero/.ready: setup.cfg pyproject.toml constraints.txt Makefile

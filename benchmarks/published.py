@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -28,6 +29,7 @@ from results_file import markdown, show
 
 from hf_memopt.components import MARGIN_SHARE
 from hf_memopt.memory import Estimate, estimate
+from hf_memopt.memory.allocator import caching_allocator
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.units import percent
 
@@ -58,7 +60,8 @@ def compare(case: Case) -> Row:
     behaviours = behaviours_of(case, settings["model"].model_type)
     for behaviour in behaviours:
         behaviour.change(settings)
-    matched = estimate(**settings) if behaviours else as_is
+    with patch.object(caching_allocator, "TORCH_RELEASE", case.version("torch") or caching_allocator.TORCH_RELEASE):
+        matched = estimate(**settings)
     return {
         "case": case.id,
         "source": case.source,

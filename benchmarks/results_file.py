@@ -18,7 +18,7 @@ import hf_memopt
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "datasets")
-PEERS = ("lhotse", "trl")  # written only where they are installed
+PEERS = ("lhotse", "trl", "peft")  # written only where they are installed
 MACHINE = "2 CPU cores without an accelerator"  # of the rows that README shows
 
 

@@ -25,6 +25,7 @@ import fit_page
 import four_setups
 import fused_cross_entropy
 import gpu_figures
+import judge
 import large_models
 import larger_than_gpu
 import long_rows
@@ -76,6 +77,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "estimate-comparison": _of(estimation.comparison_table, "estimation_comparison", "estimation"),
     "published-errors": _of(published.table, "published"),
     "estimate-errors": gpu_figures.estimate_errors,
+    "judge": _of(judge.table, "judge"),
+    "judge-sentence": _of(judge.sentence, "judge"),
     "estimate-speed": _of(estimation.table, "estimation"),
     "batching-table": _of_batching(batching.lengths_table, "lengths"),
     "batching-collation": _of_batching(batching_collation.collation_table, "collation"),

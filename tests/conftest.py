@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -14,6 +16,10 @@ import pytest
 import torch
 import transformers.trainer  # noqa: F401  # imported before the freeze below
 from hypothesis import settings
+
+import tiny
+
+NOT_ON_CUDA = Path(__file__).with_name("not_on_cuda.csv")  # tests, or beginnings of their names, and why
 
 torch.set_num_threads(1)  # xdist's workers share the cores, and other threads' allocations would be measured too
 
@@ -55,7 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         missing["gpu"] = "needs a CUDA GPU"
     if "gpu" in missing or "HF_MEMOPT_GPU_MEMORY" not in os.environ:
         missing["stand_in"] = "needs the stand-in of a GPU: make test-cuda"
+    has_row = tiny.DEVICE == "cuda" or "HF_MEMOPT_GPU_MEMORY" in os.environ
+    with NOT_ON_CUDA.open(encoding="utf-8", newline="") as file:
+        elsewhere = list(csv.DictReader(file)) if has_row else []
     for item in items:
+        for row in elsewhere:
+            if item.nodeid.startswith(row["test"]):
+                item.add_marker(pytest.mark.skip(reason=row["reason"]))
         for marker, reason in missing.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))

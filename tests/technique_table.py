@@ -98,9 +98,9 @@ GROUPS = {
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two nested values have the same keys, dtypes and numbers, to the bit."""
+    """Return whether two nested values have the same keys, dtypes and numbers, to the bit, on whatever device."""
     if torch.is_tensor(one):
-        return torch.is_tensor(other) and one.dtype == other.dtype and torch.equal(one, other)
+        return torch.is_tensor(other) and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
     if isinstance(one, list | tuple):

@@ -4,6 +4,7 @@ share.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 IS_BEFORE_5_17 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17)  # which offloads no activations
+
+DEVICE = os.environ.get("HF_MEMOPT_TEST_DEVICE", "cpu")
+"""Where what these helpers make trains: "cpu", or "cuda" on a GPU and in `make test-cuda`."""
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(95))]  # 100 tokens
 LENGTHS = {
@@ -134,10 +138,10 @@ DDP = {"ddp_backend": "gloo", "ddp_broadcast_buffers": False, "ddp_find_unused_p
 
 
 def arguments(output_dir: Any, **settings: Any) -> TrainingArguments:
-    """Return quiet ``TrainingArguments`` on the CPU: no saving, no progress bar, no clipping, plain SGD."""
+    """Return quiet ``TrainingArguments`` on ``DEVICE``: no saving, no progress bar, no clipping, plain SGD."""
     quiet = {
         "output_dir": str(output_dir),
-        "use_cpu": True,
+        "use_cpu": DEVICE == "cpu",
         "report_to": "none",
         "save_strategy": "no",
         "logging_strategy": "no",
@@ -152,7 +156,7 @@ def arguments(output_dir: Any, **settings: Any) -> TrainingArguments:
 
 
 def train(model: Any, dataset: Any, output_dir: Any, resume: Any = None, **settings: Any) -> Trainer:
-    """Train with the stock Trainer on the CPU and return the Trainer; ``trainer_*`` settings go to the Trainer."""
+    """Train with the stock Trainer on ``DEVICE`` and return the Trainer; ``trainer_*`` settings go to the Trainer."""
     names = [name for name in settings if name.startswith("trainer_")]
     of_trainer = {name.removeprefix("trainer_"): settings.pop(name) for name in names}
     trainer = Trainer(model=model, args=arguments(output_dir, **settings), train_dataset=dataset, **of_trainer)
@@ -176,4 +180,5 @@ def try_values(trainer: Trainer, **values: Any) -> None:
 def largest_difference(one: torch.nn.Module, other: torch.nn.Module) -> float:
     """Return the maximum absolute difference over all parameters of two models."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return torch.stack([(a.detach() - b.detach()).abs().max().double() for a, b in pairs]).max().item()  # NaN stays
+    differences = [(a.detach().cpu() - b.detach().cpu()).abs().max().double() for a, b in pairs]
+    return torch.stack(differences).max().item()  # NaN stays

@@ -11,6 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import tiny
+
 # Ranks are forked from a server that has done the imports, which cost more than most programs: 7 s of CPU a rank.
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "transformers.trainer", "datasets", "bitsandbytes", "peft"])
@@ -22,6 +26,8 @@ def run_pair(folder: Path, *command: str, timeout_seconds: int = 300, ranks: int
     Returns:
         The JSON that each rank wrote to ``folder/rank<rank>.json``.
     """
+    if tiny.DEVICE != "cpu":
+        pytest.skip("two processes of gloo train on the CPU")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

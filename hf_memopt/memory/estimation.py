@@ -401,8 +401,10 @@ def with_16_bits(settings: StepSettings, gpu: Gpu | None, asked: str | None) -> 
     if not settings.prepare and settings.weights_dtype != "float32":
         notes.append(
             "embeddings, norms and head as loaded: call hf_memopt.prepare_quantized, not peft's "
-            "prepare_model_for_kbit_training, which makes them float32"
+            "prepare_model_for_kbit_training, which makes them float32, as prepare='peft' counts them"
         )
+    if not settings.checkpointing and any("_for_kbit_" in getattr(one, "__name__", "") for one in settings.prepare):
+        notes.append("without use_gradient_checkpointing=False peft's preparation switches on: checkpointing=True")
     return settings, tuple(notes)
 
 

@@ -23,6 +23,11 @@ def call_with_seed(seed: int, function: Callable[..., Any], *args: Any, **kwargs
         generator.set_state(before)
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """Return 16 bits as float32, in which CUDA's kernels compute; float64 stays."""
+    return tensor.float() if tensor.itemsize == 2 else tensor
+
+
 class Attention:
     """Fused attention in float32: q is (batch, heads, queries, width), k and v (batch, groups, keys, width)."""
 
@@ -68,11 +73,19 @@ class Attention:
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, shape: list[int], scale: Tensor, weight: Tensor | None, *_: Any) -> Any:
-    unit = x.float() * scale
-    of_unit = grad.float() if weight is None else grad.float() * weight.float()
+    unit = _wide(x) * scale
+    of_unit = _wide(grad) if weight is None else _wide(grad) * _wide(weight)
     along = (of_unit * unit).mean(tuple(range(-len(shape), 0)), keepdim=True)
-    of_weight = None if weight is None else (grad.float() * unit).sum_to_size(shape).to(weight.dtype)
+    of_weight = None if weight is None else (_wide(grad) * unit).sum_to_size(shape).to(weight.dtype)
     return (scale * (of_unit - unit * along)).to(x.dtype), of_weight
+
+
+def layer_norm_backward(grad: Tensor, x: Tensor, shape: list[int], *others: Any) -> tuple[Tensor | None, ...]:
+    """Compute in float32, as CUDA keeps mean and scale in it beside 16-bit rows, which the CPU refuses."""
+    *tensors, mask = others  # mean, scale, weight, bias
+    wide = [None if tensor is None else _wide(tensor) for tensor in tensors]
+    found = torch.ops.aten.native_layer_norm_backward(_wide(grad), _wide(x), shape, *wide, mask)
+    return tuple(None if gradient is None else gradient.to(x.dtype) for gradient in found)
 
 
 def convolution(x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
@@ -91,7 +104,7 @@ def softmax(name: str) -> Callable[[Tensor, int, bool], Tensor]:
 
 def softmax_backward(name: str) -> Callable[[Tensor, Tensor, int, torch.dtype], Tensor]:
     overload = getattr(torch.ops.aten, name).default
-    return lambda grad, out, dim, dtype: overload(grad.float(), out.float(), dim, torch.float32).to(dtype)
+    return lambda grad, out, dim, dtype: overload(_wide(grad), _wide(out), dim, _wide(grad).dtype).to(dtype)
 
 
 def efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, *others: Any, **scale: Any) -> Any:
@@ -123,6 +136,7 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_softmax": softmax("_softmax"),
     "_softmax_backward_data": softmax_backward("_softmax_backward_data"),
+    "bmm.dtype": lambda a, b, dtype: (a.float() @ b.float()).to(dtype),
     "cudnn_batch_norm": lambda *inputs: (*torch.ops.aten.native_batch_norm(*inputs), torch.empty(0)),
     "cudnn_batch_norm_backward": lambda x, grad, w, mean, var, saved_mean, saved_var, eps, reserve: (
         torch.ops.aten.native_batch_norm_backward(grad, x, w, mean, var, saved_mean, saved_var, True, eps, [True] * 3)
@@ -132,5 +146,7 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     ),
     "histc": lambda x, bins=100, low=0, high=0: torch.histc(x.float(), bins, low, high).to(x.dtype),
     "log_sigmoid_backward": lambda grad, x, buffer: grad * torch.sigmoid(-x),  # CUDA's has no buffer
+    "mm.dtype": lambda a, b, dtype: (a.float() @ b.float()).to(dtype),
+    "native_layer_norm_backward": layer_norm_backward,
 }
 """By the operator's name."""

@@ -382,9 +382,15 @@ RUNTIME(cudaLaunchKernel, (const void*, dim3, dim3, void**, size_t, cudaStream_t
 RUNTIME(cudaLaunchKernelExC, (const cudaLaunchConfig_t*, const void*, void**), launches++)
 RUNTIME(cudaLaunchCooperativeKernel, (const void*, dim3, dim3, void**, size_t, cudaStream_t), launches++)
 RUNTIME(__cudaLaunchKernel, (cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t), launches++)
+// torch's wheels have code of these; a GPU runs the newest that is not newer than itself: 8.9 that of 8.6.
+int compiled_capability() {
+  int found = 50;
+  for (int compiled : {60, 70, 75, 80, 86, 90, 100, 120}) if (compiled <= gpu().capability) found = compiled;
+  return found;
+}
 RUNTIME(cudaFuncGetAttributes, (cudaFuncAttributes* a, const void*), memset(a, 0, sizeof *a);
         a->maxThreadsPerBlock = 1024; a->numRegs = 32; a->maxDynamicSharedSizeBytes = 48 << 10;
-        a->ptxVersion = a->binaryVersion = gpu().capability)
+        a->ptxVersion = a->binaryVersion = compiled_capability())
 RUNTIME(cudaOccupancyMaxActiveBlocksPerMultiprocessor, (int* n, const void*, int, size_t), *n = 2)
 RUNTIME(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, (int* n, const void*, int, size_t, unsigned), *n = 2)
 RUNTIME(cudaOccupancyAvailableDynamicSMemPerBlock, (size_t* n, const void*, int, int), *n = 48 << 10)

@@ -36,6 +36,7 @@ TOTAL_LIMIT_BYTES = 16 * LIMIT_BYTES
 CPU = torch.device("cpu")
 NUMBERS = (bool, int, float, complex)
 ONLY_ALLOCATE_OR_LOOK = {
+    "_fused_sdp_choice",  # which the CPU makes otherwise
     "empty.memory_format", "empty_strided", "empty_quantized", "resize_", "resize_as_", "_resize_output_", "set_",
     "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "is_set_to", "record_stream",
     "is_pinned", "_pin_memory", "_coalesced_", "_cudnn_init_dropout_state", "_use_cudnn_ctc_loss",
@@ -49,6 +50,8 @@ SHAPED_BY_VALUES = {
     "repeat_interleave.Tensor", "bincount",
 }  # fmt: skip
 """Their CUDA kernels count, read the count back and allocate. No kernel wrote the count, so the CPU says the shape."""
+COMPILED_WHEN_CALLED = {"prod", "prod.dim_int"}
+"""Their CUDA kernels of integers are compiled by NVRTC, which ends the process here; they take no scratch memory."""
 COMPOSITE = ("copy_", "pow.Scalar")
 """Have no CUDA kernel, but launch kernels, or hand Python a wrapped number on the GPU, which torch refuses."""
 
@@ -166,7 +169,7 @@ class Operator:
             args = tuple(_tensor_of(v, tensors) if number else v for v, number in zip(args, is_number, strict=True))
         seed = self._seed((*args, *kwargs.values())) if self.is_random else None
         # the CPU works below autograd, which has seen this call already
-        if self.name in SHAPED_BY_VALUES:
+        if self.name in SHAPED_BY_VALUES | COMPILED_WHEN_CALLED:
             with torch._C._AutoDispatchBelowAutograd():
                 return self._compute_and_allocate(args, kwargs)
         saved = self._save(args, kwargs) if self.written else []

@@ -21,6 +21,7 @@ from transformers import Trainer
 import tiny
 from hf_memopt import MicrobatchCallback, attach
 from hf_memopt.batching.collation.flattened_texts import undisturbed
+from hf_memopt.binding.trials import norm_of
 from hf_memopt.binding.undo import KeptState
 from scarcity import Pad, mixed_rows
 
@@ -224,3 +225,9 @@ def test_what_a_model_records_of_its_layers_is_recorded_once(tmp_path: Path) -> 
         model(input_ids=ids, output_hidden_states=True)
     found = model(input_ids=ids, output_hidden_states=True).hidden_states
     assert len(found) == model.config.num_hidden_layers + 1
+
+
+def test_the_norm_of_a_large_weight_is_that_of_its_slices() -> None:
+    weight = torch.randn(2**22 + 3, generator=torch.Generator().manual_seed(0)).view(-1, 1)
+    assert norm_of(weight).item() == pytest.approx(torch.linalg.vector_norm(weight.double()).item(), rel=1e-12)
+    assert norm_of(weight[:5]).dtype is torch.float64

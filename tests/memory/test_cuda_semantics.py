@@ -95,8 +95,23 @@ def test_sums_and_norms_are_told_float32_and_copy_nothing() -> None:
 @pytest.mark.parametrize("call", [lambda x: F.dropout(x, 0.1), lambda x: torch.dropout(x, 0.1, True), nn.Dropout(0.1)])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_mask_of_dropout_has_one_byte_per_element(call: Callable[[Any], Any], dtype: torch.dtype) -> None:
+    """The mask comes before the result, as in CUDA's kernel: so torch's own CUDA build allocates."""
     x = meta(4, 8, dtype=dtype, requires_grad=True)
-    assert allocated(lambda: call(x), x) == [4 * 8 * x.element_size(), 4 * 8]
+    assert allocated(lambda: call(x), x) == [4 * 8, 4 * 8 * x.element_size()]
+
+
+def test_autocast_casts_the_last_argument_first() -> None:
+    rows, weight, bias = meta(64, 8), meta(16, 8, requires_grad=True), meta(16, requires_grad=True)
+    copies = [2 * 16, 2 * 16 * 8, 2 * 64 * 8]  # of the bias, of the weight, of the rows
+    for call in (lambda: F.linear(rows, weight, bias), lambda: F.linear(rows, weight=weight, bias=bias)):
+        assert allocated(call, rows, weight, bias, autocast=BF16)[:3] == copies
+
+
+def test_layer_norm_copies_an_input_that_is_not_contiguous_before_its_result() -> None:
+    x = meta(8, 64).t()
+    assert allocated(lambda: F.layer_norm(x, (8,)), x)[0] == 64 * 8 * 4
+    assert allocated(lambda: F.layer_norm(x, (8,)), x)[:5] == [2048, 2048, 256, 256, -2048]
+    assert 2048 not in allocated(lambda: F.layer_norm(x, (8,)), x)[5:]
 
 
 @pytest.mark.parametrize(

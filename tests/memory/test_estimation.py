@@ -343,15 +343,29 @@ def test_float16_of_a_model_that_leaves_its_range_is_noted() -> None:
         assert note in estimate(model, seq_len=8, gpu=gpu, bf16=True).notes
 
 
+PADDED = "batches with padding: give padding=False where all rows have one length, which need no mask"
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_noted"),
+    [({}, True), ({"padding": False}, False), ({"padding": True}, False), ({"batch_size": 1}, False)],
+)
+def test_padding_that_is_assumed_is_noted(settings: dict[str, Any], is_noted: bool) -> None:
+    """Rows of one length make a mask of ones alone, which transformers' code leaves out."""
+    assert (PADDED in of_bert(**settings).notes) == is_noted
+    assert of_bert(padding=False).peak_allocated_bytes < of_bert().peak_allocated_bytes
+
+
 def test_what_is_assumed_of_a_gpu_is_in_the_notes() -> None:
     found = of_bert()
     assert (found.gpu, found.fits, found.context_bytes, found.settings.precision) == (None, None, None, "fp32")
     assert found.notes == (
         "no GPU given: kernels of compute capability 8.0, and the context is not in the total",
         "evaluation not included: give eval_batch_size",
+        PADDED,
     )
     unknown = of_bert(gpu=dataclasses.replace(find_gpu("T4"), context_bytes=None), eval_batch_size=4)
-    assert unknown.notes == ("the size of the CUDA context on T4 is unknown and not in the total",)
+    assert unknown.notes == ("the size of the CUDA context on T4 is unknown and not in the total", PADDED)
     assert unknown.total_bytes == unknown.peak_reserved_bytes
     for name in ("8GB", "MI300X"):
         (note,) = find_gpu(name).notes

@@ -181,7 +181,7 @@ def test_blocks_are_those_of_the_gpu(case: str) -> None:
         "mean": (aten.mean.default, (source,)),
         "embedding": (aten.embedding_dense_backward.default, (source[:, :1024].clone(), indices, 30522, -1, False)),
         "foreach_norm": (aten._foreach_norm.Scalar, ([source, source[0]], 2)),
-        "index_put": (aten.index_put_.default, (source, [indices.view(-1) % 4096], source, True)),
+        "index_put": (aten.index_put_.default, (source, [indices.view(-1) % 4096], source.clone(), True)),
     }[case]
     if case == "embedding":
         args = (args[0].view(32, 128, 1024), *args[1:])

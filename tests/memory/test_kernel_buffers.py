@@ -37,6 +37,8 @@ _scaled_dot_product_efficient_attention_backward: grad_out_ query key value attn
     philox_offset dropout_p grad_input_mask is_causal scale
 native_layer_norm_backward: grad_out input normalized_shape mean rstd weight bias output_mask
 _fused_rms_norm_backward: grad_out input normalized_shape rstd weight output_mask
+convolution_backward: grad_output input weight bias_sizes stride padding dilation transposed output_padding groups
+    output_mask
 embedding_dense_backward: grad_output indices num_weights padding_idx scale_grad_by_freq
 index_put: self indices values accumulate
 index_put_: self indices values accumulate

@@ -25,9 +25,12 @@ from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt import GPUS
+import tiny
+from hf_memopt import GPUS, estimate
 from hf_memopt.binding import versions
+from hf_memopt.memory import estimate_of
 from hf_memopt.memory.quantized import quantize, stand_in
+from hf_memopt.memory.settings import BatchShape
 from tiny import llama_config
 
 # bitsandbytes says so for each linear whose input features are no multiple of the block; the bytes are what is tested
@@ -431,3 +434,33 @@ def test_private_names():
         assert product(torch.ones(2, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype)).tolist() == [[4] * 3] * 2
     names = {"gemm_4bit", "dequantize_4bit", "dequantize_blockwise", "int8_vectorwise_quant", "int8_linear_matmul"}
     assert names <= set(cuda_kernels())
+
+
+PEFT_RUN: dict[str, Any] = {"batch_size": 2, "seq_len": 16, "precision": "bf16", "attn_implementation": "eager"}
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_casts_of_peft_are_a_setting_that_says_what_a_trainers_model_says(tmp_path: Path, checkpoints: bool) -> None:
+    """``prepare="peft"`` of a configuration against the dtypes of a model that PEFT's own function has cast."""
+    bits = {**NF4, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}
+    model = quantized_llama(tmp_path, torch.bfloat16, bits)
+    real = peft.get_peft_model(
+        peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpoints),
+        peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    options = versions.checkpointing_arguments() if checkpoints else {}
+    args = tiny.arguments(tmp_path, per_device_train_batch_size=2, bf16=True, **options)
+    seen = estimate_of(transformers.Trainer(real, args), BatchShape(2, 16, None, 32))
+    run = {**PEFT_RUN, "load_in": "nf4", "lora": 4, "checkpointing": checkpoints}
+    run |= {name: getattr(seen.settings, name) for name in ("optim", "max_grad_norm")}
+    found = {
+        prepare: estimate(llama_config(), task="causal-lm", prepare=prepare, weights_dtype="bfloat16", **run)
+        for prepare in ("peft", ())
+    }
+    assert found["peft"].components["weights"] > found[()].components["weights"]
+    assert found["peft"].phases == seen.phases
+    assert found["peft"].components == seen.components
+    noted = [note for note in found["peft"].notes if "use_gradient_checkpointing=False" in note]
+    assert len(noted) == (not checkpoints)
+    assert any("prepare='peft' counts them" in note for note in found[()].notes)
+    assert not any("prepare='peft'" in note for note in found["peft"].notes)

@@ -192,3 +192,80 @@ def test_backward_that_fails_ends_the_recomputation_and_tells_of_it() -> None:
     with recording(tracker):
         torch.zeros(2, device="meta")
     assert tracker.places[-1] == 0  # of a forward pass again
+
+
+# ---- In place
+
+
+ROWS, COLUMNS = 96, 128
+USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a leaf twice": lambda x, i: x.sin() + x.cos(),
+    "a leaf three times": lambda x, i: x.sin() + x.cos() + x.tanh(),
+    "twice": lambda x, i: (lambda h: h.sin() + h.cos())(x.exp()),
+    "three times": lambda x, i: (lambda h: h.sin() + h.cos() + h.tanh())(x.exp()),
+    "an expanded gradient first": lambda x, i: x.sum() + x.exp().sum(),
+    "parts": lambda x, i: x.exp()[:48].sin().sum() + x.exp()[48:].cos().sum(),
+    "gather": lambda x, i: x.exp().gather(1, i).sin(),
+    "index": lambda x, i: x.exp()[i[:, 0]].sin(),
+    "index_select": lambda x, i: x.exp().index_select(0, i[:, 0]).sin(),
+    "topk": lambda x, i: x.exp().topk(64, dim=1)[0].sin(),
+    "max": lambda x, i: x.exp().max(dim=1)[0].sin(),
+}
+
+
+@pytest.mark.parametrize("hides", [False, True], ids=["", "kernels that hold memory"])
+@pytest.mark.parametrize("name", USES)
+def test_gradients_are_added_in_place_as_without_a_mode(name: str, hides: bool) -> None:
+    """The same blocks, in order, as torch's profiler sees on the CPU, where no mode is on and no tensor is meta."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        x, index = torch.rand(ROWS, COLUMNS, requires_grad=True), torch.zeros(ROWS, 64, dtype=torch.long)
+        USES[name](x, index).sum().backward()
+        del x, index
+    found = profiled.profiler.kineto_results.events()  # private, seen in torch 2.13
+    expected = [one.nbytes() for one in found if one.name() == "[memory]" and abs(one.nbytes()) > 2048]
+
+    tracker = StorageTracker(hidden=lambda func, *_: (7,) if hides and "index_put" in str(func) else ())
+    with recording(tracker):
+        x = meta(ROWS, COLUMNS, requires_grad=True)
+        index = meta(ROWS, 64, dtype=torch.long)
+        loss = USES[name](x, index).sum()
+        gradient = torch.ones_like(loss)
+        with tracker.backward():
+            run_backward(loss, gradient)
+        del loss, gradient, x, index
+    assert [delta for delta in deltas(tracker) if abs(delta) > 2048] == expected
+    alive: dict[int, int] = {}
+    for number, delta in tracker.events:
+        alive[number] = alive.get(number, 0) + delta
+    assert not any(alive.values())  # numbers stay matched where a block is taken over
+
+
+def test_a_gradient_that_is_a_view_is_added_out_of_place() -> None:
+    """The gradient of a linear layer's weight is ``mm().t()``, whose base is alive. The last use has the first one."""
+    births = []
+    for is_view_first in (False, True):
+        weight, x = meta(64, 32, requires_grad=True), meta(16, 32)
+        tracker = StorageTracker()
+        with recording(tracker):
+            uses = [lambda w=weight, x=x: F.linear(x, w).sum(), lambda w=weight: w.sin().sum()]
+            first, second = (use() for use in (reversed(uses) if is_view_first else uses))
+            loss = first + second
+            gradient, before = torch.ones_like(loss), len(tracker.events)
+            with tracker.backward():
+                run_backward(loss, gradient)
+        births.append([delta for _, delta in tracker.events[before:]].count(64 * 32 * 4))
+    assert births == [3, 4]  # cosine, gradient of the sine, product; and the sum
+
+
+def test_first_products_are_noted_after_their_results() -> None:
+    weight, x = meta(8, 4, requires_grad=True), meta(2, 4, requires_grad=True)
+    tracker = StorageTracker()
+    with recording(tracker):
+        loss = F.linear(x, weight).sum()
+        assert tracker.events[tracker.first_products[0] - 1][1] == 2 * 8 * 4
+        assert tracker.first_products[1] == -1
+        gradient = torch.ones_like(loss)
+        with tracker.backward():
+            run_backward(loss, gradient)
+    event = tracker.first_products[1]
+    assert tracker.events[event - 1][1] == 8 * 4 * 4

@@ -1,7 +1,8 @@
 """A slow allocator with the steps of ``c10/cuda/CUDACachingAllocator.cpp``, written from it function by function.
 
-One list of blocks per pool, searched from front to back; the names are those of the source (torch 2.4 to 2.13). Options
-are at their defaults; one stream. It shares no code and no data structure with ``CachingAllocator``.
+One list of blocks per pool, searched from front to back; the names are those of the source (torch 2.4 to 2.15). Options
+are at their defaults; one stream. Addresses fall; which of equal blocks is taken depends on the release. It shares no
+code and no data structure with ``CachingAllocator``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Block:
     is_small: bool
     size: int
     ptr: int
+    registration_counter: int = 0  # of the segment, which all blocks cut from it inherit
     requested_size: int = 0
     allocated: bool = False
     mapped: bool = True
@@ -40,8 +42,12 @@ class Block:
 
 
 class TorchAllocator:
-    def __init__(self, expandable_segments: bool = False, total_bytes: float = float("inf")) -> None:
+    def __init__(
+        self, expandable_segments: bool = False, total_bytes: float = float("inf"), release: tuple[int, ...] = (2, 13)
+    ) -> None:
         self.expandable_segments, self.total = expandable_segments, total_bytes
+        self.has_counter = release >= (2, 12)
+        self.counter = 0
         self.blocks: dict[bool, list[Block]] = {True: [], False: []}  # free ones, by is_small
         self.unmapped: dict[bool, list[Block]] = {True: [], False: []}
         self.active: dict[Hashable, Block | None] = {}
@@ -89,7 +95,7 @@ class TorchAllocator:
         return K_ROUND_LARGE * ((size + K_ROUND_LARGE - 1) // K_ROUND_LARGE)
 
     def get_free_block(self, size: int) -> Block | None:
-        pool = sorted(self.blocks[size <= K_SMALL_SIZE], key=lambda each: (each.size, each.ptr))
+        pool = sorted(self.blocks[size <= K_SMALL_SIZE], key=self.block_comparator)
         fitting = [block for block in pool if block.size >= size]
         if not fitting:
             return None
@@ -102,6 +108,10 @@ class TorchAllocator:
         self.blocks[fitting[found].is_small].remove(fitting[found])
         return fitting[found]
 
+    def block_comparator(self, block: Block) -> tuple[int, int, int]:
+        """BlockComparatorSizeCounterAddress; before 2.12 BlockComparatorSize."""
+        return block.size, block.registration_counter if self.has_counter else 0, block.ptr
+
     @staticmethod
     def expandable_size(block: Block) -> int:
         behind = block.next
@@ -110,7 +120,8 @@ class TorchAllocator:
     def alloc_found_block(self, block: Block, size: int) -> Block:
         if self.should_split(block, size):
             remaining = block
-            block = Block(remaining.is_small, size, remaining.ptr, prev=remaining.prev, next=remaining)
+            block = Block(remaining.is_small, size, remaining.ptr, remaining.registration_counter)
+            block.prev, block.next = remaining.prev, remaining
             if block.prev is not None:
                 block.prev.next = block
             remaining.prev = block
@@ -133,7 +144,8 @@ class TorchAllocator:
         if not self.take(alloc_size):
             return None
         self.next_ptr -= alloc_size  # the driver
-        return Block(size <= K_SMALL_SIZE, alloc_size, self.next_ptr)
+        self.counter += 1
+        return Block(size <= K_SMALL_SIZE, alloc_size, self.next_ptr, self.counter)
 
     def take(self, size: int) -> bool:
         if self.reserved + size > self.total:

@@ -48,6 +48,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128}  # bitsandbytes quantises 
 QUICK = ("QLoRA",)
 EVERY = slow_except(QUICK, RECIPES)
 
+ON_CPU = tiny.DEVICE == "cpu"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -64,7 +66,7 @@ def texts(count: int = 32) -> Dataset:
 
 def trainer_of(recipe: Recipe, folder: Path, output_dir: Path, **given: Any) -> transformers.Trainer:
     arguments = {
-        "output_dir": str(output_dir), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 4,
+        "output_dir": str(output_dir), "use_cpu": ON_CPU, "report_to": "none", "disable_tqdm": True, "max_steps": 4,
         "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2,
     }  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, **recipe.model_kwargs())
@@ -175,7 +177,7 @@ def test_a_model_of_sound_trains_without_a_tokenizer(set_up: str, tmp_path: Path
         train_dataset=sounds(),
         eval_dataset=sounds(),
         training_arguments={
-            "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 2,
+            "output_dir": str(tmp_path), "use_cpu": ON_CPU, "report_to": "none", "disable_tqdm": True, "max_steps": 2,
             "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2,
         },
     )  # fmt: skip
@@ -237,7 +239,7 @@ def test_a_model_that_is_built_later_gets_adapters(folder: Path, tmp_path: Path)
         train_dataset=texts().map(lambda row: {"labels": row["input_ids"]}),
         processing_class=tiny.tokenizer(),
         training_arguments={
-            "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 1,
+            "output_dir": str(tmp_path), "use_cpu": ON_CPU, "report_to": "none", "disable_tqdm": True, "max_steps": 1,
             "save_strategy": "no",
         },
     )  # fmt: skip

@@ -35,7 +35,7 @@ def wired(tmp_path: Any, chosen: Recipe, data: Any, **settings: Any) -> Any:
         model=settings.pop("model") if "model" in settings else tiny.bert(),
         train_dataset=data,
         processing_class=settings.pop("processing_class", tiny.tokenizer()),
-        training_arguments={**quiet, "use_cpu": True, **settings.pop("training_arguments", {})},
+        training_arguments={**quiet, "use_cpu": tiny.DEVICE == "cpu", **settings.pop("training_arguments", {})},
         **settings,
     )
 

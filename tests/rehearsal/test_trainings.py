@@ -17,6 +17,8 @@ from torch.optim import optimizer
 from transformers import Trainer
 
 import language_models
+import tiny
+from hf_memopt.binding.trials import untraced
 from hf_memopt.rehearsal import blocks_at_peak, peaks_by_phase, recorded_events, values_report
 
 pytestmark = pytest.mark.stand_in
@@ -129,3 +131,14 @@ def test_values_change_no_allocation() -> None:
         assert on[name] == off[name]
     # without values a mask of ones seems to mask everything, so attention makes one that a GPU leaves out
     assert masked_on["peaks"]["backward"] < masked_off["peaks"]["backward"]
+
+
+def test_a_trial_of_a_loss_leaves_no_blocks(tmp_path: Path) -> None:
+    trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path, use_cpu=False), train_dataset=tiny.rows())
+    before = torch.cuda.memory_reserved()
+    with untraced(trainer, trainer.model):
+        square = torch.ones(2**11, 2**11, device="cuda")
+        assert (square @ square).shape == square.shape
+        del square
+        assert torch.cuda.memory_reserved() > before
+    assert torch.cuda.memory_reserved() == before

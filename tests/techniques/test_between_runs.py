@@ -40,7 +40,7 @@ def test_a_backward_pass_after_a_run_steps_nothing(is_attached: bool, tmp_path: 
     trainer = released(tmp_path, model, is_attached=is_attached)
     trainer.train()
     before = weights_of(model)
-    batch = {name: torch.tensor([row[name] for row in tiny.rows(2)]) for name in tiny.rows(1)[0]}
+    batch = {name: torch.tensor([row[name] for row in tiny.rows(2)], device=model.device) for name in tiny.rows(1)[0]}
     model.eval()(**batch).loss.backward()
     assert all(map(torch.equal, before, weights_of(model)))
     assert all(one.grad is not None for one in model.parameters())

@@ -218,10 +218,10 @@ def saved_bytes(model: nn.Module) -> int:
         alive.add(saved)
         return saved
 
-    ids = torch.randint(5, 100, (8, 32), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(5, 100, (8, 32), generator=torch.Generator().manual_seed(0)).to(model.device)
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-        loss = model(input_ids=ids, labels=torch.arange(8) % 3).loss
+        loss = model(input_ids=ids, labels=torch.arange(8, device=model.device) % 3).loss
     gc.collect()  # what a checkpointed layer without any gradient saved is dead by now
     storages = {saved.tensor.untyped_storage().data_ptr(): saved.tensor.untyped_storage().nbytes() for saved in alive}
     loss.backward()
@@ -252,7 +252,7 @@ def train(model: Any, folder: Path, *callbacks: Any, **settings: Any) -> Trainer
 
 def moved(before: nn.Module, model: nn.Module) -> set[str]:
     old = dict(before.named_parameters())
-    return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, old[name])}
+    return {name for name, parameter in model.named_parameters() if not torch.equal(parameter.cpu(), old[name].cpu())}
 
 
 @pytest.mark.parametrize(

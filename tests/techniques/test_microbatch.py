@@ -91,6 +91,20 @@ def logged(trainer: Trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def test_memory_that_runs_out_in_the_optimizers_step_is_raised_with_what_to_do(tmp_path: Path, monkeypatch) -> None:
+    def step(self: Any, closure: Any = None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        run(CASES["bert"], tmp_path, MicrobatchCallback())
+    assert error.value.__notes__ == [
+        "MicrobatchCallback: memory ran out in the optimizer's step, whose state and gradients are as large for any "
+        "batch; expected an optimizer that fits. Keep a smaller state with optim='adamw_8bit', or one gradient at a "
+        "time with optimizer_cls_and_kwargs=released_optimizer(args, model)"
+    ]
+
+
 QUICK = ("bert-tokens", "bert-questions", "llama", "llama-left", "llama-smoothed", "t5", "vit")
 
 

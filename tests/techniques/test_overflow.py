@@ -183,7 +183,7 @@ def test_it_stops_after_some_steps_in_a_row(tmp_path: Any, caplog: pytest.LogCap
     assert [report.batch for report in reports] == [names[0], "", ""]  # of each kind and place one
     batch = torch.load(path.with_name(names[0]))
     assert batch["input_ids"].tolist() == [row["input_ids"] for row in nonfinite_models.rows(24, bad=(5,))[4:8]]
-    assert not model(**batch).loss.isfinite()
+    assert not model(**{name: values.to(model.device) for name, values in batch.items()}).loss.isfinite()
     assert [(record.levelname, record.getMessage()) for record in caplog.records if "nonfinite" in record.name] == [
         (level, f"non-finite detection dropped {report}")
         for level, report in zip(("WARNING", "INFO", "INFO"), reports, strict=True)

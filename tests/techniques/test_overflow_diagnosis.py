@@ -306,7 +306,8 @@ def test_the_rows_of_experts_are_those_of_the_module_around_them(tmp_path: Any) 
     model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, args, outputs: overflow(outputs))
 
     def overflow(outputs: torch.Tensor) -> torch.Tensor:
-        return outputs.index_fill(0, torch.tensor([8 + 3]), torch.inf)  # the fourth token of the second row
+        fourth_of_second_row = torch.tensor([8 + 3], device=outputs.device)
+        return outputs.index_fill(0, fourth_of_second_row, torch.inf)
 
     (report,) = found(model, nonfinite_models.rows(4), tmp_path)
     assert (report.case, report.where, report.rows) == ("forward", "model.layers.1.mlp.act_fn", (1,))
@@ -360,8 +361,9 @@ def picture(model: nn.Module) -> list[Any]:
 def test_the_replay_draws_the_same_random_numbers(tmp_path: Any) -> None:
     model = Joint(has_norm=False)
     trainer = nonfinite_models.make_trainer(model, joint_rows(), tmp_path)
-    inputs = {"x": torch.rand(4, 2), "labels": torch.zeros(4)}
-    state = RandomState.capture(torch.device("cpu"))
+    device = torch.device(tiny.DEVICE)
+    inputs = {"x": torch.rand(4, 2, device=device), "labels": torch.zeros(4, device=device)}
+    state = RandomState.capture(device)
     seen: list[Any] = []
     model.dropout.register_forward_hook(lambda module, args, output: seen.append(output.tolist()))
     model(**inputs)

@@ -62,7 +62,7 @@ def over_boxes(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def in_batch_negatives(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    return functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+    return functional.cross_entropy(logits @ logits.T, torch.arange(len(logits), device=logits.device))
 
 
 def penalty(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
@@ -76,7 +76,7 @@ def hard_examples(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
 
 def random_mask(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
     """A mask drawn anew at each pass: once per step, in parts or not."""
-    return (each(logits, inputs["labels"]) * torch.rand(len(logits))).mean()
+    return (each(logits, inputs["labels"]) * torch.rand(len(logits), device=logits.device)).mean()
 
 
 LOSSES = (weighted_mean, masked_tokens, over_boxes, in_batch_negatives, penalty, hard_examples, random_mask)
@@ -516,7 +516,7 @@ def test_a_statement_is_verified_on_rows_of_different_labels(tmp_path: Path) -> 
     data = [row | {"labels": 0} for row in mixed_rows(24)]
     max(data[8:16], key=lambda row: len(row["input_ids"]))["labels"] = 1
     data = [row | {"boxes": torch.zeros(1)} for row in data]
-    weight = torch.tensor([1.0, 20.0, 1.0])
+    weight = torch.tensor([1.0, 20.0, 1.0], device=tiny.DEVICE)
     kind = own(lambda logits, inputs: functional.cross_entropy(logits, inputs["labels"], weight=weight))
     callback = MicrobatchCallback(max_examples=2, loss="mean over rows")
     trainer = make(kind, tmp_path, callback, data=data, per_device_train_batch_size=8)

@@ -221,8 +221,8 @@ class WithDistances(Classifier):
     """Embeds the 2n - 1 distances between n columns."""
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
-        columns, hidden = torch.arange(input_ids.shape[1]), self.embed(input_ids)
-        distances = self.embed(torch.arange(1 - len(columns), len(columns)) + 25)
+        columns, hidden = torch.arange(input_ids.shape[1], device=input_ids.device), self.embed(input_ids)
+        distances = self.embed(torch.arange(1 - len(columns), len(columns), device=input_ids.device) + 25)
         between = distances[columns[:, None] - columns + len(columns) - 1]
         scores = torch.einsum("bih,ijh->bij", hidden, between)
         weights = scores.masked_fill(attention_mask[:, None] == 0, float("-inf")).softmax(-1)

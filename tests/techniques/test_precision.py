@@ -194,7 +194,7 @@ class CacheInside(nn.Module):
         self.seen: set[tuple[bool, bool]] = set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.seen.add((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+        self.seen.add((torch.is_autocast_enabled(tiny.DEVICE), torch.is_autocast_cache_enabled()))
         return self.inner(*args, **kwargs)
 
 
@@ -304,11 +304,11 @@ def test_master_weights_are_the_same_parameters_and_come_back_exactly(tmp_path: 
             is_frozen = name.startswith("model.layers.0.")
             assert parameter.dtype == (torch.bfloat16 if is_frozen else torch.float32)
             assert id(parameter) == before[name][0]
-            assert torch.equal(parameter.to(torch.bfloat16), before[name][1])
+            assert torch.equal(parameter.to(torch.bfloat16).cpu(), before[name][1])
         assert model.lm_head.weight is model.model.embed_tokens.weight
         callback.handle.remove()
         assert dtypes(model) == {torch.bfloat16}
-        assert all(torch.equal(p, before[name][1]) for name, p in model.named_parameters(remove_duplicate=False))
+        assert all(torch.equal(p.cpu(), before[name][1]) for name, p in model.named_parameters(remove_duplicate=False))
         assert "call_model_init" not in vars(trainer)
 
 
@@ -334,7 +334,7 @@ def test_an_optimizer_that_is_built_already_is_kept_until_it_has_stepped(tmp_pat
     attach(trainer)
     assert dtypes(model) == {torch.float32}
     callback.handle.remove()
-    rows = torch.arange(5, 17).reshape(1, 12)
+    rows = torch.arange(5, 17, device=model.device).reshape(1, 12)
     model(input_ids=rows, labels=rows).loss.backward()
     optimizer.step()
     with pytest.raises(ValueError) as error:
@@ -357,7 +357,7 @@ def test_small_updates_are_lost_without_master_weights(tmp_path: Path, rebuilt: 
         trainer = attach(make_trainer(tmp_path, *callbacks, **settings))
         trainer.train()
         pairs = list(zip(trainer.model.parameters(), half_llama().parameters(), strict=True))
-        moved = sum(int((new.float() != old.float()).sum()) for new, old in pairs)
+        moved = sum(int((new.cpu().float() != old.float()).sum()) for new, old in pairs)
         return moved / sum(old.numel() for _, old in pairs)
 
     assert moved_fraction() < 0.3

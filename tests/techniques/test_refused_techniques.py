@@ -41,7 +41,7 @@ pytestmark = [
     # bitsandbytes on a CPU
     pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
 ]
-IDS = torch.randint(5, 100, (8, 12), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(5, 100, (8, 12), generator=torch.Generator().manual_seed(1)).to(tiny.DEVICE)
 
 
 def streamed(model: Any, **settings: Any) -> Any:

@@ -33,12 +33,12 @@ from technique_table import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 LAYERS = 5
-IDS = torch.randint(5, 100, (8, 12), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(5, 100, (8, 12), generator=torch.Generator().manual_seed(1)).to(tiny.DEVICE)
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-2, "logging_strategy": "steps", "logging_steps": 1}
 
 
 def llama(**settings: Any) -> transformers.LlamaForCausalLM:
-    return tiny.llama(**{"num_hidden_layers": LAYERS, "attention_dropout": 0.1, **settings}).train()
+    return tiny.llama(**{"num_hidden_layers": LAYERS, "attention_dropout": 0.1, **settings}).train().to(tiny.DEVICE)
 
 
 def rows(count: int = 16) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ def test_moving_a_model_leaves_its_layers_on_the_host() -> None:
 def test_a_copy_is_a_plain_model_of_its_own(way: Any) -> None:
     model = llama()
     handle = stream_layers(model)
-    copied = way(model)
+    copied = way(model).to(tiny.DEVICE)  # its layers were copied on the host
     assert backward(copied) == backward(model)
     assert same(gradients(copied), gradients(model))
     assert handle.ring.fetches == 2 * LAYERS - 2

@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import cases, head
 
+import tiny
 from hf_memopt import stream_layers
 from hf_memopt.binding import enable_checkpointing
 from technique_table import same
@@ -50,7 +51,8 @@ def trained(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", cases("streamed"))
 def test_an_architecture_is_trained_as_with_whole_weights(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = head(kind, SIZES, monkeypatch)
-    model = adapted(model) if way == "LoRA" else model
+    model = (adapted(model) if way == "LoRA" else model).to(tiny.DEVICE)
+    batch = {name: value.to(tiny.DEVICE) if torch.is_tensor(value) else value for name, value in batch.items()}
     whole = copy.deepcopy(model)
     if whole.supports_gradient_checkpointing:
         enable_checkpointing(whole, {"use_reentrant": False})

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt import TiledLayersCallback, attach, checkpoint_layers, tile_layers
+from hf_memopt import TiledLayersCallback, attach, checkpoint_layers, stream_layers, tile_layers
 from hf_memopt.binding import enable_checkpointing
 from language_models import distance, gradients
 
@@ -219,7 +219,7 @@ def test_a_second_trainer_of_a_tiled_model_has_the_same_tiles(size: int | None, 
     first.handle.remove()
     with torch.no_grad():
         positions = calls_of(model.model.layers[0].mlp.up_proj)
-        model(input_ids=IDS)
+        model(input_ids=IDS.to(model.device))
         assert len(positions) == (1 if size is None else 19)  # of 37 positions in 2 rows
     second.handle.remove()
     assert [vars(layer.mlp).keys() for layer in model.model.layers] == before
@@ -361,3 +361,10 @@ def test_most_kept_bytes_come_first() -> None:
     model = tiny.llama(intermediate_size=128)
     model.model.layers[1].mlp = type(model.model.layers[1].mlp)(tiny.llama_config(intermediate_size=256))
     assert tile_layers(model).modules == {"model.layers.1.mlp": 4096, "model.layers.0.mlp": 2048}
+
+
+@pytest.mark.gpu
+def test_layers_that_wait_in_host_memory_are_refused() -> None:
+    model = tiny.llama(num_hidden_layers=3)
+    with stream_layers(model), pytest.raises(ValueError, match=r"^streamed layers and tiled layers are incompatible: "):
+        tile_layers(model)

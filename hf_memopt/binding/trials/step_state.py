@@ -27,6 +27,8 @@ from hf_memopt.binding.model import unwrap_parallel
 from hf_memopt.binding.undo import KeptState, RandomState
 from hf_memopt.changes import CHANGES
 
+NORM_ELEMENTS = 2**22  # of a weight at a time
+
 
 class StepState:
     """What a Trainer holds as a step begins; of a step ``of_stock`` the random numbers alone.
@@ -166,7 +168,12 @@ def _names_of_stock() -> frozenset[str]:
 def norm_of(weight: torch.Tensor) -> torch.Tensor:
     """Return the norm by which a changed weight is known."""
     wide = torch.float32 if weight.device.type == "mps" else torch.float64
-    norm: torch.Tensor = torch.linalg.vector_norm(weight.detach(), dtype=wide)
+    # torch copies all that it takes a norm of to the wider dtype: of a vocabulary's weights that is gigabytes
+    own = weight.detach()
+    own = own.to_local() if hasattr(own, "to_local") else own  # the shard of this process, under FSDP2
+    slices = own.flatten().split(NORM_ELEMENTS)
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=wide) for part in slices])
+    norm: torch.Tensor = torch.linalg.vector_norm(norms)
     return norm
 
 

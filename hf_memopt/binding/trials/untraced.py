@@ -38,6 +38,11 @@ def untraced(trainer: Any, model: nn.Module, largest_copy_bytes: int = 2**20) ->
     yields what puts all of them back in between, but for larger tensors.
     """
     with ExitStack() as stack:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # blocks of a trial have other sizes than those of the training; the first to go is that of cuBLAS
+            # (private: seen in torch 2.6 to 2.14)
+            stack.callback(torch.cuda.empty_cache)
+            stack.callback(torch._C._cuda_clearCublasWorkspaces)
         stack.enter_context(trainer.accelerator.no_sync(model))
         stack.callback(torch.clear_autocast_cache)  # of casts that were made without a graph
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # else each length would be compiled

@@ -10,18 +10,17 @@ that is off.
 - Up to 1 MiB it comes from segments of 2 MiB, which are cut up to the last 512 B. Below 10 MiB it comes from segments
   of 20 MiB; from 10 MiB on the segment is the size, rounded up to 2 MiB. In both a rest of up to 1 MiB is not split off
   but belongs to the block, and counts as allocated.
-- Of the free blocks the smallest that is large enough is taken, the lowest address first among equals.
+- Of the free blocks the smallest that is large enough is taken; of equal ones that of the oldest segment, and there the
+  lowest address. Before torch 2.12 it is the lowest address of all: that of the newest segment, since the driver places
+  each right below the one before (published ``memory_snapshot()`` of an RTX 3090 with CUDA 11.8). Source: CUDA builds
+  2.11 to 2.15, given falling and rising addresses by a stand-in; https://github.com/pytorch/pytorch/pull/183591.
 - A freed block merges with free neighbours. A segment that is free as a whole stays reserved until the cache is
   emptied.
 - Expandable segments: one range of addresses for small and one for large sizes, backed by pages of 2 MiB and 20 MiB
   as it fills. Emptying the cache gives back every page that is free as a whole.
 
-- The driver places each new segment right below the one before, so of equal free blocks the newest segment's is taken.
-  That decides where the long-lived tensors of a step lie: with rising addresses PowerLM-3B reserved up to 1.5 GiB less
-  than on an A100, with falling ones 0 to 58 MiB (LoRA and full, batches of 4 and 8).
-  Source: the segments in ``torch.cuda.memory_snapshot()`` of an RTX 3090 with CUDA 11.8, as published.
-
-Limitations: several streams, CUDA graphs and memory pools, and memory outside this allocator (the context, NCCL).
+Limitations: several streams, CUDA graphs and memory pools, and memory outside this allocator (the context, NCCL). Torch
+2.12 alone prefers the block that was cut first, here the lowest address (https://github.com/pytorch/pytorch/pull/178362).
 Assumed: addresses of segments that were returned to the driver are not used again (it matters for equal sizes only).
 """
 
@@ -30,6 +29,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
+
+from hf_memopt.memory.cuda import TORCH_RELEASE
 
 # The constants of c10: kMinBlockSize, kSmallSize, kMinLargeAlloc, kSmallBuffer, kRoundLarge; large_segment_size().
 _ROUNDING_BYTES = 512
@@ -39,7 +41,7 @@ _SMALL_SEGMENT_BYTES = 2 * 2**20
 _LARGE_SEGMENT_BYTES = 20 * 2**20
 _LARGE_ROUNDING_BYTES = 2 * 2**20
 
-_TOP_ADDRESS = 2**47  # of a process on Linux; segments lie below
+_FIRST_ADDRESS = 2**46  # of segments, about where Linux has them
 
 # Addresses of an expandable segment, in whole pages. Torch takes 9/8 of the GPU's memory; here no int64 fills them.
 _ADDRESS_RANGE_BYTES = _LARGE_SEGMENT_BYTES * 2**64
@@ -131,7 +133,7 @@ class CachingAllocator:
         limit_bytes: what the allocator can get: the GPU's memory without the context and other programs; None for no
             limit. At the limit unused blocks are returned to the driver first, as torch does, which costs time but no
             memory: so a run may fit a GPU that is smaller than its peak of reserved bytes without a limit.
-        rising_addresses: whether each new segment lies above the one before, as on the stand-in of a GPU.
+        release: of torch, such as (2, 14), whose choice among equal blocks is made; None for the installed one.
 
     Attributes:
         allocated: ``torch.cuda.memory_allocated()``: the blocks in use, rounding and rests included.
@@ -148,9 +150,7 @@ class CachingAllocator:
         (3000320, 20971520)
     """
 
-    def __init__(
-        self, expandable_segments: bool = False, limit_bytes: int | None = None, *, rising_addresses: bool = False
-    ) -> None:
+    def __init__(self, expandable_segments: bool = False, limit_bytes: int | None = None, release: Any = None) -> None:
         self.limit_bytes = limit_bytes
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
@@ -159,7 +159,8 @@ class CachingAllocator:
         self._small = _Pool(True, expandable_segments)
         self._large = _Pool(False, expandable_segments)
         self._live: dict[Hashable, _Block | None] = {}
-        self._next_address, self._is_rising = _TOP_ADDRESS, rising_addresses
+        self._takes_oldest = (release or TORCH_RELEASE) >= (2, 12)
+        self._edge = _FIRST_ADDRESS  # of all segments so far
 
     def malloc(self, key: Hashable, size_bytes: int) -> int:
         """Allocate ``size_bytes`` under a key that has no block, and return the size of the block.
@@ -249,8 +250,9 @@ class CachingAllocator:
             segment_bytes = -(-size // _LARGE_ROUNDING_BYTES) * _LARGE_ROUNDING_BYTES
         if not self._reserve(segment_bytes):
             return None
-        self._next_address += segment_bytes if self._is_rising else -segment_bytes
-        return _Block(pool, self._next_address, segment_bytes)
+        address = self._edge if self._takes_oldest else self._edge - segment_bytes  # rising: by age, lowest first
+        self._edge += segment_bytes if self._takes_oldest else -segment_bytes
+        return _Block(pool, address, segment_bytes)
 
     def _expand(self, pool: _Pool, size: int) -> _Block | None:
         """Map pages at the first addresses with room for ``size`` bytes (``try_allocate_expandable_block``)."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -308,19 +309,24 @@ class _Run:
         if self.plan.settings.loop == "function":
             self._drop_held()  # of the accumulation step before
         self.phase("forward")
+        start, border = part.start, part.forward_end - part.start
+        products = self._tracker.first_products
+        first = min(max(products[0], start), part.forward_end) - start  # cuBLAS allocates after the first product
+        self.play(events[:first])
         self._workspace(0)
-        border = part.forward_end - part.start
-        self.play(events[:border])
+        self.play(events[first:border])
         self._drop_held()
         empty_cache_steps = self.plan.settings.torch_empty_cache_steps
         if empty_cache_steps is not None and step % empty_cache_steps == 0:
             self.allocator.empty_cache()
         self.phase("backward")
-        self._workspace(1)
-        for event, parameter, _ in part.releases:
-            self.play(events[border : event - part.start])
-            border = event - part.start
-            if isinstance(self.plan.optimizer, Sequence):
+        stops = [(min(max(products[1], part.forward_end), part.end), -1), *(stop[:2] for stop in part.releases)]
+        for event, parameter in sorted(stops, key=itemgetter(0)):
+            self.play(events[border : event - start])
+            border = event - start
+            if parameter < 0:
+                self._workspace(1)
+            elif isinstance(self.plan.optimizer, Sequence):
                 self._optimizer(self.plan.optimizer[parameter], ("state", parameter), first=step == 0)
         self.play(events[border:])
         self._forget(part)

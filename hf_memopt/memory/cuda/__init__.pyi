@@ -1,3 +1,4 @@
+from .attention import TORCH_RELEASE as TORCH_RELEASE
 from .flash_attention_2 import use_stand_in as use_stand_in
 from .kernel_buffers import hidden_bytes as hidden_bytes
 from .kernel_buffers import unknown_operators as unknown_operators

@@ -226,6 +226,11 @@ def _reduce_sum(
     return (cast, *_reduction_bytes(chip, Layout.of(source, _dims(dim)), size=size, vector=vector))
 
 
+def _convolution_backward(chip: Chip, out: Any, grad: Tensor, *_: Any) -> tuple[int, ...]:
+    """Return the buffers of the bias's gradient, a sum over all but the channels. Source: Convolution.cpp."""
+    return () if out[2] is None else _reduce_sum(chip, out[2], grad, [dim for dim in range(grad.dim()) if dim != 1])
+
+
 def _reduce_norm(
     chip: Chip, out: Tensor, source: Tensor, ord: Any = 2, dim: Any = None, *_: Any, **__: Any
 ) -> tuple[int, ...]:
@@ -363,6 +368,7 @@ _KERNELS: dict[str, _Rule] = {
     "scatter_reduce.two": _scatter_mean,
     **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_loss_backward),
     "_foreach_norm.Scalar": _foreach_norm,
+    "convolution_backward": _convolution_backward,
     **dict.fromkeys(("sum", "sum.dim_IntList", "mean", "mean.dim"), _reduce_sum),
     "linalg_vector_norm": _reduce_norm,
     **dict.fromkeys(("all", "all.dim", "amax", "amin", "any", "any.dim", "max", "min"), _reduce_extreme),

@@ -92,7 +92,7 @@ class CudaSemantics(TorchFunctionMode):
             torch.Tensor.to: self._to,
             torch.Tensor.__format__: _format,
             torch._C._nn.cross_entropy_loss: self._cross_entropy,
-            **{function: partial(_grouped_product, function) for function in _GROUPED_PRODUCTS},
+            **{function: partial(_grouped_product, function, capability) for function in _GROUPED_PRODUCTS},
             **{function: partial(self._softmax, function, fused) for function, fused in _FUSED_SOFTMAX.items()},
         }
         self._casts = CUDA_CASTS if autocast is not None else {}
@@ -168,7 +168,8 @@ class CudaSemantics(TorchFunctionMode):
             flat = (t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,)))
             wide = any(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for t in flat)
             cast = _raise if wide else self._lower
-        return func(*(_apply(cast, value) for value in args), **{key: _apply(cast, v) for key, v in kwargs.items()})
+        named = {key: _apply(cast, kwargs[key]) for key in reversed(kwargs)}  # as GCC evaluates: the last one first
+        return func(*[_apply(cast, value) for value in reversed(args)][::-1], **named)
 
     def _autocasting(self) -> bool:
         """Return whether autocast is on: in the region, and where checkpointing recomputes a part of it."""
@@ -197,7 +198,8 @@ class CudaSemantics(TorchFunctionMode):
             return value
         if value.dtype in (self._dtype, torch.float64):
             return value
-        cached = self._cache_enabled and (self._region or self._tracker is not None) and value.dtype == torch.float32
+        cached = self._cache_enabled and torch.is_autocast_cache_enabled()  # off inside tiles
+        cached = cached and (self._region or self._tracker is not None) and value.dtype == torch.float32
         if not (cached and value.requires_grad and value.is_leaf and not value._is_view()):
             return value.to(self._dtype)
         if id(value) not in self._cache:
@@ -229,7 +231,7 @@ class CudaSemantics(TorchFunctionMode):
 
     def _attention(self, query: Any, key: Any, value: Any, attn_mask: Any = None, *options: Any, **named: Any) -> Any:
         if self._autocasting():
-            query, key, value, attn_mask = (self._lower(tensor) for tensor in (query, key, value, attn_mask))
+            attn_mask, value, key, query = (self._lower(tensor) for tensor in (attn_mask, value, key, query))
         with nullcontext() if self._tracker is None else self._tracker.values.unread():  # a bias made of each mask
             return attend(query, key, value, attn_mask, *options, **named, capability=self._capability)
 
@@ -357,7 +359,7 @@ def cross_entropy(
     return (1 - label_smoothing) * loss + smooth * (label_smoothing / classes)
 
 
-def _grouped_product(function: Callable[..., Any], rows: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+def _grouped_product(function: Any, capability: Any, rows: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a grouped matrix product: CUDA takes more dtypes than the meta device.
 
     Source: torch 2.13, ``aten/src/ATen/native/cuda/GroupedBlas.cpp``, ``_grouped_mm_cuda``.
@@ -365,26 +367,28 @@ def _grouped_product(function: Callable[..., Any], rows: Any, weights: Any, *arg
     options = {name: value for name, value in kwargs.items() if name != "offs" and value is not None}
     if rows.dtype == torch.bfloat16 or rows.dim() != 2 or weights.dim() != 3 or options:
         return function(rows, weights, *args, **kwargs)
-    return _GroupedProduct.apply(rows, weights)  # type: ignore[no-untyped-call]
+    return _GroupedProduct.apply(rows, weights, capability < (8, 0))  # type: ignore[no-untyped-call]
 
 
 class _GroupedProduct(torch.autograd.Function):
     """Rows (tokens, inputs), sorted by expert, times weights (experts, inputs, outputs): one product for each row."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, rows_first: bool) -> torch.Tensor:
         ctx.save_for_backward(rows, weights)
+        ctx.rows_first = rows_first  # in the function of transformers for GPUs before Ampere
         return rows @ weights[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         rows, weights = ctx.saved_tensors
-        of_rows = grad @ weights[0].t() if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return of_rows, None
-        of_weights = torch.empty_like(weights)
-        torch.mm(rows.t(), grad, out=of_weights[0])
-        return of_rows, of_weights
+        of_rows = grad @ weights[0].t() if ctx.needs_input_grad[0] and ctx.rows_first else None
+        of_weights = torch.empty_like(weights) if ctx.needs_input_grad[1] else None
+        if of_weights is not None:
+            torch.mm(rows.t(), grad, out=of_weights[0])
+        if ctx.needs_input_grad[0] and not ctx.rows_first:
+            of_rows = grad @ weights[0].t()
+        return of_rows, of_weights, None
 
 
 def _opened() -> dict[Any, FunctionType]:

@@ -54,15 +54,16 @@ def load_events(model: nn.Module, number: Callable[[Tensor], int]) -> tuple[tupl
     was_cast = dtype in _SIXTEEN_BITS and not any(one.dtype in _SIXTEEN_BITS for one in plain)
     casts = [one for one in plain if was_cast and one.dtype == torch.float32]
     loaded = {id(one): one.numel() * dtype.itemsize for one in casts}
+    stacks: list[Any] = [one for one in model.modules() if type(one).__name__ == "ExpertStack"]
     block_bytes = sum(loaded.get(id(one), one.nbytes) for _, one in named)  # statistics are not counted
+    block_bytes += sum(math.prod(stack.shape) // 2 for stack in stacks)
     events: list[Event] = [("warm-up", block_bytes), ("warm-up", -block_bytes)]
     for _, one in sorted(named, key=lambda pair: dot_natural_key(pair[0])):
         if id(one) in linears:
             events += _quantising(linears[id(one)], number)
         else:
             events.append((("loaded", id(one)), loaded[id(one)]) if id(one) in loaded else (number(one), one.nbytes))
-    stack: Any
-    for stack in (one for one in model.modules() if type(one).__name__ == "ExpertStack"):
+    for stack in stacks:
         events += [(number(one), one.nbytes) for one in stack.buffers()]
         expert_bytes = math.prod(stack.shape[1:]) * stack.dtype.itemsize
         events += [(("load", "expert"), expert_bytes), (("load", "expert"), -expert_bytes)]

@@ -134,7 +134,9 @@ class Session:
         trace.trainable, trace.parameters = prepared.trainable, prepared.parameters
         unknown = ", ".join(unknown_operators(trace.tracker.functions))
         uncounted = (f"what the kernels of {unknown} allocate beside their outputs is not counted",) if unknown else ()
-        trace.notes = *prepared.notes, *trace.notes, *uncounted
+        is_assumed = settings.padding is None and trace.tracker.padding and trace.tracker.padding_decides
+        padded = ("batches with padding: give padding=False where all rows have one length, which need no mask",)
+        trace.notes = *prepared.notes, *trace.notes, *uncounted, *(padded if is_assumed else ())
         if key is not None:
             self.traces[key] = trace
             if len(self.traces) > _KEPT_TRACES:

@@ -32,6 +32,13 @@ def _setting(default: Any, kind: Any = None, *, changes: str = "model", hash: bo
     return field(default=default, hash=hash, metadata={"kind": kind, "changes": changes})
 
 
+def prepare_model_for_kbit_training(model: Any) -> None:
+    """Cast as PEFT's function of this name: what bitsandbytes did not quantise becomes float32. ``prepare="peft"``."""
+    for parameter in model.parameters():
+        if str(parameter.dtype) in ("torch.float16", "torch.bfloat16") and type(parameter).__name__ != "Params4bit":
+            parameter.data = parameter.data.float()
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """The settings that affect memory. Names and meanings are those of ``TrainingArguments`` where it has them.
@@ -68,7 +75,7 @@ class StepSettings:
         label_smoothing_factor: 0 for the model's own loss, below 1.
         attn_implementation: None for the model's own.
         padding: whether batches contain padding, so that attention needs a mask of all pairs of tokens; None where
-            batches of several rows do. Pass False for rows of one length.
+            batches of several rows do. Pass False for rows of one length, whose mask a real run leaves out.
         eval_batch_size: examples of an evaluation batch; None for no evaluation.
         eval_batches: the number of evaluation batches.
         prediction_loss_only: whether evaluation drops the logits (stock does without ``compute_metrics``), and with
@@ -91,7 +98,8 @@ class StepSettings:
             ``("q_proj", "v_proj")``; ``"auto"`` for all linear layers but the head.
         quantize_experts: with ``load_in="nf4"``, whether fused experts are in 4 bits too, as with ``ExpertsConfig``.
         freeze: patterns of parameters that are not trained, as ``hf_memopt.freeze`` takes them.
-        prepare: functions that change the model, the same as in the real run, after all of the above.
+        prepare: functions that change the model, the same as in the real run, after all of the above; ``"peft"`` where
+            PEFT's ``prepare_model_for_kbit_training`` runs, which by default switches ``checkpointing`` on.
         world_size: processes that train together, one for each GPU; the bytes are those of one of them.
         strategy: ``"ddp"``: each has a whole model, and DDP's buckets. ``"fsdp2"``: weights, gradients and optimizer
             states are sharded, as accelerate sets FSDP2 up, in mixed precision with shards of what is trained in
@@ -186,11 +194,13 @@ class StepSettings:
             raise ValueError(
                 f"audio_seconds={shown(self.audio_seconds)} is invalid; expected more than 0. Pass audio_seconds=10"
             )
+        if str(self.prepare) == "peft":
+            object.__setattr__(self, "prepare", (prepare_model_for_kbit_training,))
         functions = self.prepare if isinstance(self.prepare, tuple | list) else (None,)
         if not all(map(callable, functions)):
             raise ValueError(
-                f"prepare={shown(self.prepare)} is invalid; expected a tuple of functions that change the model. "
-                "Pass prepare=(function,)"
+                f"prepare={shown(self.prepare)} is invalid; expected a tuple of functions that change the model, "
+                "or 'peft'. Pass prepare=(function,)"
             )
         if self.rounding != "nearest" and self.weights_dtype == "float16":
             raise ValueError(

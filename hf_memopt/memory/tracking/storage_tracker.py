@@ -10,11 +10,11 @@ differs above autograd on CUDA (``CudaSemantics``).
 
 from __future__ import annotations
 
-import inspect
+import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -76,7 +76,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.values = KnownValues()
         self._live: dict[int, tuple[int, Any]] = {}
         self.device_type = device_type
-        self.padding = padding
+        self.padding, self.padding_decides = padding, False  # whether code for masks has asked
         self._hidden = hidden
         self._count_flops = flops
         self._balanced = balanced
@@ -85,6 +85,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._is_counting = False
         self._stack = [0]
         self._entered: tuple[list[int], list[int]] = ([-1], [0])
+        self.first_products = [-1, -1]  # the event after the result of the first in a forward, in a backward pass
+        self._in_place = _NOTHING  # of the operation before: its operand, the event after it, its result's storage
         self._answers: Callable[[str, torch.dtype], bool | int] | None = None
 
     @classmethod
@@ -100,6 +102,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._in_place = _NOTHING
         known = self.values.arguments(func, args, kwargs)
         if func in READS and args[0].is_meta:
             return self._answer(func, args[0].dtype, known)
@@ -119,9 +122,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self.values.keep(func, known, out)
         elif self._balanced and func in CHOICES:
             self.values.balance(func, args, out)
-        for item in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(item, torch.Tensor):
-                self.add(item)
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        hides_first = self._backward and func is _aten.index_put.default  # mostly in place: its result is there before
+        if not hides_first:
+            self._add_results(func, args, results)
         self.flops += flops
         if beside is None or self.ignored:
             beside = {}
@@ -138,7 +142,35 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 sizes = beside[self._hidden] = self._hidden(func, args, kwargs, out)
             if sizes:
                 self.add_hidden(sizes)
+        if hides_first:
+            self._add_results(func, args, results)
         return out
+
+    def _add_results(self, func: Any, args: tuple[Any, ...], results: Sequence[Any]) -> None:
+        """Note what an operation allocates, in the order of CUDA."""
+        copy = -1
+        for position in _ORDERS.get(func, range(len(results))):
+            if position == _COPY:
+                copy = -1 if args[0].is_contiguous() else self._allocate(args[0].nbytes)
+            elif isinstance(results[position], torch.Tensor):
+                self.add(results[position])
+        if copy >= 0:
+            self.events.append((copy, -self.sizes[copy]))
+        if func.overloadpacket in _PRODUCTS and self.first_products[self._backward] < 0:
+            self.first_products[self._backward] = len(self.events)
+        if self._backward and func.overloadpacket in _IN_PLACE and sys._getframe(3).f_code is _ENGINE:
+            self._note_in_place(func, args[0], results[0])
+
+    def _note_in_place(self, func: Any, operand: torch.Tensor, result: torch.Tensor) -> None:
+        """Remember a result that CUDA writes into its operand, if nothing else refers to that: ``_freed`` will tell."""
+        # a view's base is alive; what is dense has the result's strides; a sum inside a node is not in place, and the
+        # engine adds gradients when the node of the last has run, to what another node gave
+        number, last = self.number(operand), len(self.sizes) - 1
+        is_inside = func is _aten.add.Tensor and self.sequences[number] == self.sequences[last]
+        strides = zip(operand.shape, operand.stride(), result.stride(), strict=True)
+        is_dense = all(own == others for length, own, others in strides if length > 1)
+        if self.number(result) == last and is_dense and not (is_inside or operand._is_view() or self._recomputing >= 0):
+            self._in_place = number, len(self.events), result.untyped_storage()._cdata
 
     def _answer(self, func: Any, dtype: torch.dtype, known: Any) -> Any:
         """Answer transformers' code whether a mask is all ones; refuse every other read of values that are unknown."""
@@ -147,6 +179,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._answers(function, dtype)
         number = func is not _COMPARES and dtype != torch.bool
         if module in _MASK_CODE and not number:
+            self.padding_decides = True
             return not self.padding
         if known is not None:
             return on_host(func, known)
@@ -188,15 +221,18 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if key in self.ignored or key in self._left_out:
             return -1
         number = self._allocate(storage.nbytes())
-        size_bytes = self.sizes[number]
-        live, events = self._live, self.events
-
-        def freed(_: Any) -> None:
-            live.pop(key, None)
-            events.append((number, -size_bytes))
-
-        live[key] = (number, weakref.ref(storage, freed))
+        self._live[key] = (number, weakref.ref(storage, partial(self._freed, key)))
         return number
+
+    def _freed(self, key: int, _: Any) -> None:
+        number, _ = self._live.pop(key)
+        operand, event, result = self._in_place
+        if (operand, event) != (number, len(self.events)):
+            self.events.append((number, -self.sizes[number]))
+            return
+        self._forget_last()  # freed right after the operation, which so had the last reference, and took the block
+        self._live[result] = (number, self._live[result][1])
+        self._in_place = _NOTHING
 
     def ignore(self, tensor: torch.Tensor, *, is_copied: bool = True) -> None:
         """Do not count the tensor's storage, which represents host memory; remove its allocation if it was last.
@@ -207,11 +243,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         key = storage._cdata
         number, _ = self._live.pop(key, (-1, None))
         if number == len(self.sizes) - 1 >= 0:
-            for column in (self.events, self.sizes, self.allocated_at, self.sequences, self.places):
-                column.pop()
+            self._forget_last()
         found = self.ignored if is_copied else self._left_out
         found.add(key)
         weakref.finalize(storage, found.discard, key)
+
+    def _forget_last(self) -> None:
+        for column in (self.events, self.sizes, self.allocated_at, self.sequences, self.places):
+            column.pop()
 
     def close(self) -> None:
         """End the list: what is still allocated has no free in it, whenever it is freed."""
@@ -328,13 +367,25 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return self.modules[place]
 
 
-_COMPARES, _CPU = _aten.equal.default, torch.device("cpu")
+_COPY = -1  # of the first argument, where that is not contiguous; freed when the operator returns
+_ORDERS = {  # of the results of an operator; all others allocate them from the first to the last
+    _aten.native_dropout.default: (1, 0),  # Dropout.cu, ``dropout_cuda``
+    _aten.convolution_backward.default: (_COPY, 0, 1, 2),  # cudnn/ConvShared.cpp
+    _aten.native_layer_norm.default: (_COPY, 0, 1, 2),  # layer_norm_kernel.cu, ``layer_norm_cuda``
+}
+_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}  # of cuBLAS
+# Autograd's engine adds gradients up in place (input_buffer.cpp, ``accumulate``), and so do the nodes of gather, topk,
+# index_select, masked_select and indexing (FunctionsManual.cpp), except where ``isTensorSubclassLike`` says that a
+# tensor is not plain: a meta tensor, and any tensor while a mode is on (TensorSubclassLikeUtils.h).
+_IN_PLACE = {_aten.add, _aten.scatter_add, _aten.scatter, _aten.index_add, _aten.masked_scatter, _aten.index_put}
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # calls operators itself; private: seen in 2.6 to 2.14
+_COMPARES, _CPU, _NOTHING = _aten.equal.default, torch.device("cpu"), (-1, -1, 0)
 _MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
 
 
 def _asker() -> tuple[str, int, str]:
     """Return module, line and function of the code outside torch and this package that reads a value."""
-    frame = inspect.currentframe()
+    frame: Any = sys._getframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module.partition(".")[0] != "torch" and not module.startswith("hf_memopt.memory."):

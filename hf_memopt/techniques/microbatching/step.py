@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -59,6 +60,11 @@ from hf_memopt.units import format_bytes
 logger = logging.getLogger(__name__)
 
 PACKED = "its examples are packed"
+OF_OPTIMIZER = (
+    "MicrobatchCallback: memory ran out in the optimizer's step, whose state and gradients are as large for any batch; "
+    "expected an optimizer that fits. Keep a smaller state with optim='adamw_8bit', or one gradient at a time with "
+    "optimizer_cls_and_kwargs=released_optimizer(args, model)"
+)
 
 
 class _Failure(NamedTuple):
@@ -138,7 +144,13 @@ class MicrobatchedStep:
         self._begin_run()
         self._tally.restart()
         begin = time.perf_counter()
-        output = before(*args, **kwargs)
+        try:
+            output = before(*args, **kwargs)
+        except Exception as error:
+            names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+            if is_out_of_memory(error) and "step" in names and "training_step" not in names:
+                error.add_note(OF_OPTIMIZER)
+            raise
         self._tally.seconds = time.perf_counter() - begin
         self._tally.check_seconds = self._backbones.seconds
         if self._tally.failures or self._tally.check_seconds:

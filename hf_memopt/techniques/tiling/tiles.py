@@ -15,7 +15,8 @@ import math
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.compatibility import check_settings
+from hf_memopt.binding.compatibility import check_settings, refusal_of
 from hf_memopt.binding.model import check_model, unwrap_model
 from hf_memopt.binding.undo import RandomState, UndoHandle, override_method, remove_all
 from hf_memopt.changes import Change
@@ -69,8 +70,8 @@ def tile_layers(model: Any, tile_tokens: int | None = None) -> TileHandle:
         TypeError: ``model`` is not a module.
         ValueError: ``tile_tokens`` below 1, or another size than that of the tiles that the model has (of the same size
             they stay until the last handle is removed); the model has dropout above 0 inside of what
-            would be tiled, positions in the first dimension, inputs other than text, or nothing that tiles. The model
-            is unchanged then.
+            would be tiled, positions in the first dimension, inputs other than text, layers that wait in host memory,
+            or nothing that tiles. The model is unchanged then.
         RuntimeError: in the first batch, where a module returns something else in tiles.
 
     Examples:
@@ -172,6 +173,8 @@ class TiledLayersCallback(ModelCallback):
 
 def _checked_places(model: Any) -> list[Place]:
     inner = unwrap_model(model)
+    if len({parameter.device.type for parameter in model.parameters()}) > 1:  # no layer can be asked by itself
+        raise ValueError(str(refusal_of("streamed layers", "tiled layers")))
     if (takes := getattr(inner, "main_input_name", "no token ids")) != "input_ids":
         problem = f"it takes {takes}; expected a text model of transformers. Train it without tiles"
     else:
@@ -209,14 +212,26 @@ def _in_tiles(
     kind = place.kind, _drops(place.module)  # adapters with dropout may come after the first batch
     if torch.is_grad_enabled() and kind not in compared and not call.leaves[0].is_meta:
         compared.add(kind)
-        with torch.no_grad():
+        with torch.no_grad(), _uncached():
             problem = difference(call.cut(place.axes, MOST_TILES * length)[0], place.axes, length)
         if problem:
             raise RuntimeError(
                 f"{place.name} {problem} in this batch, though not in the probe; expected what it returns for all "
                 "positions at once. Undo the tiles: handle.remove()"
             )
+        torch.cuda.empty_cache()  # of the blocks of all positions, which the training never needs
     return _tile_by_tile(call, place.axes, length)
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Let autocast keep no casts of weights inside the context."""
+    is_cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_cached)
 
 
 def _drops(module: nn.Module, *, is_training: bool = True) -> bool:
@@ -257,12 +272,8 @@ def _tile_by_tile(call: Call, axes: tuple[Any, ...], length: int) -> Any:
             saved = iter(node.saved_tensors)
             leaves = [next(saved) if x is _Saved else x for x in emptied.leaves]
             tiles.update(enumerate(replace(emptied, leaves=leaves).cut(axes, length)))
-        is_cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # the gradients of one cast for all tiles would be added up in 16 bits
-        try:
+        with _uncached():  # the gradients of one cast for all tiles would be added up in 16 bits
             return tiles.pop(index)()
-        finally:
-            torch.set_autocast_cache_enabled(is_cached)
 
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     return join([checkpoint(run, index, **options) for index in range(len(tiles))], axes[0])
