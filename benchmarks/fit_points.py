@@ -30,8 +30,9 @@ from hf_memopt.components import COMPONENTS, CONTEXT, UNUSED
 from hf_memopt.devices import against_float16
 from hf_memopt.memory import precision_for
 from hf_memopt.memory.cuda import workspace_bytes
-from hf_memopt.memory.models import DEFAULT_LENGTH, default_length, known_models, load_model, most_tokens
+from hf_memopt.memory.models import default_length, known_models, load_model, most_tokens
 from hf_memopt.memory.recording import keeping_models
+from hf_memopt.memory.settings import DEFAULT_LENGTH
 from hf_memopt.memory.step_time import Operation, StepCosts
 from hf_memopt.memory.tracking import Timeline
 

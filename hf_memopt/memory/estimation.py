@@ -24,11 +24,18 @@ from hf_memopt.devices import Chip, Gpu, against_float16, current_gpu, find_gpu
 from hf_memopt.memory.allocator import Replayed, ReplayPlan, fragmentation_of, replay_on_gpu
 from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
-from hf_memopt.memory.models import DEFAULT_LENGTH, checked_task, default_length, load_model
+from hf_memopt.memory.models import checked_task, default_length, load_model
 from hf_memopt.memory.optimizers import optimizer_memory
 from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, keeping_models, session
 from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings import LengthPlan, StepSettings, checked_lengths, in_own_names, plan_lengths
+from hf_memopt.memory.settings import (
+    DEFAULT_LENGTH,
+    LengthPlan,
+    StepSettings,
+    checked_lengths,
+    in_own_names,
+    plan_lengths,
+)
 from hf_memopt.memory.step_time import timing_of_step
 from hf_memopt.plain_data import Count, check_value, shown
 from hf_memopt.units import format_bytes

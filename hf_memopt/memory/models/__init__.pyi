@@ -1,4 +1,3 @@
-from .batches import DEFAULT_LENGTH as DEFAULT_LENGTH
 from .batches import assumed_inputs as assumed_inputs
 from .batches import default_length as default_length
 from .batches import example_batch as example_batch

@@ -31,7 +31,7 @@ from hf_memopt.memory.models.media import (
     picture_channels,
     picture_side,
 )
-from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.settings import DEFAULT_LENGTH, NotEstimableError, StepSettings
 from hf_memopt.plain_data import Count, check_value
 
 CHOICES = 4
@@ -44,9 +44,6 @@ OBJECTS = 7
 """Objects of a picture, the mean of COCO's."""
 
 _OF_IMAGES = ("image-classification", "semantic-segmentation", "object-detection")
-
-DEFAULT_LENGTH = 512
-"""Tokens of a row where nothing says how long rows are: what BERT's family takes at most, and usual in fine-tuning."""
 
 
 def assumed_inputs(model: nn.Module, settings: StepSettings) -> Iterator[str]:

@@ -24,6 +24,8 @@ from numpy.typing import ArrayLike, NDArray
 from hf_memopt.plain_data import checked_array
 from hf_memopt.units import format_bytes
 
+DEFAULT_LENGTH = 512
+"""Tokens of a row where nothing says how long rows are: what BERT's family takes at most, and usual in fine-tuning."""
 _MOST_RECORDINGS = 8
 _MOST_BATCHES = 64
 _LEAST_STEPS = 3  # the first has no optimizer state before its end, the third shows what the second left

@@ -22,7 +22,7 @@ REFUSED = {"deepspeed": "initialize", "kernels.load": "get_kernel_with_resolver"
 
 def refuse(*_: Any, kernel: Any = None, **__: Any) -> None:
     """Stand in for the functions that are refused."""
-    from hf_memopt.rehearsal.requirements import RehearsalError
+    from hf_memopt.rehearsal import RehearsalError
 
     what = "DeepSpeed" if kernel is None else f"kernel={kernel.repo_id!r} of the hub"
     raise RehearsalError(f"{what} cannot be rehearsed; expected torch's own code. Run the script without it")
