@@ -135,10 +135,11 @@ def test_values_change_no_allocation() -> None:
 
 def test_a_trial_of_a_loss_leaves_no_blocks(tmp_path: Path) -> None:
     trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path, use_cpu=False), train_dataset=tiny.rows())
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     with untraced(trainer, trainer.model):
         square = torch.ones(2**11, 2**11, device="cuda")
         assert (square @ square).shape == square.shape
         del square
         assert torch.cuda.memory_reserved() > before
-    assert torch.cuda.memory_reserved() == before
+    assert torch.cuda.memory_reserved() <= before  # less, where another test has left cuBLAS's workspace
