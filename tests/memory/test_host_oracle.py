@@ -110,5 +110,12 @@ def test_the_note_says_where_the_allocator_gives_back(
         (False, f"; {versions.allocator_variable()}=expandable_segments:True may avoid it"),
         (True, ""),
     ):
-        given = {"batch_size": 2, "seq_len": 8, "gpu": "T4", "eval_batch_size": 4, "expandable_segments": segments}
+        given = {
+            "batch_size": 2,
+            "seq_len": 8,
+            "padding": False,
+            "gpu": "T4",
+            "eval_batch_size": 4,
+            "expandable_segments": segments,
+        }
         assert estimate(tiny.bert_config(), **given).notes == (f"{note}{advice}",)

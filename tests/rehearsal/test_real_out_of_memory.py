@@ -235,7 +235,7 @@ CASES = [
         *(20, MICRO, CUT, "both are repeated; equal losses"),
     ),
     Case(
-        *("forward", "one row", _train(model=lambda: classifier(24)), 4, MICRO, CUT, "refused by name"),
+        *("forward", "one row", _train(model=lambda: classifier(24)), 2, MICRO, CUT, "refused by name"),
         refusal="does not fit",
     ),
     Case("forward", "beside fragments, 80 MiB reserved for 10", with_holes, 118, MICRO, CUT, EQUAL),

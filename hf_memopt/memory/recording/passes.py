@@ -103,10 +103,8 @@ class PassRecorder:
     _releases: list[tuple[int, int, int]] = field(default_factory=list)
     _outputs: Any = None  # the variable of a hand-written loop
 
-    def train(self, batch: Mapping[str, torch.Tensor], *, copies: bool = False) -> RecordedPass:
+    def train(self, batch: Mapping[str, torch.Tensor]) -> RecordedPass:
         start = len(self.tracker.events)
-        if copies:  # of rows taken by their numbers
-            batch = {name: tensor.clone() for name, tensor in batch.items()}
         loss, outputs, logits = self._forward(batch)
         if self.settings.loop != "trainer":
             self._outputs = outputs  # frees those of the pass before

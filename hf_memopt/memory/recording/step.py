@@ -124,7 +124,7 @@ def record_step(
                 if sharded is not None:
                     sharded.reduces = reduces
                 with tracker.counting():
-                    trace.micro_batches.append(recorder.train(micro_batch or batch, copies=micro_batch is not None))
+                    trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
                 noting.close()
                 trace.flops.append(tracker.flops - flops)
                 if sharded is not None:
