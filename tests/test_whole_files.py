@@ -150,8 +150,8 @@ def test_a_file_that_may_not_grow_leaves_the_older_one(tmp_path, name) -> None:
 
 
 def test_no_other_module_writes_files() -> None:
-    """But for a manifest, which is locked while its checkpoint is saved and says itself whether it is whole, the library
-    of a rehearsal, whose folder gets its name at the end, and files in the folder that a rehearsal removes.
+    """But for a manifest, which is locked while its checkpoint is saved and says itself whether it is whole, for the
+    library of a rehearsal, whose folder gets its name at the end, and for files in the folder that one removes.
     """
     package, found = Path(hf_memopt.__file__).parent, set()
     for file in package.rglob("*.py"):
