@@ -37,7 +37,7 @@ _APART += " prepare load_in eval_batch_size eval_batches max_grad_norm target_mo
 
 
 def rehearse(name: str, *events: Path) -> Row:
-    """Run the real side of a row in a process of its own, and return its figures or its error."""
+    """Run the real side of a row in another process, and return its figures or its error."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         gpu, real = GPUS[SET_UPS[name]["capability"]], Path(__file__).with_name("judge_real.py")

@@ -130,8 +130,8 @@ def trainer_of(row: Row, meta: Any, folder: Path) -> Trainer:
 def run(row: Row) -> Row:
     """Train and evaluate; return the peaks by phase in bytes, (allocated, reserved), and what the run took."""
     started = time.perf_counter()
-    told = {name: row[name] for name in ("task", "attn_implementation") if name in row}
-    meta = load_model(config_of(row), keep_cache=True, **told).model
+    given = {name: row[name] for name in ("task", "attn_implementation") if name in row}
+    meta = load_model(config_of(row), keep_cache=True, **given).model
     with tempfile.TemporaryDirectory() as folder, peaks_by_phase() as peaks:
         trainer = trainer_of(row, meta, Path(folder))
         trainer.train()

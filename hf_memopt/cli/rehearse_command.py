@@ -36,8 +36,8 @@ def run(options: RehearseOptions, context: Any) -> int:
         found = rehearse(script, *own, **gpu, **settings, timeline=timeline)
         if found.is_measured and found.verdict in EXIT_CODES:
             predicted = rehearse(script, *own, gpu=current_gpu(), **settings).needed_bytes
-            told = "memory runs out" if predicted is None else format_bytes(predicted)
-            found = replace(found, notes=(*found.notes, f"predicted by a rehearsal without the GPU: {told}"))
+            needed = "memory runs out" if predicted is None else format_bytes(predicted)
+            found = replace(found, notes=(*found.notes, f"predicted by a rehearsal without the GPU: {needed}"))
     except RehearsalError as error:
         raise ValueError(str(error)) from None
     if found.verdict == "failed":

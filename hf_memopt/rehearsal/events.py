@@ -74,7 +74,7 @@ def events_so_far() -> list[Event]:
     """Return what was recorded.
 
     Raises:
-        RuntimeError: More happened than torch's history was told to keep.
+        RuntimeError: torch's history of allocations is full.
     """
     entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     if len(entries) >= MOST_ENTRIES:
@@ -91,7 +91,7 @@ def recorded_events() -> Iterator[list[Event]]:
     """Record a run in this process; the list is filled when the block ends, after an error, too.
 
     Raises:
-        RuntimeError: More happened than torch's history was told to keep.
+        RuntimeError: torch's history of allocations is full.
     """
     global _is_recording
     events: list[Event] = []
