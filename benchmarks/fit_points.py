@@ -32,7 +32,7 @@ from hf_memopt.memory import precision_for
 from hf_memopt.memory.cuda import workspace_bytes
 from hf_memopt.memory.models import default_length, known_models, load_model, most_tokens
 from hf_memopt.memory.recording import keeping_models
-from hf_memopt.memory.settings import DEFAULT_LENGTH
+from hf_memopt.memory.settings import ROW_TOKENS
 from hf_memopt.memory.step_time import Operation, StepCosts
 from hf_memopt.memory.tracking import Timeline
 
@@ -108,7 +108,7 @@ class Subject:
         rows = 1 if "vocabulary" in traits else EFFECTIVE_BATCH
         if "text" not in traits:
             return cls(name, str(task), rows, (None,))
-        pictures = max((default_length(model) or 0) - DEFAULT_LENGTH, 0)  # tokens of them, in each row
+        pictures = max((default_length(model) or 0) - ROW_TOKENS, 0)  # tokens of them, in each row
         longest = min(most_tokens(model) or 2048, LONGEST + pictures)
         if getattr(model.config, "sliding_window", None) == longest:  # from there on attention has a mask
             longest -= 8

@@ -28,14 +28,7 @@ from hf_memopt.memory.models import checked_task, default_length, load_model
 from hf_memopt.memory.optimizers import optimizer_memory
 from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, keeping_models, session
 from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings import (
-    DEFAULT_LENGTH,
-    LengthPlan,
-    StepSettings,
-    checked_lengths,
-    in_own_names,
-    plan_lengths,
-)
+from hf_memopt.memory.settings import ROW_TOKENS, LengthPlan, StepSettings, checked_lengths, in_own_names, plan_lengths
 from hf_memopt.memory.step_time import timing_of_step
 from hf_memopt.plain_data import Count, check_value, shown
 from hf_memopt.units import format_bytes
@@ -317,8 +310,8 @@ def _recorded(
 
 
 def _length_note(assumed: int) -> str:
-    fewer = "" if assumed == DEFAULT_LENGTH else ", all that the model takes"
-    what = fewer if assumed <= DEFAULT_LENGTH else ", pictures included"
+    fewer = "" if assumed == ROW_TOKENS else ", all that the model takes"
+    what = fewer if assumed <= ROW_TOKENS else ", pictures included"
     return f"seq_len={assumed} by default{what}; pass the length of your longest rows"
 
 

@@ -31,7 +31,7 @@ from hf_memopt.memory.models.media import (
     picture_channels,
     picture_side,
 )
-from hf_memopt.memory.settings import DEFAULT_LENGTH, NotEstimableError, StepSettings
+from hf_memopt.memory.settings import ROW_TOKENS, NotEstimableError, StepSettings
 from hf_memopt.plain_data import Count, check_value
 
 CHOICES = 4
@@ -70,12 +70,12 @@ def assumed_inputs(model: nn.Module, settings: StepSettings) -> Iterator[str]:
 
 
 def default_length(model: nn.Module, settings: StepSettings | None = None) -> int | None:
-    """Return ``DEFAULT_LENGTH`` and the tokens of pictures or audio, or all positions if fewer; None without text."""
+    """Return ``ROW_TOKENS`` and the tokens of pictures or audio, or all positions if fewer; None without text."""
     task = task_of(model)
     if task is None or "text" not in head_for(task).traits:
         return None
     media = _media(unwrap_model(model), settings or StepSettings(), 1)
-    length = DEFAULT_LENGTH + media.tokens * media.per_example
+    length = ROW_TOKENS + media.tokens * media.per_example
     return min(length, most_tokens(model) or length)
 
 
@@ -206,7 +206,7 @@ def _text(model: Any, rows: tuple[int, ...], seq_len: int, media: Media) -> dict
     if placeholders >= seq_len:
         raise ValueError(
             f"seq_len={seq_len} is too short for {media.per_example} x {media.tokens} tokens of pictures or audio; "
-            f"expected more than {placeholders}. Pass seq_len={placeholders + DEFAULT_LENGTH}, or a smaller image_size"
+            f"expected more than {placeholders}. Pass seq_len={placeholders + ROW_TOKENS}, or a smaller image_size"
         )
     ordinary = _ordinary(config)
     ids, types = torch.full((seq_len,), ordinary), torch.zeros(seq_len, dtype=torch.int64)

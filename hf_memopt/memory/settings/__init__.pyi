@@ -1,6 +1,6 @@
 from .argument_spellings import REFUSED as REFUSED
 from .argument_spellings import in_own_names as in_own_names
-from .batch_lengths import DEFAULT_LENGTH as DEFAULT_LENGTH
+from .batch_lengths import ROW_TOKENS as ROW_TOKENS
 from .batch_lengths import BatchShape as BatchShape
 from .batch_lengths import Fragmentation as Fragmentation
 from .batch_lengths import LengthPlan as LengthPlan

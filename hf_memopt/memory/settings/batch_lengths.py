@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from hf_memopt.plain_data import checked_array
 from hf_memopt.units import format_bytes
 
-DEFAULT_LENGTH = 512
+ROW_TOKENS = 512
 """Tokens of a row where nothing says how long rows are: what BERT's family takes at most, and usual in fine-tuning."""
 _MOST_RECORDINGS = 8
 _MOST_BATCHES = 64

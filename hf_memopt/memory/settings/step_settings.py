@@ -194,8 +194,7 @@ class StepSettings:
             raise ValueError(
                 f"audio_seconds={shown(self.audio_seconds)} is invalid; expected more than 0. Pass audio_seconds=10"
             )
-        asked: Any = self.prepare
-        if isinstance(asked, str) and asked == "peft":
+        if str(self.prepare) == "peft":
             object.__setattr__(self, "prepare", (prepare_model_for_kbit_training,))
         functions = self.prepare if isinstance(self.prepare, tuple | list) else (None,)
         if not all(map(callable, functions)):

@@ -131,17 +131,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             beside = {}
         if self._is_counting:
             in_cpp = self._backward and self._recomputing < 0
-            cost = beside.get(in_cpp)
-            if cost is None:
-                cost = operation_of(func, args, kwargs, out, flops=flops, in_backward=in_cpp, on_host=self.ignored)
-                beside[in_cpp] = cost
-            self.operations[-1][cost] += 1
+            if in_cpp not in beside:
+                beside[in_cpp] = operation_of(
+                    func, args, kwargs, out, flops=flops, in_backward=in_cpp, on_host=self.ignored
+                )
+            self.operations[-1][beside[in_cpp]] += 1
         if self._hidden is not None:
-            sizes = beside.get(self._hidden)
-            if sizes is None:
-                sizes = beside[self._hidden] = self._hidden(func, args, kwargs, out)
-            if sizes:
-                self.add_hidden(sizes)
+            if self._hidden not in beside:
+                beside[self._hidden] = self._hidden(func, args, kwargs, out)
+            self.add_hidden(beside[self._hidden])
         if hides_first:
             self._add_results(func, args, results)
         return out

@@ -243,6 +243,8 @@ def _notes(
             yield f"{neither}{without} {does} with 5 % to spare, so {NAMES[chosen.stage]} was chosen"
     if chosen is not None and chosen.verdict == "tight":
         yield f"tight: {format_bytes(chosen.spare_bytes)} to spare, less than the 5 % that an estimate may be wrong by"
+    if chosen is not None and chosen.stage == "qlora":
+        yield "planned with prepare_quantized; for PEFT's own preparation: hf-memopt estimate --prepare peft"
     share = 1 if chosen is None else chosen.examples // simulation.world_size
     if chosen is not None and chosen.rows == 1 and share > 3 and all(share % rows for rows in range(2, share)):
         even = (share + 1) * simulation.world_size
