@@ -149,12 +149,11 @@ class Child:
         if self._options["is_measured"]:
             return []
         from hf_memopt.rehearsal.stand_in import read_generated_calls
-        from hf_memopt.rehearsal.values import values_report
+        from hf_memopt.rehearsal.values import failed_values
 
         calls = read_generated_calls()
         notes = [what for begins, what in UNKNOWN.items() if any(name.startswith(begins) for name in calls)]
-        failures = values_report().failures
-        return notes + [f"values of {name}: {failure.reason}" for name, failure in failures.items()]
+        return notes + [f"values of {name}: {reason}" for name, reason in failed_values.items()]
 
 
 if __name__ == "__main__":
