@@ -11,7 +11,6 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from hf_memopt.rehearsal.shortened import Shortening
     from hf_memopt.rehearsal.watch import Watch
 
-PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "trl")
 WRITTEN = "what the script itself writes was written"
 UNKNOWN = {  # libraries whose calls are counted, and what of them is not known here
     ("cudnn",): "not modelled: workspaces of cuDNN, which count as 0",
@@ -43,7 +41,7 @@ def main(options: str, script: str, *arguments: str) -> NoReturn:
 
 class Child:
     def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
+        self._options, self._found = options, Rehearsal.from_json(options["found"])
         self._watch: Watch | None = None
         self._shortening: Shortening | None = None
         self._notes: list[str] = []
@@ -89,7 +87,6 @@ class Child:
         from hf_memopt.rehearsal.watch import Watch
 
         self._watch = Watch(self._options["steps"])
-        self._watch.install()
         if self._options["gpus"] > 1:
             from hf_memopt.rehearsal.world import install
 
@@ -99,16 +96,15 @@ class Child:
         from hf_memopt.rehearsal.shortened import Shortening
 
         assert self._watch is not None  # transformers' Trainer imports torch
-        self._shortening = Shortening(self._watch)
-        self._shortening.install(module.Trainer)
+        self._shortening = Shortening(self._watch, module.Trainer)
 
     def _seen(self, verdict: Verdict, code: int) -> Rehearsal:
-        options, watch = self._options, self._watch
-        found = Rehearsal(verdict, options["gpu"], options["usable_bytes"], options["context_bytes"])
-        found = replace(found, is_measured=options["is_measured"], exit_code=code)
+        found, watch = replace(self._found, verdict=verdict, exit_code=code), self._watch
         if verdict not in ("fits", "runs out") or watch is None:
             return found
-        from hf_memopt.rehearsal.events import blocks_at_peak, events_so_far, has_expandable_segments, named_blocks
+        import torch
+
+        from hf_memopt.rehearsal.events import blocks_at_peak, events_so_far, named_blocks
         from hf_memopt.rehearsal.least_memory import least_memory
 
         watch.phases.enter("")
@@ -121,17 +117,16 @@ class Child:
                 phase = max(peaks, key=lambda name: peaks[name].allocated_bytes)
                 reserved_bytes = max(peak.reserved_bytes for peak in peaks.values())
             else:
-                reserved_bytes, phase = least_memory(events, has_expandable_segments())
+                settings = torch.cuda.memory._snapshot()["allocator_settings"]
+                reserved_bytes, phase = least_memory(events, settings["expandable_segments"])
             needed = reserved_bytes + found.context_bytes
             held = watch.grouped(events, blocks_at_peak(events))
             found = replace(found, needed_bytes=needed, peak_phase=phase, held=held, recovered=watch.failures)
-        if options["timeline"]:
+        if self._options["timeline"]:
             from hf_memopt.rehearsal.timeline import data_of
 
-            names = named_blocks(events, watch.names)
-            found = replace(
-                found, timeline=data_of(events, names, watch.step_moments, watch.steps + (verdict == "runs out"))
-            )
+            names, begun = named_blocks(events, watch.names), watch.steps + (verdict == "runs out")
+            found = replace(found, timeline=data_of(events, names, watch.step_moments, begun))
         shortening = self._shortening
         return replace(
             found,
@@ -140,16 +135,14 @@ class Child:
             longest_row=shortening.longest_row if shortening else None,
             steps=watch.steps,
             step_seconds=tuple(watch.step_seconds) if found.is_measured else (),
-            notes=(*self._notes, *(shortening.notes() if shortening else ()), WRITTEN, *self._not_modelled(watch)),
-            versions={name: version(name) for name in PACKAGES if name in sys.modules},
+            notes=(*self._notes, *(shortening.notes() if shortening else ()), WRITTEN, *self._not_modelled()),
         )
 
-    def _not_modelled(self, watch: Watch) -> list[str]:
+    def _not_modelled(self) -> list[str]:
         """Return what of this run is not known on the stand-in."""
-        if self._options["is_measured"]:
+        if self._found.is_measured:
             return []
-        from hf_memopt.rehearsal.stand_in import read_generated_calls
-        from hf_memopt.rehearsal.values import failed_values
+        from hf_memopt.rehearsal import failed_values, read_generated_calls
 
         calls = read_generated_calls()
         notes = [what for begins, what in UNKNOWN.items() if any(name.startswith(begins) for name in calls)]

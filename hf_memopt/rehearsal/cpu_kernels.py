@@ -28,46 +28,35 @@ def call_with_seed(seed: int, function: Callable[..., Any], *args: Any, **kwargs
         generator.set_state(before)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any, scale: float | None) -> Any:
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any, scale: float | None = None) -> Tensor:
     """Attention in float32, as the fused kernels sum, and as they do with nought for a row without a key."""
     wide = (None if t is None else t.float() for t in (q, k, v, bias))
-    return aten._scaled_dot_product_attention_math(*wide, *rest, scale=scale, enable_gqa=True)[0].to(q.dtype)
+    found: Tensor = aten._scaled_dot_product_attention_math(*wide, *rest, scale=scale, enable_gqa=True)[0]
+    return found.to(q.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, dropout: float, causal: bool, scale: Any) -> tuple[Any, ...]:
-    """Return output and seed: the forward pass leaves its own to the backward pass, in place of the GPU's."""
-    return attend(q, k, v, bias, dropout, causal, scale=scale), torch.tensor(torch.initial_seed())
-
-
-def attention_backward(grad: Tensor, inputs: Any, seed: Tensor, *rest: Any, scale: float | None = None) -> list[Any]:
+def attend_backward(grad: Tensor, inputs: Any, seed: Tensor, *rest: Any, **scale: Any) -> list[Tensor | None]:
     """Return the gradients of q, k, v and bias by autograd, below which kernels run."""
     with torch._C._ForceDispatchKeyGuard(*WITH_AUTOGRAD), torch.enable_grad():
         leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
-        output = call_with_seed(int(seed.flatten()[0]), attend, *leaves, *rest, scale=scale)
+        output = call_with_seed(int(seed.flatten()[0]), attend, *leaves, *rest, **scale)
         found = iter(torch.autograd.grad(output, [leaf for leaf in leaves if leaf is not None], grad))
     return [None if leaf is None else next(found) for leaf in leaves]
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any, scale: Any = None) -> Any:
-    out, seed = attention(q, k, v, None, dropout, causal, scale)
-    return out, None, None, None, None, None, seed
+def seed_now() -> Tensor:
+    """Return what a forward pass leaves to its backward pass in place of the GPU's seed."""
+    return torch.tensor(torch.initial_seed())
+
+
+def efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, *others: Any, **scale: Any) -> Any:
+    _out, _sums, seed, _offset, dropout, _mask, *causal = others  # torch hands no default on
+    return attend_backward(grad, (q, k, v, bias), seed, dropout, *causal, **scale)
 
 
 def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **scale: Any) -> Any:
     *_, dropout, causal, seed, _offset = others
-    return attention_backward(grad, (q, k, v, None), seed, dropout, causal, **scale)[:3]
-
-
-def efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Any, sums: bool, dropout: float = 0.0, causal: bool = False, *, scale: Any = None
-) -> Any:
-    out, seed = attention(q, k, v, bias, dropout, causal, scale)
-    return out, None, seed
-
-
-def efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, *others: Any, **scale: Any) -> Any:
-    _out, _sums, seed, _offset, dropout, _mask, *causal = others
-    return attention_backward(grad, (q, k, v, bias), seed, dropout, *causal or (False,), **scale)
+    return attend_backward(grad, (q, k, v, None), seed, dropout, causal, **scale)[:3]
 
 
 def convolution(x: Tensor, w: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
@@ -85,9 +74,15 @@ DECOMPOSED = (  # by torch, in float32 where CUDA's kernels compute in it, which
 CPU_KERNELS: dict[str, Callable[..., Any]] = {
     **{name: decomposition_table[getattr(aten, name).default] for name in DECOMPOSED},
     "_conv_depthwise2d": lambda x, w, size, *settings: convolution(x, w, *settings, x.shape[1]),
-    "_scaled_dot_product_efficient_attention": efficient,
+    "_scaled_dot_product_efficient_attention": lambda q, k, v, bias, wants_sums, *rest, **scale: (
+        *(attend(q, k, v, bias, *rest, **scale), None),
+        seed_now(),
+    ),
     "_scaled_dot_product_efficient_attention_backward": efficient_backward,
-    "_scaled_dot_product_flash_attention": flash,
+    "_scaled_dot_product_flash_attention": lambda q, k, v, *rest, **scale: (
+        *(attend(q, k, v, None, *rest[:2], **scale), *[None] * 5),
+        seed_now(),
+    ),
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "bmm.dtype": product,
     "cudnn_convolution": lambda x, w, padding, stride, dilation, groups, *_: convolution(

@@ -33,10 +33,11 @@ class PhaseWatch:
         if phase != before:
             set_label("phase", phase)
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                peak = self.peaks.get(before, Peak())
-                allocated_bytes = max(peak.allocated_bytes, torch.cuda.max_memory_allocated())
-                reserved_bytes = max(peak.reserved_bytes, torch.cuda.max_memory_reserved())
-                self.peaks[before] = Peak(allocated_bytes, reserved_bytes)
+                earlier = self.peaks.get(before, Peak())
+                allocated_bytes = max(earlier.allocated_bytes, torch.cuda.max_memory_allocated())
+                self.peaks[before] = Peak(
+                    allocated_bytes, max(earlier.reserved_bytes, torch.cuda.max_memory_reserved())
+                )
                 torch.cuda.reset_peak_memory_stats()
         return before
 

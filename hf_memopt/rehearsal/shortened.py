@@ -32,11 +32,12 @@ _OFF = ("eval_on_start", "load_best_model_at_end", "push_to_hub")
 class Shortening(TrainerCallback):
     """Shortens every Trainer of a process."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, kind: Any) -> None:
         self._watch, self._longest = watch, LongestRows()
         self._trainer: Trainer | None = None
         self._notes: list[str] = []
         self._outputs: dict[EvalLoopContainer, Any] = {}  # of the last batch
+        self._change(kind)
 
     @property
     def longest_row(self) -> int | None:
@@ -47,7 +48,7 @@ class Shortening(TrainerCallback):
         off = ("the Trainer's saving, reporting and pushing were off",) if self._trainer else ()
         return (*self._notes, *filter(None, [self._longest.note]), *off)
 
-    def install(self, kind: Any) -> None:
+    def _change(self, kind: Any) -> None:
         """Change the class: its training, its evaluation, and what it makes on the Hub."""
         train, loop = kind.train, kind.evaluation_loop
         add, get_arrays = EvalLoopContainer.add, cast("Any", EvalLoopContainer.get_arrays)

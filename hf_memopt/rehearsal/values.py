@@ -221,5 +221,7 @@ def install(namespace: str = "aten") -> None:
             if not any(one.alias_info and not one.alias_info.is_write for one in overload._schema.returns):  # a view
                 kernel = torch.library.get_kernel(overload, "CUDA")
                 _registered.append(kernel)
-                library.impl(name, Operator(name, overload, kernel.call_boxed), "CUDA", with_keyset=True, allow_override=True)
+                library.impl(
+                    name, Operator(name, overload, kernel.call_boxed), "CUDA", with_keyset=True, allow_override=True
+                )
     _registered.append(library)

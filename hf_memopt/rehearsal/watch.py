@@ -8,7 +8,7 @@ from __future__ import annotations
 import linecache
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -24,7 +24,7 @@ from hf_memopt.rehearsal.events import (
     Event,
     blocks_alive,
     events_so_far,
-    label,
+    labels,
     named_blocks,
     place_of,
     set_label,
@@ -34,11 +34,10 @@ from hf_memopt.rehearsal.phases import PhaseWatch
 from hf_memopt.rehearsal.result import Batch, Done, Held, OutOfMemory
 
 MOST_FAILURES = 60  # without a step between them: a script that goes on after each is not rescued by it
-MOST_PLACES = 12
 
 
 class Watch:
-    """What a rehearsal sees of a training; ``install`` begins it."""
+    """What a rehearsal sees of a training, which begins right after the import of torch."""
 
     def __init__(self, wanted_steps: int) -> None:
         self.wanted_steps, self.steps = wanted_steps, 0
@@ -59,9 +58,6 @@ class Watch:
         self._known: WeakSet[nn.Module] = WeakSet()
         self._optimizers: Counter[torch.optim.Optimizer] = Counter()
         self._began = time.perf_counter()
-
-    def install(self) -> None:
-        """Begin, right after the import of torch."""
         self._undo.enter_context(self.phases.hooked())
         register_module_forward_pre_hook(self._before_forward)
         register_optimizer_step_pre_hook(self._before_step)
@@ -124,7 +120,7 @@ class Watch:
         self.name_blocks()
         frames = [{"filename": f.filename, "line": f.lineno, "name": f.name} for f in traceback.extract_stack()[::-1]]
         phase = self.phases.phase
-        place = place_of(frames).split(" < ")[0] or " ".join(filter(None, (phase, label("operator"))))
+        place = place_of(frames).split(" < ")[0] or " ".join(filter(None, (phase, labels["operator"])))
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         self.failure = OutOfMemory(phase, self.steps + 1, self.batch, asked, free, allocated, reserved, place)
         events = events_so_far()
@@ -148,19 +144,12 @@ class Watch:
 
     def grouped(self, events: list[Event], blocks: Iterable[Event]) -> tuple[Held, ...]:
         """Return blocks by name, or by the line or the operator that made them, the largest first."""
-        names = named_blocks(events, self.names)
-        sizes: Counter[str] = Counter()
-        counts: Counter[str] = Counter()
+        names, sizes = named_blocks(events, self.names), defaultdict[str, list[int]](list)
         for block in blocks:
             where = names.get(block.number) or block.place.split(" < ")[0]
-            where = where or f"{block.phase}: {block.operator or 'no line of Python'}"
-            sizes[where] += block.requested_bytes
-            counts[where] += 1
-        largest = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
-        rows = [Held(where, size, counts[where], _code(where)) for where, size in largest[:MOST_PLACES]]
-        rest = [(size, counts[where]) for where, size in largest[MOST_PLACES:]]
-        others = Held(f"{len(rest)} other places", sum(size for size, _ in rest), sum(count for _, count in rest))
-        return (*rows, others) if rest else tuple(rows)
+            sizes[where or f"{block.phase}: {block.operator or 'no line of Python'}"].append(block.requested_bytes)
+        found = (Held(where, sum(of_it), len(of_it), _code(where)) for where, of_it in sizes.items())
+        return tuple(sorted(found, key=lambda one: (-one.size_bytes, one.place)))
 
 
 def _code(place: str) -> str:
