@@ -7,14 +7,13 @@ are changed when the script imports them, since it may set environment variables
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hf_memopt.recipes.measuring.script import TRAINER, print_traceback, run_as_main
+from hf_memopt.recipes.measuring.script import TRAINER, leave, print_traceback, run_as_main
 from hf_memopt.rehearsal.result import Done, Rehearsal, Verdict
 
 if TYPE_CHECKING:
@@ -31,12 +30,7 @@ UNKNOWN = {  # libraries whose calls are counted, and what of them is not known 
 
 def main(options: str, script: str, *arguments: str) -> NoReturn:
     """Run the script to the end of its rehearsal."""
-    child = Child(json.loads(options))
-    code = child.run(script, arguments)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    os._exit(code)  # without destructors of a GPU that is not there, and whatever the script registered
+    leave(Child(json.loads(options)).run(script, arguments))  # without destructors of a GPU that is not there
 
 
 class Child:
@@ -54,15 +48,14 @@ class Child:
 
             self._notes = install(Path(self._options["result"]).with_name("weights"))
         try:
-            run_as_main(script, arguments, changes, is_module=self._options["module"])
+            with suppress(Done):
+                run_as_main(script, arguments, changes, is_module=self._options["module"])
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
             if isinstance(stop.code, str):
                 print(stop.code, file=sys.stderr)
         except Exception as caught:
             code, error = 1, caught
-        except Done:
-            pass
         verdict = self._verdict(code, error)
         if error is not None and verdict == "failed":
             print_traceback(error)
@@ -107,9 +100,9 @@ class Child:
         from hf_memopt.rehearsal.events import blocks_at_peak, events_so_far, named_blocks
         from hf_memopt.rehearsal.least_memory import least_memory
 
-        watch.phases.enter("")
+        watch.enter("")
         events = events_so_far()
-        peaks = {name: peak for name, peak in watch.phases.peaks.items() if peak.allocated_bytes}
+        peaks = {name: peak for name, peak in watch.peaks.items() if peak.allocated_bytes}
         if verdict == "runs out":
             found = replace(found, out_of_memory=watch.failure, held=watch.held)
         else:
@@ -132,7 +125,7 @@ class Child:
             found,
             phases=peaks,
             largest_batch=watch.largest,
-            longest_row=shortening.longest_row if shortening else None,
+            longest_row=shortening.longest.longest_row if shortening else None,
             steps=watch.steps,
             step_seconds=tuple(watch.step_seconds) if found.is_measured else (),
             notes=(*self._notes, *(shortening.notes() if shortening else ()), WRITTEN, *self._not_modelled()),

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
 
 from hf_memopt.devices import Gpu, current_gpu, custom_gpu, find_gpu
 from hf_memopt.plain_data import Count, check_value
@@ -102,7 +101,7 @@ def _run(words: list[str], environment: dict[str, str]) -> int:
     # its output must not be in ours; it has no terminal to read from
     process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
     is_main = threading.current_thread() is threading.main_thread()  # others get no signals
-    before = signal.signal(signal.SIGTERM, _exit) if is_main else None
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)) if is_main else None
     try:
         code = process.wait()
         return code if code >= 0 else 128 - code  # as a shell says it
@@ -112,7 +111,3 @@ def _run(words: list[str], environment: dict[str, str]) -> int:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _exit(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)

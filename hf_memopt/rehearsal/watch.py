@@ -16,8 +16,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.rehearsal.events import (
@@ -36,10 +34,11 @@ from hf_memopt.rehearsal.result import Batch, Done, Held, OutOfMemory
 MOST_FAILURES = 60  # without a step between them: a script that goes on after each is not rescued by it
 
 
-class Watch:
+class Watch(PhaseWatch):
     """What a rehearsal sees of a training, which begins right after the import of torch."""
 
     def __init__(self, wanted_steps: int) -> None:
+        super().__init__()
         self.wanted_steps, self.steps = wanted_steps, 0
         self.counts_steps = True  # a Trainer's are counted by its own events
         self.step_seconds: list[float] = []
@@ -50,7 +49,6 @@ class Watch:
         self.failures = self.failures_in_step = 0
         self.gave_up = False
         self.held: tuple[Held, ...] = ()  # when memory ran out last
-        self.phases = PhaseWatch()
         self.kept_outputs: Callable[[], Iterable[Any]] = tuple  # by an evaluation
         self._undo = ExitStack()
         self.names: list[dict[int, str]] = []  # of blocks by address, see ``named_blocks``
@@ -58,10 +56,7 @@ class Watch:
         self._known: WeakSet[nn.Module] = WeakSet()
         self._optimizers: Counter[torch.optim.Optimizer] = Counter()
         self._began = time.perf_counter()
-        self._undo.enter_context(self.phases.hooked())
-        register_module_forward_pre_hook(self._before_forward)
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+        self._undo.enter_context(self.hooked())
         torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]  # private; seen in torch 2.6 to 2.14
 
     def _record(self) -> None:
@@ -70,7 +65,8 @@ class Watch:
 
     # ---- What torch calls
 
-    def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        super().before_forward(module, inputs)
         if self.failures_in_step > MOST_FAILURES:
             self.gave_up = True
             raise Done
@@ -89,11 +85,13 @@ class Watch:
         if torch.is_grad_enabled() and (self.largest is None or self.batch.size > self.largest.size):
             self.largest = self.batch
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        super().before_optimizer(optimizer)
         self._optimizers[optimizer] += 0
         self.name_blocks()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        super().after_optimizer(optimizer)
         self.name_blocks()
         self._optimizers[optimizer] += 1
         counts = self._optimizers.values()
@@ -119,10 +117,9 @@ class Watch:
             return
         self.name_blocks()
         frames = [{"filename": f.filename, "line": f.lineno, "name": f.name} for f in traceback.extract_stack()[::-1]]
-        phase = self.phases.phase
-        place = place_of(frames).split(" < ")[0] or " ".join(filter(None, (phase, labels["operator"])))
+        place = place_of(frames).split(" < ")[0] or " ".join(filter(None, (self.phase, labels["operator"])))
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        self.failure = OutOfMemory(phase, self.steps + 1, self.batch, asked, free, allocated, reserved, place)
+        self.failure = OutOfMemory(self.phase, self.steps + 1, self.batch, asked, free, allocated, reserved, place)
         events = events_so_far()
         self.held = self.grouped(events, blocks_alive(events))
 
