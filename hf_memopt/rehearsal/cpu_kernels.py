@@ -73,7 +73,9 @@ DECOMPOSED = (  # by torch, in float32 where CUDA's kernels compute in it, which
 )
 CPU_KERNELS: dict[str, Callable[..., Any]] = {
     **{name: decomposition_table[getattr(aten, name).default] for name in DECOMPOSED},
-    "_conv_depthwise2d": lambda x, w, size, *settings: convolution(x, w, *settings, x.shape[1]),
+    "_conv_depthwise2d": lambda x, w, size, bias, stride, padding, dilation: convolution(
+        x, w, bias, stride, padding, dilation, x.shape[1]
+    ),
     "_scaled_dot_product_efficient_attention": lambda q, k, v, bias, wants_sums, *rest, **scale: (
         *(attend(q, k, v, bias, *rest, **scale), None),
         seed_now(),

@@ -51,7 +51,7 @@ COMPOSITE = ("copy_", "pow.Scalar")
 logger = logging.getLogger(__name__)
 failed_values: dict[str, str] = {}
 """Why the CPU could not compute an operator in this process when that happened first, by the operator's name."""
-_registered: list[Any] = []  # a library and its kernels end with their last reference
+_registered: list[Any] = []  # a library ends with its last reference
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,10 +115,10 @@ def _tensor_of(number: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
 class Operator:
     """One operator of the stand-in: torch's own CUDA kernel allocates, then the CPU computes what is small."""
 
-    def __init__(self, name: str, overload: torch._ops.OpOverload, cuda_kernel: Any) -> None:
+    def __init__(self, name: str, overload: torch._ops.OpOverload) -> None:
         arguments = [argument for argument in overload._schema.arguments if not argument.kwarg_only]
         self.name = name
-        self.cuda_kernel = cuda_kernel
+        self.cuda_kernel: Any = torch.library.get_kernel(overload, "CUDA").call_boxed
         self.cpu_kernel = CPU_KERNELS.get(name, overload)
         self.places = [i for i, a in enumerate(arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]
         self.written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -219,9 +219,5 @@ def install(namespace: str = "aten") -> None:
             if overload is None or name.startswith(ONLY_ALLOCATE_OR_LOOK):
                 continue
             if not any(one.alias_info and not one.alias_info.is_write for one in overload._schema.returns):  # a view
-                kernel = torch.library.get_kernel(overload, "CUDA")
-                _registered.append(kernel)
-                library.impl(
-                    name, Operator(name, overload, kernel.call_boxed), "CUDA", with_keyset=True, allow_override=True
-                )
+                library.impl(name, Operator(name, overload), "CUDA", with_keyset=True, allow_override=True)
     _registered.append(library)
