@@ -6,4 +6,4 @@ from .stand_in import StandIn as StandIn
 from .stand_in import read_counters as read_counters
 from .stand_in import read_generated_calls as read_generated_calls
 from .start import rehearse as rehearse
-from .values import values_report as values_report
+from .values import failed_values as failed_values

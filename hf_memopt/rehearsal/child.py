@@ -7,22 +7,19 @@ are changed when the script imports them, since it may set environment variables
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hf_memopt.recipes.measuring.script import TRAINER, print_traceback, run_as_main
+from hf_memopt.recipes.measuring.script import TRAINER, leave, print_traceback, run_as_main
 from hf_memopt.rehearsal.result import Done, Rehearsal, Verdict
 
 if TYPE_CHECKING:
     from hf_memopt.rehearsal.shortened import Shortening
     from hf_memopt.rehearsal.watch import Watch
 
-PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "trl")
 WRITTEN = "what the script itself writes was written"
 UNKNOWN = {  # libraries whose calls are counted, and what of them is not known here
     ("cudnn",): "not modelled: workspaces of cuDNN, which count as 0",
@@ -33,17 +30,12 @@ UNKNOWN = {  # libraries whose calls are counted, and what of them is not known 
 
 def main(options: str, script: str, *arguments: str) -> NoReturn:
     """Run the script to the end of its rehearsal."""
-    child = Child(json.loads(options))
-    code = child.run(script, arguments)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    os._exit(code)  # without destructors of a GPU that is not there, and whatever the script registered
+    leave(Child(json.loads(options)).run(script, arguments))  # without destructors of a GPU that is not there
 
 
 class Child:
     def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
+        self._options, self._found = options, Rehearsal.from_json(options["found"])
         self._watch: Watch | None = None
         self._shortening: Shortening | None = None
         self._notes: list[str] = []
@@ -56,15 +48,14 @@ class Child:
 
             self._notes = install(Path(self._options["result"]).with_name("weights"))
         try:
-            run_as_main(script, arguments, changes, is_module=self._options["module"])
+            with suppress(Done):
+                run_as_main(script, arguments, changes, is_module=self._options["module"])
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
             if isinstance(stop.code, str):
                 print(stop.code, file=sys.stderr)
         except Exception as caught:
             code, error = 1, caught
-        except Done:
-            pass
         verdict = self._verdict(code, error)
         if error is not None and verdict == "failed":
             print_traceback(error)
@@ -89,7 +80,6 @@ class Child:
         from hf_memopt.rehearsal.watch import Watch
 
         self._watch = Watch(self._options["steps"])
-        self._watch.install()
         if self._options["gpus"] > 1:
             from hf_memopt.rehearsal.world import install
 
@@ -99,21 +89,20 @@ class Child:
         from hf_memopt.rehearsal.shortened import Shortening
 
         assert self._watch is not None  # transformers' Trainer imports torch
-        self._shortening = Shortening(self._watch)
-        self._shortening.install(module.Trainer)
+        self._shortening = Shortening(self._watch, module.Trainer)
 
     def _seen(self, verdict: Verdict, code: int) -> Rehearsal:
-        options, watch = self._options, self._watch
-        found = Rehearsal(verdict, options["gpu"], options["usable_bytes"], options["context_bytes"])
-        found = replace(found, is_measured=options["is_measured"], exit_code=code)
+        found, watch = replace(self._found, verdict=verdict, exit_code=code), self._watch
         if verdict not in ("fits", "runs out") or watch is None:
             return found
-        from hf_memopt.rehearsal.events import blocks_at_peak, events_so_far, has_expandable_segments, named_blocks
+        import torch
+
+        from hf_memopt.rehearsal.events import blocks_at_peak, events_so_far, named_blocks
         from hf_memopt.rehearsal.least_memory import least_memory
 
-        watch.phases.enter("")
+        watch.enter("")
         events = events_so_far()
-        peaks = {name: peak for name, peak in watch.phases.peaks.items() if peak.allocated_bytes}
+        peaks = {name: peak for name, peak in watch.peaks.items() if peak.allocated_bytes}
         if verdict == "runs out":
             found = replace(found, out_of_memory=watch.failure, held=watch.held)
         else:
@@ -121,40 +110,36 @@ class Child:
                 phase = max(peaks, key=lambda name: peaks[name].allocated_bytes)
                 reserved_bytes = max(peak.reserved_bytes for peak in peaks.values())
             else:
-                reserved_bytes, phase = least_memory(events, has_expandable_segments())
+                settings = torch.cuda.memory._snapshot()["allocator_settings"]
+                reserved_bytes, phase = least_memory(events, settings["expandable_segments"])
             needed = reserved_bytes + found.context_bytes
             held = watch.grouped(events, blocks_at_peak(events))
             found = replace(found, needed_bytes=needed, peak_phase=phase, held=held, recovered=watch.failures)
-        if options["timeline"]:
+        if self._options["timeline"]:
             from hf_memopt.rehearsal.timeline import data_of
 
-            names = named_blocks(events, watch.names)
-            found = replace(
-                found, timeline=data_of(events, names, watch.step_moments, watch.steps + (verdict == "runs out"))
-            )
+            names, begun = named_blocks(events, watch.names), watch.steps + (verdict == "runs out")
+            found = replace(found, timeline=data_of(events, names, watch.step_moments, begun))
         shortening = self._shortening
         return replace(
             found,
             phases=peaks,
             largest_batch=watch.largest,
-            longest_row=shortening.longest_row if shortening else None,
+            longest_row=shortening.longest.longest_row if shortening else None,
             steps=watch.steps,
             step_seconds=tuple(watch.step_seconds) if found.is_measured else (),
-            notes=(*self._notes, *(shortening.notes() if shortening else ()), WRITTEN, *self._not_modelled(watch)),
-            versions={name: version(name) for name in PACKAGES if name in sys.modules},
+            notes=(*self._notes, *(shortening.notes() if shortening else ()), WRITTEN, *self._not_modelled()),
         )
 
-    def _not_modelled(self, watch: Watch) -> list[str]:
+    def _not_modelled(self) -> list[str]:
         """Return what of this run is not known on the stand-in."""
-        if self._options["is_measured"]:
+        if self._found.is_measured:
             return []
-        from hf_memopt.rehearsal.stand_in import read_generated_calls
-        from hf_memopt.rehearsal.values import values_report
+        from hf_memopt.rehearsal import failed_values, read_generated_calls
 
         calls = read_generated_calls()
         notes = [what for begins, what in UNKNOWN.items() if any(name.startswith(begins) for name in calls)]
-        failures = values_report().failures
-        return notes + [f"values of {name}: {failure.reason}" for name, failure in failures.items()]
+        return notes + [f"values of {name}: {reason}" for name, reason in failed_values.items()]
 
 
 if __name__ == "__main__":

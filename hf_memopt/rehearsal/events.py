@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ UNINTERESTING = (  # torch's own lines, and those that start a script and watch 
     *("<frozen", "/contextlib.py", "/functools.py"),
 )
 
-_label = {"phase": "", "operator": "", "moment": "0"}
+labels = {"phase": "", "operator": "", "moment": "0"}
 _is_recording = False
 
 
@@ -45,21 +46,19 @@ class Event:
     address: int = 0  # which later blocks may have, too
     moment: int = 0  # how often blocks were given names before, see ``named_blocks``
 
+    @property
+    def allocated_bytes(self) -> int:
+        """What it changes of the sum of the blocks in the record."""
+        size = -(-self.requested_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        return 0 if self.number < 0 else size if self.kind == "allocate" else -size
+
 
 def set_label(kind: str, name: str) -> str:
     """Say the "phase", "operator" or "moment" of what is allocated from now on; return the one before."""
-    before, _label[kind] = _label[kind], name
+    before, labels[kind] = labels[kind], name
     if _is_recording:
-        torch._C._cuda_setMemoryMetadata(" ".join(_label.values()))
+        torch._C._cuda_setMemoryMetadata(" ".join(labels.values()))
     return before
-
-
-def label(kind: str) -> str:
-    return _label[kind]
-
-
-def are_recorded() -> bool:
-    return _is_recording
 
 
 def start_recording() -> None:
@@ -67,7 +66,7 @@ def start_recording() -> None:
     global _is_recording
     torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES, context="alloc", stacks="python")
     _is_recording = True
-    set_label("phase", _label["phase"])
+    set_label("phase", labels["phase"])
 
 
 def events_so_far() -> list[Event]:
@@ -79,11 +78,21 @@ def events_so_far() -> list[Event]:
     entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     if len(entries) >= MOST_ENTRIES:
         raise RuntimeError(f"events={len(entries)} fill torch's history; expected fewer. Record a shorter run.")
-    return list(_events(entries))
-
-
-def has_expandable_segments() -> bool:
-    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+    events: list[Event] = []
+    numbers: dict[int, int] = {}  # of the blocks alive, by address
+    allocations = count()
+    for entry in entries:
+        kind, address, number = KINDS.get(entry["action"]), entry.get("addr", -1), -1
+        if kind is None:
+            continue
+        if kind == "allocate":
+            number = numbers[address] = next(allocations)
+        elif kind == "free":
+            number = numbers.pop(address, -1)
+        phase, operator, moment = (entry.get("user_metadata") or "  0").split(" ")
+        place = place_of(entry.get("frames", ()))
+        events.append(Event(kind, entry["size"], number, phase, operator, place, address, int(moment)))
+    return events
 
 
 @contextlib.contextmanager
@@ -91,7 +100,7 @@ def recorded_events() -> Iterator[list[Event]]:
     """Record a run in this process; the list is filled when the block ends, after an error, too.
 
     Raises:
-        RuntimeError: torch's history of allocations is full.
+        RuntimeError: the history is full.
     """
     global _is_recording
     events: list[Event] = []
@@ -104,23 +113,6 @@ def recorded_events() -> Iterator[list[Event]]:
             events.extend(events_so_far())
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _events(entries: list[dict[str, Any]]) -> Iterator[Event]:
-    numbers: dict[int, int] = {}  # of the blocks alive, by address
-    allocations = 0
-    for entry in entries:
-        kind, address, number = KINDS.get(entry["action"]), entry.get("addr", -1), -1
-        if kind is None:
-            continue
-        if kind == "allocate":
-            number = numbers[address] = allocations
-            allocations += 1
-        elif kind == "free":
-            number = numbers.pop(address, -1)
-        phase, operator, moment = (entry.get("user_metadata") or "  0").split(" ")
-        place = place_of(entry.get("frames", ()))
-        yield Event(kind, entry["size"], number, phase, operator, place, address, int(moment))
 
 
 def place_of(frames: Any) -> str:
@@ -136,48 +128,22 @@ def blocks_at_peak(events: list[Event]) -> list[Event]:
     Their sizes, each rounded up to 512 bytes, add up to ``torch.cuda.max_memory_allocated`` but for remainders below
     1 MiB that torch does not split off, and for blocks older than the record.
     """
-    alive: dict[int, Event] = {}
-    at_peak: list[Event] = []
-    now = peak = 0
-    for event in events:
-        size = -(-event.requested_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        if event.kind == "allocate":
-            alive[event.number] = event
-            now += size
-        elif event.kind == "free" and event.number in alive:
-            if now > peak:  # the first free after a new peak
-                peak, at_peak = now, list(alive.values())
-            now -= size
-            del alive[event.number]
-    return list(alive.values()) if now > peak else at_peak
+    sums = list(accumulate(event.allocated_bytes for event in events))
+    return blocks_alive(events[: sums.index(max(sums)) + 1]) if events else []
 
 
 def blocks_alive(events: list[Event]) -> list[Event]:
     """Return the allocations that were not freed, in their order."""
-    alive: dict[int, Event] = {}
-    for event in events:
-        if event.kind == "allocate":
-            alive[event.number] = event
-        elif event.kind == "free":
-            alive.pop(event.number, None)
-    return list(alive.values())
+    freed = {event.number for event in events if event.kind == "free"}
+    return [event for event in events if event.kind == "allocate" and event.number not in freed]
 
 
 def named_blocks(events: list[Event], names: list[dict[int, str]]) -> dict[int, str]:
-    """Return names of allocations by their number.
+    """Return names of allocations by their number: a block has the last one that its address was given in its life.
 
-    Addresses are used again, so a name holds for the block that was alive at its address when the name was given:
-    ``names[moment]`` were given before the first event with a later moment.
+    Addresses are used again. ``names[moment]`` were given before the first event with a later moment.
     """
-    alive: dict[int, int] = {}  # numbers by address
-    found: dict[int, str] = {}
-    given = 0
-    for event in [*events, None]:
-        for of_moment in names[given : len(names) if event is None else event.moment]:
-            found |= {alive[address]: name for address, name in of_moment.items() if address in alive}
-            given += 1
-        if event is not None and event.kind == "allocate":
-            alive[event.address] = event.number
-        elif event is not None and event.kind == "free":
-            alive.pop(event.address, None)
-    return found
+    ends = {event.number: event.moment for event in events if event.kind == "free"}
+    made = [event for event in events if event.kind == "allocate"]
+    lives = ((one, of_moment) for one in made for of_moment in names[one.moment : ends.get(one.number)])
+    return {one.number: of_moment[one.address] for one, of_moment in lives if one.address in of_moment}

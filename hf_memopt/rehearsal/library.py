@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from hf_memopt.rehearsal.requirements import RehearsalError, TorchBuild, check_platform, compiler, installed_torch
+from hf_memopt.rehearsal.requirements import RehearsalError, TorchBuild, compiler, installed_torch
 
 SOURCE = Path(__file__).with_name("stand_in.cpp")
 NAME = "libhf_memopt_gpu.so"
@@ -56,31 +55,21 @@ def built_library() -> Path:
     Raises:
         RehearsalError: the machine or torch cannot rehearse (``requirements``), or the compiler fails.
     """
-    check_platform()
-    torch, libraries = installed_torch(), installed_libraries()
+    torch = installed_torch()
+    libraries = sorted({path for folder in sys.path for pattern in LIBRARIES for path in Path(folder).glob(pattern)})
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_memopt" / "rehearsal"
     library = cache / cache_key(torch, libraries) / NAME
     if not library.exists():
-        (major, minor), site = torch.cuda, torch.folder.parent
-        command = [*compiler(), "-O1", "-fPIC", "-std=c++17", f"-DTORCH_CUDA={major * 1000 + minor * 10}"]
-        command += [f"-I{site / folder}" for folder in HEADERS]
-        declarations = "".join(header.read_text(encoding="utf-8") for header in site.glob("nvidia/*/include/cu*.h"))
+        command = compiler()
         cache.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=cache, prefix="unfinished-"))
-        try:
-            build(unfinished, command, libraries, declarations)
-            unfinished.rename(library.parent)
-        except OSError:
-            if not library.exists():  # else another process was faster
-                raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="unfinished-") as unfinished:
+            build(Path(unfinished), command, torch, libraries)
+            try:
+                Path(unfinished).rename(library.parent)
+            except OSError:
+                if not library.exists():  # else another process was faster
+                    raise
     return library
-
-
-def installed_libraries() -> list[Path]:
-    """Return the installed libraries that may ask for CUDA."""
-    return sorted({path for folder in sys.path for pattern in LIBRARIES for path in Path(folder).glob(pattern)})
 
 
 def cache_key(torch: TorchBuild, libraries: Iterable[Path]) -> str:
@@ -90,26 +79,25 @@ def cache_key(torch: TorchBuild, libraries: Iterable[Path]) -> str:
     return hashlib.sha256(repr((*sources, torch.version, torch.cuda, names_and_sizes)).encode()).hexdigest()[:16]
 
 
-def build(folder: Path, command: list[str], libraries: Iterable[Path], declarations: str) -> None:
-    """Compile the library in a folder, with its links; ``declarations`` are the headers of NVIDIA's other libraries."""
+def build(folder: Path, command: list[str], torch: TorchBuild, libraries: Iterable[Path]) -> None:
+    """Compile the library in a folder, with its links."""
+    (major, minor), site = torch.cuda, torch.folder.parent
+    command = [*command, "-O1", "-fPIC", "-std=c++17", f"-DTORCH_CUDA={major * 1000 + minor * 10}"]
+    command += [f"-I{site / headers}" for headers in HEADERS]
     by_hand, generated = folder / "stand_in.o", folder / "generated.cpp"
     _run([*command, "-c", str(SOURCE), "-o", str(by_hand)])
-    written = set(re.findall(r" T (\w+)", _run(["nm", str(by_hand)])))
-    names = sorted(asked_functions(libraries) - written)
-    generated.write_text(generated_functions(names, declarations), encoding="utf-8")
+    names = set(BY_NAME)
+    for path in libraries:
+        names |= set(re.findall(r"\bU (\w+)", _run(["nm", "-D", "--undefined-only", str(path)])))
+        if path.name == "libc10_cuda.so":  # asks dlsym at its first out-of-memory error: names among its strings
+            names |= set(re.findall(r"\0(nvml[A-Z]\w+|cu[A-Z][a-z]\w+)(?=\0)", path.read_bytes().decode("latin-1")))
+    names -= set(re.findall(r" T (\w+)", _run(["nm", str(by_hand)])))
+    asked = sorted(name for name in names if OF_CUDA.fullmatch(name) and not NVIDIAS.fullmatch(name))
+    declarations = "".join(header.read_text(encoding="utf-8") for header in site.glob("nvidia/*/include/cu*.h"))
+    generated.write_text(generated_functions(asked, declarations), encoding="utf-8")
     _run([*command, "-shared", str(by_hand), str(generated), "-o", str(folder / NAME), "-ldl", "-lpthread"])
     for link in LINKS:
         (folder / link).symlink_to(NAME)
-
-
-def asked_functions(libraries: Iterable[Path]) -> set[str]:
-    """Return the names of CUDA's functions that libraries ask for, when they are loaded or later."""
-    found = set(BY_NAME)
-    for path in libraries:
-        found |= set(re.findall(r"\bU (\w+)", _run(["nm", "-D", "--undefined-only", str(path)])))
-        if path.name == "libc10_cuda.so":  # asks dlsym at its first out-of-memory error: names among its strings
-            found |= set(re.findall(r"\0(nvml[A-Z]\w+|cu[A-Z][a-z]\w+)(?=\0)", path.read_bytes().decode("latin-1")))
-    return {name for name in found if OF_CUDA.fullmatch(name) and not NVIDIAS.fullmatch(name)}
 
 
 def generated_functions(names: list[str], declarations: str) -> str:

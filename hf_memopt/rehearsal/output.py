@@ -80,13 +80,9 @@ def _short(place: str) -> str:
 
 
 def _notes(found: Rehearsal, command: str) -> list[str]:
-    batch = [] if found.largest_batch is None else [f"largest batch {found.largest_batch}"]
-    row = [] if found.longest_row is None else [f"longest row of the data {found.longest_row} tokens"]
-    seen = [f"Batches    {', '.join([*batch, *row])}"] if batch or row else []
-    seconds = [f"Seconds    {', '.join(f'{one:.2f}' for one in found.step_seconds)} of the steps"]
-    return [
-        *seen,
-        *(seconds if found.step_seconds else []),
-        *(f"Note       {note}" for note in found.notes),
-        f"Next       {command}",
-    ]
+    batches = [] if found.largest_batch is None else [f"largest batch {found.largest_batch}"]
+    batches += [] if found.longest_row is None else [f"longest row of the data {found.longest_row} tokens"]
+    seconds = ", ".join(f"{one:.2f}" for one in found.step_seconds)
+    rows = [("Batches", ", ".join(batches)), ("Seconds", seconds and f"{seconds} of the steps")]
+    rows += [*(("Note", note) for note in found.notes), ("Next", command)]
+    return [f"{name:<11}{text}" for name, text in rows if text]

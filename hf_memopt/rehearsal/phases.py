@@ -7,13 +7,13 @@ checkpointing repeats counts as backward.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_memopt.rehearsal.events import set_label
 from hf_memopt.rehearsal.result import Peak
@@ -33,52 +33,45 @@ class PhaseWatch:
         if phase != before:
             set_label("phase", phase)
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                peak = self.peaks.get(before, Peak())
-                allocated_bytes = max(peak.allocated_bytes, torch.cuda.max_memory_allocated())
-                reserved_bytes = max(peak.reserved_bytes, torch.cuda.max_memory_reserved())
-                self.peaks[before] = Peak(allocated_bytes, reserved_bytes)
+                earlier = self.peaks.get(before, Peak())
+                allocated_bytes = max(earlier.allocated_bytes, torch.cuda.max_memory_allocated())
+                self.peaks[before] = Peak(
+                    allocated_bytes, max(earlier.reserved_bytes, torch.cuda.max_memory_reserved())
+                )
                 torch.cuda.reset_peak_memory_stats()
         return before
 
-    def before_forward(self, *arguments: Any) -> None:
+    def before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         # an optimizer that ran out of memory in its step has not said that it ended
         if self.phase in ("load", "optimizer") and torch.is_grad_enabled():
             self.enter("forward")
 
-    def before_optimizer(self, *arguments: Any) -> None:
+    def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self.before_step = self.enter("optimizer")  # backward, where steps are made as gradients come
 
-    def after_optimizer(self, *arguments: Any) -> None:
+    def after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self.enter(self.before_step)
 
     @contextlib.contextmanager
-    def during(self, owner: Any, name: str, phase: str) -> Iterator[None]:
-        """Let a function or method be a phase."""
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            before = self.enter(phase)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.enter(before)
-
-        setattr(owner, name, watched)
+    def during(self, phase: str) -> Iterator[None]:
+        """Be in a phase, here or in a function that this decorates."""
+        before = self.enter(phase)
         try:
             yield
         finally:
-            setattr(owner, name, original)
+            self.enter(before)
 
     @contextlib.contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Watch forward passes, backward passes and steps of optimizers."""
+    def hooked(self, *functions: tuple[Any, str, str]) -> Iterator[None]:
+        """Watch forward and backward passes and steps of optimizers; ``functions`` are owners, names and phases."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.enter, "")
             undo.callback(register_module_forward_pre_hook(self.before_forward).remove)
             undo.callback(register_optimizer_step_pre_hook(self.before_optimizer).remove)
             undo.callback(register_optimizer_step_post_hook(self.after_optimizer).remove)
-            undo.enter_context(self.during(torch.autograd, "backward", "backward"))
+            for owner, name, phase in ((torch.autograd, "backward", "backward"), *functions):
+                undo.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, self.during(phase)(getattr(owner, name)))
             yield
 
 
@@ -92,5 +85,5 @@ def peaks_by_phase() -> Iterator[dict[str, Peak]]:
 
     watch = PhaseWatch()
     torch.cuda.reset_peak_memory_stats()
-    with watch.hooked(), watch.during(Trainer, "evaluation_loop", "evaluation"):
+    with watch.hooked((Trainer, "evaluation_loop", "evaluation")):
         yield watch.peaks

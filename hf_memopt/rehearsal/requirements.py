@@ -30,39 +30,32 @@ class TorchBuild:
     cuda: tuple[int, int]
 
 
-def check_platform() -> None:
-    """Raise a ``RehearsalError`` on whatever is not Linux on x86-64."""
+def installed_torch() -> TorchBuild:
+    """Return the installed torch, a CUDA build.
+
+    Raises:
+        RehearsalError: this is not Linux on x86-64, there is no torch, or it is a build for the CPU or for ROCm.
+    """
     system, machine = platform.system(), platform.machine()
     if (system, machine) != ("Linux", "x86_64"):
         action = "Rehearse under WSL, or call" if system == "Windows" else "Call"
         rule = f"platform='{system} {machine}' cannot rehearse; expected 'Linux x86_64'"
         raise RehearsalError(f"{rule}. {action}: hf-memopt estimate")
-
-
-def installed_torch() -> TorchBuild:
-    """Return the installed torch, a CUDA build.
-
-    Raises:
-        RehearsalError: there is none, or it is a build for the CPU or for ROCm.
-    """
     spec = PathFinder.find_spec("torch")  # importlib.util's would ask a torch that is imported already
     if spec is None or spec.origin is None:
         raise RehearsalError("torch is not installed; expected its CUDA build. Call: pip install torch")
     folder = Path(spec.origin).parent
     text = (folder / "version.py").read_text(encoding="utf-8")
-    version, cuda, hip = (_assigned(text, name) for name in ("__version__", "cuda", "hip"))
+    # "cuda: Optional[str] = '13.0'"
+    found = dict(re.findall(r"^(\w+)\b[^=\n]*= ['\"](.+)['\"]", text, re.MULTILINE))
+    version, cuda = found.get("__version__"), found.get("cuda")
     if cuda is None:
         raise RehearsalError(
-            f"torch={version!r} is a build for {'ROCm' if hip else 'the CPU'}; expected one for CUDA. "
+            f"torch={version!r} is a build for {'ROCm' if 'hip' in found else 'the CPU'}; expected one for CUDA. "
             f"On Linux call: pip install torch. It needs neither a GPU nor a driver. {WITHOUT}"
         )
     major, minor = cuda.split(".")[:2]
     return TorchBuild(folder, str(version), (int(major), int(minor)))
-
-
-def _assigned(text: str, name: str) -> str | None:
-    found = re.search(rf"^{name}\b[^=\n]*= ['\"](.+)['\"]", text, re.MULTILINE)  # "cuda: Optional[str] = '13.0'"
-    return found and found[1]
 
 
 def compiler() -> list[str]:

@@ -107,7 +107,6 @@ class Rehearsal:
     seconds: float = 0.0
     step_seconds: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
-    versions: dict[str, str] = field(default_factory=dict)
     exit_code: int = 0
     timeline: dict[str, Any] | None = None
 
@@ -121,9 +120,8 @@ class Rehearsal:
         from hf_memopt.rehearsal.output import text_of
 
         gpu = quoted(re.sub(r"^custom (\S+) ", r"\1", self.gpu))
-        return text_of(
-            self, f"hf-memopt run {quoted(script)}" if self.fits else f"hf-memopt plan MODEL --gpu {gpu}", width
-        )
+        next_one = f"run {quoted(script)}" if self.fits else f"plan MODEL --gpu {gpu}"
+        return text_of(self, f"hf-memopt {next_one}", width)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw allocated and reserved bytes over the events, to a PNG, SVG or PDF file.
@@ -153,17 +151,15 @@ class Rehearsal:
         try:
             if told.pop("format") != FORMAT:
                 raise KeyError("format")
-            failure = told["out_of_memory"]
+            failure, largest = told["out_of_memory"], told["largest_batch"]
             told["phases"] = {name: Peak(**peak) for name, peak in told["phases"].items()}
             told["held"] = tuple(Held(**one) for one in told["held"])
-            told["largest_batch"] = _batch(told["largest_batch"])
-            told["out_of_memory"] = failure and OutOfMemory(**{**failure, "batch": _batch(failure["batch"])})
+            told["largest_batch"] = largest and Batch(**largest)
+            if failure is not None:
+                failure["batch"] = failure["batch"] and Batch(**failure["batch"])
+                told["out_of_memory"] = OutOfMemory(**failure)
             return cls(**{**told, "notes": tuple(told["notes"]), "step_seconds": tuple(told["step_seconds"])})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"text is no rehearsal of this version ({error}); expected what to_json() writes. Rehearse anew"
             ) from None
-
-
-def _batch(told: dict[str, Any] | None) -> Batch | None:
-    return None if told is None else Batch(**told)

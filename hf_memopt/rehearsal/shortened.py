@@ -32,22 +32,19 @@ _OFF = ("eval_on_start", "load_best_model_at_end", "push_to_hub")
 class Shortening(TrainerCallback):
     """Shortens every Trainer of a process."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self._longest = watch, LongestRows()
+    def __init__(self, watch: Watch, kind: Any) -> None:
+        self._watch, self.longest = watch, LongestRows()
         self._trainer: Trainer | None = None
         self._notes: list[str] = []
         self._outputs: dict[EvalLoopContainer, Any] = {}  # of the last batch
-
-    @property
-    def longest_row(self) -> int | None:
-        return self._longest.longest_row
+        self._change(kind)
 
     def notes(self) -> tuple[str, ...]:
         """Return what was changed, and what of the data is unknown."""
         off = ("the Trainer's saving, reporting and pushing were off",) if self._trainer else ()
-        return (*self._notes, *filter(None, [self._longest.note]), *off)
+        return (*self._notes, *filter(None, [self.longest.note]), *off)
 
-    def install(self, kind: Any) -> None:
+    def _change(self, kind: Any) -> None:
         """Change the class: its training, its evaluation, and what it makes on the Hub."""
         train, loop = kind.train, kind.evaluation_loop
         add, get_arrays = EvalLoopContainer.add, cast("Any", EvalLoopContainer.get_arrays)
@@ -58,14 +55,14 @@ class Shortening(TrainerCallback):
             self._end()
 
         def few(trainer: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-            before, metrics = self._watch.phases.enter("evaluation"), trainer.compute_metrics
+            metrics = trainer.compute_metrics
             if metrics is not None and not trainer.args.batch_eval_metrics:
                 trainer.compute_metrics = lambda *_: {}  # of values that were not computed
             try:
-                return loop(trainer, _Few(dataloader, self, trainer), *args, **kwargs)
+                with self._watch.during("evaluation"):
+                    return loop(trainer, _Few(dataloader, self, trainer), *args, **kwargs)
             finally:
                 trainer.compute_metrics = metrics
-                self._watch.phases.enter(before)
 
         def adding(container: Any, tensors: Any) -> None:
             self._outputs[container] = tensors
@@ -103,14 +100,14 @@ class Shortening(TrainerCallback):
     # ---- What the Trainer calls
 
     def _reading(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loader = self._longest.reading(before, *args, **kwargs)
-        if self.longest_row is None and not isinstance(getattr(loader, "dataset", None), TrainingView):
+        loader = self.longest.reading(before, *args, **kwargs)
+        if self.longest.longest_row is None and not isinstance(getattr(loader, "dataset", None), TrainingView):
             self._notes.append("the lengths of the rows are unknown: the first batches were taken, not the longest")
         return loader
 
     def _batches(self, before: Callable[..., Any], iterator: Iterator[Any], number: int, *args: Any, **kw: Any) -> Any:
         trainer: Any = self._trainer
-        longest = self._longest.batches(trainer._train_batch_size, number)  # private; auto_find_batch_size halves it
+        longest = self.longest.batches(trainer._train_batch_size, number)  # private; auto_find_batch_size halves it
         if longest is not None:
             iterator = iter(send_to_device(longest, trainer.args.device))
         return before(iterator, number, *args, **kw)

@@ -26,7 +26,6 @@ class StandIn:
         context_bytes: what CUDA itself holds, from the beginning.
         compute_capability: decides which kernels torch chooses.
         multiprocessors: their number, which the buffers of some kernels depend on.
-        gpu_count: how many there are.
     """
 
     name: str = "Stand-in GPU"
@@ -34,7 +33,6 @@ class StandIn:
     context_bytes: int = 0
     compute_capability: tuple[int, int] = (8, 6)
     multiprocessors: int = 28
-    gpu_count: int = 1
 
     @classmethod
     def of(cls, gpu: str | Gpu) -> StandIn:
@@ -57,15 +55,9 @@ class StandIn:
         """
         library = built_library()
         folder, (major, minor) = library.parent, self.compute_capability
-        gpu = {
-            "NAME": self.name,
-            "MEMORY": self.memory_bytes,
-            "CONTEXT": self.context_bytes,
-            "CAPABILITY": major * 10 + minor,
-            "PROCESSORS": self.multiprocessors,
-            "COUNT": self.gpu_count,
-            **({} if values else {"VALUES": 0}),
-        }
+        gpu = {"NAME": self.name, "MEMORY": self.memory_bytes, "CONTEXT": self.context_bytes}
+        gpu |= {"CAPABILITY": major * 10 + minor, "PROCESSORS": self.multiprocessors}
+        gpu |= {} if values else {"VALUES": 0}
         first = {"LD_PRELOAD": library, "LD_LIBRARY_PATH": folder, "PYTHONPATH": HOOK}
         return {
             **{name: value for name, value in base.items() if name != "CUDA_VISIBLE_DEVICES"},

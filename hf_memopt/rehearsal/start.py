@@ -13,11 +13,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
 
 from hf_memopt.devices import Gpu, current_gpu, custom_gpu, find_gpu
 from hf_memopt.plain_data import Count, check_value
-from hf_memopt.rehearsal.result import Rehearsal, Verdict
+from hf_memopt.rehearsal.result import Rehearsal
 from hf_memopt.rehearsal.stand_in import StandIn
 
 SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
@@ -69,20 +68,17 @@ def rehearse(
 
         environment |= of_ranks(gpus)
     context_bytes = chosen.context_bytes or 0
-    options = {
-        **{"gpu": chosen.name, "usable_bytes": chosen.usable_bytes, "context_bytes": context_bytes, "steps": steps},
-        **{"gpus": gpus, "empty_weights": empty_weights, "module": module, "timeline": timeline},
-        "is_measured": is_measured,
-    }
+    found = Rehearsal("never trained", chosen.name, chosen.usable_bytes, context_bytes, is_measured=is_measured)
+    options = {"found": found.to_json(), "steps": steps, "gpus": gpus, "empty_weights": empty_weights}
     began = time.monotonic()
     with TemporaryDirectory(prefix="hf-memopt-") as folder:
         result = Path(folder, "result.json")
-        words = [json.dumps({**options, "result": str(result)}), os.fspath(path), *arguments]
+        options |= {"module": module, "timeline": timeline, "result": str(result)}
+        words = [json.dumps(options), os.fspath(path), *arguments]
         code = _run([sys.executable, "-m", "hf_memopt.rehearsal.child", *words], environment)
         if result.exists():
             return replace(Rehearsal.from_json(result.read_bytes()), seconds=time.monotonic() - began)
-    verdict: Verdict = "failed" if code else "never trained"  # it left by os._exit, or by a signal
-    return Rehearsal(verdict, chosen.name, chosen.usable_bytes, context_bytes, exit_code=code)
+    return replace(found, verdict="failed" if code else "never trained", exit_code=code)  # by os._exit, or a signal
 
 
 def _chosen_gpu(gpu: str | Gpu | None, memory: int | str | None, capability: str | None) -> Gpu:
@@ -105,7 +101,7 @@ def _run(words: list[str], environment: dict[str, str]) -> int:
     # its output must not be in ours; it has no terminal to read from
     process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
     is_main = threading.current_thread() is threading.main_thread()  # others get no signals
-    before = signal.signal(signal.SIGTERM, _exit) if is_main else None
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)) if is_main else None
     try:
         code = process.wait()
         return code if code >= 0 else 128 - code  # as a shell says it
@@ -115,7 +111,3 @@ def _run(words: list[str], environment: dict[str, str]) -> int:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _exit(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)

@@ -12,7 +12,7 @@ from hf_memopt import plotting
 from hf_memopt.components import COMPONENTS, parts_of
 from hf_memopt.memory.output import timeline_data
 from hf_memopt.memory.tracking import Timeline
-from hf_memopt.rehearsal.events import BLOCK_BYTES, Event
+from hf_memopt.rehearsal.events import Event
 from hf_memopt.rehearsal.output import first_lines
 from hf_memopt.reports.pictures import Limit, TimelinePicture
 from hf_memopt.units import format_bytes
@@ -28,17 +28,13 @@ def data_of(events: list[Event], names: dict[int, str], steps: list[int], begun:
     """Return the timeline as plain data; ``steps`` are the moments at which steps end, ``begun`` how many began."""
     changes = np.zeros((len(events), len(COMPONENTS)), np.int64)
     reserved = np.zeros(len(events), np.int64)
-    owners: dict[int, tuple[int, int]] = {}
+    owners: dict[int, int] = {}
     for at, event in enumerate(events):
         if event.kind == "allocate":
             kept = "activations" if event.phase == "forward" else "inputs" if event.phase == "load" else "temporaries"
-            component = OF_NAMES.get(names.get(event.number, "").split(" ")[0], kept)
-            size = -(-event.requested_bytes // BLOCK_BYTES) * BLOCK_BYTES
-            owners[event.number] = COMPONENTS.index(component), size
-            changes[at, owners[event.number][0]] = size
-        elif event.kind == "free" and event.number in owners:
-            index, size = owners.pop(event.number)
-            changes[at, index] = -size
+            owners[event.number] = COMPONENTS.index(OF_NAMES.get(names.get(event.number, "").split(" ")[0], kept))
+        if event.number in owners:
+            changes[at, owners[event.number]] = event.allocated_bytes
         elif event.kind.startswith("segment"):
             reserved[at] = event.requested_bytes if event.kind == "segment" else -event.requested_bytes
     phases = [(at, e.phase) for at, e in enumerate(events) if not at or e.phase != events[at - 1].phase]
@@ -47,10 +43,8 @@ def data_of(events: list[Event], names: dict[int, str], steps: list[int], begun:
     starts = tuple((at, number) for number, at in enumerate([training, *ends], start=1))
     line = Timeline(changes.cumsum(axis=0), reserved.cumsum(), tuple(phases), starts[:begun])
     at = line.deciding_event
-    phase = events[at].phase
-    return dict(
-        timeline_data(SimpleNamespace(timeline=line, components=line.parts_at(at), phase=phase, module=""), STRETCHES)  # type: ignore[arg-type]
-    )
+    peak: Any = SimpleNamespace(timeline=line, components=line.parts_at(at), phase=events[at].phase, module="")
+    return dict(timeline_data(peak, STRETCHES))
 
 
 def draw(found: Rehearsal, path: Path) -> None:
@@ -58,13 +52,7 @@ def draw(found: Rehearsal, path: Path) -> None:
     line: Any = found.timeline
     position = line["positions"].index(line["peak"]["position"])
     parts = {name: sizes[position] for name, sizes in line["components"].items()}
-    reserved_bytes = max(line["reserved_bytes"])
+    bars = parts_of(parts, max(line["reserved_bytes"]), found.context_bytes)
     usable = f"usable on {found.gpu}: {format_bytes(found.usable_bytes)}"
-    picture = TimelinePicture(
-        line,
-        parts_of(parts, reserved_bytes, found.context_bytes),
-        Limit(found.gpu, found.usable_bytes),
-        usable,
-        title=first_lines(found)[0],
-    )
+    picture = TimelinePicture(line, bars, Limit(found.gpu, found.usable_bytes), usable, title=first_lines(found)[0])
     plotting.write_picture(path, picture.draw, purpose="the picture of a rehearsal")

@@ -16,17 +16,13 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hf_memopt.rehearsal.cpu_kernels import CPU_KERNELS, call_with_seed
-from hf_memopt.rehearsal.events import are_recorded, set_label
+from hf_memopt.rehearsal.events import set_label
 
 LIMIT_BYTES = int(os.environ.get("HF_MEMOPT_GPU_VALUES", 1 << 20))
 """Floating-point bytes of a call up to which it is computed; 0 leaves torch's kernels as they are."""
@@ -35,62 +31,37 @@ TOTAL_LIMIT_BYTES = 16 * LIMIT_BYTES
 
 CPU = torch.device("cpu")
 NUMBERS = (bool, int, float, complex)
-ONLY_ALLOCATE_OR_LOOK = {
+ONLY_ALLOCATE_OR_LOOK = (  # operators whose names begin with these
+    *("empty", "resize_", "_resize_", "set_", "is_", "record_stream", "_pin_memory", "_coalesced_"),
     "_fused_sdp_choice",  # which the CPU makes otherwise
-    "empty.memory_format", "empty_strided", "empty_quantized", "resize_", "resize_as_", "_resize_output_", "set_",
-    "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "is_set_to", "record_stream",
-    "is_pinned", "_pin_memory", "_coalesced_", "_cudnn_init_dropout_state", "_use_cudnn_ctc_loss",
-    "_use_cudnn_ctc_loss.Tensor",
     "_local_scalar_dense",  # reads by cudaMemcpy, which the stand-in does
-    "_efficient_attention_forward", "_efficient_attention_backward",  # run inside operators that are computed
-    "_flash_attention_forward", "_flash_attention_backward",
-}  # fmt: skip
-SHAPED_BY_VALUES = {
-    "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
-    "repeat_interleave.Tensor", "bincount",
-}  # fmt: skip
-"""Their CUDA kernels count, read the count back and allocate. No kernel wrote the count, so the CPU says the shape."""
-COMPILED_WHEN_CALLED = {"prod", "prod.dim_int"}
-"""Their CUDA kernels of integers are compiled by NVRTC, which ends the process here; they take no scratch memory."""
+    *("_efficient_attention_", "_flash_attention_"),  # run inside operators that are computed
+    *("_cudnn_init_dropout_state", "_use_cudnn_ctc_loss"),
+)
+COMPUTED_FIRST = {
+    *("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+    *("repeat_interleave.Tensor", "bincount"),  # count, read the count back and allocate: no kernel wrote the count
+    *("prod", "prod.dim_int"),  # of integers are compiled by NVRTC, which ends the process here
+    "pow.Scalar",  # hands Python a wrapped number on the GPU, which torch refuses
+}
+"""The CPU says the shape, and what their CUDA kernels take as scratch memory is not taken."""
 COMPOSITE = ("copy_", "pow.Scalar")
-"""Have no CUDA kernel, but launch kernels, or hand Python a wrapped number on the GPU, which torch refuses."""
+"""Have no CUDA kernel, but launch kernels."""
 
 logger = logging.getLogger(__name__)
-_registered: list[Any] = []  # a library and its kernels end with their last reference
-
-
-@dataclass
-class Failure:
-    """Calls of one operator that the CPU could not compute, and why the first one failed."""
-
-    calls: int
-    reason: str
-
-
-@dataclass
-class Report:
-    """What was computed in this process: calls by operator, failures by operator, and the time of it all."""
-
-    computed: Counter[str] = field(default_factory=Counter)
-    left_out: Counter[str] = field(default_factory=Counter)
-    failures: dict[str, Failure] = field(default_factory=dict)
-    seconds: float = 0.0
-
-
-_report = Report()
-
-
-def values_report() -> Report:
-    """Return what was computed in this process so far."""
-    return _report
+failed_values: dict[str, str] = {}
+"""Why the CPU could not compute an operator in this process when that happened first, by the operator's name."""
+_registered: list[Any] = []  # a library ends with its last reference
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor on the stand-in as a CPU tensor of the same shape and strides.
+    """Return the memory of a tensor on the stand-in as a CPU tensor of the same shape and strides; others as they are.
 
     The tensor's own storage is never asked for: its Python object would be a second reference to it, with which
     autograd no longer adds gradients in place (torch 2.14).
     """
+    if not tensor.is_cuda:
+        return tensor
     shape, strides = tensor.shape, tensor.stride()
     if tensor.numel() == 0:
         return torch.empty(shape, dtype=tensor.dtype, device=CPU)
@@ -103,7 +74,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 def _on_cpu(value: Any) -> Any:
     """Return an argument as the CPU takes it: aliases of tensors, its own device and random numbers."""
     if isinstance(value, torch.Tensor):
-        return alias(value) if value.is_cuda else value
+        return alias(value)
     if isinstance(value, (list, tuple)):
         return [_on_cpu(item) for item in value]
     if isinstance(value, torch.device):
@@ -113,15 +84,11 @@ def _on_cpu(value: Any) -> Any:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments or results, and those in lists among them."""
-    lists = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
-    return [item for items in lists for item in items if isinstance(item, torch.Tensor)]
+    return [item for value in values for item in _listed(value) if isinstance(item, torch.Tensor)]
 
 
-def _listed(result: Any) -> list[Any]:
-    """Return the results of an operator as a list: none, one, or several."""
-    if isinstance(result, (list, tuple)):
-        return list(result)
-    return [result] if isinstance(result, torch.Tensor) else []
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _are_small(values: Any) -> bool:
@@ -148,37 +115,38 @@ def _tensor_of(number: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
 class Operator:
     """One operator of the stand-in: torch's own CUDA kernel allocates, then the CPU computes what is small."""
 
-    def __init__(self, name: str, overload: torch._ops.OpOverload, cuda_kernel: Any) -> None:
+    def __init__(self, name: str, overload: torch._ops.OpOverload) -> None:
         arguments = [argument for argument in overload._schema.arguments if not argument.kwarg_only]
-        returns = overload._schema.returns
         self.name = name
-        self.cuda_kernel = cuda_kernel
+        self.cuda_kernel: Any = torch.library.get_kernel(overload, "CUDA").call_boxed
         self.cpu_kernel = CPU_KERNELS.get(name, overload)
-        self.returns_list = [str(result.type) for result in returns] == ["List[Tensor]"]
-        self.is_new = [result.alias_info is None for result in returns]
         self.places = [i for i, a in enumerate(arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]
         self.written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
         # the tag is missing at some fused operators with dropout
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags or "dropout" in name or "attention" in name
 
     def __call__(self, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """Run as the CUDA kernel of this operator."""
-        if any(type(args[i]) in NUMBERS for i in self.places if i < len(args)):
+        """Run as the CUDA kernel of this operator, whose name stands beside what it allocates."""
+        is_number = [i in self.places and type(value) in NUMBERS for i, value in enumerate(args)]
+        if any(is_number):
             tensors = _tensors(args)
-            is_number = [i in self.places and type(value) in NUMBERS for i, value in enumerate(args)]
             args = tuple(_tensor_of(v, tensors) if number else v for v, number in zip(args, is_number, strict=True))
-        seed = self._seed((*args, *kwargs.values())) if self.is_random else None
-        # the CPU works below autograd, which has seen this call already
-        if self.name in SHAPED_BY_VALUES | COMPILED_WHEN_CALLED:
+        values = (*args, *kwargs.values())
+        seed = self._seed(values) if self.is_random else None
+        before = set_label("operator", self.name)
+        try:
+            # the CPU works below autograd, which has seen this call already
             with torch._C._AutoDispatchBelowAutograd():
-                return self._compute_and_allocate(args, kwargs)
-        saved = self._save(args, kwargs) if self.written else []
-        result = self._allocate(keys, args, kwargs)
-        started = time.perf_counter()
+                if self.name in COMPUTED_FIRST:
+                    return self._compute_and_allocate(args, kwargs)
+                # what a CUDA kernel changes by other operators, which are computed too (``index_add_``), is set back
+                written = _tensors(args[i] for i in self.written if i < len(args))
+                saved = [(alias(t), alias(t).clone()) for t in written] if written and _are_small(values) else []
+            result = self.cuda_kernel(keys, *args, **kwargs)
+        finally:
+            set_label("operator", before)
         with torch._C._AutoDispatchBelowAutograd():
-            result = self._fill(result, args, kwargs, saved, seed)
-        _report.seconds += time.perf_counter() - started
-        return result
+            return self._fill(result, args, kwargs, saved, seed)
 
     @staticmethod
     def _seed(values: tuple[Any, ...]) -> int:
@@ -187,37 +155,14 @@ class Operator:
         generator = given or torch.cuda.default_generators[torch.cuda.current_device()]
         return (generator.initial_seed() * 1_000_003 + generator.get_offset()) % (1 << 62)
 
-    def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return what the call changes in place, each with a copy.
-
-        A CUDA kernel may call other operators, which are computed too (``index_add_``): what they changed is set back,
-        or the change would be made twice.
-        """
-        if not _are_small((*args, *kwargs.values())):
-            return []
-        written = _tensors(args[i] for i in self.written if i < len(args))
-        with torch._C._AutoDispatchBelowAutograd():
-            return [(tensor, alias(tensor).clone()) for tensor in written if tensor.is_cuda]
-
-    def _allocate(self, keys: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run torch's own kernel; its name stands beside what it allocates."""
-        if not are_recorded():
-            return self.cuda_kernel(keys, *args, **kwargs)
-        before = set_label("operator", self.name)
-        try:
-            return self.cuda_kernel(keys, *args, **kwargs)
-        finally:
-            set_label("operator", before)
-
     def _compute_and_allocate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the CPU say values and shapes, and allocate for them on the GPU."""
         device = next(tensor.device for tensor in _tensors(args) if tensor.is_cuda)
         computed = self._compute(args, kwargs, None)
-        values = _listed(computed)
-        results = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device) for v in values]
-        for result, value in zip(results, values, strict=True):
-            alias(result).copy_(value)
-        _report.computed[self.name] += 1
+        results = []
+        for value in _listed(computed):
+            results.append(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device))
+            alias(results[-1]).copy_(value)
         return results[0] if isinstance(computed, torch.Tensor) else tuple(results)
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> Any:
@@ -228,66 +173,31 @@ class Operator:
 
     def _fill(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saved: Any, seed: int | None) -> Any:
         """Give the results of torch's kernel their values, if the call is small; return the results."""
-        results = _listed(result)
-        is_new = self.is_new * len(results) if self.returns_list else self.is_new
-        new = [r if mine else None for r, mine in zip(results, is_new, strict=False)]  # the others are arguments
-        inputs = (*args, *kwargs.values())
-        if not any(tensor.is_cuda for tensor in _tensors((*inputs, new))):
+        values = (*args, *kwargs.values())
+        inputs = _tensors(values)
+        new = [None if any(one is argument for argument in inputs) else one for one in _listed(result)]
+        if not any(tensor.is_cuda for tensor in _tensors((inputs, new))):
             return result
-        if not _are_small((*inputs, *([new] if self.returns_list else new))):
-            _report.left_out[self.name] += 1
+        if not _are_small((*values, new)):
             for tensor in _tensors(new):
                 if tensor.is_cuda and tensor.nbytes <= LIMIT_BYTES:
                     alias(tensor).zero_()  # unknown, and what lay there before may be no number
             return result
         try:
-            for tensor, before in saved:
-                if tensor.shape == before.shape:
-                    alias(tensor).copy_(before)
+            for place, before in saved:
+                place.copy_(before)
             computed = self._compute(args, kwargs, seed)
             for target, value in zip(new, _listed(computed), strict=False):
                 if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor) and target.numel():
-                    self._write(target, value)
+                    alias(target).copy_(value)
         except Exception as error:
-            self._count_failure(error)
+            if self.name not in failed_values:
+                failed_values[self.name] = reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                text = "%s was not computed by the CPU and its results are what lay there: %s"
+                logger.warning(text, self.name, reason)
             return result
-        _report.computed[self.name] += 1
         # `equal` and the like return what their kernel would have read back
         return result if isinstance(computed, (torch.Tensor, list, tuple, type(None))) else computed
-
-    @staticmethod
-    def _write(target: torch.Tensor, value: torch.Tensor) -> None:
-        place = alias(target) if target.is_cuda else target
-        if place.shape != value.shape and place.dim() == value.dim():
-            place = place[tuple(slice(size) for size in value.shape)]  # fused attention pads its sums to 32 rows
-        place.copy_(value)
-
-    def _count_failure(self, error: Exception) -> None:
-        failure = _report.failures.setdefault(self.name, Failure(0, f"{type(error).__name__}: {error}".splitlines()[0]))
-        failure.calls += 1
-        if failure.calls == 1:
-            text = "%s was not computed by the CPU and its results are what lay there: %s"
-            logger.warning(text, self.name, failure.reason)
-
-
-def _power(keys: torch._C.DispatchKeySet, base: Any, exponent: torch.Tensor) -> torch.Tensor:
-    """Stand in for ``pow.Scalar``: the base becomes a tensor on the GPU, as in torch, but no wrapped number."""
-    on_gpu = torch.tensor(base, dtype=torch.result_type(exponent, base), device=exponent.device)
-    return torch.pow(on_gpu, exponent)
-
-
-def _replaceable(namespace: str) -> Iterator[tuple[str, torch._ops.OpOverload]]:
-    """Yield name and overload of each operator of a namespace whose CUDA kernel writes something."""
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
-    names = [name.partition("::")[2] for name in registered if name.startswith(f"{namespace}::")]
-    for name in [*names, *COMPOSITE] if namespace == "aten" else names:
-        base, _, overload_name = name.partition(".")
-        overload = getattr(getattr(getattr(torch.ops, namespace), base, None), overload_name or "default", None)
-        if overload is None or name in ONLY_ALLOCATE_OR_LOOK:
-            continue
-        returns_view = any(r.alias_info is not None and not r.alias_info.is_write for r in overload._schema.returns)
-        if not returns_view:
-            yield name, overload
 
 
 def install(namespace: str = "aten") -> None:
@@ -299,11 +209,15 @@ def install(namespace: str = "aten") -> None:
     if LIMIT_BYTES == 0:
         return
     library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-    _registered.append(library)
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    names = [name.partition("::")[2] for name in registered if name.startswith(f"{namespace}::")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced, which is what this is for
-        for name, overload in _replaceable(namespace):
-            kernel = torch.library.get_kernel(overload, "CUDA")
-            _registered.append(kernel)
-            operator = Operator(name, overload, _power if name == "pow.Scalar" else kernel.call_boxed)
-            library.impl(name, operator, "CUDA", with_keyset=True, allow_override=True)
+        for name in [*names, *COMPOSITE] if namespace == "aten" else names:
+            base, _, overload_name = name.partition(".")
+            overload = getattr(getattr(getattr(torch.ops, namespace), base, None), overload_name or "default", None)
+            if overload is None or name.startswith(ONLY_ALLOCATE_OR_LOOK):
+                continue
+            if not any(one.alias_info and not one.alias_info.is_write for one in overload._schema.returns):  # a view
+                library.impl(name, Operator(name, overload), "CUDA", with_keyset=True, allow_override=True)
+    _registered.append(library)

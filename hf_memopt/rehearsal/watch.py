@@ -8,7 +8,7 @@ from __future__ import annotations
 import linecache
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -16,15 +16,13 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.rehearsal.events import (
     Event,
     blocks_alive,
     events_so_far,
-    label,
+    labels,
     named_blocks,
     place_of,
     set_label,
@@ -34,13 +32,13 @@ from hf_memopt.rehearsal.phases import PhaseWatch
 from hf_memopt.rehearsal.result import Batch, Done, Held, OutOfMemory
 
 MOST_FAILURES = 60  # without a step between them: a script that goes on after each is not rescued by it
-MOST_PLACES = 12
 
 
-class Watch:
-    """What a rehearsal sees of a training; ``install`` begins it."""
+class Watch(PhaseWatch):
+    """What a rehearsal sees of a training, which begins right after the import of torch."""
 
     def __init__(self, wanted_steps: int) -> None:
+        super().__init__()
         self.wanted_steps, self.steps = wanted_steps, 0
         self.counts_steps = True  # a Trainer's are counted by its own events
         self.step_seconds: list[float] = []
@@ -51,7 +49,6 @@ class Watch:
         self.failures = self.failures_in_step = 0
         self.gave_up = False
         self.held: tuple[Held, ...] = ()  # when memory ran out last
-        self.phases = PhaseWatch()
         self.kept_outputs: Callable[[], Iterable[Any]] = tuple  # by an evaluation
         self._undo = ExitStack()
         self.names: list[dict[int, str]] = []  # of blocks by address, see ``named_blocks``
@@ -59,13 +56,7 @@ class Watch:
         self._known: WeakSet[nn.Module] = WeakSet()
         self._optimizers: Counter[torch.optim.Optimizer] = Counter()
         self._began = time.perf_counter()
-
-    def install(self) -> None:
-        """Begin, right after the import of torch."""
-        self._undo.enter_context(self.phases.hooked())
-        register_module_forward_pre_hook(self._before_forward)
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+        self._undo.enter_context(self.hooked())
         torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]  # private; seen in torch 2.6 to 2.14
 
     def _record(self) -> None:
@@ -74,7 +65,8 @@ class Watch:
 
     # ---- What torch calls
 
-    def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        super().before_forward(module, inputs)
         if self.failures_in_step > MOST_FAILURES:
             self.gave_up = True
             raise Done
@@ -93,11 +85,13 @@ class Watch:
         if torch.is_grad_enabled() and (self.largest is None or self.batch.size > self.largest.size):
             self.largest = self.batch
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        super().before_optimizer(optimizer)
         self._optimizers[optimizer] += 0
         self.name_blocks()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        super().after_optimizer(optimizer)
         self.name_blocks()
         self._optimizers[optimizer] += 1
         counts = self._optimizers.values()
@@ -123,10 +117,9 @@ class Watch:
             return
         self.name_blocks()
         frames = [{"filename": f.filename, "line": f.lineno, "name": f.name} for f in traceback.extract_stack()[::-1]]
-        phase = self.phases.phase
-        place = place_of(frames).split(" < ")[0] or " ".join(filter(None, (phase, label("operator"))))
+        place = place_of(frames).split(" < ")[0] or " ".join(filter(None, (self.phase, labels["operator"])))
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        self.failure = OutOfMemory(phase, self.steps + 1, self.batch, asked, free, allocated, reserved, place)
+        self.failure = OutOfMemory(self.phase, self.steps + 1, self.batch, asked, free, allocated, reserved, place)
         events = events_so_far()
         self.held = self.grouped(events, blocks_alive(events))
 
@@ -148,19 +141,12 @@ class Watch:
 
     def grouped(self, events: list[Event], blocks: Iterable[Event]) -> tuple[Held, ...]:
         """Return blocks by name, or by the line or the operator that made them, the largest first."""
-        names = named_blocks(events, self.names)
-        sizes: Counter[str] = Counter()
-        counts: Counter[str] = Counter()
+        names, sizes = named_blocks(events, self.names), defaultdict[str, list[int]](list)
         for block in blocks:
             where = names.get(block.number) or block.place.split(" < ")[0]
-            where = where or f"{block.phase}: {block.operator or 'no line of Python'}"
-            sizes[where] += block.requested_bytes
-            counts[where] += 1
-        largest = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
-        rows = [Held(where, size, counts[where], _code(where)) for where, size in largest[:MOST_PLACES]]
-        rest = [(size, counts[where]) for where, size in largest[MOST_PLACES:]]
-        others = Held(f"{len(rest)} other places", sum(size for size, _ in rest), sum(count for _, count in rest))
-        return (*rows, others) if rest else tuple(rows)
+            sizes[where or f"{block.phase}: {block.operator or 'no line of Python'}"].append(block.requested_bytes)
+        found = (Held(where, sum(of_it), len(of_it), _code(where)) for where, of_it in sizes.items())
+        return tuple(sorted(found, key=lambda one: (-one.size_bytes, one.place)))
 
 
 def _code(place: str) -> str:

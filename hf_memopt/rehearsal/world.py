@@ -39,9 +39,6 @@ def install(count: int) -> None:
             self.set(key, int(self.written.get(key, b"0")) + amount * count)
             return int(self.written[key])
 
-        def check(self, keys: list[str]) -> bool:
-            return all(key in self.written for key in keys)
-
         def wait(self, *keys_and_timeout: Any) -> None:
             pass
 

@@ -138,7 +138,6 @@ def test_the_environment_of_a_stand_in(tmp_path: Path, monkeypatch: pytest.Monke
         "HF_MEMOPT_GPU_CONTEXT": str(StandIn.of("T4").context_bytes),
         "HF_MEMOPT_GPU_CAPABILITY": "75",
         "HF_MEMOPT_GPU_PROCESSORS": "40",
-        "HF_MEMOPT_GPU_COUNT": "1",
     }
     assert StandIn().environment({}, values=False)["HF_MEMOPT_GPU_VALUES"] == "0"
 

@@ -69,7 +69,7 @@ class _Ending:
         self._tell(message=f"script={self._script!r} {why}")
         if os.getpid() != self._process:
             os.kill(self._process, signal.SIGKILL)
-        _leave()
+        leave()
 
     def _end(self, trainer: Any, train: Callable[[], Any]) -> NoReturn:
         """Measure, tell what was found, and end the process whatever happens."""
@@ -79,7 +79,7 @@ class _Ending:
         except BaseException as error:
             self._tell(failed=f"{type(error).__name__}: {error}")
         finally:
-            _leave()
+            leave()
 
     def _tell(self, **found: str) -> None:
         from hf_memopt.whole_files import write_whole
@@ -88,11 +88,12 @@ class _Ending:
         write_whole(self._result, json.dumps({"workers": workers, **found}))
 
 
-def _leave() -> NoReturn:
+def leave(code: int = 0) -> NoReturn:
+    """End this process, without destructors and whatever the script registered."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def _measured(trainer: Any, steps: int, train: Callable[[], Any]) -> dict[str, str]:
