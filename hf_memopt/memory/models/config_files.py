@@ -104,14 +104,14 @@ def _of_other_weights(text: str) -> str:
 def _check_kind(text: str, folder: Path) -> None:
     """Refuse what cannot be the name of a model: a script, data, a path where nothing is."""
     kinds = {
-        ".py": ("a script", "measure"),
-        **dict.fromkeys((".jsonl", ".csv", ".parquet"), ("a data file", "lengths")),
+        ".py": ("a script", f"hf-memopt rehearse --gpu T4 {text}, or on its GPU: hf-memopt run {text}"),
+        **dict.fromkeys((".jsonl", ".csv", ".parquet"), ("a data file", f"hf-memopt lengths {text}")),
     }
     if folder.suffix in kinds:
         what, command = kinds[folder.suffix]
         raise ValueError(
             f"model={text!r} is {what}; expected a model: a well-known name, a folder with config.json or an id on the "
-            f"hub. Call: hf-memopt {command} {text}"
+            f"hub. Call: {command}"
         )
     if folder.suffix == ".gguf" and folder.is_file():
         raise ValueError(f"model={text!r} is a file of weights; expected a model.{_of_other_weights(text)}")
