@@ -55,7 +55,7 @@ def run(options: RehearseOptions, context: Any) -> int:
     if found.verdict == "never trained":
         raise ValueError(
             f"script={script!r} ended without a step of an optimizer of torch on the GPU; expected one that trains "
-            f"in its own process. Run it by itself: python {quoted(script)}"
+            f"in its own process. Rehearse what it starts, or run it by itself: python {quoted(script)}"
         )
     if options.json_file is not None:
         write_whole(options.json_file, found.to_json())

@@ -16,6 +16,7 @@ import pytest
 from invoked import invoked
 
 from hf_memopt import Rehearsal, rehearse
+from hf_memopt.rehearsal import RehearsalError
 
 on_stand_in = pytest.mark.stand_in
 STORED = Path(__file__).with_name("rehearsed.json").read_text(encoding="utf-8")
@@ -164,7 +165,7 @@ def test_a_script_that_never_trains_is_an_error(folder: Path) -> None:
     assert done.stderr == (
         "error: 'plain.py' ended without a step of an optimizer of torch on the GPU; expected one that trains in "
         "its own process\n"
-        "hint: Run it by itself: python plain.py\n"
+        "hint: Rehearse what it starts, or run it by itself: python plain.py\n"
     )
 
 
@@ -306,6 +307,33 @@ def test_what_cannot_be_rehearsed_is_refused(
     done = invoked("rehearse", *words)
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {begins}")
+
+
+FOUND = Rehearsal.from_json(STORED)
+PREDICTED = [
+    (replace(FOUND, needed_bytes=2**30), "1.00 GiB"),
+    (replace(FOUND, needed_bytes=None, verdict="runs out"), "more than there is"),
+    (replace(FOUND, needed_bytes=None, verdict="failed"), "none (the script fails there)"),
+    (RehearsalError("there is no compiler"), "none (there is no compiler)"),
+]
+
+
+@pytest.mark.parametrize(("predicted", "text"), PREDICTED)
+def test_what_was_measured_is_printed_whatever_the_prediction_is(
+    predicted: Rehearsal | RehearsalError, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = iter([replace(FOUND, is_measured=True), predicted])
+
+    def run(*_: object, **__: object) -> Rehearsal:
+        result = next(results)
+        if isinstance(result, RehearsalError):
+            raise result
+        return result
+
+    monkeypatch.setattr("hf_memopt.cli.rehearse_command.rehearse", run)
+    done = invoked("rehearse", "plain.py")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert f"needed here: 14.64 GiB; predicted without the GPU: {text} " in f"{' '.join(done.stdout.split())} "
 
 
 def test_a_build_for_the_cpu_is_refused_in_two_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
