@@ -255,9 +255,10 @@ def check_script(script: str | os.PathLike[str], command: str, or_else: str = ""
     """Raise unless a script is a file that Python runs; what it would take for the JSON of a notebook does nothing."""
     path = checked_path("script", script)
     if not path.is_file():
+        trainer = "" if command.startswith("rehearse") else " with the stock Trainer"
         raise ValueError(
-            f"script={os.fspath(script)!r} is not a file; expected a Python script that trains with the stock "
-            f"Trainer{or_else}. Call: hf-memopt {command} train.py"
+            f"script={os.fspath(script)!r} is not a file; expected a Python script that trains{trainer}{or_else}. "
+            f"Call: hf-memopt {command} train.py"
         )
     if path.suffix == ".ipynb":
         raise ValueError(

@@ -27,7 +27,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, modeling_utils
 from transformers.utils import hub
 
 from hf_memopt.binding.model import HEADS, task_of_class
-from hf_memopt.memory.models import known_models, known_name, load_model
+from hf_memopt.memory.models import known_name, load_model, published_dtype
 
 WEIGHTS = re.compile(r"\.(safetensors|bin|gguf|h5|msgpack)\b")
 TOKENIZER = re.compile(r"\b(tokenizer|vocab|tekken)|\.(model|tiktoken)\b")
@@ -61,7 +61,7 @@ def install(folder: Path) -> list[str]:
             return name
         if str(name) not in made:
             made[str(name)] = folder / str(len(made))
-            notes.append(f"{name}: {_make(made[str(name)], source)}")
+            notes.append(f"{name}: {_make(made[str(name)], source, str(name))}")
         return made[str(name)]
 
     def cached_files(path_or_repo_id: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def _names(folder: Path) -> str:
     return " ".join(path.name for path in folder.iterdir())
 
 
-def _make(folder: Path, source: Path | str) -> str:
+def _make(folder: Path, source: Path | str, name: str) -> str:
     """Write the folder that is read instead, and return what to say of it."""
     folder.mkdir(parents=True)
     if isinstance(source, Path):
@@ -98,7 +98,7 @@ def _make(folder: Path, source: Path | str) -> str:
             (folder / path.name).symlink_to(path.resolve())
         dtype = getattr(AutoConfig.from_pretrained(source), "dtype", None) or "float32"
     else:
-        dtype = known_models()[source].get("dtype", "bfloat16")
+        dtype = published_dtype(name)
     dtype = str(dtype).removeprefix("torch.")
     model: Any = load_model(str(source), weights_dtype=dtype, keep_cache=True).model
     if isinstance(source, str):

@@ -44,7 +44,7 @@ def rehearse(
     Args:
         path: of the script.
         arguments: its own.
-        gpu: that stands in, by name. Without it and ``memory``, the steps run for real on the GPU of this machine.
+        gpu: that stands in, by name. Without it and ``memory``, the steps run for real on the one GPU of this machine.
         memory: instead: what a process can use of a GPU, such as ``"8GB"``.
         capability: compute capability of that GPU; 8.6 by default.
         gpus: that train together, of which the first one is rehearsed.
@@ -59,7 +59,10 @@ def rehearse(
     """
     check_value("steps", steps, Count, 2)
     check_value("gpus", gpus, Count, 2)
-    chosen, is_measured = _chosen_gpu(gpu, memory, capability), gpu is None and memory is None
+    is_measured = gpu is None and memory is None
+    if is_measured and gpus > 1:
+        raise ValueError(f"gpus={gpus} needs GPUs that stand in; expected the name of one. Pass gpu='RTX 3060 12GB'")
+    chosen = _chosen_gpu(gpu, memory, capability)
     environment = {**SURROUNDINGS, **os.environ}
     if not is_measured:
         environment = StandIn.of(chosen).environment(environment)

@@ -16,6 +16,7 @@ import pytest
 from invoked import invoked
 
 from hf_memopt import Rehearsal, rehearse
+from hf_memopt.rehearsal import RehearsalError
 
 on_stand_in = pytest.mark.stand_in
 STORED = Path(__file__).with_name("rehearsed.json").read_text(encoding="utf-8")
@@ -164,8 +165,36 @@ def test_a_script_that_never_trains_is_an_error(folder: Path) -> None:
     assert done.stderr == (
         "error: 'plain.py' ended without a step of an optimizer of torch on the GPU; expected one that trains in "
         "its own process\n"
-        "hint: Run it by itself: python plain.py\n"
+        "hint: Rehearse what it starts, or run it by itself: python plain.py\n"
     )
+
+
+def _on_a_t4(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run ``hf-memopt`` where a T4 stands in for the GPU of the machine."""
+    command = [sys.executable, "-m", "hf_memopt.rehearsal", "--gpu", "T4", "--", sys.executable, "-m", "hf_memopt"]
+    return subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+
+
+@on_stand_in
+def test_on_a_gpu_steps_are_measured_beside_what_was_predicted(folder: Path) -> None:
+    done = _on_a_t4("rehearse", "plain.py", "64")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("FITS: 0.75 of 14.56 GiB (T4)\n")
+    assert re.search(r"^2 steps in \d+ s, measured on this GPU\. With 1 % less: out in backward$", done.stdout, re.M)
+    assert re.search(r"^Seconds    \d+\.\d\d, \d+\.\d\d of the steps$", done.stdout, re.M)
+    assert "\nNote       needed here: 765.3 MiB; predicted without the GPU: 765.3 MiB\n" in done.stdout
+    assert "rehearsed without the GPU" not in done.stdout
+    assert not (folder / "after").exists()
+
+
+@on_stand_in
+def test_a_run_may_be_rehearsed_first_and_trains_once(folder: Path) -> None:
+    done = _on_a_t4("run", "--rehearse", "plain.py", "64")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("FITS: 0.75 of 14.56 GiB (T4)\n")
+    assert done.stderr.count(", rehearsed without the GPU. With 1 % less: out in backward\n") == 1
+    assert done.stderr.endswith("\n[memopt] the script called no Trainer.train(), so nothing was attached to it\n")
+    assert (folder / "after").exists()
 
 
 @on_stand_in
@@ -245,19 +274,66 @@ REFUSED = [
     (["--gpu", "T4", "--memory", "8GB", "x.py"], "--gpu T4 and --memory 8GB are two GPUs; expected one"),
     (["--capability", "7.5", "x.py"], "--capability 7.5 is known of a GPU by name; expected --memory 8GB beside it"),
     (["--gpu", "RTX 9999", "x.py"], "--gpu 'RTX 9999' is not a GPU of the table"),
-    (["--gpu", "T4", "none.py"], "'none.py' is not a file; expected a Python script"),
-    (["--gpu", "T4", "x.ipynb"], "'x.ipynb' is a notebook; expected a Python script"),
+    (
+        ["--gpu", "T4", "none.py"],
+        "'none.py' is not a file; expected a Python script that trains, or --module and a module's name\n"
+        "hint: Call: hf-memopt rehearse --gpu T4 train.py\n",
+    ),
+    (
+        ["--gpu", "T4", "x.ipynb"],
+        "'x.ipynb' is a notebook; expected a Python script, or --module and a module's name\n"
+        "hint: Call: jupyter nbconvert --to script x.ipynb\n",
+    ),
+    (
+        ["--gpus", "2", "x.py"],
+        "--gpus 2 needs GPUs that stand in; expected the name of one\nhint: Pass --gpu 'RTX 3060 12GB'\n",
+    ),
+    (
+        ["x.py", "--gpu", "T4"],
+        "--gpu after the script is the script's own; expected it before, as there is no GPU here\n"
+        "hint: Call: hf-memopt rehearse --gpu T4 x.py\n",
+    ),
     (["--gpu", "T4", "--timeline", "x.txt", "x.py"], "--timeline x.txt is not a kind of picture"),
 ]
 
 
 @pytest.mark.parametrize(("words", "begins"), REFUSED)
-def test_what_cannot_be_rehearsed_is_refused(words: list[str], begins: str, folder: Path) -> None:
+def test_what_cannot_be_rehearsed_is_refused(
+    words: list[str], begins: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_memopt.cli.rehearse_command.current_gpu", lambda: None)
     (folder / "x.py").touch()
     (folder / "x.ipynb").touch()
     done = invoked("rehearse", *words)
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {begins}")
+
+
+FOUND = Rehearsal.from_json(STORED)
+PREDICTED = [
+    (replace(FOUND, needed_bytes=2**30), "1.00 GiB"),
+    (replace(FOUND, needed_bytes=None, verdict="runs out"), "more than there is"),
+    (replace(FOUND, needed_bytes=None, verdict="failed"), "none (the script fails there)"),
+    (RehearsalError("there is no compiler"), "none (there is no compiler)"),
+]
+
+
+@pytest.mark.parametrize(("predicted", "text"), PREDICTED)
+def test_what_was_measured_is_printed_whatever_the_prediction_is(
+    predicted: Rehearsal | RehearsalError, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = iter([replace(FOUND, is_measured=True), predicted])
+
+    def run(*_: object, **__: object) -> Rehearsal:
+        result = next(results)
+        if isinstance(result, RehearsalError):
+            raise result
+        return result
+
+    monkeypatch.setattr("hf_memopt.cli.rehearse_command.rehearse", run)
+    done = invoked("rehearse", "plain.py")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert f"needed here: 14.64 GiB; predicted without the GPU: {text} " in f"{' '.join(done.stdout.split())} "
 
 
 def test_a_build_for_the_cpu_is_refused_in_two_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

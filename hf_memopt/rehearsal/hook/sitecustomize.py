@@ -16,8 +16,11 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 NAMESPACES = {"torch": "aten", "bitsandbytes": "bitsandbytes"}  # of operators, by the package that defines them
-# What cannot be rehearsed begins with these; an import alone is harmless, and accelerate makes it. Of kernels 0.17.
-REFUSED = {"deepspeed": "initialize", "kernels.load": "get_kernel_with_resolver"}
+REFUSED = {  # what cannot be rehearsed begins with these; an import alone is harmless, and accelerate makes it
+    "deepspeed": "initialize",
+    "deepspeed.comm.comm": "init_distributed",  # of several ranks, before the model is there
+    "kernels.load": "get_kernel_with_resolver",  # seen in kernels 0.17
+}
 
 
 def refuse(*_: Any, kernel: Any = None, **__: Any) -> None:
