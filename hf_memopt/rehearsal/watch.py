@@ -8,6 +8,7 @@ from __future__ import annotations
 import linecache
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -62,8 +63,10 @@ class Watch:
 
     def install(self) -> None:
         """Begin, right after the import of torch."""
+        self.phases.before_forward = _out_of_graphs(self.phases.before_forward)  # type: ignore[method-assign]
         self._undo.enter_context(self.phases.hooked())
-        register_module_forward_pre_hook(self._before_forward)
+        register_module_forward_pre_hook(_out_of_graphs(self._before_forward))
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # these
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]  # private; seen in torch 2.6 to 2.14
@@ -86,7 +89,7 @@ class Watch:
         if module in self._roots:
             self.batch = None
         first = next((one for one in inputs if isinstance(one, torch.Tensor) and one.dim()), None)
-        reads_tokens = isinstance(module, nn.Embedding)
+        reads_tokens = isinstance(module, nn.Embedding) or (first is not None and first.dtype == torch.long)
         if first is None or (self.batch is not None and (self.batch.tokens is not None or not reads_tokens)):
             return
         self.batch = Batch(first.shape[0], first.shape[1] if reads_tokens and first.dim() > 1 else None)
@@ -136,7 +139,7 @@ class Watch:
         """Name the blocks of weights, gradients and optimizer state as they are now."""
         names: dict[int, str] = {}
         for root in self._roots:
-            weights = f"weights of {type(getattr(root, 'module', root)).__name__}"  # inside of DDP
+            weights = f"weights of {type(_inside(root)).__name__}"
             _name(names, (*root.parameters(), *root.buffers()), weights)
             _name(names, (one.grad for one in root.parameters()), "gradients")
         for optimizer in self._optimizers:
@@ -161,6 +164,17 @@ class Watch:
         rest = [(size, counts[where]) for where, size in largest[MOST_PLACES:]]
         others = Held(f"{len(rest)} other places", sum(size for size, _ in rest), sum(count for _, count in rest))
         return (*rows, others) if rest else tuple(rows)
+
+
+def _out_of_graphs(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that does nothing while ``torch.compile`` traces it: its values would become guards."""
+    return lambda *args: None if torch.compiler.is_compiling() else hook(*args)
+
+
+def _inside(root: nn.Module) -> nn.Module:
+    """Return the module in DDP or in what ``torch.compile`` makes."""
+    inside = getattr(root, "module", getattr(root, "_orig_mod", None))
+    return _inside(inside) if isinstance(inside, nn.Module) else root
 
 
 def _code(place: str) -> str:
