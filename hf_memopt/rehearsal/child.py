@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "trl")
 WRITTEN = "what the script itself writes was written"
+OFFLINE = (
+    "HF_HUB_OFFLINE='1' keeps a rehearsal off the Hub, which the script asks; expected its data sets and models on the "
+    "disk. Set HF_HUB_OFFLINE=0, or, for models alone, pass --empty-weights"
+)
 UNKNOWN = {  # libraries whose calls are counted, and what of them is not known here
     ("cudnn",): "not modelled: workspaces of cuDNN, which count as 0",
     ("cusolver", "cusparse", "cufft"): "not modelled: workspaces of cuSOLVER, cuSPARSE and cuFFT, which count as 0",
@@ -68,6 +72,8 @@ class Child:
         verdict = self._verdict(code, error)
         if error is not None and verdict == "failed":
             print_traceback(error)
+            if asks_the_hub(error):
+                print(OFFLINE, file=sys.stderr)
         Path(self._options["result"]).write_text(self._seen(verdict, code).to_json(), encoding="utf-8")
         return code
 
@@ -155,6 +161,13 @@ class Child:
         notes = [what for begins, what in UNKNOWN.items() if any(name.startswith(begins) for name in calls)]
         failures = values_report().failures
         return notes + [f"values of {name}: {failure.reason}" for name, failure in failures.items()]
+
+
+def asks_the_hub(error: BaseException | None) -> bool:
+    """Return whether a file of the Hub is missing because a rehearsal is offline."""
+    while error is not None and "OfflineMode" not in f"{type(error)} {error}" and "outgoing traffic" not in str(error):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 if __name__ == "__main__":
