@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "trl")
 WRITTEN = "what the script itself writes was written"
-OFFLINE = (
-    "HF_HUB_OFFLINE='1' keeps a rehearsal off the Hub, which the script asks; expected its data sets and models on the "
-    "disk. Set HF_HUB_OFFLINE=0, or, for models alone, pass --empty-weights"
-)
+OFFLINE = """\
+error: HF_HUB_OFFLINE='1' keeps the script from the Hub; expected its data sets and models on the disk
+hint: Set HF_HUB_OFFLINE=0, or, for models alone, pass --empty-weights"""
 UNKNOWN = {  # libraries whose calls are counted, and what of them is not known here
     ("cudnn",): "not modelled: workspaces of cuDNN, which count as 0",
     ("cusolver", "cusparse", "cufft"): "not modelled: workspaces of cuSOLVER, cuSPARSE and cuFFT, which count as 0",
@@ -72,7 +71,7 @@ class Child:
         verdict = self._verdict(code, error)
         if error is not None and verdict == "failed":
             print_traceback(error)
-            if asks_the_hub(error):
+            if _asks_the_hub(error):
                 print(OFFLINE, file=sys.stderr)
         Path(self._options["result"]).write_text(self._seen(verdict, code).to_json(), encoding="utf-8")
         return code
@@ -163,7 +162,7 @@ class Child:
         return notes + [f"values of {name}: {failure.reason}" for name, failure in failures.items()]
 
 
-def asks_the_hub(error: BaseException | None) -> bool:
+def _asks_the_hub(error: BaseException | None) -> bool:
     """Return whether a file of the Hub is missing because a rehearsal is offline."""
     while error is not None and "OfflineMode" not in f"{type(error)} {error}" and "outgoing traffic" not in str(error):
         error = error.__cause__ or error.__context__

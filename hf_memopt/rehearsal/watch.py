@@ -65,7 +65,16 @@ class Watch:
         """Begin, right after the import of torch."""
         self.phases.before_forward = _out_of_graphs(self.phases.before_forward)  # type: ignore[method-assign]
         self._undo.enter_context(self.phases.hooked())
-        register_module_forward_pre_hook(_out_of_graphs(self._before_forward))
+        before_forward, make = _out_of_graphs(self._before_forward), nn.Module.compile
+
+        def compiled(module: Any, *args: Any, **kwargs: Any) -> None:
+            make(module, *args, **kwargs)
+            call = module._compiled_call_impl  # private; seen in torch 2.6 to 2.14: the hooks are in its graph
+            hooks = self.phases.before_forward, before_forward
+            module._compiled_call_impl = lambda *a, **kw: (*(hook(module, a) for hook in hooks), call(*a, **kw))[-1]
+
+        nn.Module.compile = compiled  # type: ignore[assignment,method-assign]
+        register_module_forward_pre_hook(before_forward)
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # these
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
