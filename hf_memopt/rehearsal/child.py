@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from hf_memopt.rehearsal.watch import Watch
 
 WRITTEN = "what the script itself writes was written"
+OFFLINE = """\
+error: HF_HUB_OFFLINE='1' keeps the script from the Hub; expected its data sets and models on the disk
+hint: Set HF_HUB_OFFLINE=0, or, for models alone, pass --empty-weights"""
 UNKNOWN = {  # libraries whose calls are counted, and what of them is not known here
     ("cudnn",): "not modelled: workspaces of cuDNN, which count as 0",
     ("cusolver", "cusparse", "cufft"): "not modelled: workspaces of cuSOLVER, cuSPARSE and cuFFT, which count as 0",
@@ -59,6 +62,8 @@ class Child:
         verdict = self._verdict(code, error)
         if error is not None and verdict == "failed":
             print_traceback(error)
+            if _asks_the_hub(error):
+                print(OFFLINE, file=sys.stderr)
         Path(self._options["result"]).write_text(self._seen(verdict, code).to_json(), encoding="utf-8")
         return code
 
@@ -140,6 +145,13 @@ class Child:
         calls = read_generated_calls()
         notes = [what for begins, what in UNKNOWN.items() if any(name.startswith(begins) for name in calls)]
         return notes + [f"values of {name}: {reason}" for name, reason in failed_values.items()]
+
+
+def _asks_the_hub(error: BaseException | None) -> bool:
+    """Return whether a file of the Hub is missing because a rehearsal is offline."""
+    while error is not None and "OfflineMode" not in f"{type(error)} {error}" and "outgoing traffic" not in str(error):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 if __name__ == "__main__":

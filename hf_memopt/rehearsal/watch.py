@@ -8,6 +8,7 @@ from __future__ import annotations
 import linecache
 import time
 import traceback
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -57,6 +58,20 @@ class Watch(PhaseWatch):
         self._optimizers: Counter[torch.optim.Optimizer] = Counter()
         self._began = time.perf_counter()
         self._undo.enter_context(self.hooked())
+        make = nn.Module.compile
+
+        def compiled(module: Any, *args: Any, **kwargs: Any) -> None:
+            make(module, *args, **kwargs)
+            call = module._compiled_call_impl  # private; seen in torch 2.6 to 2.14: the hooks are in its graph
+
+            def watched(*inputs: Any, **named: Any) -> Any:
+                self.before_forward(module, inputs)
+                return call(*inputs, **named)
+
+            module._compiled_call_impl = watched
+
+        nn.Module.compile = compiled  # type: ignore[assignment,method-assign]
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # these
         torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]  # private; seen in torch 2.6 to 2.14
 
     def _record(self) -> None:
@@ -66,6 +81,8 @@ class Watch(PhaseWatch):
     # ---- What torch calls
 
     def before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return  # values that are read here would become guards of the graph
         super().before_forward(module, inputs)
         if self.failures_in_step > MOST_FAILURES:
             self.gave_up = True
@@ -78,7 +95,7 @@ class Watch(PhaseWatch):
         if module in self._roots:
             self.batch = None
         first = next((one for one in inputs if isinstance(one, torch.Tensor) and one.dim()), None)
-        reads_tokens = isinstance(module, nn.Embedding)
+        reads_tokens = isinstance(module, nn.Embedding) or (first is not None and first.dtype == torch.long)
         if first is None or (self.batch is not None and (self.batch.tokens is not None or not reads_tokens)):
             return
         self.batch = Batch(first.shape[0], first.shape[1] if reads_tokens and first.dim() > 1 else None)
@@ -129,7 +146,7 @@ class Watch(PhaseWatch):
         """Name the blocks of weights, gradients and optimizer state as they are now."""
         names: dict[int, str] = {}
         for root in self._roots:
-            weights = f"weights of {type(getattr(root, 'module', root)).__name__}"  # inside of DDP
+            weights = f"weights of {type(_inside(root)).__name__}"
             _name(names, (*root.parameters(), *root.buffers()), weights)
             _name(names, (one.grad for one in root.parameters()), "gradients")
         for optimizer in self._optimizers:
@@ -147,6 +164,12 @@ class Watch(PhaseWatch):
             sizes[where or f"{block.phase}: {block.operator or 'no line of Python'}"].append(block.requested_bytes)
         found = (Held(where, sum(of_it), len(of_it), _code(where)) for where, of_it in sizes.items())
         return tuple(sorted(found, key=lambda one: (-one.size_bytes, one.place)))
+
+
+def _inside(root: nn.Module) -> nn.Module:
+    """Return the module in DDP or in what ``torch.compile`` makes."""
+    inside = getattr(root, "module", getattr(root, "_orig_mod", None))
+    return _inside(inside) if isinstance(inside, nn.Module) else root
 
 
 def _code(place: str) -> str:

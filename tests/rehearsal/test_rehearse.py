@@ -26,6 +26,10 @@ import sys, torch
 from torch import nn
 rows, broken = int(sys.argv[1]), sys.argv[2:]
 model = nn.Sequential(nn.Embedding(100, 512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).cuda()
+if "compiles" in broken:
+    model = torch.compile(model, backend="aot_eager")
+if "compiles itself" in broken:
+    model.compile(backend="aot_eager")
 optimizer = torch.optim.AdamW(model.parameters())
 tokens = torch.ones(rows, 256, dtype=torch.long, device="cuda")
 for step in range(10):
@@ -88,7 +92,7 @@ def test_a_plain_loop_ends_at_its_second_step_and_twice_to_the_byte(folder: Path
     weights = 4 * (100 * 512 + 2 * 512 * 2048 + 2048 + 512)
     assert places["weights of Sequential"] == weights
     assert places["state of AdamW"] == 2 * weights
-    assert places[f"{folder}/plain.py:12 <module>"] >= 2 * 4 * 64 * 256 * 2048
+    assert places[f"{folder}/plain.py:16 <module>"] >= 2 * 4 * 64 * 256 * 2048
     assert not (folder / "after").exists()
 
 
@@ -131,12 +135,23 @@ def test_the_command_says_where_memory_runs_out_and_who_held_it(folder: Path) ->
     mib = r"[\d.]+ MiB"
     assert re.match(
         rf"RUNS OUT in step 1, forward, batch of 64 x 256 tokens: 128\.0 MiB asked for, {mib} free "
-        rf"Of 0\.29 GiB \(custom 300\.0 MiB\): {mib} used, {mib} in gaps, {mib} context At plain\.py:12 <module>",
+        rf"Of 0\.29 GiB \(custom 300\.0 MiB\): {mib} used, {mib} in gaps, {mib} context At plain\.py:16 <module>",
         " ".join(done.stdout.split()),
     )
-    assert "plain.py:12 <module>: model(tokens[:half])" in done.stdout
+    assert "plain.py:16 <module>: model(tokens[:half])" in done.stdout
     stored = Rehearsal.from_json((folder / "out.json").read_bytes())
     assert stored.verdict == "runs out"
+
+
+@on_stand_in
+@pytest.mark.parametrize("how", ["compiles", "compiles itself"])
+def test_a_compiled_model_has_its_phases_its_batch_and_its_name(how: str, folder: Path) -> None:
+    """torch.compile takes hooks of modules into its graphs, where they would see nothing."""
+    found = rehearse("plain.py", "64", how, memory="2GiB")
+    assert (found.verdict, found.steps, str(found.largest_batch)) == ("fits", 2, "64 x 256 tokens")
+    assert list(found.phases) == ["load", "forward", "backward", "optimizer"]
+    assert found.phases["forward"].allocated_bytes >= 2 * 4 * 64 * 256 * 2048
+    assert "weights of Sequential" in [one.place for one in found.held]
 
 
 @on_stand_in
@@ -156,6 +171,23 @@ def test_a_script_that_fails_keeps_its_traceback_and_its_exit_code(
     error = capfd.readouterr().err
     assert error.endswith("KeyError: 'of its own'\n")
     assert "hf_memopt" not in error
+
+
+@on_stand_in
+@pytest.mark.parametrize(
+    "asks",
+    ["datasets; datasets.load_dataset('some/texts')", "transformers; transformers.AutoConfig.from_pretrained('a/b')"],
+)
+def test_a_script_that_asks_the_hub_is_refused_with_the_remedy(
+    asks: str, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    (folder / "asks.py").write_text(f"import {asks}", encoding="utf-8")
+    assert rehearse("asks.py", memory="2GiB").verdict == "failed"
+    assert capfd.readouterr().err.endswith(
+        "\nerror: HF_HUB_OFFLINE='1' keeps the script from the Hub; expected its data sets and models on the disk\n"
+        "hint: Set HF_HUB_OFFLINE=0, or, for models alone, pass --empty-weights\n"
+    )
 
 
 @on_stand_in
