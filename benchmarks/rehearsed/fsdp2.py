@@ -1,7 +1,13 @@
 """A language model of 1 B parameters, sharded over several GPUs by FSDP2: torchrun --nproc-per-node 2 fsdp2.py."""
 
 from made_up import tokens
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
 
 name = "meta-llama/Llama-3.2-1B"
 tokenizer = AutoTokenizer.from_pretrained(name)

@@ -15,11 +15,13 @@ tokenizer = AutoTokenizer.from_pretrained(name)
 tokenizer.pad_token = tokenizer.eos_token
 nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, quantization_config=nf4)
-model = prepare_model_for_kbit_training(model) if sys.argv[1] == "peft" else prepare_quantized(model)
+prepare_model_for_kbit_training(model) if sys.argv[1] == "peft" else prepare_quantized(model)
 model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
 trainer = Trainer(
     model,
-    TrainingArguments("out", bf16=True, per_device_train_batch_size=4, gradient_checkpointing=True, optim="paged_adamw_8bit"),
+    TrainingArguments(
+        "out", bf16=True, per_device_train_batch_size=4, gradient_checkpointing=True, optim="paged_adamw_8bit"
+    ),
     train_dataset=tokens(tokenizer),
     data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
 )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hf_memopt.rehearsal.watch import Watch
 
 PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft", "trl")
+GENERATION = "transformers.generation.utils"
 WRITTEN = "what the script itself writes was written"
 UNKNOWN = {  # libraries whose calls are counted, and what of them is not known here
     ("cudnn",): "not modelled: workspaces of cuDNN, which count as 0",
@@ -49,7 +50,11 @@ class Child:
         self._notes: list[str] = []
 
     def run(self, script: str, arguments: tuple[str, ...]) -> int:
-        changes = {"torch": self._torch_is_there, TRAINER: self._trainer_is_there}
+        changes = {
+            "torch": self._torch_is_there,
+            TRAINER: self._trainer_is_there,
+            GENERATION: self._generation_is_there,
+        }
         code, error = 0, None  # type: int, Exception | None
         if self._options["empty_weights"]:
             from hf_memopt.rehearsal.empty_weights import install
@@ -101,6 +106,10 @@ class Child:
         assert self._watch is not None  # transformers' Trainer imports torch
         self._shortening = Shortening(self._watch)
         self._shortening.install(module.Trainer)
+
+    def _generation_is_there(self, module: Any) -> None:
+        assert self._watch is not None  # it imports torch, too
+        self._watch.let_be_a_phase(module.GenerationMixin, "generate", "generation")
 
     def _seen(self, verdict: Verdict, code: int) -> Rehearsal:
         options, watch = self._options, self._watch

@@ -68,6 +68,10 @@ class Watch:
         register_optimizer_step_post_hook(self._after_step)
         torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]  # private; seen in torch 2.6 to 2.14
 
+    def let_be_a_phase(self, owner: Any, name: str, phase: str) -> None:
+        """Let what a function or method does be a phase."""
+        self._undo.enter_context(self.phases.during(owner, name, phase))
+
     def _record(self) -> None:
         start_recording()
         torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
@@ -135,13 +139,17 @@ class Watch:
     def name_blocks(self) -> None:
         """Name the blocks of weights, gradients and optimizer state as they are now."""
         names: dict[int, str] = {}
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        trained = {id(weight) for group in groups for weight in group}
         for root in self._roots:
             weights = f"weights of {type(getattr(root, 'module', root)).__name__}"  # inside of DDP
+            if trained and trained.isdisjoint(map(id, root.parameters())):  # a reference, a reward model, a teacher
+                weights += ", not trained"
             _name(names, (*root.parameters(), *root.buffers()), weights)
             _name(names, (one.grad for one in root.parameters()), "gradients")
         for optimizer in self._optimizers:
             _name(names, tree_leaves([*optimizer.state.values()]), f"state of {type(optimizer).__name__}")
-            _name(names, (one.grad for group in optimizer.param_groups for one in group["params"]), "gradients")
+        _name(names, (weight.grad for group in groups for weight in group), "gradients")
         _name(names, self.kept_outputs(), "outputs kept by the evaluation")
         self.names.append(names)
         set_label("moment", str(len(self.names)))

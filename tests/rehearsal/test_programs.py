@@ -1,0 +1,56 @@
+"""The programs of the table in docs/rehearse.md: each stored row holds, and is what a rehearsal says today."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+import rehearsals
+
+STORED = rehearsals.stored()
+EXCEPTED: dict[str, str] = {}  # programs, and why something of a row does not hold
+REFERENCES = {  # of a program of preferences, the weights of which models stand at the peak
+    "TRL: DPO, a copy as reference": ["weights of Qwen2ForCausalLM", "weights of Qwen2ForCausalLM, not trained"],
+    "TRL: DPO, the model without its adapter": ["weights of PeftModelForCausalLM"],
+    "TRL: DPO, a precomputed reference": ["weights of Qwen2ForCausalLM"],
+}
+TRAINING = ["forward", "backward", "optimizer"]
+SCORED = {
+    "TRL: GRPO with a reward model": ["load", "generation", "scoring", *TRAINING],
+    "TRL: RLOO": ["load", "generation", "scoring", *TRAINING],
+    "TRL: DPO, a precomputed reference": ["load", "scoring", *TRAINING],
+}
+
+
+@pytest.mark.parametrize("name", rehearsals.PROGRAMS)
+def test_two_rehearsals_are_equal_and_the_verdict_flips_at_the_need(name: str) -> None:
+    figures, program = STORED[name]["figures"], rehearsals.PROGRAMS[name]
+    assert (figures["gpu"], figures["gpus"]) == (program.gpu, program.gpus)
+    assert rehearsals.holds(figures) != (name in EXCEPTED), figures
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_model_is_named_apart_from_the_policy(name: str) -> None:
+    assert STORED[name]["figures"]["weights"] == REFERENCES[name]
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_generation_and_scoring_are_phases_apart_from_training(name: str) -> None:
+    assert list(STORED[name]["figures"]["phases"]) == SCORED[name]
+
+
+@pytest.mark.stand_in
+@pytest.mark.parametrize("name", rehearsals.PROGRAMS)
+def test_a_rehearsal_is_the_stored_one(name: str) -> None:
+    row = STORED[name]
+    for package in ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate"):
+        try:
+            if row["versions"][package] != version(package):
+                pytest.skip(f"the row is of {package} {row['versions'][package]}")
+        except PackageNotFoundError:
+            pytest.skip(f"{package} is not installed")
+    found, figures = rehearsals.rehearsed(rehearsals.PROGRAMS[name]), row["figures"]
+    assert (found.verdict, found.needed_bytes) == (figures["verdict"], figures.get("needed_bytes"))
+    assert found.peak_phase == figures["peak_phase"]
+    assert {phase: peak.allocated_bytes for phase, peak in found.phases.items()} == figures["phases"]
+    assert sorted(one.place for one in found.held if one.place.startswith("weights of ")) == figures["weights"]
