@@ -1,8 +1,13 @@
 """A compiled classifier in the Trainer; torch's own compiler makes the kernels."""
 
 from made_up import labelled
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+)
 
 name = "google-bert/bert-base-uncased"
 tokenizer = AutoTokenizer.from_pretrained(name)

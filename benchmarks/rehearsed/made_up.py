@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-WORDS = "the of a memory that is in and to gradient weight layer batch token step loss".split()
+WORDS = "the of a memory that is in and to gradient weight layer batch token step loss"
 
 
 def texts(count: int = 64, longest: int = 400, seed: int = 0) -> list[str]:
     """Return texts of a quarter to all of ``longest`` words."""
-    draw = random.Random(seed)
-    return [" ".join(draw.choices(WORDS, k=draw.randint(longest // 4, longest))) for _ in range(count)]
+    draw, words = random.Random(seed), WORDS.split()
+    return [" ".join(draw.choices(words, k=draw.randint(longest // 4, longest))) for _ in range(count)]
 
 
 def tokens(tokenizer: Any, longest: int = 512, count: int = 64) -> Dataset:

@@ -1,8 +1,8 @@
 """Reads a run's peaks of memory by phase: load, generation, scoring, forward, backward, optimizer, evaluation.
 
 Scoring is what runs modules without gradients before the forward pass of a batch: reference and reward models, a
-policy's own probabilities. What an evaluation generates belongs to it. What lies between a backward pass and the next step (clipping, logging) counts as forward; a forward pass that
-checkpointing repeats counts as backward.
+policy's own probabilities. What an evaluation generates belongs to it. What lies between a backward pass and the next
+step (clipping, logging) counts as forward; a forward pass that checkpointing repeats counts as backward.
 """
 
 from __future__ import annotations

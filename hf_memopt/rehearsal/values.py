@@ -42,6 +42,7 @@ ONLY_ALLOCATE_OR_LOOK = {
     "is_pinned", "_pin_memory", "_coalesced_", "_cudnn_init_dropout_state", "_use_cudnn_ctc_loss",
     "_use_cudnn_ctc_loss.Tensor",
     "_local_scalar_dense",  # reads by cudaMemcpy, which the stand-in does
+    "_assert_async", "_assert_async.msg",  # of values that may be unknown, as before samples of large logits
     "_efficient_attention_forward", "_efficient_attention_backward",  # run inside operators that are computed
     "_flash_attention_forward", "_flash_attention_backward",
 }  # fmt: skip
