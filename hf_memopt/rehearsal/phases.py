@@ -45,7 +45,7 @@ class PhaseWatch:
 
     def before_forward(self, *arguments: Any) -> None:
         # an optimizer that ran out of memory in its step has not said that it ended
-        if self.phase not in ("load", "optimizer", "scoring", "forward"):
+        if torch.compiler.is_compiling() or self.phase not in ("load", "optimizer", "scoring", "forward"):
             return
         if torch.is_grad_enabled():
             self.enter("forward")

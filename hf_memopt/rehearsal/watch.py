@@ -8,6 +8,7 @@ from __future__ import annotations
 import linecache
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -66,6 +67,21 @@ class Watch:
         register_module_forward_pre_hook(self._before_forward)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+        compile_module = nn.Module.compile
+
+        def compile_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            compile_module(module, *args, **kwargs)
+            compiled: Any = module._compiled_call_impl  # private, seen in torch 2.14; without it, no hook is called
+
+            def called(*inputs: Any, **named: Any) -> Any:
+                self._before_forward(module, inputs)
+                self.phases.before_forward()
+                return compiled(*inputs, **named)
+
+            module._compiled_call_impl = called
+
+        nn.Module.compile = compile_in_place  # type: ignore[method-assign]
         torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]  # private; seen in torch 2.6 to 2.14
 
     def let_be_a_phase(self, owner: Any, name: str, phase: str) -> None:
@@ -79,6 +95,8 @@ class Watch:
     # ---- What torch calls
 
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self.failures_in_step > MOST_FAILURES:
             self.gave_up = True
             raise Done
@@ -142,7 +160,8 @@ class Watch:
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         trained = {id(weight) for group in groups for weight in group}
         for root in self._roots:
-            weights = f"weights of {type(getattr(root, 'module', root)).__name__}"  # inside of DDP
+            inner: Any = getattr(root, "_orig_mod", root)  # of torch.compile; private, seen in torch 2.6 to 2.14
+            weights = f"weights of {type(getattr(inner, 'module', inner)).__name__}"  # inside of DDP
             if trained and trained.isdisjoint(map(id, root.parameters())):  # a reference, a reward model, a teacher
                 weights += ", not trained"
             _name(names, (*root.parameters(), *root.buffers()), weights)
