@@ -8,7 +8,7 @@ import pytest
 import rehearsals
 
 STORED = rehearsals.stored()
-EXCEPTED: dict[str, str] = {}  # programs, and why something of a row does not hold
+EXCEPTED: dict[str, str] = {}  # programs, and why they have no row, or something of it does not hold
 REFERENCES = {  # of a program of preferences, the weights of which models stand at the peak
     "TRL: DPO, a copy as reference": ["weights of Qwen2ForCausalLM", "weights of Qwen2ForCausalLM, not trained"],
     "TRL: DPO, the model without its adapter": ["weights of PeftModelForCausalLM"],
@@ -24,23 +24,23 @@ SCORED = {
 
 @pytest.mark.parametrize("name", rehearsals.PROGRAMS)
 def test_two_rehearsals_are_equal_and_the_verdict_flips_at_the_need(name: str) -> None:
-    figures, program = STORED[name]["figures"], rehearsals.PROGRAMS[name]
-    assert (figures["gpu"], figures["gpus"]) == (program.gpu, program.gpus)
-    assert rehearsals.holds(figures) != (name in EXCEPTED), figures
+    program, figures = rehearsals.PROGRAMS[name], STORED.get(name, {}).get("figures", {})
+    assert (bool(figures) and rehearsals.holds(figures)) != (name in EXCEPTED), figures
+    assert not figures or (figures["gpu"], figures["gpus"]) == (program.gpu, program.gpus)
 
 
-@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("name", [name for name in REFERENCES if name in STORED])
 def test_a_reference_model_is_named_apart_from_the_policy(name: str) -> None:
     assert STORED[name]["figures"]["weights"] == REFERENCES[name]
 
 
-@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("name", [name for name in SCORED if name in STORED])
 def test_generation_and_scoring_are_phases_apart_from_training(name: str) -> None:
     assert list(STORED[name]["figures"]["phases"]) == SCORED[name]
 
 
 @pytest.mark.stand_in
-@pytest.mark.parametrize("name", rehearsals.PROGRAMS)
+@pytest.mark.parametrize("name", STORED)
 def test_a_rehearsal_is_the_stored_one(name: str) -> None:
     row = STORED[name]
     for package in ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate"):
