@@ -101,10 +101,11 @@ def figures_of(program: Program) -> dict[str, Any]:
 
 
 def stored(torch_version: str = "*") -> dict[str, dict[str, Any]]:
-    """Return the latest row of each program, of the newest torch unless one is given."""
+    """Return the latest row of each program in their order, of the newest torch unless one is given."""
     files = sorted(RESULTS.glob(f"rehearsals-{torch_version}.jsonl"))
     rows = [json.loads(line) for file in files[-1:] for line in file.read_text(encoding="utf-8").splitlines()]
-    return {row["case"]: row for row in rows}
+    found = {row["case"]: row for row in rows}
+    return {name: found[name] for name in PROGRAMS if name in found}
 
 
 def holds(figures: Mapping[str, Any]) -> bool:
@@ -131,10 +132,12 @@ def table(rows: Mapping[str, Any]) -> str:
         lines.append([*cells, needed, figures["peak_phase"], f"{figures['seconds']:.0f}"])
     true = sum(holds(row["figures"]) for row in rows.values())
     note = (
-        f"Rehearsed without a GPU (`python benchmarks/rehearsals.py`), PyTorch {of_torch.partition('+')[0]}. Of {true} "
-        f"of {len(rows)} programs two rehearsals are equal to the byte, 1 % more than the need fits, and 1 % less runs "
-        "out in the named phase."
+        f"Rehearsed without a GPU (`python benchmarks/rehearsals.py`), PyTorch {of_torch.partition('+')[0]}; seconds "
+        f"on 2 CPU cores that other work shared. For {true} of {len(rows)} programs two rehearsals are equal to the "
+        "byte, 1 % more than the need fits, and 1 % less runs out in the named phase."
     )
+    if others := [name for name, row in rows.items() if not holds(row["figures"])]:
+        note += f" Not all of it for: {'; '.join(others)}."
     return markdown("| program | GPU | needed | phase of the peak | seconds |", lines, note)
 
 
