@@ -81,7 +81,7 @@ class Watch:
 
             module._compiled_call_impl = called
 
-        nn.Module.compile = compile_in_place  # type: ignore[method-assign]
+        nn.Module.compile = compile_in_place  # type: ignore[assignment,method-assign]
         torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]  # private; seen in torch 2.6 to 2.14
 
     def let_be_a_phase(self, owner: Any, name: str, phase: str) -> None:
