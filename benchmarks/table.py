@@ -34,6 +34,7 @@ import memory_report
 import microbatch
 import plans
 import published
+import rehearsals
 import resume
 import sixteen_bit_weights
 import step_time
@@ -79,6 +80,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "estimate-errors": gpu_figures.estimate_errors,
     "judge": _of(judge.table, "judge"),
     "judge-sentence": _of(judge.sentence, "judge"),
+    "rehearsals": lambda: rehearsals.table(rehearsals.stored()),
     "estimate-speed": _of(estimation.table, "estimation"),
     "batching-table": _of_batching(batching.lengths_table, "lengths"),
     "batching-collation": _of_batching(batching_collation.collation_table, "collation"),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_memopt.rehearsal.shortened import Shortening
     from hf_memopt.rehearsal.watch import Watch
 
+GENERATION = "transformers.generation.utils"
 WRITTEN = "what the script itself writes was written"
 OFFLINE = """\
 error: HF_HUB_OFFLINE='1' keeps the script from the Hub; expected its data sets and models on the disk
@@ -44,7 +45,11 @@ class Child:
         self._notes: list[str] = []
 
     def run(self, script: str, arguments: tuple[str, ...]) -> int:
-        changes = {"torch": self._torch_is_there, TRAINER: self._trainer_is_there}
+        changes = {
+            "torch": self._torch_is_there,
+            TRAINER: self._trainer_is_there,
+            GENERATION: self._generation_is_there,
+        }
         code, error = 0, None  # type: int, Exception | None
         if self._options["empty_weights"]:
             from hf_memopt.rehearsal.empty_weights import install
@@ -95,6 +100,11 @@ class Child:
 
         assert self._watch is not None  # transformers' Trainer imports torch
         self._shortening = Shortening(self._watch, module.Trainer)
+
+    def _generation_is_there(self, module: Any) -> None:
+        assert self._watch is not None  # it imports torch, too
+        generate = module.GenerationMixin.generate
+        module.GenerationMixin.generate = self._watch.during("generation")(generate)
 
     def _seen(self, verdict: Verdict, code: int) -> Rehearsal:
         found, watch = replace(self._found, verdict=verdict, exit_code=code), self._watch

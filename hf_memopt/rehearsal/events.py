@@ -7,9 +7,10 @@ Sizes are what was asked for; torch's allocator rounds them up. Operators have n
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 from typing import Any
 
 import torch
@@ -117,9 +118,13 @@ def recorded_events() -> Iterator[list[Event]]:
 
 def place_of(frames: Any) -> str:
     """Return the two innermost lines of the user's or a model's code, frames given from the innermost on."""
-    ours = [frame for frame in frames if not any(part in frame["filename"] for part in UNINTERESTING)]
-    lines = (f"{f['filename'].rpartition('site-packages/')[2]}:{f['line']} {f['name']}" for f in ours[:2])
-    return " < ".join(lines)
+    ours = islice((frame for frame in frames if _is_interesting(frame["filename"])), 2)
+    return " < ".join(f"{f['filename'].rpartition('site-packages/')[2]}:{f['line']} {f['name']}" for f in ours)
+
+
+@functools.cache
+def _is_interesting(path: str) -> bool:
+    return not any(part in path for part in UNINTERESTING)
 
 
 def blocks_at_peak(events: list[Event]) -> list[Event]:

@@ -1,7 +1,8 @@
-"""Reads a run's peaks of memory by phase: load, forward, backward, optimizer, evaluation.
+"""Reads a run's peaks of memory by phase: load, generation, scoring, forward, backward, optimizer, evaluation.
 
-What lies between a backward pass and the next step (clipping, logging) counts as forward; a forward pass that
-checkpointing repeats counts as backward.
+Scoring is what runs modules without gradients before the forward pass of a batch: reference and reward models, a
+policy's own probabilities. What an evaluation generates belongs to it. What lies between a backward pass and the next
+step (clipping, logging) counts as forward; a forward pass that checkpointing repeats counts as backward.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ class PhaseWatch:
 
     def __init__(self) -> None:
         self.phase = self.before_step = "load"
+        self.may_score = True  # since the last backward pass, no module ran with gradients
         self.peaks: dict[str, Peak] = {}
         set_label("phase", self.phase)
 
     def enter(self, phase: str) -> str:
         """Begin a phase and return the one before."""
         before, self.phase = self.phase, phase
+        self.may_score = self.may_score or phase == "backward"
         if phase != before:
             set_label("phase", phase)
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -43,8 +46,13 @@ class PhaseWatch:
 
     def before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         # an optimizer that ran out of memory in its step has not said that it ended
-        if self.phase in ("load", "optimizer") and torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or self.phase not in ("load", "optimizer", "scoring", "forward"):
+            return
+        if torch.is_grad_enabled():
             self.enter("forward")
+            self.may_score = False  # checkpointing may run a module's parts without gradients
+        elif self.may_score:
+            self.enter("scoring")
 
     def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self.before_step = self.enter("optimizer")  # backward, where steps are made as gradients come
@@ -54,8 +62,8 @@ class PhaseWatch:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Be in a phase, here or in a function that this decorates."""
-        before = self.enter(phase)
+        """Be in a phase, here or in a function that this decorates; within an evaluation it stays evaluation."""
+        before = self.enter(self.phase if self.phase == "evaluation" else phase)
         try:
             yield
         finally:

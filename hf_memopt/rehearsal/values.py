@@ -34,6 +34,7 @@ NUMBERS = (bool, int, float, complex)
 ONLY_ALLOCATE_OR_LOOK = (  # operators whose names begin with these
     *("empty", "resize_", "_resize_", "set_", "is_", "record_stream", "_pin_memory", "_coalesced_"),
     "_fused_sdp_choice",  # which the CPU makes otherwise
+    "_assert_async",  # of values that may be unknown, as before samples of large logits
     "_local_scalar_dense",  # reads by cudaMemcpy, which the stand-in does
     *("_efficient_attention_", "_flash_attention_"),  # run inside operators that are computed
     *("_cudnn_init_dropout_state", "_use_cudnn_ctc_loss"),

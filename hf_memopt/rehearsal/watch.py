@@ -145,13 +145,17 @@ class Watch(PhaseWatch):
     def name_blocks(self) -> None:
         """Name the blocks of weights, gradients and optimizer state as they are now."""
         names: dict[int, str] = {}
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        trained = {id(weight) for group in groups for weight in group}
         for root in self._roots:
             weights = f"weights of {type(_inside(root)).__name__}"
+            if trained and trained.isdisjoint(map(id, root.parameters())):  # a reference, a reward model, a teacher
+                weights += ", not trained"
             _name(names, (*root.parameters(), *root.buffers()), weights)
             _name(names, (one.grad for one in root.parameters()), "gradients")
         for optimizer in self._optimizers:
             _name(names, tree_leaves([*optimizer.state.values()]), f"state of {type(optimizer).__name__}")
-            _name(names, (one.grad for group in optimizer.param_groups for one in group["params"]), "gradients")
+        _name(names, (weight.grad for group in groups for weight in group), "gradients")
         _name(names, self.kept_outputs(), "outputs kept by the evaluation")
         self.names.append(names)
         set_label("moment", str(len(self.names)))

@@ -83,6 +83,21 @@ def test_a_forward_pass_after_an_error_in_a_step_is_a_phase_again() -> None:
     assert list(peaks) == ["load", "forward", "backward", "optimizer"]
 
 
+def test_passes_without_gradients_are_scoring_before_the_forward_pass_of_a_batch_and_a_part_of_it_after() -> None:
+    policy, reference = (torch.nn.Linear(4, size, device="cuda") for size in (4, 2**20))
+    inputs = torch.ones(2, 4, device="cuda")
+    with peaks_by_phase() as peaks:
+        for _ in range(2):
+            with torch.no_grad():
+                policy(inputs)
+            loss = policy(inputs).sum()
+            with torch.no_grad():
+                reference(inputs)
+            loss.backward()
+    assert list(peaks) == ["load", "scoring", "forward", "backward"]
+    assert peaks["forward"].allocated_bytes - peaks["scoring"].allocated_bytes > 2**22  # its results: 8 MiB
+
+
 def test_events_tell_the_peak_by_phase_operator_and_place(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     alive = torch.cuda.memory_allocated()
