@@ -14,7 +14,6 @@ EXCEPTED = {  # programs, and why they have no row, or something of it does not 
     "TRL: DPO, the model without its adapter": "runs out with 1 % more, fits with 2 %; the cause is not known",
     "Trainer, 1 B parameters": NO_ROW,
     "Seq2SeqTrainer with generation": NO_ROW,
-    "PEFT": NO_ROW,
     "QLoRA, prepared by PEFT": NO_ROW,
     "TRL: SFT": NO_ROW,
     "TRL: KTO": NO_ROW,
