@@ -126,7 +126,7 @@ class Child:
                 reserved_bytes = max(peak.reserved_bytes for peak in peaks.values())
             else:
                 settings = torch.cuda.memory._snapshot()["allocator_settings"]
-                reserved_bytes, phase = least_memory(events, settings["expandable_segments"])
+                reserved_bytes, phase = least_memory(events, found.context_bytes, settings["expandable_segments"])
             needed = reserved_bytes + found.context_bytes
             held = watch.grouped(events, blocks_at_peak(events))
             found = replace(found, needed_bytes=needed, peak_phase=phase, held=held, recovered=watch.failures)

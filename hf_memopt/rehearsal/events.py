@@ -46,6 +46,7 @@ class Event:
     place: str  # the two innermost lines outside torch: "file:line function < file:line function"
     address: int = 0  # which later blocks may have, too
     moment: int = 0  # how often blocks were given names before, see ``named_blocks``
+    stream: int = 0  # of CUDA, whose number means nothing
 
     @property
     def allocated_bytes(self) -> int:
@@ -92,7 +93,7 @@ def events_so_far() -> list[Event]:
             number = numbers.pop(address, -1)
         phase, operator, moment = (entry.get("user_metadata") or "  0").split(" ")
         place = place_of(entry.get("frames", ()))
-        events.append(Event(kind, entry["size"], number, phase, operator, place, address, int(moment)))
+        events.append(Event(kind, entry["size"], number, phase, operator, place, address, int(moment), entry["stream"]))
     return events
 
 

@@ -11,30 +11,39 @@ from hf_memopt.rehearsal.events import Event
 
 RISING = (2, 14)  # a release of torch whose rule is that of rising addresses, which the stand-in has for all
 FINENESS = 400  # the result is at most 1/400 above the least
+WARM_UP, WARM_UP_LEAVES_BYTES = "caching_allocator_warmup", int(1.2 * 2**30)
+"""A function of transformers 5.23 that allocates as much as the weights take, but leaves so much of the whole GPU."""
 
 
-def least_memory(events: list[Event], expandable_segments: bool = False) -> tuple[int, str]:
+def least_memory(events: list[Event], context_bytes: int, expandable_segments: bool = False) -> tuple[int, str]:
     """Return the bytes that torch's allocator must get, and the phase that runs out of memory with 1 % less."""
+
+    def fails_in(limit: int | None) -> str | None:
+        return _fails_in(events, CachingAllocator(expandable_segments, limit, release=RISING), context_bytes)
+
     unlimited = CachingAllocator(expandable_segments, release=RISING)
-    _fails_in(events, unlimited)
-    enough, too_little = unlimited.peak_reserved, unlimited.peak_allocated - 1
+    _fails_in(events, unlimited, context_bytes)
+    enough, too_little = unlimited.peak_reserved, 0
     while enough - too_little > enough // FINENESS:
         limit = (enough + too_little) // 2
-        if _fails_in(events, CachingAllocator(expandable_segments, limit, release=RISING)) is None:
+        if fails_in(limit) is None:
             enough = limit
         else:
             too_little = limit
-    less = CachingAllocator(expandable_segments, enough * 99 // 100, release=RISING)
-    return enough, _fails_in(events, less) or ""
+    return enough, fails_in(enough * 99 // 100) or ""
 
 
-def _fails_in(events: list[Event], allocator: CachingAllocator) -> str | None:
+def _fails_in(events: list[Event], allocator: CachingAllocator, context_bytes: int) -> str | None:
     """Return the phase in which memory runs out; None where all goes through."""
     is_emptied = False
     for event in events:
         if event.kind == "allocate":
+            asked_bytes = event.requested_bytes
+            if allocator.limit_bytes is not None and WARM_UP in event.place:
+                left_bytes = allocator.limit_bytes + context_bytes - WARM_UP_LEAVES_BYTES
+                asked_bytes = max(0, min(asked_bytes, left_bytes))
             try:
-                allocator.malloc(event.number, event.requested_bytes)
+                allocator.malloc(event.number, asked_bytes, event.stream)
             except AllocationError:
                 return event.phase
         elif event.kind == "free" and event.number >= 0:

@@ -10,8 +10,6 @@ import rehearsals
 STORED = rehearsals.stored()
 NO_ROW = "not rehearsed four times yet: python benchmarks/rehearsals.py"
 EXCEPTED = {  # programs, and why they have no row, or something of it does not hold
-    "FSDP2": "runs out with 1 % more, fits with 3 %: the simulated allocator knows one stream, FSDP2 has several",
-    "TRL: DPO, the model without its adapter": "runs out with 1 % more, fits with 2 %; the cause is not known",
     "Trainer, 1 B parameters": NO_ROW,
     "Seq2SeqTrainer with generation": NO_ROW,
     "QLoRA, prepared by PEFT": NO_ROW,

@@ -19,7 +19,7 @@ that is off.
 - Expandable segments: one range of addresses for small and one for large sizes, backed by pages of 2 MiB and 20 MiB
   as it fills. Emptying the cache gives back every page that is free as a whole.
 
-Limitations: several streams, CUDA graphs and memory pools, and memory outside this allocator (the context, NCCL). Torch
+Limitations: CUDA graphs and memory pools, and memory outside this allocator (the context, NCCL). Torch
 2.12 alone prefers the block that was cut first, here the lowest address (https://github.com/pytorch/pytorch/pull/178362).
 Assumed: addresses of segments that were returned to the driver are not used again (it matters for equal sizes only).
 """
@@ -156,14 +156,15 @@ class CachingAllocator:
         self.peak_allocated = self.peak_reserved = 0
         self.retries = 0
         self._expandable = expandable_segments
-        self._small = _Pool(True, expandable_segments)
-        self._large = _Pool(False, expandable_segments)
+        self._pools: dict[tuple[bool, int], _Pool] = {}  # of small blocks or of large ones, by stream
         self._live: dict[Hashable, _Block | None] = {}
         self._takes_oldest = (release or TORCH_RELEASE) >= (2, 12)
         self._edge = _FIRST_ADDRESS  # of all segments so far
 
-    def malloc(self, key: Hashable, size_bytes: int) -> int:
+    def malloc(self, key: Hashable, size_bytes: int, stream: int = 0) -> int:
         """Allocate ``size_bytes`` under a key that has no block, and return the size of the block.
+
+        A stream takes only blocks that it has freed itself.
 
         Raises:
             AllocationError: there is no room within the limit, even with the cache emptied.
@@ -172,7 +173,10 @@ class CachingAllocator:
             self._live[key] = None
             return 0
         size = -(-size_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
-        pool = self._small if size <= LARGEST_SMALL_BYTES else self._large
+        kind = size <= LARGEST_SMALL_BYTES, stream
+        pool = self._pools.get(kind)
+        if pool is None:
+            pool = self._pools[kind] = _Pool(kind[0], self._expandable)
         block = self._take_free(pool, size)
         if block is None:
             grow = self._expand if self._expandable else self._add_segment
@@ -210,7 +214,7 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Return to the driver what is free as a whole: segments, or pages of expandable segments."""
-        for pool in (self._large, self._small):
+        for pool in self._pools.values():
             if self._expandable:
                 for _, _, block in list(pool.free):
                     self._unmap(block)
