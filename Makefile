@@ -131,7 +131,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 .venv-cuda/.ready: setup.cfg pyproject.toml constraints.txt Makefile
 	test -x $(CUDA) || $(PYTHON) -m venv .venv-cuda
 	sed "s/^torch==.*/torch==$(CUDA_TORCH)/" constraints.txt > .venv-cuda/constraints.txt
-	$(CUDA) -m pip install --quiet --constraint .venv-cuda/constraints.txt --editable ".[plot,test]"
+	$(CUDA) -m pip install --quiet --constraint .venv-cuda/constraints.txt --editable ".[plot,rehearsed,test]"
 	touch $@
 
 .venv-zero/.ready: setup.cfg pyproject.toml constraints.txt Makefile

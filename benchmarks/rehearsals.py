@@ -141,6 +141,12 @@ def table(rows: Mapping[str, Any]) -> str:
     return markdown("| program | GPU | needed | phase of the peak | seconds |", lines, note)
 
 
+def example() -> str:
+    """Return what the command of docs/rehearse.md printed, which ``--json`` kept."""
+    found = Rehearsal.from_json((RESULTS / "rehearsal-example.json").read_bytes())
+    return f"```text\n{found.table()}\n```\n"
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Rehearse what is missing, append the rows, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -33,6 +33,7 @@ import longest_rows
 import memory_report
 import microbatch
 import plans
+import public_scripts
 import published
 import rehearsals
 import resume
@@ -81,6 +82,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "judge": _of(judge.table, "judge"),
     "judge-sentence": _of(judge.sentence, "judge"),
     "rehearsals": lambda: rehearsals.table(rehearsals.stored()),
+    "rehearsal-example": rehearsals.example,
+    "public-scripts": lambda: public_scripts.table(public_scripts.stored_rows()),
     "estimate-speed": _of(estimation.table, "estimation"),
     "batching-table": _of_batching(batching.lengths_table, "lengths"),
     "batching-collation": _of_batching(batching_collation.collation_table, "collation"),
