@@ -21,7 +21,6 @@ SHARDED = ("FSDP2", "other sharding", "DeepSpeed")
 ENGINES = ("DDP", "DDP, default flags", *SHARDED)
 """The settings that train in several processes."""
 
-NO_LIMIT = "micro-batching without a limit"  # MicrobatchCallback() with neither max_tokens nor max_examples
 LATE_LOSS = "fused cross-entropy with compute_loss_func"  # the loss is computed after the forward pass of the wrapper
 
 
@@ -184,7 +183,6 @@ TECHNIQUES = _listed(
 """The techniques by name, in the order of the table in docs."""
 
 VARIANTS = _listed(
-    Technique(NO_LIMIT, fields={"micro_batching": False}),  # a recipe sets no limit
     Technique(LATE_LOSS),
     Technique("bitsandbytes optimizer"),
     Technique(

@@ -165,7 +165,7 @@ def _of_smoother(trainer: Any, model: Any, items: Any, *, shifts: bool | None = 
 
 def _of_sft(trainer: Any, function: Callable[..., Any], items: Any) -> KnownLoss | str:
     """Return how TRL's ``SFTTrainer`` makes its loss: ``nll`` and ``dft`` are sums over predicted labels."""
-    if trainer.args.world_size > 1 and not trainer.is_fsdp_enabled:  # a process that cuts more would wait for ever
+    if trainer.args.world_size > 1:  # a process that cuts more would wait for ever
         return "SFTTrainer adds up metrics over the processes whenever it computes a loss"
     of_sequence_parallelism = "a part of loss, outputs"
     found = assigned(function, "loss") - SFT_LOSSES.keys()

@@ -340,7 +340,7 @@ def timing_of_step(
     communication: Communication | Streaming | None = None
     if settings.engine:
         gathered_bytes = traces[0].gathered_bytes
-        communication = communication_of_step(trainable, settings, gathered_bytes, micro_batches, plan.micro_batches)
+        communication = communication_of_step(trainable, settings, gathered_bytes, micro_batches)
     elif traces[0].on_host is not None:
         communication = streaming_of_step(traces[0].on_host, settings, micro_batches)
     costs = StepCosts(
