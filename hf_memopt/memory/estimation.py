@@ -268,7 +268,6 @@ def estimate_of_step(
             *quantised,
             *overflows,
             *trace.notes,
-            *optimizer.notes,
             *notes_of_sharing(settings),
         ),
         fragmentation=fragmentation,

@@ -51,7 +51,6 @@ class StepSettings:
         autocast_cache: whether autocast keeps the 16-bit copy of each trainable weight through a forward pass.
         optim: a name that ``TrainingArguments(optim=...)`` accepts.
         optim_args: extra arguments as text, as in ``TrainingArguments(optim_args=...)``.
-        optim_target_modules: modules of a low-rank optimizer (GaLore, APOLLO).
         weight_decay: some optimizers copy the gradients for it.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
         rounding: of weights in bfloat16 after an update: ``"nearest"`` as the plain optimizer, or ``"stochastic"`` or
@@ -128,7 +127,6 @@ class StepSettings:
     autocast_cache: bool = _setting(True, changes="trace")
     optim: str = _setting("adamw_torch_fused", str, changes="replay")
     optim_args: str | None = _setting(None, str | None, changes="replay")
-    optim_target_modules: Any = _setting(None, changes="replay")
     weight_decay: float = _setting(0.0, changes="replay")
     embedding_bits: int = _setting(32, Literal[8, 32], changes="replay")
     rounding: str = _setting("nearest", Literal["nearest", "stochastic", "kahan"], changes="replay")
