@@ -1,7 +1,6 @@
 from .batching.collation.collators import BucketedCollator as BucketedCollator
 from .batching.collation.collators import DynamicPaddingCollator as DynamicPaddingCollator
 from .batching.collation.speech import SpeechCollator as SpeechCollator
-from .batching.exact_losses import exact_loss as exact_loss
 from .batching.lengths import token_lengths as token_lengths
 from .batching.padding_costs.figures import PaddingReport as PaddingReport
 from .batching.padding_costs.figures import padding_report as padding_report

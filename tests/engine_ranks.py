@@ -64,8 +64,6 @@ def allowed(setting: str) -> tuple[str, ...]:
     names = [name for name in TECHNIQUES if name in technique_table.GROUPS["with micro-batches"]]
     engines = ("DeepSpeed", setting) if setting == "ZeRO-3" else (setting,)
     names = [name for name in names if all(refusal_of(name, engine) is None for engine in engines)]
-    if setting == "DDP, default flags":  # beside exact_loss
-        names.remove("fused cross-entropy")
     return tuple(name for name in names if technique_table.TABLE[name].model is None)
 
 
@@ -73,8 +71,8 @@ def allowed(setting: str) -> tuple[str, ...]:
 
 
 def classification(folder: Path, names: tuple[str, ...] = (), **settings: Any) -> Trainer:
-    """Return a Trainer on a tiny BERT with the named techniques and the exact loss."""
-    return technique_table.make_trainer(names, folder, exact=True, **settings)
+    """Return a Trainer on a tiny BERT with the named techniques."""
+    return technique_table.make_trainer(names, folder, **settings)
 
 
 def causal_lm(folder: Path, *callbacks: Any, lora: bool = False, rows: Any = None, **settings: Any) -> Trainer:

@@ -293,7 +293,6 @@ CALLS: dict[str, Call] = {
         lambda folder: {"decoder_start_token_id": 9, "dtype": torch.float32},
         lambda found: found([{"input_features": [[0.0]], "labels": [9, 5]}]),
     ),
-    "exact_loss": _model_call(m.exact_loss, bert, label_smoothing=0.1, task="sequence-classification"),
     # ---- Models and optimizers
     "checkpoint_layers": _model_call(m.checkpoint_layers, llama, policy="full", offload=False),
     "stream_layers": _model_call(
