@@ -14,6 +14,7 @@ __version__ = "0.5.0"
 
 REMOVED = {
     "exact_loss": "the loss of 15 lines in docs/lengths-and-padding.md, passed as compute_loss_func=",
+    "GradualUnfreezeCallback": "FreezeCallback, or a TrainerCallback that sets requires_grad",
 }
 """The public names that an earlier version had, and what to use."""
 

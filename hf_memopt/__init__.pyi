@@ -52,7 +52,6 @@ from .techniques.experts.loading import ExpertsConfig as ExpertsConfig
 from .techniques.experts.quantize import quantize_experts as quantize_experts
 from .techniques.freezing.freezing import FreezeCallback as FreezeCallback
 from .techniques.freezing.freezing import freeze as freeze
-from .techniques.freezing.unfreezing import GradualUnfreezeCallback as GradualUnfreezeCallback
 from .techniques.fused_cross_entropy import FusedCrossEntropyCallback as FusedCrossEntropyCallback
 from .techniques.microbatching.microbatch import MicrobatchCallback as MicrobatchCallback
 from .techniques.nonfinite.overflow import OverflowCallback as OverflowCallback

@@ -103,7 +103,6 @@ def _listed(*techniques: Technique) -> dict[str, Technique]:
 TECHNIQUES = _listed(
     Technique("length buckets"),
     Technique("freezing", "training", consent="freeze", fields={"freeze": ()}),
-    Technique("gradual unfreezing", "training"),
     Technique("32-bit embeddings"),
     Technique(
         "gradient release",

@@ -349,9 +349,6 @@ CALLS: dict[str, Call] = {
     "ExpertsConfig": Call(m.ExpertsConfig, lambda folder: {"load_in_4bit": True}),
     "TiledLayersCallback": Call(m.TiledLayersCallback, lambda folder: {"tile_tokens": 4}),
     "FusedCrossEntropyCallback": Call(m.FusedCrossEntropyCallback, lambda folder: {"chunk_bytes": None}),
-    "GradualUnfreezeCallback": _callback(
-        m.GradualUnfreezeCallback, {"schedule": {0: "classifier", 0.5: "base"}}, also="patterns="
-    ),
     "MemoryReportCallback": _callback(m.MemoryReportCallback, {"plot": None, "report": True, "predict": False}),
     "MicrobatchCallback": _callback(m.MicrobatchCallback, {"max_tokens": 8, "max_examples": None}),
     "OverflowCallback": _callback(

@@ -40,17 +40,9 @@ class FrozenByHand(TrainerCallback):
         model.bert.embeddings.requires_grad_(False)
 
 
-class UnfrozenByHand(TrainerCallback):
-    """The second layer has no gradient before step 2."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        model.bert.encoder.layer[1].requires_grad_(state.global_step >= 2)
-
-
 TABLE = {
     "length buckets": Technique(),
     "freezing": Technique(lambda: m.FreezeCallback("embeddings"), FrozenByHand),
-    "gradual unfreezing": Technique(lambda: m.GradualUnfreezeCallback({2: "layers:1"}), UnfrozenByHand),
     "32-bit embeddings": Technique(m.EmbeddingBitsCallback, settings=EIGHT_BIT),
     "gradient release": Technique(),
     "sparse tied embedding": Technique(
