@@ -21,6 +21,7 @@ SHARDED = ("FSDP2", "other sharding", "DeepSpeed")
 ENGINES = ("DDP", "DDP, default flags", *SHARDED)
 """The settings that train in several processes."""
 
+NO_OVERLAP = "offload='overlapped' is gone; expected stock's offload, or none. Pass offload=True"
 LATE_LOSS = "fused cross-entropy with compute_loss_func"  # the loss is computed after the forward pass of the wrapper
 
 
@@ -145,7 +146,6 @@ TECHNIQUES = _listed(
     Technique(
         "checkpointing policy",
         callback="hf_memopt.techniques.checkpointing.policies:CheckpointingCallback",
-        function="hf_memopt.techniques.checkpointing.overlapped:overlap_offload",
         sets={"checkpointing": True},
     ),
     Technique(

@@ -342,7 +342,7 @@ def _given_optimizer(trainer: Trainer) -> dict[str, Any]:
     return {"optim_args": None, **found}
 
 
-def _checkpointing(policy: str, offload: bool | str) -> bool | Mapping[str, Any]:
+def _checkpointing(policy: str, offload: bool) -> bool | Mapping[str, Any]:
     kind, _, number = policy.partition("_")
     options: dict[str, Any] = {"every_n_layers": int(number)} if kind == "every" else {}
     return {**options, **({"offload": offload} if offload else {})} or True
