@@ -105,7 +105,7 @@ class GpusOptions:
 
 @dataclass(frozen=True)
 class PresetsOptions:
-    """List the presets and which models fit with each, or explain one.
+    """List the presets, or what differs from the Trainer's defaults in one.
 
     Examples:
       hf-memopt presets
@@ -113,7 +113,7 @@ class PresetsOptions:
       hf-memopt presets 8gb-gpu --model gpt2 -s 512
     """
 
-    name: str | None = _argument("The preset to explain, with the reason for every choice.", default=None)
+    name: str | None = _argument("The preset to explain, with the reason for each difference.", default=None)
     model: str | None = _option(
         None, "Of the named preset: the set-up that holds this model, as plan chooses it.", "NAME", "-m"
     )
