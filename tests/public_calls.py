@@ -368,7 +368,7 @@ CALLS: dict[str, Call] = {
         m.estimate,
         lambda folder: {
             **{"model": tiny.llama_config(**SIZES), "batch_size": 1, "seq_len": 8, "recipe": None},
-            **{"gpu": "RTX 3060 12GB", "task": None, "labels_length": None, "lengths": None, "hints": False},
+            **{"gpu": "RTX 3060 12GB", "task": None, "labels_length": None, "lengths": None},
         },
         lambda found: (str(found), found._repr_html_()),
         is_slow=True,

@@ -27,7 +27,7 @@ FLAGS = {
     "model": Flag(""),
     "gpu": Flag("--gpu"),
     "seq_len": Flag("--seq-len"),
-    "compare": Flag("--compare"),
+    "tiled": Flag("--tiled"),
     "checkpointing": Flag("--checkpointing", "--no-checkpointing"),
     "memory": Flag("--gpu-memory"),
 }

@@ -15,7 +15,7 @@ from hf_memopt.components import parts_of
 from hf_memopt.memory.output.estimate_text import describe, verdict
 from hf_memopt.memory.tracking import COMPONENTS, phase_spans
 from hf_memopt.plain_data import checked_path
-from hf_memopt.reports.pictures import TITLE_COLUMNS, Bar, Limit, TimelinePicture
+from hf_memopt.reports.pictures import TITLE_COLUMNS, Limit, TimelinePicture
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -50,14 +50,6 @@ def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
         micro_batches=estimate.settings.gradient_accumulation_steps,
     )
     plotting.write_picture(path, picture.draw, purpose=purpose)
-
-
-def bar_of(group: str, label: str, found: Estimate | None, *, measured_bytes: int | None = None) -> Bar:
-    """Return the bar of an estimate; of None one that says so."""
-    if found is None:
-        return Bar(label, {}, group)
-    parts = parts_of(found.components, found.peak_reserved_bytes, found.context_bytes)
-    return Bar(label, parts, group, found.verdict or "", measured_bytes=measured_bytes)
 
 
 def timeline_data(estimate: Estimate, stretches: int) -> TimelineData:

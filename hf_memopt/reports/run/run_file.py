@@ -10,7 +10,7 @@ from hf_memopt.components import CONTEXT, UNUSED
 from hf_memopt.json_fields import Number, read_json
 from hf_memopt.plain_data import Count, CountOrZero
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a field changes its meaning or goes."""
 
 RUN_FILE = "memopt_run.json"
@@ -78,7 +78,6 @@ class PredictedData(TypedDict):
     components: dict[str, CountOrZero]
     phases: dict[str, CountOrZero]
     usable_bytes: Count | None
-    hints: list[str]
 
 
 class TensorsData(TypedDict):
@@ -136,6 +135,7 @@ class RunData(TypedDict):
     micro_batching: MicrobatchingData | None
     predicted: PredictedData | None
     out_of_memory: OutOfMemoryData | None
+    plan: str
     arguments: dict[str, str]
     notes: list[str]
     versions: dict[str, str]
