@@ -100,10 +100,10 @@ def test_a_folder_makes_the_page_and_the_newest_process_is_taken(
             finished_run(format=3),
             "(it has format 3, written by hf-memopt 0.2.0); expected what this version of hf-memopt writes. Train",
         ),
-        (finished_run(last_step=-1), "(last_step=-1 is invalid; expected an integer of 0 or more)"),
-        (finished_run(out_of_memory=lost_run()["out_of_memory"]), "(it is out of memory and does not say how, or the"),
-        (finished_run(steps={"x": {"first": [1], "bytes": []}}), "(it has steps without one peak for each)"),
-        (lost_run(steps={"x": {"first": ["z"], "bytes": [1]}}), "(steps.x.first[0]='z' is invalid;"),
+        (
+            {"format": 2, "micro_batching": None},
+            "cannot be drawn (KeyError: 'batches'); expected a file as hf-memopt wrote it. Write it anew: ",
+        ),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path: Path, content: Any, says: str) -> None:

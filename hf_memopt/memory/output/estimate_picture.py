@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt import plotting
 from hf_memopt.components import parts_of
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.memory import Estimate
     from hf_memopt.memory.tracking import Timeline
-    from hf_memopt.reports.plan import TimelineData
 
 STRETCHES = 2000
 DIGITS = 5  # of a position
@@ -52,7 +51,7 @@ def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
     plotting.write_picture(path, picture.draw, purpose=purpose)
 
 
-def timeline_data(estimate: Estimate, stretches: int) -> TimelineData:
+def timeline_data(estimate: Estimate, stretches: int) -> dict[str, Any]:
     """Return the drawn events of loading, of the steps, and of evaluation; positions from 0 to 1."""
     timeline, reserved = estimate.timeline, estimate.timeline.reserved
     shown, ends = drawn_events(timeline, stretches), event_positions(timeline)
