@@ -194,7 +194,8 @@ class StepSettings:
             raise ValueError(
                 f"audio_seconds={shown(self.audio_seconds)} is invalid; expected more than 0. Pass audio_seconds=10"
             )
-        if str(self.prepare) == "peft":
+        prepare: Any = self.prepare
+        if isinstance(prepare, str) and prepare == "peft":
             object.__setattr__(self, "prepare", (prepare_model_for_kbit_training,))
         functions = self.prepare if isinstance(self.prepare, tuple | list) else (None,)
         if not all(map(callable, functions)):
