@@ -101,8 +101,7 @@ fit-data: $(READY)        ## docs/does-it-fit.html and .parquet; goes on where i
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	$(BIN)/python benchmarks/fit_data.py
 
-table: $(READY)           ## the generated parts of README, and what fits with each preset
-	$(BIN)/python benchmarks/preset_fits.py
+table: $(READY)           ## the generated parts of README and docs
 	$(BIN)/python benchmarks/plans.py
 	$(BIN)/python benchmarks/table.py
 

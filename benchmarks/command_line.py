@@ -33,7 +33,6 @@ COMMANDS: dict[str, int] = {  # the exit code of each
     "estimate gpt2 --seq-len 128 --plot timeline.gif": 2,
     "doctor": 0,
     "estimate bert-large-uncased --seq-len 128 --gpu T4": 0,
-    "estimate bert-large-uncased --gpu RTX-3060-12GB --compare": 0,
     "plan bert-large-uncased --gpu RTX-4060": 0,
     "plan meta-llama/Llama-3.1-8B --gpu RTX-4090": 0,
     "lengths texts.csv": 0,

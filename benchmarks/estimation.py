@@ -1,4 +1,4 @@
-"""How long an estimate takes, with what host memory, and the set-ups compared in docs/: python benchmarks/estimation.py
+"""How long an estimate takes, with what host memory: python benchmarks/estimation.py
 
 Each case in a fresh process, five estimates of which none finds anything in the cache; then one that does, for another
 optimizer. The imports are not timed. Host memory is the peak of the process above what it held after the imports and,
@@ -28,7 +28,6 @@ CASES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B 2 x 512": {"model": "Llama-3.1-8B", "batch_size": 2, "seq_len": 512},
 }
 REPEATS = 5
-COMPARISON: dict[str, Any] = {"model": "bert-large-uncased", "examples": 32, "seq_len": 128, "gpu": "RTX 3050 4GB"}
 
 
 def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any]:
@@ -57,19 +56,6 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
     return {"seconds": statistics.median(seconds), "again_seconds": again, "host_bytes": max(peak - before, 0)}
 
 
-def compared_figures() -> dict[str, Any]:
-    """Estimate the set-ups of ``hf-memopt estimate --compare`` for docs/ in this process."""
-    from hf_memopt.cli.compared_set_ups import compare
-    from hf_memopt.devices import find_gpu
-
-    gpu = find_gpu(COMPARISON["gpu"])
-    rows = [row.as_dict() for row in compare(**{**COMPARISON, "gpu": gpu})]
-    kept = ("components", "peak_allocated_bytes", "peak_reserved_bytes", "total_bytes", "fits")
-    for row in rows:
-        row["estimate"] = row["estimate"] and {name: row["estimate"][name] for name in kept}
-    return {**COMPARISON, "usable_bytes": gpu.usable_bytes, "context_bytes": gpu.context_bytes, "rows": rows}
-
-
 def table(figures: dict[str, Any]) -> str:
     """Return the time and host memory of estimates."""
     rows = [
@@ -80,25 +66,6 @@ def table(figures: dict[str, Any]) -> str:
     return markdown("| estimate | median of 5 | again, another optimizer | host memory |", rows, note)
 
 
-def comparison_table(figures: dict[str, Any]) -> str:
-    """Return the set-ups that ``--compare`` compares."""
-    shown = ("weights", "gradients", "optimizer state", "activations")
-    rows: list[Any] = []
-    for row in figures["rows"]:
-        found = row["estimate"]
-        parts = [found["components"][name] for name in shown]
-        sizes = [*parts, sum(found["components"].values()) - sum(parts)]
-        sizes += [found["peak_reserved_bytes"], found["total_bytes"]]
-        rows.append((row["set_up"], row["batch"], *map(_mib, sizes), "yes" if found["fits"] else "no"))
-    note = (
-        f"{figures['model']}, {figures['examples']} texts of {figures['seq_len']} tokens per optimizer step, in MiB; "
-        f"of the {figures['gpu']} {_mib(figures['usable_bytes'])} MiB are usable, and `total` includes a CUDA "
-        f"context of {_mib(figures['context_bytes'])}. Components are those of the allocated peak. Each set-up has "
-        "the most rows that fit; what has a `+` is added to the row above (`python benchmarks/estimation.py`)."
-    )
-    return markdown(f"| set-up | rows x steps | {' | '.join(shown)} | rest | reserved | total | fits |", rows, note)
-
-
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:,.0f}"
 
@@ -107,8 +74,6 @@ def main() -> None:
     """Run the cases, print the tables, append the rows."""
     figures = {name: in_fresh_process(measure, **case) for name, case in CASES.items()}
     show("estimation", figures, table(figures))
-    compared = in_fresh_process(compared_figures)
-    show("estimation_comparison", compared, comparison_table(compared))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from hf_memopt import GPUS, Estimate, Gpu, NotEstimableError, estimate, find_gpu
 from hf_memopt.binding.model import head_for, task_of
 from hf_memopt.components import COMPONENTS, CONTEXT, UNUSED
 from hf_memopt.devices import against_float16
-from hf_memopt.memory import precision_for
 from hf_memopt.memory.cuda import workspace_bytes
+from hf_memopt.memory.estimation import precision_for
 from hf_memopt.memory.models import default_length, known_models, load_model, most_tokens
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.settings import ROW_TOKENS

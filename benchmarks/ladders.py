@@ -23,8 +23,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from results_file import markdown
 
 from hf_memopt import PRESETS, Estimate, estimate, find_gpu
-from hf_memopt.plotting import check_picture
+from hf_memopt.components import parts_of
+from hf_memopt.plotting import check_picture, write_picture
 from hf_memopt.recipes import largest_divisor
+from hf_memopt.reports.pictures import Bar
 from hf_memopt.units import to_gib
 
 LADDERS = ("A", "B")
@@ -127,17 +129,25 @@ def _predicted(name: str, found: Estimate, published: LadderRow | None) -> Predi
 
 def draw(ladder: Ladder, rows: Sequence[PredictedRow], path: Path) -> None:
     """Draw each prediction as a bar, and mark what was published; an assumed GPU has no line."""
-    from hf_memopt.memory.output import bar_of
-    from hf_memopt.reports.pictures import Limit, draw_bars
+    from hf_memopt.reports.pictures import Limit, bars_figure
 
     bars = []
     for row in rows:
         measured = None if row.published is None else row.published.total_bytes
-        bar = bar_of("", row.name, row.estimate, measured_bytes=measured)
+        bar = bar_of(row.name, row.estimate, measured)
         bars.append(replace(bar, verdict="") if ladder.of_task else bar)
     gpu = None if ladder.of_task or rows[0].estimate is None else rows[0].estimate.gpu
     limit = None if gpu is None else Limit(gpu.name, gpu.usable_bytes)
-    draw_bars(bars, path, title=f"Ladder {ladder.name}: {ladder.title}", limit=limit)
+    title = f"Ladder {ladder.name}: {ladder.title}"
+    write_picture(path, lambda theme: bars_figure(bars, limit, theme, title), purpose="the picture of a ladder")
+
+
+def bar_of(label: str, found: Estimate | None, measured_bytes: int | None = None) -> Bar:
+    """Return the bar of an estimate; of None one that says so."""
+    if found is None:
+        return Bar(label, {})
+    parts = parts_of(found.components, found.peak_reserved_bytes, found.context_bytes)
+    return Bar(label, parts, found.verdict or "", measured_bytes=measured_bytes)
 
 
 # ---- Text -----------------------------------------------------------------------------------------------------------

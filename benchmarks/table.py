@@ -76,7 +76,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "plan-example": plans.plan_example,
     "plans": plans.plans_table,
     "largest-full": plans.largest_full,
-    "estimate-comparison": _of(estimation.comparison_table, "estimation_comparison", "estimation"),
     "published-errors": _of(published.table, "published"),
     "estimate-errors": gpu_figures.estimate_errors,
     "judge": _of(judge.table, "judge"),

@@ -22,7 +22,6 @@ TESTED = Path(__file__).resolve().parent.parent / "tests" / "compat" / "results.
 WIDTH = "80"
 
 PARTS: Mapping[str, str] = {
-    "exact_loss": "compute_loss_func=exact_loss(model)",
     "gradient-scale repair": "what attach does for a head that ignores num_items_in_batch",
     "LoRA": "adapters of peft",
     "bitsandbytes optimizer": "its optimizers in 8 and 32 bits, paged or not",

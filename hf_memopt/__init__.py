@@ -13,11 +13,17 @@ import lazy_loader
 __version__ = "0.5.0"
 
 _loaded, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_GONE = {  # and what to use
+    "exact_loss": "the loss of 15 lines in docs/lengths-and-padding.md, passed as compute_loss_func=",
+    "GradualUnfreezeCallback": "FreezeCallback, or a TrainerCallback that sets requires_grad",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return _loaded(name)
+    if name in _GONE:  # no AttributeError, whose text `from hf_memopt import ...` drops
+        raise ImportError(f"hf_memopt.{name} was removed after 0.5.0. Use {_GONE[name]}", name=__name__)
     from hf_memopt.errors import did_you_mean
 
     meant = "" if name.startswith("_") else did_you_mean(name, __all__)

@@ -1,7 +1,6 @@
 from .batching.collation.collators import BucketedCollator as BucketedCollator
 from .batching.collation.collators import DynamicPaddingCollator as DynamicPaddingCollator
 from .batching.collation.speech import SpeechCollator as SpeechCollator
-from .batching.exact_losses import exact_loss as exact_loss
 from .batching.lengths import token_lengths as token_lengths
 from .batching.padding_costs.figures import PaddingReport as PaddingReport
 from .batching.padding_costs.figures import padding_report as padding_report
@@ -53,7 +52,6 @@ from .techniques.experts.loading import ExpertsConfig as ExpertsConfig
 from .techniques.experts.quantize import quantize_experts as quantize_experts
 from .techniques.freezing.freezing import FreezeCallback as FreezeCallback
 from .techniques.freezing.freezing import freeze as freeze
-from .techniques.freezing.unfreezing import GradualUnfreezeCallback as GradualUnfreezeCallback
 from .techniques.fused_cross_entropy import FusedCrossEntropyCallback as FusedCrossEntropyCallback
 from .techniques.microbatching.microbatch import MicrobatchCallback as MicrobatchCallback
 from .techniques.nonfinite.overflow import OverflowCallback as OverflowCallback

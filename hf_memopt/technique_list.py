@@ -21,7 +21,7 @@ SHARDED = ("FSDP2", "other sharding", "DeepSpeed")
 ENGINES = ("DDP", "DDP, default flags", *SHARDED)
 """The settings that train in several processes."""
 
-NO_LIMIT = "micro-batching without a limit"  # MicrobatchCallback() with neither max_tokens nor max_examples
+NO_OVERLAP = "offload='overlapped' is gone; expected stock's offload, or none. Pass offload=True"
 LATE_LOSS = "fused cross-entropy with compute_loss_func"  # the loss is computed after the forward pass of the wrapper
 
 
@@ -104,7 +104,6 @@ def _listed(*techniques: Technique) -> dict[str, Technique]:
 TECHNIQUES = _listed(
     Technique("length buckets"),
     Technique("freezing", "training", consent="freeze", fields={"freeze": ()}),
-    Technique("gradual unfreezing", "training"),
     Technique("32-bit embeddings"),
     Technique(
         "gradient release",
@@ -147,7 +146,6 @@ TECHNIQUES = _listed(
     Technique(
         "checkpointing policy",
         callback="hf_memopt.techniques.checkpointing.policies:CheckpointingCallback",
-        function="hf_memopt.techniques.checkpointing.overlapped:overlap_offload",
         sets={"checkpointing": True},
     ),
     Technique(
@@ -184,7 +182,6 @@ TECHNIQUES = _listed(
 """The techniques by name, in the order of the table in docs."""
 
 VARIANTS = _listed(
-    Technique(NO_LIMIT, fields={"micro_batching": False}),  # a recipe sets no limit
     Technique(LATE_LOSS),
     Technique("bitsandbytes optimizer"),
     Technique(

@@ -64,8 +64,6 @@ def allowed(setting: str) -> tuple[str, ...]:
     names = [name for name in TECHNIQUES if name in technique_table.GROUPS["with micro-batches"]]
     engines = ("DeepSpeed", setting) if setting == "ZeRO-3" else (setting,)
     names = [name for name in names if all(refusal_of(name, engine) is None for engine in engines)]
-    if setting == "DDP, default flags":  # beside exact_loss
-        names.remove("fused cross-entropy")
     return tuple(name for name in names if technique_table.TABLE[name].model is None)
 
 
@@ -73,8 +71,8 @@ def allowed(setting: str) -> tuple[str, ...]:
 
 
 def classification(folder: Path, names: tuple[str, ...] = (), **settings: Any) -> Trainer:
-    """Return a Trainer on a tiny BERT with the named techniques and the exact loss."""
-    return technique_table.make_trainer(names, folder, exact=True, **settings)
+    """Return a Trainer on a tiny BERT with the named techniques."""
+    return technique_table.make_trainer(names, folder, **settings)
 
 
 def causal_lm(folder: Path, *callbacks: Any, lora: bool = False, rows: Any = None, **settings: Any) -> Trainer:
@@ -167,12 +165,11 @@ def of_scale(folder: Path, case: str) -> dict[str, Any]:
 
 
 def of_causal_lm(folder: Path, case: str) -> dict[str, Any]:
-    """Micro-batches of a batch that both processes cut differently, with the loss fused and the norm clipped."""
-    callbacks = [MicrobatchCallback(max_tokens=12), FusedCrossEntropyCallback()]
-    trainer = causal_lm(folder / case, *callbacks, max_grad_norm=1.0, **pair())
+    """The loss fused and the norm clipped."""
+    fused = FusedCrossEntropyCallback()
+    trainer = causal_lm(folder / case, fused, max_grad_norm=1.0, **pair())
     found = trained(trainer, folder, case)
-    record = callbacks[1].handle.record
-    return {**found, "fused": record.fused, "real": dict(record.real)}
+    return {**found, "fused": fused.handle.record.fused, "real": dict(fused.handle.record.real)}
 
 
 def of_lora(folder: Path, case: str, **train: Any) -> dict[str, Any]:
@@ -195,13 +192,13 @@ def of_resumed_lora(folder: Path, case: str) -> dict[str, Any]:
 def of_bf16(folder: Path, case: str) -> dict[str, Any]:
     """How far the weights of a run in bfloat16 are from those of stock under the same engine."""
     settings = {"bf16": True, "optim": "adamw_torch", "learning_rate": 1e-3, **pair()}
-    callbacks = [MicrobatchCallback(max_tokens=12), FusedCrossEntropyCallback()]
-    ours, stock = causal_lm(folder, *callbacks, **settings), causal_lm(folder, **settings)
+    fused = FusedCrossEntropyCallback()
+    ours, stock = causal_lm(folder, fused, **settings), causal_lm(folder, **settings)
     trained(ours, folder, case)
     trained(stock, folder, case)
     pairs = zip(whole_weights(ours).values(), whole_weights(stock).values(), strict=True)
     return {
-        "real": dict(callbacks[1].handle.record.real),
+        "real": dict(fused.handle.record.real),
         "furthest": max(float((a - b).abs().max()) for a, b in pairs),
     }
 
@@ -223,24 +220,16 @@ def of_refusals(folder: Path, case: str) -> dict[str, Any]:
     for name, technique in TECHNIQUES.items():
         if "FSDP2" in technique.refused:
             found[name] = refused(lambda name=name: classification(folder / case, (name,), **pair("BertLayer")))
-    found["micro-batching without a limit"] = refused(lambda: causal_lm(folder / case, MicrobatchCallback(), **pair()))
     paged = {"optim": "paged_adamw_8bit"}
     found["bitsandbytes optimizer"] = refused(lambda: classification(folder / case, (), **pair("BertLayer"), **paged))
     return found
 
 
 def of_memory(folder: Path, case: str) -> dict[str, Any]:
-    """Out of memory in both processes, a mean over rows in micro-batches, and what stock says to an 8-bit optimizer."""
-    found = {}
-    trainer = causal_lm(folder / case, MicrobatchCallback(max_tokens=24), **pair())
-    scarcity.Scarcity(calls=(2,)).watch(trainer.model)
-    found["out of memory"] = refused(trainer.train)
-    mean = technique_table.make_trainer(("micro-batching",), folder / case, **pair("BertLayer"))
-    found["mean"] = refused(mean.train)
+    """What stock says to an 8-bit optimizer."""
     eight_bit = {"model": tiny.bert(), "train_dataset": tiny.rows(16)}
     stock = Trainer(args=tiny.arguments(folder / case, optim="adamw_bnb_8bit", **pair("BertLayer")), **eight_bit)
-    found["8-bit"] = refused(stock.train)
-    return found
+    return {"8-bit": refused(stock.train)}
 
 
 def refused(call: Callable[[], Any]) -> str:

@@ -8,7 +8,6 @@ import numpy as np
 from tables import tables
 
 from hf_memopt import Estimate, Gpu, StepSettings
-from hf_memopt.memory.hints import Hint as Hint
 from hf_memopt.memory.tracking import COMPONENTS, Timeline
 
 TABLES = tables(__file__)

@@ -293,7 +293,6 @@ CALLS: dict[str, Call] = {
         lambda folder: {"decoder_start_token_id": 9, "dtype": torch.float32},
         lambda found: found([{"input_features": [[0.0]], "labels": [9, 5]}]),
     ),
-    "exact_loss": _model_call(m.exact_loss, bert, label_smoothing=0.1, task="sequence-classification"),
     # ---- Models and optimizers
     "checkpoint_layers": _model_call(m.checkpoint_layers, llama, policy="full", offload=False),
     "stream_layers": _model_call(
@@ -350,9 +349,6 @@ CALLS: dict[str, Call] = {
     "ExpertsConfig": Call(m.ExpertsConfig, lambda folder: {"load_in_4bit": True}),
     "TiledLayersCallback": Call(m.TiledLayersCallback, lambda folder: {"tile_tokens": 4}),
     "FusedCrossEntropyCallback": Call(m.FusedCrossEntropyCallback, lambda folder: {"chunk_bytes": None}),
-    "GradualUnfreezeCallback": _callback(
-        m.GradualUnfreezeCallback, {"schedule": {0: "classifier", 0.5: "base"}}, also="patterns="
-    ),
     "MemoryReportCallback": _callback(m.MemoryReportCallback, {"plot": None, "report": True, "predict": False}),
     "MicrobatchCallback": _callback(m.MicrobatchCallback, {"max_tokens": 8, "max_examples": None}),
     "OverflowCallback": _callback(
@@ -372,7 +368,7 @@ CALLS: dict[str, Call] = {
         m.estimate,
         lambda folder: {
             **{"model": tiny.llama_config(**SIZES), "batch_size": 1, "seq_len": 8, "recipe": None},
-            **{"gpu": "RTX 3060 12GB", "task": None, "labels_length": None, "lengths": None, "hints": False},
+            **{"gpu": "RTX 3060 12GB", "task": None, "labels_length": None, "lengths": None},
         },
         lambda found: (str(found), found._repr_html_()),
         is_slow=True,

@@ -40,17 +40,9 @@ class FrozenByHand(TrainerCallback):
         model.bert.embeddings.requires_grad_(False)
 
 
-class UnfrozenByHand(TrainerCallback):
-    """The second layer has no gradient before step 2."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        model.bert.encoder.layer[1].requires_grad_(state.global_step >= 2)
-
-
 TABLE = {
     "length buckets": Technique(),
     "freezing": Technique(lambda: m.FreezeCallback("embeddings"), FrozenByHand),
-    "gradual unfreezing": Technique(lambda: m.GradualUnfreezeCallback({2: "layers:1"}), UnfrozenByHand),
     "32-bit embeddings": Technique(m.EmbeddingBitsCallback, settings=EIGHT_BIT),
     "gradient release": Technique(),
     "sparse tied embedding": Technique(
@@ -173,14 +165,13 @@ def make_trainer(
     use: bool = True,
     model: Callable[[], torch.nn.Module] | None = None,
     model_init: Callable[[], torch.nn.Module] | None = None,
-    exact: bool = False,
     train_dataset: Any = None,
     attaches: bool = True,
     **settings: Any,
 ) -> Trainer:
     """Return a Trainer on a tiny BERT with the named techniques, attached; or, not ``use``, stock's way to the same.
 
-    ``exact``: with the loss of ``exact_loss``; not ``attaches``: the callbacks are passed, and that is all.
+    Not ``attaches``: the callbacks are passed, and that is all.
     """
     names = tuple(names)
     asked = {"learning_rate": 0.05, "per_device_train_batch_size": 4, "max_steps": STEPS, "logging_strategy": "steps"}
@@ -203,7 +194,6 @@ def make_trainer(
         args=tiny.arguments(folder, **asked),
         callbacks=[build() for build in chosen if build is not None],
         compute_metrics=accuracy,
-        compute_loss_func=m.exact_loss(built) if exact else None,
         eval_dataset=examples(8),
         optimizer_cls_and_kwargs=_optimizer(names, asked, use=use),
         **data,

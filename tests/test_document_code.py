@@ -30,6 +30,7 @@ from typer.testing import CliRunner
 
 import language_models
 import tiny
+from hf_memopt import BucketedCollator
 from hf_memopt.batching.padding_costs import data_files
 from hf_memopt.cli.app import app
 
@@ -110,6 +111,22 @@ def test_python_of_the_readme_without_its_plan_runs(reader) -> None:
     for text in blocks("README.md", "python"):
         if "from_pretrained" not in text:  # the recipe of a large model is planned, which takes 20 seconds
             exec(compile(text, "README.md", "exec"), reader)
+
+
+def test_the_loss_of_the_page_weighs_each_label_of_a_step_the_same() -> None:
+    (text,) = (text for text in blocks("docs/lengths-and-padding.md", "python") if "def summed_loss" in text)
+    names: dict[str, Any] = {"BucketedCollator": BucketedCollator}
+    exec(compile(text.partition("\n\nweighted")[0], "docs/lengths-and-padding.md", "exec"), names)
+    logits, labels = torch.randn(6, 4, 3), torch.randint(3, (6, 4))
+    labels[0, 1:] = -100
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    parts = [(logits[rows], labels[rows]) for rows in (slice(1), slice(1, 6))]
+    count = labels.ne(-100).sum()
+    summed = sum(names["summed_loss"]({"logits": part}, own, count) for part, own in parts)
+    torch.testing.assert_close(summed, expected)
+    torch.testing.assert_close(names["summed_loss"]({"logits": logits}, labels), expected)
+    collator = names["WithoutFirstLabel"](tiny.tokenizer(), causal_lm=True)
+    assert collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])["labels"][0, :3].tolist() == [-100, 6, 7]
 
 
 @pytest.mark.slow

@@ -212,6 +212,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert str(error.value) == "module 'hf_memopt' has no attribute 'Bucketed'. Did you mean 'bucketed'?"
 
 
+@pytest.mark.parametrize("name", hf_memopt._GONE)
+def test_a_name_that_is_gone_says_what_to_use(name: str) -> None:
+    assert name not in hf_memopt.__all__
+    with pytest.raises(ImportError) as error:
+        exec(f"from hf_memopt import {name}")
+    assert str(error.value) == f"hf_memopt.{name} was removed after 0.5.0. Use {hf_memopt._GONE[name]}"
+
+
 def test_every_data_file_is_installed() -> None:
     """setup.cfg lists them one on a line: setuptools does not split a line at commas where there are several lines."""
     settings = configparser.ConfigParser()

@@ -1,4 +1,3 @@
-from .exact_losses import ExactLoss as ExactLoss
 from .lengths import LENGTH_COLUMN as LENGTH_COLUMN
 from .lengths import is_list as is_list
 from .lengths import lengths_of as lengths_of

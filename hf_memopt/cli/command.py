@@ -81,9 +81,9 @@ def in_flags(text: str, flags: Mapping[str, Flag]) -> str:
     """Return a message with flags in place of parameters; quoted values and names without an underscore stay.
 
     Examples:
-        >>> in_flags("seq_len=9 is odd; give eval_batch_size. Pass compare=True", {"seq_len": Flag("--seq-len"),
-        ...     "eval_batch_size": Flag("--eval-batch-size"), "compare": Flag("--compare")})
-        '--seq-len 9 is odd; give --eval-batch-size. Pass --compare'
+        >>> in_flags("seq_len=9 is odd; give eval_batch_size. Pass tiled=True", {"seq_len": Flag("--seq-len"),
+        ...     "eval_batch_size": Flag("--eval-batch-size"), "tiled": Flag("--tiled")})
+        '--seq-len 9 is odd; give --eval-batch-size. Pass --tiled'
     """
     names = "|".join(sorted(flags, key=len, reverse=True))
     bare = "|".join(sorted((name for name in flags if "_" in name), key=len, reverse=True)) or "$^"

@@ -1,4 +1,4 @@
-"""What ``hf-memopt estimate`` does: check the options, then estimate one set-up, or compare several.
+"""What ``hf-memopt estimate`` does: check the options, then estimate one set-up.
 
 The options are checked without importing torch or transformers, so that a misspelt name is answered at once. Only the
 name of an attention implementation and patterns of ``--freeze`` wait for the model's classes.
@@ -7,12 +7,11 @@ name of an attention implementation and patterns of ``--freeze`` wait for the mo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import EXIT_CODES, Flag, check_of_data, flags_of, in_flags, one_gpu, spinner
+from hf_memopt.cli.command import EXIT_CODES, check_of_data, flags_of, in_flags, one_gpu, spinner
 from hf_memopt.devices import custom_gpu, find_gpu
 from hf_memopt.memory.models import checked_task, find_config
 from hf_memopt.memory.optimizers import check_optimizer
@@ -24,38 +23,69 @@ from hf_memopt.terminal import Console
 if TYPE_CHECKING:
     from hf_memopt.cli.options import EstimateOptions
     from hf_memopt.devices import Gpu
+    from hf_memopt.memory import Estimate
     from hf_memopt.recipes import Recipe
 
 MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
 """Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
-DEFAULT_BATCH_SIZE, COMPARED_EXAMPLES = 8, 32
+DEFAULT_BATCH_SIZE = 8
 OF_EVALUATION = {"eval_batches", "eval_accumulation_steps", "prediction_loss_only", "predict_with_generate"}
-BESIDE_COMPARE = {"attn_implementation", "gradient_accumulation_steps"}
 
 
 def run(options: EstimateOptions, context: Any) -> int:
-    """Print the estimate and return the exit code: of several set-ups that of the one that fits best."""
-    flags = flags_of(context.command.params)
-    errors = Console(stderr=True)
-    gpu = _check(options, flags)
+    """Print the estimate and return the exit code."""
+    errors, gpu = Console(stderr=True), _check(options)
+    given = options
     options, notes = _with_length_of_data(options, errors)
-    return (_run_comparison if options.compare else _run_one)(options, gpu, notes, errors, flags)
+    with spinner(f"simulating {options.model}", errors, shown=not options.json_output):
+        from hf_memopt.memory import estimate
+        from hf_memopt.memory.output import as_dict, draw, print_estimate
+
+        chosen, batch_size, settings = _set_up(options)
+        if options.task is not None:
+            settings["task"] = options.task
+        found = estimate(
+            options.model, batch_size=batch_size, seq_len=options.seq_len, recipe=chosen, gpu=gpu, **settings
+        )
+        found = replace(found, notes=(*notes, *found.notes))
+        if options.plot is not None:
+            draw(found, options.plot)
+    console = Console()
+    if options.json_output:
+        console.out(json.dumps(as_dict(found), indent=2), highlight=False)
+        return EXIT_CODES[found.verdict]
+    wording = partial(in_flags, flags=flags_of(context.command.params))
+    print_estimate(found, console, wording, _plan_line(given, found))
+    if options.plot is not None:
+        console.out(f"Picture: {options.plot}", highlight=False)
+    return EXIT_CODES[found.verdict]
+
+
+def _plan_line(options: EstimateOptions, found: Estimate) -> str:
+    """Return the command that looks for what fits: the same model, GPU, rows and examples of a step."""
+    settings, shared = found.settings, ("world_size", "strategy", "images", "image_size", "audio_seconds")
+    given = {
+        "gpu": options.gpu[0] if options.gpu else options.gpu_memory,
+        "task": options.task,
+        "seq_len": options.seq_len,
+        **{name: getattr(options, name) for name in ("data", "column", "tokenizer")},
+        "effective_batch": found.batch_size * settings.gradient_accumulation_steps * settings.world_size,
+        **{name: value for name, value in options.settings.items() if name in shared},
+    }
+    from hf_memopt.memory.output import plan_line
+
+    return plan_line(options.model, **given)
 
 
 # ---- Checks, without torch ------------------------------------------------------------------------------------------
 
 
-def _check(options: EstimateOptions, flags: Mapping[str, Flag]) -> Gpu | None:
+def _check(options: EstimateOptions) -> Gpu | None:
     """Return the GPU that the options name; None for the current one, if there is one."""
     counts = {"batch_size": options.batch_size, "seq_len": options.seq_len, **options.settings}
     for name, most in MOST.items():
         _check_count(name, counts.get(name) or 1, most)
     gpu = _read_gpu(one_gpu(options.gpu), options.gpu_memory, options.compute_capability)
-    if options.compare:
-        _refuse_beside_compare(options, flags)
-        steps = counts.get("gradient_accumulation_steps", 1)  # where one row fits, it is accumulated
-        most = MOST["gradient_accumulation_steps"] // steps
-        _check_count("batch_size", options.batch_size or COMPARED_EXAMPLES, most)
     if options.data is not None and options.seq_len is not None:
         raise ValueError(
             f"data={str(options.data)!r}, seq_len={options.seq_len} are two lengths; expected one of them. "
@@ -102,16 +132,6 @@ def _read_gpu(name: str | None, memory: str | None, compute_capability: str | No
     return custom_gpu(memory, compute_capability)
 
 
-def _refuse_beside_compare(options: EstimateOptions, flags: Mapping[str, Flag]) -> None:
-    of_set_up = {name: value for name, value in options.settings.items() if name not in BESIDE_COMPARE}
-    for name, value in {"preset": options.preset, **of_set_up}.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}={value!r}, compare=True are incompatible: every set-up that is compared has its own; "
-                f"expected only one of them. Drop --compare or {flags[name].on}"
-            )
-
-
 def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any]]:
     """Return the preset's recipe, the batch size and the fields of ``StepSettings`` that the options themselves set."""
     settings = dict(options.settings)
@@ -140,71 +160,6 @@ def _cut(chosen: Recipe, batch_size: int | None, steps: int | None, world_size: 
             f"divisor. Pass --{name.replace('_', '-')} {near}, or both --batch-size and --gradient-accumulation-steps"
         )
     return (part, effective // part) if name == "batch_size" else (effective // part, part)
-
-
-# ---- Estimates ------------------------------------------------------------------------------------------------------
-
-
-def _run_one(
-    options: EstimateOptions, gpu: Gpu | None, notes: tuple[str, ...], errors: Console, flags: Mapping[str, Flag]
-) -> int:
-    wording = partial(_as_options, flags=flags)
-    with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
-        from hf_memopt.memory import estimate, with_hints
-        from hf_memopt.memory.output import as_dict, draw, print_estimate
-
-        chosen, batch_size, settings = _set_up(options)
-        if options.task is not None:
-            settings["task"] = options.task
-        found = estimate(
-            options.model, batch_size=batch_size, seq_len=options.seq_len, recipe=chosen, gpu=gpu, **settings
-        )
-        found = with_hints(options.model, found, task=options.task, announce=lambda text: announce(wording(text)))
-        found = replace(found, notes=(*notes, *found.notes))
-        if options.plot is not None:
-            draw(found, options.plot)
-    _show(options, as_dict(found), lambda console: print_estimate(found, console, wording=wording))
-    return EXIT_CODES[found.verdict]
-
-
-def _run_comparison(
-    options: EstimateOptions, gpu: Gpu | None, notes: tuple[str, ...], errors: Console, flags: Mapping[str, Flag]
-) -> int:
-    overrides = {"attn_implementation": options.settings.get("attn_implementation"), "task": options.task}
-    steps = options.settings.get("gradient_accumulation_steps", 1)
-    with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
-        from hf_memopt.cli.compared_set_ups import compare, draw_compared, print_compared
-
-        found = compare(
-            options.model,
-            examples=(options.batch_size or COMPARED_EXAMPLES) * steps,
-            seq_len=options.seq_len,
-            gpu=gpu,
-            announce=announce,
-            **{name: value for name, value in overrides.items() if value is not None},
-        )
-        if options.plot is not None:
-            draw_compared(found, options.plot)
-    said = [_as_options(note, flags) for note in notes]
-    _show(options, [one.as_dict() for one in found], lambda console: print_compared(found, console, notes=said))
-    verdicts = {one.estimate.verdict for one in found if one.estimate is not None}
-    return next(EXIT_CODES[verdict] for verdict in (None, "fits", "tight", "over") if verdict in verdicts)
-
-
-def _show(options: EstimateOptions, figures: Any, print_to: Callable[[Console], None]) -> None:
-    """Print what was found as JSON or by a function, and name the picture."""
-    console = Console()
-    if options.json_output:
-        console.out(json.dumps(figures, indent=2), highlight=False)
-        return
-    print_to(console)
-    if options.plot is not None:
-        console.out(f"Picture: {options.plot}", highlight=False)
-
-
-def _as_options(text: str, flags: Mapping[str, Flag]) -> str:
-    """Return a text with flags in place of parameters, several of them as they are typed."""
-    return in_flags(text, flags).replace(", --", " --").replace(", no --", " no --")
 
 
 def _with_length_of_data(options: EstimateOptions, errors: Console) -> tuple[EstimateOptions, tuple[str, ...]]:

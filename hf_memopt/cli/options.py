@@ -105,7 +105,7 @@ class GpusOptions:
 
 @dataclass(frozen=True)
 class PresetsOptions:
-    """List the presets and which models fit with each, or explain one.
+    """List the presets, or what differs from the Trainer's defaults in one.
 
     Examples:
       hf-memopt presets
@@ -113,7 +113,7 @@ class PresetsOptions:
       hf-memopt presets 8gb-gpu --model gpt2 -s 512
     """
 
-    name: str | None = _argument("The preset to explain, with the reason for every choice.", default=None)
+    name: str | None = _argument("The preset to explain, with the reason for each difference.", default=None)
     model: str | None = _option(
         None, "Of the named preset: the set-up that holds this model, as plan chooses it.", "NAME", "-m"
     )
@@ -161,7 +161,7 @@ def _list_models(wanted: bool) -> None:
 
 @dataclass(frozen=True)
 class EstimateOptions:
-    """Predict the memory of a training step, and what makes it fit.
+    """Predict the memory of a training step.
 
     Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors, 3 if it is too close to tell.
 
@@ -169,7 +169,7 @@ class EstimateOptions:
       hf-memopt estimate gpt2 -g "RTX 3060 12GB"
       hf-memopt estimate Qwen/Qwen2.5-1.5B -b 4 -g T4 --lora 16 --load-in nf4
       hf-memopt estimate bert-large-uncased --data train.jsonl --preset 8gb-gpu
-      hf-memopt estimate Llama-3.2-1B -g "RTX 4060" --compare --plot set_ups.png
+      hf-memopt estimate Llama-3.2-1B -g "RTX 4060" --plot step.png
     """
 
     model: str = _model(MODEL)
@@ -181,9 +181,7 @@ class EstimateOptions:
         None, "What a process can use of a GPU that is not in the table, such as 3.8GiB.", "SIZE", group=GPU
     )
     compute_capability: str | None = _option(None, "Of that GPU, such as 7.5.", "X.Y", group=GPU)
-    batch_size: int | None = _count(
-        "Examples of one forward pass; the preset's or 8 by default, 32 with --compare.", "-b", group=STEP
-    )
+    batch_size: int | None = _count("Examples of one forward pass; the preset's or 8 by default.", "-b", group=STEP)
     seq_len: int | None = _count(
         "Tokens of a row, padding included; 512 by default, or what the model takes.", "-s", group=STEP
     )
@@ -195,7 +193,6 @@ class EstimateOptions:
     preset: str | None = _option(None, "Start from a preset; the other options override it.", "NAME", group=STEP)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Those of ``StepSettings`` that were given, each an option of its own."""
-    compare: bool = _option(False, "Compare set-ups, each with the most rows that fit.", group=OUTPUT)
     plot: Path | None = _picture()
     theme: str = _theme()
     json_output: bool = _json(OUTPUT)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.errors import reason
 from hf_memopt.notices import quoted
 from hf_memopt.plain_data import checked_path, parse_object
 from hf_memopt.reports import check_page, write_page
@@ -45,7 +46,14 @@ def run(options: ReportOptions, context: Any) -> None:
         )
     page = options.output or found.with_suffix(".html")
     check_page(page, force=options.force)
-    write_page(draw(), page)
+    try:
+        text = draw()
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"path={str(found)!r} cannot be drawn ({reason(error)}); expected a file as hf-memopt wrote it. "
+            "Write it anew: hf-memopt plan MODEL --json, or a run with a MemoryReportCallback"
+        ) from None
+    write_page(text, page)
     Console().out(f"Report: {page}", highlight=False)
 
 

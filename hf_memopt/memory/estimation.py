@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,9 @@ from hf_memopt.binding import versions as compat
 from hf_memopt.devices import Chip, Gpu, against_float16, current_gpu, find_gpu
 from hf_memopt.memory.allocator import Replayed, ReplayPlan, fragmentation_of, replay_on_gpu
 from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts
-from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models import checked_task, default_length, load_model
 from hf_memopt.memory.optimizers import optimizer_memory
-from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, keeping_models, session
+from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, session
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import ROW_TOKENS, LengthPlan, StepSettings, checked_lengths, in_own_names, plan_lengths
 from hf_memopt.memory.step_time import timing_of_step
@@ -52,7 +51,6 @@ def estimate(
     task: str | None = None,
     labels_length: int | None = None,
     lengths: ArrayLike | None = None,
-    hints: bool = False,
     **overrides: Any,
 ) -> Estimate:
     """Return the memory that a training step of the stock ``Trainer`` needs on a GPU, without the GPU.
@@ -75,7 +73,6 @@ def estimate(
             replayed one after the other, and ``Estimate.fragmentation`` says what their gaps add with and without
             expandable segments. At most eight lengths are recorded (a batch of another length counts as the next longer
             one) and 64 batches replayed; a note says how many.
-        hints: whether changes that make it fit are looked for where it does not, which simulates up to 30 of them.
         overrides: fields of ``StepSettings``, or their names in ``TrainingArguments`` such as ``bf16=True``; they
             replace those of the recipe.
 
@@ -110,7 +107,6 @@ def estimate(
     overrides = in_own_names({**overrides, **({} if batch_size is None else {"batch_size": batch_size})})
     of_recipe = getattr(recipe, "per_device_train_batch_size", DEFAULT_BATCH_SIZE)
     shape = Shape(overrides.pop("batch_size", of_recipe), seq_len, labels_length)
-    check_value("hints", hints, bool, False)
     settings = settings_of_recipe(recipe, overrides)
     plan = None
     if lengths is not None:
@@ -125,38 +121,7 @@ def estimate(
     found = estimate_of_step(model, shape, settings, found_gpu, task=task, weights_dtype=dtype, lengths=plan)
     if recipe is None:
         found = replace(found, notes=(*found.notes, *of_own_dtype(model, settings, dtype)))
-    return with_hints(model, found, task=task, labels_length=labels_length, lengths=plan) if hints else found
-
-
-def with_hints(
-    model: nn.Module | PretrainedConfig | str | os.PathLike[str],
-    found: Estimate,
-    *,
-    task: str | None = None,
-    labels_length: int | None = None,
-    lengths: LengthPlan | None = None,
-    announce: Callable[[str], object] = lambda text: None,
-) -> Estimate:
-    """Return an estimate with its ``hints``; ``announce`` is called with a text before each simulation."""
-    if found.verdict in (None, "fits"):
-        return found
-
-    def simulate(changes: Mapping[str, Any]) -> Estimate:
-        sizes = {name: changes.get(name, getattr(found, name)) for name in ("batch_size", "seq_len")}
-        settings = {name: value for name, value in changes.items() if name not in sizes}
-        return estimate_of_step(
-            model,
-            Shape(**sizes, labels_length=labels_length),
-            found.settings.replace(**settings),
-            found.gpu,
-            task=task,
-            weights_dtype=settings.get("weights_dtype"),
-            lengths=None if {"seq_len", "gradient_accumulation_steps"} & changes.keys() else lengths,
-        )
-
-    with keeping_models():
-        precision, dtype, _ = precision_for(model, found.gpu, task)
-        return replace(found, hints=find_hints(found, simulate, precision, dtype, announce=announce))
+    return found
 
 
 def precision_for(model: Any, gpu: Gpu | None, task: str | None = None) -> tuple[str, str, str]:
@@ -268,7 +233,6 @@ def estimate_of_step(
             *quantised,
             *overflows,
             *trace.notes,
-            *optimizer.notes,
             *notes_of_sharing(settings),
         ),
         fragmentation=fragmentation,

@@ -16,7 +16,6 @@ from hf_memopt.memory.what_fits import margin_of
 if TYPE_CHECKING:
     from hf_memopt.components import Verdict
     from hf_memopt.devices import Gpu
-    from hf_memopt.memory.hints import Hint
     from hf_memopt.memory.settings import Fragmentation
     from hf_memopt.memory.step_time import StepCosts, StepTime
     from hf_memopt.memory.tracking import PhasePeak, Timeline
@@ -49,8 +48,6 @@ class Estimate:
         flops: floating-point operations of an optimizer step, all its micro-batches, recomputation included.
         timeline: bytes over time.
         notes: what was assumed.
-        hints: changes that make it fit with 5 % to spare, or come nearest to it, each simulated; None where they were
-            not looked for (``estimate(..., hints=True)`` does) or nothing had to change.
         fragmentation: what differing batch lengths add to the reserved bytes; None without ``estimate(lengths=)``.
         step_time: the predicted seconds of an optimizer step, with a range; None without a GPU, and where they cannot
             be predicted.
@@ -77,7 +74,6 @@ class Estimate:
     flops: int
     timeline: Timeline = field(repr=False)
     notes: tuple[str, ...] = ()
-    hints: tuple[Hint, ...] | None = None
     fragmentation: Fragmentation | None = None
     step_time: StepTime | None = None
     step_costs: StepCosts | None = field(default=None, repr=False)

@@ -339,10 +339,10 @@ def _given_optimizer(trainer: Trainer) -> dict[str, Any]:
             f"not estimable: the memory of optimizer=<{kind.__name__}> is not known; expected one that "
             "TrainingArguments(optim=...) names. Pass optim='adamw_torch_fused' in its place"
         ) from None
-    return {"optim_target_modules": None, "optim_args": None, **found}
+    return {"optim_args": None, **found}
 
 
-def _checkpointing(policy: str, offload: bool | str) -> bool | Mapping[str, Any]:
+def _checkpointing(policy: str, offload: bool) -> bool | Mapping[str, Any]:
     kind, _, number = policy.partition("_")
     options: dict[str, Any] = {"every_n_layers": int(number)} if kind == "every" else {}
     return {**options, **({"offload": offload} if offload else {})} or True

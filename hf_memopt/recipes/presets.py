@@ -1,7 +1,7 @@
 """The presets: a ``Recipe`` for every common size of GPU, and the functions that return them.
 
 They are set-ups for encoders, in ``presets.json`` as ``Recipe.to_json`` writes them. What fits with one of them also
-fits with every preset for a larger GPU, by the estimate (``preset_fits.json``, ``tests/recipes/test_preset_fits.py``).
+fits with every preset for a larger GPU, by the estimate (``tests/recipes/test_preset_fits.py``).
 Where activations have to shrink for that, a preset has smaller micro-batches or checkpointing, whichever is predicted
 to be faster. None of the memory figures has been measured on a GPU yet. For any other model ``recipe(name, model=...)``
 returns what ``plan`` chooses for it.

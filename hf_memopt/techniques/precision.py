@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -87,24 +87,17 @@ def is_checkpointed(trainer: Any) -> bool:
 # ---- Master weights -------------------------------------------------------------------------------------------------
 
 
-def half_weights(model: nn.Module, later: Collection[nn.Parameter] = frozenset()) -> dict[str, nn.Parameter]:
-    """Return the parameters of 16 bits that are trained, now or ``later``, by name, tied ones once."""
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if (parameter.requires_grad or parameter in later) and parameter.dtype in _HALF
-    }
+def half_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of 16 bits that are trained, by name, tied ones once."""
+    return {name: one for name, one in model.named_parameters() if one.requires_grad and one.dtype in _HALF}
 
 
-def keep_master_weights(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, later: Collection[nn.Parameter] = frozenset()
-) -> UndoHandle:
+def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> UndoHandle:
     """Turn trainable weights of 16 bits into float32, in place: parameters stay the same objects, tied ones tied.
 
-    Running statistics of a ``BatchNorm`` follow its weight. Frozen weights stay as they are, quantised ones among them,
-    but for those that are trained ``later``.
+    Running statistics of a ``BatchNorm`` follow its weight. Frozen weights stay as they are, quantised ones among them.
     """
-    chosen = half_weights(model, later)
+    chosen = half_weights(model)
     if not chosen:
         return nothing_to_undo()
     for name, parameter in chosen.items():
@@ -208,15 +201,12 @@ class PrecisionCallback(BoundCallback):
 
     def _keep_master_weights(self, trainer: Trainer, model: Any, optimizer: Any = None) -> None:
         self._handles.keep(model)
-        unfreezes = "gradual unfreezing" in techniques_in_use(trainer)
-        groups = getattr(optimizer, "param_groups", ()) if unfreezes else ()  # what is frozen in them, it trains later
-        later = {parameter for group in groups for parameter in group["params"]}
-        weights = half_weights(model, later).values()
+        weights = half_weights(model).values()
         runs_autocast = versions.mixed_precision(trainer.args) != "no"
         if not (self.master_weights and runs_autocast and weights) or "16-bit weights" in techniques_in_use(trainer):
             return
         size = sum(weight.numel() * weight.element_size() for weight in weights)
-        self._handles.keep(model, keep_master_weights(model, unwrap_optimizer(optimizer), later))
+        self._handles.keep(model, keep_master_weights(model, unwrap_optimizer(optimizer)))
         reason = f"{len(weights)} trainable weights: autocast computes in 16 bits, updates need more"
         if getattr(model, "dtype", None) in _HALF and not hasattr(model, "peft_config"):  # that of the first weights
             reason += (

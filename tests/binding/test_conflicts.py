@@ -101,11 +101,9 @@ def test_an_engine_stands_in_for_ddp(tmp_path: Any, engine: str, flag: str) -> N
 
 
 def test_fsdp2_is_told_from_other_sharding(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under FSDP2 micro-batching works with a limit, since nothing recovers from out of memory there."""
-    limited, unlimited = (make_trainer(tmp_path, MicrobatchCallback(**limit)) for limit in ({"max_tokens": 64}, {}))
-    assert refused(fully_sharded(limited, monkeypatch)) == ""
-    assert refused(fully_sharded(unlimited, monkeypatch)) == "micro-batching without a limit and FSDP2"
-    assert refused(fully_sharded(limited, monkeypatch, False)) == "micro-batching and other sharding"
+    trainer = make_trainer(tmp_path, MicrobatchCallback(max_tokens=64))
+    assert refused(fully_sharded(trainer, monkeypatch)) == "micro-batching and FSDP2"
+    assert refused(fully_sharded(trainer, monkeypatch, False)) == "micro-batching and other sharding"
 
 
 def test_weights_that_are_sharded_when_they_are_loaded_are_seen(tmp_path: Any) -> None:

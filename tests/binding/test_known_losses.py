@@ -23,7 +23,6 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 import tiny
-from hf_memopt.batching.exact_losses import exact_loss
 from hf_memopt.binding.losses import (
     CLASSES,
     HookChangesError,
@@ -31,10 +30,9 @@ from hf_memopt.binding.losses import (
     foreign_hooks,
     known_loss,
     observed_hooks,
-    stated_loss,
 )
 from hf_memopt.binding.losses.known_losses import head_counts_items
-from hf_memopt.binding.losses.row_weights import MEANS, POSITIONS
+from hf_memopt.binding.losses.row_weights import POSITIONS
 from hf_memopt.binding.undo import override_method
 from hf_memopt.techniques.microbatching import splittable_reason
 
@@ -160,12 +158,10 @@ def test_a_head_that_counts_adds_up_only_if_it_gets_the_count(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("model", "mean"), [(tiny.llama, "shifted labels"), (tiny.bert, "labels")])
-def test_smoothed_labels_and_exact_losses_are_known(model: Any, mean: str, tmp_path: Path) -> None:
+def test_smoothed_labels_are_known(model: Any, mean: str, tmp_path: Path) -> None:
     smoothed = trainer_of(tmp_path, model(), label_smoothing_factor=0.1)
     divides = "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
     assert (over(smoothed), over(smoothed, ITEMS)) == (mean, "sum" if divides else mean)
-    exact = trainer_of(tmp_path, model(), loss=exact_loss(model()))
-    assert (over(exact), over(exact, ITEMS)) == (mean, "sum")
 
 
 def test_overrides_of_this_package_are_looked_through(tmp_path: Path) -> None:
@@ -339,8 +335,6 @@ PICTURE_CONFIG = T.BertConfig(num_labels=3)
         (KnownLoss(CLASSES, "", False, PICTURE_CONFIG), {"labels": torch.tensor([1, -100])}, [1, 0]),
         (KnownLoss(CLASSES, "", True, PICTURE_CONFIG), {"labels": torch.tensor([1, -100])}, None),
         (KnownLoss(CLASSES, "", True, PICTURE_CONFIG), {"labels": torch.rand(2, 3)}, [1 / 2, 1 / 2]),
-        (stated_loss("mean over boxes"), {"boxes": torch.tensor([3.0, 1.0])}, [3 / 4, 1 / 4]),
-        (stated_loss("mean over of.mask"), {"of": {"mask": LABELS > 0}, "labels": LABELS}, [4 / 7, 2 / 7, 1 / 7]),
     ],
 )
 def test_rows_weigh_what_counts_in_them(known: KnownLoss, inputs: Any, weights: list[float] | None) -> None:
@@ -364,21 +358,7 @@ def test_rows_weigh_what_counts_in_them(known: KnownLoss, inputs: Any, weights: 
             "answers lie beyond its texts, and do not count",
         ),
         (KnownLoss(POSITIONS, ""), {"input_ids": LABELS}, "it has no text with positions of answers"),
-        (stated_loss("mean over boxes"), {"labels": LABELS}, "it has no column boxes with one entry per row"),
     ],
 )
 def test_a_batch_that_does_not_follow_the_rule_says_so(known: KnownLoss, inputs: Any, reason: str) -> None:
     assert known.reason_against(inputs) == reason
-
-
-@pytest.mark.parametrize("text", MEANS)
-def test_what_may_be_stated(text: str) -> None:
-    assert stated_loss(text).over == text.removeprefix("mean over ")
-    assert stated_loss(text).source == f"stated as loss={text!r}"
-
-
-@pytest.mark.parametrize(("text", "nearest"), [("mean of rows", " Did you mean 'mean over rows'?"), ("", "")])
-def test_what_may_not_be_stated(text: str, nearest: str) -> None:
-    with pytest.raises(ValueError, match="is unknown") as error:
-        stated_loss(text)
-    assert str(error.value) == whole("loss={text!r} is unknown;", text=text, nearest=nearest)

@@ -27,7 +27,7 @@ FLAGS = {
     "model": Flag(""),
     "gpu": Flag("--gpu"),
     "seq_len": Flag("--seq-len"),
-    "compare": Flag("--compare"),
+    "tiled": Flag("--tiled"),
     "checkpointing": Flag("--checkpointing", "--no-checkpointing"),
     "memory": Flag("--gpu-memory"),
 }
@@ -52,13 +52,10 @@ def test_the_help_of_estimate_is_grouped_and_whole(columns: str) -> None:
 
 
 @pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("80", 80), ("120", 120)])
-def test_the_presets_and_what_fits_cut_no_word(columns: str, widest: int) -> None:
+def test_the_presets_cut_no_word(columns: str, widest: int) -> None:
     shown = runner.invoke(app, ["presets"], env={"COLUMNS": columns}).stdout
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= widest
     assert {"optimizer", *PRESETS, *(recipe.optim for recipe in PRESETS.values())} <= set(shown.split())
-    assert re.search(r"^bert-large-uncased +512( +any){8}$", shown, re.MULTILINE)
-    assert "Llama-3.1-8B" not in shown  # no small preset has room for it; plan says what has
-    assert re.search(r"^GPU of \.\.\. GB +tokens +4 +6 +8 +12 +16 +24 +40 +80$", shown, re.MULTILINE)
 
 
 COMMANDS = ("demo", "gpus", "presets", "lengths", "estimate", "report", "rehearse", "measure", "doctor")

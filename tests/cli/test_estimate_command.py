@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import replace
+import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +16,10 @@ from typer.testing import CliRunner
 
 from hand_made import hand_made
 from hf_memopt import recipe
-from hf_memopt.cli import compared_set_ups, estimate_command
+from hf_memopt.cli import estimate_command
 from hf_memopt.cli.app import app
-from hf_memopt.cli.compared_set_ups import compare, set_ups
 from hf_memopt.devices import custom_gpu, find_gpu
 from hf_memopt.memory import Estimate
-from hf_memopt.memory.hints import Hint
 from hf_memopt.memory.models import known_models
 from hf_memopt.memory.output import as_dict
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
@@ -53,16 +49,11 @@ class Simulation:
         context_bytes = None if gpu is None else gpu.context_bytes
         found = hand_made(1 if settings.checkpointing else 4)
         shape = {"batch_size": batch_size, "seq_len": seq_len, "gpu": gpu, "context_bytes": context_bytes}
-        plain = {name: getattr(settings, name) for name in ("checkpointing", "gradient_accumulation_steps", "optim")}
+        plain = {
+            name: getattr(settings, name)
+            for name in ("checkpointing", "gradient_accumulation_steps", "optim", "world_size")
+        }
         return hand_made(1 if settings.checkpointing else 4, model=found.model, settings=plain, **shape)
-
-    def with_hints(self, model: Any, found: Estimate, *, announce: Any, task: str | None = None) -> Estimate:
-        """Stand in for the search: one change that is enough, and two that are not but together."""
-        if found.fits is not False:
-            return found
-        announce("trying batch_size=1, gradient_accumulation_steps=8")
-        changes = {"batch_size": 1, "gradient_accumulation_steps": 8, "weights_dtype": "bfloat16"}
-        return replace(found, hints=(Hint({"checkpointing": True}, 3 * MIB, MIB), Hint(changes, 9 * MIB, -5 * MIB)))
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +61,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     """The simulation that the command calls, on a machine without a card."""
     stand_in = Simulation()
     monkeypatch.setattr("hf_memopt.memory.estimate", stand_in)
-    monkeypatch.setattr("hf_memopt.memory.with_hints", stand_in.with_hints)
     monkeypatch.setattr(estimate_command, "find_config", lambda text: Path(text))
-    monkeypatch.setattr(compared_set_ups, "estimate", stand_in)
-    monkeypatch.setattr(compared_set_ups, "current_gpu", lambda: None)
     return stand_in
 
 
@@ -106,14 +94,27 @@ def test_what_fits_ends_with_0_and_prints_the_table(simulation) -> None:
     assert lines(result.stdout) == expected.table()
 
 
-def test_what_does_not_fit_ends_with_1_and_says_what_to_try() -> None:
-    result = run("--gpu", CARD)
+PLAN = "hf-memopt plan bert-large --gpu 'RTX 3050 4GB'"
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--gpu", CARD], f"{PLAN} --effective-batch 8"),
+        (["--gpu", CARD, "-s", "64", "-b", "4", "--grad-accum", "3"], f"{PLAN} --seq-len 64 --effective-batch 12"),
+        (["--gpu", CARD, "--task", "causal-lm"], f"{PLAN} --task causal-lm --effective-batch 8"),
+        (["--gpu-memory", "3GiB"], "hf-memopt plan bert-large --gpu 3GiB --effective-batch 8"),
+        (["--gpu", CARD, "--world-size", "2"], f"{PLAN} --effective-batch 16 --world-size 2"),
+    ],
+)
+def test_what_does_not_fit_ends_with_1_and_the_line_to_type(options: list[str], line: str) -> None:
+    result = run(*options)
     assert (result.exit_code, result.stderr) == (1, "")
-    assert lines(result.stdout).endswith(
-        "\ndoes not fit RTX 3050 4GB: 6.60 GiB of 3.81 GiB, 2.79 GiB over. Changes that\nwere simulated:\n"
-        "--checkpointing needs 3.0 MiB: fits, 1.0 MiB to spare\n"
-        "--batch-size 1 --gradient-accumulation-steps 8 --weights bfloat16 needs 9.0 MiB:\nstill 5.0 MiB over"
-    )
+    *_, heading, printed = lines(result.stdout).splitlines()
+    assert (heading.endswith("To find what fits:"), printed) == (True, line)
+    words = shlex.split(line)
+    plan = runner.invoke(app, [*words[1:], "--strategy", "?"])  # its options are understood, up to this one
+    assert "--strategy" in plan.stderr
 
 
 def test_what_is_too_close_to_tell_ends_with_3(simulation) -> None:
@@ -139,7 +140,6 @@ def test_json_prints_nothing_else(simulation, options, code) -> None:
     assert (result.exit_code, result.stderr) == (code, "")
     call = simulation.calls[0]
     expected = Simulation()(call.pop("model"), **call)
-    expected = simulation.with_hints("", expected, announce=print)
     assert json.loads(result.stdout) == json.loads(json.dumps(as_dict(expected)))
 
 
@@ -222,15 +222,6 @@ def test_the_picture_is_drawn_and_named(tmp_path) -> None:
     assert result.stdout.splitlines()[-1] == f"Picture: {picture}"
 
 
-@pytest.mark.parametrize(("name", "start"), [("l.png", b"\x89PNG"), ("l.svg", b"<?xml"), ("l.pdf", b"%PDF")])
-def test_the_comparison_is_drawn_and_named(tmp_path, name, start) -> None:
-    pytest.importorskip("matplotlib")
-    result = run("--compare", "--plot", str(tmp_path / name), "--gpu", CARD)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert (tmp_path / name).read_bytes().startswith(start)
-    assert result.stdout.splitlines()[-1] == f"Picture: {tmp_path / name}"
-
-
 # ---- Errors
 
 
@@ -248,7 +239,6 @@ def test_bad_options_end_with_2_before_any_simulation(simulation, options, messa
         ([], "seq_len", 1000000),
         ([], "eval_batch_size", 1000000),
         ([], "gradient_accumulation_steps", 10000),
-        (["--compare", "--gradient-accumulation-steps", "5"], "batch_size", 2000),
     ],
 )
 def test_counts_that_are_never_simulated_are_refused_at_once(simulation, options, name, most) -> None:
@@ -267,12 +257,11 @@ def test_the_well_known_names_are_listed() -> None:
     assert (result.exit_code, result.stdout.splitlines()) == (0, list(known_models()))
 
 
-@pytest.mark.parametrize("compare", [[], ["--compare"]])
 @pytest.mark.parametrize("error", [ValueError("seq_len=9 is too long"), NotEstimableError("not estimable: because")])
-def test_what_is_not_estimable_ends_with_2_and_leaves_nothing(simulation, tmp_path, error, compare) -> None:
+def test_what_is_not_estimable_ends_with_2_and_leaves_nothing(simulation, tmp_path, error) -> None:
     pytest.importorskip("matplotlib")
     simulation.error = error
-    result = run("--json", *(compare or ["--plot", str(tmp_path / "timeline.png")]))
+    result = run("--json", "--plot", str(tmp_path / "timeline.png"))
     told = str(error).replace("seq_len=9", "--seq-len 9")
     assert (result.exit_code, result.stdout, in_one_line(result.stderr)) == (2, "", f"{told}\n")
     assert list(tmp_path.iterdir()) == []
@@ -297,141 +286,6 @@ def test_a_count_below_1_is_refused_by_name() -> None:
     assert "--batch-size" in result.stderr
 
 
-# ---- Comparison
-
-
-def test_every_set_up_is_one_that_estimate_takes() -> None:
-    for chosen in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")):
-        for settings in set_ups(*chosen).values():
-            StepSettings(**settings)
-    assert set_ups()["+ paged state"] == {
-        "precision": "bf16",
-        "optim": "paged_adamw_8bit",
-        "checkpointing": True,
-        "autocast_cache": False,
-    }
-
-
-def test_without_bfloat16_weights_of_16_bits_are_not_trained() -> None:
-    scaled = set_ups("fp16", "float16").values()
-    of_16_bits = [one for one in scaled if one.get("weights_dtype", "float32") != "float32"]
-    assert {(one["weights_dtype"], one["lora"]) for one in of_16_bits} == {("float16", 16)}
-    assert not any("gradient_release" in one for one in scaled)
-
-
-@pytest.mark.parametrize(("capability", "precision"), [("8.6", "bf16"), ("7.5", "fp16")])
-def test_the_comparison_computes_in_what_the_card_knows(simulation, capability, precision) -> None:
-    compare("bert-large-uncased", examples=32, seq_len=128, gpu=custom_gpu("4GiB", capability))
-    assert {call["precision"] for call in simulation.calls} == {"fp32", precision}
-
-
-def test_a_model_that_overflows_in_float16_is_compared_in_float32(simulation) -> None:
-    found = compare("t5-small", examples=32, seq_len=128, gpu=custom_gpu("4GiB", "7.5"))
-    assert {call["precision"] for call in simulation.calls} == {"fp32"}
-    assert {call.get("weights_dtype", "float32") for call in simulation.calls} == {"float32"}
-    assert found[0].reason.startswith("t5 is unsafe in float16: its feed-forward outputs exceed 65,504 (https://")
-
-
-def growing(model: Any, **given: Any) -> Estimate:
-    """Return an estimate of 1 GiB and half a GiB for each row, half of that with checkpointing."""
-    size_bytes = 2**30 + given["batch_size"] * 2**29 // (2 if given.get("checkpointing") else 1)
-    settings = StepSettings(gradient_accumulation_steps=given["gradient_accumulation_steps"])
-    found = hand_made(gpu=given["gpu"], batch_size=given["batch_size"], seq_len=given["seq_len"], settings={})
-    return replace(found, settings=settings, peak_reserved_bytes=size_bytes, context_bytes=0)
-
-
-@pytest.mark.parametrize("examples", [1, 6, 7, 32])
-def test_each_set_up_has_the_most_rows_that_fit(monkeypatch, examples: int) -> None:
-    monkeypatch.setattr(compared_set_ups, "estimate", growing)
-    gpu = custom_gpu("4GiB")
-    found = {one.name: one.estimate for one in compare("bert", examples=examples, seq_len=8, gpu=gpu)}
-    sizes = [rows for rows in range(1, examples + 1) if examples % rows == 0]
-    for name, settings in set_ups().items():
-        fitting = [
-            rows
-            for rows in (sizes if "gradient_release" not in settings else [examples])
-            if growing("", **settings, batch_size=rows, gradient_accumulation_steps=1, seq_len=8, gpu=gpu).verdict
-            == "fits"
-        ]
-        one = found[name]
-        assert one.batch_size == max(fitting, default=examples if "gradient_release" in settings else 1), name
-        assert one.batch_size * one.settings.gradient_accumulation_steps == examples
-
-
-def test_the_whole_comparison(simulation, monkeypatch) -> None:
-    monkeypatch.setattr(compared_set_ups, "estimate", growing)
-    result = run("--compare", "--seq-len", "128", "--gpu-memory", "4GiB")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert lines(result.stdout).startswith("bert-large: 32 examples of 128 tokens per optimizer step, in GiB\n")
-    rows = {name: f"^{re.escape(name)} +{batch} .* {fits}$" for name, batch, fits in [
-        ("fp32", "4 x 8", "yes"),
-        ("+ 8-bit AdamW", "4 x 8", "yes"),
-        ("+ checkpointing", "8 x 4", "yes"),
-        ("paged, gradients released", "32 x 1", "no"),
-        ("QLoRA", "4 x 8", "yes"),
-    ]}  # fmt: skip
-    for name, pattern in rows.items():
-        assert re.search(pattern, lines(result.stdout), re.MULTILINE), name
-    assert lines(result.stdout).endswith("\n12 of 13 fit custom 4.00 GiB, 4.00 GiB usable")
-    assert max(map(len, lines(result.stdout).splitlines())) <= 80
-
-
-def test_a_narrow_terminal_gets_fewer_columns_of_whole_figures() -> None:
-    narrow = runner.invoke(app, ["estimate", "bert-large", "--compare", "--gpu", CARD], env={"COLUMNS": "60"}).stdout
-    assert max(map(len, lines(narrow).splitlines())) <= 60
-    assert "…" not in narrow
-    assert re.search(r"^\+ checkpointing +32 x 1 +1\.81 +yes$", lines(narrow), re.MULTILINE)
-
-
-def test_what_cannot_be_compared_is_named_with_its_reason(simulation, monkeypatch) -> None:
-    def tied(model: Any, **given: Any) -> Estimate:
-        if "freeze" in given:
-            raise NotEstimableError("not estimable: all is frozen")
-        return simulation(model, **given)
-
-    monkeypatch.setattr(compared_set_ups, "estimate", tied)
-    told: list[str] = []
-    found = compare("gpt2", examples=16, seq_len=128, announce=told.append)
-    assert [(one.name, one.reason) for one in found if one.estimate is None] == [
-        ("paged, frozen body", "not estimable: all is frozen")
-    ]
-    assert [one.partition(": ")[2].partition(", about ")[0] for one in told] == list(set_ups())
-    assert told[0] == f"1 of {len(told)}: fp32"
-    assert told[-1].startswith(f"{len(told)} of {len(told)}: QLoRA, checkpointing, about ")
-    result = run("--compare", "--seq-len", "128")
-    assert result.exit_code == 0
-    assert lines(result.stdout).endswith("\npaged, frozen body: not estimable: all is frozen")
-
-
-@pytest.mark.parametrize(
-    ("memory", "code", "message"), [("512MiB", 1, "0 of 13 fit custom 512.0 MiB"), ("50GiB", 0, "13 of 13 fit custom")]
-)
-def test_the_verdict_on_a_card_too_small_and_on_a_large_one(memory, code, message) -> None:
-    result = run("--compare", "--gpu-memory", memory)
-    assert result.exit_code == code
-    assert message in lines(result.stdout).splitlines()[-1]
-
-
-def test_the_comparison_without_card_and_length(simulation) -> None:
-    result = run("--compare", "--batch-size", "4", "--gradient-accumulation-steps", "3", "--task", "masked-lm")
-    assert result.exit_code == 0
-    text = lines(result.stdout)
-    assert text.startswith("bert-large: 12 examples per optimizer step, in GiB\n")
-    assert text.endswith("Total: reserved bytes and CUDA's context, which is unknown.")
-    assert len(simulation.calls) == text.count("   ?\n") == 13
-    assert {(call["batch_size"], call["task"]) for call in simulation.calls} == {(12, "masked-lm")}
-
-
-def test_the_comparison_as_json(simulation) -> None:
-    result = run("--compare", "--seq-len", "128", "--gpu", CARD, "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
-    found = compare("bert-large", examples=32, seq_len=128, gpu=find_gpu(CARD))
-    assert json.loads(result.stdout) == json.loads(json.dumps([one.as_dict() for one in found]))
-    first = json.loads(result.stdout)[0]
-    assert (first["set_up"], first["batch"], first["reason"]) == ("fp32", "1 x 32", "")
-    assert first["estimate"]["fits"] is False
-
-
 def test_a_folder_with_code_of_its_own_asks_nothing_and_runs_nothing(tmp_path, monkeypatch) -> None:
     monkeypatch.undo()
     (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}')
@@ -449,7 +303,7 @@ def test_a_folder_with_code_of_its_own_asks_nothing_and_runs_nothing(tmp_path, m
 
 @pytest.mark.slow
 def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:
-    """Through the true simulation: one set-up, and every one that is compared."""
+    """Through the true simulation."""
     monkeypatch.undo()
     BertConfig(
         vocab_size=500, hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=2,
@@ -461,21 +315,6 @@ def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:
     found = json.loads(result.stdout)
     assert sum(found["components"].values()) == found["peak_allocated_bytes"] <= found["peak_reserved_bytes"]
     assert found["phase_peaks"][found["phase"]]["allocated_bytes"] == found["peak_allocated_bytes"]
-    result = runner.invoke(app, ["estimate", str(tmp_path), *options, "--json", "--compare"])
-    compared = json.loads(result.stdout)
-    assert [one["reason"] for one in compared] == [""] * 13
     result = runner.invoke(app, ["estimate", str(tmp_path), "--seq-len", "65"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: --seq-len 65 ")
-
-
-@pytest.mark.parametrize(("seconds", "whole"), TABLES["set-ups to take"])
-def test_the_set_up_to_take_is_the_fastest_that_needs_no_consent(seconds: dict[str, float], whole: str) -> None:
-    def compared(name: str) -> Any:
-        time = SimpleNamespace(seconds=seconds.get(name, 9.0))
-        fits = "fits" if name in seconds else "over"
-        return compared_set_ups.Compared(name, SimpleNamespace(verdict=fits, step_time=time))  # type: ignore[arg-type]
-
-    found = [compared(name) for name in set_ups()]
-    best = compared_set_ups.taken(found)
-    assert (compared_set_ups._whole_name(best, found) if best else "") == whole

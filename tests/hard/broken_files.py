@@ -17,10 +17,8 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from hand_made_runs import lost_run
 from hypothesis import strategies as st
 from public_calls import SIZES
-from tiny_plans import LENGTHS, fitting_plan
 from transformers import Trainer
 
 import hf_memopt as m
@@ -32,8 +30,6 @@ from hf_memopt.devices import find_gpu
 from hf_memopt.memory.models import load_model
 from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.reports import Figures, Measurement, named_measurement
-from hf_memopt.reports.plan import plan_page, read_plan_text
-from hf_memopt.reports.run import read_run, run_page
 
 __all__ = ["FILES", "StrangeFile", "broken_bytes", "broken_json"]
 
@@ -63,11 +59,6 @@ def _json(name: str, content: Callable[[], Any]) -> Callable[[Path], object]:
 
 
 @cache
-def _plan() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(fitting_plan().to_json(figures=True))
-    return found
-
-
 def measured() -> dict[str, Any]:
     """Return the JSON of a measurement on a GPU."""
     figures = Figures(2**30, 2**30 + 2**20, 2**28, {"forward": 2**29}, {"weights": 2**28}, 0.5, 0.4, 0.6)
@@ -244,14 +235,6 @@ FILES: dict[str, StrangeFile] = {
     "recipe": StrangeFile(
         "recipe.json", _json("recipe.json", lambda: json.loads(m.recipe("8gb-gpu").to_json())), _read_recipe
     ),
-    "plan": StrangeFile(
-        "plan.json", _json("plan.json", _plan), lambda path: plan_page(read_plan_text(path.read_bytes(), str(path)))
-    ),
-    "run": StrangeFile(
-        "memopt_run.json",
-        _json("memopt_run.json", lost_run),
-        lambda path: run_page(read_run(path.read_bytes(), str(path))),
-    ),
     "measurement": StrangeFile("run.json", _json("run.json", measured), _read_measured),
     "stream": StrangeFile("memopt_stream_0.json", _json("memopt_stream_0.json", _stream_state), _resume_stream),
     "checkpoint's state": StrangeFile("trainer_state.json", _write_checkpoint, _read_checkpoint),
@@ -275,8 +258,7 @@ FILES: dict[str, StrangeFile] = {
     "Arrow": StrangeFile("a.arrow", _write_arrow, _read_data, False),
     "Arrow stream": StrangeFile("a.arrow", _write_stream, _read_data, False),
 }
-"""By their names in the tests. ``LENGTHS`` are those of the plan."""
-assert LENGTHS
+"""By their names in the tests."""
 
 
 # ---- How they are broken

@@ -81,7 +81,7 @@ def trainings() -> None:
 GROUPS_OF_LISTS = (
     ("length buckets", "freezing", "micro-batching", "memory report", "sharded checkpoints", "precision"),
     ("32-bit embeddings", "evaluation guard", "checkpointing policy", "non-finite detection"),
-    ("gradient release", "gradual unfreezing", "16-bit weights"),
+    ("gradient release", "16-bit weights"),
     ("sparse tied embedding",),
 )
 

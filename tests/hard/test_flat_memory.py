@@ -75,7 +75,7 @@ LISTS = [
     for names in (
         {"length buckets", "freezing", "micro-batching", "memory report", "sharded checkpoints", "precision"},
         {"32-bit embeddings", "evaluation guard", "checkpointing policy", "memory report"},
-        {"gradient release", "gradual unfreezing", "evaluation guard"},
+        {"gradient release", "evaluation guard"},
         {"16-bit weights", "non-finite detection", "memory report"},
         {"sparse tied embedding", "micro-batching"},
         {"fused cross-entropy", "memory report", "precision"},

@@ -11,7 +11,6 @@ STEP = ["--batch-size", "1", "--seq-len", "8"]
 PLAN = ["--gpu", "RTX 3060 12GB", "--seq-len", "8", "--effective-batch", "2", "--method", "full"]
 LINES = {
     "estimate a folder": ["estimate", NAME, *STEP],
-    "estimate with hints": ["estimate", NAME, *STEP, "--gpu", "T4", "--hints"],
     "estimate a missing folder": ["estimate", f"x{NAME}"],
     "estimate a model_type": ["estimate", "type", *STEP],
     "estimate a hidden_act": ["estimate", "act", *STEP],

@@ -26,7 +26,6 @@ from hf_memopt import NotEstimableError
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 numbers = itertools.count()
-DRAWN = ("plan", "run")  # a page with its pictures takes a second
 FORBIDDEN = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "pickle.find_class", "socket.connect")
 seen: list[list[str]] = []
 """Lists to which what is forbidden, or written, is added; none while nobody looks."""
@@ -108,7 +107,7 @@ def test_cut_flipped_and_blown_up(kind: str, whole: dict[str, bytes], tmp_path_f
     base = tmp_path_factory.mktemp("files")
 
     @seed(18)
-    @settings(max_examples=50 if kind in DRAWN else 150, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
     @given(content=broken_bytes(whole[kind]))
     def check(content: bytes) -> None:
         read_broken(kind, content, base / f"{next(numbers)}")
@@ -121,7 +120,7 @@ def test_any_value_at_any_place(kind: str, whole: dict[str, bytes], tmp_path_fac
     base, parsed = tmp_path_factory.mktemp("files"), json.loads(whole[kind])
 
     @seed(18)
-    @settings(max_examples=60 if kind in DRAWN else 200, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=200, suppress_health_check=list(HealthCheck))
     @given(content=broken_json(parsed))
     def check(content: bytes) -> None:
         read_broken(kind, content, base / f"{next(numbers)}")

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import warnings
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,7 +116,6 @@ def shard(model: Any, precision: str, buffer: torch.Tensor, layers: list[str] | 
 def peaks(case: dict[str, Any]) -> list[int]:
     """Return the peak of each of two steps in bytes, their inputs included."""
     dtype, passes = DTYPES[case["precision"]], case.get("accumulation", 1)
-    rows = case.get("micro_batch", case["batch"][0])
     buffer = torch.empty(2**25, dtype=torch.uint8)
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -126,11 +124,10 @@ def peaks(case: dict[str, Any]) -> list[int]:
         inputs = batch(case, "cpu")
         for _ in range(2):
             with record_function("step"):
-                for index, first in product(range(passes), range(0, case["batch"][0], rows)):
-                    model.set_requires_gradient_sync(index == passes - 1)  # as accelerate does, for all micro-batches
-                    part = {name: value[first : first + rows] for name, value in inputs.items()}
+                for index in range(passes):
+                    model.set_requires_gradient_sync(index == passes - 1)  # as accelerate does
                     with torch.autocast("cpu", enabled=dtype is not None, dtype=dtype):
-                        outputs = model(**part)
+                        outputs = model(**inputs)
                     logits = outputs.logits.float() if dtype is not None else outputs.logits  # as accelerate does
                     loss = outputs.loss.float()
                     del outputs

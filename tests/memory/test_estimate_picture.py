@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hand_made import MIB, SMALL, Hint, hand_made
+from hand_made import MIB, SMALL, hand_made
 from hf_memopt import Estimate, Gpu
 from hf_memopt.components import COLOURS, COMPONENTS
 
@@ -133,9 +133,8 @@ def test_a_picture_without_a_gpu_and_of_a_tiny_model(monkeypatch, tmp_path) -> N
     assert not [text for text in found if text.startswith("usable")]
 
 
-def test_the_title_is_the_verdict_without_the_list_that_only_text_has(monkeypatch, tmp_path) -> None:
-    hints = (Hint({"checkpointing": True}, 900 * MIB, 100 * MIB),)
+def test_the_title_is_the_verdict_without_the_advice_that_only_text_has(monkeypatch, tmp_path) -> None:
     gpu = replace(SMALL, usable_bytes=1000 * MIB)
-    title = texts(drawn(hand_made(gpu=gpu, hints=hints), monkeypatch, tmp_path))
+    title = texts(drawn(hand_made(gpu=gpu), monkeypatch, tmp_path))
     said = "does not fit GPU 4GB: 1.99 GiB of 1000.0 MiB, 1.01 GiB over"
     assert f"bert-large: batch 32 x 128, fp32, adamw_torch_fused\n{said}" in title

@@ -15,7 +15,7 @@ import pytest
 from peft import LoraConfig
 from rich.console import Console
 
-from hand_made import EVENTS, MIB, SMALL, Hint, hand_made
+from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt import Estimate, __version__, freeze
 from hf_memopt.components import COMPONENTS, parts_of
 from hf_memopt.memory.output import print_estimate
@@ -27,8 +27,8 @@ def set_up(found: Estimate) -> str:
 
 
 def verdict(found: Estimate) -> str:
-    """Return the last sentence of a table without notes."""
-    return found.table().rpartition("\n\n")[2].replace("\n", " ")
+    """Return the last sentence of a table without notes, and without what to type."""
+    return found.table().rpartition("\n\n")[2].replace("\n", " ").partition(". To find what fits:")[0]
 
 
 def test_the_whole_table() -> None:
@@ -181,7 +181,7 @@ def test_adapters_are_counted_apart() -> None:
 
 
 TOO_SMALL = replace(SMALL, usable_bytes=1000 * MIB)
-LARGEST = "700.0 MiB of the peak are activations. estimate(..., hints=True) finds what makes it fit"
+LARGEST = "700.0 MiB of the peak are activations"
 NAME_ONE = "name a GPU to see whether it fits, for example gpu='RTX 3050 4GB'"
 TOTAL = hand_made().total_bytes
 
@@ -202,12 +202,6 @@ VERDICTS: list[tuple[dict[str, Any], str | None, bool | None, str]] = [
     (on(TOTAL - 1), "over", False, f"does not fit GPU 4GB: 1.99 GiB of 1.99 GiB, 1 B over; {LARGEST}"),
     ({"gpu": TOO_SMALL}, "over", False, f"does not fit GPU 4GB: 1.99 GiB of 1000.0 MiB, 1.01 GiB over; {LARGEST}"),
     (
-        {"gpu": TOO_SMALL, "hints": ()},
-        "over",
-        False,
-        "does not fit GPU 4GB: 1.99 GiB of 1000.0 MiB, 1.01 GiB over, and no change that was simulated needs less",
-    ),
-    (
         {"context_bytes": None},
         "fits",
         True,
@@ -224,18 +218,12 @@ def test_the_verdict(changed: dict[str, Any], word: str | None, fits: bool | Non
     assert (found.verdict, found.fits, verdict(found)) == (word, fits, text)
 
 
-def test_hints_are_printed_under_the_verdict() -> None:
-    hints = (Hint({"checkpointing": True}, 900 * MIB, 100 * MIB), Hint({"seq_len": 64}, 1100 * MIB, -100 * MIB))
-    found = hand_made(gpu=TOO_SMALL, hints=hints)
-    assert found.table().splitlines()[-4:] == [
-        "does not fit GPU 4GB: 1.99 GiB of 1000.0 MiB, 1.01 GiB over. Changes that were",
-        "simulated:",
-        "checkpointing=True needs 900.0 MiB: fits, 100.0 MiB to spare",
-        "seq_len=64 needs 1.07 GiB: still 100.0 MiB over",
+def test_what_does_not_fit_ends_with_what_to_type() -> None:
+    found = hand_made(gpu=TOO_SMALL)
+    assert found.table().splitlines()[-2:] == [
+        "peak are activations. To find what fits:",
+        "plan(model, gpu='GPU 4GB', seq_len=128, effective_batch_size=32)",
     ]
-    sizes = {"total_bytes": 1100 * MIB, "spare_bytes": -100 * MIB}
-    said = {"changes": {"seq_len": 64}, **sizes, "fits": False, "verdict": "over"}
-    assert json.loads(found.to_json())["hints"][1] == said
 
 
 def test_json_says_everything_in_bytes() -> None:
@@ -265,7 +253,7 @@ def test_json_says_everything_in_bytes() -> None:
     assert {name: read[name] for name in same} == {name: getattr(found, name) for name in same}
     assert read["notes"] == ["a note"]
     assert set(read) == {
-        *(*same, "settings", "gpu", "components", "notes", "hints", "phase_peaks", "versions", "fragmentation"),
+        *(*same, "settings", "gpu", "components", "notes", "phase_peaks", "versions", "fragmentation"),
         *("step_time", "time_unknown", "unused_parameters", "format", "phase_components"),
     }
     alone = json.loads(hand_made(gpu=None, context_bytes=None).to_json())

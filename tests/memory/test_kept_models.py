@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt.cli.compared_set_ups import compare, set_ups
 from hf_memopt.devices import find_gpu
 from hf_memopt.memory import estimate
 from hf_memopt.memory.models import loading
@@ -37,30 +36,6 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(sessions, "load_model", counting)
     return seen
-
-
-@pytest.mark.parametrize(
-    ("model", "every"),
-    [
-        (CONFIGS["bert"](), 8),
-        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("bert-large-uncased", "t5-base")),
-    ],
-)
-@pytest.mark.slow
-def test_compared_set_ups_have_the_figures_of_each_estimate_alone(model: Any, every: int, loads: list[Any]) -> None:
-    pytest.importorskip("peft")
-    pytest.importorskip("bitsandbytes")
-    found = compare(model, examples=8, seq_len=32, gpu=GPU)
-    assert len(loads) <= 8  # of each way to prepare it one, and those that stay as they are
-    for one in found[::every]:
-        if one.estimate is None:
-            assert "frozen" in one.name  # T5 is not frozen by layers
-            continue
-        Session.traces.clear()
-        batch = {"batch_size": one.estimate.batch_size}
-        batch["gradient_accumulation_steps"] = one.estimate.settings.gradient_accumulation_steps
-        alone = estimate(model, **batch, seq_len=32, gpu=GPU, **set_ups()[one.name])
-        assert one.estimate.to_json() == alone.to_json(), one.name
 
 
 @pytest.mark.parametrize(

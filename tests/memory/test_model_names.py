@@ -18,7 +18,7 @@ from huggingface_hub import errors
 from tables import tables
 
 import tiny
-from hf_memopt import Estimate, estimate, exact_loss, hub, plan, read_rows, recipe
+from hf_memopt import Estimate, estimate, hub, plan, read_rows, recipe
 
 TABLES = tables(__file__)
 
@@ -75,7 +75,6 @@ def test_the_hubs_names_are_understood_wherever_a_task_is_asked_for() -> None:
     assert asked[0] == asked[1]
     read = [read_rows(rows, tiny.tokenizer(), task) for task in ("text-classification", "sequence-classification")]
     assert (read[0].head, read[0].train[:]) == (read[1].head, read[1].train[:])
-    assert exact_loss(tiny.bert(), task="text-classification").task == "sequence-classification"
     with pytest.raises(ValueError, match=r"^task='image-segmentation' is unknown; expected one of 'causal-lm', "):
         read_rows(rows, tiny.tokenizer(), "image-segmentation")
 

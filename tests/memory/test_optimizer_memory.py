@@ -67,8 +67,7 @@ def as_on_a_gpu(optimizer: Any) -> Any:
     return optimizer
 
 
-NOT_ON_A_CPU = ("bnb", "bit", "ademamix", "lomo", "layerwise", "stable", "grok")  # other kernels; steps in backward
-BY_VECTORS = ("galore", "vectors")
+NOT_ON_A_CPU = ("bnb", "bit", "ademamix", "lomo", "stable", "grok")  # other kernels; steps in backward
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -77,9 +76,7 @@ def test_step(case: str, dtype: torch.dtype, tmp_path: Any, monkeypatch: Any) ->
     model = model_of(dtype)
     measured = measured_step(model, as_on_a_gpu(stepped(model, case, tmp_path, monkeypatch)))
     found = peak(estimated(model, case).step)
-    # of singular vectors cuSOLVER overwrites a copy, which the CPU does not make
-    copy_bytes = 4 * 128 * 32 if any(part in case for part in BY_VECTORS) else 0
-    assert -SCALARS_BYTES <= found - measured <= copy_bytes + SCALARS_BYTES
+    assert abs(found - measured) <= SCALARS_BYTES
 
 
 @pytest.mark.parametrize("shape", [(7,), (40, 30), (6, 5, 3)])
@@ -129,10 +126,10 @@ def test_gradient_release_has_the_memory_of_each_parameter() -> None:
         assert whole.alone == ()
 
 
-@pytest.mark.parametrize("optim", ["lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
+@pytest.mark.parametrize("optim", ["lomo", "adalomo"])
 def test_what_steps_within_backward_releases_gradients(optim: str) -> None:
     facts = parameter_facts(model_of(torch.bfloat16))
-    memory = memory_of(facts, optim, optim_target_modules="all-linear")
+    memory = memory_of(facts, optim)
     assert memory.releases_gradients
     assert len(memory.alone) == len(facts)
     assert sorted(size for one in memory.alone for size in one.state) == sorted(memory.state)
@@ -156,14 +153,13 @@ def test_clipping_temporaries() -> None:
     assert clipping_temporaries([]) == ()
 
 
-def test_facts_know_embeddings_ties_linears_and_decay() -> None:
+def test_facts_know_embeddings_ties_and_decay() -> None:
     facts = {fact.name: fact for fact in parameter_facts(model_of(torch.bfloat16))}
     assert "lm_head.weight" not in facts  # tied
     assert not any(".layers.0." in name for name in facts)  # frozen
     words = facts["model.embed_tokens.weight"]
-    assert words == ParameterFacts(words.name, (203, 32), 2, is_embedding=True, is_linear=False, decays=True)
+    assert words == ParameterFacts(words.name, (203, 32), 2, is_embedding=True, decays=True)
     assert (words.elements, words.size_bytes) == (203 * 32, 2 * 203 * 32)
-    assert facts["model.layers.1.mlp.up_proj.weight"].is_linear
     assert not facts["model.norm.weight"].decays
 
 

@@ -19,7 +19,6 @@ import tiny
 from hf_memopt import Estimate, NotEstimableError, estimate, override_embedding_bits, rounded_optimizer
 from hf_memopt.components import COMPONENTS
 
-LOW_RANK = {"optim_args": "rank=8,update_proj_gap=1,scale=2.0", "optim_target_modules": "all-linear"}
 TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 PLAIN = (
     *(*TORCH, "adafactor"),
@@ -37,14 +36,6 @@ CASES: dict[str, dict[str, Any]] = {  # a name, and what is said of it: further 
     "adagrad, decay": {"weight_decay": 0.1},
     "rmsprop, everything": {"optim_args": "momentum=0.9,centered=true", "weight_decay": 0.1},
     "adafactor, decay": {"weight_decay": 0.1},
-    "galore_adamw": LOW_RANK,
-    "galore_adamw, reverse": {**LOW_RANK, "optim_args": "rank=2,update_proj_gap=1,proj_type=reverse_std"},
-    "galore_adamw, full": {**LOW_RANK, "optim_args": "rank=8,update_proj_gap=1,proj_type=full"},
-    "galore_adamw_layerwise": LOW_RANK,
-    "galore_adafactor": LOW_RANK,
-    "apollo_adamw": LOW_RANK,
-    "apollo_adamw, singular vectors": {**LOW_RANK, "optim_args": "rank=8,update_proj_gap=1,proj=svd,scale_type=tensor"},
-    "apollo_adamw_layerwise": LOW_RANK,
 }
 PACKAGES = {  # what runs only where a further package is installed, and its distribution
     "schedule_free": ("schedulefree", "schedulefree"),
@@ -52,12 +43,9 @@ PACKAGES = {  # what runs only where a further package is installed, and its dis
     "grokadamw": ("grokadamw", "grokadamw"),
     "lomo": ("lomo_optim", "lomo-optim"),
     "adalomo": ("lomo_optim", "lomo-optim"),
-    "galore": ("galore_torch", "galore-torch"),
-    "apollo": ("apollo_torch", "apollo-torch"),
 }
 WARNINGS = [
     "ignore:Paged optimizers are not supported on CPU:UserWarning",  # bitsandbytes: falls back to unpaged, as wanted
-    "ignore:This implementation of AdamW is deprecated:FutureWarning",  # galore_torch 1.0 about itself
     "ignore:.*torch.cuda.amp.autocast:FutureWarning",  # grokadamw 0.1.2
     "ignore:CUDA is not available or torch_xla is imported:UserWarning",  # the same, without a GPU
 ]
@@ -95,7 +83,7 @@ def gradients(model: nn.Module) -> None:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a state: nested, and in the projectors of low-rank optimizers."""
+    """Yield the tensors in a state, which may be nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -104,8 +92,6 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from tensors(inner)
-    elif hasattr(value, "ortho_matrix"):
-        yield from tensors(value.ortho_matrix)
 
 
 def state_sizes(optimizer: Any) -> list[int]:
@@ -194,17 +180,6 @@ def test_embedding_bits_are_those_of_the_technique(optim: str, bits: int, tmp_pa
     assert state_bytes(of_model(model, optim=optim, embedding_bits=bits)) == in_blocks(state_sizes(optimizer))
 
 
-@pytest.mark.parametrize("targets", [["mlp"], r".*\.(q|v)_proj", "all-linear", "all_linear", ["down_proj"]])
-def test_targets_are_those_of_the_stock_trainer(targets: Any, tmp_path: Any) -> None:
-    skip_missing("galore")
-    model = model_of(torch.float32)
-    optimizer = built(model, "galore_adamw", tmp_path, optim_args="rank=4", optim_target_modules=targets)
-    gradients(model)
-    optimizer.step()
-    found = of_model(model, optim="galore_adamw", optim_args="rank=4", optim_target_modules=targets)
-    assert state_bytes(found) == in_blocks(state_sizes(optimizer))
-
-
 @pytest.mark.parametrize("mixed", [False, True], ids=["all", "mixed"])
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_8bit", "lion_8bit"])
@@ -247,12 +222,6 @@ def test_every_name_is_estimable_or_says_why_not() -> None:
     for optim in {name.value for name in OptimizerNames} - {case.split(",")[0] for case in CASES}:
         with pytest.raises(NotEstimableError, match=f"^not estimable: optim='{optim}': "):
             of_model(tiny.bert(), optim=optim)
-
-
-def test_galore_says_what_is_not_counted() -> None:
-    note = "GaLore: the workspace of cuSOLVER's singular value decomposition is not counted"
-    for optim, is_said in (("galore_adamw", True), ("apollo_adamw", False)):
-        assert (note in of_model(model_of(torch.float32), optim=optim, **LOW_RANK).notes) is is_said
 
 
 def test_rounding_leaves_float32_weights_alone() -> None:

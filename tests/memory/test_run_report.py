@@ -23,6 +23,7 @@ from hf_memopt import (
     NotEstimableError,
     attach,
     custom_gpu,
+    find_gpu,
     gradient_release,
     measure,
     released_optimizer,
@@ -168,18 +169,21 @@ def test_without_micro_batching_the_phase_is_that_of_the_pass(tmp_path: Path, mo
     assert gone() is None
 
 
-def test_what_fits_is_found_for_a_gpu_that_is_too_small(tmp_path: Path, monkeypatch: Any) -> None:
-    context_bytes = custom_gpu("1GiB", "8.6").context_bytes
-    assert context_bytes is not None
-    gpu = custom_gpu(context_bytes + 24 * 2**20, "8.6", name="a tiny GPU")
+def test_an_out_of_memory_ends_with_what_to_type_to_find_what_fits(tmp_path: Path, monkeypatch: Any) -> None:
+    gpu = find_gpu("RTX 3050 4GB")
     monkeypatch.setattr(GPU, lambda: gpu)
-    trainer = make_trainer(tmp_path, MemoryReportCallback(), calls=(1,))
-    with pytest.raises(torch.OutOfMemoryError) as failed:
-        trainer.train()
-    predicted = run_of(tmp_path)["predicted"]
-    fits = predicted["reserved_bytes"] + context_bytes <= gpu.usable_bytes
-    assert bool(predicted["hints"]) is not fits
-    assert [line.removeprefix("[memopt] ") for line in failed.value.__notes__[0].splitlines()[1:]] == predicted["hints"]
+    for name, line in {
+        "": "plan(model, gpu='RTX 3050 4GB', seq_len=12, effective_batch_size=12)",
+        "org/model": "hf-memopt plan org/model --gpu 'RTX 3050 4GB' --seq-len 12 --task sequence-classification "
+        "--effective-batch 12",
+    }.items():
+        trainer = make_trainer(tmp_path, MemoryReportCallback(), calls=(1,))
+        trainer.model.config.name_or_path = name
+        with pytest.raises(torch.OutOfMemoryError) as failed:
+            trainer.train()
+        assert run_of(tmp_path)["plan"] == line
+        assert failed.value.__notes__[0].splitlines()[1:] == [f"[memopt] to find what fits: {line}"]
+        assert f"To find what fits: {line}" in Page((tmp_path / "memopt_run.html").read_text("utf-8")).words
 
 
 def test_a_report_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from hf_memopt.memory.distributed.zero_config import LIVE_ELEMENTS
 from hf_memopt.memory.models import load_model
 from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import autocast_dtype
-from hf_memopt.memory.recording.step import cut_batch, record_step
+from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.tracking import StorageTracker
 from tests.memory.small_configs import ODD_BERT, ODD_LLAMA, WIDE_LLAMA
 from two_ranks import run_pair
@@ -48,7 +48,7 @@ GPT2 = {
     "precision": "fp32",
 }
 EVEN = {**LLAMA, "size": {**LLAMA["size"], "vocab_size": 2000}}  # torch's CPU copies a gradient before it pads it
-FUSED, FAST = {"chunk_bytes": 100_000}, "llama, fused, micro-batches and accumulation"
+FUSED, FAST = {"chunk_bytes": 100_000}, "llama, fused and accumulation"
 CASES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama, bf16": {**LLAMA, "precision": "bf16"},
@@ -57,14 +57,13 @@ CASES: dict[str, dict[str, Any]] = {
     "llama, accumulation": {**LLAMA, "accumulation": 3},
     "llama, frozen embeddings": {**LLAMA, "frozen": "embed_tokens"},
     "llama, LoRA": {**LLAMA, "precision": "bf16", "lora": 8, "batch": (4, 96)},
-    "llama, micro-batches": {**EVEN, "micro_batch": 1},
     "llama, fused": {**EVEN, **FUSED},
     "llama, bf16, fused": {**EVEN, **FUSED, "precision": "bf16"},
     "llama, LoRA, fused": {**LLAMA, **FUSED, "precision": "bf16", "lora": 8, "batch": (4, 96)},
-    FAST: {**LLAMA, **FUSED, "batch": (3, 48), "micro_batch": 1, "accumulation": 2},
-    "llama, bf16, fused, micro-batches, accumulation and checkpointing": {
+    FAST: {**LLAMA, **FUSED, "batch": (3, 48), "accumulation": 2},
+    "llama, bf16, fused, accumulation and checkpointing": {
         **{**LLAMA, **FUSED, "precision": "bf16", "batch": (4, 96)},
-        **{"micro_batch": 2, "accumulation": 3, "checkpointing": True},
+        **{"accumulation": 3, "checkpointing": True},
     },
     "bert": BERT,
     "bert, bf16": {**BERT, "precision": "bf16"},
@@ -94,12 +93,9 @@ def predicted(case: dict[str, Any]) -> int:
         world_size=2,
         strategy="fsdp2",
         gradient_accumulation_steps=case.get("accumulation", 1),
-        micro_batch_size=case.get("micro_batch"),
         optim="adamw_torch",
         max_grad_norm=0,
     )
-    count = case["batch"][0]
-    rows = case.get("micro_batch", count)
     model = build(case, "meta")
     facts = shard_facts(parameter_facts(model), settings)
     tracker = StorageTracker(padding=False)
@@ -109,11 +105,9 @@ def predicted(case: dict[str, Any]) -> int:
     with sharded.sharding(), products_of_the_cpu():
         inputs = batch(case, "meta")
         options = {"tracker": tracker, "semantics": semantics, "sharded": sharded}
-        if rows < count:
-            options["micro_batch"] = cut_batch(inputs, count, rows)
         trace = record_step(model, inputs, settings, **options)
     state = tuple(fact.size_bytes for fact in facts for _ in range(2))  # AdamW's averages; it steps after the peak
-    return replayed_peak(trace, settings, OptimizerMemory(state, 0, (), ()), -(-count // rows))
+    return replayed_peak(trace, settings, OptimizerMemory(state, 0, (), ()), 1)
 
 
 @pytest.mark.parametrize("names", [(FAST,), pytest.param(tuple(set(CASES) - {FAST}), marks=pytest.mark.slow)])

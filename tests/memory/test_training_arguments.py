@@ -32,7 +32,6 @@ READ: list[tuple[dict[str, Any], dict[str, Any]]] = [  # arguments, and settings
     ({"bf16": True}, {"precision": "bf16"}),
     ({"optim": "adamw_bnb_8bit"}, {"optim": "adamw_bnb_8bit"}),
     ({"optim": "adafactor", "weight_decay": 0.1}, {"optim": "adafactor", "weight_decay": 0.1}),
-    (*[{"optim": "galore_adamw", "optim_target_modules": "all-linear", "optim_args": "rank=4"}] * 2,),
     *((given, given) for given in ({"max_grad_norm": 0.5}, {"gradient_accumulation_steps": 3})),
     ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 3}}}, {"gradient_accumulation_steps": 3}),
     *((given, given) for given in ({"label_smoothing_factor": 0.1}, {"torch_empty_cache_steps": 4})),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from ladders import bar_of
 
 from hand_made import MIB, SMALL, hand_made
 from hf_memopt.components import COLOURS
 from hf_memopt.memory import Estimate
-from hf_memopt.memory.output import bar_of
-from hf_memopt.reports.pictures import Bar, Limit, draw_bars, height_of
+from hf_memopt.plotting import LIGHT
+from hf_memopt.reports.pictures import Bar, Limit, bars_figure, height_of
 from hf_memopt.reports.pictures.bar_picture import MOST_OF_GPU
 
 pytest.importorskip("matplotlib")
@@ -20,24 +21,17 @@ LARGE = hand_made(4)
 def bars(gpu_bytes: int | None = SMALL.usable_bytes) -> list[Bar]:
     gpu = None if gpu_bytes is None else replace(SMALL, usable_bytes=gpu_bytes)
     small, large = (replace(found, gpu=gpu) for found in (hand_made(), LARGE))
-    given: list[tuple[str, str, Estimate | None]] = [
-        ("baseline", "fp32", large),
-        ("LoRA", "rank 16", small),
-        ("LoRA", "+ frozen", None),
-    ]
-    return [bar_of(*one) for one in given]
+    given: dict[str, Estimate | None] = {"fp32": large, "rank 16": small, "+ frozen": None}
+    return [bar_of(*one) for one in given.items()]
 
 
 @pytest.fixture
-def drawn(monkeypatch, tmp_path):
+def drawn():
     """Return a function that draws and returns the axes."""
-    figures = []
-    monkeypatch.setattr("hf_memopt.plotting.save_picture", lambda figure, path, *_: figures.append(figure))
 
     def draw(given: list[Bar], usable_bytes: int | None = SMALL.usable_bytes):
         limit = None if usable_bytes is None else Limit("GPU 4GB", usable_bytes)
-        draw_bars(given, tmp_path / "p.png", title="a model", limit=limit)
-        return figures[-1].axes[0]
+        return bars_figure(given, limit, LIGHT, "a model").axes[0]
 
     return draw
 
@@ -59,7 +53,7 @@ def test_a_bar_is_as_long_as_the_total_and_the_gpu_is_a_line(drawn) -> None:
     [line] = axes.lines
     assert line.get_xdata()[0] == pytest.approx(usable / 2**30)
     texts = [text.get_text().strip() for text in axes.texts]
-    assert {"fp32", "LoRA", "rank 16", "+ frozen", "not estimable"} <= set(texts)
+    assert {"fp32", "rank 16", "+ frozen", "not estimable"} <= set(texts)
     assert f"{totals[0]:.2f}" in texts
     assert {f"{totals[1]:.2f}", "fits", "too large"} <= set(
         texts
@@ -73,7 +67,7 @@ def test_a_bar_far_beyond_the_gpu_is_cut_and_says_so(drawn) -> None:
 
 
 def test_without_a_gpu_there_is_no_line(drawn) -> None:
-    axes = drawn([bar_of("baseline", "fp32", hand_made(gpu=None, context_bytes=None))], None)
+    axes = drawn([bar_of("fp32", hand_made(gpu=None, context_bytes=None))], None)
     assert not axes.lines
     assert not any("fits" in text.get_text() for text in axes.texts)
 
@@ -93,16 +87,8 @@ def test_what_was_measured_is_marked(drawn) -> None:
     assert "published, measured" in [text.get_text() for text in legend.get_texts()]
 
 
-def test_bars_without_a_group_have_no_heading_and_long_labels_make_rows_higher() -> None:
-    flat = [replace(bar, group="") for bar in bars()]
-    assert height_of(flat) < height_of(bars())
-    assert height_of([replace(bar, label=f"{bar.label}\nmore") for bar in flat]) > height_of(flat)
-
-
-@pytest.mark.parametrize(("name", "start"), [("l.png", b"\x89PNG"), ("l.svg", b"<?xml"), ("l.pdf", b"%PDF")])
-def test_the_ending_chooses_the_format(tmp_path, name, start) -> None:
-    draw_bars(bars(), tmp_path / name, title="a model", limit=None)
-    assert (tmp_path / name).read_bytes().startswith(start)
+def test_long_labels_make_rows_higher() -> None:
+    assert height_of([replace(bar, label=f"{bar.label}\nmore") for bar in bars()]) > height_of(bars())
 
 
 def test_the_line_of_a_gpu_far_beyond_the_bars_is_in_the_picture(drawn) -> None:

@@ -62,7 +62,7 @@ def test_an_out_of_memory_says_what_was_alive_and_what_fits() -> None:
     assert {one for one in read.ids if one.isalpha()} == {*SECTIONS, "alive"}
     said = read.words
     assert "Memory ran out at step 3, backward with 4 rows of 512 tokens." in said
-    assert "batch_size=1, gradient_accumulation_steps=16 needs 6.90 GiB: fits, 0.81 GiB to spare" in said
+    assert "To find what fits: hf-memopt plan gpt2 --gpu 'RTX 4060' --seq-len 512 --effective-batch 16" in said
     assert "6.84 GiB in tensors, 7.23 GiB reserved by torch's allocator." in said
     assert "other tensors 4 x 512 x 128256 bfloat16 1 501.0 MiB" in said
     assert "32.0 MiB 30 960.0 MiB" in said
@@ -97,13 +97,13 @@ def test_a_folder_makes_the_page_and_the_newest_process_is_taken(
             "is nothing to report (it has neither the field candidates of a plan nor micro_batching of a run)",
         ),
         (
-            finished_run(format=2),
-            "(it has format 2, written by hf-memopt 0.2.0); expected what this version of hf-memopt writes. Train",
+            finished_run(format=3),
+            "(it has format 3, written by hf-memopt 0.2.0); expected what this version of hf-memopt writes. Train",
         ),
-        (finished_run(last_step=-1), "(last_step=-1 is invalid; expected an integer of 0 or more)"),
-        (finished_run(out_of_memory=lost_run()["out_of_memory"]), "(it is out of memory and does not say how, or the"),
-        (finished_run(steps={"x": {"first": [1], "bytes": []}}), "(it has steps without one peak for each)"),
-        (lost_run(steps={"x": {"first": ["z"], "bytes": [1]}}), "(steps.x.first[0]='z' is invalid;"),
+        (
+            {"format": 2, "micro_batching": None},
+            "cannot be drawn (KeyError: 'batches'); expected a file as hf-memopt wrote it. Write it anew: ",
+        ),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path: Path, content: Any, says: str) -> None:

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback
 import tiny
 from hf_memopt import PrecisionCallback
 from hf_memopt.binding import attach
+from hf_memopt.binding.losses import KnownLoss
 from hf_memopt.techniques.microbatching import MicrobatchCallback
 from hf_memopt.techniques.nonfinite.overflow import OverflowCallback, StepReading, read_step
 from scarcity import Scarcity
@@ -359,7 +360,7 @@ def test_gradients_are_looked_at_where_a_trainer_clips_by_itself(tmp_path: Any) 
     assert (callback.nonfinite_steps, bool(model.classifier.weight.isnan().any())) == (1, False)
 
 
-def test_beside_micro_batching_it_sees_whole_batches_once(tmp_path: Any) -> None:
+def test_beside_micro_batching_it_sees_whole_batches_once(tmp_path: Any, monkeypatch: Any) -> None:
     recorder, callback, shortage = Recorder(), OverflowCallback(), Scarcity(calls=(9,))
     model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
     shortage.watch(model)
@@ -367,7 +368,9 @@ def test_beside_micro_batching_it_sees_whole_batches_once(tmp_path: Any) -> None
     trainer = attach(
         nonfinite_models.make_trainer(model, nonfinite_models.rows(16, bad=(5,)), tmp_path, **settings), callback
     )
-    cutting = MicrobatchCallback(max_tokens=16, loss="sum")  # stated, since the model has a hook
+    # the model has a hook, so that its loss is not looked up
+    monkeypatch.setattr("hf_memopt.techniques.microbatching.step.known_loss", lambda *_: KnownLoss("sum", __file__))
+    cutting = MicrobatchCallback(max_tokens=16)
     attach(trainer, cutting, recorder)  # bound later, it is none the less within
     trainer.train()
     # five passes verify the loss; then at the second micro-batch of accumulation step 1

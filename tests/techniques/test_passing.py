@@ -27,7 +27,7 @@ from technique_table import TABLE, Run, examples, make_trainer, run
 from two_ranks import run_pair
 
 WITH_CALLBACK = [name for name in TECHNIQUES if TABLE[name].callback is not None]
-ONLY_BOUND = ("memory report", "freezing", "gradual unfreezing")
+ONLY_BOUND = ("memory report", "freezing")
 ACCUMULATING = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 UNBOUND = (

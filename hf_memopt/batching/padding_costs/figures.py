@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,9 +29,6 @@ from hf_memopt.batching.padding_costs.strategies import (
 from hf_memopt.batching.plan import LengthBuckets, check_batch_limits, check_settings
 from hf_memopt.plain_data import check_value, checked_path
 from hf_memopt.units import percent
-
-if TYPE_CHECKING:
-    from hf_memopt.reports.plan import PaddingData
 
 MOST_SIMULATED = 200_000
 PERCENTILES = (50, 75, 90, 95, 99)
@@ -124,7 +121,7 @@ class PaddingReport:
         """
         from hf_memopt.reports.plan import draw_lengths
 
-        draw_lengths(cast("PaddingData", self.as_dict()), checked_path("path", path), self.unit)
+        draw_lengths(self.as_dict(), checked_path("path", path), self.unit)
 
 
 def padding_report(

@@ -34,7 +34,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 from torch.utils.data import SequentialSampler
 
-from hf_memopt.batching import ExactLoss, lengths_of
+from hf_memopt.batching import lengths_of
 from hf_memopt.batching.collation import RowReader
 from hf_memopt.batching.plan import checked_position
 from hf_memopt.batching.views.view import (
@@ -304,9 +304,7 @@ class _ExactLoss:
 
     def count(self, before: Callable[..., Any], batches: list[Any], device: torch.device) -> Any:
         """Return the count of this batch for a user's loss; None, for the mean, where there is none."""
-        loss_func = self.trainer.compute_loss_func
-        is_heads = loss_func is None and is_stock(self.trainer, "compute_loss")
-        if is_heads or isinstance(loss_func, ExactLoss):  # the latter: over these labels
+        if self.trainer.compute_loss_func is None and is_stock(self.trainer, "compute_loss"):
             return None
         # 5.8.1 counts the first label of a causal LM's row as well
         return self._count(batches[0]["labels"]) if self._unit == "token" else before(batches, device)

@@ -134,13 +134,9 @@ def _names_in_use(trainer: Any, *callbacks: Any) -> set[Any]:
 
 
 def names_of(part: Any) -> set[Any]:
-    """Return the names that a part bears: an optimizer class may be one technique around another.
-
-    ``variant`` names a use of a technique that more is refused for.
-    """
+    """Return the names that a part bears: an optimizer class may be one technique around another."""
     kind = part if isinstance(part, type) else type(part)
-    own = {getattr(part, "technique", None), getattr(part, "variant", None)}
-    return own.union(vars(base).get("technique") for base in kind.__mro__)
+    return {getattr(part, "technique", None), *(vars(base).get("technique") for base in kind.__mro__)}
 
 
 def optimizers_of(trainer: Any) -> tuple[Any, ...]:

@@ -9,4 +9,3 @@ from .known_losses import is_stock as is_stock
 from .known_losses import known_loss as known_loss
 from .row_weights import CLASSES as CLASSES
 from .row_weights import KnownLoss as KnownLoss
-from .row_weights import stated_loss as stated_loss

@@ -70,8 +70,7 @@ def _is_settled(trainer: Any) -> bool:
         return True
     if not versions.takes(trainer.compute_loss, "num_items_in_batch"):  # a subclass calls its compute_loss its own way
         return True
-    # a word where TRL's losses are not to be divided; that of exact_loss counts
-    return function is not None and (not callable(function) or hasattr(function, "mean_over"))
+    return function is not None and not callable(function)  # a word where TRL's losses are not to be divided
 
 
 def _watch_first_step(trainer: Any) -> UndoHandle:

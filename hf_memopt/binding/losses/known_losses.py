@@ -131,11 +131,7 @@ def _of_stock(trainer: Any, model: Any, items: Any) -> KnownLoss | str:
     """Return how ``Trainer.compute_loss`` makes its loss."""
     config = getattr(unwrap_model(model), "config", None)
     if trainer.compute_loss_func is not None:
-        over = getattr(trainer.compute_loss_func, "mean_over", None)
-        if over is None or not is_listed(type(trainer.compute_loss_func).__call__):
-            return f"compute_loss_func is {trainer.compute_loss_func!r}"
-        source = "hf_memopt/batching/exact_losses.py, ExactLoss"
-        return KnownLoss(over if items is None else "sum", source, config=config)
+        return f"compute_loss_func is {trainer.compute_loss_func!r}"
     if trainer.label_smoother is not None:
         return _of_smoother(trainer, model, items)
     head = _head(model)
@@ -165,7 +161,7 @@ def _of_smoother(trainer: Any, model: Any, items: Any, *, shifts: bool | None = 
 
 def _of_sft(trainer: Any, function: Callable[..., Any], items: Any) -> KnownLoss | str:
     """Return how TRL's ``SFTTrainer`` makes its loss: ``nll`` and ``dft`` are sums over predicted labels."""
-    if trainer.args.world_size > 1 and not trainer.is_fsdp_enabled:  # a process that cuts more would wait for ever
+    if trainer.args.world_size > 1:  # a process that cuts more would wait for ever
         return "SFTTrainer adds up metrics over the processes whenever it computes a loss"
     of_sequence_parallelism = "a part of loss, outputs"
     found = assigned(function, "loss") - SFT_LOSSES.keys()

@@ -1,4 +1,4 @@
-"""How the loss of a batch is made of the losses of its rows: one mean over rows, labels, a column, or a plain sum."""
+"""How the loss of a batch is made of the losses of its rows: one mean over rows or labels, or a plain sum."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from typing import Any
 import torch
 
 from hf_memopt.binding.model import IGNORED_LABEL
-from hf_memopt.errors import did_you_mean
-from hf_memopt.plain_data import shown
 
 CLASSES = "targets by problem type"
 POSITIONS = "positions of answers"
-
-MEANS = ("sum", "mean over rows", "mean over labels", "mean over shifted labels")
-"""What may be stated of a loss, beside "mean over <column of the batch>"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +19,7 @@ class KnownLoss:
     """How the loss of a batch is made of the losses of its rows."""
 
     # what one mean is over: "rows", "labels", "shifted labels" (without the first of each row), `CLASSES` (as the
-    # problem type of the config says), `POSITIONS`, a column of the batch; "sum" if losses of parts add up
+    # problem type of the config says), `POSITIONS`; "sum" if losses of parts add up
     over: str
     source: str  # where this is written
     divides: bool = False  # whether class labels are a sum that `num_items_in_batch` divides; for `CLASSES` alone
@@ -60,8 +55,6 @@ class KnownLoss:
                 return "it has no tensor of labels"
             if self.over == CLASSES:
                 return self._reason_against_classes(inputs, labels)
-        elif self.over not in ("sum", "rows") and _column(inputs, self.over) is None:
-            return f"it has no column {self.over} with one entry per row"
         return None
 
     def _counts(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -78,9 +71,7 @@ class KnownLoss:
                 shifted = inputs.get("shift_labels")
                 labels = labels[..., 1:] if shifted is None else shifted  # type: ignore[index]
             return _per_row(labels != IGNORED_LABEL)
-        if over in ("rows", POSITIONS):
-            return torch.ones(_rows(inputs))
-        return _per_row(_column(inputs, over))
+        return torch.ones(_rows(inputs))
 
     def problem_type(self, labels: Any) -> str:
         """Return what a classification head takes labels for, by the rule of ``ForSequenceClassificationLoss``."""
@@ -112,38 +103,10 @@ class KnownLoss:
         return None
 
 
-def stated_loss(text: str) -> KnownLoss:
-    """Return the loss that a user has stated, as ``MEANS`` names it.
-
-    "mean over <column>" weighs each row by what its values of that column add up to: a mask, a weight, a count.
-
-    Examples:
-        >>> stated_loss("mean over rows").row_weights({"labels": torch.tensor([1, 0])})
-        [0.5, 0.5]
-        >>> stated_loss("mean over attention_mask").row_weights({"attention_mask": torch.tensor([[1, 1], [1, 0]])})
-        [0.6666666666666666, 0.3333333333333333]
-    """
-    over = text.removeprefix("mean over ") if isinstance(text, str) else ""
-    if not isinstance(text, str) or (text != "sum" and (not over or over == text or over == "sum")):
-        raise ValueError(
-            f"loss={shown(text)} is unknown; expected one of {', '.join(MEANS)}, or 'mean over <column of the batch>'."
-            f'{did_you_mean(text, MEANS)} Call MicrobatchCallback(loss="mean over labels")'
-        )
-    return KnownLoss(over, f"stated as loss={text!r}")
-
-
 def _rows(inputs: Mapping[str, Any]) -> int:
     names = ("labels", "input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features", *inputs)
     found = (inputs[name] for name in names if torch.is_tensor(inputs.get(name)) and inputs[name].dim() > 0)
     return len(next(found))
-
-
-def _column(inputs: Mapping[str, Any], name: str) -> torch.Tensor | None:
-    """Return a column with one entry per row; of nested ones by a dotted name."""
-    value: Any = inputs
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value if torch.is_tensor(value) and value.dim() > 0 and len(value) == _rows(inputs) else None
 
 
 def _per_row(values: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Name parts of a model by one word, whatever the architecture calls them: embeddings, base, layers by index.
 
-Shared by freezing, gradual unfreezing and checkpointing policies.
+Shared by freezing and checkpointing policies.
 """
 
 from __future__ import annotations

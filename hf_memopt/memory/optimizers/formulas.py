@@ -1,7 +1,7 @@
 """The memory of each family of optimizers, and the names of ``TrainingArguments(optim=...)`` that belong to it.
 
-Source: torch 2.13, transformers 5.8 to 5.23, bitsandbytes 0.50, schedulefree 1.4.1, torch-optimi 0.3.3, galore-torch
-1.0, lomo-optim 0.1.1 and grokadamw 0.1.2.
+Source: torch 2.13, transformers 5.8 to 5.23, bitsandbytes 0.50, schedulefree 1.4.1, torch-optimi 0.3.3, lomo-optim
+0.1.1 and grokadamw 0.1.2.
 
 On a GPU torch's own optimizers update all tensors of one dtype and one parameter group together (``foreach``); stock
 ``Trainer`` makes two groups, with weight decay and without. ``adamw_torch_fused`` needs no temporaries, but keeps its
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from hf_memopt.memory.optimizers.low_rank import SVD_NOTE, low_rank_adamw, low_rank_order, projection
 from hf_memopt.memory.optimizers.parameters import (
     FLOAT_BYTES,
     Family,
@@ -141,41 +140,24 @@ def _casts(parameter: ParameterFacts) -> tuple[int, ...]:
 
 
 def _adafactor(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
-    """transformers.optimization.Adafactor, and GaLore's, in float32 whatever the weights are.
+    """transformers.optimization.Adafactor, in float32 whatever the weights are.
 
     Two tensors of the gradient's size are held at once, and the last parameter's update while they are first computed.
     """
-    projects = request.settings.optim == "galore_adafactor"
     state: list[int] = []
     step: list[tuple[int, ...]] = []
-    update_bytes = cast_bytes = 0  # what the last parameter left
-    for parameter in low_rank_order(parameters) if projects else in_order(parameters):
+    update_bytes = 0  # what the last parameter left
+    for parameter in in_order(parameters):
         full_bytes = parameter.elements * FLOAT_BYTES
         casts = _casts(parameter)
-        shape = parameter.shape
-        if projects and parameter.is_linear:
-            projected = projection(parameter, request, FLOAT_BYTES)
-            shape = projected.low_shape
-            state += projected.matrix_bytes
-            step.append((update_bytes, cast_bytes, *casts[:1], *projected.making_bytes))
-            casts = casts[1:]  # the gradient's is freed, the weights' is made now
-        low_bytes = math.prod(shape) * FLOAT_BYTES
-        factors = tuple(count * FLOAT_BYTES for count in _rows_and_columns(shape))
+        factors = tuple(count * FLOAT_BYTES for count in _rows_and_columns(parameter.shape))
         state += [*factors, FLOAT_BYTES]  # and the root mean square of the weights
-        if shape is not parameter.shape:
-            step += [
-                (update_bytes, *casts, low_bytes, low_bytes, low_bytes),
-                (*casts, low_bytes, low_bytes, low_bytes, *factors),
-                (*casts, low_bytes, low_bytes, full_bytes, full_bytes),
-                (*casts, low_bytes, full_bytes, full_bytes),
-            ]
-        else:
-            step += [
-                (update_bytes, *casts, full_bytes, full_bytes),
-                (*casts, full_bytes, full_bytes, *(factors if len(shape) > 1 else ())),
-            ]
-        update_bytes, cast_bytes = full_bytes, sum(casts[:1])
-    return memory_of(state, step, notes=(SVD_NOTE,) if projects else ())
+        step += [
+            (update_bytes, *casts, full_bytes, full_bytes),
+            (*casts, full_bytes, full_bytes, *(factors if len(parameter.shape) > 1 else ())),
+        ]
+        update_bytes = full_bytes
+    return memory_of(state, step)
 
 
 def _lomo(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
@@ -238,11 +220,6 @@ FAMILIES: dict[str, Family] = {
     "adagrad": _adagrad,
     "rmsprop": _rmsprop,
     "adafactor": _adafactor,
-    "galore_adafactor": _adafactor,
-    "galore_adamw": low_rank_adamw,
-    "galore_adamw_layerwise": low_rank_adamw,
-    "apollo_adamw": low_rank_adamw,
-    "apollo_adamw_layerwise": low_rank_adamw,
     "lomo": _lomo,
     "adalomo": _adalomo,
     "grokadamw": _grokadamw,

@@ -22,7 +22,6 @@ class ParameterFacts:
         shape: of the parameter.
         element_size: bytes of an element.
         is_embedding: whether it is the weight of an ``nn.Embedding``, also if the weight is tied.
-        is_linear: whether its first name is the weight of an ``nn.Linear``.
         decays: whether stock ``Trainer`` puts it into the group with weight decay.
     """
 
@@ -30,7 +29,6 @@ class ParameterFacts:
     shape: tuple[int, ...]
     element_size: int
     is_embedding: bool
-    is_linear: bool = False
     decays: bool = True
 
     @property
@@ -56,7 +54,6 @@ class OptimizerMemory:
             freed.
         first_step: the same of the first step.
         releases_gradients: whether each parameter steps within the backward pass, and frees its gradient there.
-        notes: what is not counted.
         alone: then the memory of each parameter, in the given order; what all share is counted with the first.
     """
 
@@ -65,7 +62,6 @@ class OptimizerMemory:
     step: tuple[tuple[int, ...], ...]
     first_step: tuple[tuple[int, ...], ...]
     releases_gradients: bool = False
-    notes: tuple[str, ...] = ()
     alone: tuple[OptimizerMemory, ...] = ()
 
     @property

@@ -1,12 +1,11 @@
 """The memory of an optimizer, by its name in ``TrainingArguments(optim=...)``: its state and the temporaries of a step.
 
-The sizes are formulas, read from the sources of torch, transformers, bitsandbytes and six further packages
-(``formulas``, ``low_rank``) and checked against the real classes by the tests. So an estimate takes milliseconds, and
+The sizes are formulas, read from the sources of torch, transformers, bitsandbytes and four further packages
+(``formulas``) and checked against the real classes by the tests. So an estimate takes milliseconds, and
 the package of an optimizer need not be installed. Bytes of state per fp32 parameter: AdamW 8, and without ``fused`` 4
 more during a step; 8-bit AdamW 2.03; Lion half of AdamW; Adafactor 4 x (rows + columns) / elements.
 
-Limitations: sharded states, scalars within a step (512 bytes each), the workspace of cuSOLVER in GaLore's singular
-value decomposition (noted in ``OptimizerMemory.notes``).
+Limitations: sharded states, scalars within a step (512 bytes each). GaLore and APOLLO are refused.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ def parameter_facts(model: nn.Module) -> list[ParameterFacts]:
     from transformers.trainer_pt_utils import get_parameter_names  # transformers.trainer would import PEFT with it
 
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     decaying = set(get_parameter_names(model, [nn.LayerNorm], _WITHOUT_DECAY))  # type: ignore[no-untyped-call]
     return [
         ParameterFacts(
@@ -68,7 +66,6 @@ def parameter_facts(model: nn.Module) -> list[ParameterFacts]:
             shape=tuple(parameter.shape),
             element_size=parameter.element_size(),
             is_embedding=id(parameter) in embeddings,
-            is_linear=name in linear,
             decays=name in decaying,
         )
         for name, parameter in model.named_parameters()
@@ -94,7 +91,7 @@ def optimizer_memory(parameters: Sequence[ParameterFacts], settings: StepSetting
 
     Raises:
         ValueError: ``optim`` is unknown, or does not work element by element, which ``rounding`` needs; ``optim_args``
-            cannot be parsed; a low-rank optimizer finds no module.
+            cannot be parsed.
         NotEstimableError: the memory of this optimizer cannot be predicted; the message says why.
 
     Examples:
@@ -107,7 +104,6 @@ def optimizer_memory(parameters: Sequence[ParameterFacts], settings: StepSetting
     """
     family = _family(settings)
     request = OptimizerRequest(settings, _read_arguments(settings.optim_args))
-    parameters = _with_targets(parameters, settings)
     whole = family(parameters, request)
     if not (settings.steps_in_backward or whole.releases_gradients):
         return whole
@@ -182,35 +178,6 @@ def _read_arguments(optim_args: str | None) -> dict[str, str]:
     return arguments
 
 
-def _with_targets(parameters: Sequence[ParameterFacts], settings: StepSettings) -> Sequence[ParameterFacts]:
-    """Return the parameters; with a low-rank optimizer only its targets keep ``is_linear``."""
-    if settings.optimizer_memory is not None or not settings.optim.startswith(("galore", "apollo")):
-        return parameters
-    from transformers.trainer_utils import check_target_module_exists
-
-    targets = settings.optim_target_modules
-    if not isinstance(targets, (str, list)) or not targets:
-        raise ValueError(
-            f"optim_target_modules={targets!r} names no module, which optim={settings.optim!r} needs; expected "
-            "names, a regular expression or 'all-linear'. Pass optim_target_modules='all-linear'"
-        )
-    every = isinstance(targets, str) and targets.replace("_", "-") == "all-linear"
-    marked = [
-        replace(
-            parameter,
-            is_linear=parameter.is_linear
-            and (every or bool(check_target_module_exists(targets, parameter.name.removesuffix(".weight")))),
-        )
-        for parameter in parameters
-    ]
-    if not any(parameter.is_linear for parameter in marked):
-        raise ValueError(
-            f"optim_target_modules={targets!r} matches no trainable nn.Linear; expected the name of at least one. "
-            "Pass optim_target_modules='all-linear'"
-        )
-    return marked
-
-
 # ---- 16-bit weights
 
 
@@ -237,7 +204,7 @@ def _rounded(family: Family, rounding: str, *, makes_slices: bool) -> Family:
             host_state_bytes += own.host_state_bytes
             step += _slices(family, full, request)
             first_step += _slices(family, full, request, makes_state=makes_slices)
-        return memory_of(state, step, host_state_bytes=host_state_bytes, first_step=first_step, notes=found.notes)
+        return memory_of(state, step, host_state_bytes=host_state_bytes, first_step=first_step)
 
     return memory
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt import plotting
 from hf_memopt.components import parts_of
 from hf_memopt.memory.output.estimate_text import describe, verdict
 from hf_memopt.memory.tracking import COMPONENTS, phase_spans
 from hf_memopt.plain_data import checked_path
-from hf_memopt.reports.pictures import TITLE_COLUMNS, Bar, Limit, TimelinePicture
+from hf_memopt.reports.pictures import TITLE_COLUMNS, Limit, TimelinePicture
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.memory import Estimate
     from hf_memopt.memory.tracking import Timeline
-    from hf_memopt.reports.plan import TimelineData
 
 STRETCHES = 2000
 DIGITS = 5  # of a position
@@ -52,15 +51,7 @@ def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
     plotting.write_picture(path, picture.draw, purpose=purpose)
 
 
-def bar_of(group: str, label: str, found: Estimate | None, *, measured_bytes: int | None = None) -> Bar:
-    """Return the bar of an estimate; of None one that says so."""
-    if found is None:
-        return Bar(label, {}, group)
-    parts = parts_of(found.components, found.peak_reserved_bytes, found.context_bytes)
-    return Bar(label, parts, group, found.verdict or "", measured_bytes=measured_bytes)
-
-
-def timeline_data(estimate: Estimate, stretches: int) -> TimelineData:
+def timeline_data(estimate: Estimate, stretches: int) -> dict[str, Any]:
     """Return the drawn events of loading, of the steps, and of evaluation; positions from 0 to 1."""
     timeline, reserved = estimate.timeline, estimate.timeline.reserved
     shown, ends = drawn_events(timeline, stretches), event_positions(timeline)

@@ -6,9 +6,11 @@ import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.components import COLOURS, COMPONENTS, CONTEXT, MARGIN_SHARE, parts_of
+from hf_memopt.notices import quoted
 from hf_memopt.technique_list import asked_by
 from hf_memopt.units import format_bytes, format_count, format_number, percent
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory import Estimate
     from hf_memopt.memory.settings import StepSettings
 
-FORMAT = 1  # of the JSON; raised when a field changes its meaning or goes
+FORMAT = 2  # of the JSON; raised when a field changes its meaning or goes
 BAR_COLUMNS = 20
 PHASES_FROM = 74  # columns, in which a line holds all of a phase
 COLOUR = {"fits": "green", "tight": "yellow", "over": "red"}
@@ -27,8 +29,13 @@ COLOUR = {"fits": "green", "tight": "yellow", "over": "red"}
 # ---- Table
 
 
-def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:
-    """Print the table to a terminal, the verdict in colour; ``wording`` changes notes, verdict and hints."""
+def print_estimate(
+    estimate: Estimate, console: Console, wording: Callable[[str], str] = lambda text: text, plan: str = ""
+) -> None:
+    """Print the table to a terminal, the verdict in colour; ``wording`` changes notes and verdict.
+
+    ``plan``: what to type to find what fits, the last line where it does not surely; a call of ``plan`` by default.
+    """
     flops = f"{format_number(estimate.flops / 1e12)} TFLOP per optimizer step"
     heading = f"{describe(estimate)}\n{_parameters(estimate)}; {flops}"
     lines = []
@@ -44,10 +51,11 @@ def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str]
     if lines:
         plain("\n".join(lines))
     style = f"bold {COLOUR[estimate.verdict]}" if estimate.verdict else "bold"
-    said = f"{verdict(estimate)}. Changes that were simulated:" if estimate.hints else verdict(estimate)
-    plain(wording(said), style=style)
-    for hint in estimate.hints or ():
-        plain(wording(str(hint)), style=COLOUR[hint.verdict])
+    if estimate.verdict in (None, "fits"):
+        plain(wording(verdict(estimate)), style=style)
+        return
+    plain(wording(f"{verdict(estimate)}. To find what fits:"), style=style)
+    plain(plan or _plan_call(estimate), soft_wrap=True)
 
 
 def _components(estimate: Estimate, block: str) -> RenderableType:
@@ -213,15 +221,27 @@ def verdict(estimate: Estimate) -> str:
     if estimate.verdict == "tight":
         wrong = f"less than the {100 // MARGIN_SHARE} % that an estimate may be wrong by"
         said = f"tight on {figures}, too close to tell: {format_bytes(spare_bytes)} to spare, {wrong}"
-    if estimate.hints:
-        return said
-    if estimate.hints is not None:
-        return f"{said}, and no change that was simulated needs less"
     largest = max(COMPONENTS, key=lambda name: estimate.components[name])
-    return (
-        f"{said}; {format_bytes(estimate.components[largest])} of the peak are {largest}. "
-        "estimate(..., hints=True) finds what makes it fit"
-    )
+    return f"{said}; {format_bytes(estimate.components[largest])} of the peak are {largest}"
+
+
+def plan_line(model: str, **given: Any) -> str:
+    """Return the command that plans a model, with the options that are given: the words of ``hf-memopt plan``.
+
+    Examples:
+        >>> plan_line("gpt2", gpu="RTX 3060 12GB", seq_len=512, task=None)
+        "hf-memopt plan gpt2 --gpu 'RTX 3060 12GB' --seq-len 512"
+    """
+    options = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
+    return " ".join(map(quoted, ["hf-memopt", "plan", model, *chain.from_iterable(options)]))
+
+
+def _plan_call(estimate: Estimate) -> str:
+    """Return the same in Python: of the model that ``estimate`` was given only the display name is known."""
+    assert estimate.gpu is not None
+    length = "" if estimate.seq_len is None else f", seq_len={estimate.seq_len}"
+    examples = estimate.batch_size * estimate.settings.gradient_accumulation_steps * estimate.settings.world_size
+    return f"plan(model, gpu={estimate.gpu.name!r}{length}, effective_batch_size={examples})"
 
 
 # ---- JSON
@@ -246,7 +266,6 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
         "total_bytes": estimate.total_bytes,
         "fits": estimate.fits,
         "verdict": estimate.verdict,
-        "hints": [hint.as_dict() for hint in estimate.hints or ()],
         "phase_peaks": {
             name: {"allocated_bytes": peak.allocated_bytes, "reserved_bytes": peak.reserved_bytes}
             for name, peak in estimate.phases.items()

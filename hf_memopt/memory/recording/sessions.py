@@ -41,7 +41,7 @@ from hf_memopt.memory.recording.streamed import RecordedStream
 from hf_memopt.memory.recording.trainer_loss import loss_among
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.tracking import Hidden, StorageTracker
-from hf_memopt.technique_list import TECHNIQUES, Technique, asked_by, load
+from hf_memopt.technique_list import Technique, asked_by, load
 from hf_memopt.units import format_bytes
 
 _NOT_IN_TRACE = {item.name for item in fields(StepSettings) if item.metadata.get("changes") == "replay"}
@@ -237,10 +237,7 @@ def _arguments(technique: Technique, settings: StepSettings) -> dict[str, Any]:
 
 
 def _checkpoint(model: nn.Module, settings: StepSettings) -> None:
-    own = {"offload": False} if settings.overlaps_offload else {}
-    compat.enable_checkpointing(model, {"use_reentrant": False, **settings.checkpointing_options, **own})
-    if settings.overlaps_offload:
-        load(TECHNIQUES["checkpointing policy"].function)(model)
+    compat.enable_checkpointing(model, {"use_reentrant": False, **settings.checkpointing_options})
     if settings.freeze:
         drop_input_gradients(model)
 

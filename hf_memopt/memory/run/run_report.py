@@ -1,6 +1,6 @@
 """Write what a run leaves: the picture of its peaks, its report in the output folder, the section of its model card.
 
-After a failure that ends the run the step is simulated once, and more to find what fits.
+After a failure that ends the run the step is simulated once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import checkpointing_of, versions
-from hf_memopt.binding.model import unwrap_model
+from hf_memopt.binding.model import task_of, unwrap_model
 from hf_memopt.changes import CHANGES
+from hf_memopt.devices import GPUS
 from hf_memopt.devices.readings import measured_device, read_context, read_memory
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import parse_object, shown
@@ -99,12 +100,14 @@ def write_failure(trainer: Any, error: BaseException, peaks: Peaks, record: RunR
         shape, of_evaluation = record.shape or record.largest, None
         if record.phase == "evaluation" and record.shape is not None:
             shape, of_evaluation = record.largest or record.shape, record.shape.rows
-        predicted, notes = _prediction(trainer, shape, hints=True, eval_batch_size=of_evaluation)
+        notify(logger, "out of memory: simulating the step, for its report (Ctrl-C to go without)")
+        predicted, notes = _prediction(trainer, shape, eval_batch_size=of_evaluation)
         told = _as_dict(trainer, peaks, record, "out of memory", predicted, notes)
+        told["plan"] = _plan(trainer, shape, predicted)
         page = _write(trainer, told, record.unwritten, with_page=True)
         if page is not None:
-            fits = "" if predicted is None else "".join(f"\n[memopt] {hint}" for hint in predicted["hints"])
-            error.add_note(f"[memopt] what was alive when memory ran out: {page}{fits}")
+            said = f"what was alive when memory ran out: {page}\n[memopt] to find what fits: {told['plan']}"
+            error.add_note(f"[memopt] {said}")
     except (Exception, KeyboardInterrupt) as failed:  # the original error is the one to see
         notify(logger, f"there is no report of the out-of-memory ({type(failed).__name__}: {failed})")
 
@@ -165,6 +168,7 @@ def _as_dict(
         "micro_batching": _micro_batching(trainer),
         "predicted": predicted,
         "out_of_memory": record.failure if state == "out of memory" else None,
+        "plan": "",
         "arguments": {
             name: str(getattr(getattr(args, name), "value", getattr(args, name)))
             for name in ARGUMENTS
@@ -180,13 +184,31 @@ def _as_dict(
     }
 
 
+def _plan(trainer: Any, shape: BatchShape | None, predicted: dict[str, Any] | None) -> str:
+    """Return what to type to find what fits: a command, or a call where the model has no name that it could load."""
+    from hf_memopt.memory.output import plan_line
+
+    args, model = trainer.args, unwrap_model(trainer.model)
+    examples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    gpu = GPUS.get("" if predicted is None else predicted["gpu"])
+    given = {
+        "gpu": None if gpu is None else gpu.name,  # of this machine by default
+        "seq_len": None if shape is None else shape.seq_len,
+    }
+    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    if name:
+        return plan_line(name, **given, task=task_of(model), effective_batch=examples)
+    known = {**{name: value for name, value in given.items() if value is not None}, "effective_batch_size": examples}
+    return f"plan(model, {', '.join(f'{name}={value!r}' for name, value in known.items())})"
+
+
 def _prediction(
-    trainer: Any, shape: BatchShape | None, *, hints: bool = False, eval_batch_size: int | None = None
+    trainer: Any, shape: BatchShape | None, *, eval_batch_size: int | None = None
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Return what the estimate says of a batch; None and a note where it cannot."""
     found, reason = None, "several processes"
     if trainer.args.world_size == 1:
-        found, reason = _predicted(trainer, shape, hints=hints, eval_batch_size=eval_batch_size)
+        found, reason = _predicted(trainer, shape, eval_batch_size=eval_batch_size)
     if found is None:
         return None, [f"not predicted: {reason}"]
     return {
@@ -199,25 +221,19 @@ def _prediction(
         "phases": _phases(found),
         "gpu": "" if found.gpu is None else found.gpu.name,
         "usable_bytes": None if found.gpu is None else found.gpu.usable_bytes,
-        "hints": [str(hint) for hint in found.hints or ()],
     }, []
 
 
-def _predicted(
-    trainer: Any, shape: BatchShape | None, *, hints: bool = False, **overrides: Any
-) -> tuple[Estimate | None, str]:
+def _predicted(trainer: Any, shape: BatchShape | None, **overrides: Any) -> tuple[Estimate | None, str]:
     """Return the estimate of a batch, or None and the reason."""
-    from hf_memopt.memory import estimate_of, with_hints
+    from hf_memopt.memory import estimate_of
 
     if trainer is None:
         return None, "the callback was not attached; call attach(trainer) before trainer.train()"
     if shape is None or not shape.rows:
         return None, "no batch of tensors was seen"
-    if hints:
-        notify(logger, "out of memory: simulating the step, to find what fits (Ctrl-C to go without)")
     try:
-        found = estimate_of(trainer, shape, **overrides)
-        return with_hints(trainer.model, found, labels_length=shape.labels_length) if hints else found, ""
+        return estimate_of(trainer, shape, **overrides), ""
     except Exception as error:  # NotEstimableError, and what a user's own model may raise on meta
         return None, str(error)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hf_memopt.binding.compatibility import refusal_of, refuse_without_adapters, steps_in_backward
 from hf_memopt.memory.settings.argument_spellings import in_own_names, unknown_setting
 from hf_memopt.plain_data import Count, CountOrZero, check_value, shown
-from hf_memopt.technique_list import asked_by
+from hf_memopt.technique_list import NO_OVERLAP, asked_by
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -51,7 +51,6 @@ class StepSettings:
         autocast_cache: whether autocast keeps the 16-bit copy of each trainable weight through a forward pass.
         optim: a name that ``TrainingArguments(optim=...)`` accepts.
         optim_args: extra arguments as text, as in ``TrainingArguments(optim_args=...)``.
-        optim_target_modules: modules of a low-rank optimizer (GaLore, APOLLO).
         weight_decay: some optimizers copy the gradients for it.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
         rounding: of weights in bfloat16 after an update: ``"nearest"`` as the plain optimizer, or ``"stochastic"`` or
@@ -70,8 +69,7 @@ class StepSettings:
         gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.
         micro_batch_size: examples of one forward pass, where a batch of a known loss is cut; None for the whole batch.
         checkpointing: whether activations are recomputed; a mapping for the options of
-            ``activation_checkpointing_kwargs`` (``every_n_layers``, ``offload``, ``use_reentrant``, ``context_fn``);
-            its ``offload`` may be ``"overlapped"`` too, as in ``checkpoint_layers``.
+            ``activation_checkpointing_kwargs`` (``every_n_layers``, ``offload``, ``use_reentrant``, ``context_fn``).
         label_smoothing_factor: 0 for the model's own loss, below 1.
         attn_implementation: None for the model's own.
         padding: whether batches contain padding, so that attention needs a mask of all pairs of tokens; None where
@@ -128,7 +126,6 @@ class StepSettings:
     autocast_cache: bool = _setting(True, changes="trace")
     optim: str = _setting("adamw_torch_fused", str, changes="replay")
     optim_args: str | None = _setting(None, str | None, changes="replay")
-    optim_target_modules: Any = _setting(None, changes="replay")
     weight_decay: float = _setting(0.0, changes="replay")
     embedding_bits: int = _setting(32, Literal[8, 32], changes="replay")
     rounding: str = _setting("nearest", Literal["nearest", "stochastic", "kahan"], changes="replay")
@@ -180,6 +177,9 @@ class StepSettings:
         for item in fields(self):
             if item.metadata.get("kind") is not None:
                 check_value(item.name, getattr(self, item.name), item.metadata["kind"], item.default)
+        offload = self.checkpointing_options.get("offload")
+        if isinstance(offload, str) and offload == "overlapped":
+            raise ValueError(NO_OVERLAP)
         if not _is_number(self.max_grad_norm):
             raise ValueError(
                 f"max_grad_norm={shown(self.max_grad_norm)} is not a number; expected one, 0 for no clipping. "
@@ -194,7 +194,8 @@ class StepSettings:
             raise ValueError(
                 f"audio_seconds={shown(self.audio_seconds)} is invalid; expected more than 0. Pass audio_seconds=10"
             )
-        if str(self.prepare) == "peft":
+        prepare: Any = self.prepare
+        if isinstance(prepare, str) and prepare == "peft":
             object.__setattr__(self, "prepare", (prepare_model_for_kbit_training,))
         functions = self.prepare if isinstance(self.prepare, tuple | list) else (None,)
         if not all(map(callable, functions)):
@@ -253,11 +254,6 @@ class StepSettings:
     def steps_in_backward(self) -> bool:
         """Whether each parameter steps within the backward pass, and frees its gradient there."""
         return self.gradient_release or steps_in_backward(self.optim)
-
-    @property
-    def overlaps_offload(self) -> bool:
-        """Whether inputs of layers are copied to the host and back while layers compute."""
-        return self.checkpointing_options.get("offload") == "overlapped"
 
     @property
     def checkpointing_options(self) -> Mapping[str, Any]:

@@ -89,12 +89,9 @@ def streaming_of_step(on_host: HostWeights, settings: StepSettings, passes: floa
 
 
 def communication_of_step(
-    facts: Sequence[ParameterFacts], settings: StepSettings, gathered_bytes: int, passes: float, reductions: int = 1
+    facts: Sequence[ParameterFacts], settings: StepSettings, gathered_bytes: int, passes: float
 ) -> Communication:
-    """Return what a step of several processes moves whose forward and backward passes each gather so many bytes.
-
-    FSDP2 reduces gradients in the micro-batches of the last accumulation step, so many ``reductions``.
-    """
+    """Return what a step of several processes moves whose forward and backward passes each gather so many bytes."""
     engine, processes = settings.engine, settings.world_size
     sent = (processes - 1) / processes
     size = _SHORT_BYTES if settings.precision in ("bf16", "fp16") else _FLOAT_BYTES
@@ -104,7 +101,7 @@ def communication_of_step(
         return Communication(round(2 * sent * gradients), BACKWARD_FRACTION / passes)
     reduced = trained * size
     link = {
-        "fsdp2": passes * gathered_bytes + reductions * reduced,
+        "fsdp2": passes * gathered_bytes + reduced,
         "zero2": 2 * passes * reduced + reduced,  # DeepSpeed reduces whole buckets for all, then gathers the weights
         "zero3": passes * (gathered_bytes + reduced),
     }[engine]
@@ -113,5 +110,5 @@ def communication_of_step(
         return Communication(round(sent * link), hiding)
     own = trained / processes
     weights = passes * gathered_bytes / processes if engine != "zero2" else own * size
-    to_host = own * size * passes if engine in ZERO_STAGES else own * _FLOAT_BYTES * reductions
+    to_host = own * size * passes if engine in ZERO_STAGES else own * _FLOAT_BYTES
     return Communication(round(sent * link), hiding, round(weights + to_host), round(_ADAMW_BYTES * own), processes)

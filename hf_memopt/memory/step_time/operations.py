@@ -166,7 +166,7 @@ _OF_TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
 }
-UNPRICED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "grokadamw", "schedule_free", "stable_adamw")
+UNPRICED_OPTIMIZERS = ("lomo", "adalomo", "grokadamw", "schedule_free", "stable_adamw")
 """How the names begin of those whose step is not counted."""
 
 _LAUNCHES_OF_BITSANDBYTES = 5  # a call from Python for each parameter

@@ -162,7 +162,6 @@ class StepCosts:
         communication: with other processes and the host, or with the host that streamed layers wait in; None for none.
         routes_tokens: whether tokens are routed to experts. What they cost assumes equally many for each, which ranks
             set-ups and predicts no time.
-        overlaps_copies: whether copies over PCIe run beside computing, which hides as many of them as it takes long.
     """
 
     passes: tuple[tuple[float, Counter[Operation]], ...]
@@ -173,7 +172,6 @@ class StepCosts:
     tf32: bool = False
     communication: Communication | Streaming | None = None
     routes_tokens: bool = False
-    overlaps_copies: bool = False
 
     @property
     def convolution_share(self) -> float:
@@ -288,8 +286,6 @@ def _computed(costs: StepCosts, prices: Prices) -> dict[str, float]:
         for cost, number in operations.items():
             seconds, part = prices.seconds(cost)
             parts[part] += times * number * seconds
-    if costs.overlaps_copies:
-        parts["PCIe"] = max(0.0, 2 * parts["PCIe"] - sum(parts.values()))
     for cost, number in costs.optimizer.items():
         seconds, part = prices.seconds(cost)
         parts[part if part == "PCIe" else "optimizer"] += number * seconds
@@ -340,7 +336,7 @@ def timing_of_step(
     communication: Communication | Streaming | None = None
     if settings.engine:
         gathered_bytes = traces[0].gathered_bytes
-        communication = communication_of_step(trainable, settings, gathered_bytes, micro_batches, plan.micro_batches)
+        communication = communication_of_step(trainable, settings, gathered_bytes, micro_batches)
     elif traces[0].on_host is not None:
         communication = streaming_of_step(traces[0].on_host, settings, micro_batches)
     costs = StepCosts(
@@ -351,7 +347,6 @@ def timing_of_step(
         examples=round(batch_size * batches_of_step),
         tokens=batch_size * sum(known) / len(steps) if len(known) == len(rows) else None,
         tf32=settings.precision == "tf32",
-        overlaps_copies=settings.overlaps_offload,
         routes_tokens=not settings.quantize_experts
         and any(name.rpartition(".")[2] in _OF_EXPERTS for name in traces[0].tracker.modules),
     )

@@ -17,7 +17,6 @@ from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.result import Plan
     from hf_memopt.recipes.planning.simulated import Candidate, Simulation
-    from hf_memopt.reports.plan import CellData, FitMapData
 
 STRETCHES = 100  # of the timeline; at most four events of each are kept
 
@@ -112,7 +111,7 @@ PARTS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # of the planned length
 SHORTEST = 16
 
 
-def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation) -> FitMapData:
+def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation) -> dict[str, Any]:
     """Return the map of a set-up: a cell for each of its rows of a micro-batch and, within these, each of its lengths.
 
     A cell has bytes where it was simulated, and none where others prove its verdict: more rows and longer rows need
@@ -137,7 +136,7 @@ def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation) 
         return one.usable_bytes - found[count, length]
 
     accumulated = [count for count in rows if count < share] if not simulation.is_whole(one.recipe) else rows
-    cells: list[list[CellData]] = []
+    cells: list[list[dict[str, Any]]] = []
     for part in (accumulated, [count for count in rows if count not in accumulated]):
         for count, verdicts in zip(part, settle(part, lengths, spare_bytes, one.margin_bytes), strict=True):
             totals = [found.get((count, length)) for length in lengths]

@@ -3,7 +3,6 @@ from .bar_picture import Limit as Limit
 from .bar_picture import bars_figure as bars_figure
 from .bar_picture import bars_in as bars_in
 from .bar_picture import colours_of as colours_of
-from .bar_picture import draw_bars as draw_bars
 from .bar_picture import height_of as height_of
 from .bar_picture import near as near
 from .timeline_picture import PHASE_SHADES as PHASE_SHADES

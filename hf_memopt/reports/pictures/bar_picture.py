@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,7 +41,6 @@ class Bar:
     Attributes:
         label: to the left of the bar.
         parts: bytes by name, from the beginning of the bar; empty where it is not estimable.
-        group: the heading it stands under; "" for none.
         verdict: "" where no GPU is known.
         note: behind the total.
         measured_bytes: a measured total to be marked; None for none.
@@ -51,7 +49,6 @@ class Bar:
 
     label: str
     parts: Mapping[str, int] = field(hash=False)
-    group: str = ""
     verdict: Literal["fits", "tight", "over", ""] = ""
     note: str = ""
     measured_bytes: int | None = None
@@ -77,24 +74,6 @@ def near(limit: Limit, most_bytes: int) -> Limit | None:
     return limit if 0 < limit.usable_bytes <= MOST_OF_GPU * most_bytes else None
 
 
-def draw_bars(bars: Sequence[Bar], path: Path, *, title: str, limit: Limit | None) -> None:
-    """Draw bars to a PNG, SVG or PDF file.
-
-    Args:
-        bars: in their order; those of a group one after the other.
-        path: the file.
-        title: what is compared.
-        limit: the GPU, whose usable memory is a line; None for no line.
-
-    Raises:
-        ValueError: ``path`` is not such a file, or cannot be written.
-        MissingExtraError: matplotlib is not installed.
-    """
-    plotting.write_picture(
-        path, lambda theme: bars_figure(bars, limit, theme, title), purpose="the picture of a comparison"
-    )
-
-
 def bars_figure(bars: Sequence[Bar], limit: Limit | None, theme: Theme, title: str = "") -> Figure:
     """Return the bars with their legend below and a title above."""
     figure = plotting.new_figure(height_of(bars) + (0.3 if title else 0))
@@ -113,22 +92,15 @@ def bars_in(figure: FigureBase, bars: Sequence[Bar], limit: Limit | None, theme:
 
 
 def height_of(bars: Sequence[Bar]) -> float:
-    """Return the inches of the bars with headings and legend; a label of several lines makes all rows higher."""
+    """Return the inches of the bars with their legend; a label of several lines makes all rows higher."""
     lines = max(bar.label.count("\n") + 1 for bar in bars)
-    return (2.0 if plotting.is_narrow() else 1.7) + (INCHES_OF_A_ROW + 0.15 * (lines - 1)) * (
-        len(bars) + len(_headings(bars))
-    )
+    return (2.0 if plotting.is_narrow() else 1.7) + (INCHES_OF_A_ROW + 0.15 * (lines - 1)) * len(bars)
 
 
 def colours_of(theme: Theme) -> dict[str, str]:
     """Return the colours of parts by name."""
     known = {CONTEXT: theme.strong, **COLOURS, UNUSED: theme.faint}
     return {**known, **{name: known[other] for name, other in ALIKE.items()}}
-
-
-def _headings(bars: Sequence[Bar]) -> list[str]:
-    """Return the groups that have a heading: all but the first, which is the baseline, and those without a name."""
-    return [group for group in dict.fromkeys(bar.group for bar in bars) if group not in (bars[0].group, "")]
 
 
 def _stacked_bars(axes: Axes, bars: Sequence[Bar], limit: Limit | None, theme: Theme) -> list[Any]:
@@ -138,22 +110,16 @@ def _stacked_bars(axes: Axes, bars: Sequence[Bar], limit: Limit | None, theme: T
         most_bytes = max(limit.usable_bytes, min(most_bytes, int(MOST_OF_GPU * limit.usable_bytes)))
     most_bytes = max(most_bytes, *(bar.measured_bytes or 0 for bar in bars))  # whose marks are not cut
     most_gib = to_gib(most_bytes)
-    headings, row = _headings(bars), 0
     axes.set_xlim(0, (1.45 if plotting.is_narrow() else ROOM) * most_gib)
     axes.spines["bottom"].set_bounds(0, most_gib)
     axes.locator_params(axis="x", nbins=4 if plotting.is_narrow() else 8)
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= most_gib])
-    axes.set_ylim(len(bars) + len(headings) - 0.4, -0.7)
+    axes.set_ylim(len(bars) - 0.4, -0.7)
     axes.set_yticks([])
     axes.set_xlabel("GiB at the peak")
     plotting.bare(axes, "top", "right", "left")
-    for group in dict.fromkeys(bar.group for bar in bars):
-        if group in headings:
-            _text_beside(axes, row, group, "left", weight="bold")
-            row += 1
-        for bar in (bar for bar in bars if bar.group == group):
-            _draw_bar(axes, row, bar, most_gib, theme)
-            row += 1
+    for row, bar in enumerate(bars):
+        _draw_bar(axes, row, bar, most_gib, theme)
     return _legend_of(axes, bars, limit, theme)
 
 

@@ -17,7 +17,6 @@ from hf_memopt import plotting
 from hf_memopt.components import CONTEXT
 from hf_memopt.plotting import Theme
 from hf_memopt.reports.pictures.bar_picture import Limit, colours_of, near
-from hf_memopt.reports.plan import TimelineData
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ PHASE_SHADES = {
 }
 
 
-def out_of_memory(line: TimelineData, context_bytes: int, usable_bytes: int) -> tuple[float, str] | None:
+def out_of_memory(line: Mapping[str, Any], context_bytes: int, usable_bytes: int) -> tuple[float, str] | None:
     """Return where more is reserved than is usable for the first time, and in which phase; None where it never is."""
     events = zip(line["positions"], line["reserved_bytes"], strict=True)
     over = next((at for at, size in events if size + context_bytes > usable_bytes), None)
@@ -61,7 +60,7 @@ class TimelinePicture:
         micro_batches: of a step, of which some may not be drawn.
     """
 
-    line: TimelineData
+    line: Mapping[str, Any]
     parts: Mapping[str, int]
     limit: Limit | None
     limit_label: str = ""

@@ -1,9 +1,5 @@
 from .lengths_picture import draw_lengths as draw_lengths
 from .page_of_plan import plan_page as plan_page
 from .plan_file import FORMAT as FORMAT
-from .plan_file import CellData as CellData
-from .plan_file import FitMapData as FitMapData
-from .plan_file import PaddingData as PaddingData
-from .plan_file import TimelineData as TimelineData
 from .plan_file import read_plan_text as read_plan_text
 from .plan_picture import draw_plan as draw_plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt import plotting
 from hf_memopt.components import COLOURS
 from hf_memopt.plotting import Theme
-from hf_memopt.reports.plan.plan_file import PaddingData
 from hf_memopt.units import percent
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ CELLS = "#9ECAE1"
 LINES = {"p50": "-", "p90": "--", "p95": "-.", "p99": ":"}
 
 
-def draw_lengths(report: PaddingData, path: Path, unit: str) -> None:
+def draw_lengths(report: Mapping[str, Any], path: Path, unit: str) -> None:
     """Draw the lengths and what each way of batching pads to a file; see ``PaddingReport.plot``."""
     purpose = "the picture of a padding report"
     plotting.write_picture(path, partial(lengths_figure, report, unit), purpose=purpose)
 
 
-def lengths_figure(report: PaddingData, unit: str, theme: Theme) -> Figure:
+def lengths_figure(report: Mapping[str, Any], unit: str, theme: Theme) -> Figure:
     """Return the picture, of lengths in a unit such as "tokens"."""
     rows = (0.75 if plotting.is_narrow() else 0.42) * len(report["strategies"])
     figure = plotting.new_figure(4.3 + rows)
@@ -39,7 +39,7 @@ def lengths_figure(report: PaddingData, unit: str, theme: Theme) -> Figure:
     return figure
 
 
-def _draw_histogram(report: PaddingData, axes: Axes, unit: str, theme: Theme) -> None:
+def _draw_histogram(report: Mapping[str, Any], axes: Axes, unit: str, theme: Theme) -> None:
     edges, counts = report["histogram"]["edges"], report["histogram"]["counts"]
     has_tail = report["histogram"]["has_tail"]
     cells = max(len(counts) - has_tail, 1)
@@ -64,7 +64,7 @@ def _draw_histogram(report: PaddingData, axes: Axes, unit: str, theme: Theme) ->
     axes.legend(loc="upper right", framealpha=0.9)
 
 
-def _draw_strategies(report: PaddingData, axes: Axes, unit: str, theme: Theme) -> None:
+def _draw_strategies(report: Mapping[str, Any], axes: Axes, unit: str, theme: Theme) -> None:
     """Draw what is computed for each way of batching, padding included, as a multiple of what is real."""
     found = report["strategies"]
     factors = [1 / max(min(float(one["padding_efficiency"]), 1.0), 1e-9) for one in found]

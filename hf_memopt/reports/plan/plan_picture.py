@@ -5,6 +5,7 @@ As the page, the picture is made of the JSON of a plan alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -14,7 +15,7 @@ from hf_memopt import plotting
 from hf_memopt.components import parts_of
 from hf_memopt.plotting import Theme
 from hf_memopt.reports.pictures import Bar, Limit, bars_in, height_of
-from hf_memopt.reports.plan.plan_file import CandidateData, FitMapData, PlanData, batch_of, is_same, shown_one
+from hf_memopt.reports.plan.plan_file import CandidateData, PlanData, batch_of, is_same, shown_one
 from hf_memopt.units import format_bytes, format_number, to_gib
 
 if TYPE_CHECKING:
@@ -92,18 +93,18 @@ def bars_of(told: PlanData) -> list[Bar]:
 # ---- Batches and lengths
 
 
-def map_figure(chart: FitMapData, one: CandidateData, theme: Theme) -> Figure:
+def map_figure(chart: Mapping[str, Any], one: CandidateData, theme: Theme) -> Figure:
     """Return a picture of which batches and lengths fit."""
     figure = plotting.new_figure(_height_of_map(chart))
     _draw_map(figure.subplots(), chart, one, theme)
     return figure
 
 
-def _height_of_map(chart: FitMapData) -> float:
+def _height_of_map(chart: Mapping[str, Any]) -> float:
     return max(INCHES_OF_A_CELL * (1.5 if plotting.is_narrow() else 1) * len(chart["rows"]) + 0.9, LEAST_INCHES)
 
 
-def _draw_map(axes: Axes, chart: FitMapData, one: CandidateData, theme: Theme) -> None:
+def _draw_map(axes: Axes, chart: Mapping[str, Any], one: CandidateData, theme: Theme) -> None:
     """Draw a cell for each batch and length, the largest batch on top."""
     from matplotlib.patches import Rectangle
 

@@ -73,7 +73,7 @@ def padding_share(told: RunData) -> float | None:
     batches = told["batches"]
     if batches["tokens"] is None or not batches["padded_tokens"]:
         return None
-    return 1 - min(batches["tokens"] / batches["padded_tokens"], 1.0)
+    return float(1 - min(batches["tokens"] / batches["padded_tokens"], 1.0))
 
 
 def _view(told: RunData) -> dict[str, Any]:

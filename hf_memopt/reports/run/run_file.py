@@ -1,16 +1,15 @@
-"""The JSON that ``MemoryReportCallback`` leaves in a run's output folder: its fields, and the reading of one."""
+"""The JSON that ``MemoryReportCallback`` leaves in a run's output folder, as pages read it; ``run_report`` writes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict, cast
+from typing import Any
 
 from hf_memopt.components import CONTEXT, UNUSED
-from hf_memopt.json_fields import Number, read_json
-from hf_memopt.plain_data import Count, CountOrZero
+from hf_memopt.json_fields import read_json
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a field changes its meaning or goes."""
 
 RUN_FILE = "memopt_run.json"
@@ -22,124 +21,9 @@ PREDICTED_PHASES = {"forward_backward": ("forward", "backward"), "evaluation": (
 """By the phases of a run that an estimate calls otherwise, what it calls them."""
 
 
-class StepsData(TypedDict):
-    """The peak of each stretch of optimizer steps: the first step of each, and the largest peak in it."""
-
-    first: list[CountOrZero]
-    bytes: list[CountOrZero]
-
-
-class CurveData(TypedDict):
-    """At each log its step and loss (None where it is not finite), and the means since the log before."""
-
-    step: list[CountOrZero]
-    loss: list[float | None]
-    seconds_per_step: list[Number]
-    tokens_per_second: list[Number]
-
-
-class BatchesData(TypedDict):
-    """The batches that the Trainer got: how many, their examples and tokens, and the largest of them."""
-
-    batches: CountOrZero
-    examples: CountOrZero
-    padded_tokens: CountOrZero
-    tokens: CountOrZero | None
-    largest_rows: CountOrZero
-    largest_length: CountOrZero | None
-
-
-class ChangeData(TypedDict):
-    """An automatic choice; see ``Change``. The values are text as Python writes them."""
-
-    name: str
-    old: str
-    new: str
-    reason: str
-
-
-class MicrobatchingData(TypedDict):
-    """What micro-batching did; see ``Tally``, and the limits that it ended with."""
-
-    steps: CountOrZero
-    cut_steps: CountOrZero
-    failures: CountOrZero
-    lost_seconds: Number
-    limits: dict[str, Count | None]
-
-
-class PredictedData(TypedDict):
-    """What the estimate of the largest batch says, or of the one that failed."""
-
-    batch_size: Count
-    seq_len: Count | None
-    reserved_bytes: CountOrZero
-    context_bytes: CountOrZero | None
-    components: dict[str, CountOrZero]
-    phases: dict[str, CountOrZero]
-    usable_bytes: Count | None
-    hints: list[str]
-
-
-class TensorsData(TypedDict):
-    """Tensors of one component, shape and dtype that were alive, and their bytes together."""
-
-    component: str
-    shape: list[CountOrZero]
-    dtype: str
-    count: Count
-    bytes: CountOrZero
-
-
-class BlocksData(TypedDict):
-    """Blocks of the allocator of one size that no tensor of Python begins."""
-
-    bytes: Count
-    count: Count
-
-
-class OutOfMemoryData(TypedDict):
-    """An out-of-memory that ended the run."""
-
-    step: CountOrZero
-    phase: str
-    rows: CountOrZero | None
-    length: CountOrZero | None
-    error: str
-    allocated_bytes: CountOrZero | None
-    reserved_bytes: CountOrZero | None
-    components: dict[str, CountOrZero]
-    tensors: list[TensorsData]
-    blocks: list[BlocksData] | None
-
-
-class RunData(TypedDict):
-    """A training run."""
-
-    state: Literal["training", "finished", "out of memory"]
-    model: str
-    parameters: CountOrZero
-    trainable_parameters: CountOrZero
-    device_name: str
-    device_bytes: CountOrZero | None
-    context_bytes: CountOrZero | None
-    process: CountOrZero
-    processes: Count
-    first_step: CountOrZero
-    last_step: CountOrZero
-    peaks: dict[str, dict[str, CountOrZero]]
-    components: dict[str, CountOrZero]
-    steps: dict[str, StepsData]
-    curve: NotRequired[CurveData]
-    batches: BatchesData
-    changes: list[ChangeData]
-    micro_batching: MicrobatchingData | None
-    predicted: PredictedData | None
-    out_of_memory: OutOfMemoryData | None
-    arguments: dict[str, str]
-    notes: list[str]
-    versions: dict[str, str]
-    environment: dict[str, str]
+RunData = dict[str, Any]
+StepsData = Mapping[str, list[int]]
+"""Of each stretch of optimizer steps its ``first`` one, and the ``bytes`` of the largest peak in it."""
 
 
 def run_name(process: int) -> str:
@@ -169,19 +53,7 @@ def read_run(text: str | bytes, name: str) -> RunData:
         ValueError: it is no run, or one of another version.
     """
     remedy = "Train again: attach(trainer, MemoryReportCallback())"
-    found = read_json(text, RunData, (FORMAT,), path=name, what="a run", remedy=remedy, check=_check_steps)
-    return cast(RunData, found)
-
-
-def _check_steps(told: RunData) -> None:
-    """Check what the types do not say."""
-    if (told["state"] == "out of memory") is not (told["out_of_memory"] is not None):
-        raise ValueError("it is out of memory and does not say how, or the other way round")
-    if any(len(one["first"]) != len(one["bytes"]) for one in told["steps"].values()):
-        raise ValueError("it has steps without one peak for each")
-    curve = cast(dict[str, list[float]], told.get("curve", {}))
-    if len({len(values) for values in curve.values()}) > 1:
-        raise ValueError("it has a curve with lists of different lengths")
+    return read_json(text, (FORMAT,), path=name, what="a run", remedy=remedy)
 
 
 # ---- What the fields say together

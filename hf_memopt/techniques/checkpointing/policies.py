@@ -17,7 +17,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,8 +32,8 @@ from hf_memopt.binding.undo import UndoHandle, override_method, set_attribute, u
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value, shown
+from hf_memopt.technique_list import NO_OVERLAP
 from hf_memopt.techniques import TechniqueCallback
-from hf_memopt.techniques.checkpointing.overlapped import overlap_offload
 from hf_memopt.techniques.checkpointing.selective import activation_memory_budget, selective_contexts
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ _BUDGET = re.compile(r"budget_(0(?:\.\d+)?|1(?:\.0+)?)")
 _STATE = ("gradient_checkpointing", "_gradient_checkpointing_func")  # transformers 5.8.1, 5.17.0 and 5.23.0
 
 
-def checkpoint_layers(
-    model: Any, policy: str = "full", *, offload: bool | str = False, compiled: bool = False
-) -> UndoHandle:
+def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False, compiled: bool = False) -> UndoHandle:
     """Switch non-reentrant checkpointing on in the layers, and for the operations, that ``policy`` names.
 
     A policy is one of:
@@ -69,8 +67,7 @@ def checkpoint_layers(
     Args:
         model: of transformers, or wrapped by PEFT.
         policy: as above.
-        offload: True to keep the inputs of the layers in the host's memory, as stock's ``offload``; ``"overlapped"``
-            to copy them there and back while layers compute (``overlapped``).
+        offload: True to keep the inputs of the layers in the host's memory: stock's ``offload``.
         compiled: whether the model will be compiled, which takes no care for ``BatchNorm``: running statistics then
             count a batch twice, as with stock's checkpointing.
 
@@ -96,8 +93,8 @@ def checkpoint_layers(
     _check_model(model, parsed)
     if offload:
         on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
-        check_offload(on_cpu=on_cpu, is_stocks=offload is True)
-    options: dict[str, Any] = {"use_reentrant": False, **({"offload": True} if offload is True else {})}
+        check_offload(on_cpu=on_cpu)
+    options: dict[str, Any] = {"use_reentrant": False, **({"offload": True} if offload else {})}
     if parsed.kind == "every":
         options["every_n_layers"] = parsed.number
     elif parsed.kind == "selective":
@@ -116,8 +113,6 @@ def checkpoint_layers(
     )
     had_hooks = bool(input_gradient_hooks(model))
     enable_checkpointing(model, options)
-    if offload == "overlapped":
-        overlap_offload(model)
     for layer in _checkpointing_layers(model):
         if chosen is not None:  # stock has no first layers, and every n-th one only from 5.17 on
             layer.gradient_checkpointing = layer in chosen
@@ -158,7 +153,7 @@ class CheckpointingCallback(TechniqueCallback):
 
     technique = "checkpointing policy"
 
-    def __init__(self, policy: str = "full", *, offload: bool | str = False) -> None:
+    def __init__(self, policy: str = "full", *, offload: bool = False) -> None:
         self._parsed = _parsed(policy, offload, budgets=True)
         super().__init__(policy, offload=offload)
         self.policy = policy
@@ -213,7 +208,9 @@ class _Policy(NamedTuple):
 
 def _parsed(policy: Any, offload: Any, *, budgets: bool = False) -> _Policy:
     """Return a parsed policy that goes with ``offload``; ``budgets``: whether a budget of torch.compile is accepted."""
-    check_value("offload", offload, bool | Literal["overlapped"], False)
+    if isinstance(offload, str) and offload == "overlapped":
+        raise ValueError(NO_OVERLAP)
+    check_value("offload", offload, bool, False)
     text = policy if isinstance(policy, str) else ""
     if text == "full":
         return _Policy(text, text)
@@ -293,9 +290,9 @@ def _check_model(model: Any, policy: _Policy) -> None:
         )
 
 
-def check_offload(*, on_cpu: bool, is_stocks: bool = True) -> None:
+def check_offload(*, on_cpu: bool) -> None:
     """Refuse ``offload`` where transformers or the machine cannot do it; ``on_cpu`` is where the model is now."""
-    if is_stocks and not versions.can_offload_checkpoints():
+    if not versions.can_offload_checkpoints():
         from transformers import __version__
 
         raise ValueError(

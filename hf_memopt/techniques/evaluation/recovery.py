@@ -49,9 +49,7 @@ PREDICTION_STEPS = (
 RECOVERING = "_memopt_is_recovering"  # the attribute that a trainer has while a batch is predicted
 
 
-def recover_predictions(
-    trainer: Trainer, backbones: tuple[str, ...] = (), stated: KnownLoss | None = None
-) -> UndoHandle:
+def recover_predictions(trainer: Trainer, backbones: tuple[str, ...] = ()) -> UndoHandle:
     """Let ``trainer.evaluate`` and ``trainer.predict`` survive out of memory, with the results of the whole batch.
 
     Overrides ``prediction_step`` on this instance. A batch that does not fit is run by half as many rows, and so on;
@@ -63,7 +61,7 @@ def recover_predictions(
         torch.OutOfMemoryError: in evaluation, a single row does not fit, or rows depend on each other; the message says
             what to try.
     """
-    recovery = _Recovery(trainer, backbones, stated)
+    recovery = _Recovery(trainer, backbones)
     return undo_all(
         override_method(trainer, "prediction_step", recovery.prediction_step),
         override_method(trainer, "evaluation_loop", recovery.evaluation_loop),
@@ -73,9 +71,8 @@ def recover_predictions(
 class _Recovery:
     """What one evaluation has learned: how many rows fit."""
 
-    def __init__(self, trainer: Trainer, backbones: tuple[str, ...], stated: KnownLoss | None) -> None:
+    def __init__(self, trainer: Trainer, backbones: tuple[str, ...]) -> None:
         self._trainer: Callable[[], Any] = ref(trainer)
-        self._stated = stated
         self._rows_that_fit: int | None = None
         self._batches = 0
         self._is_stock = full_name(function_below(trainer.prediction_step)) in PREDICTION_STEPS
@@ -170,7 +167,7 @@ class _Recovery:
         trainer = self._trainer()
         # once per batch; where stock generates it counts no labels, and the loss is a mean
         items = None if generates else trainer._get_num_items_in_batch([inputs], trainer.args.device)
-        found = self._stated or known_loss(trainer, items)
+        found = known_loss(trainer, items)
         if isinstance(found, str) or not isinstance(inputs, Mapping) or (generates and found.over == "sum"):
             return None
         has_loss = any(inputs.get(name) is not None for name in trainer.label_names)

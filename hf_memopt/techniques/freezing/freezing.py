@@ -6,8 +6,7 @@ embeddings and first 3 layers are frozen, the graph holds 3.08 MiB instead of 6.
 0.25 MiB, but 0.50 MiB and twice the frozen layers' forward passes while the hooks that stock ``Trainer`` puts on the
 embeddings stay there (``tests/techniques/test_freezing.py`` measures it).
 
-Limitations: no unfreezing on a schedule (``unfreezing``, which needs all parameters in the optimizer); the forward pass
-of a frozen layer is as slow as before.
+Limitations: no unfreezing on a schedule; the forward pass of a frozen layer is as slow as before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One accumulation step, and its loss computed beside the training: what the checks of losses and of padding compare.
 
-Nothing of such a loss stays in the Trainer, its model or the generators. Where processes train one model, all of them
-have to compute it, or none (``largest_of_all``).
+Nothing of such a loss stays in the Trainer, its model or the generators.
 """
 
 from __future__ import annotations
@@ -52,9 +51,3 @@ def loss_of(trainer: Any, step: AccumulationStep, rows: Mapping[str, Any]) -> to
         given = send_to_device(copied_batch(dict(rows)), trainer.args.device)
         loss: torch.Tensor = trainer.compute_loss(step.model, given, num_items_in_batch=step.num_items_in_batch)
     return loss
-
-
-def largest_of_all(trainer: Any, number: int) -> int:
-    """Return the largest of the numbers of all processes."""
-    numbers: torch.Tensor = trainer.accelerator.gather(torch.tensor([number], device=trainer.args.device))
-    return int(numbers.max())

@@ -24,9 +24,7 @@ itself while the others wait, since gradients are shared only in the backward pa
 memory in that one pass cannot be repeated and raises. A step whose loss is not known is not repeated there; its parts
 are halved on the spot.
 
-Under FSDP2, where a forward pass gathers the weights from all processes, they run as many micro-batches each
-(``lockstep``), the loss has to be a known sum that ``num_items_in_batch`` divides, and nothing recovers: out of memory
-raises, so a limit has to be given.
+Under FSDP2 and DeepSpeed, where a forward pass gathers the weights from all processes, it is refused.
 
 Limitations: out of memory in the optimizer's step or between steps raises, and so does a step that changed weights
 before memory ran out (an attack on the embeddings, a teacher's moving average): with a limit from the first step on it
@@ -42,11 +40,9 @@ from typing import Any, Literal
 
 from transformers import Trainer
 
-from hf_memopt.binding.losses import stated_loss
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, undo_all
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import shown
-from hf_memopt.technique_list import NO_LIMIT
 from hf_memopt.techniques import BoundCallback
 from hf_memopt.techniques.evaluation import recover_predictions
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, microbatch_limits, saved_limits
@@ -65,7 +61,6 @@ def run_in_microbatches(
     changes: list[Change] | None = None,
     tally: Tally | None = None,
     backbone: str | Sequence[str] | None = None,
-    loss: str | None = None,
 ) -> UndoHandle:
     """Let a Trainer run each batch in micro-batches that fit, and repeat a step that ran out of memory in smaller ones.
 
@@ -74,8 +69,8 @@ def run_in_microbatches(
     checkpoints.
 
     Raises:
-        ValueError: the Trainer runs in micro-batches already, ``loss`` is unknown; in training, batches above a limit
-            that was given cannot be cut (``NotSplittableError``).
+        ValueError: the Trainer runs in micro-batches already; in training, batches above a limit that was given cannot
+            be cut (``NotSplittableError``).
         torch.OutOfMemoryError: in training, an example does not fit by itself, memory ran out where several processes
             share their gradients, or after the step had changed weights.
 
@@ -93,14 +88,13 @@ def run_in_microbatches(
             "one MicrobatchCallback in callbacks=, or call handle.remove() first"
         )
     names = _names_of(backbone)
-    stated = None if loss is None else stated_loss(loss)
     limits, changes = microbatch_limits() if limits is None else limits, [] if changes is None else changes
-    step = MicrobatchedStep(trainer, limits, changes, tally or Tally(), names, stated)
+    step = MicrobatchedStep(trainer, limits, changes, tally or Tally(), names)
     return undo_all(
         override_method(trainer, "compute_loss", step.compute_loss),
         override_method(trainer, "training_step", step.training_step, purpose=SPLITS),
         override_method(trainer, "train", step.train),
-        recover_predictions(trainer, names, stated),
+        recover_predictions(trainer, names),
     )
 
 
@@ -129,10 +123,6 @@ class MicrobatchCallback(BoundCallback):
         max_examples: the most rows of a micro-batch. None: no limit until memory runs out.
         backbone: the name of the module whose rows run in parts, or its end, or several, where a loss is not known and
             nothing is found that can be cut: "encoder". None: found by itself.
-        loss: what the loss is, where it is not known: "sum" (divided by ``num_items_in_batch``), "mean over rows",
-            "mean over labels", "mean over shifted labels" or "mean over <column of the batch>"; verified by the
-            gradients of a few rows, of different labels as soon as a batch has them. Whole micro-batches run then.
-            None: it is looked up.
 
     Attributes:
         limits: the current limits, ``max_tokens`` and ``max_examples``, each a ``Limit``, whose docstring has the rule
@@ -158,22 +148,17 @@ class MicrobatchCallback(BoundCallback):
         max_tokens: int | Literal["auto"] | None = None,
         max_examples: int | None = None,
         backbone: str | Sequence[str] | None = None,
-        loss: str | None = None,
     ) -> None:
-        super().__init__(max_tokens, max_examples, backbone, loss)
-        self.max_tokens, self.max_examples, self.backbone, self.loss = max_tokens, max_examples, backbone, loss
+        super().__init__(max_tokens, max_examples, backbone)
+        self.max_tokens, self.max_examples, self.backbone = max_tokens, max_examples, backbone
         _names_of(backbone)
-        if loss is not None:
-            stated_loss(loss)
         self.limits = microbatch_limits(max_tokens, max_examples)
         self.tally = Tally()
-        if max_examples is None and max_tokens in (None, "auto"):
-            self.variant = NO_LIMIT
 
     def change_trainer(self, trainer: Trainer) -> list[UndoHandle]:
         """Split this trainer's batches."""
-        options: dict[str, Any] = {"backbone": self.backbone, "loss": self.loss}
-        return [run_in_microbatches(trainer, self.limits, changes=self.changes, tally=self.tally, **options)]
+        options: dict[str, Any] = {"changes": self.changes, "tally": self.tally, "backbone": self.backbone}
+        return [run_in_microbatches(trainer, self.limits, **options)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound; restore the limits of a run that is resumed."""

@@ -161,7 +161,7 @@ def remedy_of(reason: str, model: nn.Module) -> str:
     if "would see parts" in reason:
         text = f"Take the hook off, or {text[0].lower()}{text[1:]}"
     if reason.endswith(LOSS_OF_ALL_ROWS):
-        text = "State the loss, if it is a sum or a mean over rows or labels: MicrobatchCallback(loss='...'), or take "
+        text = "Set a smaller per_device_train_batch_size with more gradient_accumulation_steps, or take "
     return text + DROP
 
 

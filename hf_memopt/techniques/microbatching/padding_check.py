@@ -15,9 +15,9 @@ weights, before the first cut, and again for a batch that is wider or a row that
 since some models change at a length, and in one of 200 batches, since weights change.
 
 Limitations: in 16 bits or TF32 a difference of the loss below 5 % may pass if no gradient reaches padding, and any if
-the model has a dropout that ``without_dropout`` does not know, such as Falcon's. Gradients are not compared under
-FSDP2, where losses are compared once, in a model that calls reentrant checkpointing itself and without an
-``nn.Embedding``. Not compared are rows that do not fit with all their padding.
+the model has a dropout that ``without_dropout`` does not know, such as Falcon's. Gradients are not compared in a
+model that calls reentrant checkpointing itself and without an ``nn.Embedding``. Not compared are rows that do not fit
+with all their padding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from hf_memopt.techniques.microbatching.accumulation_step import (
     LARGEST_ERROR_16_BITS,
     SMALLEST,
     AccumulationStep,
-    largest_of_all,
     loss_of,
 )
 from hf_memopt.techniques.microbatching.backbones import CHECKED_STEPS
@@ -63,25 +62,18 @@ class Padding:
 
     def check(self, trainer: Any, step: AccumulationStep, loss: KnownLoss) -> None:
         """Compare the shortest row of a batch with and without its padding, if nothing like it was compared before."""
-        if self.is_kept or (trainer.is_fsdp_enabled and self._widest):
-            return
-        lengths = row_lengths(step.inputs)
-        if trainer.is_fsdp_enabled and largest_of_all(trainer, int(lengths is None)):
-            return  # a process alone in a forward pass would wait for the others
+        lengths = None if self.is_kept else row_lengths(step.inputs)
         if lengths is None:
             return
         weights = loss.row_weights(step.inputs) or [1.0] * len(lengths)
         columns = (row_lengths(step.inputs, keeps_padding=True) or lengths)[0]
         row = min(range(len(lengths)), key=lambda row: (not weights[row], lengths[row]))
         is_new = columns > self._widest or lengths[row] < self._shortest or self._draw.random() < CHECKED_STEPS
-        if not trainer.is_fsdp_enabled and (lengths[row] == columns or not is_new):
+        if lengths[row] == columns or not is_new:
             return
         self._shortest = min(lengths[row], self._shortest or columns)
         self._widest = max(columns, self._widest)
-        reason = _reason_to_keep(trainer, step, row, takes_gradients=loss.source.startswith("stated"))
-        # all have to keep it or none, since their numbers of passes are those of lengths
-        if trainer.is_fsdp_enabled and largest_of_all(trainer, int(reason is not None)):
-            reason = reason or "the loss of a row of another process differs with and without its padding"
+        reason = _reason_to_keep(trainer, step, row)
         if reason is not None:
             self.is_kept = True
             change = Change("micro-batches", "padding cut off", "padding kept", reason)
@@ -89,19 +81,16 @@ class Padding:
             record_changes(trainer, [change])
 
 
-def _reason_to_keep(trainer: Any, step: AccumulationStep, row: int, *, takes_gradients: bool) -> str | None:
-    """Return how a row differs with and without its padding; None if it does not, or cannot be compared.
-
-    ``takes_gradients``: the loss may do so itself, as adversarial ones do.
-    """
+def _reason_to_keep(trainer: Any, step: AccumulationStep, row: int) -> str | None:
+    """Return how a row differs with and without its padding; None if it does not, or cannot be compared."""
     # no column of padding in the second
     rows = [take_rows(step.inputs, [row], keeps_padding=keeps, multiple=1) for keeps in (True, False)]
     with warnings.catch_warnings(), untraced(trainer, step.model) as state:
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # no graph is wanted
         try:
-            with torch.set_grad_enabled(takes_gradients):
+            with torch.no_grad():
                 reason = _difference_of_losses(trainer, step, rows, state)
-            if reason is None and not trainer.is_fsdp_enabled:
+            if reason is None:
                 reason = _difference_of_gradients(trainer, step, rows, state)
             return reason
         except _NotComparedError as error:

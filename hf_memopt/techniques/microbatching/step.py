@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_memopt.binding import checkpointing_arguments, versions
 from hf_memopt.binding.compatibility import check_compatibility
-from hf_memopt.binding.losses import HookChangesError, KnownLoss, is_stock, known_loss
+from hf_memopt.binding.losses import HookChangesError, KnownLoss, known_loss
 from hf_memopt.binding.model import unwrap_parallel
 from hf_memopt.binding.trials import Gradients, StepState, count_rows, names_of_draws
 from hf_memopt.binding.undo import override_method
@@ -52,7 +52,6 @@ from hf_memopt.techniques.microbatching.whole_micro_batches import (
     OtherLossError,
     WholeMicroBatches,
     groups_of,
-    refuse_together,
 )
 from hf_memopt.techniques.nonfinite import example_indices
 from hf_memopt.units import format_bytes
@@ -108,11 +107,10 @@ class MicrobatchedStep:
         changes: list[Change],
         tally: Tally,
         backbones: tuple[str, ...],
-        stated: KnownLoss | None,
     ) -> None:
         self._trainer: Callable[[], Any] = ref(trainer)
         self._limits, self._changes, self._tally = limits, changes, tally
-        self._names, self._stated = backbones, stated
+        self._names = backbones
         self._whole = WholeMicroBatches(limits)
         self.compute_loss = self._whole.compute_loss
         self._begin_run()
@@ -123,8 +121,7 @@ class MicrobatchedStep:
         self._backbones = Backbones(self._names, Size(partial(part_rows, self._limits), self._part_failed))
         self._first_way: KnownLoss | str | None = None  # of the first step, None until then
         self._known: dict[bool, KnownLoss | str] = {}  # by whether items are counted
-        self._whole.verified_labels, self._whole.padding = 2 if self._stated is None else 0, Padding()
-        self._whole.compared = set()
+        self._whole.padding, self._whole.compared = Padding(), set()
         self._why_whole = ""  # what was seen to change as rows pass through the model: a hook of others, a buffer
         self._was_told = False  # that nothing can be cut
         self._begin_window()
@@ -218,16 +215,12 @@ class MicrobatchedStep:
                 self._tally.lost_seconds += time.perf_counter() - begin  # of what was repeated
             self._running = position, "", CutStep()
             way = self._way(trainer, step) if are_set(self._limits) else self._first_way  # asked where it matters
-            if trainer.is_fsdp_enabled:
-                refuse_together(trainer, way, step.inputs)
             if isinstance(way, KnownLoss):
                 syncs = position == last and trainer.accelerator.sync_gradients
                 try:
                     loss, is_split = self._whole.run(trainer, step, way, syncs=syncs)
                     self._was_split |= is_split
                 except OtherLossError as error:
-                    if trainer.is_fsdp_enabled:
-                        raise NotSplittableError(trainer.model, str(error)) from None
                     self._first_way = self._why_whole = str(error)
                     loss = self._run_in_parts(trainer, step, self._why_whole)
             else:
@@ -240,8 +233,7 @@ class MicrobatchedStep:
             return self._why_whole
         counts = step.num_items_in_batch is not None
         if counts not in self._known:  # once per run: classes and forwards stay what they are
-            stated = self._stated if is_stock(trainer, "training_step") else None
-            self._known[counts] = stated or known_loss(trainer, step.num_items_in_batch)
+            self._known[counts] = known_loss(trainer, step.num_items_in_batch)
         found = self._known[counts]
         if not isinstance(found, KnownLoss):
             return found
@@ -363,13 +355,10 @@ class MicrobatchedStep:
     def _lower_limit(self, trainer: Any, failure: _Failure, *, has_drawn: bool) -> None:
         """Lower the limit after out of memory, or raise if that cannot help."""
         step = trainer.state.global_step + 1
-        if self._whole.are_shared or trainer.is_fsdp_enabled:
-            where = "in the backward pass in which the processes share their gradients"
-            if trainer.is_fsdp_enabled:
-                where = "under FSDP2, where the processes run each micro-batch together"
+        if self._whole.are_shared:
             raise torch.OutOfMemoryError(
-                f"memory ran out {where} ({failure.text}); expected micro-batches that fit there. Start with smaller "
-                f"ones: {failure.smaller}"
+                "memory ran out in the backward pass in which the processes share their gradients "
+                f"({failure.text}); expected micro-batches that fit there. Start with smaller ones: {failure.smaller}"
             )
         if failure.hint:
             raise torch.OutOfMemoryError(

@@ -87,9 +87,8 @@ def needs_others(trainer: Any) -> str:
     """Return why a forward pass may need all processes; "" where one repeats it alone."""
     if trainer.is_fsdp_enabled:
         return "sharded weights, which all processes gather together"
-    loss_func = trainer.compute_loss_func
-    is_known = loss_func is None or type(loss_func).__module__.startswith("hf_memopt.")
-    if trainer.accelerator.num_processes == 1 or (is_stock(trainer, "compute_loss") and is_known):
+    is_stocks = trainer.compute_loss_func is None and is_stock(trainer, "compute_loss")
+    if trainer.accelerator.num_processes == 1 or is_stocks:
         return ""
     return "a loss of its own, which may gather from all processes"
 
