@@ -63,7 +63,7 @@ def test_a_rehearsal_is_the_stored_one(name: str) -> None:
         except PackageNotFoundError:
             pytest.skip(f"{package} is not installed")
     found, figures = rehearsals.rehearsed(rehearsals.PROGRAMS[name]), row["figures"]
-    assert (found.verdict, found.needed_bytes) == (figures["verdict"], figures.get("needed_bytes"))
-    assert found.peak_phase == figures["peak_phase"]
+    assert (found.verdict, found.peak_phase) == (figures["verdict"], figures["peak_phase"])
+    assert found.needed_bytes == pytest.approx(figures["needed_bytes"], rel=1 / 400)  # to which it is searched
     assert {phase: peak.allocated_bytes for phase, peak in found.phases.items()} == figures["phases"]
     assert sorted(one.place for one in found.held if one.place.startswith("weights of ")) == figures["weights"]
