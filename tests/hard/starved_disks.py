@@ -178,9 +178,10 @@ def make_trainer(folder: Path, **settings: Any) -> Trainer:
     asked |= {"optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "constant", **settings}
     args = tiny.arguments(folder, **asked)
     torch.manual_seed(0)
-    stream = m.bucketed(tiny.Stream(rows), max_tokens=48, buffer_examples=8)
     collator = m.BucketedCollator(tiny.tokenizer())
-    trainer = Trainer(tiny.bert(hidden_dropout_prob=0.1), args, train_dataset=stream, data_collator=collator)
+    trainer = Trainer(
+        tiny.bert(hidden_dropout_prob=0.1), args, train_dataset=m.bucketed(rows, max_tokens=48), data_collator=collator
+    )
     callbacks = [m.MicrobatchCallback(max_tokens=24), m.MemoryReportCallback(), m.ShardedCheckpointCallback("40KB")]
     return m.attach(trainer, *callbacks)
 
