@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -210,6 +211,19 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError) as error:
         hf_memopt.Bucketed  # noqa: B018
     assert str(error.value) == "module 'hf_memopt' has no attribute 'Bucketed'. Did you mean 'bucketed'?"
+
+
+def test_names_of_earlier_versions_say_what_to_use() -> None:
+    with pytest.raises(ImportError) as error:
+        from hf_memopt import LeanCheckpointCallback  # noqa: F401
+    message = "hf_memopt.LeanCheckpointCallback was removed after 0.5.0. Use ShardedCheckpointCallback, its other name"
+    assert str(error.value) == message
+    message = (
+        "hf_memopt.DynamicPaddingCollator is now BucketedCollator, and goes with the next version. Use BucketedColl"
+    )
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        from hf_memopt import DynamicPaddingCollator
+    assert DynamicPaddingCollator is hf_memopt.BucketedCollator
 
 
 def test_every_data_file_is_installed() -> None:
