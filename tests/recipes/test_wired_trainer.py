@@ -206,9 +206,6 @@ def encoded(row: Any) -> Any:
 
 UNNAMED = {  # rows of text -> rows of tokens whose columns the data set does not name
     "stream": lambda rows: rows.to_iterable_dataset().map(encoded, remove_columns=["text"]),
-    "bucketed stream": lambda rows: bucketed(
-        rows.to_iterable_dataset().map(encoded, remove_columns=["text"]), batch_size=4
-    ),
     "transform": lambda rows: rows.with_transform(encoded),
     "batches of a list": lambda rows: bucketed([*rows.with_transform(encoded)], max_tokens=64),
 }
