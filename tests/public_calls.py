@@ -323,9 +323,7 @@ CALLS: dict[str, Call] = {
     ),
     "MemoryReportCallback": _callback(m.MemoryReportCallback, {"plot": None, "report": True, "predict": False}),
     "MicrobatchCallback": _callback(m.MicrobatchCallback, {"max_tokens": 8, "max_examples": None}),
-    "OverflowCallback": _callback(
-        m.OverflowCallback, {"max_nonfinite_steps": 10, "max_in_a_row": 3, "report_dir": None}
-    ),
+    "OverflowCallback": _callback(m.OverflowCallback, {"max_nonfinite_steps": 10, "max_in_a_row": 3}),
     "PrecisionCallback": _callback(m.PrecisionCallback, {"autocast_cache": "auto", "master_weights": True}),
     "ShardedCheckpointCallback": _callback(m.ShardedCheckpointCallback, {"max_shard_bytes": "1GB"}),
     "measure": Call(

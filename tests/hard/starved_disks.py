@@ -29,7 +29,6 @@ import hf_memopt as m
 import tiny
 from hf_memopt.binding.checkpoint_manifest import why_not_whole
 from hf_memopt.cli.app import app
-from hf_memopt.techniques.nonfinite.report import OverflowReport, write_reports
 
 WAYS = ("a disk of its own", "files that may not grow")
 DISK_BYTES = 8 * 2**20
@@ -93,7 +92,6 @@ def writers(root: Path) -> dict[str, Callable[[Path], Any]]:
     measurement = m.measure(m.attach(measured), steps=1)
     launch = m.Recipe("mine", "tests", micro_batching=False, optim="adamw_torch").distributed(2, "zero3")
     return {
-        "overflow reports": lambda folder: write_reports([OverflowReport(1, "loss")] * 20, folder),
         "a picture of padding": lambda folder: m.padding_report([3, 4, 90]).plot(folder / "padding.svg"),
         "a plan": lambda folder: plan.write(folder, force=True),
         "the report of a plan": lambda folder: plan.report(folder / "plan.html", force=True),
