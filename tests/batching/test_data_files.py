@@ -122,6 +122,7 @@ def test_ids_words_and_tokens_of_every_kind(tmp_path, name):
 def test_every_file_is_read_in_parts(tmp_path, monkeypatch, name):
     monkeypatch.setattr(file_readers, "MOST_OF_CSV", 4096)
     monkeypatch.setattr(file_readers, "ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(file_readers, "JSON_ROWS_AT_ONCE", 64)
     WRITERS[name](tmp_path / name)
     assert file_lengths(tmp_path / name, column="text").lengths.tolist() == LENGTHS
 

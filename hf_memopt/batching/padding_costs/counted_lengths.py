@@ -140,8 +140,8 @@ def _batches(file: DataFile, parts: Mapping[str, str]) -> Iterator[Mapping[str, 
                 for part, name in parts.items():
                     if (held := kind_of(batch[name])) not in (*HELD.get(part, (held,)), *UNKNOWN):
                         raise ValueError(
-                            f"column={name!r} of {str(source)!r} holds {held} after other rows; expected "
-                            f"{' or '.join(HELD[part])}. Correct these rows, or pass --column NAME"
+                            f"column={name!r} of {str(source)!r} holds {held}; expected "
+                            f"{' or '.join(HELD[part])} in every row. Correct these rows, or pass --column NAME"
                         )
                 yield batch
 

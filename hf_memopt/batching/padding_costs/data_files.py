@@ -179,8 +179,9 @@ def _format_of(
 ) -> tuple[Format, dict[str, str]] | None:
     """Return the format and the columns of its parts; of a ``column`` alone None where it is in no format."""
     if column is not None:
-        part = "input_ids" if check_column(kinds, column, source) else "messages" if "obj" in kinds[column] else "text"
-        each = (_fitting(kinds, task, {one: column}) for one in (part, "source" if part == "text" else part))
+        check_column(kinds, column, source)
+        parts = {"lists of integers": ("input_ids",), "lists of objects": ("messages",)}
+        each = (_fitting(kinds, task, {part: column}) for part in parts.get(kinds[column], ("text", "source")))
         return next(filter(None, each), None)
     without_ids = {name: kind for name, kind in kinds.items() if name != "input_ids"} if has_tokenizer else kinds
     return _fitting(without_ids, task, {}) or _fitting(kinds, task, {})
@@ -196,19 +197,13 @@ def _fitting(
     return None
 
 
-def check_column(kinds: Mapping[str, str], column: str, source: Path) -> bool:
-    """Return whether a column holds token ids; raise unless they are that, texts or messages."""
+def check_column(kinds: Mapping[str, str], column: str, source: Path) -> None:
+    """Raise for a column that a file does not have."""
     if column not in kinds:
         raise ValueError(
             f"column={column!r} is not in {str(source)!r}; expected one of {sorted(kinds)}."
             f"{did_you_mean(column, kinds)} Pass --column NAME"
         )
-    if kinds[column] not in ("texts", "lists of integers", "lists of objects", *UNKNOWN):
-        raise ValueError(
-            f"column={column!r} of {str(source)!r} holds {kinds[column]}; expected texts or one flat list of integers "
-            "per row. Pass another, --column NAME, or leave --column out"
-        )
-    return kinds[column] == "lists of integers"
 
 
 def _check_rows(file: Path, kinds: Mapping[str, str], read: Iterable[str], field: str | None) -> None:

@@ -22,7 +22,7 @@ from pyarrow import csv
 from hf_memopt.batching import is_list
 from hf_memopt.notices import quoted
 
-ROWS_AT_ONCE = 512  # Python objects of a row take up to ten times the memory of its table
+ROWS_AT_ONCE, JSON_ROWS_AT_ONCE = 8192, 512  # Python objects of a row take up to ten times the memory of its table
 MOST_OF_CAUSE = 300  # characters: it may quote the file
 MOST_OF_CSV = 16 * 2**20  # bytes of a row, which must fit into one block
 SEVERAL = "objects stand one after another on several lines"
@@ -104,13 +104,13 @@ def _table(source: Path, kind: str) -> ds.Dataset:
 
 
 def _open_json(file: Path, field: str | None) -> tuple[dict[str, str], Read]:
-    first = list(islice(json_rows(file, field), ROWS_AT_ONCE))
-    if not first:
+    first = list(islice(json_rows(file, field), JSON_ROWS_AT_ONCE))
+    if not any(first):
         raise EOFError("it holds no rows")
 
     def read(columns: Sequence[str]) -> Iterator[Mapping[str, Column]]:
         rows = json_rows(file, field)
-        while block := list(islice(rows, ROWS_AT_ONCE)):
+        while block := list(islice(rows, JSON_ROWS_AT_ONCE)):
             yield {name: _values(name, [row.get(name) for row in block]) for name in columns}
 
     names = dict.fromkeys(name for row in first for name in row)
