@@ -60,8 +60,13 @@ def open_source(source: Path, kind: str, field: str | None = None) -> tuple[dict
     table = _table(source, kind)
 
     def read(columns: Sequence[str]) -> Iterator[Mapping[str, Column]]:
-        for batch in table.to_batches(columns=list(columns), batch_size=ROWS_AT_ONCE, use_threads=False):
-            batch.validate(full=True)  # wrong offsets of a broken file would end the process
+        if isinstance(table, pa.Table):
+            chosen = table.select(columns)
+            chosen.validate(full=True)  # wrong offsets of a broken file would end the process
+            batches = chosen.to_batches(max_chunksize=ROWS_AT_ONCE)
+        else:
+            batches = table.to_batches(columns=columns, batch_size=ROWS_AT_ONCE, use_threads=False)
+        for batch in batches:
             yield dict(zip(batch.schema.names, batch.columns, strict=True))
 
     return {column.name: kind_of(column.type) for column in table.schema}, read
@@ -80,21 +85,23 @@ def kind_of(values: Column | pa.DataType) -> str:
     return "integers" if pa.types.is_integer(kind) else "objects" if pa.types.is_struct(kind) else str(kind)
 
 
-def _table(source: Path, kind: str) -> ds.Dataset:
+def _table(source: Path, kind: str) -> ds.Dataset | pa.Table:
     if source.is_dir():
         from datasets import load_from_disk
 
-        return ds.dataset(load_from_disk(str(source)).data.table)
+        return load_from_disk(str(source)).data.table
+    if kind == "arrow":
+        mapped = pa.memory_map(str(source))
+        try:
+            return pa.ipc.open_file(mapped).read_all()
+        except pa.ArrowInvalid:
+            mapped.seek(0)
+            return pa.ipc.open_stream(mapped).read_all()  # as datasets writes it
     form: Any = kind
     if kind in ("csv", "tsv"):
         parsed = csv.ParseOptions(delimiter="\t" if kind == "tsv" else ",", newlines_in_values=True)
         form = ds.CsvFileFormat(parsed, read_options=csv.ReadOptions(block_size=MOST_OF_CSV))
-    try:
-        table = ds.dataset(source, format=form)
-    except pa.ArrowInvalid:
-        if kind != "arrow":
-            raise
-        return ds.dataset(pa.ipc.open_stream(pa.memory_map(str(source))).read_all())  # as datasets writes it
+    table = ds.dataset(source, format=form)
     if form is kind:
         return table
     unknown = (pa.null(), pa.binary())  # of a column without values, or without UTF-8, in the first block
