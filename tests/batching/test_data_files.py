@@ -356,7 +356,7 @@ def test_folders_and_paths_that_cannot_be_read(tmp_path):
     DatasetDict({"train": part, "test": part}).save_to_disk(str(saved))
     assert error_of(saved) == whole("path={saved!r} holds", saved=str(saved), part=saved / "test")
     (saved / "test" / "data-00000-of-00001.arrow").unlink()
-    start = f"path={str(saved / 'test')!r} cannot be read as arrow (FileNotFoundError: "
+    start = f"path={str(saved / 'test')!r} cannot be read as arrow (ArrowInvalid: FileNotFoundError: "
     assert error_of(saved / "test").startswith(start)
     write_lines(differing / "a.jsonl", [{"text": "a"}])
     two = write_lines(differing / "b.jsonl", [{"text": [1, 2]}])

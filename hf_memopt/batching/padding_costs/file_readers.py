@@ -89,7 +89,10 @@ def _table(source: Path, kind: str) -> ds.Dataset | pa.Table:
     if source.is_dir():
         from datasets import load_from_disk
 
-        return load_from_disk(str(source)).data.table
+        try:
+            return load_from_disk(str(source)).data.table
+        except Exception as error:  # of a broken state.json any that datasets has
+            raise pa.ArrowInvalid(first_line(error)) from error
     if kind == "arrow":
         mapped = pa.memory_map(str(source))
         try:
