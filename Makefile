@@ -87,7 +87,6 @@ bench: $(READY)           ## the benchmarks behind the figures; appends to bench
 
 bench-batching: $(READY)  ## samplers side by side: ours, stock, lhotse, fairseq's rule, TRL
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
-	$(BIN)/python benchmarks/streaming.py
 	$(BIN)/python benchmarks/padding_free.py
 	$(BIN)/python benchmarks/batching.py
 

@@ -39,7 +39,6 @@ import rehearsals
 import resume
 import sixteen_bit_weights
 import step_time
-import streaming
 from results_file import last_row
 from table_of_code import cli_help, compatibility, presets, tested_versions
 from table_of_demo import demo_results, demo_table, rescue_log
@@ -87,7 +86,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "batching-table": _of_batching(batching.lengths_table, "lengths"),
     "batching-collation": _of_batching(batching_collation.collation_table, "collation"),
     "batching-end-to-end": _of_batching(batching_end_to_end.end_to_end_table, "end_to_end"),
-    "stream-scale": _of(streaming.scale_table, "stream_scale", "streaming"),
     "microbatch": _of(microbatch.table, "microbatch"),
     "checkpointing": _of(checkpointing.table, "checkpointing"),
     "long-rows": _of(long_rows.table, "long_rows"),

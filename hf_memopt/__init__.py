@@ -13,15 +13,23 @@ import lazy_loader
 __version__ = "0.5.0"
 
 _loaded, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_RENAMED = {"DynamicPaddingCollator": "BucketedCollator"}  # the old names work for one version
 _GONE = {  # and what to use
     "exact_loss": "the loss of 15 lines in docs/lengths-and-padding.md, passed as compute_loss_func=",
     "GradualUnfreezeCallback": "FreezeCallback, or a TrainerCallback that sets requires_grad",
+    "LeanCheckpointCallback": "ShardedCheckpointCallback, its other name",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return _loaded(name)
+    if name in _RENAMED:
+        import warnings
+
+        new = _RENAMED[name]
+        warnings.warn(f"hf_memopt.{name} is now {new}, and goes with the next version. Use {new}", stacklevel=2)
+        return _loaded(new)
     if name in _GONE:  # no AttributeError, whose text `from hf_memopt import ...` drops
         raise ImportError(f"hf_memopt.{name} was removed after 0.5.0. Use {_GONE[name]}", name=__name__)
     from hf_memopt.errors import did_you_mean

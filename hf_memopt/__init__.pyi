@@ -1,5 +1,4 @@
 from .batching.collation.collators import BucketedCollator as BucketedCollator
-from .batching.collation.collators import DynamicPaddingCollator as DynamicPaddingCollator
 from .batching.collation.speech import SpeechCollator as SpeechCollator
 from .batching.lengths import token_lengths as token_lengths
 from .batching.padding_costs.figures import PaddingReport as PaddingReport
@@ -44,7 +43,6 @@ from .rows.read import Rows as Rows
 from .rows.read import read_rows as read_rows
 from .techniques.checkpointing.policies import CheckpointingCallback as CheckpointingCallback
 from .techniques.checkpointing.policies import checkpoint_layers as checkpoint_layers
-from .techniques.checkpoints.sharded import LeanCheckpointCallback as LeanCheckpointCallback
 from .techniques.checkpoints.sharded import ShardedCheckpointCallback as ShardedCheckpointCallback
 from .techniques.evaluation.guard import EvaluationGuardCallback as EvaluationGuardCallback
 from .techniques.expandable_segments import use_expandable_segments as use_expandable_segments

@@ -205,12 +205,12 @@ def of_bf16(folder: Path, case: str) -> dict[str, Any]:
 
 def of_nonfinite(folder: Path, case: str) -> dict[str, Any]:
     """A loss, then a gradient that is not finite in the second process alone."""
-    callback = OverflowCallback(report_dir=folder / case)
+    callback = OverflowCallback()
     trainer = classification(folder / case, (), **pair("BertLayer"))
     spoil(trainer, here=RANK == 1)
     attach(trainer, callback)
     found = trained(trainer, folder, case)
-    reports = [[report.step, report.case, report.accumulation_step] for report in callback.reports]
+    reports = [[report.step, report.case] for report in callback.reports]
     return {**found, "dropped": callback.nonfinite_steps, "reports": reports}
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +141,6 @@ def _picture(draw: Callable[..., Any]) -> Call:
     return Call(draw, lambda folder: {"path": folder / "a.svg"}, also={"path": ("plot=",)}, is_slow=True)
 
 
-def _stream_load(**arguments: Any) -> None:
-    stream = m.bucketed(tiny.Stream(ROWS), batch_size=2, buffer_examples=4)
-    stream.load_state_dict(**arguments)
-    list(islice(stream, 5))
-
-
 def _attached(**arguments: Any) -> None:
     m.attach(arguments["trainer"], arguments["callbacks"])
 
@@ -208,47 +201,22 @@ CALLS: dict[str, Call] = {
         _sampler_method("load_state_dict"),
         lambda folder: {"state": m.LengthBucketedBatchSampler(LENGTHS, batch_size=2).state_dict()},
     ),
-    "load_state_dict of a stream": Call(
-        _stream_load,
-        lambda folder: {"state": m.bucketed(tiny.Stream(ROWS), batch_size=2, buffer_examples=4).state_dict()},
-    ),
     "bucketed": Call(
         m.bucketed,
         lambda folder: {
             **{"dataset": ROWS, "batch_size": 2, "max_tokens": None, "n_buckets": "auto", "boundaries": None},
-            **{"seed": 0, "lengths": LENGTHS, "column": "input_ids", "world_size": 1, "rank": None},
-            **{"pad_to_multiple_of": 8, "too_long": "error", "buffer_examples": None},
+            **{"seed": 0, "lengths": LENGTHS, "column": "input_ids", "world_size": 1},
+            **{"pad_to_multiple_of": 8, "too_long": "error"},
         },
         lambda found: [found[i] for i in range(len(found))],
-        also={"dataset": ("needs all lengths beforehand",)},
-    ),
-    "bucketed of a stream": Call(
-        m.bucketed,
-        lambda folder: {
-            **{"dataset": tiny.Stream(ROWS), "batch_size": 2, "max_tokens": None, "boundaries": None, "seed": 0},
-            **{"column": "input_ids", "world_size": 2, "rank": 1, "pad_to_multiple_of": 8, "too_long": "error"},
-            "buffer_examples": 8,
-        },
-        lambda found: list(islice(found, 5)),
-        also={"dataset": ("buffer_examples=8 is for streams", "has no example in its share")},
     ),
     "packed": Call(
         m.packed,
         lambda folder: {
             **{"dataset": ROWS, "row_tokens": 64, "too_long": "split", "seed": 0, "lengths": LENGTHS},
-            **{"column": "input_ids", "world_size": 1, "rank": None, "buffer_examples": 8},
+            **{"column": "input_ids", "world_size": 1},
         },
         lambda found: [found[i] for i in range(len(found))],
-        also={"dataset": ("needs all lengths beforehand",)},
-    ),
-    "packed of a stream": Call(
-        m.packed,
-        lambda folder: {
-            **{"dataset": tiny.Stream(ROWS), "row_tokens": 64, "too_long": "split", "seed": 0},
-            **{"column": "input_ids", "world_size": 2, "rank": 1, "buffer_examples": 8},
-        },
-        lambda found: list(islice(found, 5)),
-        also={"dataset": ("is for streams", "has no example in its share")},
     ),
     "sorted_by_length": Call(
         m.sorted_by_length,
@@ -351,9 +319,7 @@ CALLS: dict[str, Call] = {
     "FusedCrossEntropyCallback": Call(m.FusedCrossEntropyCallback, lambda folder: {"chunk_bytes": None}),
     "MemoryReportCallback": _callback(m.MemoryReportCallback, {"plot": None, "report": True, "predict": False}),
     "MicrobatchCallback": _callback(m.MicrobatchCallback, {"max_tokens": 8, "max_examples": None}),
-    "OverflowCallback": _callback(
-        m.OverflowCallback, {"max_nonfinite_steps": 10, "max_in_a_row": 3, "report_dir": None}
-    ),
+    "OverflowCallback": _callback(m.OverflowCallback, {"max_nonfinite_steps": 10, "max_in_a_row": 3}),
     "PrecisionCallback": _callback(m.PrecisionCallback, {"autocast_cache": "auto", "master_weights": True}),
     "ShardedCheckpointCallback": _callback(m.ShardedCheckpointCallback, {"max_shard_bytes": "1GB"}),
     "measure": Call(

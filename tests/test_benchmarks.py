@@ -15,7 +15,6 @@ import command_line
 import numpy as np
 import pytest
 import results_file
-import streaming
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import tables
@@ -184,16 +183,6 @@ def test_held_bytes_count_the_lengths_where_they_are_kept() -> None:
 
     held = [figures.held_bytes(peers.Arm(build), lengths, 0) / len(lengths) for build in (keeps, converts)]
     assert held == pytest.approx([4, 2], abs=0.1)
-
-
-@pytest.mark.slow
-def test_a_shared_stream_has_figures_of_each_rank() -> None:
-    found = streaming.measure_scale(2, 4, (3,))
-    assert set(found["modes"]) == {"batch_size=32", "max_tokens=8192"}
-    for of_mode in found["modes"].values():
-        assert 1 <= of_mode["straggler_ratio"] <= of_mode["straggler_ratio_worst"] < 2
-    assert found["held_bytes"]["numpy"] < found["held_bytes"]["list"]
-    assert found["resume"][0]["state_bytes"] < 1000
 
 
 # ---- Tables ---------------------------------------------------------------------------------------------------------

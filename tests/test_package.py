@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -218,6 +219,15 @@ def test_a_name_that_is_gone_says_what_to_use(name: str) -> None:
     with pytest.raises(ImportError) as error:
         exec(f"from hf_memopt import {name}")
     assert str(error.value) == f"hf_memopt.{name} was removed after 0.5.0. Use {hf_memopt._GONE[name]}"
+
+
+def test_a_name_of_before_works_with_a_warning() -> None:
+    message = (
+        "hf_memopt.DynamicPaddingCollator is now BucketedCollator, and goes with the next version. Use BucketedColl"
+    )
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        from hf_memopt import DynamicPaddingCollator
+    assert DynamicPaddingCollator is hf_memopt.BucketedCollator
 
 
 def test_every_data_file_is_installed() -> None:

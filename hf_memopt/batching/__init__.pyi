@@ -3,8 +3,8 @@ from .lengths import is_list as is_list
 from .lengths import lengths_of as lengths_of
 from .lengths import token_count as token_count
 from .lengths import token_lengths as token_lengths
+from .padding_costs.counted_lengths import file_lengths as file_lengths
 from .padding_costs.data_files import DataFile as DataFile
 from .padding_costs.data_files import data_file as data_file
-from .padding_costs.data_files import file_lengths as file_lengths
 from .padding_costs.figures import padding_report as padding_report
 from .padding_costs.output import print_report as print_report

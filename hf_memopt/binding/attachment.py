@@ -219,7 +219,7 @@ def _check_each_run(trainer: Any) -> UndoHandle:
 
 
 def _keep_used_columns(trainer: Any) -> UndoHandle:
-    """Let a view or stream leave unused columns unread: now, and as they are when stock decides on them too."""
+    """Let a view leave unused columns unread: now, and as they are when stock decides on them too."""
     view = trainer.train_dataset
     if not isinstance(view, TrainingView):
         return undo_all()

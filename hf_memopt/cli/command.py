@@ -225,7 +225,7 @@ def check_of_data(options: Any) -> None:
 
     It needs neither torch nor transformers.
     """
-    for name in ("column", "tokenizer"):
+    for name in ("column", "tokenizer", "field"):
         if options.data is None and getattr(options, name) is not None:
             raise ValueError(
                 f"{name}={getattr(options, name)!r} is for a data file, and there is none; expected both. "
@@ -234,7 +234,8 @@ def check_of_data(options: Any) -> None:
     if options.data is not None:
         from hf_memopt.batching import data_file
 
-        data_file(options.data, column=options.column, has_tokenizer=options.tokenizer is not None)
+        has_tokenizer = options.tokenizer is not None
+        data_file(options.data, column=options.column, has_tokenizer=has_tokenizer, field=options.field)
 
 
 def one_gpu(names: Sequence[str] | None) -> str | None:

@@ -167,9 +167,12 @@ def _with_length_of_data(options: EstimateOptions, errors: Console) -> tuple[Est
     if options.data is None:
         return options, ()
     with spinner(f"reading {options.data}", errors, shown=not options.json_output):
+        from hf_memopt.batching import data_file
         from hf_memopt.cli.lengths_command import length_of_data, task_of_data
 
         of_data = options.model, options.data, options.column, options.tokenizer
-        task, said = task_of_data(*of_data, options.task)
-        seq_len, note = length_of_data(*of_data, task)
-    return replace(options, seq_len=seq_len, task=task), tuple(filter(None, (note, said.rstrip("."))))
+        task, said = task_of_data(*of_data, options.task, options.field)
+        seq_len, note = length_of_data(*of_data, task, options.field)
+        how: Any = {"column": options.column, "has_tokenizer": options.tokenizer is not None, "field": options.field}
+        unread = data_file(options.data, task=task, **how).note
+    return replace(options, seq_len=seq_len, task=task), tuple(filter(None, (note, said.rstrip("."), unread)))

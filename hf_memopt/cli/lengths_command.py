@@ -26,7 +26,7 @@ PREFIX_TOKENS = 8  # room for what T5 is told to do before each text, as in trai
 
 def run(options: LengthsOptions, context: Any) -> None:
     """Print what padding wastes on a data file, or draw it."""
-    found = file_lengths(options.path, column=options.column, tokenizer=options.tokenizer)
+    found = file_lengths(options.path, column=options.column, tokenizer=options.tokenizer, field=options.field)
     sizes = {name: getattr(options, name) for name in ("batch_size", "max_tokens", "max_length")}
     report = padding_report(found.lengths, unit=found.unit, **sizes)
     if options.plot is not None:
@@ -43,7 +43,7 @@ def run(options: LengthsOptions, context: Any) -> None:
 
 
 def task_of_data(
-    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None
+    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None, field: str | None = None
 ) -> tuple[str | None, str]:
     """Return the task of the head, and a sentence on it where rows and model or ``--task`` do not agree; else "".
 
@@ -53,7 +53,10 @@ def task_of_data(
     from hf_memopt.binding.model import HEADS, task_of
     from hf_memopt.memory.models import load_model
 
-    file, built = data_file(path, column=column, has_tokenizer=tokenizer is not None), load_model(model).model
+    file, built = (
+        data_file(path, column=column, has_tokenizer=tokenizer is not None, field=field),
+        load_model(model).model,
+    )
     own = task_of(built)
     chosen, why = (task, "as --task says") if task else (own, "the model's own")
     found = fitting_format(file.columns, chosen, {part: one for part, one in file.parts.items() if one == column})
@@ -73,13 +76,13 @@ def task_of_data(
 
 
 def length_of_data(
-    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None
+    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None, field: str | None = None
 ) -> tuple[int, str]:
     """Return the 99th percentile of the lengths, rounded up to a multiple of 8, and a note that says so.
 
     Where the model takes fewer tokens, they are the length. The model's tokenizer counts where none is given.
     """
-    seq_len, lengths = lengths_of_data(model, path, column, tokenizer, task)
+    seq_len, lengths = lengths_of_data(model, path, column, tokenizer, task, field)
     p99 = _percentile_99(lengths)
     limit = ", all that the model takes" if seq_len < p99 else ""
     longer = int((lengths > seq_len).sum())
@@ -92,19 +95,19 @@ def length_of_data(
 
 
 def lengths_of_data(
-    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None
+    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None, field: str | None = None
 ) -> tuple[int, NDArray[np.int32]]:
     """Return the length as ``length_of_data`` does, and the tokens of each row, shape (rows,), of T5 with a prefix."""
     from hf_memopt.binding.model import task_of
     from hf_memopt.memory.models import load_model, most_tokens
 
-    file = data_file(path, column=column, has_tokenizer=tokenizer is not None, task=task)
+    file = data_file(path, column=column, has_tokenizer=tokenizer is not None, task=task, field=field)
     built = load_model(model, task=task).model
     task = task_of(built)
     if tokenizer is None and file.is_text:
-        lengths = _counted_by_model(model, path, column, task)
+        lengths = _counted_by_model(model, path, column, task, field)
     else:
-        lengths = file_lengths(path, column=column, tokenizer=tokenizer, task=task).lengths
+        lengths = file_lengths(path, column=column, tokenizer=tokenizer, task=task, field=field).lengths
     if file.is_text and task == "seq2seq" and getattr(built.config, "model_type", "") == "t5":
         lengths = lengths + PREFIX_TOKENS
     seq_len = -(-_percentile_99(lengths) // MULTIPLE) * MULTIPLE
@@ -115,10 +118,12 @@ def _percentile_99(lengths: NDArray[np.int32]) -> int:
     return int(np.percentile(lengths, 99, method="inverted_cdf"))
 
 
-def _counted_by_model(model: str, path: Path, column: str | None, task: str | None) -> NDArray[np.int32]:
+def _counted_by_model(
+    model: str, path: Path, column: str | None, task: str | None, field: str | None
+) -> NDArray[np.int32]:
     name = name_on_hub(model)
     try:
-        return file_lengths(path, column=column, tokenizer=name, task=task).lengths
+        return file_lengths(path, column=column, tokenizer=name, task=task, field=field).lengths
     except ValueError as error:
         lacks_template = "has no chat template" in str(error)
         if not lacks_template and not str(error).startswith(f"tokenizer={name!r}"):

@@ -7,7 +7,8 @@ checks of typer need nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
+from dataclasses import field as default_of
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def _option(
         has_long = any(name.startswith("--") for name in names)
         return typer.Option(*names, *([] if has_long else [f"--{field_name.replace('_', '-')}"]), **settings)
 
-    return field(default=default, metadata={"info": made})
+    return default_of(default=default, metadata={"info": made})
 
 
 def _count(text: str, *names: str, group: str, **more: Any) -> Any:
@@ -39,7 +40,7 @@ def _count(text: str, *names: str, group: str, **more: Any) -> Any:
 
 def _argument(text: str, metavar: str | None = None, group: str | None = None, default: Any = MISSING) -> Any:
     info = typer.Argument(help=text, metavar=metavar, rich_help_panel=group)
-    return field(default=default, metadata={"info": lambda _: info})
+    return default_of(default=default, metadata={"info": lambda _: info})
 
 
 def _model(group: str) -> Any:
@@ -48,6 +49,10 @@ def _model(group: str) -> Any:
 
 def _task(group: str) -> Any:
     return _option(None, "The model's head, such as causal-lm.", "NAME", group=group)
+
+
+def _field(group: str, of: str = "--data") -> Any:
+    return _option(None, f"The field that holds the rows, where {of} is one JSON object.", "NAME", group=group)
 
 
 def _column(group: str) -> Any:
@@ -133,10 +138,11 @@ class LengthsOptions:
       hf-memopt lengths data/ -b 16 --max-length 512 --plot lengths.png
     """
 
-    path: Path = _argument("A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.", "FILE", FILE)
+    path: Path = _argument("A Parquet, Arrow, JSON, CSV or TSV file, or a folder of them.", "FILE", FILE)
     column: str | None = _option(
         None, "The column of token ids or texts; by default what has a usual name.", "NAME", "-c", group=FILE
     )
+    field: str | None = _field(FILE, "the file")
     tokenizer: str | None = _option(
         None, "Counts the tokens of texts: a folder or a name on the Hub.", "NAME", "-t", group=FILE
     )
@@ -189,9 +195,10 @@ class EstimateOptions:
         None, "Take --seq-len from the rows of a file: 99 % of them are not longer.", "FILE", "-d", group=STEP
     )
     column: str | None = _column(STEP)
+    field: str | None = _field(STEP)
     tokenizer: str | None = _tokenizer(STEP)
     preset: str | None = _option(None, "Start from a preset; the other options override it.", "NAME", group=STEP)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = default_of(default_factory=dict)
     """Those of ``StepSettings`` that were given, each an option of its own."""
     plot: Path | None = _picture()
     theme: str = _theme()
@@ -220,6 +227,7 @@ class PlanOptions:
         None, "Plan for the rows of a file, and read them in --write.", "FILE", "-d", group=DATA
     )
     column: str | None = _column(DATA)
+    field: str | None = _field(DATA)
     tokenizer: str | None = _tokenizer(DATA)
     seq_len: int | None = _count(
         "Tokens where rows are cut; the longest row by default, 512 without --data.", "-s", group=DATA

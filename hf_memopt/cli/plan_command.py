@@ -75,11 +75,11 @@ def _plans(options: PlanOptions, words: Sequence[str], context: Any, announce: C
         from hf_memopt.cli.lengths_command import lengths_of_data, task_of_data
 
         of_data = options.data, options.column, options.tokenizer
-        task, said = task_of_data(options.model, *of_data, task)
-        lengths, rows = lengths_of_data(options.model, *of_data, task)[1], RowsFile(*of_data)
-        file = data_file(options.data, column=options.column, has_tokenizer=options.tokenizer is not None, task=task)
-        texts = ", ".join(file.unread)
-        unread = [f"columns of texts in {options.data.name} that are not read: {texts}"] if texts else []
+        task, said = task_of_data(options.model, *of_data, task, options.field)
+        lengths = lengths_of_data(options.model, *of_data, task, options.field)[1]
+        rows = RowsFile(*of_data, options.field)
+        how: Any = {"column": options.column, "has_tokenizer": options.tokenizer is not None, "field": options.field}
+        unread = [*filter(None, [data_file(options.data, task=task, **how).note])]
     given = {name: getattr(options, name) for name in AS_TYPED}
     typed = typed_command(context, without=("gpu", "write", "report", "plot", "force", "json_output"))
     gpus: Sequence[str | None] = options.gpu or [None]
@@ -123,7 +123,7 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
         beside = launch_files(options.strategy) if options.world_size > 1 else ()
         check_folder(options.write, force=options.force, beside=beside)
         if options.data is not None:
-            check_splits(options.data, options.column)
+            check_splits(options.data, options.column, options.field)
     if options.report is not None:
         check_page(options.report, force=options.force)
     if options.force and options.write is None and options.report is None:

@@ -12,7 +12,6 @@ from datasets import Dataset
 
 from hf_memopt.batching import token_count
 from hf_memopt.batching.views import (
-    BucketedStream,
     BucketedView,
     SortedExamples,
     is_map_style,
@@ -31,12 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LABELS = {"labels", "label", "label_ids"}
-VIEWS = (BucketedView, BucketedStream)
 
 
 def why_unbucketed(dataset: Any, given: Mapping[str, Any], model: Any, collator: Any) -> str | None:
     """Return why training data stays in its own order, or None; a view has the order that was asked for."""
-    if dataset is None or isinstance(dataset, VIEWS):
+    if dataset is None or isinstance(dataset, BucketedView):
         return None
     if given.get("train_sampling_strategy") == "sequential":
         return "train_sampling_strategy='sequential' asks for the order of the data"
@@ -45,14 +43,14 @@ def why_unbucketed(dataset: Any, given: Mapping[str, Any], model: Any, collator:
 
 def evaluation_view(name: str, dataset: Any, args: Any, model: Any, collator: Any) -> Any:
     """Return the evaluation data, or each of several, sorted by length where ``attach`` can restore its order."""
-    if dataset is None or isinstance(dataset, (SortedExamples, *VIEWS)):  # attach refuses an order made for training
+    if dataset is None or isinstance(
+        dataset, (SortedExamples, BucketedView)
+    ):  # attach refuses an order made for training
         return dataset
     if isinstance(dataset, Mapping):
         return {key: evaluation_view(name, value, args, model, collator) for key, value in dataset.items()}
     if loses_order(args) is not None:
         reason: str | None = "the training arguments cannot restore dataset order"
-    elif not is_map_style(dataset):
-        reason = "a stream cannot be sorted"
     else:
         reason = _why_not(dataset, model, collator)
     if reason is not None:
@@ -83,11 +81,11 @@ def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[st
 
 def _why_not(dataset: Any, model: Any, collator: Any) -> str | None:
     """Return why a dataset stays in its own order for a model, or None."""
+    if not is_map_style(dataset):
+        return "a stream has no lengths to sort by"
     inside = unwrap_model(model)
     if hasattr(inside, "forward") and "return_loss" in inspect.signature(inside.forward).parameters:  # as CLIP's
         return f"the loss of {type(inside).__name__} compares the rows of a batch with each other"
-    if getattr(dataset, "column_names", None) is None and not is_map_style(dataset):
-        return "a stream that does not name its columns is bucketed on request only: bucketed(stream, batch_size=...)"
     if "input_ids" not in _column_names(dataset):
         return "the examples have no input_ids whose length could count"
     if collator is not None:  # as of multiple choice; without one these rows are refused
@@ -120,7 +118,7 @@ def _column_names(dataset: Any) -> list[str]:
 
 
 def _inside(dataset: Any) -> Any:
-    return dataset.dataset if isinstance(dataset, (SortedExamples, *VIEWS)) else dataset
+    return dataset.dataset if isinstance(dataset, (SortedExamples, BucketedView)) else dataset
 
 
 def _is_transformed(dataset: Any) -> bool:

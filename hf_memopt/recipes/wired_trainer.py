@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
 
-from hf_memopt.batching.views import bucketed
+from hf_memopt.batching.views import BucketedView, bucketed
 from hf_memopt.binding import attach, versions
 from hf_memopt.binding.compatibility import is_of_bitsandbytes, names_of, refusals_of
 from hf_memopt.binding.model import unwrap_model
@@ -20,7 +20,6 @@ from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.run import MemoryReportCallback
 from hf_memopt.plain_data import shown
 from hf_memopt.recipes.data_views import (
-    VIEWS,
     check_encoded,
     evaluation_view,
     fixed_size_input,
@@ -97,7 +96,7 @@ def build_trainer(
     elif recipe.lora is not None or recipe.trains_16_bits:
         trainer_kwargs["model_init"] = _preparing(recipe, trainer_kwargs["model_init"], changes)
     changes += [Change("bucketing", True, False, unbucketed)] if unbucketed else []
-    if is_bucketed and not isinstance(train_dataset, VIEWS):
+    if is_bucketed and not isinstance(train_dataset, BucketedView):
         size, multiple = args.per_device_train_batch_size, recipe.pad_to_multiple_of
         train_dataset = bucketed(train_dataset, batch_size=size, pad_to_multiple_of=multiple)
     if recipe.bucketing:

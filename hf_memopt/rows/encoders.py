@@ -11,23 +11,27 @@ import numpy as np
 from hf_memopt.rows.conversations import Written, written_row
 from hf_memopt.rows.labels import IGNORED, Labels, is_known
 
-TEXTS = ("text", "first", "second", "question", "context", "source", "instruction", "output")
+TEXTS = ("text", "first", "second", "question", "context", "source", "instruction", "output", "query", "positive")
 """The parts that must be texts; prompts and completions are texts or messages."""
-READ = (*TEXTS, "input", "messages", "prompt", "completion", "words", "translation", "input_ids")
-OPTIONAL = ("tools", "input")
+READ = (*TEXTS, "input", "negative", "messages", "prompt", "completion", "words", "translation", "input_ids")
+OPTIONAL = ("tools", "input", "negative")
 """The parts that may be None in a row."""
 
 Columns = dict[str, list[Any]]
 
 
 def words_of(rows: Mapping[str, list[Any]]) -> list[int]:
-    """Return how many words stand in what is read of each row, by its parts; labels and targets are not read."""
-    return [sum(map(_words, values)) for values in zip(*(rows[part] for part in rows if part in READ), strict=True)]
+    """Return how many words stand in what is read of each row, by its parts; labels and targets are not read.
+
+    Of texts that are embedded, each alone, the longest counts.
+    """
+    count = max if "positive" in rows else sum
+    return [count(map(_words, values)) for values in zip(*(rows[part] for part in rows if part in READ), strict=True)]
 
 
 def _words(value: Any) -> int:
     if isinstance(value, Mapping):  # a message
-        return sum(_words(part) for name, part in value.items() if name not in ("role", "from"))
+        return sum(_words(part) for name, part in value.items() if name not in ("role", "from", "type"))
     return len(value.split()) if isinstance(value, str) else sum(map(_words, value)) if isinstance(value, list) else 0
 
 
@@ -273,6 +277,13 @@ def _seq2seq(given: Columns, how: Encoder) -> Columns:
     return {**made, "labels": labels["input_ids"]}
 
 
+def _embedded(given: Columns, how: Encoder) -> Columns:
+    """The longest of the texts, each of which is embedded alone."""
+    texts = [[text or "" for text in given[part]] for part in ("query", "positive", "negative") if part in given]
+    made = [how.tokenizer(one, verbose=False, **how.limits)["input_ids"] for one in texts]
+    return {"input_ids": [max(row, key=len) for row in zip(*made, strict=True)]}
+
+
 ENCODERS: Mapping[str, Callable[[Columns, Encoder], Columns]] = {
     "causal-lm": _causal_lm,
     "masked-lm": _texts,
@@ -280,4 +291,5 @@ ENCODERS: Mapping[str, Callable[[Columns, Encoder], Columns]] = {
     "token-classification": _token_classification,
     "question-answering": _question_answering,
     "seq2seq": _seq2seq,
+    "sentence-similarity": _embedded,
 }

@@ -1,8 +1,7 @@
-"""A Trainer on a tiny BERT that notes which examples each of its batches holds, and the smallest stream."""
+"""A Trainer on a tiny BERT that notes which examples each of its batches holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from transformers import Trainer
@@ -32,13 +31,3 @@ def note_shapes(model: Any) -> list[tuple[int, ...]]:
         lambda _, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     return seen
-
-
-class Listed:
-    """The smallest stream: no length, no index."""
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)

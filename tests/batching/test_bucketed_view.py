@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
 import warnings
 from typing import Any
 
+import datasets
 import heads
 import noted_batches
 import numpy as np
@@ -20,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from transformers import Trainer
 
 import tiny
-from hf_memopt import BucketedCollator, Change, attach, bucketed, sorted_by_length, token_lengths
+from hf_memopt import BucketedCollator, Change, attach, bucketed, packed, sorted_by_length, token_lengths
 
 COUNT = 36
 LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]
@@ -235,17 +237,29 @@ def test_a_collator_that_pads_wider_than_max_tokens_counts_is_refused(tmp_path):
 NOT_FOR_EVALUATION = whole("dataset=<BucketedView>")
 
 
-def test_an_attached_trainer_refuses_to_evaluate_a_view_or_a_stream(tmp_path):
+def test_an_attached_trainer_refuses_to_evaluate_a_view(tmp_path):
     trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path), data_collator=BucketedCollator(tiny.tokenizer()))
     attach(trainer)
     view = bucketed(examples(), batch_size=4)
     for evaluate in (trainer.predict, trainer.evaluate, lambda view: trainer.evaluate({"one": view})):
         refuses(ValueError, NOT_FOR_EVALUATION, evaluate, view)
     refuses(ValueError, NOT_FOR_EVALUATION, trainer.predict, bucketed(examples(), max_tokens=96))
-    refuses(ValueError, ENDLESS, trainer.predict, bucketed(noted_batches.Listed(examples()), batch_size=4))
 
 
-ENDLESS = whole("dataset=<BucketedStream>")
+@pytest.mark.parametrize(
+    "view", [lambda rows: bucketed(rows, batch_size=4), lambda rows: packed(rows, 64), sorted_by_length]
+)
+def test_a_stream_is_refused_and_rows_are_taken_of_it_as_the_message_says(view):
+    class Listed(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(examples())
+
+    for stream in (Dataset.from_list(examples()).to_iterable_dataset(), Listed(), iter(examples())):
+        message = whole("dataset=<{kind}> is a stream", kind=type(stream).__name__)
+        refuses(TypeError, message, view, stream)
+        names = {"datasets": datasets, "itertools": itertools, "stream": stream}
+        found = view(eval(message.rpartition(": ")[2], names))
+        assert found.dataset.to_list() == examples()
 
 
 @pytest.mark.parametrize("kind", VIEWS)
@@ -261,7 +275,6 @@ def test_a_view_describes_its_dataset_and_has_none_of_its_methods(kind):
     with pytest.raises(AttributeError, match=r"no attribute 'mapp'$"):
         _ = view.mapp
     assert view.column_names == ["input_ids", "labels"]
-    assert bucketed(dataset.to_iterable_dataset(), batch_size=4).column_names == ["input_ids", "labels"]
     assert not hasattr(bucketed(examples(), **VIEWS[kind]), "column_names")
 
 

@@ -29,7 +29,7 @@ from tables import refuses, table, whole
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, default_data_collator
 
 import tiny
-from hf_memopt import BucketedCollator, DynamicPaddingCollator
+from hf_memopt import BucketedCollator
 
 
 @pytest.mark.parametrize("kind", ["list", "numpy", "torch"])
@@ -56,7 +56,7 @@ def test_every_column_matches_the_slow_reference(kind, side, multiple, monkeypat
     )
     tokenizer = tiny.tokenizer(side)
     monkeypatch.setattr(type(tokenizer), "pad_token_type_id", 3)  # XLNet's
-    batch = DynamicPaddingCollator(tokenizer, pad_to_multiple_of=multiple)(as_kind(rows, kind))
+    batch = BucketedCollator(tokenizer, pad_to_multiple_of=multiple)(as_kind(rows, kind))
 
     def expected(cells, value):
         return torch.tensor(reference(cells, value, side=side, multiple=multiple or 1))
@@ -85,7 +85,7 @@ def test_every_column_matches_the_slow_reference(kind, side, multiple, monkeypat
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), side=st.sampled_from(["right", "left"]))
 def test_ids_and_the_mask_made_from_lengths_match_the_slow_reference(lengths, side):
     ids = ids_of(lengths)
-    batch = DynamicPaddingCollator(tiny.tokenizer(side))([{"input_ids": row} for row in ids])
+    batch = BucketedCollator(tiny.tokenizer(side))([{"input_ids": row} for row in ids])
     assert batch["input_ids"].tolist() == reference(ids, PAD, side=side)
     assert batch["attention_mask"].tolist() == reference([[1] * n for n in lengths], 0, side=side)
     assert {column.dtype for column in batch.values()} == {torch.int64}
@@ -96,7 +96,7 @@ def test_small_numpy_dtypes_and_mixed_numbers_leave_as_int64_and_float32():
         {"input_ids": np.array([5, 6], np.int32), "mask": np.array([True, False]), "x": np.float64(1), "y": 1},
         {"input_ids": np.array([7], np.uint8), "mask": np.array([True]), "x": np.float16(2), "y": 2.5},
     ]
-    batch = DynamicPaddingCollator(tiny.tokenizer(), pad_to_multiple_of=None)(rows)
+    batch = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=None)(rows)
     expected = {"mask": torch.bool, **dict.fromkeys(("x", "y"), torch.float32)}
     expected |= dict.fromkeys(("input_ids", "attention_mask"), torch.int64)
     assert {name: column.dtype for name, column in batch.items()} == expected
@@ -106,7 +106,7 @@ def test_small_numpy_dtypes_and_mixed_numbers_leave_as_int64_and_float32():
 
 def test_columns_of_none_and_the_length_column_are_dropped():
     rows = tokenized([2, 3], length=[2, 3], labels=[None, None], note=[None, None])
-    batch = DynamicPaddingCollator(tiny.tokenizer())(rows)
+    batch = BucketedCollator(tiny.tokenizer())(rows)
     assert sorted(batch) == ["attention_mask", "input_ids", "token_type_ids"]
 
 
@@ -114,7 +114,7 @@ def test_columns_of_none_and_the_length_column_are_dropped():
 def test_features_stay_as_they_are_and_share_no_memory_with_the_batch(kind):
     rows = as_kind(tokenized([8, 8], labels=[[1] * 8] * 2), kind)
     before = copy.deepcopy(rows)
-    batch = DynamicPaddingCollator(tiny.tokenizer())(rows)
+    batch = BucketedCollator(tiny.tokenizer())(rows)
     for column in batch.values():
         column.fill_(77)
     for row, old in zip(rows, before, strict=True):
@@ -124,7 +124,7 @@ def test_features_stay_as_they_are_and_share_no_memory_with_the_batch(kind):
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_a_row_without_tokens_leaves_the_causal_loss_of_the_others_alone(side):
-    collator = DynamicPaddingCollator(tiny.tokenizer(side), causal_lm=True)
+    collator = BucketedCollator(tiny.tokenizer(side), causal_lm=True)
     model = tiny.llama().eval()
     rows = [{"input_ids": row} for row in ids_of([6, 9])]
     with torch.no_grad():
@@ -148,23 +148,23 @@ def test_a_row_without_tokens_leaves_the_causal_loss_of_the_others_alone(side):
 )
 def test_labels_are_told_by_their_shape(name, kind, cells, expected):
     rows = as_kind(tokenized([2, 3], **{name: cells}), kind)
-    batch = DynamicPaddingCollator(tiny.tokenizer("left"), pad_to_multiple_of=4)(rows)
+    batch = BucketedCollator(tiny.tokenizer("left"), pad_to_multiple_of=4)(rows)
     assert [key for key in batch if "label" in key] == ["labels"]
     assert batch["labels"].dtype == expected.dtype
     assert torch.equal(batch["labels"], expected)
-    other = DynamicPaddingCollator(tiny.tokenizer("left"), pad_to_multiple_of=4, label_pad_token_id=-1)(rows)["labels"]
+    other = BucketedCollator(tiny.tokenizer("left"), pad_to_multiple_of=4, label_pad_token_id=-1)(rows)["labels"]
     assert torch.equal(other, expected.where(expected != -100, -1))
 
 
 def test_a_model_without_decoder_stacks_int_vectors_of_one_size():
-    collator = DynamicPaddingCollator(tiny.tokenizer(), model=tiny.bert())
+    collator = BucketedCollator(tiny.tokenizer(), model=tiny.bert())
     assert collator(tokenized([4, 5], labels=[[1, 2], [3, 0]]))["labels"].tolist() == [[1, 2], [3, 0]]
 
 
 def test_a_causal_label_survives_where_the_pad_token_is_the_end_of_text_token():
     tokenizer = tiny.tokenizer(pad_token="[SEP]", eos_token="[SEP]")
     rows = [{"input_ids": [5, 6, SEP]}, {"input_ids": [7, SEP]}]
-    ours = DynamicPaddingCollator(tokenizer, causal_lm=True, pad_to_multiple_of=None)(rows)
+    ours = BucketedCollator(tokenizer, causal_lm=True, pad_to_multiple_of=None)(rows)
     stock = DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)
     assert ours["labels"].tolist() == [[5, 6, SEP], [7, SEP, -100]]
     assert stock["labels"].tolist() == [[5, 6, -100], [7, -100, -100]]
@@ -177,7 +177,7 @@ def test_pad_tokens_at_the_ends_of_rows_without_a_mask_are_padding(side):
     ours, stock = (
         collate(padded)
         for collate in (
-            DynamicPaddingCollator(tokenizer, causal_lm=True),
+            BucketedCollator(tokenizer, causal_lm=True),
             DataCollatorForLanguageModeling(tokenizer, mlm=False),
         )
     )
@@ -188,7 +188,7 @@ def test_pad_tokens_at_the_ends_of_rows_without_a_mask_are_padding(side):
 
 
 def test_causal_labels_leave_out_what_the_data_itself_masks_and_labels_of_the_data_win():
-    collator = DynamicPaddingCollator(tiny.tokenizer(), causal_lm=True, pad_to_multiple_of=None)
+    collator = BucketedCollator(tiny.tokenizer(), causal_lm=True, pad_to_multiple_of=None)
     padded = {"input_ids": [5, 6, PAD], "attention_mask": [1, 1, 0], "special_tokens_mask": [0, 0, 1]}
     padded["offset_mapping"] = [(0, 1), (2, 3), (0, 0)]
     assert collator([padded])["labels"].tolist() == [[5, 6, -100]]
@@ -201,7 +201,7 @@ def test_causal_labels_leave_out_what_the_data_itself_masks_and_labels_of_the_da
 def test_the_label_of_a_token_after_padding_on_the_left_is_ignored_by_a_causal_lm(settings):
     settings = {name: llama() if value == "llama" else value for name, value in settings.items()}
     rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9, 10, 11], "labels": [8, 9, 10, 11]}]
-    collator = DynamicPaddingCollator(tiny.tokenizer("left"), pad_to_multiple_of=4, **settings)
+    collator = BucketedCollator(tiny.tokenizer("left"), pad_to_multiple_of=4, **settings)
     assert collator(rows)["labels"].tolist() == [[-100, -100, 6, 7], [8, 9, 10, 11]]
     masked = {"input_ids": [PAD, 8, 9, 10], "attention_mask": [0, 1, 1, 1], "labels": [-100, 8, 9, 10]}
     assert collator([masked])["labels"].tolist() == [[-100, -100, 9, 10]]
@@ -210,7 +210,7 @@ def test_the_label_of_a_token_after_padding_on_the_left_is_ignored_by_a_causal_l
 def test_bucketed_collator_splices_whole_batches_between_single_examples():
     rows = tokenized([2, 9, 4, 1], labels=[0, 1, 2, 0])
     collator = BucketedCollator(tiny.tokenizer())
-    expected = DynamicPaddingCollator(tiny.tokenizer())(rows)
+    expected = BucketedCollator(tiny.tokenizer())(rows)
     assert_same(collator(rows), expected)
     assert_same(collator([rows]), expected)
     assert_same(collator([rows[0], tuple(rows[1:3]), [], [rows[3]]]), expected)
@@ -220,21 +220,19 @@ def test_inner_gets_the_flat_examples_and_does_all_the_work():
     rows = [{"pixel_values": torch.full((3, 2, 2), float(i)), "label": i} for i in range(3)]
     batch = BucketedCollator(inner=default_data_collator)([rows[:2], rows[2]])
     assert_same(batch, default_data_collator(rows))
-    assert_same(
-        DynamicPaddingCollator(tiny.tokenizer(), inner=default_data_collator)(rows), default_data_collator(rows)
-    )
+    assert_same(BucketedCollator(tiny.tokenizer(), inner=default_data_collator)(rows), default_data_collator(rows))
 
 
 def test_the_tokenizer_of_inner_shows_so_that_the_trainer_can_save_it():
     tokenizer = tiny.tokenizer()
-    assert DynamicPaddingCollator(inner=DataCollatorWithPadding(tokenizer)).tokenizer is tokenizer
-    assert DynamicPaddingCollator(inner=default_data_collator).tokenizer is None
+    assert BucketedCollator(inner=DataCollatorWithPadding(tokenizer)).tokenizer is tokenizer
+    assert BucketedCollator(inner=default_data_collator).tokenizer is None
 
 
 @pytest.mark.parametrize(
     "collator",
     [
-        DynamicPaddingCollator(tiny.tokenizer("left"), causal_lm=True, position_ids=True),
+        BucketedCollator(tiny.tokenizer("left"), causal_lm=True, position_ids=True),
         BucketedCollator(tiny.tokenizer(), mlm_probability=0.5),
         BucketedCollator(inner=DataCollatorWithPadding(tiny.tokenizer())),
     ],
@@ -252,8 +250,8 @@ def test_pickled_and_copied_collators_give_the_same_batch(collator):
 
 @pytest.mark.parametrize("build", [t5, bart])
 def test_a_pickled_collator_carries_no_weights_of_its_model(build):
-    plain = DynamicPaddingCollator(tiny.tokenizer())
-    adapted = DynamicPaddingCollator(tiny.tokenizer(), model=build())
+    plain = BucketedCollator(tiny.tokenizer())
+    adapted = BucketedCollator(tiny.tokenizer(), model=build())
     weights = sum(parameter.nbytes for parameter in build().parameters())
     assert len(pickle.dumps(adapted)) - len(pickle.dumps(plain)) < weights / 10
     rows = tokenized([3], labels=[[5, 6]])
@@ -279,7 +277,7 @@ BAD_FEATURES = [
 
 @pytest.mark.parametrize(("features", "message"), BAD_FEATURES, ids=[str(features) for features, _ in BAD_FEATURES])
 def test_bad_rows_are_named_with_column_row_and_fix(features, message):
-    refuses((TypeError, ValueError), message, DynamicPaddingCollator(tiny.tokenizer()), features)
+    refuses((TypeError, ValueError), message, BucketedCollator(tiny.tokenizer()), features)
 
 
 INNER = "expected inner= alone. Set it on the inner collator, or leave inner out."
@@ -330,14 +328,14 @@ BAD_LABELS: list[tuple[dict[str, Any], list[dict[str, Any]], str]] = [
 
 @pytest.mark.parametrize(("settings", "rows", "message"), BAD_LABELS, ids=["tokens", "mlm", "causal", "left over"])
 def test_labels_that_the_model_cannot_use_are_refused(settings, rows, message):
-    refuses(ValueError, message, DynamicPaddingCollator(tiny.tokenizer(), **settings), rows)
+    refuses(ValueError, message, BucketedCollator(tiny.tokenizer(), **settings), rows)
 
 
 def test_causal_lm_with_an_encoder_decoder_is_refused_and_changes_nothing():
-    collator = DynamicPaddingCollator(tiny.tokenizer(), causal_lm=True)
+    collator = BucketedCollator(tiny.tokenizer(), causal_lm=True)
     for refused in (
         lambda: collator.adapt(t5()),
-        lambda: DynamicPaddingCollator(tiny.tokenizer(), causal_lm=True, model=t5()),
+        lambda: BucketedCollator(tiny.tokenizer(), causal_lm=True, model=t5()),
     ):
         refuses(ValueError, whole("causal_lm=True copies"), refused)
     assert collator([ROW])["labels"].tolist() == [[5, 6] + [-100] * 6]

@@ -41,7 +41,7 @@ from transformers import (
 )
 
 import tiny
-from hf_memopt import Change, DynamicPaddingCollator, attach, packed
+from hf_memopt import BucketedCollator, Change, attach, packed
 
 
 @given(lengths=LENGTHS, side=SIDES, multiple=st.sampled_from([None, 8]))
@@ -49,7 +49,7 @@ def test_equals_data_collator_with_padding(lengths, side, multiple):
     tokenizer = tiny.tokenizer(side)
     rows = tokenized(lengths, label=[i % 3 for i in range(len(lengths))])
     stock = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)(copy.deepcopy(rows))
-    assert_same(DynamicPaddingCollator(tokenizer, pad_to_multiple_of=multiple)(rows), dict(stock))
+    assert_same(BucketedCollator(tokenizer, pad_to_multiple_of=multiple)(rows), dict(stock))
 
 
 @given(lengths=LENGTHS, side=SIDES)
@@ -57,7 +57,7 @@ def test_equals_data_collator_for_token_classification(lengths, side):
     tokenizer = tiny.tokenizer(side)
     rows = tokenized(lengths, labels=ids_of(lengths, seed=1))
     stock = DataCollatorForTokenClassification(tokenizer, pad_to_multiple_of=8)(copy.deepcopy(rows))
-    assert_same(DynamicPaddingCollator(tokenizer)(rows), dict(stock))
+    assert_same(BucketedCollator(tokenizer)(rows), dict(stock))
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 9), data=st.data())
@@ -66,7 +66,7 @@ def test_equals_data_collator_for_seq2seq_on_right_padding(lengths, seed, data):
     tokenizer, model = tiny.tokenizer(), t5()
     rows = tokenized(lengths, labels=ids_of(targets, seed=seed))
     stock = DataCollatorForSeq2Seq(tokenizer, model=model, pad_to_multiple_of=8)(copy.deepcopy(rows))
-    assert_same(DynamicPaddingCollator(tokenizer, model=model)(rows), dict(stock))
+    assert_same(BucketedCollator(tokenizer, model=model)(rows), dict(stock))
 
 
 @given(lengths=LENGTHS, side=SIDES, seed=st.integers(0, 9), with_mask=st.booleans())
@@ -78,14 +78,14 @@ def test_mlm_draws_and_masks_as_stock_does(lengths, side, seed, with_mask):
     torch.manual_seed(seed)
     stock = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, pad_to_multiple_of=8)(copy.deepcopy(rows))
     torch.manual_seed(seed)
-    assert_same(DynamicPaddingCollator(tokenizer, mlm_probability=0.3)(rows), dict(stock))
+    assert_same(BucketedCollator(tokenizer, mlm_probability=0.3)(rows), dict(stock))
 
 
 @given(lengths=LENGTHS, side=SIDES)
 def test_mlm_masks_every_real_token_at_1_and_nothing_else(lengths, side):
     # The pad token is not among the special tokens that a mask of the data names, and CLS is masked out by the data.
     rows = [{"input_ids": [CLS, *row], "special_tokens_mask": [1] + [0] * len(row)} for row in ids_of(lengths)]
-    batch = DynamicPaddingCollator(tiny.tokenizer(side), mlm_probability=1.0)(rows)
+    batch = BucketedCollator(tiny.tokenizer(side), mlm_probability=1.0)(rows)
     expected = reference([[-100, *row] for row in ids_of(lengths)], -100, side=side)
     assert batch["labels"].tolist() == expected
     untouched = batch["labels"] == -100
@@ -99,7 +99,7 @@ def loss_without_padding(model: Any, row: dict[str, Any]) -> float:
 
 
 def assert_padding_changes_no_loss(
-    model: Any, collator: DynamicPaddingCollator, rows: list[dict[str, Any]], weights: list[int] | None = None
+    model: Any, collator: BucketedCollator, rows: list[dict[str, Any]], weights: list[int] | None = None
 ) -> None:
     """Compare the loss of the batch with the weighted mean of the losses of its rows, each alone and unpadded."""
     weights = weights or [1] * len(rows)
@@ -131,7 +131,7 @@ def test_padding_changes_no_loss_of_an_encoder(head, lengths, side):
     model, labels = bert(kind, **config), [label(i, n) for i, n in enumerate(lengths)]
     weights = None if kind == CLASSIFIER else [sum(value != -100 for value in row) for row in labels]
     side = side if weights else "right"  # BERT's pooler reads the first column
-    collator = DynamicPaddingCollator(tiny.tokenizer(side), model=model)
+    collator = BucketedCollator(tiny.tokenizer(side), model=model)
     assert_padding_changes_no_loss(model, collator, tokenized(lengths, labels=labels), weights)
 
 
@@ -143,7 +143,7 @@ LENGTHS_OVER_1 = st.lists(st.integers(2, 40), min_size=1, max_size=6)  # a causa
 @given(lengths=LENGTHS_OVER_1, side=SIDES)
 def test_padding_changes_no_loss_of_a_causal_lm(build, lengths, side):
     model, ids = build(), ids_of(lengths)
-    collator = DynamicPaddingCollator(tiny.tokenizer(side), model=model, causal_lm=True)
+    collator = BucketedCollator(tiny.tokenizer(side), model=model, causal_lm=True)
     with torch.no_grad():
         loss = model(**collator([{"input_ids": row} for row in ids])).loss.item()
     alone = [loss_without_padding(model, {"input_ids": row, "labels": row}) * (len(row) - 1) for row in ids]
@@ -161,16 +161,16 @@ def test_padding_changes_no_loss_of_an_encoder_decoder(build, sides, lengths, da
         {"input_ids": row, "attention_mask": [1] * len(row), "labels": target}
         for row, target in zip(ids_of(lengths), ids_of(targets, seed=1), strict=True)
     ]
-    collator = DynamicPaddingCollator(tiny.tokenizer(side), model=model)
+    collator = BucketedCollator(tiny.tokenizer(side), model=model)
     assert_padding_changes_no_loss(model, collator, rows, targets)
 
 
 def test_position_ids_count_real_tokens_on_either_side_and_skip_padding_of_the_data():
     rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
     for side, expected in [("right", [[0, 1, 2, 0], [0, 0, 0, 0]]), ("left", [[0, 0, 1, 2], [0, 0, 0, 0]])]:
-        collator = DynamicPaddingCollator(tiny.tokenizer(side), position_ids=True, pad_to_multiple_of=4)
+        collator = BucketedCollator(tiny.tokenizer(side), position_ids=True, pad_to_multiple_of=4)
         assert collator(rows)["position_ids"].tolist() == expected
-    collator = DynamicPaddingCollator(tiny.tokenizer("left"), position_ids=True, pad_to_multiple_of=4)
+    collator = BucketedCollator(tiny.tokenizer("left"), position_ids=True, pad_to_multiple_of=4)
     masked = [{"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1]}]
     assert collator(masked)["position_ids"].tolist() == [[0, 0, 0, 1]]
     own = [{"input_ids": [5, 6], "position_ids": [3, 4]}]
@@ -198,18 +198,18 @@ def test_position_ids_are_added_exactly_where_left_padding_changes_the_logits(na
     model = kind(kind.config_class(**{**config, **ids_of_specials})).eval()
     tokenizer = tiny.tokenizer("left", pad_token="[UNK]")  # id 1, as in RoBERTa
     row = {"input_ids": ids_of([5])[0]}
-    alone = DynamicPaddingCollator(tokenizer, pad_to_multiple_of=None)([row])
+    alone = BucketedCollator(tokenizer, pad_to_multiple_of=None)([row])
     with torch.no_grad():
         expected = model(**alone).logits[0]
         plain, adapted = (
-            model(**DynamicPaddingCollator(tokenizer, model=given)([row])).logits[0, -5:] for given in (None, model)
+            model(**BucketedCollator(tokenizer, model=given)([row])).logits[0, -5:] for given in (None, model)
         )
     assert ((plain - expected).abs().max() > 1e-3) == needed
     assert torch.allclose(adapted, expected, atol=LOSS_TOLERANCE)
 
 
 def test_adapt_returns_every_choice_and_leaves_a_collator_that_was_given_its_model():
-    collator = DynamicPaddingCollator(tiny.tokenizer("left"))
+    collator = BucketedCollator(tiny.tokenizer("left"))
     reason = "GPT2LMHeadModel would have to predict it from the padding on its left"
     label = Change("label of the first token", "token id", -100, reason)
     reason = "padding on the left would shift the positions of GPT2LMHeadModel"
@@ -221,20 +221,18 @@ def test_adapt_returns_every_choice_and_leaves_a_collator_that_was_given_its_mod
 
     reason = "T5ForConditionalGeneration is an encoder-decoder, whose labels are padded on the right"
     change = Change("integer lists in labels", "told apart by length", "decoder labels", reason)
-    assert DynamicPaddingCollator(tiny.tokenizer()).adapt(t5()) == (change,)
-    assert DynamicPaddingCollator(tiny.tokenizer()).adapt(gpt2()) == ()  # right padding
-    assert DynamicPaddingCollator(tiny.tokenizer("left"), position_ids=False).adapt(gpt2()) == (label,)
-    assert DynamicPaddingCollator(tiny.tokenizer("left"), model=llama()).adapt(gpt2()) == ()
+    assert BucketedCollator(tiny.tokenizer()).adapt(t5()) == (change,)
+    assert BucketedCollator(tiny.tokenizer()).adapt(gpt2()) == ()  # right padding
+    assert BucketedCollator(tiny.tokenizer("left"), position_ids=False).adapt(gpt2()) == (label,)
+    assert BucketedCollator(tiny.tokenizer("left"), model=llama()).adapt(gpt2()) == ()
     # no causal language model, though its parent is told by its name and it hands its labels on
-    assert (
-        DynamicPaddingCollator(tiny.tokenizer("left"), position_ids=False).adapt(OwnT5ForConditionalGeneration()) == ()
-    )
-    assert DynamicPaddingCollator(inner=default_data_collator).adapt(gpt2()) == ()
+    assert BucketedCollator(tiny.tokenizer("left"), position_ids=False).adapt(OwnT5ForConditionalGeneration()) == ()
+    assert BucketedCollator(inner=default_data_collator).adapt(gpt2()) == ()
 
 
 def test_an_encoder_decoder_has_decoder_labels_even_where_they_are_as_long_as_the_inputs():
     rows = tokenized([2, 3], labels=[[5, 6], [7, 8, 9]])
-    batch = DynamicPaddingCollator(tiny.tokenizer("left"), model=bart(), pad_to_multiple_of=4)(rows)
+    batch = BucketedCollator(tiny.tokenizer("left"), model=bart(), pad_to_multiple_of=4)(rows)
     assert batch["labels"].tolist() == [[5, 6, -100, -100], [7, 8, 9, -100]]
     assert batch["decoder_input_ids"].tolist() == [[SEP, 5, 6, PAD], [SEP, 7, 8, 9]]
 
@@ -242,13 +240,13 @@ def test_an_encoder_decoder_has_decoder_labels_even_where_they_are_as_long_as_th
 def test_a_head_on_the_encoder_of_an_encoder_decoder_keeps_token_labels():
     model = transformers.T5ForTokenClassification(copy.deepcopy(t5().config))  # it changes the config
     rows = tokenized([2, 3], labels=[[1, 0], [1, 1, 0]])
-    batch = DynamicPaddingCollator(tiny.tokenizer("left"), model=model, pad_to_multiple_of=4)(rows)
+    batch = BucketedCollator(tiny.tokenizer("left"), model=model, pad_to_multiple_of=4)(rows)
     assert batch["labels"].tolist() == [[-100, -100, 1, 0], [-100, 1, 1, 0]]
     assert "decoder_input_ids" not in batch
 
 
 def test_decoder_input_ids_of_the_data_and_scalar_labels_are_left_alone():
-    collator = DynamicPaddingCollator(tiny.tokenizer(), model=bart(), pad_to_multiple_of=4)
+    collator = BucketedCollator(tiny.tokenizer(), model=bart(), pad_to_multiple_of=4)
     given_ids = collator(tokenized([2], labels=[[5, 6, 7]], decoder_input_ids=[[2, 5, 6]]))["decoder_input_ids"]
     assert given_ids.tolist() == [[2, 5, 6, PAD]]
     assert "decoder_input_ids" not in collator(tokenized([2], labels=[1]))
@@ -258,10 +256,10 @@ def test_decoder_input_ids_of_the_data_and_scalar_labels_are_left_alone():
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_wrappers_are_looked_into():
     lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-    left = DynamicPaddingCollator(tiny.tokenizer("left"), model=peft.get_peft_model(copy.deepcopy(gpt2()), lora))
+    left = BucketedCollator(tiny.tokenizer("left"), model=peft.get_peft_model(copy.deepcopy(gpt2()), lora))
     assert "position_ids" in left([{"input_ids": [5]}])
     lora = peft.LoraConfig(target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
-    collator = DynamicPaddingCollator(tiny.tokenizer(), model=peft.get_peft_model(copy.deepcopy(t5()), lora))
+    collator = BucketedCollator(tiny.tokenizer(), model=peft.get_peft_model(copy.deepcopy(t5()), lora))
     assert "decoder_input_ids" in collator(tokenized([2], labels=[[5, 6, 7]]))
 
 
@@ -275,7 +273,7 @@ def test_an_id_without_an_embedding_is_refused_before_torch_meets_it(name, tmp_p
     tokenizer = tiny.tokenizer()
     model = t5() if name.startswith("decoder") else tiny.llama()
     rows = model.get_input_embeddings().num_embeddings
-    collator = attached(model, DynamicPaddingCollator(tokenizer), tmp_path).data_collator
+    collator = attached(model, BucketedCollator(tokenizer), tmp_path).data_collator
     row = {"input_ids": [5, rows - 1], "labels": [5, rows - 1]}
     assert collator([row])["input_ids"].max() == rows - 1
     message = (
@@ -287,7 +285,7 @@ def test_an_id_without_an_embedding_is_refused_before_torch_meets_it(name, tmp_p
 
 
 def test_an_embedding_resized_after_attach_is_that_of_the_model(tmp_path):
-    trainer = attached(tiny.llama(), DynamicPaddingCollator(tiny.tokenizer()), tmp_path)
+    trainer = attached(tiny.llama(), BucketedCollator(tiny.tokenizer()), tmp_path)
     rows = trainer.model.get_input_embeddings().num_embeddings
     batch = [{"input_ids": [5, rows], "labels": [5, 6]}]
     trainer.model.resize_token_embeddings(rows + 1)
@@ -303,7 +301,7 @@ def test_a_decoder_may_have_more_ids_than_its_encoder(tmp_path):
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 1, "eos_token_id": 2}
     words = {"vocab_size": 50, "decoder_vocab_size": 90, "share_encoder_decoder_embeddings": False}
     config = transformers.MarianConfig(**sizes, **heads, **words, decoder_start_token_id=1, tie_word_embeddings=False)
-    trainer = attached(transformers.MarianMTModel(config), DynamicPaddingCollator(tiny.tokenizer()), tmp_path)
+    trainer = attached(transformers.MarianMTModel(config), BucketedCollator(tiny.tokenizer()), tmp_path)
     batch = trainer.data_collator([{"input_ids": [5, 6], "labels": [80, 89, 7]}])
     assert batch["decoder_input_ids"].max() == 89
     with pytest.raises(ValueError, match="embeddings of 90 ids"):
@@ -311,9 +309,9 @@ def test_a_decoder_may_have_more_ids_than_its_encoder(tmp_path):
 
 
 def test_two_trainers_that_share_a_collator_do_not_disturb_each_other(tmp_path):
-    collator = DynamicPaddingCollator(tiny.tokenizer("left"))
+    collator = BucketedCollator(tiny.tokenizer("left"))
     rows = tokenized([5, 9], labels=ids_of([5, 9], seed=1))
-    alone = attached(gpt2(), DynamicPaddingCollator(tiny.tokenizer("left")), tmp_path).data_collator(rows)
+    alone = attached(gpt2(), BucketedCollator(tiny.tokenizer("left")), tmp_path).data_collator(rows)
     first, second = attached(gpt2(), collator, tmp_path), attached(tiny.bert(), collator, tmp_path)
     assert_same(first.data_collator(rows), alone)
     before = second.data_collator(rows)
@@ -325,7 +323,7 @@ def test_two_trainers_that_share_a_collator_do_not_disturb_each_other(tmp_path):
 
 
 def test_a_collator_is_copied_only_while_its_first_trainer_is_there(tmp_path):
-    collator = DynamicPaddingCollator(tiny.tokenizer())
+    collator = BucketedCollator(tiny.tokenizer())
     first = attached(tiny.bert(), collator, tmp_path)
     assert attached(tiny.bert(), collator, tmp_path).data_collator is not collator
     del first
@@ -339,7 +337,7 @@ def test_labels_of_a_second_head_are_padded_as_labels(tmp_path):
         tmp_path, label_names=["labels", "pos_labels", "scores", "attention_mask"], per_device_train_batch_size=1
     )
     for side, padding in (("right", slice(2, None)), ("left", slice(-2))):
-        collator = DynamicPaddingCollator(tiny.tokenizer(side), pad_to_multiple_of=4)
+        collator = BucketedCollator(tiny.tokenizer(side), pad_to_multiple_of=4)
         assert collator(rows)["pos_labels"][0].tolist().count(-100) == 0
         trainer = attach(transformers.Trainer(tiny.bert(), args, train_dataset=rows, data_collator=collator))
         batch = collator(rows)
@@ -359,7 +357,7 @@ def test_rounding_up_ends_where_the_model_has_no_more_positions(name, most):
     config = copy.deepcopy(built.config)
     config.max_position_embeddings = 29
     model = type(built)(config)
-    collator = DynamicPaddingCollator(tiny.tokenizer(), model=model)
+    collator = BucketedCollator(tiny.tokenizer(), model=model)
     labels = [1] * most if name == "bart" else 1
     for longest, width in ((most, most), (most - 1, most), (24, 24), (9, 16), (most + 1, 32)):
         batch = collator([{"input_ids": [5] * length, "labels": labels} for length in (longest, 3)])

@@ -145,52 +145,6 @@ def test_lengths_that_are_not_the_texts_are_refused_where_they_would_cut_them(se
     refuses(ValueError, whole(message), list, view)
 
 
-@pytest.mark.parametrize(("world_size", "too_long"), [(1, "error"), (2, "split"), (3, "drop")])
-def test_a_stream_hands_out_every_token_once_a_pass_and_goes_on_from_its_state(world_size, too_long):
-    rows, row_tokens = examples(40), 24 if too_long == "error" else 12
-    stream = packed(
-        Dataset.from_list(rows).to_iterable_dataset(),
-        row_tokens,
-        too_long=too_long,
-        world_size=world_size,
-        buffer_examples=12,
-    )
-    wanted = sorted(t for row in rows for t in row["input_ids"] if too_long != "drop" or len(row["input_ids"]) <= 12)
-    found: list[Any] = []
-    for row in stream:
-        found.append(row)
-        assert sum(len(text["input_ids"]) for text in row) <= row.width == row_tokens
-        if sum(len(t["input_ids"]) for r in found for t in r) >= len(wanted):
-            break
-    if world_size == 1:
-        assert tokens_of(found) == wanted
-    straight = list(itertools.islice(stream, 24))
-    turns = 6
-    list(itertools.islice(stream, turns * world_size))
-    state = stream.state_dict(position=turns)
-    stream.load_state_dict(state)
-    resumed = list(itertools.islice(stream, 24 - turns * world_size))
-    assert resumed == straight[turns * world_size :]
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(("lengths", "too_long"), [([12] * 101, "error"), ([7, 30, 9, 12, 8] * 20, "split")])
-def test_rows_that_are_too_few_for_all_processes_are_carried_over(lengths, too_long, world_size):
-    rows = Dataset.from_list([{"input_ids": [i] * length} for i, length in enumerate(lengths)])
-    settings: Any = {"too_long": too_long, "world_size": world_size, "buffer_examples": 16}
-    stream = packed(rows.to_iterable_dataset(), 12, **settings)
-    straight = list(itertools.islice(stream, 120 * world_size))
-    for turns in (3, 13, 40, 77):
-        list(itertools.islice(stream, turns * world_size))
-        state = stream.state_dict(position=turns)
-        stream.load_state_dict(state)
-        resumed = list(itertools.islice(stream, 12 * world_size))
-        stream.load_state_dict(None)
-        assert resumed == straight[turns * world_size :][: len(resumed)]
-    seen = [text["input_ids"][0] for row in straight for text in row][: len(lengths) // world_size * world_size]
-    assert too_long == "split" or len({*seen}) == len(seen)
-
-
 def test_a_counted_column_of_another_name_and_labels_without_a_sign(tmp_path):
     tokens = [np.full(6, 5 + i, np.uint16) for i in range(8)]
     data = [{"input_ids": one, "labels": one, "counted": one} for one in tokens]
@@ -444,11 +398,10 @@ def test_a_recipes_trainer_takes_packed_rows(tmp_path):
 
 
 def train_and_note(folder: Path, rows: Any) -> list[list[int]]:
-    """Train for an epoch, or 6 steps of a stream; return the ids of every row that this process was given."""
-    of_stream = {} if isinstance(rows, list) else {"buffer_examples": 20}
+    """Train for an epoch; return the ids of every row that this process was given."""
     model, seen = tiny.llama(), []
     settings = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
-    trainer = make_trainer(folder, model, packed(rows, ROW, **of_stream), **settings, max_steps=6 if of_stream else -1)
+    trainer = make_trainer(folder, model, packed(rows, ROW), **settings)
 
     def see(module: Any, _: Any, kwargs: Any, output: Any) -> None:
         if module.training and "loss" in output:
@@ -464,20 +417,16 @@ def test_two_processes_share_the_rows(tmp_path):
     from two_ranks import run_pair
 
     first, second = run_pair(tmp_path, __file__, str(tmp_path))
-    assert len(first["view"]) == len(second["view"])
-    assert len(first["stream"]) == len(second["stream"]) == 6
+    assert len(first) == len(second)
     pad = tiny.tokenizer().pad_token_id
-    real = sorted(token for row in (*first["view"], *second["view"]) for token in row if token != pad)
+    real = sorted(token for row in (*first, *second) for token in row if token != pad)
     assert real == sorted(token for row in examples(60) for token in row["input_ids"])
-    assert all(len(row) == ROW for rank in (first, second) for rows in rank.values() for row in rows)
-    assert not {*map(tuple, first["stream"])} & {*map(tuple, second["stream"])}
+    assert all(len(row) == ROW for row in (*first, *second))
 
 
 if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    stream = Dataset.from_list(examples(60)).to_iterable_dataset()
-    found = {"view": train_and_note(folder, examples(60)), "stream": train_and_note(folder, stream)}
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    (folder / f"rank{rank}.json").write_text(json.dumps(train_and_note(folder, examples(60))))
 
 
 def test_examples_that_are_left_out_are_told(caplog):
@@ -492,24 +441,17 @@ def test_examples_that_are_left_out_are_told(caplog):
 def test_rows_that_no_trainer_is_attached_to_are_told_of_once(tmp_path, caplog):
     rows = labelled(8)
     collator = BucketedCollator(tiny.tokenizer())
-    sources = packed(rows, 24), packed(Dataset.from_list(rows).to_iterable_dataset(), 24)
+    source = packed(rows, 24)
     with caplog.at_level("WARNING", logger="hf_memopt"):
-        for source in sources:
-            collator([next(iter(source))])
+        collator([source[0]])
+        collator([source[0]])
     assert [text.partition(":")[0] for text in caplog.messages] == [
         "rows of packed(...) are read without attach(trainer)"
     ]
     caplog.clear()
-    for source in sources:
-        trainer = attach(make_trainer(tmp_path, tiny.llama(), source, BucketedCollator(tiny.tokenizer()), max_steps=1))
-        next(iter(trainer.get_train_dataloader()))
+    trainer = attach(make_trainer(tmp_path, tiny.llama(), source, BucketedCollator(tiny.tokenizer()), max_steps=1))
+    next(iter(trainer.get_train_dataloader()))
     assert caplog.messages == []
-
-
-def test_a_row_of_a_stream_that_is_too_long_is_told_in_the_words_of_packed():
-    stream = packed(Dataset.from_list([{"input_ids": [5] * 9}]).to_iterable_dataset(), 8)
-    with pytest.raises(ValueError, match=r"^row_tokens=8 has no room.*raise row_tokens, or pass packed\("):
-        next(iter(stream))
 
 
 @pytest.mark.parametrize(("lengths", "processes"), [([60, 50, 45, 44, 40, 24], 4), ([60, 50, 45, 40, 24], 3)])
@@ -521,8 +463,6 @@ def test_the_fullest_row_may_be_among_the_last_that_are_too_few_for_all_processe
 def test_cells_without_a_length_stay_whole(tmp_path):
     rows = Dataset.from_dict({"input_ids": [[5] * 9, [6] * 3], "id": [0, 1]}).with_format("torch")
     assert [int(text["id"]) for text in packed(rows, 16)[0]] == [0, 1]
-    stream = packed(rows.to_iterable_dataset(), 4, too_long="split")
-    assert max(len(text["input_ids"]) for text in next(iter(stream))) <= 4
 
 
 def test_rows_that_were_added_are_missed():

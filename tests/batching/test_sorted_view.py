@@ -522,7 +522,7 @@ BAD_CALLS: list[tuple[Callable[[Any], Any], str]] = [
         for values, shape in ((np.zeros(2), "(2,)"), (torch.zeros(4, 3), "(4, 3)"), (np.array(1.0), "()"))
     ],
     (lambda view: view.restore_order("text"), whole("values=<str> cannot")),
-    (lambda view: sorted_by_length(iter([])), whole("dataset=<list_iterator>")),
+    (lambda view: sorted_by_length(iter([])), whole("dataset=<{kind}> is a stream", kind="list_iterator")),
     (
         lambda view: sorted_by_length(view.dataset, lengths=[1, 2]),
         whole("lengths=<array of shape (2,)> does not belong to a dataset of 3"),

@@ -356,13 +356,12 @@ WEIGHTED_DATA = {
     "view": lambda: m.bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4),
     "view of a list": lambda: m.bucketed(WEIGHTED_ROWS, batch_size=4),
     "whole batches": lambda: m.bucketed(Dataset.from_list(WEIGHTED_ROWS), max_tokens=64),
-    "stream": lambda: m.bucketed(Dataset.from_list(WEIGHTED_ROWS).to_iterable_dataset(), batch_size=4),
 }
 
 
 @pytest.mark.parametrize("name", WEIGHTED_DATA)
 def test_a_column_that_a_subclass_adds_reaches_its_loss(name, tmp_path):
-    """Of views and streams, which leave unread what stock removes; without ``attach`` the collator gets all of it."""
+    """Of views, which leave unread what stock removes; without ``attach`` the collator gets all of it."""
     losses, names = [], ("input_ids", "attention_mask", "labels", "weight")
     size = 1 if name == "whole batches" else 4
     collate = m.BucketedCollator(tiny.tokenizer())
@@ -685,8 +684,7 @@ def test_every_callback_and_view_of_the_package_is_recognised():
     assert len(names) == 13
     assert all(callable(getattr(m, name).bind) for name in names)
     rows = Dataset.from_list(tiny.rows())
-    for view in (m.bucketed(rows, batch_size=4), m.bucketed(rows.to_iterable_dataset(), batch_size=4)):
-        assert isinstance(view, TrainingView)
+    assert isinstance(m.bucketed(rows, batch_size=4), TrainingView)
 
 
 def test_undoing_one_trainer_leaves_what_another_shares(tmp_path):

@@ -213,21 +213,21 @@ def described(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the checkpoints of a run in weights of several files, a stream and micro-batches."""
+    """Return a folder with the checkpoints of a run in weights of several files, a view and micro-batches."""
     folder = tmp_path_factory.mktemp("saved")
-    streaming(folder, max_steps=4).train()
+    with_all_parts(folder, max_steps=4).train()
     return folder
 
 
-def streaming(folder: Path, **settings: Any) -> Trainer:
+def with_all_parts(folder: Path, **settings: Any) -> Trainer:
     """Return a Trainer with all that writes into checkpoints."""
     args = tiny.arguments(folder, **{**RUN, "max_steps": 6, **settings})
-    stream = bucketed(tiny.Stream(ROWS), batch_size=2, buffer_examples=4)
-    built = Trainer(tiny.llama(), args, train_dataset=stream, data_collator=BucketedCollator(tiny.tokenizer()))
+    view = bucketed(ROWS, batch_size=2)
+    built = Trainer(tiny.llama(), args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer()))
     return attach(built, MicrobatchCallback(), ShardedCheckpointCallback("20KB"))
 
 
-CHANGING = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "memopt_stream_0.json", "model-00001-of-*")
+CHANGING = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "model-00001-of-*")
 STAYING = ("rng_state.pth", "training_args.bin", "model.safetensors.index.json")
 
 
@@ -312,10 +312,10 @@ def test_a_manifest_has_all_files_of_the_checkpoint(tmp_path, is_sharded) -> Non
 
 
 def test_a_copied_checkpoint_resumes_and_goes_on_as_the_straight_run(saved, tmp_path) -> None:
-    straight = streaming(tmp_path / "straight")
+    straight = with_all_parts(tmp_path / "straight")
     straight.train()
     shutil.copytree(saved / "checkpoint-4", tmp_path / "elsewhere")
-    resumed = streaming(tmp_path / "out", ignore_data_skip=True)
+    resumed = with_all_parts(tmp_path / "out")
     resumed.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
     assert tiny.largest_difference(straight.model, resumed.model) == 0.0
 

@@ -183,7 +183,8 @@ def test_a_file_without_lengths_is_refused_before_anything_is_written(folder) ->
     (folder / "bad.jsonl").write_text('{"label": 1}\n')
     result = runner.invoke(app, ["estimate", "model", "--data", "bad.jsonl", "--plot", "p.png", "--json"])
     assert stopped(result) == (
-        "--data bad.jsonl has neither 'input_ids' nor 'text', and no column of texts; expected one of ['label'] by "
-        "name. Pass --column NAME"
+        "--data bad.jsonl has the columns label (integers); expected those of a format: messages; translation; text; "
+        "prompt, completion; tokens, ner_tags; query, positive; text, label; source, target; input_ids; question, "
+        "context, answers; sentence1, sentence2, label; instruction, output. Add a column of texts or of token ids"
     )
     assert not (folder / "p.png").exists()

@@ -49,7 +49,7 @@ def test_a_plan_for_a_file_of_lengths(model: str, tmp_path: Path) -> None:
     shown = " ".join(found.output.split())
     assert "Note: planned for the longest row, 64 tokens, so that none is cut; --seq-len 40 needs less memory" in shown
     assert "and cuts 1.0 % of the rows." in shown
-    assert "Note: columns of texts in rows.jsonl that are not read: url." in shown
+    assert "Note: columns that are not read: url." in shown
     assert "Recommended: full, " in found.output
 
 

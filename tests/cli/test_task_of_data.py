@@ -15,6 +15,7 @@ import transformers
 from invoked import invoked
 
 import tiny
+from hf_memopt import read_rows
 
 T5 = {
     "vocab_size": 100,
@@ -107,13 +108,40 @@ def test_labels_decide_where_nothing_else_does_and_what_differs_is_said(
     assert told["parameters"] == sum(weight.numel() for weight in HEADS[task].from_config(config).parameters())
 
 
-def planned(folder: Path, *options: str) -> list[str]:
+def planned(folder: Path, *options: str, data: str = "rows.jsonl") -> list[str]:
     """Return the lines that a plan for the rows prints."""
-    given = ("--gpu", "1GB", "--data", "rows.jsonl", "--effective-batch", "8", "--method", "full", *options)
+    given = ("--gpu", "1GB", "--data", data, "--effective-batch", "8", "--method", "full", *options)
     done = invoked("plan", folder, *given)
     assert done.exit_code == 0, done.output
     lines: list[str] = done.stdout.splitlines()
     return lines
+
+
+def test_columns_that_are_not_read_are_named_alike(folders: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"text": "w5 w6", "history": [["w7", "w8"]], "system": None}] * 9
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sentence, model = "columns that are not read: history, system", folders / "masked-lm"
+    assert f"C{sentence[1:]}.\n" in invoked("lengths", "rows.jsonl").stdout
+    given = ("--data", "rows.jsonl", "-b", 1, "--gpu", "1GB", "--json")
+    assert sentence in json.loads(invoked("estimate", model, *given).stdout)["notes"]
+    assert sentence in json.loads("\n".join(planned(model, "--json")))["notes"]
+    assert sentence in read_rows(datasets.Dataset.from_list(rows), tiny.tokenizer(), "masked-lm").notes
+    held = {"about": "w9", "data": rows}
+    Path("rows.json").write_text(json.dumps(held))
+    for told in (invoked("lengths", "rows.json"), invoked("plan", model, "--data", "rows.json")):
+        assert told.exit_code == 2
+        assert "is one object, with rows in data; expected an object for each row" in " ".join(told.output.split())
+    assert sentence in json.loads("\n".join(planned(model, "--json", "--field", "data", data="rows.json")))["notes"]
+    told = json.loads(invoked("estimate", model, *given, "--field", "data", "--data", "rows.json").stdout)
+    assert sentence in told["notes"]
+
+
+FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "": ("rows.jsonl", lambda rows: "\n".join(map(json.dumps, rows))),
+    "--field data": ("rows.json", lambda rows: json.dumps({"data": rows, "version": 1}, indent=1)),
+    "TSV": ("rows.tsv", lambda rows: "".join(f"{one}\t{two}\n" for one, two in [[*rows[0]], *map(dict.values, rows)])),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.* argument is set as true but no accelerator:UserWarning")
@@ -121,6 +149,8 @@ def planned(folder: Path, *options: str) -> list[str]:
     ("own", "options", "said", "kind"),
     [
         ("masked-lm", (), "Task: sequence-classification, by the columns", "BertForSequenceClassification"),
+        ("masked-lm", ("TSV",), "Task: sequence-classification, by the columns", "BertForSequenceClassification"),
+        ("masked-lm", ("--field", "data"), "Task: sequence-classification, by", "BertForSequenceClassification"),
         pytest.param(
             *("masked-lm", ("--task", "fill-mask")),
             *("Task: masked-lm, as --task says; label", "BertForMaskedLM"),
@@ -139,8 +169,10 @@ def test_the_written_script_trains_what_the_first_line_says(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # which the script may set
     rows = [{"text": " ".join(["w5", "w6", "w7"][: 1 + i % 3]), "label": ["no", "yes"][i % 2]} for i in range(24)]
-    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert planned(folders / own, "--write", "run", *options)[0].startswith(said)
+    file, write = FILES.get(" ".join(options), FILES[""])
+    Path(file).write_text(write(rows))
+    options = tuple(option for option in options if option != "TSV")
+    assert planned(folders / own, "--write", "run", *options, data=file)[0].startswith(said)
     script = Path("run/train.py")
     script.write_text(script.read_text().replace("bf16=True,", "bf16=True, use_cpu=True,").replace("tf32=True,", ""))
     trainer = runpy.run_path(str(script), run_name="__main__")["trainer"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 import tempfile
@@ -15,11 +14,11 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import Trainer, TrainerCallback, set_seed
 
 import hf_memopt
-from client import BATCH, CUT, PASSED, SETUPS, STEPS, VIEW, Client, train_and_evaluate
+from client import BATCH, CUT, PASSED, SETUPS, VIEW, Client, train_and_evaluate
 from hf_memopt import attach, bucketed
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
@@ -152,10 +151,8 @@ def _view(client: Client, dataset: Any) -> Any:
 
 
 def _in_view_order(client: Client, dataset: Any) -> Any:
-    """Return the examples in the order of the view's first epoch, by hand; of a stream, as many as are trained."""
+    """Return the examples in the order of the view's first epoch, by hand."""
     view = _view(client, dataset)
-    if isinstance(dataset, IterableDataset):
-        return Dataset.from_list(list(itertools.islice(view, BATCH * STEPS)))
     indices = [view.indices_of([position])[0] for position in range(len(view))]
     if isinstance(dataset, Dataset):
         return dataset.select(indices)

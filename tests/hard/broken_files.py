@@ -9,22 +9,18 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from hypothesis import strategies as st
 from public_calls import SIZES
-from transformers import Trainer
 
 import hf_memopt as m
 import tiny
 from hf_memopt.batching import data_file, file_lengths
-from hf_memopt.batching.views.stream_checkpoint import _saved_state
 from hf_memopt.binding.checkpoint_manifest import MANIFEST, why_not_whole
 from hf_memopt.devices import find_gpu
 from hf_memopt.memory.models import load_model
@@ -102,43 +98,6 @@ def _read_recipe(path: Path) -> None:
 
 
 # ---- Checkpoints
-
-
-class _Rows(torch.utils.data.IterableDataset[Any]):
-    def __init__(self) -> None:
-        self._next = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter({"input_ids": [5] * (i % 7 + 1), "labels": 1} for i in range(64))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self._next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._next = int(state["next"])
-
-
-def _stream() -> Any:
-    return m.bucketed(_Rows(), batch_size=2, buffer_examples=8)
-
-
-def _stream_state() -> dict[str, Any]:
-    stream = _stream()
-    list(islice(stream, 20))
-    found: dict[str, Any] = stream.state_dict()
-    return found
-
-
-@cache
-def _resuming() -> Trainer:
-    return Trainer(tiny.bert(**SIZES), tiny.arguments("unused", ignore_data_skip=True, max_steps=1))
-
-
-def _resume_stream(path: Path) -> None:
-    stream, state = _stream(), _saved_state(_resuming(), path.parent)
-    stream.load_state_dict(state)
-    if state is None or state["turn"] < 10_000:  # any turn may be right, and one after ever so many is read up to
-        list(islice(stream, 20))
 
 
 def _write_checkpoint(folder: Path) -> None:
@@ -236,7 +195,6 @@ FILES: dict[str, StrangeFile] = {
         "recipe.json", _json("recipe.json", lambda: json.loads(m.recipe("8gb-gpu").to_json())), _read_recipe
     ),
     "measurement": StrangeFile("run.json", _json("run.json", measured), _read_measured),
-    "stream": StrangeFile("memopt_stream_0.json", _json("memopt_stream_0.json", _stream_state), _resume_stream),
     "checkpoint's state": StrangeFile("trainer_state.json", _write_checkpoint, _read_checkpoint),
     "checkpoint's index": StrangeFile("model.safetensors.index.json", _write_checkpoint, _read_checkpoint),
     "checkpoint's manifest": StrangeFile(MANIFEST, _write_manifest, _read_checkpoint),

@@ -59,9 +59,9 @@ SETUPS = {
         {"per_device_train_batch_size": 1, "dataloader_num_workers": 2},
         lambda: [m.MemoryReportCallback(), m.OverflowCallback(), m.ShardedCheckpointCallback()],
     ),
-    "a stream that skips nothing, 8-bit state": SetUp(
-        lambda: m.bucketed(tiny.Stream(ROWS), max_tokens=72, buffer_examples=16),
-        {"per_device_train_batch_size": 1, "ignore_data_skip": True, "optim": "adamw_bnb_8bit"},
+    "8-bit state": SetUp(
+        lambda: m.bucketed(ROWS, max_tokens=72),
+        {"per_device_train_batch_size": 1, "optim": "adamw_bnb_8bit"},
         lambda: [m.EmbeddingBitsCallback(), m.ShardedCheckpointCallback("20KB")],
     ),
     "adapters": SetUp(
@@ -73,13 +73,12 @@ SETUPS = {
 }
 
 
-PAIR = "two processes, a stream"
+PAIR = "two processes"
 SETUPS_OF_TWO = {
     PAIR: SetUp(
-        lambda: m.bucketed(tiny.Stream(ROWS), batch_size=2, buffer_examples=8),
+        lambda: m.bucketed(ROWS, batch_size=2),
         {
             "per_device_train_batch_size": 2,
-            "ignore_data_skip": True,
             **tiny.DDP,
             "save_total_limit": 1,  # so that the newest whole checkpoint is the only one
         },

@@ -29,7 +29,6 @@ import hf_memopt as m
 import tiny
 from hf_memopt.binding.checkpoint_manifest import why_not_whole
 from hf_memopt.cli.app import app
-from hf_memopt.techniques.nonfinite.report import OverflowReport, write_reports
 
 WAYS = ("a disk of its own", "files that may not grow")
 DISK_BYTES = 8 * 2**20
@@ -93,7 +92,6 @@ def writers(root: Path) -> dict[str, Callable[[Path], Any]]:
     measurement = m.measure(m.attach(measured), steps=1)
     launch = m.Recipe("mine", "tests", micro_batching=False, optim="adamw_torch").distributed(2, "zero3")
     return {
-        "overflow reports": lambda folder: write_reports([OverflowReport(1, "loss")] * 20, folder),
         "a picture of padding": lambda folder: m.padding_report([3, 4, 90]).plot(folder / "padding.svg"),
         "a plan": lambda folder: plan.write(folder, force=True),
         "the report of a plan": lambda folder: plan.report(folder / "plan.html", force=True),
@@ -178,9 +176,10 @@ def make_trainer(folder: Path, **settings: Any) -> Trainer:
     asked |= {"optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "constant", **settings}
     args = tiny.arguments(folder, **asked)
     torch.manual_seed(0)
-    stream = m.bucketed(tiny.Stream(rows), max_tokens=48, buffer_examples=8)
     collator = m.BucketedCollator(tiny.tokenizer())
-    trainer = Trainer(tiny.bert(hidden_dropout_prob=0.1), args, train_dataset=stream, data_collator=collator)
+    trainer = Trainer(
+        tiny.bert(hidden_dropout_prob=0.1), args, train_dataset=m.bucketed(rows, max_tokens=48), data_collator=collator
+    )
     callbacks = [m.MicrobatchCallback(max_tokens=24), m.MemoryReportCallback(), m.ShardedCheckpointCallback("40KB")]
     return m.attach(trainer, *callbacks)
 

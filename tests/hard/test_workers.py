@@ -6,7 +6,6 @@ models are drawn in the workers, which torch seeds one by one, so of these only 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from children import SERVER
 from datasets import Dataset
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, DataCollatorWithPadding
 
 import tiny
@@ -25,7 +24,6 @@ COUNT = 41
 LENGTHS = [(7 * i) % 23 + 2 for i in range(COUNT)]
 IGNORED = -100
 WORKERS = 2
-STREAM_BATCHES = 40  # of an endless stream: more than three passes
 
 
 def example(i: int) -> dict[str, Any]:
@@ -38,10 +36,6 @@ ROWS = [example(i) for i in range(COUNT)]
 
 def arrow() -> Dataset:
     return Dataset.from_list(ROWS)
-
-
-def arrow_stream() -> Any:
-    return arrow().to_iterable_dataset(num_shards=3).shuffle(seed=3, buffer_size=5)
 
 
 # ---- Collators ------------------------------------------------------------------------------------------------------
@@ -96,8 +90,6 @@ READERS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "sorted": lambda: (sorted_by_length(arrow(), restore_by_hand=True), {"batch_size": 4}),
     "batch sampler": lambda: _sampled(LengthBucketedBatchSampler(LENGTHS, max_tokens=96, n_buckets=3)),
     "sampler": lambda: _sampled(LengthBucketedSampler(LENGTHS, batch_size=4, n_buckets=3), batch_size=4),
-    "stream of examples": lambda: (bucketed(tiny.Stream(ROWS), batch_size=4, buffer_examples=16), {"batch_size": 4}),
-    "stream of batches": lambda: (bucketed(arrow_stream(), max_tokens=96, buffer_examples=16), {"batch_size": 1}),
 }
 STARTS = {
     "forked": ("fork", False),
@@ -116,8 +108,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 def read(loader: Any, epoch: int) -> list[Any]:
     set_epoch(loader, epoch)
-    most = STREAM_BATCHES if isinstance(loader.dataset, IterableDataset) else None
-    return [without_masks(batch) for batch in itertools.islice(loader, most)]
+    return [without_masks(batch) for batch in loader]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core

@@ -150,18 +150,12 @@ def test_a_view_of_whole_batches_gets_the_arguments_that_fit_it(tmp_path) -> Non
     assert args.train_sampling_strategy == "sequential"
 
 
-def test_a_stream_is_bucketed_where_it_names_its_columns(tmp_path) -> None:
+def test_a_stream_stays_in_its_own_order(tmp_path, caplog) -> None:
     stream = Dataset.from_list([{"input_ids": [5] * (1 + i % 9), "labels": i % 3} for i in range(40)])
     chosen, steps = recipe("cpu").replace(effective_batch_size=4), {"max_steps": 3}
-    trainer = wired(tmp_path, chosen, stream.to_iterable_dataset(), training_arguments=steps)
-    assert kind(trainer.train_dataset) == "BucketedStream"
+    trainer = wired(tmp_path, chosen, data := stream.to_iterable_dataset(), training_arguments=steps)
+    assert trainer.train_dataset is data
     assert trainer.train().global_step == 3
-
-    class Nameless(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(stream)
-
-    assert isinstance(wired(tmp_path, chosen, Nameless(), training_arguments=steps).train_dataset, Nameless)
 
 
 @pytest.mark.parametrize("is_made_by_the_trainer", [False, True])
@@ -212,9 +206,6 @@ def encoded(row: Any) -> Any:
 
 UNNAMED = {  # rows of text -> rows of tokens whose columns the data set does not name
     "stream": lambda rows: rows.to_iterable_dataset().map(encoded, remove_columns=["text"]),
-    "bucketed stream": lambda rows: bucketed(
-        rows.to_iterable_dataset().map(encoded, remove_columns=["text"]), batch_size=4
-    ),
     "transform": lambda rows: rows.with_transform(encoded),
     "batches of a list": lambda rows: bucketed([*rows.with_transform(encoded)], max_tokens=64),
 }

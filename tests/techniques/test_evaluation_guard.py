@@ -24,7 +24,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, defa
 
 import language_models
 import tiny
-from hf_memopt.batching.collation.collators import DynamicPaddingCollator
+from hf_memopt.batching.collation.collators import BucketedCollator
 from hf_memopt.batching.views import sorted_by_length
 from hf_memopt.binding import attach
 from hf_memopt.devices.readings import read_memory, read_process
@@ -395,7 +395,7 @@ def of_lengths(count: int = 16) -> list[dict[str, Any]]:
 
 def token_trainer(output_dir: Any, *callbacks: Any, **settings: Any) -> Trainer:
     """Return a token classifier whose batches have different lengths."""
-    padding = DynamicPaddingCollator(tiny.tokenizer(), pad_to_multiple_of=None)
+    padding = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=None)
     given = {"trainer_data_collator": padding, "trainer_compute_metrics": accuracy, "trainer_callbacks": [*callbacks]}
     trainer, _ = make_trainer("bert-tokens", output_dir, **{"per_device_eval_batch_size": 4, **given, **settings})
     trainer.eval_dataset = of_lengths()

@@ -21,7 +21,6 @@ from transformers import Trainer, TrainerCallback
 import tiny
 import two_ranks
 from hf_memopt.batching.collation import BucketedCollator
-from hf_memopt.batching.collation.collators import DynamicPaddingCollator
 from hf_memopt.batching.views import bucketed
 from hf_memopt.binding.undo import override_method
 from hf_memopt.techniques.nonfinite import example_indices
@@ -54,7 +53,7 @@ class Stream(IterableDataset[Any]):
 
 
 def build(output_dir: Any, dataset: Any, kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
-    of_collator = {"data_collator": settings.pop("collator", DynamicPaddingCollator(tiny.tokenizer()))}
+    of_collator = {"data_collator": settings.pop("collator", BucketedCollator(tiny.tokenizer()))}
     arguments = tiny.arguments(output_dir, **{"per_device_train_batch_size": 3, "num_train_epochs": 2, **settings})
     return kind(model=tiny.bert(), args=arguments, train_dataset=dataset, **of_collator)
 

@@ -3,7 +3,7 @@
 Stock collators turn every padded row into Python lists and hand the nested lists to ``torch.tensor``, which costs far
 more than the padding. Here the rows of a column are copied into one array of numpy, which ``torch.from_numpy`` wraps.
 
-``BucketedCollator``, also called ``DynamicPaddingCollator``, takes a list of examples, the whole-batch items of a
+``BucketedCollator`` takes a list of examples, the whole-batch items of a
 token-budget view, or the rows of a packed view, whose texts it joins. It serves classification, regression, token
 labels, causal LM, MLM and encoder-decoders: what the labels are is read from their shape, and from the model once
 ``adapt`` has seen it. Limitations: no truncation, multiple choice, whole-word masking or anything but text (``inner=``
@@ -422,9 +422,6 @@ class BucketedCollator:
                 f"column {name!r} has not one label per token for a causal language model; expected labels as long as "
                 f"input_ids, or causal_lm=True without them. Call: dataset.remove_columns({name!r}){own}."
             )
-
-
-DynamicPaddingCollator = BucketedCollator
 
 
 def _common_width(features: Sequence[Any]) -> int | None:

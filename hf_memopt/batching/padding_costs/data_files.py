@@ -1,9 +1,8 @@
-"""Count the lengths of the examples in data files, for ``hf-memopt lengths`` and ``--data``: token ids, or texts.
+"""Find data files, and say which format of ``rows/formats.csv`` their rows are in; others are refused, never guessed.
 
-The columns are read by ``file_readers``. Texts are counted in tokens where a tokenizer is given, as ``read_rows``
-encodes rows of their format, else in words.
-
-Limitations: local files only; transforms that a dataset would apply are not applied.
+A format has columns of certain names, those of TRL and of the best-known data sets, which hold what its parts must
+hold. Other columns are named as not read. The error for rows in no format names their columns, the formats, and a line
+that converts them.
 """
 
 from __future__ import annotations
@@ -11,207 +10,113 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as default
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
-
-from hf_memopt.batching import is_list
-from hf_memopt.batching.padding_costs.file_readers import first_line, likely_type, open_source, reading
+from hf_memopt.batching.padding_costs.file_readers import json_rows, open_source, reading
 from hf_memopt.errors import did_you_mean
-from hf_memopt.hub import hub_answers
-from hf_memopt.rows import FORMATS, OPTIONAL, READ, TEXTS, Encoder, Format, fitting_format, words_of
+from hf_memopt.notices import quoted
+from hf_memopt.rows import FORMATS, TEXTS, Format
 
 KINDS = {
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".csv": "csv",
+    **{".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow"},
+    **{".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "tsv"},
 }
-COMPRESSED = (".gz", ".bz2", ".zst")  # JSON Lines and CSV only; pyarrow decompresses them by this ending
+COMPRESSED = (".gz", ".bz2", ".zst")  # JSON, CSV and TSV only; pyarrow decompresses them by this ending
 ENDINGS = f"one of {', '.join(KINDS)}, or a folder of them"
-IDS = ("input_ids", "labels")  # the parts that are lists of integers
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+HELD: Mapping[str, tuple[str, ...]] = {  # what the column of a part holds; of others anything
+    **dict.fromkeys((*TEXTS, "input", "negative"), ("texts",)),
+    "input_ids": ("lists of integers",),
+    "messages": ("lists of objects",),
+    **dict.fromkeys(("prompt", "completion"), ("texts", "lists of objects")),
+    "words": ("lists of texts",),
+    "translation": ("objects",),
+    "answers": ("objects", "lists of objects"),
+}
+UNKNOWN = ("null", "lists of null")  # of a column without a value in the first rows
+TO_ROWS = {  # by columns that well-known files have: what jq makes of such a row
+    ("query", "pos"): "{query, positive: .pos[0]}",
+    ("prompt", "chosen"): "{prompt, completion: .chosen}",
+    ("title", "paragraphs"): ".paragraphs[] | .context as $text | .qas[] | {question, context: $text, "
+    "answers: {text: [.answers[].text], answer_start: [.answers[].answer_start]}}",
+}
+
+OF_ARRAYS = 'if type == "array" then .[] else . end | '
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """What a data file holds, by its schema."""
+    """What a data file holds, by its first rows."""
 
     path: str  # as it was given
-    kind: str  # "parquet", "arrow", "json" or "csv", as `datasets` calls its readers
+    kind: str  # "parquet", "arrow", "json", "csv" or "tsv"
     is_folder: bool  # whether `path` is a folder of such files
     is_saved: bool  # whether `Dataset.save_to_disk` wrote it
     column: str  # the one of texts or token ids
     is_text: bool  # whether that holds texts
     columns: tuple[str, ...]  # all of them
-    format: str = ""  # of the rows, as `read_rows` calls it; "" where none fits
-    parts: Mapping[str, str] = field(default_factory=dict)  # the column of each part, as `read_rows` takes them
+    format: str = ""  # of the rows, as `read_rows` calls it; "" of a column that was asked for and is in none
+    parts: Mapping[str, str] = default(default_factory=dict)  # the column of each part, as `read_rows` takes them
     task: str | None = None  # the first one whose rows are written so, where none was given
     sources: Sequence[Path] = ()  # the files, or folders of saved datasets
-    unread: tuple[str, ...] = ()  # columns of texts that are no part
+    unread: tuple[str, ...] = ()  # columns that are no part
     values: tuple[str, ...] = ()  # columns of one number, one truth or one text a row
-
-
-@dataclass(frozen=True)
-class FileLengths:
-    """The result of ``file_lengths``."""
-
-    lengths: NDArray[np.int32]  # (examples,), without null and empty rows, which a bucketed view refuses
-    unit: Literal["tokens", "words"]  # words where texts were split at white space
-    columns: tuple[str, ...]  # what was counted
-    file: DataFile
-    null_rows: int  # without a value in a column that they need
-    empty_rows: int  # of length 0, or with nothing to learn
+    field: str | None = None  # of a JSON object, that holds the rows
 
     @property
-    def column(self) -> str:
-        """The column that was counted, or several with commas."""
-        return ", ".join(self.columns)
+    def builder(self) -> str:
+        """What `datasets` calls the reader of such files."""
+        return "csv" if self.kind == "tsv" else self.kind
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything but the lengths for JSON."""
-        of_file = {"kind": self.file.kind, "files": len(self.file.sources), "format": self.file.format}
-        return of_file | {name: getattr(self, name) for name in ("column", "unit", "null_rows", "empty_rows")}
-
-    def heading(self, path: str | Path) -> str:
-        """Return lines of text that say what was read and counted."""
-        count = len(self.file.sources)
-        files = "1 file" if count == 1 else f"{count} files"
-        how = ", split at white space into words (for tokens pass --tokenizer NAME)" if self.unit == "words" else ""
-        form = self.file.format
-        rows = f" of rows as {form}" if len(self.columns) > 1 or form == "conversation" else ""
-        columns = f"column{'s' * (len(self.columns) > 1)} {', '.join(map(repr, self.columns))}"
-        lines = [f"{path}: {files}, {self.file.kind}, {columns}{rows}{how}"]
-        if self.null_rows or self.empty_rows:
-            full = " and ".join(f"row[{column!r}]" for column in self.columns)
-            lines.append(
-                f"Skipped: {self.null_rows:,} null and {self.empty_rows:,} empty rows; remove them before training:\n"
-                f"    dataset.filter(lambda row: {full})"
-            )
-        return "\n".join(lines)
-
-
-def file_lengths(
-    path: str | Path, *, column: str | None = None, tokenizer: str | None = None, task: str | None = None
-) -> FileLengths:
-    """Return the length of every example in a file, or in a folder of files of one kind.
-
-    A folder is searched with its subfolders; hidden files and other kinds of files are skipped. A folder that
-    ``Dataset.save_to_disk`` wrote is read as that dataset. With a tokenizer the lengths are those of ``read_rows``,
-    else words are counted. To train an encoder-decoder, a row is as long as the longer of its source and its target.
-
-    Args:
-        path: the file or folder.
-        column: lists of token ids or texts; by default the columns of the first format that fits, else the only column
-            of texts (with a tokenizer texts are preferred to ``input_ids``).
-        tokenizer: a folder or a name on the Hub for ``AutoTokenizer``.
-        task: of the model's head, which decides where several formats fit; None for any.
-
-    Raises:
-        ValueError: a path, a column, rows or a tokenizer that cannot be read.
-    """
-    from tqdm.auto import tqdm
-
-    file = data_file(path, column=column, has_tokenizer=tokenizer is not None, task=task)
-    if tokenizer is not None and not file.is_text:
-        raise ValueError(
-            f"tokenizer={tokenizer!r} has no text to split: column {file.column!r} holds token ids already; expected a "
-            "column of texts. Leave the tokenizer out, or name another column: --column NAME"
-        )
-    parts = file.parts or {"text" if file.is_text else "input_ids": file.column}
-    if task is None or tokenizer is None:  # whoever trains decides what the labels are
-        wanted = (*READ, "tools", *(IDS if task == "seq2seq" else ()))
-        parts = {part: name for part, name in parts.items() if part in wanted}
-    count = _counter(parts, file, tokenizer, task)
-    needed = [name for part, name in parts.items() if part not in OPTIONAL]
-    lengths, null_rows, rows = [], 0, 0
-    with tqdm(unit=" rows", desc="Reading lengths", delay=1.0, leave=False) as progress:
-        for batch in _batches(file, parts):
-            is_null = np.any([batch[name].is_null() for name in needed], axis=0)
-            null_rows, rows = null_rows + int(is_null.sum()), rows + len(is_null)
-            progress.update(len(is_null))
-            lengths.append(count(batch.filter(pa.array(~is_null))))
-    counted = np.concatenate([np.empty(0, dtype=np.int32), *lengths])
-    full = counted[counted > 0]
-    empty_rows = rows - null_rows - len(full)
-    columns = tuple(name for part, name in parts.items() if part in READ)
-    if len(full) == 0:
-        where = f"column{'s' * (len(columns) > 1)} {', '.join(map(repr, columns))}"
-        found = f"{null_rows} null and {empty_rows} empty rows in {where}, and no other"
-        raise ValueError(f"path={str(path)!r} holds {found}; expected at least one example. Check what wrote it")
-    unit: Literal["tokens", "words"] = "words" if file.is_text and tokenizer is None else "tokens"
-    return FileLengths(full, unit, columns, file, null_rows, empty_rows)
-
-
-def _batches(file: DataFile, parts: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
-    for source in file.sources:
-        with reading(source, file.kind):
-            schema, read = open_source(source, file.kind)
-            _check_parts(schema, parts, source, file.sources[0])
-            yield from read(list(dict.fromkeys(parts.values())))
+    @property
+    def note(self) -> str:
+        """A sentence on the columns that are not read; "" where all are."""
+        return f"columns that are not read: {', '.join(self.unread)}" if self.unread else ""
 
 
 def data_file(
-    path: str | os.PathLike[str], *, column: str | None = None, has_tokenizer: bool = False, task: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    column: str | None = None,
+    has_tokenizer: bool = False,
+    task: str | None = None,
+    field: str | None = None,
 ) -> DataFile:
-    """Return what a data file holds, without reading its rows; the columns are chosen as ``file_lengths`` does.
+    """Return what a data file holds, of which the first rows are read; the columns are chosen as for ``file_lengths``.
 
     With ``has_tokenizer`` texts are preferred to token ids. The errors too are those of ``file_lengths``.
     """
-    try:
-        kind, sources = _find(Path(path))
-    except OSError as error:  # no permission, a name that is too long, a circle of links
-        raise ValueError(
-            f"path={str(path)!r} cannot be searched ({first_line(error)}); expected a file or folder that may be "
-            "read. Call: hf-memopt lengths FILE"
-        ) from error
+    kind, sources = _find(Path(path))
+    if field is not None and kind != "json":
+        raise ValueError(f"field={field!r} is for JSON, and {str(path)!r} is {kind}; expected none. Leave --field out")
     with reading(sources[0], kind):
-        schema, _ = open_source(sources[0], kind)
-    found, column, is_text = _format_of(schema, sources[0], column, task, has_tokenizer=has_tokenizer)
-    is_saved = sources[0].is_dir()
+        kinds, _ = open_source(sources[0], kind, field)
+    found = _format_of(kinds, column, task, has_tokenizer=has_tokenizer, source=sources[0])
     form, parts = found or (None, {})
-    unread = [one.name for one in schema if _is_text(one.type) and one.name not in (column, *parts.values())]
-    file = DataFile(
-        *(os.fspath(path), kind, Path(path).is_dir(), is_saved, column, is_text, tuple(schema.names)),
-        parts=parts,
-        sources=sources,
-        unread=tuple(unread),
-        values=tuple(one.name for one in schema if not pa.types.is_nested(one.type)),
-    )
-    return file if form is None else replace(file, format=form.name, task=task or form.tasks[0])
-
-
-def _format_of(
-    schema: pa.Schema, source: Path, column: str | None, task: str | None, *, has_tokenizer: bool
-) -> tuple[tuple[Format, dict[str, str]] | None, str, bool]:
-    """Return the format and the columns of its parts, the main column, and whether that holds texts."""
     if column is None:
-        names = [name for name in schema.names if not has_tokenizer or name != "input_ids"]
-        found = fitting_format(names, task, {})
-        if found is not None:
-            part, name = next(iter(found[1].items()))
-            texts = [likely_type(schema.field(one).type) for own, one in found[1].items() if own in TEXTS]
-            if all(map(_is_text, texts)) and (part not in IDS or not _check_column(schema, name, source)):
-                return found, name, part not in IDS
-        column = _choose_column(schema, source, task, has_tokenizer=has_tokenizer)
-    is_chat = column in schema.names and "struct" in str(schema.field(column).type)
-    is_text = is_chat or _check_column(schema, column, source)
-    likely = ("messages",) if is_chat else ("text", "source") if is_text else ("input_ids",)
-    each = (fitting_format(schema.names, task, {part: column}) for part in likely)
-    return next((one for one in each if one is not None), None), column, is_text
+        _check_rows(sources[0], kinds, parts.values(), field)
+        _, of_any = _fitting(kinds, None, {}) or (None, {})  # of rows that lack what the task learns
+        column = next(iter(parts.values()), of_any.get("text") or of_any.get("input_ids"))
+        if column is None:
+            raise ValueError(_refusal(sources[0], kind, kinds, task, field))
+    return DataFile(
+        *(os.fspath(path), kind, Path(path).is_dir(), sources[0].is_dir()),
+        *(column, "input_ids" not in parts and kinds[column] != "lists of integers", tuple(kinds)),
+        format="" if form is None else form.name,
+        parts=parts,
+        task=task if form is None else task or form.tasks[0],
+        sources=sources,
+        unread=tuple(name for name in kinds if name not in (column, *parts.values())),
+        values=tuple(name for name, held in kinds.items() if not held.startswith(("lists", "objects"))),
+        field=field,
+    )
 
 
-# ---- Which files -----------------------------------------------------------------------------------------------------
+# ---- Which files ----------------------------------------------------------------------------------------------------
 
 
 def _find(path: Path) -> tuple[str, list[Path]]:
@@ -220,175 +125,135 @@ def _find(path: Path) -> tuple[str, list[Path]]:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         action = "Check the path"
         if re.fullmatch(r"[\w-]+(/[\w.-]+)?", str(path)):  # could be the name of a dataset on the hub
-            name, file = str(path), f"{path.name}.parquet"
-            action = f"Save a dataset of the hub first: load_dataset({name!r}, split='train').to_parquet({file!r})"
+            file = f"{path.name}.parquet"
+            action = f"Save a dataset of the hub first: load_dataset({str(path)!r}, split='train').to_parquet({file!r})"
+        meant = did_you_mean(path.name, siblings)
+        raise ValueError(f"path={str(path)!r} does not exist; expected a file or a folder.{meant} {action}")
+    below = _below(path) if path.is_dir() else [path]
+    found = {os.path.realpath(source): source for source in below}  # once, if several links lead to it
+    kinds = Counter(_kind(source) for source in found.values())
+    if not found or None in kinds:
+        what = "holds no data files" if path.is_dir() else "is not a known kind of file"
+        raise ValueError(f"path={str(path)!r} {what}; expected {ENDINGS}. Convert it first")
+    first, *others = kinds
+    if others:
+        mixture = " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))
+        one = str(next(iter(found.values())))
         raise ValueError(
-            f"path={str(path)!r} does not exist; expected a file or a folder.{did_you_mean(path.name, siblings)} "
-            f"{action}"
+            f"path={str(path)!r} mixes files of several kinds, {mixture}; expected one kind. Pass path={one!r}"
         )
-    if not path.is_dir():
-        kind = _kind(path)
-        if kind is None:
-            raise ValueError(f"path={str(path)!r} is not a known kind of file; expected {ENDINGS}. Convert it first")
-        return kind, [path]
-    found = [(_kind(source) or "arrow", source) for source in _sources(path, {os.path.realpath(path)})]
-    if not found:
-        raise ValueError(f"path={str(path)!r} holds no data files; expected {ENDINGS}. Name another folder")
-    kinds = Counter(kind for kind, _ in found)
-    if len(kinds) > 1:
-        mixture = " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        raise ValueError(
-            f"path={str(path)!r} mixes files of several kinds, {mixture}; expected one kind. "
-            f"Pass path={str(found[0][1])!r}"
-        )
-    return found[0][0], [source for _, source in found]
+    return str(first), [*found.values()]
 
 
-def _sources(folder: Path, seen: set[str]) -> Iterator[Path]:
-    """Yield the data files below a folder, each once even if several links lead to it."""
-    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith((".", "_")))
-    names = {entry.name for entry in entries}
-    if "dataset_dict.json" in names:
-        splits = [entry.name for entry in entries if entry.is_dir()]
-        raise ValueError(
-            f"path={str(folder)!r} holds the splits {', '.join(splits)}; expected one dataset. "
-            f"Pass path={str(folder / splits[0] if splits else folder)!r}"
-        )
-    if {"state.json", "dataset_info.json"} <= names:
-        yield folder
-        return
-    for entry in entries:
-        real = os.path.realpath(entry)
-        if real in seen or not (entry.is_dir() or (_kind(entry) is not None and entry.name not in METADATA)):
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield the data files and saved datasets below a folder; what is hidden is left out."""
+    for top, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
+        if "dataset_dict.json" in names:
+            raise ValueError(
+                f"path={top!r} holds the splits {', '.join(folders)}; expected one dataset. "
+                f"Pass path={os.path.join(top, *folders[:1])!r}"
+            )
+        if {"state.json", "dataset_info.json"} <= {*names}:
+            folders.clear()
+            yield Path(top)
             continue
-        seen.add(real)
-        if entry.is_dir():
-            yield from _sources(entry, seen)
-        else:
-            yield entry
+        shown = (Path(top, name) for name in sorted(names) if not name.startswith((".", "_")) and name not in METADATA)
+        yield from (path for path in shown if _kind(path) is not None)
 
 
 def _kind(file: Path) -> str | None:
+    if file.is_dir():
+        return "arrow"  # a saved dataset
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED and KINDS.get("".join(suffixes[-2:-1])) in ("json", "csv"):
+    if suffixes and suffixes[-1] in COMPRESSED and KINDS.get("".join(suffixes[-2:-1])) in ("json", "csv", "tsv"):
         suffixes.pop()
     return KINDS.get(suffixes[-1]) if suffixes else None
 
 
-# ---- Which column, and what it holds --------------------------------------------------------------------------------
+# ---- Which format ---------------------------------------------------------------------------------------------------
 
 
-def _choose_column(schema: pa.Schema, source: Path, task: str | None, *, has_tokenizer: bool) -> str:
-    texts = [field.name for field in schema if _is_text(field.type)]
-    only = texts if len(texts) == 1 else []
-    likely = [*only, "text", "input_ids"] if has_tokenizer else ["input_ids", "text", *only]
-    found = next((name for name in likely if name in schema.names), None)
-    if found is not None:
-        return str(found)
-    found_as, expected, how = "no column of texts", f"one of {sorted(schema.names)} by name", "Pass --column NAME"
-    if texts:
-        found_as = f"{len(texts)} columns of texts, {', '.join(texts)}"
-        expected = f"columns of a format, such as prompt and completion, or {expected}"
-        how = "Rename them in the data, or pass --column NAME to read that one alone"
-    found_as = f"neither 'input_ids' nor 'text', and {found_as}"
-    other, its_own = (fitting_format(schema.names, one, {}) for one in (None, task))
-    if other is not None and its_own is None and "text" not in other[1]:
-        tasks = " or ".join(other[0].tasks)
-        found_as = f"{', '.join(other[1].values())}, rows of {other[0].name}, which are for {tasks}"
-        own = [", ".join(names[0] for names in one.columns.values()) for one in FORMATS if task in one.tasks]
-        expected = f"columns for {task}: {' or '.join(dict.fromkeys(own))}"
+def _format_of(
+    kinds: Mapping[str, str], column: str | None, task: str | None, *, has_tokenizer: bool, source: Path
+) -> tuple[Format, dict[str, str]] | None:
+    """Return the format and the columns of its parts; of a ``column`` alone None where it is in no format."""
+    if column is not None:
+        check_column(kinds, column, source)
+        parts = {"lists of integers": ("input_ids",), "lists of objects": ("messages",)}
+        each = (_fitting(kinds, task, {part: column}) for part in parts.get(kinds[column], ("text", "source")))
+        return next(filter(None, each), None)
+    without_ids = {name: kind for name, kind in kinds.items() if name != "input_ids"} if has_tokenizer else kinds
+    return _fitting(without_ids, task, {}) or _fitting(kinds, task, {})
+
+
+def _fitting(
+    kinds: Mapping[str, str], task: str | None, given: Mapping[str, str]
+) -> tuple[Format, dict[str, str]] | None:
+    for form in FORMATS:
+        parts = form.found_in([*kinds], given) if task is None or task in form.tasks else None
+        if parts and all(kinds[name] in (*HELD.get(part, (kinds[name],)), *UNKNOWN) for part, name in parts.items()):
+            return form, parts
+    return None
+
+
+def check_column(kinds: Mapping[str, str], column: str, source: Path) -> None:
+    """Raise for a column that a file does not have."""
+    if column not in kinds:
+        raise ValueError(
+            f"column={column!r} is not in {str(source)!r}; expected one of {sorted(kinds)}."
+            f"{did_you_mean(column, kinds)} Pass --column NAME"
+        )
+
+
+def _check_rows(file: Path, kinds: Mapping[str, str], read: Iterable[str], field: str | None) -> None:
+    """Raise where a JSON file is one object, with rows in a field that is not read."""
+    held = [name for name, kind in kinds.items() if kind == "lists of objects" and name not in read]
+    if held and field is None and _kind(file) == "json" and len([*islice(json_rows(file), 2)]) == 1:
+        raise ValueError(
+            f"path={str(file)!r} is one object, with rows in {' or '.join(held)}; expected an object for each row. "
+            f"Pass --field {held[0]}"
+        )
+
+
+def _refusal(source: Path, kind: str, kinds: Mapping[str, str], task: str | None, field: str | None) -> str:
+    """Return the error for rows in no format of the task."""
+    fitting = _fitting(kinds, None, {})
+    if fitting is None:
+        has = ", ".join(f"{name} ({held})" for name, held in kinds.items())
+        how = _conversion(source, kind, kinds, field)
+    else:
+        tasks = " or ".join(fitting[0].tasks)
+        has = f"{', '.join(fitting[1].values())}, rows of {fitting[0].name}, which are for {tasks}"
         is_head = tasks in ("sequence-classification", "token-classification", "question-answering")
-        how = f"Pass --task {tasks}" if is_head else f"Take a model of {tasks}, or rename them in the data"
-    raise ValueError(f"path={str(source)!r} has {found_as}; expected {expected}. {how}")
+        how = f"Pass --task {tasks}" if is_head else f"Take a model of {tasks}, or rename the columns"
+    possible = [form for form in FORMATS if task is None or task in form.tasks]
+    possible.sort(key=lambda form: len(form.columns))
+    usual = {form.name: ", ".join(names[0] for names in form.columns.values()) for form in reversed(possible)}
+    formats = "; ".join(reversed(usual.values()))
+    of = "" if task is None else f" for {task}"
+    return f"path={str(source)!r} has the columns {has}; expected those of a format{of}: {formats}. {how}"
 
 
-def _check_column(schema: pa.Schema, column: str, source: Path) -> bool:
-    """Return whether a column holds texts; raise unless they are texts or lists of token ids."""
-    if column not in schema.names:
-        raise ValueError(
-            f"column={column!r} is not in {str(source)!r}; expected one of {sorted(schema.names)}."
-            f"{did_you_mean(column, schema.names)} Pass --column NAME"
-        )
-    kind = likely_type(schema.field(column).type)
-    if _is_text(kind):
-        return True
-    if not is_list(kind) or not pa.types.is_integer(kind.value_type):
-        raise ValueError(
-            f"column={column!r} of {str(source)!r} holds values of type {kind}; expected texts or one flat list of "
-            "integers per row. Pass another, --column NAME, or leave --column out"
-        )
-    return False
-
-
-def _check_parts(schema: pa.Schema, parts: Mapping[str, str], source: Path, first: Path) -> None:
-    """Raise unless a file has the columns of the first one, texts where that has texts."""
-    for part, column in parts.items():
-        is_flat = part in (*TEXTS, *IDS) or column not in schema.names
-        if is_flat and _check_column(schema, column, source) == (part in IDS):
-            raise ValueError(
-                f"column={column!r} holds texts in one and token ids in the other of {str(first)!r} and "
-                f"{str(source)!r}; expected the same in all files. Pass --column NAME, or one file"
-            )
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-# ---- How long -------------------------------------------------------------------------------------------------------
-
-
-def _counter(
-    parts: Mapping[str, str], file: DataFile, tokenizer: str | None, task: str | None
-) -> Callable[[pa.RecordBatch], NDArray[np.int32]]:
-    """Return what counts the lengths of rows, by their columns."""
-    if not file.is_text:  # from the offsets
-        return lambda rows: np.max([pc.list_value_length(one) for one in rows.columns], axis=0).astype(np.int32)
-    own_task = file.task if file.parts and file.task is not None else "masked-lm"
-    encode = None if tokenizer is None else Encoder(own_task, parts, _loaded(tokenizer))
-
-    def count(rows: pa.RecordBatch) -> NDArray[np.int32]:
-        batch = rows.to_pydict()
-        if encode is not None:
-            made = encode(batch)
-            sides = [made[name] for name in IDS if name in made and (name == "input_ids" or task == "seq2seq")]
-            return np.array([max(map(len, row)) for row in zip(*sides, strict=True)], dtype=np.int32)
-        texts = batch[parts["text"]][:20] if "text" in parts else []  # one alone may be a text such as "[1]"
-        if texts and all(re.fullmatch(r"\[\s*\d[\d\s,]*\]", text) for text in texts):
-            raise ValueError(
-                f"column={file.column!r} holds lists written as text, like {texts[0][:20]!r}; expected texts, or real "
-                "lists of token ids. Write a format that has lists: dataset.to_parquet(...)"
-            )
-        return np.array(words_of({part: batch[name] for part, name in parts.items()}), dtype=np.int32)
-
-    return count
-
-
-def _loaded(name: str) -> Any:
-    try:
-        from transformers import AutoTokenizer
-
-        offline = not Path(name).exists() and not hub_answers()  # its client would try ten times, for a minute
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    # a missing file, a broken one, no network, a missing package: each raises its own, and where the Rust of tokenizers
-    # panics, what it raises is no Exception
-    except BaseException as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"tokenizer={name!r} needs Python code of its own, and no such code is run; expected a class of "
-                "transformers. Count with it yourself: padding_report([len(tokenizer.encode(text)) for text in texts])"
-            ) from error
-        raise ValueError(
-            f"tokenizer={name!r} cannot be loaded ({first_line(error)}); expected a folder or a name on the Hub. "
-            "Leave it out to count words"
-        ) from error
-    # of a folder that holds a config.json alone transformers 5 makes a tokenizer without a vocabulary
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ValueError(
-            f"tokenizer={name!r} has no vocabulary; expected one that save_pretrained has written. "
-            f"Call: tokenizer.save_pretrained({name!r})"
-        )
-    return tokenizer
+def _conversion(source: Path, kind: str, kinds: Mapping[str, str], field: str | None) -> str:
+    """Return the line that converts rows in no format."""
+    path, (first, *others) = str(source), kinds
+    if kind == "json":
+        program = next((program for names, program in TO_ROWS.items() if {*names} <= kinds.keys()), None)
+        if program is not None:
+            each = f".{field}[] | " if field else OF_ARRAYS * (".json" in source.suffixes)
+            return f"Call: jq -c {quoted(each + program)} {quoted(path)} > rows.jsonl"
+        if field is None and all(isinstance(value, list) for value in next(json_rows(source)).values()):
+            return f"Call: pandas.read_json({path!r}).to_json('rows.jsonl', orient='records', lines=True)"
+    separator = next((one for one in ";|\t" if one in first and not others), None)
+    if separator is not None:
+        read = f"pandas.read_csv({path!r}, sep={separator!r}, keep_default_na=False)"
+        return f"Call: {read}.to_csv('rows.csv', index=False)"
+    column = next((name for name, held in kinds.items() if held == "texts"), None)
+    if column is None:
+        return "Add a column of texts or of token ids"
+    options = f", field={field!r}" * bool(field) + ", sep='\\t'" * (kind == "tsv")
+    data = f"load_dataset({'csv' if kind == 'tsv' else kind!r}, data_files={path!r}, split='train'{options})"
+    data = f"load_from_disk({path!r})" if source.is_dir() else data
+    renamed = f"datasets.{data}.rename_column({column!r}, 'text')"
+    return f"Pass --column {quoted(column)}, or call: {renamed}.to_parquet('rows.parquet')"

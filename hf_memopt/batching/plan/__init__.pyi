@@ -3,9 +3,5 @@ from .buckets import LengthBuckets as LengthBuckets
 from .checks import check_batch_limits as check_batch_limits
 from .checks import check_integers as check_integers
 from .checks import check_settings as check_settings
-from .checks import checked_boundaries as checked_boundaries
 from .checks import checked_position as checked_position
-from .checks import plain_number as plain_number
 from .packed_rows import PackedRows as PackedRows
-from .packed_rows import best_fit as best_fit
-from .samplers import check_state as check_state

@@ -5,8 +5,7 @@ does not fill a batch of its own bucket tops up with the next shorter one and on
 Whole batches are then shuffled, the largest one first, so that a GPU that is too small fails at step 1. The number of
 batches is the same every epoch.
 
-A plan holds 4 bytes per example beside the 4 of its length. Rows without padding are planned by ``packed_rows.py``;
-lengths that are unknown beforehand are the task of ``views/bucketed_stream.py``.
+A plan holds 4 bytes per example beside the 4 of its length. Rows without padding are planned by ``packed_rows.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check the settings of buckets, samplers, views and streams."""
+"""Check the settings of buckets, samplers and views."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from hf_memopt.plain_data import Count, CountOrZero, check_value, checked_array,
 
 _Few = Annotated[int, range(1, 2**20 + 1)]  # it sets the length of arrays: a mistyped one must not allocate gigabytes
 _SETTINGS: dict[str, tuple[Any, Any]] = {  # what each must be, and an example
-    **dict.fromkeys(
-        ("batch_size", "max_tokens", "row_tokens", "n_buckets", "buffer_examples", "max_length"), (Count, 32)
-    ),
+    **dict.fromkeys(("batch_size", "max_tokens", "row_tokens", "n_buckets", "max_length"), (Count, 32)),
     "world_size": (_Few, 1),
     "pad_to_multiple_of": (_Few, 32),
     **dict.fromkeys(("seed", "epoch"), (CountOrZero, 0)),  # they key a Philox generator

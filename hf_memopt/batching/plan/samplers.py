@@ -113,7 +113,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
         Raises:
             ValueError: missing or unknown keys, or a state of other lengths or settings; the sampler stays as it was.
         """
-        check_state(state, self._settings(), ("epoch", "position"), of="sampler")
+        check_state(state, self._settings(), ("epoch", "position"))
         check_settings(epoch=state["epoch"])
         check_value("position", state["position"], Annotated[int, range(len(self) + 1)], 0)
         self.epoch, self._position, self._resume_at = state["epoch"], state["position"], state["position"]
@@ -167,25 +167,22 @@ class LengthBucketedSampler(LengthBucketedBatchSampler):
             begin = 0
 
 
-def check_state(state: Mapping[str, Any], order: Mapping[str, Any], more: Iterable[str], *, of: str) -> None:
-    """Raise ValueError unless a state has the keys of ``order`` and ``more``, and the values of ``order``.
-
-    ``of`` is the "sampler" or "stream" that is to go on.
-    """
+def check_state(state: Mapping[str, Any], order: Mapping[str, Any], more: Iterable[str]) -> None:
+    """Raise ValueError unless a state has the keys of ``order`` and ``more``, and the values of ``order``."""
     known = {*order, *more}
     if not isinstance(state, Mapping):
         raise ValueError(
-            f"state={shown(state)} is not a state; expected what state_dict() returns. Save it: {of}.state_dict()"
+            f"state={shown(state)} is not a state; expected what state_dict() returns. Save it: sampler.state_dict()"
         )
     if state.keys() != known:
         raise ValueError(
             f"state=<keys {sorted(map(str, state))}> lacks {sorted(known - state.keys())} and has the unknown "
             f"{sorted(map(str, state.keys() - known))}; expected what state_dict() of this version returns. "
-            f"Save it anew: {of}.state_dict()"
+            f"Save it anew: sampler.state_dict()"
         )
     for name, value in order.items():
         if state[name] != value:
             raise ValueError(
-                f"state[{name!r}]={state[name]!r} belongs to another order than this {of}'s {value!r}; expected "
-                f"the same lengths and settings. Build the {of} as it was when the state was saved"
+                f"state[{name!r}]={state[name]!r} belongs to another order than this sampler's {value!r}; expected "
+                f"the same lengths and settings. Build the sampler as it was when the state was saved"
             )

@@ -1,4 +1,4 @@
-"""What the ``Trainer`` reads in place of the data: rows in bucketed or sorted order, of a data set or a stream."""
+"""What the ``Trainer`` reads in place of the data: rows in bucketed or sorted order."""
 
 import lazy_loader
 

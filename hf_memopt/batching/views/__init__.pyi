@@ -1,4 +1,3 @@
-from .bucketed_stream import BucketedStream as BucketedStream
 from .bucketed_view import BucketedView as BucketedView
 from .bucketed_view import bucketed as bucketed
 from .sorted_view import SortedExamples as SortedExamples

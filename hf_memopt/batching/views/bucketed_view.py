@@ -29,13 +29,11 @@ from hf_memopt.batching.plan import (
     check_settings,
     checked_position,
 )
-from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
-from hf_memopt.batching.views.stream_reading import check_source
 from hf_memopt.batching.views.view import (
     EpochView,
+    check_map_style,
     check_per_device,
     check_world_size_of_run,
-    is_map_style,
     is_padding_free,
     read_in_order,
     take_seed,
@@ -46,7 +44,6 @@ from hf_memopt.batching.views.view import (
 from hf_memopt.binding.undo import UndoHandle, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.notices import notify
-from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -65,26 +62,23 @@ def bucketed(
     lengths: ArrayLike | None = None,
     column: str = "input_ids",
     world_size: int | None = None,
-    rank: int | None = None,
     pad_to_multiple_of: int = 8,
     too_long: Literal["error", "drop"] = "error",
-    buffer_examples: int | None = None,
-) -> BucketedView | BucketedStream:
-    """Return a view of a dataset in length-bucketed order, reshuffled every epoch; of a stream, a ``BucketedStream``.
+) -> BucketedView:
+    """Return a view of a dataset in length-bucketed order, reshuffled every epoch.
 
     It is read in order: an attached Trainer makes its DataLoaders with ``train_sampling_strategy="sequential"``.
     Without ``attach`` set it yourself, or use a DataLoader without shuffle.
 
     Args:
-        dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied. Or a stream:
-            a ``datasets.IterableDataset`` or anything else that can be iterated again and again.
+        dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied.
         batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
         max_tokens: padded tokens per batch, of an encoder-decoder those that it reads, with
             ``per_device_train_batch_size=1``; in the Trainer's log a batch counts as a sample. Short examples come in
             fewer, larger batches and so in fewer steps: made for losses per token, not for one label per text.
             With ``BucketedCollator(inner=DataCollatorWithFlattening())`` a batch is one row without padding, and an
-            attached view packs texts of all lengths into nearly ``max_tokens`` tokens; a stream goes on counting padded
-            ones. ``estimate(model, batch_size=1, seq_len=max_tokens)`` is its memory, for flash attention with
+            attached view packs texts of all lengths into nearly ``max_tokens`` tokens.
+            ``estimate(model, batch_size=1, seq_len=max_tokens)`` is its memory, for flash attention with
             ``padding=False``.
         n_buckets: see ``LengthBuckets``.
         boundaries: see ``LengthBuckets``; under ``attach`` ``BucketedCollator`` pads to them, other collators
@@ -94,18 +88,13 @@ def bucketed(
         lengths: tokens per example, shape (examples,); read by ``token_lengths(dataset, column)`` unless given.
         column: the column whose length counts.
         world_size: processes that share the view; from the environment of torchrun unless given.
-        rank: of a stream: the process that this is, to read its share alone, which large streams and many processes
-            need: ``rank=int(os.environ["RANK"])``; None: each process reads all of it. See ``BucketedStream``.
         pad_to_multiple_of: as in the collator.
         too_long: see ``LengthBuckets``; ``view.buckets.dropped`` counts those left out.
-        buffer_examples: of a stream: examples held at most, unless given 8192 for each process whose batches they
-            become; see ``BucketedStream``.
 
     Raises:
         ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, an empty dataset, one without
-            the column, lengths that are not one per example, an example that does not fit into ``max_tokens``, a
-            setting of streams for a dataset or the other way round.
-        TypeError: the dataset can neither be indexed nor iterated again.
+            the column, lengths that are not one per example, an example that does not fit into ``max_tokens``.
+        TypeError: the dataset is a stream, or anything else that has no rows by number.
     """
     check_batch_limits(batch_size, max_tokens)
     if world_size is None:
@@ -114,39 +103,10 @@ def bucketed(
     settings: dict[str, Any] = {"batch_size": batch_size, "max_tokens": max_tokens, "boundaries": boundaries}
     settings |= {"seed": 0 if seed is None else seed, "world_size": world_size}
     settings |= {"pad_to_multiple_of": pad_to_multiple_of, "too_long": too_long}
-    view: BucketedView | BucketedStream
-    if is_map_style(dataset):
-        refuse_settings(dataset, buffer_examples=buffer_examples, rank=rank)
-        view = BucketedView(
-            dataset, LengthBuckets(lengths_of(dataset, lengths, column), n_buckets=n_buckets, **settings)
-        )
-    else:
-        check_source(dataset)
-        refuse_settings(
-            None,
-            lengths=lengths,
-            n_buckets=None if isinstance(n_buckets, str) and n_buckets == "auto" else n_buckets,
-            boundaries=boundaries if isinstance(boundaries, str) else None,
-        )
-        if buffer_examples is None:
-            buffer_examples = BUFFER_EXAMPLES * (world_size if rank is None else 1)
-        view = BucketedStream(dataset, buffer_examples=buffer_examples, rank=rank, column=column, **settings)
+    check_map_style(dataset)
+    view = BucketedView(dataset, LengthBuckets(lengths_of(dataset, lengths, column), n_buckets=n_buckets, **settings))
     view.takes_seed = seed is None
     return view
-
-
-def refuse_settings(dataset: Any, **settings: Any) -> None:
-    """Raise ValueError for the first setting that is given to a dataset but is for streams; None: the other way."""
-    reason = "needs all lengths beforehand, which are unknown in a stream; expected it left out. Leave it out, or pass "
-    reason += "boundaries=[64, 128, 256] to bound the shapes"
-    if dataset is not None:
-        reason = (
-            f"is for streams, and <{type(dataset).__name__}> can be indexed; expected it left out, since all lengths "
-        )
-        reason += "are known. Leave it out"
-    for name, value in settings.items():
-        if value is not None:
-            raise ValueError(f"{name}={shown(value)} {reason}")
 
 
 class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
@@ -266,17 +226,17 @@ class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
         """
         pads = isinstance(self.buckets, LengthBuckets) and not self.buckets.pads_to_boundaries
         padded_to = self.buckets.pad_to_multiple_of if pads else None
-        check_per_device(trainer, self.buckets.batch_size, of="bucketed view", padded_to=padded_to)
+        check_per_device(trainer, self.buckets.batch_size, padded_to=padded_to)
         if trainer.args.dataloader_drop_last and not self.has_whole_batches:
             notify(
                 logger,
                 "dataloader_drop_last=True leaves what fills no batch out of every epoch, and here that is always of "
                 "the shortest examples; expected False. Pass TrainingArguments(..., dataloader_drop_last=False)",
             )
-        check_world_size_of_run(trainer, self.buckets.world_size, of="bucketed view")
+        check_world_size_of_run(trainer, self.buckets.world_size)
         packing = self._pack(trainer) if self.has_whole_batches else undo_all()
         try:
-            seed = take_seed(trainer, self.buckets, may_change=self.takes_seed, of="bucketed view")
+            seed = take_seed(trainer, self.buckets, may_change=self.takes_seed)
         except ValueError:
             packing.remove()
             raise

@@ -1,24 +1,21 @@
-"""Read a dataset or a stream as rows of fixed length that hold whole texts, packed by best fit.
+"""Read a dataset as rows of fixed length that hold whole texts, packed by best fit.
 
-An item is one row: a list of texts, which ``BucketedCollator`` joins. A stream packs what its buffer holds at a time.
+An item is one row: a list of texts, which ``BucketedCollator`` joins.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_memopt.batching import lengths_of, token_count
 from hf_memopt.batching.collation import PackedRow, cut_text, keep_texts_apart
-from hf_memopt.batching.plan import PackedRows, best_fit, check_settings
-from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
-from hf_memopt.batching.views.bucketed_view import BucketedView, refuse_settings
-from hf_memopt.batching.views.stream_reading import Entry
-from hf_memopt.batching.views.view import is_map_style
+from hf_memopt.batching.plan import PackedRows, check_settings
+from hf_memopt.batching.views.bucketed_view import BucketedView
+from hf_memopt.batching.views.view import check_map_style
 from hf_memopt.binding.undo import UndoHandle, undo_all
 from hf_memopt.plain_data import check_value
 
@@ -35,10 +32,8 @@ def packed(
     lengths: ArrayLike | None = None,
     column: str = "input_ids",
     world_size: int | None = None,
-    rank: int | None = None,
-    buffer_examples: int = BUFFER_EXAMPLES,
-) -> PackedView | PackedStream:
-    """Return a view of a dataset, or a stream, as rows of ``row_tokens`` tokens, each of several whole texts.
+) -> PackedView:
+    """Return a view of a dataset as rows of ``row_tokens`` tokens, each of several whole texts.
 
     For an attached Trainer with ``BucketedCollator(tokenizer)`` and ``per_device_train_batch_size=1``: a micro-batch is
     one row, whose texts do not see each other. ``attach`` gives the model attention within texts, and the first batch
@@ -52,8 +47,6 @@ def packed(
         lengths: tokens per example, which each is checked for when it is read; see ``bucketed``.
         column: the column whose length counts.
         world_size: processes that share the view, see ``bucketed``.
-        rank: of a stream, see ``bucketed``.
-        buffer_examples: of a stream: examples held at most, which are packed together.
 
     Raises:
         ValueError: an example is too long, or ``lengths`` are not its own; see also ``bucketed``.
@@ -69,16 +62,9 @@ def packed(
     check_value("too_long", too_long, Literal["error", "drop", "split"], "split")
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     settings: dict[str, Any] = {"too_long": too_long, "seed": 0 if seed is None else seed, "world_size": world_size}
-    view: PackedView | PackedStream
-    if is_map_style(dataset):
-        refuse_settings(dataset, rank=rank)
-        view = PackedView(dataset, PackedRows(lengths_of(dataset, lengths, column), row_tokens=row_tokens, **settings))
-        view.column = column
-    else:
-        refuse_settings(None, lengths=lengths)
-        settings |= {"rank": rank, "column": column, "buffer_examples": buffer_examples, "pad_to_multiple_of": 1}
-        view = PackedStream(dataset, max_tokens=row_tokens, **{**settings, "too_long": "drop"})
-        vars(view)["too_long"] = too_long  # which buckets do not know to split
+    check_map_style(dataset)
+    view = PackedView(dataset, PackedRows(lengths_of(dataset, lengths, column), row_tokens=row_tokens, **settings))
+    view.column = column
     view.takes_seed = seed is None
     return view
 
@@ -130,50 +116,12 @@ class PackedView(BucketedView):
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Fit the view to a Trainer, and its model to the rows, or refuse them; ``attach`` calls it."""
-        return _bound(self, super().bind_trainer, trainer)
+        apart = keep_texts_apart(trainer)
+        try:
+            return undo_all(apart, super().bind_trainer(trainer))
+        except BaseException:
+            apart.remove()
+            raise
 
     def _pack(self, trainer: Trainer) -> UndoHandle:
         return undo_all()  # planned by their tokens already
-
-
-class PackedStream(BucketedStream):
-    """An endless stream of packed rows, of which ``world_size`` neighbours are read side by side."""
-
-    made_by, limit = "packed", "row_tokens"
-
-    def _cut(self, held: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
-        """Return groups of a row for each process; in place of its length a text has -1 less the number of its row."""
-        if len(held) < (readers := self._readers):
-            return [], held
-        rows = best_fit(np.array([entry[0] for entry in held], dtype=np.int32), self.max_tokens or 0, readers)
-        groups: list[list[Entry]] = [[] for _ in range((int(rows.max()) + 1) // readers)]
-        rest: list[Entry] = []  # too few rows for all processes, where their texts are too long to be parted
-        for row, entry in zip(rows.tolist(), held, strict=True):
-            if row // readers < len(groups):
-                groups[row // readers].append((-1 - row % readers, *entry[1:]))
-            else:
-                rest.append(entry)
-        return groups, rest
-
-    def _deal(self, group: list[Entry], generator: np.random.Generator) -> Iterator[list[Any]]:
-        whole = [group] if group[0][0] < 0 else self._cut(group)[0]  # else what was left at the end of a pass
-        for texts in whole or [[(-1 - row, *entry[1:]) for row, entry in enumerate(group)]]:
-            rows = [PackedRow() for _ in range(-min(entry[0] for entry in texts))]
-            for entry in texts:
-                rows[-1 - entry[0]].append(entry[-1])
-            for row in rows:
-                row.width, row.is_bound = self.max_tokens, self.is_bound
-            yield rows
-
-    def bind_trainer(self, trainer: Trainer) -> UndoHandle:
-        """Let every process read the stream, and the model keep texts apart; ``attach`` calls it."""
-        return _bound(self, super().bind_trainer, trainer)
-
-
-def _bound(view: PackedView | PackedStream, bind: Any, trainer: Trainer) -> UndoHandle:
-    apart = keep_texts_apart(trainer)
-    try:
-        return undo_all(apart, bind(trainer))
-    except BaseException:
-        apart.remove()
-        raise

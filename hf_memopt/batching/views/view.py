@@ -46,6 +46,16 @@ def is_map_style(dataset: Any) -> bool:
     return not is_stream and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
+def check_map_style(dataset: Any) -> None:
+    """Raise TypeError for a stream: an order by length has to know all lengths beforehand."""
+    if not is_map_style(dataset):
+        raise TypeError(
+            f"dataset=<{type(dataset).__name__}> is a stream, or has no rows by number; expected a datasets.Dataset or "
+            "a list of rows. Load it without streaming=True, or take rows of a stream: "
+            "datasets.Dataset.from_list(list(itertools.islice(stream, 100_000)))"
+        )
+
+
 class DescribedByDataset:
     """Answer ``column_names``, ``features``, ``info`` and the like as ``self.dataset`` does, if it does."""
 
@@ -72,11 +82,11 @@ class DescribedByDataset:
         raise AttributeError(message)
 
 
-class SharedArray:
-    """An array in memory that a view shares with its copies in forked and spawned DataLoader workers."""
+class SharedEpoch:
+    """The epoch, in memory that a view shares with its copies in forked and spawned DataLoader workers."""
 
-    def __init__(self, *shape: int, dtype: torch.dtype = torch.int64) -> None:
-        self.__setstate__(torch.zeros(shape, dtype=dtype))
+    def __init__(self) -> None:
+        self.__setstate__(torch.zeros(1, dtype=torch.int64))
 
     def __getstate__(self) -> torch.Tensor:
         return self.tensor
@@ -103,11 +113,11 @@ class EpochView(DescribedByDataset):
         self.dataset = dataset
         self.takes_seed = False
         self._was_named = False  # as read by a Trainer that is not attached
-        self._shared = SharedArray(3)  # the epoch is the first; the workers of a persistent DataLoader see a new one
+        self._shared = SharedEpoch()  # the workers of a persistent DataLoader see a new one
 
     @property
     def epoch(self) -> int:
-        """The epoch whose order the view shows; of a stream, the pass that the next iteration begins with."""
+        """The epoch whose order the view shows."""
         return int(self._shared.values[0])
 
     def set_epoch(self, epoch: int) -> None:
@@ -124,16 +134,16 @@ class EpochView(DescribedByDataset):
             )
 
 
-def check_world_size_of_run(trainer: Trainer, world_size: int, of: str) -> None:
+def check_world_size_of_run(trainer: Trainer, world_size: int) -> None:
     """Raise ValueError where the run has another number of processes than the view was built for."""
     if trainer.args.world_size != world_size:
         raise ValueError(
-            f"world_size={world_size} of the {of} differs from the run's {trainer.args.world_size}; expected the same. "
-            f"Build it in the launched script, or pass bucketed(..., world_size={trainer.args.world_size})"
+            f"world_size={world_size} of the bucketed view differs from the run's {trainer.args.world_size}; expected "
+            f"the same. Build it in the launched script, or pass bucketed(..., world_size={trainer.args.world_size})"
         )
 
 
-def check_per_device(trainer: Trainer, batch_size: int | None, of: str, padded_to: int | None = None) -> None:
+def check_per_device(trainer: Trainer, batch_size: int | None, padded_to: int | None = None) -> None:
     """Raise ValueError where the Trainer's batches would mix buckets; ``batch_size`` None: items are whole batches.
 
     ``padded_to`` is the multiple in which a view counts the padded tokens of a batch; None where it asks for a width.
@@ -142,8 +152,8 @@ def check_per_device(trainer: Trainer, batch_size: int | None, of: str, padded_t
     if batch_size is not None:
         if batch_size % per_device != 0:
             raise ValueError(
-                f"per_device_train_batch_size={per_device} does not divide the {of}'s batch_size={batch_size}; "
-                f"expected a divisor. Pass bucketed(..., batch_size={per_device})"
+                f"per_device_train_batch_size={per_device} does not divide the bucketed view's batch_size="
+                f"{batch_size}; expected a divisor. Pass bucketed(..., batch_size={per_device})"
             )
         return
     if per_device != 1:
@@ -162,8 +172,8 @@ def check_per_device(trainer: Trainer, batch_size: int | None, of: str, padded_t
     multiple = getattr(pads, "pad_to_multiple_of", None) or 1
     if padded_to is not None and padded_to % multiple and not is_padding_free(trainer):
         raise ValueError(
-            f"pad_to_multiple_of={multiple} of the collator pads batches beyond max_tokens, which the {of} counts in "
-            f"multiples of {padded_to}; expected a multiple of {multiple}. Pass bucketed(..., "
+            f"pad_to_multiple_of={multiple} of the collator pads batches beyond max_tokens, which the bucketed "
+            f"view counts in multiples of {padded_to}; expected a multiple of {multiple}. Pass bucketed(..., "
             f"pad_to_multiple_of={multiple})"
         )
 
@@ -280,7 +290,7 @@ def _other_size(args: TrainingArguments, batch_size: int, state: TrainerState) -
     )
 
 
-def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> UndoHandle:
+def take_seed(trainer: Trainer, owner: Any, *, may_change: bool) -> UndoHandle:
     """Give ``owner.seed``, that of an order, the value that the training arguments have for it; record the change.
 
     Raises:
@@ -293,9 +303,11 @@ def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> Und
         if name == "seed" or wanted == seed:
             return undo_all()
         raise ValueError(
-            f"seed={seed} of the {of} differs from data_seed={wanted} of the training arguments; expected one seed for "
-            "the order of the data. Leave seed out of bucketed(...)"
+            f"seed={seed} of the bucketed view differs from data_seed={wanted} of the training arguments; expected one "
+            "seed for the order of the data. Leave seed out of bucketed(...)"
         )
     if wanted != seed:
-        record_changes(trainer, [Change(f"seed of the {of}", seed, wanted, f"that of TrainingArguments({name}=...)")])
+        record_changes(
+            trainer, [Change("seed of the bucketed view", seed, wanted, f"that of TrainingArguments({name}=...)")]
+        )
     return share_attribute(owner, "seed", wanted, trainer)

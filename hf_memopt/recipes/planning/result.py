@@ -148,6 +148,7 @@ class Plan:
         data: str | os.PathLike[str] | None = None,
         column: str | None = None,
         tokenizer: str | None = None,
+        field: str | None = None,
     ) -> Written:
         """Write ``train.py``, the training script of the chosen recipe, and ``recipe.json``, the recipe itself.
 
@@ -156,10 +157,11 @@ class Plan:
         Args:
             directory: made if it does not exist.
             force: whether files of these names are overwritten.
-            data: the file or folder of rows that the script reads: Parquet, Arrow, JSON Lines or CSV. None for that
+            data: the file or folder of rows that the script reads: Parquet, Arrow, JSON, CSV or TSV. None for that
                 of the plan, if it was made for one.
             column: of it, with texts or token ids; None for the likely one.
             tokenizer: a folder or a name on the Hub; None for the model's own.
+            field: of the JSON object that the file is, which holds the rows.
 
         Returns:
             The paths, the commands to run next, and what the script leaves to be completed.
@@ -171,7 +173,7 @@ class Plan:
         from hf_memopt.recipes.planning.script import RowsFile, write_plan
 
         check_value("force", force, bool, False)
-        rows = self.rows if data is None else RowsFile(checked_path("data", data), column, tokenizer)
+        rows = self.rows if data is None else RowsFile(checked_path("data", data), column, tokenizer, field)
         return write_plan(self, directory, force=force, rows=rows)
 
     def script(self) -> str | None:

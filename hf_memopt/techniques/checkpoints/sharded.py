@@ -247,6 +247,3 @@ class ShardedCheckpointCallback(BoundCallback):
 
 def _maps_state(trainer: Trainer) -> bool:
     return trainer.args.device.type != "cpu"
-
-
-LeanCheckpointCallback = ShardedCheckpointCallback  # its former name

@@ -3,24 +3,15 @@
 How a step is dropped: its gradients are removed after stock has clipped them and before ``optimizer.step()``, which
 then leaves weights and optimizer state as they were. The step counts like any other: the data, ``global_step`` and the
 learning-rate schedule go on. Under fp16 the gradient scaler drops steps by itself while it searches for its scale;
-these are only counted, unless that goes on. In such a step the schedule waits, as accelerate means it to; with a fused
-optimizer, stock's default, accelerate does not notice the skip.
+these are only counted, unless that goes on, and the schedule waits, as accelerate means it to.
 
-Detection waits for the device once per optimizer step. The gradient norm is the one that stock computes at every step
-anyway.
-
-Stock's ``TrainingArguments(debug="underflow_overflow")`` is enough to look at a forward pass that overflows, in a run
-that may stop there: it prints the largest values of every module up to the first one that is not finite, and raises. It
-waits for the device at every module, and does not see a loss or a gradient that is not finite.
-
-Under FSDP2 a step is dropped in all processes, and the report says what is seen without repeating it: the accumulation
-step and its examples, bad weights and columns, the weights whose gradients were bad.
+Detection waits for the device once per optimizer step; the gradient norm is the one that stock computes anyway. Stock's
+``TrainingArguments(debug="underflow_overflow")`` waits at every module, raises, and sees neither loss nor gradients.
 
 Limitations: a step within the backward pass (gradient release, LOMO) and DeepSpeed, refused by ``attach``; running
 statistics that a bad forward pass has changed already (batch norm), which the next step reports as bad weights; a step
-count that an optimizer keeps for a whole group, as schedule-free ones do; an error that torch raises itself, as for a
-label out of range; the counts, which are not saved in checkpoints. With several processes, one that found nothing of
-its own drops the step too and reports nothing.
+count that an optimizer keeps for a whole group; an error that torch raises itself; the counts, which no checkpoint has.
+With several processes, one that found nothing of its own drops the step too and reports nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +20,6 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,16 +27,14 @@ from transformers import Trainer
 
 from hf_memopt.binding import versions
 from hf_memopt.binding.compatibility import check_compatibility
-from hf_memopt.binding.trials import row_count
+from hf_memopt.binding.trials import count_rows
 from hf_memopt.binding.undo import RandomState, UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.devices import against_float16
 from hf_memopt.notices import notify
-from hf_memopt.plain_data import Count, check_value, checked_path
+from hf_memopt.plain_data import Count, check_value
 from hf_memopt.techniques import TechniqueCallback
-from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_gradients, diagnose, needs_others
+from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, StepInputs, diagnose
 from hf_memopt.techniques.nonfinite.indices import example_indices
-from hf_memopt.techniques.nonfinite.report import OverflowReport, save_batch, write_reports
-from hf_memopt.whole_files import warn_unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -63,24 +51,12 @@ class OverflowCallback(TechniqueCallback):
     """Drop steps that are not finite, report where they began and in which examples, and stop if it goes on.
 
     It overrides ``train`` and ``training_step`` of its one Trainer, and within a run ``clip_grad_norm_`` of its
-    accelerator. A finding is logged once per kind and place as a warning, and its batch is saved as
-    ``overflow_batch_step<n>.pt``, for ``model(**torch.load(path))``. All findings are written to
-    ``overflow_report.json`` and ``.txt`` beside it, whenever there is a new one. A warning says where that fails, once
-    per cause.
-
-    It adds no keys to the Trainer's logs; two of stock's keep their meaning:
-
-    ============= =====================================================================================
-    key           value in a dropped step
-    ============= =====================================================================================
-    ``loss``      a loss that is not finite is replaced by stock's ``logging_nan_inf_filter``
-    ``grad_norm`` as stock computed it: NaN or infinite
-    ============= =====================================================================================
+    accelerator. A finding is logged, once per kind and place as a warning. It adds no keys to the Trainer's logs: in a
+    dropped step ``grad_norm`` is not finite, and ``loss`` is what stock's ``logging_nan_inf_filter`` makes of it.
 
     Args:
         max_nonfinite_steps: the run stops at so many of them in all.
         max_in_a_row: and at so many without a good step in between: weights that are bad never recover.
-        report_dir: folder of the report; the Trainer's ``output_dir`` by default.
 
     Attributes:
         reports: one ``OverflowReport`` for each non-finite step that began in this process.
@@ -91,21 +67,17 @@ class OverflowCallback(TechniqueCallback):
     Raises:
         ValueError: a limit is not an integer of 1 or more; when bound, the Trainer has such a callback already; when
             training begins, a setting or another technique is incompatible.
-        RuntimeError: training began unbound; a limit is reached. The weights are then those of the last good
-            step.
+        RuntimeError: training began unbound; a limit is reached. The weights are then those of the last good step.
     """
 
     technique = "non-finite detection"
 
-    def __init__(
-        self, max_nonfinite_steps: int = 10, *, max_in_a_row: int = 3, report_dir: str | Path | None = None
-    ) -> None:
+    def __init__(self, max_nonfinite_steps: int = 10, *, max_in_a_row: int = 3) -> None:
         check_value("max_nonfinite_steps", max_nonfinite_steps, Count, 10)
         check_value("max_in_a_row", max_in_a_row, Count, 3)
         self.max_nonfinite_steps = max_nonfinite_steps
         self.max_in_a_row = max_in_a_row
-        self.report_dir = None if report_dir is None else checked_path("report_dir", report_dir)
-        super().__init__(max_nonfinite_steps, max_in_a_row=max_in_a_row, report_dir=self.report_dir)
+        super().__init__(max_nonfinite_steps, max_in_a_row=max_in_a_row)
         self.reports: list[OverflowReport] = []
         self.nonfinite_steps = 0
         self.skipped_steps = 0
@@ -116,7 +88,6 @@ class OverflowCallback(TechniqueCallback):
         self._norm: torch.Tensor | float | None = None
         self._of_step: list[UndoHandle] = []  # what is put back when it ends
         self._of_run: list[UndoHandle] = []
-        self._unwritten: set[str] = set()  # the causes of failed writes that were already warned of
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Watch this trainer's steps; a second ``attach`` makes it the outermost override again."""
@@ -202,12 +173,10 @@ class OverflowCallback(TechniqueCallback):
             return
         self._in_a_row += 1
         self.nonfinite_steps += 1
-        gradients = bad_gradients(trainer.model) if needs_others(trainer) else ()
         optimizer.zero_grad()  # before the step is repeated, so that it needs no memory for a second set
-        report = self._report(trainer, reading, gradients)
-        path = None if report is None else self._publish(trainer, report)
+        self._report(trainer, reading)
         if self._in_a_row >= self.max_in_a_row or self.nonfinite_steps >= self.max_nonfinite_steps:
-            raise RuntimeError(self._why_stopped(state.global_step + 1, path))
+            raise RuntimeError(self._why_stopped(state.global_step + 1))
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Release the batch and the schedule."""
@@ -233,50 +202,38 @@ class OverflowCallback(TechniqueCallback):
 
     # ---- A non-finite step ------------------------------------------------------------------------------------------
 
-    def _report(self, trainer: Any, reading: StepReading, gradients: Sequence[str]) -> OverflowReport | None:
-        """Find out where the step stopped being finite; None if that was in another process."""
-        is_elsewhere = not any(reading.is_loss_bad)
-        if reading.is_any_loss_bad and is_elsewhere:
-            return None
-        step, precision = trainer.state.global_step + 1, _precision(trainer)
-        blank = OverflowReport(step, "unknown", loss_scale=reading.loss_scale, precision=precision)
-        report = diagnose(trainer, self._window, reading.is_loss_bad, blank, gradients)
-        if report.case == "unknown" and trainer.accelerator.num_processes > 1 and is_elsewhere:
-            return None
-        if report.accumulation_step is None:
-            return report
-        indices = example_indices(trainer, report.accumulation_step)
-        count = row_count(self._window[report.accumulation_step].inputs)
-        if indices is not None and report.rows and len(indices) == count:  # else the collator removed or joined rows
-            indices = tuple(indices[row] for row in report.rows)
-        return replace(report, examples=indices)
-
-    def _publish(self, trainer: Any, report: OverflowReport) -> Path | None:
-        """Log a finding, and write it with its batch; return the path of the report if it could be written."""
+    def _report(self, trainer: Any, reading: StepReading) -> None:
+        """Find out where the step stopped being finite, unless that was in another process, and log it."""
+        is_here = any(reading.is_loss_bad)
+        if reading.is_any_loss_bad and not is_here:
+            return
+        window = {at: step for at, step in enumerate(self._window) if reading.is_loss_bad[at] or not is_here}
+        blank = OverflowReport(trainer.state.global_step + 1, "unknown")
+        how = {"is_loss_bad": is_here, "is_scaled": reading.loss_scale is not None}
+        report, position = diagnose(trainer, window, blank, **how)
+        if report.case == "unknown" and not is_here and trainer.accelerator.num_processes > 1:
+            return
+        if position is not None:
+            report = replace(report, examples=self._examples(trainer, report, position))
         is_known = any((other.case, other.where) == (report.case, report.where) for other in self.reports)
         self.reports.append(report)
-        folder = Path(trainer.args.output_dir or "") if self.report_dir is None else self.report_dir
-        path, process = None, trainer.args.process_index
-        try:
-            if not is_known and report.accumulation_step is not None:
-                name = save_batch(self._window[report.accumulation_step].inputs, report.step, folder, process)
-                self.reports[-1] = replace(report, batch=name)
-            path = write_reports(self.reports, folder, process)
-        except OSError as error:
-            lost = "the report lacks what was found since, and only the log and callback.reports have it"
-            warn_unwritten(folder / "overflow_report.json", error, lost, self._unwritten)
         if is_known:
             logger.info("non-finite detection dropped %s", report)
         else:
-            notify(logger, f"non-finite detection dropped {self.reports[-1]}")
-        return path
+            notify(logger, f"non-finite detection dropped {report}")
 
-    def _why_stopped(self, step: int, path: Path | None) -> str:
+    def _examples(self, trainer: Any, report: OverflowReport, position: int) -> tuple[int, ...] | None:
+        """Return the indices in the training data of the bad rows, or of all rows of their accumulation step."""
+        indices = example_indices(trainer, position)
+        if indices is None or not report.rows or len(indices) != count_rows(self._window[position].inputs):
+            return indices  # of rows that the collator removed or joined all
+        return tuple(indices[row] for row in report.rows)
+
+    def _why_stopped(self, step: int) -> str:
         is_row = self._in_a_row >= self.max_in_a_row
         name, count = ("max_in_a_row", self._in_a_row) if is_row else ("max_nonfinite_steps", self.nonfinite_steps)
         is_here = bool(self.reports) and self.reports[-1].step == step
-        found = f"Last, {self.reports[-1]}." if is_here else "Another process found it, see its report"
-        found += "" if path is None else f" Report: {path}"
+        found = f"Last, {self.reports[-1]}." if is_here else "Another process found it, see its log"
         return (
             f"{name}={count!r} steps {'in a row ' if is_row else ''}up to step {step} had losses or gradients that are "
             f"not finite, and were dropped; expected finite ones. {found}"
@@ -322,11 +279,3 @@ def read_step(is_loss_bad: Sequence[torch.Tensor], norm: torch.Tensor | float, a
     any_loss, any_norm, *flags = torch.cat([shared, here] if scale is None else [shared, here, scale]).tolist()
     loss_scale = None if scale is None else flags.pop()
     return StepReading(tuple(flag > 0 for flag in flags), any_loss > 0, any_norm > 0, loss_scale)
-
-
-def _precision(trainer: Any) -> str:
-    """Return the floating-point format of the forward pass."""
-    mixed = str(trainer.accelerator.mixed_precision)
-    if mixed in ("fp16", "bf16"):
-        return mixed
-    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(next(trainer.model.parameters()).dtype, "fp32")

@@ -30,9 +30,10 @@ PACKAGES = {"image-classification": ("datasets[vision]",), "speech-seq2seq": ("d
 class RowsFile:
     """The file or folder of rows that a plan was made for."""
 
-    path: str | os.PathLike[str]  # Parquet, Arrow, JSON Lines or CSV
+    path: str | os.PathLike[str]  # Parquet, Arrow, JSON, CSV or TSV
     column: str | None = None  # of it, with texts or token ids; None for the likely one
     tokenizer: str | None = None  # a folder or a name on the Hub; None for the model's own
+    field: str | None = None  # of the JSON object that the file is, which holds the rows
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def check_folder(directory: str | os.PathLike[str], *, force: bool = False, besi
     return folder
 
 
-def check_splits(path: str | os.PathLike[str], column: str | None = None) -> None:
+def check_splits(path: str | os.PathLike[str], column: str | None = None, field: str | None = None) -> None:
     """Raise where ``load_dataset`` reads other files of a folder than were planned with.
 
     It takes those named for a split, if there are any, and files of any kind.
@@ -82,7 +83,7 @@ def check_splits(path: str | os.PathLike[str], column: str | None = None) -> Non
 
     from hf_memopt.batching import data_file
 
-    file = data_file(path, column=column)
+    file = data_file(path, column=column, field=field)
     planned = {os.path.realpath(source): source for source in file.sources}
     if file.is_saved and planned.keys() != {os.path.realpath(file.path)}:
         raise ValueError(
@@ -115,7 +116,7 @@ def write_plan(
     recipe, launch = found.recipe, found.launch
     folder = check_folder(directory, force=force, beside=() if launch is None else launch_files(launch.strategy))
     if rows is not None:
-        check_splits(rows.path, rows.column)
+        check_splits(rows.path, rows.column, rows.field)
     text, missing = script_of(found, rows, output_dir=str(folder / "out"))
     folder.mkdir(parents=True, exist_ok=True)
     start = "" if launch is None else launch.write(folder, script=str(folder / SCRIPT), force=force)

@@ -52,7 +52,8 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
     recipe, chosen, task = found.recipe, found.chosen, found.task
     file = None
     if rows is not None:
-        file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None, task=task)
+        how: dict[str, Any] = {"column": rows.column, "has_tokenizer": rows.tokenizer is not None, "field": rows.field}
+        file = data_file(rows.path, task=task, **how)
     facts = None if found.simulation is None else found.simulation.facts
     if task is None or "script" not in head_for(task).traits or (facts is not None and not _is_loaded(found, facts)):
         return None, []
