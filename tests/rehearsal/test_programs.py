@@ -10,7 +10,7 @@ import rehearsals
 STORED = rehearsals.stored()
 NO_ROW = "not rehearsed four times yet: python benchmarks/rehearsals.py"
 EXCEPTED = {  # programs, and why they have no row, or something of it does not hold
-    "FSDP2": NO_ROW,
+    "torch.compile": NO_ROW,
     "Whisper": NO_ROW,
     "vision and language": NO_ROW,
     "Mixtral": NO_ROW,
