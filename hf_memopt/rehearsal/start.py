@@ -19,7 +19,12 @@ from hf_memopt.plain_data import Count, check_value
 from hf_memopt.rehearsal.result import Rehearsal
 from hf_memopt.rehearsal.stand_in import StandIn
 
-SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
+SURROUNDINGS = {
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",  # transformers loads weights in threads, in another order each time
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "disabled",
+}
 """Of the script, where the user's environment does not say otherwise."""
 
 

@@ -10,13 +10,6 @@ import rehearsals
 STORED = rehearsals.stored()
 NO_ROW = "not rehearsed four times yet: python benchmarks/rehearsals.py"
 EXCEPTED = {  # programs, and why they have no row, or something of it does not hold
-    "Trainer, 1 B parameters": NO_ROW,
-    "Seq2SeqTrainer with generation": NO_ROW,
-    "QLoRA, prepared by PEFT": NO_ROW,
-    "TRL: SFT": NO_ROW,
-    "TRL: KTO": NO_ROW,
-    "TRL: Reward": NO_ROW,
-    "sentence-transformers": NO_ROW,
     "torch.compile": NO_ROW,
     "Whisper": NO_ROW,
     "vision and language": NO_ROW,
