@@ -16,6 +16,7 @@ _loaded, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 _GONE = {  # and what to use
     "exact_loss": "the loss of 15 lines in docs/lengths-and-padding.md, passed as compute_loss_func=",
     "GradualUnfreezeCallback": "FreezeCallback, or a TrainerCallback that sets requires_grad",
+    **dict.fromkeys(("measure", "Measurement"), "hf-memopt rehearse train.py, on the GPU that trains"),
 }
 
 
