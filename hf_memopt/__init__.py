@@ -18,6 +18,7 @@ _GONE = {  # and what to use
     "exact_loss": "the loss of 15 lines in docs/lengths-and-padding.md, passed as compute_loss_func=",
     "GradualUnfreezeCallback": "FreezeCallback, or a TrainerCallback that sets requires_grad",
     "LeanCheckpointCallback": "ShardedCheckpointCallback, its other name",
+    **dict.fromkeys(("measure", "Measurement"), "hf-memopt rehearse train.py, on the GPU that trains"),
 }
 
 

@@ -29,7 +29,6 @@ from .memory.run.printed_memory import print_summary as print_summary
 from .memory.settings.step_settings import NotEstimableError as NotEstimableError
 from .memory.settings.step_settings import StepSettings as StepSettings
 from .memory.training_arguments import estimate_from_arguments as estimate_from_arguments
-from .recipes.measuring.child_process import measure as measure
 from .recipes.planning.planner import plan as plan
 from .recipes.planning.result import Plan as Plan
 from .recipes.presets import PRESETS as PRESETS
@@ -38,7 +37,6 @@ from .recipes.presets import recipe as recipe
 from .recipes.recipe_class import Recipe as Recipe
 from .rehearsal.result import Rehearsal as Rehearsal
 from .rehearsal.start import rehearse as rehearse
-from .reports.measurement_file import Measurement as Measurement
 from .rows.read import Rows as Rows
 from .rows.read import read_rows as read_rows
 from .techniques.checkpointing.policies import CheckpointingCallback as CheckpointingCallback

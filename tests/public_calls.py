@@ -2,8 +2,7 @@
 ``hard/test_malformed_calls.py`` replace by a wrong value.
 
 Left out are what the package makes and users only read (``Change``, ``Estimate``, ``Gpu``, ``MemoryReading``,
-``PaddingReport``, ``Plan``) and exceptions: their methods that take arguments are here. ``Measurement`` is read from
-JSON, which ``test_malformed_files.py`` breaks.
+``PaddingReport``, ``Plan``) and exceptions: their methods that take arguments are here.
 """
 
 from __future__ import annotations
@@ -322,13 +321,6 @@ CALLS: dict[str, Call] = {
     "OverflowCallback": _callback(m.OverflowCallback, {"max_nonfinite_steps": 10, "max_in_a_row": 3}),
     "PrecisionCallback": _callback(m.PrecisionCallback, {"autocast_cache": "auto", "master_weights": True}),
     "ShardedCheckpointCallback": _callback(m.ShardedCheckpointCallback, {"max_shard_bytes": "1GB"}),
-    "measure": Call(
-        m.measure,
-        lambda folder: {
-            **{"trainer": trainer(folder, max_steps=4), "steps": 1, "path": folder / "run.json", "force": False}
-        },
-        is_slow=True,
-    ),
     # ---- Estimates
     "estimate": Call(
         m.estimate,
@@ -433,7 +425,7 @@ CALLS: dict[str, Call] = {
         lambda folder: {
             **{"model": tiny.llama_config(**SIZES), "gpu": "RTX 3060 12GB", "budget": None, "lengths": None},
             **{"seq_len": 8, "effective_batch_size": 2, "goal": "speed", "method": "full", "allow": ()},
-            **{"measured": None, "world_size": 1, "strategy": "auto", "task": None},
+            **{"world_size": 1, "strategy": "auto", "task": None},
         },
         lambda found: (str(found), found.to_json(), found._repr_html_()),
         is_slow=True,

@@ -144,7 +144,7 @@ def test_what_is_read_is_data() -> None:
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 trusted.add(ast.unparse(node.value))
     assert found == {
-        ("recipes/measuring/script.py", "compile"),  # the script that hf-memopt measure and run are asked to run
-        ("recipes/measuring/script.py", "exec"),
+        ("recipes/running/script_as_main.py", "compile"),  # the script that hf-memopt run and rehearse are asked to run
+        ("recipes/running/script_as_main.py", "exec"),
     }
     assert trusted == {"False"}

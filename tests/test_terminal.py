@@ -111,7 +111,7 @@ def test_nothing_is_printed_past_the_console() -> None:
     """``print`` is for figures alone, ``typer.echo`` for constants and for errors that are printable already."""
     allowed = {
         "memory/run/printed_memory.py": {"print"},
-        "recipes/measuring/script.py": {"print"},  # of what printable() returns
+        "recipes/running/script_as_main.py": {"print"},  # of what printable() returns
         "rehearsal/child.py": {"print"},  # of what a script gives sys.exit, as Python does
         "cli/app.py": {"typer.echo"},
         "cli/options.py": {"typer.echo"},

@@ -48,7 +48,7 @@ INTERNAL = re.compile(
 )
 
 
-SECONDS_EACH = ("StepSettings, estimated", "Plan.report", "MemoryReportCallback", "measure")  # in make test-hard alone
+SECONDS_EACH = ("StepSettings, estimated", "Plan.report", "MemoryReportCallback")  # in make test-hard alone
 
 
 @pytest.mark.parametrize("kind", VALUES)

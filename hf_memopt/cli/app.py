@@ -1,4 +1,4 @@
-"""The command line: ``hf-memopt demo | gpus | presets | lengths | estimate | plan | rehearse | measure | run``, ...
+"""The command line: ``hf-memopt demo | gpus | presets | lengths | estimate | plan | rehearse | run``, ...
 
 ``python -m hf_memopt ...`` does the same.
 
@@ -49,6 +49,11 @@ class _Commands(TyperGroup):
             print_error(_usage_message(error) if is_usage else _message(error))
             sys.exit(2)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] == "measure":
+            raise ValueError("hf-memopt measure was removed after 0.5.0. Call: hf-memopt rehearse train.py")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (BEFORE, MACHINE, TRYING_OUT)}
         for name, command in self.commands.items():
@@ -98,8 +103,6 @@ def _of_option(option: str, context: Any) -> str:
     counts whose option the command has.
     """
     own = _names(context.command)
-    if context.command.name == "measure" and not did_you_mean(option, own):
-        return "Pass the script's own options after --: hf-memopt measure train.py -- --learning_rate 1e-4"
     for row in packaged_rows("hf_memopt.cli", "other_options.csv"):
         first = row["advice"].split()[0].rstrip(",")
         if option.strip("-").replace("_", "-") in row["options"].split() and (first in own or first[0] != "-"):
@@ -191,7 +194,6 @@ for name, group, options, run in (
     ("plan", BEFORE, given.PlanOptions, _of_module("plan")),
     ("rehearse", BEFORE, given.RehearseOptions, _of_module("rehearse")),
     ("report", BEFORE, given.ReportOptions, _of_module("report")),
-    ("measure", MACHINE, given.MeasureOptions, _of_module("measure")),
     ("run", MACHINE, given.RunOptions, _of_module("run")),
     ("doctor", MACHINE, given.DoctorOptions, _doctor),
 ):

@@ -247,7 +247,7 @@ def one_gpu(names: Sequence[str] | None) -> str | None:
 
 
 def arguments_of(options: Any) -> list[str]:
-    """Return a script's own arguments; what ``measure`` asks for before them is not the script's."""
+    """Return a script's own arguments; a ``--`` before them is not the script's."""
     own: list[str] = options.arguments or []
     return own[own[:1] == ["--"] :]
 

@@ -261,9 +261,6 @@ class PlanOptions:
         "SIZE",
         group=GPU,
     )
-    measured: Path | None = _option(
-        None, "Correct the plan by real steps, as hf-memopt measure wrote them.", "FILE", group=GPU
-    )
     goal: str = _option("speed", "speed, memory or longest (rows); speed by default.", "NAME", group=CHANGE)
     method: str = _option(
         "auto",
@@ -299,27 +296,6 @@ class ReportOptions:
     output: Path | None = _option(None, "The HTML file to write; beside PATH by default.", "FILE", "-o")
     force: bool = _option(False, "Replace a file that is there.")
     json_output: bool = _option(False, "", None, "--json", hidden=True)  # of two, once
-
-
-@dataclass(frozen=True)
-class MeasureOptions:
-    """Measure a few real steps of a script beside their prediction.
-
-    The script runs in a process of its own, up to its first Trainer.train(); nothing after it runs. Exit code 0 if its
-    steps fit, 1 if memory ran out, 2 if it cannot be measured.
-
-    Examples:
-      hf-memopt measure train.py
-      hf-memopt measure train.py -n 20 -o run.json
-      hf-memopt measure train.py -- --learning_rate 1e-4
-    """
-
-    script: Path = _argument("A Python script that trains with the stock Trainer.")
-    arguments: list[str] | None = _argument("The script's own arguments, after --.", default=None)
-    steps: int = _option(10, "Optimizer steps to time.", "N", "-n", min=1, max=10**4, show_default=True)
-    output: Path | None = _option(None, "Also write JSON here, for plan.", "FILE", "-o")
-    force: bool = _option(False, "Overwrite the file of --output.")
-    json_output: bool = _json()
 
 
 @dataclass(frozen=True)

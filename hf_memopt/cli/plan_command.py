@@ -17,7 +17,7 @@ from hf_memopt.plain_data import check_word
 from hf_memopt.recipes import launch_files
 from hf_memopt.recipes.planning import GOALS, METHODS, check_strategy, checked_allow, checked_batch, read_gpu
 from hf_memopt.recipes.planning.script import RowsFile, check_folder, check_splits
-from hf_memopt.reports import check_page, named_measurement
+from hf_memopt.reports import check_page
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 AS_TYPED = (
     *("budget", "os", "seq_len", "goal", "method", "world_size", "strategy"),
-    *("images", "image_size", "audio_seconds", "host_memory", "measured"),
+    *("images", "image_size", "audio_seconds", "host_memory"),
 )
 """The options that ``plan`` takes as they are."""
 
@@ -106,8 +106,6 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
     checked_batch(options.effective_batch, options.world_size)
     check_strategy(options.strategy, options.world_size, options.goal)
     checked_task(options.task)
-    if options.measured is not None:
-        named_measurement(options.measured)
     gpus = options.gpu or []
     for gpu in gpus:
         checked_allow(words, options.method, read_gpu(gpu, options.budget, options.os))
@@ -131,5 +129,5 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
             "force=True has nothing to replace: no file is written; expected --write or --report. Pass --write DIR"
         )
     find_config(options.model)
-    if options.measured is None and not gpus:
+    if not gpus:
         read_gpu(None, options.budget, options.os)  # this machine's, for which torch is needed

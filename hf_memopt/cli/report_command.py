@@ -62,7 +62,7 @@ def _drawn_by(path: Path) -> Callable[[], str]:
     text, name = path.read_bytes(), str(path)
     try:
         content = parse_object(text)
-        if content.keys().isdisjoint(("candidates", "micro_batching", "phase_peaks", "step_seconds")):
+        if content.keys().isdisjoint(("candidates", "micro_batching", "phase_peaks")):
             raise ValueError("it has neither the field candidates of a plan nor micro_batching of a run")
     except ValueError as error:
         raise ValueError(
@@ -73,7 +73,7 @@ def _drawn_by(path: Path) -> Callable[[], str]:
         return partial(plan_page, read_plan_text(text, name))
     if "micro_batching" in content:
         return partial(run_page, read_run(text, name))
-    what, plan = "an estimate", "Plan instead: hf-memopt plan MODEL --report plan.html"
-    if "step_seconds" in content:
-        what, plan = "a measurement", f"Plan with it: hf-memopt plan MODEL --measured {quoted(name)} --report plan.html"
-    raise ValueError(f"path={name!r} is {what}, which has no page; expected a plan or a run. {plan}")
+    raise ValueError(
+        f"path={name!r} is an estimate, which has no page; expected a plan or a run. "
+        "Plan instead: hf-memopt plan MODEL --report plan.html"
+    )

@@ -7,13 +7,14 @@ are changed when the script imports them, since it may set environment variables
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hf_memopt.recipes.measuring.script import TRAINER, leave, print_traceback, run_as_main
+from hf_memopt.recipes.running.script_as_main import TRAINER, print_traceback, run_as_main
 from hf_memopt.rehearsal.result import Done, Rehearsal, Verdict
 
 if TYPE_CHECKING:
@@ -35,6 +36,14 @@ UNKNOWN = {  # libraries whose calls are counted, and what of them is not known 
 def main(options: str, script: str, *arguments: str) -> NoReturn:
     """Run the script to the end of its rehearsal."""
     leave(Child(json.loads(options)).run(script, arguments))  # without destructors of a GPU that is not there
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, without destructors and whatever the script registered."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 class Child:

@@ -26,7 +26,7 @@ KINDS = {
     "segment_unmap": "segment freed",
 }
 UNINTERESTING = (  # torch's own lines, and those that start a script and watch it
-    *("/torch/", "/hf_memopt/rehearsal/", "/hf_memopt/recipes/measuring/", "/hf_memopt/binding/undo/"),
+    *("/torch/", "/hf_memopt/rehearsal/", "/hf_memopt/recipes/running/", "/hf_memopt/binding/undo/"),
     *("<frozen", "/contextlib.py", "/functools.py"),
 )
 

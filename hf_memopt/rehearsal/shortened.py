@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.utils import send_to_device
 from torch.utils._pytree import tree_leaves
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_pt_utils import EvalLoopContainer
 
 from hf_memopt.binding import TrainingView
 from hf_memopt.binding.undo import override_method
-from hf_memopt.recipes.measuring.recorder import REPORTING, SINKS, LongestRows
+from hf_memopt.memory.run import MemoryReportCallback
+from hf_memopt.recipes.running.longest_rows import LongestRows
 from hf_memopt.rehearsal.result import Done
 from hf_memopt.units import format_bytes
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 EVALUATED = 2  # batches
 LEAST_KEPT_BYTES = 2**24  # of outputs that an evaluation keeps: less is not worth its time
+SINKS = "transformers.integrations"  # the module of W&B's, TensorBoard's and other callbacks; seen in 5.8.1 to 5.23.0
+REPORTING = (ProgressCallback, PrinterCallback, MemoryReportCallback)
 _OFF = ("eval_on_start", "load_best_model_at_end", "push_to_hub")
 
 

@@ -1,8 +1,3 @@
-from .measurement_file import DEFAULT_STEPS as DEFAULT_STEPS
-from .measurement_file import PACKAGES as PACKAGES
-from .measurement_file import Figures as Figures
-from .measurement_file import Measurement as Measurement
-from .measurement_file import named_measurement as named_measurement
 from .page import check_page as check_page
 from .page import phase_name as phase_name
 from .page import rendered as rendered

@@ -58,7 +58,7 @@ def test_the_presets_cut_no_word(columns: str, widest: int) -> None:
     assert {"optimizer", *PRESETS, *(recipe.optim for recipe in PRESETS.values())} <= set(shown.split())
 
 
-COMMANDS = ("demo", "gpus", "presets", "lengths", "estimate", "report", "rehearse", "measure", "doctor")
+COMMANDS = ("demo", "gpus", "presets", "lengths", "estimate", "report", "rehearse", "doctor")
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

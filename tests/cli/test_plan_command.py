@@ -171,10 +171,7 @@ LORA = "LoRA could not be simulated for {model}: its pass fails"
 @pytest.mark.parametrize(
     ("gpu", "method", "as_json", "said"),
     [
-        (
-            *("24GiB", "lora", ["--json"]),
-            f"{LORA}. Measure a few steps of your own script instead: hf-memopt measure train.py",
-        ),
+        ("24GiB", "lora", ["--json"], f"{LORA}. Rehearse your own script instead: hf-memopt rehearse train.py"),
         (
             *("160MiB", "auto", []),
             "full training does not fit, and LoRA and QLoRA could not be simulated for {model}: its pass fails. "

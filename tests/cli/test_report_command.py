@@ -11,8 +11,7 @@ from invoked import invoked
 from printed_errors import stopped
 
 import tiny
-from hf_memopt import Measurement, estimate
-from hf_memopt.reports import Figures
+from hf_memopt import estimate
 
 WRITE_IT = "Write it: hf-memopt plan MODEL --json > plan.json"
 COMPARISON = "ask for a comparison, which reports no longer make; expected one file or folder. Make a page of each:"
@@ -25,10 +24,6 @@ REFUSED = {
     "estimate.json": f"'estimate.json' is an estimate, {NO_PAGE} Plan instead: hf-memopt plan MODEL --report plan.html",
     "estimate.json a.json": (
         f"'estimate.json' is an estimate, {NO_PAGE} Plan instead: hf-memopt plan MODEL --report plan.html"
-    ),
-    "measurement.json": (
-        f"'measurement.json' is a measurement, {NO_PAGE} "
-        "Plan with it: hf-memopt plan MODEL --measured measurement.json --report plan.html"
     ),
     "none.json": f"'none.json' does not exist; expected the output folder of a run, or the JSON of a plan. {WRITE_IT}",
     "empty.json": (
@@ -50,20 +45,13 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two runs, an estimate and a measurement, as they are written, and files that are neither."""
+    """A folder with two runs and an estimate, as they are written, and files that are neither."""
     found = tmp_path_factory.mktemp("reported")
     for name in ("run", "folder"):
         (found / name).mkdir()
     for name in ("a.json", "b.json", "run/memopt_run.json"):
         (found / name).write_text(json.dumps(finished_run()))
     (found / "estimate.json").write_text(estimate(tiny.bert_config(), batch_size=1, seq_len=8).to_json())
-    taken = Figures(2**30, 2**30, 2**28, {}, {}, 1.0, 1.0, 1.0)
-    settings = {"method": "full", "precision": "bf16", "optim": "adamw_torch", "checkpointing": False}
-    counts = {"parameters": 1, "trainable_parameters": 1, "accumulation_steps": 1, "batch_size": 1, "seq_len": 8}
-    timed = {"steps": 1, "step_seconds": (1.0,), "examples": 1.0, "tokens": None, "measured": taken, "predicted": None}
-    place = {"model": "BertModel", "device": "cuda:0", "gpu": "T4", "out_of_memory": "", "host_peak_bytes": None}
-    versions = dict.fromkeys(("hf-memopt", "torch", "transformers"), "0")
-    Measurement(**settings, **counts, **timed, **place, versions=versions).write(found / "measurement.json")
     (found / "empty.json").write_text("")
     (found / "there.html").write_text("kept")
     return found

@@ -22,10 +22,7 @@ import hf_memopt as m
 import tiny
 from hf_memopt.batching import data_file, file_lengths
 from hf_memopt.binding.checkpoint_manifest import MANIFEST, why_not_whole
-from hf_memopt.devices import find_gpu
 from hf_memopt.memory.models import load_model
-from hf_memopt.recipes.planning.measured import Corrections
-from hf_memopt.reports import Figures, Measurement, named_measurement
 
 __all__ = ["FILES", "StrangeFile", "broken_bytes", "broken_json"]
 
@@ -52,44 +49,6 @@ def _json(name: str, content: Callable[[], Any]) -> Callable[[Path], object]:
 
 
 # ---- What the package writes and reads
-
-
-@cache
-def measured() -> dict[str, Any]:
-    """Return the JSON of a measurement on a GPU."""
-    figures = Figures(2**30, 2**30 + 2**20, 2**28, {"forward": 2**29}, {"weights": 2**28}, 0.5, 0.4, 0.6)
-    found = Measurement(
-        model="BertModel",
-        parameters=10**8,
-        trainable_parameters=10**8,
-        device="cuda:0",
-        gpu="RTX 4060",
-        versions={"hf-memopt": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"},
-        method="full",
-        precision="bf16",
-        optim="adamw_torch",
-        checkpointing=False,
-        accumulation_steps=1,
-        batch_size=8,
-        seq_len=512,
-        steps=12,
-        out_of_memory="",
-        step_seconds=(0.4, 0.5, 0.6),
-        examples=8.0,
-        tokens=3000.0,
-        host_peak_bytes=2**32,
-        measured=figures,
-        predicted=figures,
-    )
-    content: dict[str, Any] = json.loads(found.to_json())
-    return content
-
-
-def _read_measured(path: Path) -> None:
-    found, name = named_measurement(path)
-    str(found), found.tokens_per_second
-    corrections = Corrections.of(found, name, find_gpu("RTX 4060"))
-    corrections.seconds_factor, corrections.bytes_factor, list(corrections.notes(()))
 
 
 def _read_recipe(path: Path) -> None:
@@ -194,7 +153,6 @@ FILES: dict[str, StrangeFile] = {
     "recipe": StrangeFile(
         "recipe.json", _json("recipe.json", lambda: json.loads(m.recipe("8gb-gpu").to_json())), _read_recipe
     ),
-    "measurement": StrangeFile("run.json", _json("run.json", measured), _read_measured),
     "checkpoint's state": StrangeFile("trainer_state.json", _write_checkpoint, _read_checkpoint),
     "checkpoint's index": StrangeFile("model.safetensors.index.json", _write_checkpoint, _read_checkpoint),
     "checkpoint's manifest": StrangeFile(MANIFEST, _write_manifest, _read_checkpoint),

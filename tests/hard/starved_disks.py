@@ -87,9 +87,6 @@ def starved(way: str, root: Path, most_bytes: int) -> Iterator[None]:
 def writers(root: Path) -> dict[str, Callable[[Path], Any]]:
     """Return what writes files into a folder."""
     plan = tiny_plans.fitting_plan()
-    rows = [{"input_ids": [5, 6, 7], "labels": 1}] * 4
-    measured = Trainer(tiny.bert(), tiny.arguments(root / "measured"), train_dataset=rows)
-    measurement = m.measure(m.attach(measured), steps=1)
     launch = m.Recipe("mine", "tests", micro_batching=False, optim="adamw_torch").distributed(2, "zero3")
     return {
         "a picture of padding": lambda folder: m.padding_report([3, 4, 90]).plot(folder / "padding.svg"),
@@ -97,7 +94,6 @@ def writers(root: Path) -> dict[str, Callable[[Path], Any]]:
         "the report of a plan": lambda folder: plan.report(folder / "plan.html", force=True),
         "the picture of a plan": lambda folder: plan.plot(folder / "plan.svg"),
         "a launch": lambda folder: launch.write(folder, force=True),
-        "a measurement": lambda folder: measurement.write(folder / "measured.json", force=True),
     }
 
 

@@ -21,7 +21,6 @@ LINES = {
     "lengths of columns": ["lengths", "esc.parquet"],
     "lengths --column": ["lengths", "esc.parquet", "--column", NAME],
     "lengths of a missing file": ["lengths", f"nowhere{NAME}"],
-    "measure a script that fails": ["measure", "evil.py"],
     "report of two": ["report", f"{NAME}.json", "run_a.json"],
     "report by its name": ["report", f"{NAME}.json", "--output", "o.html", "--force"],
     "report of one": ["report", "run_a.json"],
@@ -46,7 +45,7 @@ def test_no_foreign_escape_reaches_the_terminal(line: str, folder: Path) -> None
     code, shown = on_terminal(LINES[line], folder)
     assert [one for one in FOREIGN if one in shown] == []
     assert code in (0, 1, 2), shown
-    assert ("Traceback" in shown) == (line == "measure a script that fails")  # which is the script's own
+    assert "Traceback" not in shown
     assert "bug in hf-memopt" not in shown
     if line in COLOURED:
         assert "\x1b[1" in shown  # bold: rich's own

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import typer.main
-from broken_files import measured
 from hand_made_runs import finished_run
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
@@ -37,7 +36,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "estimate": ("model", "--batch-size", "1", "--seq-len", "8"),
     "plan": ("model", "--gpu", "RTX 3060 12GB", "--seq-len", "8", "--effective-batch", "1", "--method", "full"),
     "report": ("memopt_run.json", "--output", "page.html"),
-    "measure": ("script.py", "--steps", "1"),
     "doctor": (),
 }
 """Valid arguments of each command, quick ones. ``demo`` ends before it reads its texts."""
@@ -53,7 +51,7 @@ FLAGS = {
 }
 
 PLAIN = """- -- --no-such-option -1 0 1 7 0.5 nan inf -inf 1e308 no-such-word [/red] [bold] $\\frac{ %s%n {} ' " ; *
-.. / /dev/null /no/such/folder/x.png /no/such/x.html rows.jsonl model folder empty.json memopt_run.json run.json
+.. / /dev/null /no/such/folder/x.png /no/such/x.html rows.jsonl model folder empty.json memopt_run.json
 page.html a.png script.py T4 8GB -8GB 99999999GB 8.6 bf16 nf4 fsdp2 adamw_bnb_8bit auto full causal-lm True None cpu"""
 WORDS = ("", " ", "9" * 30, "9" * 5000, "x" * 5000, "💾", "\u202e", "a\nb", *PLAIN.split())
 
@@ -66,7 +64,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty.json").write_bytes(b"")
     (folder / "rows.jsonl").write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4]}\n')
     (folder / "memopt_run.json").write_text(json.dumps(finished_run()))
-    (folder / "run.json").write_text(json.dumps(measured()))
     (folder / "script.py").write_text("raise ValueError('the script')\n")
     return folder
 
@@ -101,7 +98,7 @@ def test_every_option_with_every_word(name: str, made: Path, tmp_path: Path) -> 
     """What takes longer than a check of options is drawn below."""
     words = WORDS if name in ("demo", "gpus", "presets", "lengths", "report") else WORDS[:21]
     for option in OPTIONS[name]:
-        if name in ("estimate", "plan", "measure", "doctor") and option in FLAGS[name]:
+        if name in ("estimate", "plan", "doctor") and option in FLAGS[name]:
             continue
         for word in words:
             given_words = (option,) if option in FLAGS[name] else (option, word)

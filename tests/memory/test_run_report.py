@@ -25,7 +25,6 @@ from hf_memopt import (
     custom_gpu,
     find_gpu,
     gradient_release,
-    measure,
     released_optimizer,
 )
 from hf_memopt.memory import estimate_of
@@ -206,15 +205,13 @@ def test_another_error_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "how", ["report=False", *(pytest.param(name, marks=pytest.mark.slow) for name in ("unbound", "measured"))]
-)
+@pytest.mark.parametrize("how", ["report=False", pytest.param("unbound", marks=pytest.mark.slow)])
 def test_without_a_bound_callback_that_was_asked_nothing_is_left(tmp_path: Path, how: str) -> None:
     callback = MemoryReportCallback(report=how != "report=False")
     trainer = make_trainer(tmp_path, *([] if how == "unbound" else [callback]))
     if how == "unbound":
         trainer.add_callback(callback)
-    measure(trainer, steps=1) if how == "measured" else trainer.train()
+    trainer.train()
     assert list(tmp_path.iterdir()) == []
 
 

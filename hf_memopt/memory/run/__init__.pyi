@@ -1,2 +1,1 @@
 from .callback import MemoryReportCallback as MemoryReportCallback
-from .callback import PhasePeaks as PhasePeaks

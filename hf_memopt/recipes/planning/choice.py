@@ -85,8 +85,7 @@ def with_reason(
         return replace(one, reason=reason)
     length = "" if one.seq_len is None else f" at {one.seq_len} tokens"
     needs = f"{format_bytes(one.total_bytes)} of {format_bytes(gpu.usable_bytes)}"
-    how = "computed, and corrected by a measurement" if one.corrected else "computed and not measured"
-    purpose = f"{one.name}{length} on {gpu.name}: {needs}, {how}"
+    purpose = f"{one.name}{length} on {gpu.name}: {needs}, computed and not measured"
     reasons = {**one.recipe.reasons, "per_device_train_batch_size": reason}
     return replace(one, reason=reason, recipe=one.recipe.replace(purpose=purpose, reasons=reasons))
 

@@ -72,7 +72,7 @@ def _check_methods(own: Sequence[Candidate], simulation: Simulation) -> None:
     methods = " and ".join(NAMES[stage] for stage in unknown) or "training"
     model = simulation.model if isinstance(simulation.model, str) else type(simulation.model).__name__
     does_not_fit = "".join(f"{NAMES[stage]} does not fit, and " for stage in dict.fromkeys(one.stage for one in own))
-    action = ". Measure a few steps of your own script instead: hf-memopt measure train.py"
+    action = ". Rehearse your own script instead: hf-memopt rehearse train.py"
     if "Call: " in reason or "Pass " in reason:
         action = ""  # it has one
     elif own:

@@ -79,12 +79,8 @@ def _lines(found: Plan, width: int, wording: Callable[[str], str]) -> Iterator[t
     yield from _filled(map(wording, _with_consent(found)), width)
     yield from _filled(_epochs(found), width)
     yield from _filled((wording(f"Note: {note}.") for note in found.notes), width)
-    if found.measured:
-        said = f"* predicted; what has a + is corrected by real steps on this GPU: {found.measured}."
-        yield from _filled([said], width)
-    else:
-        what = "* predicted, and so is the memory" if _is_timed(shown_candidates(found)) else "Memory is predicted"
-        yield from _filled([f"{what}: nothing of it was measured on this GPU."], width)
+    what = "* predicted, and so is the memory" if _is_timed(shown_candidates(found)) else "Memory is predicted"
+    yield from _filled([f"{what}: nothing of it was measured on this GPU."], width)
 
 
 def _epochs(found: Plan) -> Iterator[str]:
@@ -224,12 +220,11 @@ def _figures(one: Candidate, bar_columns: int, timed: bool, examples: int | None
         full = min(round(share * bar_columns), bar_columns)
         bar = "█" * full + "░" * (bar_columns - full)
         cells.append(bar[:-1] + "+" if share > 1 else bar)
-    mark = "+" if {"context", "reserved"} & set(one.corrected) else ""
-    cells += [f"{to_gib(one.total_bytes):.2f}{mark}", f"{to_gib(one.spare_bytes):.2f}"]
+    cells += [f"{to_gib(one.total_bytes):.2f}", f"{to_gib(one.spare_bytes):.2f}"]
     if timed:
         speed = "-"
         if one.seconds is not None and one.verdict != "over":
-            speed = _number((one.tokens or one.examples) / one.seconds) + "+" * ("seconds" in one.corrected)
+            speed = _number((one.tokens or one.examples) / one.seconds)
         cells.append(speed)
     if examples is not None:
         whole = one.seconds is not None and one.verdict != "over"
@@ -322,7 +317,6 @@ def plan_json(found: Plan, *, figures: bool = False) -> str:
         "chosen": None if found.chosen is None else found.chosen.as_dict(),
         "shortfall": None if short is None else {**vars(short), "nearest": short.nearest.as_dict()},
         "candidates": [one.as_dict() for one in found.candidates],
-        "measured": found.measured or None,
         "shown": [places[one.key] for one in shown_candidates(found)],
         "figures": found.figures if figures else report_figures(found, simulate=False),
         "script": None if found.chosen is None else found.script(),

@@ -17,10 +17,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices import Gpu, current_gpu
+from hf_memopt.devices import Gpu
 from hf_memopt.devices.readings import read_memory
 from hf_memopt.memory.distributed import ZERO_STAGES
 from hf_memopt.memory.models import checked_task
@@ -28,7 +27,6 @@ from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.plain_data import Count, check_value, check_word
 from hf_memopt.recipes.planning.choice import best_of, fits_with_ease, why_not_full, with_reason
-from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.recipes.planning.model_and_rows import LONG_ROW, Texts, assumptions, can_tile, facts_of, name_to_load
 from hf_memopt.recipes.planning.nearest import NAMES, shortfall_of
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, planned_os, read_gpu
@@ -37,7 +35,6 @@ from hf_memopt.recipes.planning.set_ups import LINUX_ONLY
 from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
-from hf_memopt.reports import Measurement, named_measurement
 from hf_memopt.units import format_bytes, parse_bytes, percent
 
 if TYPE_CHECKING:
@@ -60,7 +57,6 @@ def plan(
     goal: str = "speed",
     method: str = "auto",
     allow: str | Iterable[str] = (),
-    measured: str | os.PathLike[str] | Measurement | None = None,
     world_size: int = 1,
     strategy: str = "auto",
     task: str | None = None,
@@ -93,9 +89,6 @@ def plan(
             else QLoRA.
         allow: what may be changed besides: ``"release_clipping"`` (gradients are released, not clipped),
             ``"bf16_weights"`` (no float32 copies, stochastic rounding), ``"freeze"``, ``"shorter"``.
-        measured: real steps on this GPU, as ``measure`` returns them or ``hf-memopt measure`` writes them to a file:
-            seconds, CUDA's context and reserved bytes are corrected by them, and the notes say by how much. Without
-            ``gpu`` it is the one that they ran on.
         world_size: GPUs of one computer that train together; the effective batch is shared by them.
         strategy: how they share a step: ``"ddp"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"`` as for
             ``Recipe.distributed``, with offload where nothing fits without; ``"auto"`` for DDP, or FSDP2 where that is
@@ -111,8 +104,7 @@ def plan(
 
     Raises:
         ValueError: an unknown word, GPU or model; words that contradict each other; lengths beyond the model's
-            positions; an effective batch that cannot be cut over the GPUs; a budget below the weights; ``measured`` is
-            no measurement, or one of another GPU.
+            positions; an effective batch that cannot be cut over the GPUs; a budget below the weights.
         NotEstimableError: nothing that was simulated fits, and of a method every simulation failed.
 
     Examples:
@@ -125,7 +117,7 @@ def plan(
     check_value("seq_len", seq_len, Count | None, 512)
     check_value("announce", announce, Callable, print)
     task = checked_task(task)
-    found_gpu, corrections = _corrected_gpu(gpu, partial(read_gpu, budget=budget, os=os), measured)
+    found_gpu = read_gpu(gpu, budget=budget, os=os)
     words = checked_allow(allow, method, found_gpu)
     share = checked_batch(effective_batch_size, world_size)
     check_strategy(strategy, world_size, goal)
@@ -155,7 +147,7 @@ def plan(
         if goal == "longest" or (texts.seq_len or 0) >= LONG_ROW:
             facts = replace(facts, tiles=can_tile(source, own_task))
         gpus = world_size, share
-        simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce, corrections)
+        simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce)
         simulation.media, simulation.is_this_host = media, host_memory is None
         own_bytes = read_memory("cpu").host_total_bytes
         simulation.host_memory_bytes = own_bytes if host_memory is None else parse_bytes(host_memory, "host_memory")
@@ -195,24 +187,10 @@ def plan(
         source=name_to_load(model),
         task=facts.task,
         simulation=simulation,
-        measured="" if corrections is None else corrections.name,
         strategy=strategy,
         system=os,
         asked={name: value for name, value in asked.items() if value is not None},
     )
-
-
-def _corrected_gpu(
-    gpu: str | Gpu | None, read: Callable[[Any], Gpu], measured: str | os.PathLike[str] | Measurement | None
-) -> tuple[Gpu, Corrections | None]:
-    """Return the GPU, and what a measurement on it corrects; without a GPU that of the measurement."""
-    if measured is None:
-        return read(gpu), None
-    measurement, name = named_measurement(measured)
-    if gpu is None and current_gpu() is None:
-        gpu = measurement.gpu
-    corrections = Corrections.of(measurement, name, read(gpu))
-    return corrections.gpu, corrections
 
 
 def _notes(
@@ -261,8 +239,6 @@ def _notes(
         yield f"times are those of {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"
     if simulation.not_generated:
         yield f"what evaluation generates is not in the figures: {simulation.not_generated}"
-    if simulation.measured is not None:
-        yield from simulation.measured.notes(candidates)
     if chosen is not None and chosen.sharing is not None and chosen.sharing.strategy in ZERO_STAGES:
         yield "ZeRO is computed from DeepSpeed's documentation, and nothing of it was measured"
         if importlib.util.find_spec("deepspeed") is None:

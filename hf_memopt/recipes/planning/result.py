@@ -44,7 +44,6 @@ class Plan:
         simulation: simulates more of the same model, for reports; None for a plan without one.
         command: what made it, for reports and scripts; "" for a call of ``plan``.
         rows: the file of its rows, for the script; None for a call of ``plan``.
-        measured: the file, or "a measurement", that corrected them; "" for none.
         strategy: that was asked for; how the chosen set-up shares a step is in ``chosen.sharing``.
         system: the word of ``os`` that was asked for; None for none.
         task_note: a sentence on the task, where the rows and the model or ``--task`` do not agree on it; "" elsewhere.
@@ -69,7 +68,6 @@ class Plan:
     simulation: Simulation | None = field(default=None, repr=False)
     command: str = ""
     rows: RowsFile | None = None
-    measured: str = ""
     strategy: str = "auto"
     system: str | None = None
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)

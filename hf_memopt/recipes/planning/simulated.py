@@ -18,7 +18,6 @@ from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from hf_memopt.recipes import Recipe
-    from hf_memopt.recipes.planning.measured import Corrections
     from hf_memopt.recipes.planning.model_and_rows import Texts
     from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp, Technique
     from hf_memopt.recipes.planning.sharing import Sharing
@@ -63,7 +62,6 @@ class Candidate:
     hiding_tokens: float | None = None
     # of the seconds, what waits for other GPUs and the host; None where it is unknown
     communication_fraction: float | None = None
-    corrected: tuple[str, ...] = ()  # what of it a measurement corrected: "context", "reserved", "seconds"
     reason: str = ""  # why it was taken or refused
 
     @property
@@ -163,7 +161,6 @@ class Simulation:
     goal: str = "speed"  # as for `plan`
     allow: tuple[str, ...] = ()  # words of `allow` that were given
     announce: Callable[[str], object] = str  # called before each simulation with a text
-    measured: Corrections | None = None  # what corrects the estimates; None for nothing
     count: int = 0  # simulations so far
     place: str = ""  # of the set-up in its search, as `announce` says it
     refused: dict[SetUp, str] = field(default_factory=dict)  # the set-ups that could not be simulated, and why
@@ -249,12 +246,12 @@ class Simulation:
             "generation_num_beams": 1,
         }
         try:
-            found = estimated(**generation if self.facts.is_generating and not self.not_generated else {})
+            return estimated(**generation if self.facts.is_generating and not self.not_generated else {})
         except ValueError as error:
             if not self.facts.is_generating or self.not_generated:
                 raise
             found, self.not_generated = estimated(), str(error)
-        return found if self.measured is None or gpu is not None else self.measured.applied(found, recipe)
+            return found
 
     def _simulated(self, set_up: SetUp, recipe: Recipe) -> Candidate | None:
         try:
@@ -298,7 +295,6 @@ class Simulation:
             host_lacks_bytes=max(0, -self._spare_on_host(recipe, found)),
             hiding_tokens=None if found.step_costs is None else found.step_costs.hiding_tokens(self.priced_on),
             communication_fraction=time.shares.get("communication") if is_timed else None,
-            corrected=() if self.measured is None else self.measured.words(found, recipe),
         )
 
     def _is_timed(self, found: Estimate) -> bool:

@@ -29,7 +29,7 @@ from hf_memopt.devices import current_gpu, find_gpu
 from hf_memopt.errors import reason
 from hf_memopt.memory import estimate_of
 from hf_memopt.memory.settings import BatchShape
-from hf_memopt.recipes.measuring.recorder import LongestRows
+from hf_memopt.recipes.running.longest_rows import LongestRows
 from hf_memopt.technique_list import TECHNIQUES, load
 from hf_memopt.techniques.freezing import FreezeCallback
 from hf_memopt.units import format_bytes, format_duration

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hf_memopt.recipes.measuring.script import TRAINER, run_script
+from hf_memopt.recipes.running.script_as_main import TRAINER, run_script
 
 
 def main(options: str, script: str, *arguments: str) -> None:

@@ -1,1 +1,0 @@
-"""A few real steps in a process of their own, beside their prediction."""
