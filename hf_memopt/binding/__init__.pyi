@@ -2,7 +2,6 @@ from . import versions as versions
 from .attachment import attach as attach
 from .attachment import refuse_data_parallel as refuse_data_parallel
 from .callback_binding import Binding as Binding
-from .checkpoint_manifest import own_checkpoint as own_checkpoint
 from .passed_parts import bind_late as bind_late
 from .passed_parts import note_trainer as note_trainer
 from .passed_parts import note_trainer_of as note_trainer_of

@@ -25,7 +25,6 @@ import hf_memopt as m
 import tiny
 from hf_memopt.batching import data_file, file_lengths
 from hf_memopt.batching.views.stream_checkpoint import _saved_state
-from hf_memopt.binding.checkpoint_manifest import MANIFEST, why_not_whole
 from hf_memopt.devices import find_gpu
 from hf_memopt.memory.models import load_model
 from hf_memopt.recipes.planning.measured import Corrections
@@ -141,24 +140,6 @@ def _resume_stream(path: Path) -> None:
         list(islice(stream, 20))
 
 
-def _write_checkpoint(folder: Path) -> None:
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "model-1.safetensors", "model-2.safetensors"):
-        (folder / name).write_bytes(b"")
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3, "log_history": [{"loss": 1.0}]}))
-    weights = {"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
-
-
-def _write_manifest(folder: Path) -> None:
-    _write_checkpoint(folder)
-    files = {"optimizer.pt": "0 bytes, CRC32 00000000"}
-    (folder / MANIFEST).write_text(json.dumps({"run": "a", "step": 3, "world_size": 2, "files": files}))
-
-
-def _read_checkpoint(path: Path) -> None:
-    why_not_whole(path.parent)
-
-
 # ---- Models and data
 
 
@@ -237,9 +218,6 @@ FILES: dict[str, StrangeFile] = {
     ),
     "measurement": StrangeFile("run.json", _json("run.json", measured), _read_measured),
     "stream": StrangeFile("memopt_stream_0.json", _json("memopt_stream_0.json", _stream_state), _resume_stream),
-    "checkpoint's state": StrangeFile("trainer_state.json", _write_checkpoint, _read_checkpoint),
-    "checkpoint's index": StrangeFile("model.safetensors.index.json", _write_checkpoint, _read_checkpoint),
-    "checkpoint's manifest": StrangeFile(MANIFEST, _write_manifest, _read_checkpoint),
     "model": StrangeFile("config.json", _write_model, _read_model),
     "tokenizer": StrangeFile("tokenizer.json", _write_tokenizer, _read_tokenizer),
     "tokenizer's configuration": StrangeFile("tokenizer_config.json", _write_tokenizer_config, _read_tokenizer),

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from hf_memopt.binding import own_checkpoint
 from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, remove_all, undo_all
 from hf_memopt.plain_data import parse_object
 from hf_memopt.whole_files import warn_unwritten, write_whole
@@ -41,7 +40,9 @@ def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
 
     def save_model(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = before(*args, **kwargs)
-        if (folder := own_checkpoint(*args, **kwargs)) is not None:
+        folder = Path(args[0] if args else kwargs.get("output_dir") or "")
+        # private, and the same in transformers 5.8.1 to 5.23.0: else a user saves weights
+        if kwargs.get("_internal_call") and folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
             since = trainer.state.global_step - begun["step"]
             turn = begun["turn"] + since * trainer.args.gradient_accumulation_steps
             _write_state(trainer.args, stream.state_dict(position=turn), folder, unwritten)
