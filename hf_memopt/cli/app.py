@@ -19,6 +19,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -164,7 +165,7 @@ def _doctor(options: given.DoctorOptions, context: typer.Context) -> int:
 
         findings = examine()
     if options.json_output:
-        Console().out(json.dumps([finding.as_dict() for finding in findings], indent=2), highlight=False)
+        Console().out(json.dumps([asdict(finding) for finding in findings], indent=2), highlight=False)
     else:
         print_findings(findings, Console())
     return int(any(finding.level == "error" for finding in findings))

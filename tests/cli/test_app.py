@@ -28,6 +28,7 @@ from hf_memopt.cli.app import app
 from hf_memopt.cli.command import spinner
 from hf_memopt.cli.presets_command import STOCK
 from hf_memopt.errors import MissingExtraError
+from hf_memopt.rehearsal import RehearsalError
 from tiny import tokenizer
 
 TABLES = tables(__file__)
@@ -250,7 +251,7 @@ def test_doctor_is_content_with_a_healthy_machine() -> None:
     if not torch.accelerator.is_available():
         assert result.exit_code == 0, found
     subjects = {finding["subject"] for finding in found}
-    assert {"python", "torch", "transformers", "bitsandbytes", "device", "precision", "8-bit optimizer"} <= subjects
+    assert {"python", "torch", "transformers", "bitsandbytes", "precision", "8-bit optimizer", "rehearse"} <= subjects
 
 
 def test_doctor_table_shows_every_finding() -> None:
@@ -259,23 +260,27 @@ def test_doctor_table_shows_every_finding() -> None:
 
 
 VERSION, NOT_FOUND = importlib.metadata.version, failing(importlib.metadata.PackageNotFoundError())
-TWO_GPUS = "2 GPUs are visible to one process, which the Trainer would drive with torch.nn.DataParallel"
-LAUNCH = "torchrun --nproc_per_node=2 your_script.py, or CUDA_VISIBLE_DEVICES=0 python your_script.py"
 CPU_BUILD = f"this machine has an NVIDIA GPU, but torch {torch.__version__} is a CPU build"
 NO_KERNEL = failing(RuntimeError("no kernel\nand more"))
-NO_HOST = failing(RuntimeError("unable to resolve hostname\nand more"))
+TWO_GPUS = "2 are visible to one process, which attach refuses"
+ON_CUDA: list[tuple[Any, str, Any]] = [
+    (doctor, "accelerator_type", lambda: "cuda"),
+    (doctor, "read_memory", lambda: SimpleNamespace(device_name="X", device_total_bytes=GIB, device_used_bytes=None)),
+]
+
+
+def of_transformers(version: str) -> tuple[Any, str, Any]:
+    return importlib.metadata, "version", lambda name: version if name == "transformers" else VERSION(name)
+
+
 BAD_MACHINES: list[tuple[str, list[tuple[Any, str, Any]], tuple[str, ...]]] = [
-    ("visible GPUs", [(torch.cuda, "device_count", lambda: 2)], ("error", TWO_GPUS, LAUNCH)),
     (
-        "several processes",
-        [(doctor.distributed, "init_process_group", NO_HOST)],
-        ("warning", "processes cannot meet here: unable to resolve hostname"),
+        "several GPUs",
+        [*ON_CUDA, (torch.cuda, "device_count", lambda: 2)],
+        ("error", TWO_GPUS, "torchrun --nproc_per_node=2 train.py"),
     ),
-    (
-        "8-bit optimizer",
-        [(bitsandbytes.optim.AdamW8bit, "step", NO_KERNEL)],
-        ("error", "a step failed on 'cpu': RuntimeError: no kernel"),
-    ),
+    ("8-bit optimizer", [(bitsandbytes.optim.AdamW8bit, "step", NO_KERNEL)], ("error", "RuntimeError: no kernel")),
+    ("kernels", [(torch, "ones", NO_KERNEL)], ("error", "RuntimeError: no kernel")),
     (
         "torch build",
         [
@@ -285,19 +290,15 @@ BAD_MACHINES: list[tuple[str, list[tuple[Any, str, Any]], tuple[str, ...]]] = [
         ],
         ("error", CPU_BUILD),
     ),
+    ("Windows", [*ON_CUDA, (doctor, "current_os", lambda: "wsl")], ("warning",)),
+    (
+        "rehearse",
+        [(doctor, "installed_torch", failing(RehearsalError("torch=1 is none; expected one for CUDA. Call: pip")))],
+        ("warning", "torch=1 is none; expected one for CUDA", "Call: pip"),
+    ),
     *[
-        (
-            "transformers",
-            [
-                (
-                    importlib.metadata,
-                    "version",
-                    lambda name, told=told: told if name == "transformers" else VERSION(name),
-                )
-            ],
-            ("error", told, "pip install 'transformers<6,>=5.8'"),
-        )
-        for told in ("4.57.6", "5.7.1", "6.0.0")
+        ("transformers", [of_transformers(version)], ("error", version, "pip install 'transformers<6,>=5.8'"))
+        for version in ("4.57.6", "5.7.1", "6.0.0")
     ],
 ]
 
@@ -312,106 +313,60 @@ def test_doctor_names_what_is_wrong_with_a_machine(monkeypatch, subject, patches
     assert runner.invoke(app, ["doctor"]).exit_code == 1 or told[0] == "warning"
 
 
-def test_doctor_says_that_several_processes_can_be_launched() -> None:
-    assert doctor._meeting() == doctor.Finding("several processes", "ok", "can meet here, and would train on the CPU")
-
-
-def test_doctor_names_what_fails_or_is_slow_between_gpus(monkeypatch) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(doctor.distributed, "is_nccl_available", lambda: False)
-    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda process: range(8), raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for name, value in {"LOCAL_RANK": "2", "NCCL_P2P_DISABLE": "1", "OMP_NUM_THREADS": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert [(one.level, one.subject, one.found) for one in (*doctor._between_gpus(), *doctor._threads())] == [
-        ("error", "processes", "no GPU is left for local rank 2: 2 visible"),
-        ("error", "NCCL", "this torch has GPUs and no NCCL"),
-        ("warning", "NCCL", "NCCL_P2P_DISABLE is set, which switches a fast way off"),
-        ("warning", "CPU threads", "1 for each of 2 processes on 8 cores"),
-    ]
-
-
 def test_doctor_gives_the_command_for_what_is_missing(monkeypatch) -> None:
     def version(name: str) -> str:
         return NOT_FOUND(name) if name in ("datasets", "peft", "matplotlib") else VERSION(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = {finding.subject: (finding.level, finding.found, finding.advice) for finding in doctor.examine()}
-    assert found["datasets"] == ("error", "not installed", "pip install datasets")
-    assert found["peft"] == ("ok", "not installed; needed for LoRA only", "pip install 'hf-memopt[peft]'")
-    assert found["matplotlib"] == ("ok", "not installed; needed for pictures only", "pip install 'hf-memopt[plot]'")
+    assert found["datasets"][:2] == ("error", "not installed")
+    assert found["datasets"][2].startswith("pip install 'datasets")
+    assert found["peft"][:2] == ("warning", "not installed, needed for LoRA only")
+    assert found["matplotlib"][:2] == ("warning", "not installed, needed for pictures only")
 
 
 def test_doctor_names_a_checkout_that_is_not_installed(monkeypatch) -> None:
     for name in ("requires", "version"):
         monkeypatch.setattr(importlib.metadata, name, NOT_FOUND)
-    expected = doctor.Finding("hf-memopt", "error", "not installed", "pip install hf-memopt")
+    expected = doctor.Finding("hf-memopt", "error", "not installed", "pip install 'hf-memopt'")
     assert list(doctor._versions())[1:] == [expected]
 
 
-@pytest.mark.parametrize(
-    ("system", "release"),
-    [("Windows", "11"), ("Linux", "5.15.167.4-microsoft-standard-WSL2"), ("Linux", "6.8.0-45-generic")],
-)
-def test_doctor_warns_of_shared_memory_under_windows(monkeypatch, system, release) -> None:
-    monkeypatch.setattr(doctor.platform, "system", lambda: system)
-    monkeypatch.setattr(doctor.platform, "release", lambda: release)
-    monkeypatch.setattr(doctor, "accelerator_type", lambda: "cuda")
-    found = [(finding.level, finding.subject) for finding in doctor._fallback()]
-    assert found == ([] if "generic" in release else [("warning", "shared GPU memory")])
-
-
-HOLD = "end what is not needed, or plan with what is left: hf-memopt plan MODEL --budget 5120MiB"
-
-
-@pytest.mark.parametrize(("free", "level", "advice"), [(11 * GIB, "ok", ""), (5 * GIB, "warning", HOLD)])
-def test_doctor_names_who_holds_the_gpu(monkeypatch, free, level, advice) -> None:
-    holders = [f"python (process {pid}) 1.00 GiB" for pid in range(41, 47)]
-    monkeypatch.setattr(doctor, "accelerator_type", lambda: "cuda")
-    monkeypatch.setattr(doctor, "measured_device", lambda device: device)
-    monkeypatch.setattr(doctor, "read_gpu_use", lambda device: (free, 12 * GIB, holders))
-    [finding] = doctor._gpu_memory()
-    assert (finding.subject, finding.level, finding.advice) == ("GPU memory", level, advice)
-    assert finding.found.startswith(f"{free // GIB}.00 GiB of 12.00 GiB free; held by python (process 41) 1.00 GiB; ")
-    assert finding.found.endswith("python (process 44) 1.00 GiB; 2 more")
-
-
-@pytest.mark.parametrize(("free", "level"), [(9 * GIB, "ok"), (2 * GIB, "warning")])
-def test_doctor_looks_at_the_room_for_checkpoints(monkeypatch, free, level) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    finding = doctor._disk()
-    assert (finding.subject, finding.level) == ("disk", level)
-    assert finding.found.startswith(f"{free // GIB}.00 GiB free in this folder")
-    assert ("save_total_limit=2" in finding.advice) == (level == "warning")
-
-
-DEVICE = doctor.Finding("device", "ok", "RTX 3060, 12.00 GiB, torch 2.13.0")
+GPU = doctor.Finding("GPU", "ok", "RTX 3060, 12.00 GiB (11.00 GiB free), torch 2.13.0")
 BROKEN = doctor.Finding("datasets", "error", "not installed", "pip install datasets")
-HELD = doctor.Finding("GPU memory", "warning", "5.00 GiB of 12.00 GiB free", "end what is not needed")
+REHEARSES = doctor.Finding("rehearse", "ok", "works here, without a GPU too")
+NO_REHEARSAL = doctor.Finding("rehearse", "warning", "torch='2.13.0+cpu' is a build for the CPU", "pip install torch")
+CPU_ONLY, FAILS = "CPU only: installed correctly, no GPU found.", "Training would fail here: datasets: not installed"
 
 
-def test_doctor_begins_with_one_sentence() -> None:
-    ready, fails = "Ready to train: RTX 3060, 12.00 GiB, torch 2.13.0.", "Training would fail here: datasets: "
-    assert doctor.verdict([DEVICE]) == ready
-    assert doctor.verdict([DEVICE, HELD]) == f"{ready} Look at: GPU memory."
-    assert doctor.verdict([DEVICE, HELD, BROKEN]) == f"{fails}not installed. To do: pip install datasets"
-    one_more = f"{fails}not installed (and 1 more below). To do: pip install datasets"
-    assert doctor.verdict([BROKEN, DEVICE, BROKEN]) == one_more
+def test_doctor_says_one_sentence_and_the_next_command() -> None:
+    assert doctor.verdict([GPU, NO_REHEARSAL]) == (f"Ready to train: {GPU.found}.", "hf-memopt run train.py")
+    assert doctor.verdict([REHEARSES]) == (CPU_ONLY, "hf-memopt rehearse --gpu T4 train.py")
+    assert doctor.verdict([NO_REHEARSAL]) == (CPU_ONLY, "hf-memopt plan MODEL --gpu T4")
+    assert doctor.verdict([GPU, BROKEN]) == (f"{FAILS}.", "pip install datasets")
+    assert doctor.verdict([BROKEN, BROKEN]) == (f"{FAILS} (and 1 more below).", "pip install datasets")
+
+
+def test_doctor_finds_a_gpu_and_what_is_free_of_it(monkeypatch) -> None:
+    reading = SimpleNamespace(device_name="RTX 3060", device_total_bytes=12 * GIB, device_used_bytes=GIB)
+    monkeypatch.setattr(doctor, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(doctor, "read_memory", lambda: reading)
+    found = f"RTX 3060, 12.00 GiB (11.00 GiB free), torch {torch.__version__}"
+    assert list(doctor._device()) == [doctor.Finding("GPU", "ok", found)]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_doctor_fits_the_terminal_and_colours_only_a_terminal(width, monkeypatch) -> None:
     def printed(**settings: Any) -> str:
-        doctor.print_findings([DEVICE, HELD, BROKEN], console := Console(file=io.StringIO(), width=width, **settings))
+        console = Console(file=io.StringIO(), width=width, **settings)
+        doctor.print_findings([GPU, NO_REHEARSAL, BROKEN], console)
         return console.file.getvalue()
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     text = printed()
-    assert text.startswith("Training would fail here: datasets: ")
+    assert text.startswith(FAILS)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
-    assert "To do: end what is not needed" in text
+    assert text.splitlines()[-1].strip() == "Next: pip install datasets"
     assert "\x1b[" not in text
     assert "\x1b[" in printed(force_terminal=True, color_system="truecolor")
     monkeypatch.setenv("NO_COLOR", "1")

@@ -8,7 +8,6 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from public_calls import SIZES
 import hf_memopt as m
 import tiny
 from hf_memopt.batching import data_file, file_lengths
-from hf_memopt.binding.checkpoint_manifest import MANIFEST, why_not_whole
 from hf_memopt.memory.models import load_model
 
 __all__ = ["FILES", "StrangeFile", "broken_bytes", "broken_json"]
@@ -54,27 +52,6 @@ def _json(name: str, content: Callable[[], Any]) -> Callable[[Path], object]:
 def _read_recipe(path: Path) -> None:
     found = m.recipe(path)
     str(found), found._repr_html_(), found.step_settings(), found.callbacks(), found.changes()
-
-
-# ---- Checkpoints
-
-
-def _write_checkpoint(folder: Path) -> None:
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "model-1.safetensors", "model-2.safetensors"):
-        (folder / name).write_bytes(b"")
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3, "log_history": [{"loss": 1.0}]}))
-    weights = {"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
-
-
-def _write_manifest(folder: Path) -> None:
-    _write_checkpoint(folder)
-    files = {"optimizer.pt": "0 bytes, CRC32 00000000"}
-    (folder / MANIFEST).write_text(json.dumps({"run": "a", "step": 3, "world_size": 2, "files": files}))
-
-
-def _read_checkpoint(path: Path) -> None:
-    why_not_whole(path.parent)
 
 
 # ---- Models and data
@@ -153,9 +130,6 @@ FILES: dict[str, StrangeFile] = {
     "recipe": StrangeFile(
         "recipe.json", _json("recipe.json", lambda: json.loads(m.recipe("8gb-gpu").to_json())), _read_recipe
     ),
-    "checkpoint's state": StrangeFile("trainer_state.json", _write_checkpoint, _read_checkpoint),
-    "checkpoint's index": StrangeFile("model.safetensors.index.json", _write_checkpoint, _read_checkpoint),
-    "checkpoint's manifest": StrangeFile(MANIFEST, _write_manifest, _read_checkpoint),
     "model": StrangeFile("config.json", _write_model, _read_model),
     "tokenizer": StrangeFile("tokenizer.json", _write_tokenizer, _read_tokenizer),
     "tokenizer's configuration": StrangeFile("tokenizer_config.json", _write_tokenizer_config, _read_tokenizer),

@@ -26,7 +26,6 @@ from typer.testing import CliRunner
 import tiny
 from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, read_memory
 from hf_memopt.cli.app import app
-from hf_memopt.cli.doctor import read_gpu_use
 from hf_memopt.devices.readings import memory_reading
 
 GIB = 2**30
@@ -84,8 +83,6 @@ def nvml(monkeypatch: pytest.MonkeyPatch, fails: Callable[[], BaseException | No
         "nvmlDeviceGetHandleByUUID": "handle",
         "nvmlDeviceGetMigMode": [0, 0],
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=5 * GIB, free=11 * GIB, total=16 * GIB),
-        "nvmlDeviceGetComputeRunningProcesses": [],
-        "nvmlDeviceGetGraphicsRunningProcesses": [],
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answering(answer))
@@ -152,8 +149,6 @@ def test_nvml_that_fails_now_and_then(seed, driver, tmp_path, monkeypatch) -> No
     assert set(used(trainer)) <= {5.0, 6.0}
     assert_same_training(trainer, tmp_path)
     for _ in range(200):
-        use = read_gpu_use(CUDA)
-        assert use is None or use[::2] == (11 * GIB, [])
         assert read_memory(CUDA).device_used_bytes in (5 * GIB, 6 * GIB)
 
 
@@ -168,22 +163,7 @@ def test_without_nvml_everything_works(kind, driver, tmp_path, monkeypatch) -> N
         nvml(monkeypatch, ERRORS["driver not loaded"])
     trainer = train(tmp_path, MemoryReportCallback())
     assert set(used(trainer)) == {6.0}
-    assert read_gpu_use(CUDA) is None
     assert_same_training(trainer, tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["without the package", "without a driver"])
-def test_the_doctor_reports_an_nvml_that_is_missing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_memopt.cli.doctor.accelerator_type", lambda: "cuda")
-    from hf_memopt.cli.doctor import _nvml
-
-    if kind == "without the package":
-        monkeypatch.setitem(sys.modules, "pynvml", None)
-    else:
-        nvml(monkeypatch, ERRORS["driver not loaded"])
-    (finding,) = _nvml()
-    assert (finding.subject, finding.level) == ("NVML", "warning")
-    assert finding.found.endswith("the memory of other processes is not reported")
 
 
 def test_nvidia_smi_is_never_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

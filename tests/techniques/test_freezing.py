@@ -361,8 +361,8 @@ def test_a_wrapper_around_the_frozen_model_is_left_alone(tmp_path: Path) -> None
     assert frozen(model) == under(model, ["bert.pooler."])
 
 
-@pytest.mark.parametrize(("before", "now", "count"), [((), "base", 2), (("layers:0",), "layers:1", 25)])
-def test_a_run_that_froze_others_is_not_resumed(tmp_path: Path, before, now: str, count: int) -> None:
+@pytest.mark.parametrize(("before", "now"), [((), "base"), (("layers:0",), "layers:1")])
+def test_a_run_that_froze_others_is_not_resumed(tmp_path: Path, before, now: str) -> None:
     """As many others too: their states would go to other weights."""
     saving = {"max_steps": 1, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1}
     asked = str(tmp_path / "checkpoint-1")
@@ -374,10 +374,10 @@ def test_a_run_that_froze_others_is_not_resumed(tmp_path: Path, before, now: str
 
     trainer(*before).train()
     trainer(*before, max_steps=2).train(resume_from_checkpoint=asked)
-    said = f"has the optimizer of a run that trained others than the {count} parameters of"
+    said = "has the optimizer of a run that trained others than this one ("
     for name in (asked, True):
         shutil.rmtree(tmp_path / "checkpoint-2", ignore_errors=True)
-        with pytest.raises(ValueError, match=re.escape(f"resume_from_checkpoint={name!r} {said}")):
+        with pytest.raises(ValueError, match=re.escape(f"resume_from_checkpoint={asked!r} {said}")):
             trainer(now, max_steps=2).train(resume_from_checkpoint=name)
     trainer(*before, save_only_model=True).train()
     trainer(now, max_steps=2).train(resume_from_checkpoint=asked)  # weights alone go to their names

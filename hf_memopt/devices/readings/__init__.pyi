@@ -1,7 +1,6 @@
 from .memory_reading import MemoryReading as MemoryReading
 from .memory_reading import PeakMeter as PeakMeter
 from .memory_reading import measured_device as measured_device
-from .memory_reading import nvml_handle as nvml_handle
 from .memory_reading import read_context as read_context
 from .memory_reading import read_device_used as read_device_used
 from .memory_reading import read_memory as read_memory

@@ -1,6 +1,6 @@
 """Read the memory of an accelerator, of this process and of the host.
 
-Only this file and ``cli.doctor`` ask torch, NVML or psutil. ``read_memory`` is for display and logs; ``PeakMeter`` is
+Only this file asks torch, NVML or psutil for bytes. ``read_memory`` is for display and logs; ``PeakMeter`` is
 cheap enough for every step (``benchmarks/memory_report.py`` prints its cost). On Linux the peak of the process is
 ``VmHWM`` and not ``ru_maxrss``, although that is faster: ``ru_maxrss`` survives ``exec``, so a small child of a process
 that once held 10 GiB would report 10 GiB.

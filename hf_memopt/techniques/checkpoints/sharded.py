@@ -9,7 +9,7 @@ What it does not do well, and what ``ShardedCheckpointCallback`` does about it:
   (0.8.0), and stock's files hold up to 50 GB. Files of 1 GB bound the copies.
 - *Converted weights.* Mixture-of-experts checkpoints are saved in their hub's names, expert by expert: a copy of up to
   two thirds of the experts on the GPU, from which stock cannot resume. ``attach`` keeps the names that the model trains
-  under (``hf_memopt.binding.checkpoint_names``). So does what is pushed to the hub *during* training, a copy of it;
+  under (``hf_memopt.binding.checkpoint_manifest``). So does what is pushed to the hub *during* training, a copy of it;
   the final push has the hub's names.
 - *State on the host.* Stock reads ``optimizer.pt`` whole into the memory of the host and then moves it to the GPU.
   Here the file is mapped: its pages are the file's own and the system may drop them at any time.
