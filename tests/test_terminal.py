@@ -85,11 +85,7 @@ def test_tables_spinners_and_notebooks_are_printable() -> None:
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        (
-            ["lengths", "esc.parquet"],
-            2,
-            "has neither 'input_ids' nor 'text', and 2 columns of texts, esc\\u001b]0;PWNED",
-        ),
+        (["lengths", "esc.parquet"], 2, "has the columns esc\\u001b]0;PWNED"),
         (["report", f"{NAME}.json", "run_a.json"], 2, "Make a page of each: hf-memopt report 'esc\\u001b]0;PWNED"),
         (
             ["lengths", os.fsdecode(b"\xff\xfe.csv")],

@@ -16,7 +16,7 @@ from hf_memopt.whole_files import check_target, write_whole
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import RehearseOptions
-    from hf_memopt.rehearsal.result import Rehearsal
+    from hf_memopt.rehearsal import Rehearsal
 
 EXIT_CODES = {"fits": 0, "runs out": 1}
 

@@ -4,6 +4,7 @@ from .phases import peaks_by_phase as peaks_by_phase
 from .requirements import RehearsalError as RehearsalError
 from .requirements import compiler as compiler
 from .requirements import installed_torch as installed_torch
+from .result import Rehearsal as Rehearsal
 from .stand_in import StandIn as StandIn
 from .stand_in import read_counters as read_counters
 from .stand_in import read_generated_calls as read_generated_calls

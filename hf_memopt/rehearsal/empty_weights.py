@@ -27,7 +27,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, modeling_utils
 from transformers.utils import hub
 
 from hf_memopt.binding.model import HEADS, task_of_class
-from hf_memopt.memory.models import known_name, load_model, published_dtype
+from hf_memopt.memory.models import known_models, known_name, load_model
 
 WEIGHTS = re.compile(r"\.(safetensors|bin|gguf|h5|msgpack)\b")
 TOKENIZER = re.compile(r"\b(tokenizer|vocab|tekken)|\.(model|tiktoken)\b")
@@ -40,6 +40,13 @@ CHAT = (
     "eos_token }}{% endgeneration %}{% else %}{{ m['content'] + '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
+PUBLISHED = {  # of weights on the hub by model type, read off their config.json, pickles and sizes; others: bfloat16
+    "float16": {"deberta-v2", "gpt_bigcode", "gpt_neox", "opt", "phi"},
+    "float32": {
+        *("albert", "bert", "clip", "dinov2", "distilbert", "electra", "gemma2", "gpt2", "gpt_neo", "mamba"),
+        *("modernbert", "mpnet", "olmo2", "roberta", "segformer", "t5", "vit", "wav2vec2", "whisper", "xlm-roberta"),
+    },
+}
 
 
 def install(folder: Path) -> list[str]:
@@ -84,6 +91,19 @@ def _source(name: str) -> Path | str | None:
     if (folder / "config.json").is_file():
         return None if WEIGHTS.search(_names(folder)) else folder
     return None if path.exists() else known_name(name)
+
+
+def published_dtype(text: str) -> str:
+    """Return the dtype of a well-known model's weights on the hub; a float32 model is tuned and published in bfloat16.
+
+    Examples:
+        >>> published_dtype("opt-125m"), published_dtype("gemma-2-2b"), published_dtype("google/gemma-2-2b-it")
+        ('float16', 'float32', 'bfloat16')
+    """
+    facts = known_models()[known_name(text) or text]
+    of_type = (dtype for dtype, types in PUBLISHED.items() if facts["model_type"] in types)
+    dtype: str = facts.get("dtype") or next(of_type, "bfloat16")
+    return "bfloat16" if dtype == "float32" and {"instruct", "it", "chat"} & {*text.lower().split("-")} else dtype
 
 
 def _names(folder: Path) -> str:

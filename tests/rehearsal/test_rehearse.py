@@ -214,7 +214,7 @@ def test_on_a_gpu_steps_are_measured_beside_what_was_predicted(folder: Path) -> 
     assert done.stdout.startswith("FITS: 0.75 of 14.56 GiB (T4)\n")
     assert re.search(r"^2 steps in \d+ s, measured on this GPU\. With 1 % less: out in backward$", done.stdout, re.M)
     assert re.search(r"^Seconds    \d+\.\d\d, \d+\.\d\d of the steps$", done.stdout, re.M)
-    assert "\nNote       needed here: 765.3 MiB; predicted without the GPU: 765.3 MiB\n" in done.stdout
+    assert "\nNote       needed here: 766.0 MiB; predicted without the GPU: 766.0 MiB\n" in done.stdout
     assert "rehearsed without the GPU" not in done.stdout
     assert not (folder / "after").exists()
 

@@ -7,7 +7,6 @@ from .config_files import find_config as find_config
 from .config_files import known_models as known_models
 from .config_files import known_name as known_name
 from .config_files import name_on_hub as name_on_hub
-from .config_files import published_dtype as published_dtype
 from .loading import LoadedModel as LoadedModel
 from .loading import load_model as load_model
 from .loading import rest_to_meta as rest_to_meta

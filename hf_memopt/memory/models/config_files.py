@@ -123,13 +123,6 @@ def _check_kind(text: str, folder: Path) -> None:
         )
 
 
-_DTYPES = {  # of weights on the hub by model type, read off their config.json, pickles and sizes; others: bfloat16
-    "float16": {"deberta-v2", "gpt_bigcode", "gpt_neox", "opt", "phi"},
-    "float32": {
-        *("albert", "bert", "clip", "dinov2", "distilbert", "electra", "gemma2", "gpt2", "gpt_neo", "mamba"),
-        *("modernbert", "mpnet", "olmo2", "roberta", "segformer", "t5", "vit", "wav2vec2", "whisper", "xlm-roberta"),
-    },
-}
 _TUNED_WORDS = {"instruct", "it", "chat", "base", "pt", "hf", "sft"}
 
 
@@ -137,7 +130,7 @@ _TUNED_WORDS = {"instruct", "it", "chat", "base", "pt", "hf", "sft"}
 def known_models() -> dict[str, dict[str, Any]]:
     """Return the facts of well-known models: organisation, model_type, task, source, config, other names, a note.
 
-    ``dtype`` is that of the published weights where it is another one than of most of the type (``published_dtype``).
+    ``dtype`` is that of the published weights where most of the type have another one.
     ``picture_size`` is that of the image processor in the same repository, where the configuration has another one.
     """
     text = resources.files("hf_memopt.memory.models").joinpath("known_models.json").read_text(encoding="utf-8")
@@ -163,19 +156,6 @@ def known_name(text: str) -> str | None:
             if (spelling in names and organisation in ("", facts["organisation"].lower())) or text.lower() in names:
                 return known
     return None
-
-
-def published_dtype(text: str) -> str:
-    """Return the dtype of a well-known model's weights on the hub; a float32 model is tuned and published in bfloat16.
-
-    Examples:
-        >>> published_dtype("opt-125m"), published_dtype("gemma-2-2b"), published_dtype("google/gemma-2-2b-it")
-        ('float16', 'float32', 'bfloat16')
-    """
-    facts = known_models()[known_name(text) or text]
-    of_type = (dtype for dtype, types in _DTYPES.items() if facts["model_type"] in types)
-    dtype: str = facts.get("dtype") or next(of_type, "bfloat16")
-    return "bfloat16" if dtype == "float32" and {"instruct", "it", "chat"} & {*text.lower().split("-")} else dtype
 
 
 def name_on_hub(text: str) -> str:
