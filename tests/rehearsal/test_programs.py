@@ -11,9 +11,6 @@ STORED = rehearsals.stored()
 NO_ROW = "not rehearsed four times yet: python benchmarks/rehearsals.py"
 EXCEPTED = {  # programs, and why they have no row, or something of it does not hold
     "torch.compile": NO_ROW,
-    "Whisper": NO_ROW,
-    "vision and language": NO_ROW,
-    "Mixtral": NO_ROW,
 }
 REFERENCES = {  # of a program of preferences, the weights of which models stand at the peak
     "TRL: DPO, a copy as reference": ["weights of Qwen2ForCausalLM", "weights of Qwen2ForCausalLM, not trained"],
