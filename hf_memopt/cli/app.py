@@ -52,7 +52,9 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] == "measure":
-            raise ValueError("hf-memopt measure was removed after 0.5.0. Call: hf-memopt rehearse train.py")
+            raise ValueError(
+                "'measure' was removed after 0.5.0; expected 'rehearse'. Call: hf-memopt rehearse train.py"
+            )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

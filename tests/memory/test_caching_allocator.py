@@ -63,9 +63,7 @@ def blocks_of(allocator: Any) -> tuple[dict[Any, Any], list[Any]]:
     Places count from the start of an expandable segment, else downwards from the top of the first segment.
     """
     if isinstance(allocator, CachingAllocator):
-        free = [
-            (block.pool.is_small, block) for pool in (allocator._small, allocator._large) for *_, block in pool.free
-        ]
+        free = [(block.pool.is_small, block) for pool in allocator._pools.values() for *_, block in pool.free]
         live, is_expandable = allocator._live, allocator._expandable
     else:
         free = [(is_small, block) for is_small in (True, False) for block in allocator.blocks[is_small]]

@@ -2,6 +2,7 @@ from .operations import VIEW as VIEW
 from .operations import Operation as Operation
 from .operations import operation_of as operation_of
 from .prices import SAME_FRACTION as SAME_FRACTION
+from .prices import Prices as Prices
 from .prices import StepCosts as StepCosts
 from .prices import StepTime as StepTime
 from .prices import equally_fast as equally_fast
