@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,16 @@ Event = tuple[Any, int]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
+@dataclass(frozen=True)
+class Weight:
+    """A weight of the base model: what holds it in the end, and with how many bytes it is read."""
+
+    parameter: nn.Parameter
+    linear: Linear4bitStandIn | Linear8bitStandIn | None  # whose quantised weight it is; None for a plain one
+    is_cast: bool  # whether it is float32 in the end and was read in 16 bits
+    read_bytes: int  # in the block of all weights
+
+
 def load_events(model: nn.Module, number: Callable[[Tensor], int]) -> tuple[tuple[Event, ...], ...]:
     """Return (key, +bytes) for what loading allocates and (key, -bytes) for what it frees.
 
@@ -44,32 +55,63 @@ def load_events(model: nn.Module, number: Callable[[Tensor], int]) -> tuple[tupl
     is emptied in between there are two stretches. Adapters are not in them, nor buffers that no checkpoint has. None
     of weights that are cut, as a function of ``prepare`` may do.
     """
+    weights = _weights(model)
+    stacks: list[Any] = [one for one in model.modules() if type(one).__name__ == "ExpertStack"]
+    if all(one.linear is None for one in weights) or any(_is_cut(one.parameter) for one in weights):
+        return ()
+    events = (*_warm_up(weights, stacks), *_read(weights, number), *_experts(stacks, number), *_casts(weights, number))
+    return (events, ()) if any(one.is_cast for one in weights) else (events,)
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    return parameter.untyped_storage().nbytes() != parameter.nbytes
+
+
+def _weights(model: nn.Module) -> list[Weight]:
+    """Return the weights of the base model, by the natural order of their names."""
     linears = {id(one.weight): one for one in model.modules() if isinstance(one, Linear4bitStandIn | Linear8bitStandIn)}
     base = {id(parameter) for parameter in parameters_outside_adapters(model)}
-    named = [(name.replace(".base_layer.", "."), one) for name, one in model.named_parameters() if id(one) in base]
-    if not linears or any(one.untyped_storage().nbytes() != one.nbytes for _, one in named):
-        return ()
-    plain = [one for _, one in named if id(one) not in linears and one.is_floating_point()]
-    dtype = next(iter(linears.values())).weight_dtype
-    was_cast = dtype in _SIXTEEN_BITS and not any(one.dtype in _SIXTEEN_BITS for one in plain)
-    casts = [one for one in plain if was_cast and one.dtype == torch.float32]
-    loaded = {id(one): one.numel() * dtype.itemsize for one in casts}
-    stacks: list[Any] = [one for one in model.modules() if type(one).__name__ == "ExpertStack"]
-    block_bytes = sum(loaded.get(id(one), one.nbytes) for _, one in named)  # statistics are not counted
-    block_bytes += sum(math.prod(stack.shape) // 2 for stack in stacks)
-    events: list[Event] = [("warm-up", block_bytes), ("warm-up", -block_bytes)]
-    for _, one in sorted(named, key=lambda pair: dot_natural_key(pair[0])):
-        if id(one) in linears:
-            events += _quantising(linears[id(one)], number)
+    named = {name.replace(".base_layer.", "."): one for name, one in model.named_parameters() if id(one) in base}
+    plain_dtypes = {one.dtype for one in named.values() if id(one) not in linears}
+    read_dtype = next((one.weight_dtype for one in linears.values()), None)
+    was_cast = read_dtype in _SIXTEEN_BITS and not plain_dtypes.intersection(_SIXTEEN_BITS)
+    found = []
+    for name in sorted(named, key=dot_natural_key):
+        parameter, linear = named[name], linears.get(id(named[name]))
+        is_cast = was_cast and linear is None and parameter.dtype == torch.float32
+        found.append(Weight(parameter, linear, is_cast, parameter.nbytes // 2 if is_cast else parameter.nbytes))
+    return found
+
+
+def _warm_up(weights: list[Weight], stacks: list[Any]) -> Iterator[Event]:
+    """Yield the block of all weights, in which statistics are not counted."""
+    block_bytes = sum(one.read_bytes for one in weights) + sum(math.prod(stack.shape) // 2 for stack in stacks)
+    yield "warm-up", block_bytes
+    yield "warm-up", -block_bytes
+
+
+def _read(weights: list[Weight], number: Callable[[Tensor], int]) -> Iterator[Event]:
+    for one in weights:
+        if one.linear is not None:
+            yield from _quantising(one.linear, number)
         else:
-            events.append((("loaded", id(one)), loaded[id(one)]) if id(one) in loaded else (number(one), one.nbytes))
+            yield ("loaded", id(one)) if one.is_cast else number(one.parameter), one.read_bytes
+
+
+def _experts(stacks: list[Any], number: Callable[[Tensor], int]) -> Iterator[Event]:
     for stack in stacks:
-        events += [(number(one), one.nbytes) for one in stack.buffers()]
+        yield from ((number(one), one.nbytes) for one in stack.buffers())
         expert_bytes = math.prod(stack.shape[1:]) * stack.dtype.itemsize
-        events += [(("load", "expert"), expert_bytes), (("load", "expert"), -expert_bytes)]
-    for one in casts:
-        events += [(number(one), one.nbytes), (("loaded", id(one)), -loaded[id(one)])]
-    return (tuple(events), ()) if casts else (tuple(events),)
+        yield ("load", "expert"), expert_bytes
+        yield ("load", "expert"), -expert_bytes
+
+
+def _casts(weights: list[Weight], number: Callable[[Tensor], int]) -> Iterator[Event]:
+    """Yield PEFT's casts to float32, each beside what was read."""
+    for one in weights:
+        if one.is_cast:
+            yield number(one.parameter), one.parameter.nbytes
+            yield ("loaded", id(one)), -one.read_bytes
 
 
 def _quantising(linear: Linear4bitStandIn | Linear8bitStandIn, number: Callable[[Tensor], int]) -> Iterator[Event]:
