@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,24 +28,65 @@ if TYPE_CHECKING:
     from hf_memopt.techniques.streaming.ring import Ring
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A parameter that waits on the host, and the modules that have it, each under a name of its own."""
+
+    parameter: Any
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def is_8bit(self) -> bool:
+        return hasattr(self.parameter, "SCB")
+
+    def carriers(self) -> Iterator[Carrier]:
+        """Yield what holds its values, if it is quantised."""
+        if is_packed(self.parameter):
+            yield from carriers_of(self.parameter, self.places[0][0])
+
+    def check(self) -> None:
+        """Refuse a parameter that was replaced."""
+        for module, name in self.places:
+            if module._parameters.get(name) is not self.parameter:
+                raise ValueError(
+                    f"{name} of a streamed {type(module).__name__} was replaced, as load_state_dict(assign=True) "
+                    "does, and would be lost; expected the parameter that was streamed, with other values. Call "
+                    "handle.remove() before replacing it, and stream_layers(model) afterwards"
+                )
+
+    def exchange(self, tensor: torch.Tensor | None) -> None:
+        """Give its modules another tensor."""
+        for module, name in self.places:
+            module._parameters[name] = tensor  # type: ignore[assignment]
+
+    def put_back(self) -> None:
+        """Give its modules the parameter again."""
+        for module, name in self.places:
+            module._buffers.pop(name, None)  # where PEFT's adapters of fused experts leave what they replaced
+        self.exchange(self.parameter)
+
+
+def _held(module: nn.Module, resident: Collection[nn.Parameter]) -> list[Held]:
+    """Return what a module holds but for ``resident``, which stays on the device: adapters for example."""
+    found: dict[nn.Parameter, Held] = {}
+    for inner in module.modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is not None and parameter not in resident:
+                found.setdefault(parameter, Held(parameter)).places.append((inner, name))
+    return list(found.values())
+
+
 class StreamedLayer:
     """A layer of a model whose parameters are fetched for each call."""
 
     def __init__(self, module: nn.Module, ring: Ring, resident: Collection[nn.Parameter], rows: int | None) -> None:
         self.module, self.ring, self.rows = module, ring, rows  # rows of a part of the batch; None for all at once
-        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for inner in module.modules():
-            for name, parameter in inner._parameters.items():
-                if parameter is not None and parameter not in resident:
-                    places.setdefault(parameter, []).append((inner, name))
-        self._places = list(places.values())
-        self.parameters = list(places)  # but those in resident, which stay on the device: adapters for example
-        packed = [(p, own[0][0]) for p, own in places.items() if is_packed(p)]
-        self.carriers: list[Carrier] = [carrier for p, inner in packed for carrier in carriers_of(p, inner)]
+        self._held = _held(module, resident)
+        self.parameters: list[nn.Parameter] = [held.parameter for held in self._held]
         self._stacks = [inner for inner in module.modules() if type(inner).__name__ == "ExpertStack"]
-        held = ((stack, name) for stack in self._stacks for name, one in stack._buffers.items() if one is not None)
-        self.carriers += [Carrier(*one) for one in held]
-        self._bits8: list[tuple[nn.Parameter, Any]] = [(p, inner) for p, inner in packed if hasattr(p, "SCB")]
+        self.carriers = [carrier for held in self._held for carrier in held.carriers()]
+        for stack in self._stacks:
+            self.carriers += [Carrier(stack, name) for name, tensor in stack._buffers.items() if tensor is not None]
         self._flagged: list[Any] = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
         self._switched: set[Any] = set()
         self.statistics = StillStatistics([module])
@@ -141,31 +183,24 @@ class StreamedLayer:
     @contextmanager
     def exchanged(self, tensors: Sequence[torch.Tensor | None]) -> Iterator[None]:
         """Let the modules have other tensors than their parameters, which are back afterwards, whatever happens."""
-        for own, parameter in zip(self._places, self.parameters, strict=True):
-            for inner, name in own:
-                if inner._parameters.get(name) is not parameter:
-                    raise ValueError(
-                        f"{name} of a streamed {type(inner).__name__} was replaced, as load_state_dict(assign=True) "
-                        "does, and would be lost; expected the parameter that was streamed, with other values. Call "
-                        "handle.remove() before replacing it, and stream_layers(model) afterwards"
-                    )
+        for held in self._held:
+            held.check()
         try:
-            for own, tensor in zip(self._places, tensors, strict=True):
-                for inner, name in own:
-                    inner._parameters[name] = tensor  # type: ignore[assignment]
+            for held, tensor in zip(self._held, tensors, strict=True):
+                held.exchange(tensor)
             yield
         finally:
-            for own, parameter in zip(self._places, self.parameters, strict=True):
-                for inner, name in own:
-                    inner._buffers.pop(name, None)  # where PEFT's adapters of fused experts leave what they replaced
-                    inner._parameters[name] = parameter
+            for held in self._held:
+                held.put_back()
 
     def put_away(self, host: Sequence[torch.Tensor]) -> None:
         """Give the owners of carriers their host tensors back."""
         for carrier, tensor in zip(self.carriers, host, strict=True):
             carrier.exchange(tensor)
-        for parameter, inner in self._bits8:  # whose forward gave the weight the device tensor of the state
-            parameter.data = inner.state.CB
+        for held in self._held:
+            if held.is_8bit:  # whose forward gave the weight the device tensor of the state
+                module: Any = held.places[0][0]
+                held.parameter.data = module.state.CB
 
 
 class LayerCall:
