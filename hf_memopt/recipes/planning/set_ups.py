@@ -6,7 +6,7 @@ changes the training less is simpler, then the one with the first of ``LEVERS``;
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -185,6 +185,63 @@ def on_host(techniques: Iterable[Technique]) -> list[Technique]:
     return [one for one in techniques if one in (PAGED, PAGED_EIGHT_BIT, *ON_HOST)]
 
 
+@dataclass(frozen=True)
+class Situation:
+    """What decides which options of a set-up are possible."""
+
+    stage: str
+    facts: ModelFacts
+    gpu: Gpu
+    precision: tuple[Technique, ...]  # that of ``_precisions``
+    streamed: bool  # whether layers wait in host memory
+
+    def sets_precision(self, *names: str) -> bool:
+        return any(one.fields.get("precision") in names for one in self.precision)
+
+    @property
+    def can_train(self) -> bool:
+        """False where the scaler of float16 would read gradients on the GPU that wait on the host."""
+        return not (self.streamed and self.stage in ("full", "freeze") and self.sets_precision("fp16"))
+
+    @property
+    def has_flash(self) -> bool:
+        is_short = self.sets_precision("bf16", "fp16") or BF16_WEIGHTS in self.precision
+        return is_short and self.gpu.bf16 and self.facts.supports_flash and self.facts.has_flash
+
+    @property
+    def can_page(self) -> bool:
+        return self.facts.has_paging and not self.streamed and self.stage != "freeze"
+
+
+@dataclass(frozen=True)
+class Option:
+    """Techniques that go together, and what they need."""
+
+    techniques: tuple[Technique, ...] = ()
+    is_possible: Callable[[Situation], bool] = lambda at: True
+
+
+_CHOICES = (  # of each row one option is taken, in this order of preference
+    (Option(), Option((FLASH,), lambda at: at.has_flash)),
+    (
+        Option((), lambda at: not at.streamed),
+        Option((CHECKPOINTING,), lambda at: not at.streamed),
+        Option((CHECKPOINTING, TILES), lambda at: not at.streamed and at.facts.tiles),
+        Option((OFFLOAD,), lambda at: not at.streamed and at.facts.has_offload),
+        Option((OFFLOAD, TILES), lambda at: not at.streamed and at.facts.has_offload and at.facts.tiles),
+        Option((STREAMED,), lambda at: at.streamed),
+        Option((STREAMED_EMBEDDINGS,), lambda at: at.streamed and not at.facts.is_tied),
+    ),
+    (
+        Option(),
+        Option((PAGED,), lambda at: at.can_page and BF16_WEIGHTS not in at.precision),
+        Option((EIGHT_BIT,)),
+        Option((PAGED_EIGHT_BIT,), lambda at: at.can_page and at.stage not in ADAPTERS),
+    ),
+    (Option(), Option((SEGMENTS,), lambda at: at.facts.has_segments)),
+)
+
+
 def set_ups(
     stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int, *, streamed: bool = False
 ) -> Iterator[SetUp]:
@@ -193,30 +250,24 @@ def set_ups(
     With ``streamed`` those whose layers wait in host memory: none pages its state or has another checkpointing.
     """
     base = _base(stage, facts, gpu, effective_batch_size)
-    recomputing = [CHECKPOINTING, *([OFFLOAD] if facts.has_offload else [])]
-    memories = [(), *((one, *tiles) for one in recomputing for tiles in ((), *([(TILES,)] if facts.tiles else [])))]
-    if streamed:
-        memories = [(STREAMED,), *([] if facts.is_tied else [(STREAMED_EMBEDDINGS,)])]
-        facts = replace(facts, has_paging=False)
-    segments = [(), *([(SEGMENTS,)] if facts.has_segments else [])]
-    has_flash = gpu.bf16 and facts.supports_flash and facts.has_flash
-    for common in _precisions(stage, facts, gpu):
-        is_short = any(one.fields.get("precision") in ("bf16", "fp16") or one is BF16_WEIGHTS for one in common)
-        attentions = [(), *([(FLASH,)] if has_flash and is_short else [])]
-        if streamed and stage in ("full", "freeze") and any(one.fields.get("precision") == "fp16" for one in common):
-            continue  # the scaler reads gradients on the GPU
-        left_out = {PAGED} if BF16_WEIGHTS in common else {PAGED_EIGHT_BIT} if stage in ADAPTERS else set()
-        if stage == "freeze" or not facts.has_paging:
-            left_out = {PAGED, PAGED_EIGHT_BIT}
-        states = [(), *((one,) for one in (PAGED, EIGHT_BIT, PAGED_EIGHT_BIT) if one not in left_out)]
-        for attention, memory, state, last in product(attentions, memories, states, segments):
-            techniques = (*common, *attention, *state, *memory, *last)
-            fields: dict[str, Any] = {}
-            reasons = dict(base.reasons)
-            for technique in techniques:
-                fields |= technique.fields
-                reasons |= dict.fromkeys(technique.fields, technique.reason)
-            yield SetUp(stage, base.replace(**fields, reasons=reasons), techniques)
+    for precision in _precisions(stage, facts, gpu):
+        at = Situation(stage, facts, gpu, precision, streamed)
+        if not at.can_train:
+            continue
+        possible = ([option for option in row if option.is_possible(at)] for row in _CHOICES)
+        for attention, memory, state, segments in product(*possible):
+            options = (attention, state, memory, segments)  # in the order in which a name tells them
+            techniques = (*precision, *(technique for option in options for technique in option.techniques))
+            yield SetUp(stage, _with(base, techniques), techniques)
+
+
+def _with(base: Recipe, techniques: Iterable[Technique]) -> Recipe:
+    fields: dict[str, Any] = {}
+    reasons = dict(base.reasons)
+    for technique in techniques:
+        fields |= technique.fields
+        reasons |= dict.fromkeys(technique.fields, technique.reason)
+    return base.replace(**fields, reasons=reasons)
 
 
 def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
