@@ -119,30 +119,73 @@ def _heading(found: Plan, gpus: str = "") -> Iterator[str]:
 
 
 def shown_candidates(found: Plan) -> list[Candidate]:
-    """Return the candidates of the table: the chosen one, the best others, and those that show what is missing.
+    """Return the candidates of the table, each once: the chosen one, and those that a reason of ``_Shown`` names."""
+    shown = _Shown(found)
+    every = [
+        *shown.fitting(),
+        *shown.recomputed(),
+        *shown.best_of_stages(),
+        *shown.tight(),
+        *shown.nearest(),
+        *shown.worth_asking(),
+        *shown.simplest_over(),
+    ]
+    return list({id(one): one for one in every}.values())
 
-    Of the micro-batches of a set-up one is shown: the largest that fits, else the smallest.
+
+class _Shown:
+    """The reasons to show a candidate.
+
+    Of the micro-batches of a set-up one may be shown: the largest that fits, else the smallest.
     """
-    by_set_up: dict[tuple[Any, ...], Candidate] = {}
-    for one in found.candidates:
-        known = by_set_up.get(one.key[:-1])
-        if known is None or one is found.chosen or (known is not found.chosen and _place(one) < _place(known)):
-            by_set_up[one.key[:-1]] = one
-    ranked = sorted(by_set_up.values(), key=lambda one: (one is not found.chosen, *_place(one)))
-    fitting = [one for one in ranked if one.fits or one is found.chosen][: 1 + SHOWN_FITTING]
-    tight = [one for one in ranked if one.verdict == "tight" and not one.consents and one not in fitting]
-    asking = {one.consents: one for one in reversed(ranked) if one.consents and _is_worth_asking(one, found)}
-    fewest = [one for one in ranked if not one.consents and (one.rows == 1 or not one.recipe.accumulates)]
-    over: list[Candidate] = []
-    for stage in dict.fromkeys(one.stage for one in found.candidates):
-        too_large = [one for one in fewest if one.verdict == "over" and one.stage == stage]
-        over += sorted(too_large, key=lambda one: one.simplicity)[:1]
-    recomputed = [one for one in ranked if found.chosen is not None and one.adds(CHECKPOINTING, to=found.chosen)]
-    others = {one.stage: best_of(other for other in ranked if other.stage == one.stage) for one in ranked}
-    best = [one for one in others.values() if one is not None and one is not found.chosen]
-    nearest = [found.shortfall.nearest] if found.shortfall is not None else []
-    rows = [*fitting, *recomputed, *best, *tight[:SHOWN_OVER], *nearest, *reversed(asking.values()), *over]
-    return list({id(one): one for one in rows}.values())
+
+    def __init__(self, found: Plan) -> None:
+        self.found, self.chosen = found, found.chosen
+        by_set_up: dict[tuple[Any, ...], Candidate] = {}
+        for one in sorted(found.candidates, key=self._order):
+            by_set_up.setdefault(one.key[:-1], one)
+        self.ranked = list(by_set_up.values())
+
+    def _order(self, one: Candidate) -> tuple[Any, ...]:
+        return one is not self.chosen, *_place(one)
+
+    def fitting(self) -> list[Candidate]:
+        """The chosen one, and the best others that fit."""
+        return [one for one in self.ranked if one.fits or one is self.chosen][: 1 + SHOWN_FITTING]
+
+    def recomputed(self) -> list[Candidate]:
+        """What checkpointing would change."""
+        return [one for one in self.ranked if self.chosen is not None and one.adds(CHECKPOINTING, to=self.chosen)]
+
+    def best_of_stages(self) -> list[Candidate]:
+        """The best of full training, of LoRA and so on, but the chosen one."""
+        stages = dict.fromkeys(one.stage for one in self.ranked)
+        best = (best_of(one for one in self.ranked if one.stage == stage) for stage in stages)
+        return [one for one in best if one is not None and one is not self.chosen]
+
+    def tight(self) -> list[Candidate]:
+        shown = self.fitting()
+        tight = [one for one in self.ranked if one.verdict == "tight" and not one.consents and one not in shown]
+        return tight[:SHOWN_OVER]
+
+    def nearest(self) -> list[Candidate]:
+        """Where nothing fits, what is the nearest."""
+        return [] if self.found.shortfall is None else [self.found.shortfall.nearest]
+
+    def worth_asking(self) -> list[Candidate]:
+        """The best for each consent that would help."""
+        worth = [one for one in self.ranked if one.consents and _is_worth_asking(one, self.found)]
+        best = {one.consents: one for one in reversed(worth)}
+        return list(reversed(best.values()))
+
+    def simplest_over(self) -> list[Candidate]:
+        """Of each stage the simplest that is too large with the fewest rows, to show what is missing."""
+        fewest = [one for one in self.ranked if not one.consents and (one.rows == 1 or not one.recipe.accumulates)]
+        found: dict[str, Candidate] = {}
+        for one in sorted(fewest, key=lambda one: one.simplicity):
+            if one.verdict == "over":
+                found.setdefault(one.stage, one)
+        return [found[stage] for stage in dict.fromkeys(one.stage for one in self.found.candidates) if stage in found]
 
 
 def _is_worth_asking(one: Candidate, found: Plan) -> bool:
