@@ -7,4 +7,5 @@ from .padding_costs.counted_lengths import file_lengths as file_lengths
 from .padding_costs.data_files import DataFile as DataFile
 from .padding_costs.data_files import data_file as data_file
 from .padding_costs.figures import padding_report as padding_report
+from .padding_costs.lengths_picture import lengths_figure as lengths_figure
 from .padding_costs.output import print_report as print_report

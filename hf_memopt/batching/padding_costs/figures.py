@@ -119,7 +119,7 @@ class PaddingReport:
             ValueError: ``path`` is not such a file that can be written.
             MissingExtraError: matplotlib is not installed.
         """
-        from hf_memopt.reports.plan import draw_lengths
+        from hf_memopt.batching.padding_costs.lengths_picture import draw_lengths
 
         draw_lengths(self.as_dict(), checked_path("path", path), self.unit)
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.batching import lengths_figure
 from hf_memopt.components import CONTEXT
 from hf_memopt.plotting import page_pictures
 from hf_memopt.reports import rendered
 from hf_memopt.reports.pictures import Bar, TimelinePicture, bars_figure, out_of_memory
-from hf_memopt.reports.plan.lengths_picture import lengths_figure
 from hf_memopt.reports.plan.plan_file import CandidateData, PlanData, batch_of, is_same, shown_one
 from hf_memopt.reports.plan.plan_picture import bars_of, limit_of, map_figure, parts_of_candidate
 from hf_memopt.units import format_bytes
