@@ -235,7 +235,12 @@ def test_an_interrupt_leaves_no_process_and_no_file(folder: Path) -> None:
         "import os, time\nopen('pid', 'w').write(f'{os.getpid()} ')\ntime.sleep(600)\n", encoding="utf-8"
     )
     words = [sys.executable, "-m", "hf_memopt", "rehearse", "--memory", "2GiB", "slow.py"]
-    with subprocess.Popen(words, env={**os.environ, "TMPDIR": str(folder)}, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        words,
+        env={**os.environ, "TMPDIR": str(folder)},
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the tests may run in the background
+    ) as process:
         while not (folder / "pid").exists() or not (folder / "pid").read_text().endswith(" "):
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
