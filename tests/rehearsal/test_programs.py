@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+import judge
 import pytest
 import rehearsals
+
+from hf_memopt import estimate
 
 STORED = rehearsals.stored()
 NO_ROW = "not rehearsed four times yet: python benchmarks/rehearsals.py"
@@ -23,6 +26,31 @@ SCORED = {
     "TRL: RLOO": ["load", "generation", "scoring", *TRAINING],
     "TRL: DPO, a precomputed reference": ["load", "scoring", *TRAINING],
 }
+ESTIMATED = {  # the same set-up for `estimate`, of programs of the stock Trainer
+    "Trainer, 1 B parameters": {
+        "model": "meta-llama/Llama-3.2-1B",
+        "weights_dtype": "bfloat16",
+        "precision": "bf16",
+        "batch_size": 4,
+        "seq_len": 512,
+        "gradient_accumulation_steps": 2,
+    },
+    "ViT": {
+        "model": "google/vit-base-patch16-224",
+        "task": "image-classification",
+        "precision": "fp16",
+        "batch_size": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATED)
+def test_a_rehearsal_of_the_stock_trainer_is_what_estimate_says(name: str) -> None:
+    figures = STORED[name]["figures"]
+    found = estimate(**ESTIMATED[name], gpu=figures["gpu"])
+    for phase in ("forward", "backward"):
+        rehearsed = figures["phases"][phase]
+        assert found.phases[phase].allocated_bytes == pytest.approx(rehearsed, rel=judge.BOUNDS["allocated_bytes"])
 
 
 @pytest.mark.parametrize("name", rehearsals.PROGRAMS)

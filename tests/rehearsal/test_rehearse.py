@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 from invoked import invoked
+from torch.utils.data import DataLoader
 
 from hf_memopt import Rehearsal, rehearse
+from hf_memopt.recipes.running.longest_rows import LongestRows
 from hf_memopt.rehearsal import RehearsalError
 
 on_stand_in = pytest.mark.stand_in
@@ -251,6 +253,17 @@ def test_an_interrupt_leaves_no_process_and_no_file(folder: Path) -> None:
 
 
 # ---- Without it
+
+
+def test_every_batch_of_a_step_has_the_longest_rows() -> None:
+    """The longest batch is the larger in a step's second part, beside the gradients of the first."""
+    rows = [{"input_ids": [0] * tokens} for tokens in (3, 9, 5, 8, 7)]
+    found = LongestRows()
+    found.reading(lambda: DataLoader(rows, collate_fn=list))  # type: ignore[arg-type]
+    batches = found.batches(batch_size=2, number=3)
+    assert batches is not None
+    assert [[len(row["input_ids"]) for row in batch] for batch in batches] == [[9, 8]] * 3
+    assert found.longest_row == 9
 
 
 def test_a_result_goes_through_json() -> None:

@@ -32,13 +32,13 @@ class LongestRows:
         return self._loader
 
     def batches(self, batch_size: int, number: int) -> list[Any] | None:
-        """Return ``number`` batches, the longest rows first; None where lengths are unknown or the order is a view's.
+        """Return ``number`` batches, each of the longest rows; None where lengths are unknown or the order is a view's.
 
-        Of fewer rows than that the longest are taken again.
+        The longest batch of a run may be any of a step, so all of a step are: gradients are there from the second on.
         """
         if self._order is None:
             return None
-        rows = np.resize(self._order, batch_size * number).reshape(number, batch_size)
+        rows = np.resize(self._order[:batch_size], (number, batch_size))
         dataset, collate = self._loader.dataset, self._loader.collate_fn
         return [collate([dataset[int(index)] for index in of_batch]) for of_batch in rows]
 
