@@ -51,7 +51,7 @@ def figures_of(model: str, gpu: str, batch_size: int, set_up: str) -> dict[str, 
         "host_bytes": found.host_bytes,
         "sharded_bytes": SHARDED_BYTES * found.parameters if set_up != "QLoRA" else None,
         "tokens_per_second": found.step_time.tokens_per_second(),
-        "copied_bytes": vars(found.step_costs.communication)["in_bytes"],
+        "copied_bytes": vars(found.step_costs.streaming)["in_bytes"],
         "hiding_tokens": found.step_costs.hiding_tokens(gpu),
     }
 

@@ -286,7 +286,7 @@ def status(memory: Mapping[str, Any], seconds: Mapping[str, Any]) -> str:
         f"{reserved['cases']} of reserved bytes within {percent(reserved['worst'], 1)} (median "
         f"{percent(reserved['median'], 1)}). The total with CUDA's context, which decides whether a step fits, was "
         f"compared with NVML for {total['cases']} runs on A100: off by {percent(total['median'], 1)} in the median, "
-        f"and up to {percent(total['worst_under'], 1)} too low on two GPUs, where NCCL's memory is not predicted. "
+        f"and up to {percent(total['worst_under'], 1)} too low. "
         f"Seconds of {a100['rows']} steps on an A100 to which nothing was fitted are off by "
         f"{percent(a100['median'])} in "
         f"the median and {percent(a100['worst'])} at most, of {t4['rows']} on a T4 by {percent(t4['median'])} and "

@@ -22,7 +22,6 @@ from published_changes import (
     keep_projections_of_keys,
     upcast_and_copy_in_loss,
 )
-from published_sharding import FlatShards, sharded_optimizer
 from torch import nn
 
 LOOPS = ("Trainer", "SFTTrainer", "manual", "function")
@@ -82,13 +81,6 @@ def _prepare(function: Callable[[nn.Module], None], *, first: bool = False) -> C
         settings["prepare"] = (function, *given) if first else (*given, function)
 
     return change
-
-
-def _shard_flat(settings: Settings) -> None:
-    world_size = settings.pop("world_size")
-    settings.pop("strategy")
-    settings["prepare"] = (*settings.get("prepare", ()), FlatShards(world_size))
-    settings["optimizer_memory"] = sharded_optimizer(settings["optim"], world_size)
 
 
 # ---- The table
@@ -196,14 +188,5 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         _SOURCE + "v4.19.0 trainer.py is the first with an override by GlobalOptimManager",
         loops=("Trainer",),
         applies=lambda case: "8bit" in case.settings["optim"],
-    ),
-    Behaviour(
-        "FSDP has flat parameters, which are gathered in place",
-        "transformers",
-        (5, 17),
-        _shard_flat,
-        _SOURCE
-        + "v5.8.1 training_args.py: version 1 unless fsdp_config has another; accelerate 1.0 has that one alone",
-        applies=lambda case: case.gpus > 1,
     ),
 )

@@ -140,10 +140,13 @@ def estimate_settings(case: Case) -> dict[str, Any]:
     """Return the arguments of ``estimate`` for a case, as its source states it.
 
     Raises:
-        ValueError: the weights are quantised in a way that is not estimated, or the model or the GPU is unknown.
+        ValueError: the weights are quantised in a way that is not estimated, several GPUs share them, or the model or the
+            GPU is unknown.
     """
     if case.quantization not in (None, "nf4"):
         raise ValueError(f"weights quantised by {case.quantization!r} are not estimated")
+    if case.gpus > 1:
+        raise ValueError(f"{case.gpus} GPUs are counted by hf-memopt rehearse --gpus {case.gpus} alone")
     config, task = configuration_of(case)
     gpu = find_gpu(case.gpu.removesuffix(" class"))
     settings: dict[str, Any] = {
@@ -156,12 +159,8 @@ def estimate_settings(case: Case) -> dict[str, Any]:
     }
     if case.momentum:
         settings["optimizer_memory"] = sgd_with_momentum
-    if case.gpus > 1:
-        settings |= {"world_size": case.gpus, "strategy": "fsdp2"}
     if case.quantization is not None:
-        # 4-bit weights are cut by FSDP only if they are stored so, and so the harness loads them
-        storage = {"bnb_4bit_quant_storage": "bfloat16"} if case.gpus > 1 else {}
-        settings["prepare"] = (partial(quantize, config={**NF4, **storage, **case.quantization_config}),)
+        settings["prepare"] = (partial(quantize, config={**NF4, **case.quantization_config}),)
     if case.lora is not None:
         prepare = partial(add_lora, options=dict(case.lora), kbit=case.kbit_preparation)
         settings["prepare"] = (*settings["prepare"], prepare)

@@ -90,7 +90,7 @@ IN_TURN: Mapping[str, Mapping[str, Any]] = {
     },
     "frozen, segments": {"precision": "bf16", "freeze": ("embeddings",), "expandable_segments": True},
     "offload": {"precision": "bf16", "checkpointing": {"offload": True}, "optim": "adafactor"},
-    "two GPUs, FSDP2": {"precision": "bf16", "world_size": 2, "strategy": "fsdp2"},
+    "parts, unclipped": {"precision": "bf16", "micro_batch_size": 2, "max_grad_norm": 0.0},
     "lengths": {"precision": "tf32", "padding": True},
 }
 OTHER_PLANS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
@@ -112,7 +112,7 @@ OTHER_PLANS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("Mistral-7B-v0.3", "RTX 3090", {"seq_len": 512, "method": "lora"}),
     ("Llama-3.1-8B", "RTX 4060", {"seq_len": 512, "method": "full"}),
     ("Llama-3.1-8B", "RTX 3090", {"seq_len": 2048, "method": "qlora", "effective_batch_size": 4}),
-    ("Llama-3.2-3B", "RTX 3090", {"seq_len": 512, "world_size": 2, "effective_batch_size": 16}),
+    ("Llama-3.2-3B", "RTX 3090", {"seq_len": 512, "effective_batch_size": 16}),
     ("vit-base-patch16-224", "T4", {"effective_batch_size": 128}),
 )
 

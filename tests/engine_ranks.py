@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_on_cpu
+import fsdp_on_cpu
 import torch
 from fsdp_on_cpu import check_engine, sharding, whole_weights
 from transformers import Trainer
@@ -28,14 +29,13 @@ from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, OverflowCal
 from hf_memopt.binding.compatibility import refusal_of
 from hf_memopt.binding.model_changes import add_adapters
 from hf_memopt.binding.undo import override_method
-from hf_memopt.binding.versions import fsdp_arguments, fsdp_environment
 from hf_memopt.technique_list import TECHNIQUES
 
 RANK = int(os.environ.get("RANK", "0"))
 ENGINES: dict[str, dict[str, Any]] = {
     "DDP": {"ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False},
     "DDP, default flags": {},
-    "FSDP2": fsdp_arguments(offload_params=False),
+    "FSDP2": fsdp_on_cpu.arguments(),
     "DeepSpeed": deepspeed_on_cpu.arguments(2),
     "ZeRO-3": deepspeed_on_cpu.arguments(3),
 }
@@ -148,7 +148,7 @@ def of_sharded_state(folder: Path, case: str) -> dict[str, Any]:
     """Stock's other checkpoint of FSDP2, a file for each process: saved, and resumed from the second step."""
     chosen = pair("BertLayer")
     chosen["fsdp_config"] = {**chosen["fsdp_config"], "state_dict_type": "SHARDED_STATE_DICT"}
-    for variable in fsdp_environment():  # without it transformers 5.8 does so by default
+    for variable in fsdp_on_cpu.ENVIRONMENT:  # without it transformers 5.8 does so by default
         del os.environ[variable]
     found = trained(classification(folder / case, **chosen, **SAVING), folder, case)
     last = folder / case / "checkpoint-2"
@@ -262,7 +262,7 @@ def main(folder: str, engine: str, *cases: str) -> None:
     if "deepspeed" in ENGINES[engine]:
         deepspeed_on_cpu.build_nothing()
     if engine == "FSDP2":
-        os.environ.update(fsdp_environment())
+        os.environ.update(fsdp_on_cpu.ENVIRONMENT)
     with sharding() if engine == "FSDP2" else nullcontext():
         found = {case: CASES[case](Path(folder), case) for case in cases}
     Path(folder, f"rank{RANK}.json").write_text(json.dumps(found))

@@ -18,6 +18,17 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainingArguments
+
+FSDP_IS_A_FLAG = hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")  # which came with it, transformers 5.17
+ENVIRONMENT = {} if FSDP_IS_A_FLAG else {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+"""What processes need beside ``arguments``: 5.8 does not hand ``state_dict_type`` on to accelerate."""
+
+
+def arguments() -> dict[str, Any]:
+    """Return the ``TrainingArguments`` that shard with FSDP2; 5.8 reads wrapping from the text of ``fsdp``."""
+    config = {"version": 2, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT"}
+    return {"fsdp": True if FSDP_IS_A_FLAG else "full_shard auto_wrap", "fsdp_config": config}
 
 
 @contextmanager

@@ -151,14 +151,6 @@ def _recipe(**values: Any) -> None:
     made.model_kwargs()
 
 
-def _distributed(**arguments: Any) -> None:
-    str(m.Recipe("mine", "two GPUs", optim="adamw_torch", micro_batching=False).distributed(**arguments))
-
-
-def _launch_write(**arguments: Any) -> None:
-    m.Recipe("mine", "two GPUs").distributed(2, "ddp").write(**arguments)
-
-
 def _preset_trainer(**arguments: Any) -> None:
     made = m.recipe("cpu").trainer(**arguments)
     if arguments["train_dataset"] is ROWS:  # data that cannot be bucketed is left as it is: stock reads or refuses it
@@ -397,13 +389,6 @@ CALLS: dict[str, Call] = {
     "Recipe.model_kwargs": Call(m.recipe("cpu").model_kwargs, lambda folder: {"task": None}),
     "Recipe.collator": Call(m.recipe("cpu").collator, lambda folder: {"tokenizer": _tokenizer(), "causal_lm": False}),
     "Recipe.prepare_model": Call(m.recipe("cpu").replace(lora=4).prepare_model, lambda folder: {"model": llama()}),
-    "Recipe.distributed": Call(
-        _distributed,
-        lambda folder: {"world_size": 2, "strategy": "fsdp2", "offload_params": False, "unused_parameters": ("a",)},
-    ),
-    "Launch.write": Call(
-        _launch_write, lambda folder: {"folder": folder / "launch", "script": "train.py", "force": False}
-    ),
     "Recipe.trainer": Call(
         _preset_trainer,
         lambda folder: {
@@ -425,7 +410,7 @@ CALLS: dict[str, Call] = {
         lambda folder: {
             **{"model": tiny.llama_config(**SIZES), "gpu": "RTX 3060 12GB", "budget": None, "lengths": None},
             **{"seq_len": 8, "effective_batch_size": 2, "goal": "speed", "method": "full", "allow": ()},
-            **{"world_size": 1, "strategy": "auto", "task": None},
+            "task": None,
         },
         lambda found: (str(found), found.to_json(), found._repr_html_()),
         is_slow=True,

@@ -245,21 +245,6 @@ def test_what_lies_outside_of_torch_is_that_of_the_smallest_run() -> None:
     assert published.environment_errors(rows) == [0.0, -0.5]
 
 
-TWO_GPUS = TABLES["two GPUs"]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # asked for by peft
-@pytest.mark.parametrize("name", TWO_GPUS)
-def test_a_rank_of_two_gpus_with_the_fsdp_of_its_versions(name: str) -> None:
-    case = next(case for case in cases.read_cases(cases.PUBLISHED / "a100_throughput.json") if case.id == name)
-    settings = cases.estimate_settings(case)
-    for behaviour in behaviours.behaviours_of(case, settings["model"].model_type):
-        behaviour.change(settings)
-    found = published.estimate(**settings)
-    assert found.peak_allocated_bytes == pytest.approx(case.measured_bytes, rel=TWO_GPUS[name])
-
-
 def test_summaries() -> None:
     assert published.summary([]) == {"cases": 0}
     assert published.summary([0.01, -0.03, 0.02]) == {"cases": 3, "median": 0.02, "worst": 0.03, "worst_under": 0.03}

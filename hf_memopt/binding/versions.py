@@ -120,38 +120,6 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=rest or None, **of_model)
 
 
-def fsdp_arguments(*, offload_params: bool) -> dict[str, Any]:
-    """Return the ``TrainingArguments`` that shard with FSDP2, by the installed version's names.
-
-    5.8 reads wrapping and offload from the text of ``fsdp``; from 5.17 on they are in ``fsdp_config``, and the text is
-    deprecated.
-
-    Of ``FULL_STATE_DICT`` the first process writes ``model.safetensors``, which ``from_pretrained`` reads. Checkpoints
-    of ``SHARDED_STATE_DICT`` are written by all processes at once and resume as exactly, but have no such file, and
-    ``Trainer.save_model`` then writes no weights at all (transformers 5.23; ``accelerate merge-weights`` makes them).
-    """
-    config: dict[str, Any] = {"version": 2, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT"}
-    if _fsdp_is_a_flag():
-        return {"fsdp": True, "fsdp_config": {**config, "cpu_offload": offload_params}}
-    return {"fsdp": f"full_shard auto_wrap{' offload' if offload_params else ''}", "fsdp_config": config}
-
-
-def fsdp_environment() -> dict[str, str]:
-    """Return the variables that processes need beside ``fsdp_arguments`` where ``accelerate launch`` does not set them.
-
-    5.8 does not hand ``state_dict_type`` on to accelerate, which then takes ``SHARDED_STATE_DICT``.
-    """
-    return {} if _fsdp_is_a_flag() else {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
-
-
-@cache
-def _fsdp_is_a_flag() -> bool:
-    """Return whether ``fsdp=True`` wraps the layers by itself (``_apply_legacy_fsdp_to_config`` came with it, 5.17)."""
-    from transformers import TrainingArguments
-
-    return hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")
-
-
 def is_checkpointing(model: nn.Module) -> bool:
     """Return whether checkpointing of activations is switched on in a transformers model."""
     if hasattr(type(model), "is_activation_checkpointing"):

@@ -17,7 +17,6 @@ from hf_memopt.memory.models import checked_task, find_config
 from hf_memopt.memory.optimizers import check_optimizer
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.recipes import largest_divisor, recipe
-from hf_memopt.recipes.planning import check_strategy, checked_batch
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
@@ -63,13 +62,13 @@ def run(options: EstimateOptions, context: Any) -> int:
 
 def _plan_line(options: EstimateOptions, found: Estimate) -> str:
     """Return the command that looks for what fits: the same model, GPU, rows and examples of a step."""
-    settings, shared = found.settings, ("world_size", "strategy", "images", "image_size", "audio_seconds")
+    settings, shared = found.settings, ("images", "image_size", "audio_seconds")
     given = {
         "gpu": options.gpu[0] if options.gpu else options.gpu_memory,
         "task": options.task,
         "seq_len": options.seq_len,
         **{name: getattr(options, name) for name in ("data", "column", "tokenizer")},
-        "effective_batch": found.batch_size * settings.gradient_accumulation_steps * settings.world_size,
+        "effective_batch": found.batch_size * settings.gradient_accumulation_steps,
         **{name: value for name, value in options.settings.items() if name in shared},
     }
     from hf_memopt.memory.output import plan_line
@@ -95,7 +94,6 @@ def _check(options: EstimateOptions) -> Gpu | None:
     checked_task(options.task)
     if "optim" in options.settings:
         check_optimizer(options.settings["optim"])
-    check_strategy(options.settings.get("strategy", "auto"), options.settings.get("world_size", 1))
     for name in OF_EVALUATION & options.settings.keys():
         if options.preset is None and "eval_batch_size" not in options.settings:
             raise ValueError(
@@ -140,16 +138,16 @@ def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any
     chosen = recipe(options.preset)
     if "freeze" in settings:
         settings["freeze"] = (*chosen.freeze, *settings["freeze"])  # beside what the preset freezes
-    steps, world_size = settings.get("gradient_accumulation_steps"), settings.get("world_size", 1)
-    batch_size, settings["gradient_accumulation_steps"] = _cut(chosen, options.batch_size, steps, world_size)
+    steps = settings.get("gradient_accumulation_steps")
+    batch_size, settings["gradient_accumulation_steps"] = _cut(chosen, options.batch_size, steps)
     return chosen, batch_size, settings
 
 
-def _cut(chosen: Recipe, batch_size: int | None, steps: int | None, world_size: int) -> tuple[int, int]:
+def _cut(chosen: Recipe, batch_size: int | None, steps: int | None) -> tuple[int, int]:
     """Return batch size and accumulation steps; the recipe's effective batch stays unless both are given."""
     if batch_size is not None and steps is not None:
         return batch_size, steps
-    effective = checked_batch(chosen.effective_batch_size, world_size)
+    effective = chosen.effective_batch_size
     name, part = ("gradient_accumulation_steps", steps) if batch_size is None else ("batch_size", batch_size)
     if part is None:
         name, part = "batch_size", largest_divisor(effective, chosen.per_device_train_batch_size)

@@ -246,15 +246,6 @@ class PlanOptions:
     os: str | None = _option(
         None, "Where it trains: linux, windows or wsl; as here, or windows for a laptop of --gpu.", "NAME", group=GPU
     )
-    world_size: int = _option(
-        1, "GPUs of one computer that train together.", "N", "--gpus", "--world-size", group=GPU, min=1
-    )
-    strategy: str = _option(
-        "auto",
-        "How they share a step: auto (ddp, or fsdp2 where it is faster), ddp, fsdp2, zero2 or zero3.",
-        "NAME",
-        group=GPU,
-    )
     host_memory: str | None = _option(
         None,
         "Of the computer, such as 64GiB, for layers that wait there; this machine's by default.",

@@ -14,8 +14,7 @@ from hf_memopt.cli.command import EXIT_CODES, check_of_data, flags_of, in_flags,
 from hf_memopt.memory.models import checked_task, find_config
 from hf_memopt.notices import quoted
 from hf_memopt.plain_data import check_word
-from hf_memopt.recipes import launch_files
-from hf_memopt.recipes.planning import GOALS, METHODS, check_strategy, checked_allow, checked_batch, read_gpu
+from hf_memopt.recipes.planning import GOALS, METHODS, checked_allow, read_gpu
 from hf_memopt.recipes.planning.script import RowsFile, check_folder, check_splits
 from hf_memopt.reports import check_page
 from hf_memopt.terminal import Console
@@ -24,10 +23,7 @@ if TYPE_CHECKING:
     from hf_memopt.cli.options import PlanOptions
     from hf_memopt.recipes.planning import Plan
 
-AS_TYPED = (
-    *("budget", "os", "seq_len", "goal", "method", "world_size", "strategy"),
-    *("images", "image_size", "audio_seconds", "host_memory"),
-)
+AS_TYPED = ("budget", "os", "seq_len", "goal", "method", "images", "image_size", "audio_seconds", "host_memory")
 """The options that ``plan`` takes as they are."""
 
 
@@ -103,8 +99,6 @@ def _plans(options: PlanOptions, words: Sequence[str], context: Any, announce: C
 def _check(options: PlanOptions, words: Sequence[str]) -> None:
     check_word("goal", options.goal, GOALS)
     check_word("method", options.method, METHODS)
-    checked_batch(options.effective_batch, options.world_size)
-    check_strategy(options.strategy, options.world_size, options.goal)
     checked_task(options.task)
     gpus = options.gpu or []
     for gpu in gpus:
@@ -118,8 +112,7 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
             )
     check_of_data(options)
     if options.write is not None:
-        beside = launch_files(options.strategy) if options.world_size > 1 else ()
-        check_folder(options.write, force=options.force, beside=beside)
+        check_folder(options.write, force=options.force)
         if options.data is not None:
             check_splits(options.data, options.column, options.field)
     if options.report is not None:

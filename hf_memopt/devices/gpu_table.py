@@ -29,9 +29,6 @@ went from 14.75 to 14.56 GiB), so the newest of several figures is listed.
   Pascal; what they reach on the GTX 16 series is not published.
 - ``pcie`` is the bus interface of the same page: generation and lanes. The chips of smaller cards and laptops have
   eight (GA107, AD106, AD107, GB206, GB207), and a computer may offer fewer or an older generation.
-- ``nvlink_gb`` is half of what the source of the architecture calls NVLink's total bandwidth, which counts both
-  directions: of GPUs that sit on a board with NVLink in every server. All others reach each other by PCIe; bridges
-  between two of them (RTX 3090, RTX A6000, A40, H100 NVL) are not counted, since few computers have one.
 
 Limitations: of AMD only the Instinct series, where a process sees one half of an MI250 or MI250X as its GPU; their
 kernels are not simulated, those of compute capability 8.0 stand in for them. Rates that no published table confirms are
@@ -84,8 +81,6 @@ class Gpu:
             None where it is unknown.
         peak_flops_per_second: of matrix products, by the format of their operands.
         notes: what was assumed of it; an estimate for this GPU says so too.
-        nvlink_bytes_per_second: to the other GPUs of its server in one direction, all links together; None where they
-            are joined by PCIe, or by a bridge that not every computer has.
         sustained_fraction: the share of the rates that it keeps under a long load; 1 where no power limit is known to
             bind.
         pcie: generation and lanes of its bus; None where they are unknown.
@@ -101,7 +96,6 @@ class Gpu:
     multiprocessors: int | None = None
     peak_flops_per_second: PeakRates = PeakRates()
     notes: tuple[str, ...] = ()
-    nvlink_bytes_per_second: int | None = None
     sustained_fraction: float = 1.0
     pcie: tuple[int, int] | None = None
 
@@ -130,16 +124,6 @@ class Gpu:
         """Of its own lanes in one direction, which copies of streamed layers are counted with."""
         generation, lanes = self.bus
         return (lanes << (generation - 3)) * 10**9
-
-    @property
-    def link(self) -> str:
-        """What joins it to other GPUs, in words."""
-        return "NVLink" if self.nvlink_bytes_per_second else f"PCIe {self.pcie_generation}.0 x16"
-
-    @property
-    def link_bytes_per_second(self) -> int:
-        """Of that, in one direction."""
-        return self.nvlink_bytes_per_second or self.pcie_bytes_per_second
 
 
 _ROWS = packaged_rows("hf_memopt.devices", "gpus.csv")
@@ -231,7 +215,6 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         multiprocessors=int(row["multiprocessors"]),
         peak_flops_per_second=_peak_rates(row),
         notes=(f"{name} is an AMD GPU: {STANDS_IN}",) if _is_amd(row) else (),
-        nvlink_bytes_per_second=int(row["nvlink_gb"]) * 10**9 if row["nvlink_gb"] else None,
         sustained_fraction=int(row["sustained_mhz"] or row["boost_mhz"]) / int(row["boost_mhz"]),
         pcie=(generation, lanes),
     )

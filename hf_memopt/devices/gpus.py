@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from hf_memopt.devices.gpu_table import GIB, GPUS, NAMES, USUAL, Gpu, PeakRates, typical_context
 from hf_memopt.errors import nearest
+from hf_memopt.notices import quoted
 from hf_memopt.plain_data import check_value, packaged_rows, shown
 from hf_memopt.units import format_bytes, parse_bytes
 
@@ -145,8 +146,8 @@ def _unknown(gpu: object, text: str) -> ValueError:
     count, name, count_after = _SEVERAL.fullmatch(f" {text}").groups()  # type: ignore[union-attr]  # any text matches
     if (count or count_after) and _candidates(name):
         return ValueError(
-            f"gpu={gpu!r} is the name of {count or count_after} GPUs; expected that of one, and their number. "
-            f"Pass gpu={name!r} and world_size={count or count_after}"
+            f"gpu={gpu!r} is the name of {count or count_after} GPUs; expected that of one. Pass gpu={name!r}, or "
+            f"rehearse all: hf-memopt rehearse --gpus {count or count_after} --gpu {quoted(name)} train.py"
         )
     spelled = {_without_size(known): known for known in sorted(GPUS, key=lambda known: "Laptop" in known)}
     near = nearest(_without_size(text), spelled) if re.search(r"\d", text) else None

@@ -1,6 +1,9 @@
 from .estimation import estimate as estimate
 from .estimation import own_dtype as own_dtype
 from .result import Estimate as Estimate
+from .several_gpus import FOR_ONE_GPU as FOR_ONE_GPU
+from .several_gpus import launched as launched
+from .several_gpus import notes_for_one_gpu as notes_for_one_gpu
 from .training_arguments import estimate_of as estimate_of
 from .what_fits import largest_that_fits as largest_that_fits
 from .what_fits import margin_of as margin_of

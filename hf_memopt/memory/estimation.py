@@ -22,12 +22,12 @@ import torch
 from hf_memopt.binding import versions as compat
 from hf_memopt.devices import Chip, Gpu, against_float16, current_gpu, find_gpu
 from hf_memopt.memory.allocator import Replayed, ReplayPlan, fragmentation_of, replay_on_gpu
-from hf_memopt.memory.distributed import as_the_engine_steps, notes_of_sharing, shard_facts
 from hf_memopt.memory.models import checked_task, default_length, load_model
 from hf_memopt.memory.optimizers import optimizer_memory
 from hf_memopt.memory.recording import Shape, StepTrace, collector_paused, session
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import ROW_TOKENS, LengthPlan, StepSettings, checked_lengths, in_own_names, plan_lengths
+from hf_memopt.memory.several_gpus import launched, notes_for_one_gpu
 from hf_memopt.memory.step_time import timing_of_step
 from hf_memopt.plain_data import Count, check_value, shown
 from hf_memopt.units import format_bytes
@@ -88,8 +88,8 @@ def estimate(
 
     Limitations: compiled models, Triton kernels (Liger), FlashAttention-3 and other kernels that are not installed,
     recurrent layers, models whose code reads values from the GPU (the outcome of a router, an early exit), weights
-    quantised by anything but bitsandbytes, and optimizers whose state is unknown. DeepSpeed's engines are computed
-    from their documentation.
+    quantised by anything but bitsandbytes, and optimizers whose state is unknown. It is for one GPU; where
+    ``WORLD_SIZE`` says that several processes train, a note has the size of DDP's gradient buckets.
 
     Raises:
         ValueError: an unknown model, GPU or setting; a batch or length below 1 or beyond the model's positions;
@@ -119,9 +119,10 @@ def estimate(
         shape = replace(shape, seq_len=plan.recorded[0])
     dtype = overrides.get("weights_dtype")
     found = estimate_of_step(model, shape, settings, found_gpu, task=task, weights_dtype=dtype, lengths=plan)
+    notes = notes_for_one_gpu(found, *launched(counts_gpus=gpu is None))
     if recipe is None:
-        found = replace(found, notes=(*found.notes, *of_own_dtype(model, settings, dtype)))
-    return found
+        notes = (*of_own_dtype(model, settings, dtype), *notes)
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def precision_for(model: Any, gpu: Gpu | None, task: str | None = None) -> tuple[str, str, str]:
@@ -181,11 +182,10 @@ def estimate_of_step(
     without_evaluation = settings.replace(eval_batch_size=None)  # the longest batch has the evaluation
     lengths_recorded = () if lengths is None else lengths.recorded[1:]
     others = [recorded(replace(shape, seq_len=length), without_evaluation)[0] for length in lengths_recorded]
-    trained = shard_facts(trace.trainable, settings)
-    on_host = trace.on_host
-    left = {trace.trainable[index] for index in trace.unused} if on_host is None else on_host.stepped
+    trained, on_host = trace.trainable, trace.on_host
+    left = {trained[index] for index in trace.unused} if on_host is None else on_host.stepped
     stepping = tuple(fact for fact in trained if fact not in left)  # torch has no state of what gets no gradient
-    optimizer = as_the_engine_steps(optimizer_memory(stepping, settings), stepping, settings)
+    optimizer = optimizer_memory(stepping, settings)
     plan = ReplayPlan.of(stepping, settings, optimizer, shape.batch_size, chip)
     if left and settings.steps_in_backward:
         plan = replace(plan, optimizer=optimizer_memory(trained, settings).alone)  # by the parameters of the recording
@@ -203,7 +203,6 @@ def estimate_of_step(
         gpu,
         batch_size=shape.batch_size,
         lengths=(shape.seq_len,) if lengths is None else lengths.recorded,
-        trainable=trace.trainable,
     )
     notes = () if fragmentation is None else (fragmentation.note(shape.seq_len or 0, settings.expandable_segments),)
     return Estimate(
@@ -233,12 +232,12 @@ def estimate_of_step(
             *quantised,
             *overflows,
             *trace.notes,
-            *notes_of_sharing(settings),
         ),
         fragmentation=fragmentation,
         step_time=step_time,
         step_costs=step_costs,
         time_unknown=time_unknown,
+        gradient_bytes=sum(fact.size_bytes for fact in trained),
         unused_parameters=tuple(trace.trainable[index].name for index in trace.unused),
     )
 
@@ -263,7 +262,6 @@ def _recorded(
             task=task,
             load_in=settings.load_in,
             compute_dtype="float32" if settings.weights_dtype == "float32" else sixteen_bits(gpu),
-            is_sharded=settings.engine == "fsdp2" and settings.load_in is not None,
             keep_cache=settings.loop != "trainer",
         )
         if loaded.key is None:
@@ -325,7 +323,7 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
 
 
 def settings_of_recipe(recipe: Any, overrides: Mapping[str, Any]) -> StepSettings:
-    """Return the settings of a recipe with the overrides; several processes share its accumulation steps."""
+    """Return the settings of a recipe with the overrides."""
     if recipe is None:
         settings = StepSettings()
     elif hasattr(recipe, "step_settings"):
@@ -335,10 +333,7 @@ def settings_of_recipe(recipe: Any, overrides: Mapping[str, Any]) -> StepSetting
             f"recipe={shown(recipe)} is not a recipe; expected an object with step_settings(). "
             "Pass recipe=hf_memopt.recipe('4gb-gpu')"
         )
-    changed = settings.replace(**overrides)
-    if recipe is None or changed.world_size == 1 or "gradient_accumulation_steps" in overrides:
-        return changed
-    return changed.replace(gradient_accumulation_steps=-(-settings.gradient_accumulation_steps // changed.world_size))
+    return settings.replace(**overrides)
 
 
 def with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:

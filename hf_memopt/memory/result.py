@@ -46,6 +46,7 @@ class Estimate:
         unused_parameters: names of trainable parameters that get no gradient from a step, with which DDP needs
             ``ddp_find_unused_parameters=True``; empty for shared weights, of which it is not known.
         flops: floating-point operations of an optimizer step, all its micro-batches, recomputation included.
+        gradient_bytes: of all trainable parameters; DDP's buckets hold as many besides.
         timeline: bytes over time.
         notes: what was assumed.
         fragmentation: what differing batch lengths add to the reserved bytes; None without ``estimate(lengths=)``.
@@ -79,6 +80,7 @@ class Estimate:
     step_costs: StepCosts | None = field(default=None, repr=False)
     time_unknown: str = ""
     unused_parameters: tuple[str, ...] = ()
+    gradient_bytes: int = field(default=0, repr=False)
 
     @property
     def total_bytes(self) -> int:

@@ -18,6 +18,7 @@ from hf_memopt.memory.optimizers import check_optimizer
 from hf_memopt.memory.recording import Shape, trainer_loss
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import REFUSED, NotEstimableError, StepSettings
+from hf_memopt.memory.several_gpus import engine_of, notes_for_one_gpu
 from hf_memopt.plain_data import checked_array, shown
 from hf_memopt.technique_list import TECHNIQUES, load
 
@@ -28,12 +29,10 @@ if TYPE_CHECKING:
     from hf_memopt.memory.settings import BatchShape
 
 
-def settings_of_arguments(args: TrainingArguments, world_size: int | None = None) -> StepSettings:
-    """Return the settings that affect the memory of a step; ``world_size`` is the caller's, which no argument has."""
+def settings_of_arguments(args: TrainingArguments) -> StepSettings:
+    """Return the settings that affect the memory of a step."""
     checkpointing, options = compat.checkpointing_of(args)
     evaluates = args.eval_strategy != "no" or args.eval_on_start
-    sharding = _sharding(args, world_size)
-    processes = sharding.get("world_size", 1)
     mixed = compat.mixed_precision(args)
     same = compat.training_argument_names() & {item.name for item in fields(StepSettings)}
     return StepSettings(
@@ -42,10 +41,9 @@ def settings_of_arguments(args: TrainingArguments, world_size: int | None = None
             "optim": str(getattr(args.optim, "value", args.optim)),
             "precision": "tf32" if mixed == "no" and args.tf32 else "fp32" if mixed == "no" else mixed,
             "checkpointing": checkpointing and (options or True),
-            "eval_batch_size": _rows(args, "per_device_eval_batch_size", processes) if evaluates else None,
+            "eval_batch_size": args.per_device_eval_batch_size // _parts(args) if evaluates else None,
             "gradient_accumulation_steps": _accumulation_steps(args),
             **_generation(args),
-            **sharding,
         }
     )
 
@@ -64,18 +62,10 @@ def _accumulation_steps(args: TrainingArguments) -> int:
     return max(steps, given)
 
 
-def _rows(args: TrainingArguments, name: str, processes: int) -> int:
-    """Return the examples of a batch on each of the processes, which share it under ``split_batches``."""
-    rows: int = getattr(args, name)
+def _parts(args: TrainingArguments) -> int:
+    """Return how many processes share a batch: all under ``split_batches``, else each has its own."""
     config: Any = args.accelerator_config
-    if not config.split_batches:
-        return rows
-    if rows % processes:
-        raise ValueError(
-            f"{name}={rows} cannot be shared by world_size={processes} under accelerator_config.split_batches=True; "
-            f"expected a multiple of {processes}. Pass {name}={-(-rows // processes) * processes}"
-        )
-    return rows // processes
+    return args.world_size if config.split_batches else 1
 
 
 def _generation(args: TrainingArguments) -> dict[str, Any]:
@@ -97,43 +87,6 @@ def _generation(args: TrainingArguments) -> dict[str, Any]:
     }
 
 
-def _sharding(args: TrainingArguments, world_size: int | None) -> dict[str, Any]:
-    """Return what ``fsdp`` and ``fsdp_config`` say; nothing without them."""
-    if not args.fsdp:
-        return {} if world_size is None else {"world_size": world_size}
-    plugin: dict[str, Any] = dict(getattr(args, "fsdp_plugin_args", None) or {})
-    if isinstance(args.fsdp_config, dict):  # the Trainer of transformers 5.8 reads it here
-        plugin.setdefault("activation_checkpointing", args.fsdp_config.get("activation_checkpointing", False))
-    expected = {
-        "fsdp_version": ("version", 2),
-        "auto_wrap_policy": ("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
-        "reshard_after_forward": ("reshard_after_forward", True),
-        "activation_checkpointing": ("activation_checkpointing", False),
-    }
-    for name, (key, simulated) in expected.items():
-        value = plugin.get(name, None if name == "fsdp_version" else simulated)
-        if value != simulated:
-            instead = "checkpointing as TrainingArguments have it" if "checkpointing" in key else "FSDP2, full shard"
-            raise NotEstimableError(
-                f"not estimable: fsdp={args.fsdp!r} with fsdp_config[{key!r}]={value!r}; expected {instead}. "
-                f"Pass TrainingArguments(..., fsdp=True, fsdp_config={{{key!r}: {simulated!r}}})"
-            )
-    config: Any = args.accelerator_config
-    if (config.gradient_accumulation_kwargs or {}).get("sync_each_batch") and _accumulation_steps(args) > 1:
-        raise NotEstimableError(
-            "not estimable: accelerator_config.gradient_accumulation_kwargs['sync_each_batch']=True shards gradients "
-            "in each accumulation step, where they are assumed to be whole until the last; expected one step, which "
-            "holds as many but for a second shard of the gradients. Pass gradient_accumulation_steps=1"
-        )
-    processes = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    if processes == 1:
-        raise NotEstimableError(
-            f"not estimable: fsdp={args.fsdp!r} shards over a number of processes that TrainingArguments do not have; "
-            "expected 2 or more. Pass estimate_from_arguments(..., world_size=2)"
-        )
-    return {"world_size": processes, "strategy": "fsdp2", "offload_params": bool(plugin.get("cpu_offload"))}
-
-
 def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:
     """Return notes about arguments that have no effect here, though a reader may expect one."""
     notes = []
@@ -142,12 +95,6 @@ def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:
         notes.append(
             f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside "
             "train()"
-        )
-    layers = (getattr(args, "fsdp_plugin_args", None) or {}).get("transformer_cls_names_to_wrap")
-    if args.fsdp and layers:
-        notes.append(
-            f"fsdp_config['transformer_layer_cls_to_wrap']={layers!r} is not read: the layers that the model's class "
-            "names are wrapped (_no_split_modules)"
         )
     return tuple(notes)
 
@@ -170,12 +117,13 @@ def estimate_from_arguments(
             the default of ``estimate``. Every batch counts as long as the longest example; ``estimate(lengths=)`` takes
             those of the batches in order.
         gpu: as for ``estimate``.
-        overrides: fields of ``StepSettings`` that the arguments do not have, such as ``world_size``, which ``fsdp``
-            needs; ``task`` and ``labels_length``.
+        overrides: fields of ``StepSettings`` that the arguments do not have; ``task`` and ``labels_length``.
+
+    It is for one GPU: where several processes train, or FSDP or DeepSpeed shards, a note says what that adds.
 
     Raises:
-        NotEstimableError: the arguments ask for something that is not simulated: compilation, Liger kernels, DeepSpeed,
-            FSDP but FSDP2 that shards all, NEFTune, a key-value cache in training, metrics that get the inputs.
+        NotEstimableError: the arguments ask for something that is not simulated: compilation, Liger kernels, NEFTune, a
+            key-value cache in training, metrics that get the inputs.
         ValueError, TypeError: as ``estimate`` does; ``lengths`` is empty.
     """
     if not hasattr(args, "per_device_train_batch_size"):
@@ -208,19 +156,20 @@ def estimate_from_arguments(
         longest = int(values.max())
     of_model = {name: overrides.pop(name) for name in ("task", "labels_length") if name in overrides}
     found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
-    settings = settings_of_arguments(args, overrides.get("world_size")).replace(**overrides)
+    settings = settings_of_arguments(args).replace(**overrides)
     if settings.eval_batch_size is not None and "inputs" in args.include_for_metrics:
         raise NotEstimableError(
             f"not estimable: include_for_metrics={args.include_for_metrics!r}: inputs that are gathered on the GPU "
             "besides the logits are not simulated"
         )
-    rows = _rows(args, "per_device_train_batch_size", settings.world_size)
+    rows = args.per_device_train_batch_size // _parts(args)
     shape = Shape(rows, longest, of_model.pop("labels_length", None))
     found = estimate_of_step(
         model, shape, settings, found_gpu, **of_model, weights_dtype=overrides.get("weights_dtype")
     )
     own = of_own_dtype(model, settings, overrides.get("weights_dtype"))
-    return replace(found, notes=(*found.notes, *own, *notes_of_arguments(args)))
+    of_several = notes_for_one_gpu(found, max(args.world_size, args.n_gpu), engine_of(args))
+    return replace(found, notes=(*found.notes, *own, *notes_of_arguments(args), *of_several))
 
 
 # ---- A Trainer as it is
@@ -234,12 +183,12 @@ def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estima
     """
     model: Any = trainer.model
     args = copy.copy(trainer.args)
-    engines = {"deepspeed": trainer.is_deepspeed_enabled, "fsdp": trainer.is_fsdp_enabled}
-    engine = next((name for name, is_on in engines.items() if is_on and not getattr(args, name)), None)
-    if engine is not None:
+    engines = {"deepspeed": trainer.is_deepspeed_enabled, "fsdp": trainer.is_fsdp_enabled}  # by a launcher's file too
+    vars(args).update({name: getattr(args, name) or is_on for name, is_on in engines.items()})
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise NotEstimableError(
-            f"not estimable: {engine}=None, and the launcher's file switches it on, which is not read; expected it in "
-            "TrainingArguments. Pass TrainingArguments(..., fsdp=True), or estimate(world_size=2, strategy='fsdp2')"
+            f"not estimable: ZeRO-3 has cut the weights of <{type(model).__name__}> already; expected whole ones, "
+            "as an estimate is for one GPU without sharding. Call: estimate(trainer.model.config)"
         )
     is_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     settings = {**settings_of(trainer), **overrides}
@@ -248,10 +197,7 @@ def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estima
         settings["prepare"] = *settings.get("prepare", ()), loss
         if loss.rows > 1:  # pairs, whose losses see all rows of a batch
             shape, settings["micro_batch_size"] = replace(shape, rows=-(-shape.rows // loss.rows)), None
-    if args.world_size > 1:
-        settings.setdefault("world_size", args.world_size)
-    parts = settings.get("world_size", 1) if trainer.accelerator.split_batches else 1
-    args.per_device_train_batch_size = shape.rows * parts  # the shape is that of one process
+    args.per_device_train_batch_size = shape.rows * _parts(args)  # the shape is that of one process
     if is_decoder and shape.labels_length is not None:
         settings["labels_length"] = shape.labels_length
     return estimate_from_arguments(model, args, shape.seq_len, **settings)

@@ -1,7 +1,3 @@
-from .launch import NAMES as NAMES
-from .launch import STRATEGIES as STRATEGIES
-from .launch import Launch as Launch
-from .launch import launch_files as launch_files
 from .presets import PRESETS as PRESETS
 from .presets import preset_rows as preset_rows
 from .presets import recipe as recipe

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from hf_memopt.batching.collation import BucketedCollator
     from hf_memopt.memory.settings import StepSettings
-    from hf_memopt.recipes.launch import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -404,41 +403,6 @@ class Recipe:
             )
         data = {"train_dataset": train_dataset, "processing_class": processing_class}
         return build_trainer(self, model, training_arguments, given, **data, **trainer_kwargs)
-
-    def distributed(
-        self,
-        world_size: int,
-        strategy: str = "auto",
-        offload_params: bool = False,
-        *,
-        unused_parameters: tuple[str, ...] = (),
-    ) -> Launch:
-        """Return how the recipe is trained in several processes, with the effective batch as it is.
-
-        ``Launch.write`` writes the files of ``accelerate launch``, ``torchrun`` and DeepSpeed, and
-        ``Launch.training_arguments`` are for ``trainer(training_arguments=...)`` in the script that they start.
-
-        Args:
-            world_size: processes, one for each GPU.
-            strategy: ``"ddp"``, ``"fsdp2"``, ``"zero2"``, ``"zero3"``, or ``"auto"``: DDP, or FSDP2 with
-                ``offload_params``.
-            offload_params: whether the sharded optimizer states wait in host memory, and with ``"fsdp2"`` and
-                ``"zero3"`` the weights too.
-            unused_parameters: names of trainable weights that get no gradient from a step, for which DDP has to look:
-                ``Estimate.unused_parameters``.
-
-        Raises:
-            ValueError: an unknown strategy; a number of processes that does not divide the effective batch; something
-                that the recipe uses and the strategy does not work with.
-
-        Examples:
-            >>> Recipe("mine", "two GPUs").distributed(2).command("train.py")
-            'torchrun --nproc_per_node=2 train.py'
-        """
-        from hf_memopt.recipes.launch import launch_of
-
-        check_value("unused_parameters", unused_parameters, tuple[str, ...], ())
-        return launch_of(self, world_size, strategy, offload_params=offload_params, unused=unused_parameters)
 
 
 # ---- Fields that contradict each other ------------------------------------------------------------------------------

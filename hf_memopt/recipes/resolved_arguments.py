@@ -115,7 +115,7 @@ def _check_deepspeed(overrides: Mapping[str, Any]) -> None:
         shown = reprlib.repr(overrides["deepspeed"])
         raise ModuleNotFoundError(
             f"deepspeed={shown} needs the package deepspeed, which is not installed; expected it on every host. "
-            "Call: pip install deepspeed, or recipe.distributed(world_size, strategy='fsdp2')"
+            "Call: pip install deepspeed, or pass fsdp=True"
         )
 
 
@@ -135,7 +135,7 @@ def _check_checkpointing(recipe: Recipe, on_cpu: bool) -> None:
 
 
 def cut_effective_batch(
-    effective: int, preferred: tuple[int, int], overrides: Mapping[str, Any], *, processes: int | None = None
+    effective: int, preferred: tuple[int, int], overrides: Mapping[str, Any]
 ) -> tuple[dict[str, int], Change | None]:
     """Return ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` for an effective batch.
 
@@ -145,8 +145,7 @@ def cut_effective_batch(
     Raises:
         ValueError: a size that is not an integer of 1 or more, or sizes that do not divide the effective batch.
     """
-    counted_by = "WORLD_SIZE" if processes is None else "world_size"
-    processes = process_count() if processes is None else processes
+    processes = process_count()
     per_device, steps = given = tuple(overrides.get(name) for name in BATCH_NAMES)
     check_value("effective_batch_size", effective, Count, 32)
     for name, value in zip(BATCH_NAMES, given, strict=True):
@@ -165,7 +164,7 @@ def cut_effective_batch(
     elif steps is not None:
         per_device = _share(effective, steps * processes, "gradient_accumulation_steps", steps, processes)
     else:
-        share = _share(effective, processes, counted_by, processes, processes)
+        share = _share(effective, processes, "WORLD_SIZE", processes, processes)
         per_device = largest_divisor(share, preferred[0])
         steps = share // per_device
     batch = dict(zip(BATCH_NAMES, (per_device, steps), strict=True))
@@ -191,10 +190,9 @@ def largest_divisor(number: int, most: int) -> int:
 def _share(effective: int, divisor: int, name: str, value: int, processes: int) -> int:
     if effective % divisor != 0:
         fitting = f"effective_batch_size={divisor * max(1, round(effective / divisor))}"
-        action = f"Call recipe.replace({fitting}).distributed(...)" if name == "world_size" else f"Pass {fitting}"
         raise ValueError(
             f"{name}={value} on {_named(processes)} does not divide the effective batch of {effective}; expected a "
-            f"divisor. {action}"
+            f"divisor. Pass {fitting}"
         )
     return effective // divisor
 

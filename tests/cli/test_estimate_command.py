@@ -49,10 +49,7 @@ class Simulation:
         context_bytes = None if gpu is None else gpu.context_bytes
         found = hand_made(1 if settings.checkpointing else 4)
         shape = {"batch_size": batch_size, "seq_len": seq_len, "gpu": gpu, "context_bytes": context_bytes}
-        plain = {
-            name: getattr(settings, name)
-            for name in ("checkpointing", "gradient_accumulation_steps", "optim", "world_size")
-        }
+        plain = {name: getattr(settings, name) for name in ("checkpointing", "gradient_accumulation_steps", "optim")}
         return hand_made(1 if settings.checkpointing else 4, model=found.model, settings=plain, **shape)
 
 
@@ -104,7 +101,6 @@ PLAN = "hf-memopt plan bert-large --gpu 'RTX 3050 4GB'"
         (["--gpu", CARD, "-s", "64", "-b", "4", "--grad-accum", "3"], f"{PLAN} --seq-len 64 --effective-batch 12"),
         (["--gpu", CARD, "--task", "causal-lm"], f"{PLAN} --task causal-lm --effective-batch 8"),
         (["--gpu-memory", "3GiB"], "hf-memopt plan bert-large --gpu 3GiB --effective-batch 8"),
-        (["--gpu", CARD, "--world-size", "2"], f"{PLAN} --effective-batch 16 --world-size 2"),
     ],
 )
 def test_what_does_not_fit_ends_with_1_and_the_line_to_type(options: list[str], line: str) -> None:
@@ -113,8 +109,8 @@ def test_what_does_not_fit_ends_with_1_and_the_line_to_type(options: list[str], 
     *_, heading, printed = lines(result.stdout).splitlines()
     assert (heading.endswith("To find what fits:"), printed) == (True, line)
     words = shlex.split(line)
-    plan = runner.invoke(app, [*words[1:], "--strategy", "?"])  # its options are understood, up to this one
-    assert "--strategy" in plan.stderr
+    plan = runner.invoke(app, [*words[1:], "--goal", "?"])  # its options are understood, up to this one
+    assert "--goal" in plan.stderr
 
 
 def test_what_is_too_close_to_tell_ends_with_3(simulation) -> None:
@@ -184,7 +180,6 @@ def test_memory_alone_describes_a_card(simulation) -> None:
         (["--batch-size", "4"], 4, 8),
         (["--gradient-accumulation-steps", "16"], 2, 16),
         (["--batch-size", "4", "--gradient-accumulation-steps", "3"], 4, 3),
-        (["--world-size", "8"], 4, 1),
     ],
 )
 def test_a_preset_keeps_its_effective_batch_unless_both_are_given(simulation, options, batch_size, steps) -> None:
@@ -199,7 +194,6 @@ def test_a_preset_keeps_its_effective_batch_unless_both_are_given(simulation, op
             "recipe": chosen,
             "gpu": None,
             "gradient_accumulation_steps": steps,
-            **({"world_size": 8} if "--world-size" in options else {}),
         }
     ]
 

@@ -87,13 +87,11 @@ def starved(way: str, root: Path, most_bytes: int) -> Iterator[None]:
 def writers(root: Path) -> dict[str, Callable[[Path], Any]]:
     """Return what writes files into a folder."""
     plan = tiny_plans.fitting_plan()
-    launch = m.Recipe("mine", "tests", micro_batching=False, optim="adamw_torch").distributed(2, "zero3")
     return {
         "a picture of padding": lambda folder: m.padding_report([3, 4, 90]).plot(folder / "padding.svg"),
         "a plan": lambda folder: plan.write(folder, force=True),
         "the report of a plan": lambda folder: plan.report(folder / "plan.html", force=True),
         "the picture of a plan": lambda folder: plan.plot(folder / "plan.svg"),
-        "a launch": lambda folder: launch.write(folder, force=True),
     }
 
 

@@ -101,14 +101,6 @@ def test_accumulation_steps_of_differing_lengths_share_gradients() -> None:
     assert gradients.max() == plain.timeline.components[:, 1].max()
 
 
-def test_gradients_of_shards_are_handed_from_length_to_length() -> None:
-    """Under FSDP2 the last batch of a step reduces what the others have added up, whatever their lengths."""
-    shared = {**SIZES, "world_size": 2, "strategy": "fsdp2", "gradient_accumulation_steps": 2}
-    mixed = estimate(tiny.llama_config(), lengths=[16, 8, 8, 16, 16, 16], **shared)
-    longest = estimate(tiny.llama_config(), seq_len=16, **shared)
-    assert (mixed.peak_allocated_bytes, mixed.components) == (longest.peak_allocated_bytes, longest.components)
-
-
 def test_the_widths_of_a_bucketed_view_are_lengths() -> None:
     rows = [{"input_ids": torch.zeros(length, dtype=torch.long)} for length in (3, 9, 17, 30, 31, 12, 5, 8)]
     view = bucketed(rows, batch_size=2, boundaries=[8, 16, 32], lengths=[len(row["input_ids"]) for row in rows])

@@ -144,17 +144,6 @@ def test_a_batch_of_one_row_has_no_padding() -> None:
     assert of_bert(padding=True).peak_allocated_bytes == of_bert().peak_allocated_bytes
 
 
-def test_evaluation_gathers_the_logits_of_all_processes() -> None:
-    sizes = {"batch_size": 1, "seq_len": 16, "task": "masked-lm", "eval_batch_size": 8, "eval_batches": 6}
-    one, four = (
-        estimate(tiny.bert_config(), **sizes, gpu="T4", world_size=count).phases["evaluation"].allocated_bytes
-        for count in (1, 4)
-    )
-    logits = 8 * 16 * tiny.bert_config().vocab_size * 4
-    # those of 5 batches, and of 6 that they are copied into; what a process computed is beside its copy
-    assert 3 * (5 + 6) * logits < four - one < 3 * (5 + 6) * logits * 1.2 + 2 * logits
-
-
 def test_a_recipe_brings_its_batch() -> None:
     chosen = recipe("8gb-gpu")
     found = estimate(tiny.bert_config(), seq_len=8, recipe=chosen, gpu="T4")

@@ -20,14 +20,12 @@ from hf_memopt.memory.quantized import stand_ins  # registers its operators with
 from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.step_time import Operation, Prices, StepCosts, equally_fast, operation_of
 from hf_memopt.memory.step_time import prices as module
-from hf_memopt.memory.step_time.communication import (
-    HOST_BYTES_PER_SECOND,
-    Communication,
-    Streaming,
-    communication_of_step,
-)
 from hf_memopt.memory.step_time.operations import _Counting, optimizer_operations
 from hf_memopt.memory.step_time.prices import PARTS, step_time
+from hf_memopt.memory.step_time.streaming import (
+    HOST_BYTES_PER_SECOND,
+    Streaming,
+)
 from hf_memopt.memory.tracking import StorageTracker
 
 A100 = "A100 80GB"
@@ -253,48 +251,6 @@ def test_times_within_five_percent_are_equal() -> None:
     assert [equally_fast(*pair) for pair in ((1.0, 1.04), (1.04, 1.0), (1.0, 1.06))] == [True, True, False]
 
 
-OF_PROCESS = [ParameterFacts("weight", (1000,), 4, False)]
-GATHERED = 6000
-
-
-def sent(passes: int = 3, **settings: Any) -> Communication:
-    given = StepSettings(world_size=4, precision="bf16", **settings)
-    return communication_of_step(OF_PROCESS, given, GATHERED, passes)
-
-
-def test_bytes_of_a_ring() -> None:
-    """Of N processes each sends (N - 1) / N of what is gathered, or reduced and scattered."""
-    ring = 3 / 4
-    gradients, short = 4000, 2000
-    expected = {
-        "ddp": 2 * ring * gradients,  # once a step
-        "fsdp2": ring * (3 * GATHERED + short),
-        "zero2": ring * (3 * 2 * short + short),
-        "zero3": ring * 3 * (GATHERED + short),
-    }
-    assert {strategy: sent(strategy=strategy).link_bytes for strategy in expected} == expected
-
-
-def test_offload_moves_shards_and_its_optimizer_runs_on_the_host() -> None:
-    own = 1000 / 4
-    found = {name: sent(strategy=name, offload_params=True) for name in ("fsdp2", "zero2", "zero3")}
-    assert found["fsdp2"].pcie_bytes == 3 * GATHERED / 4 + 4 * own
-    assert found["zero2"].pcie_bytes == 2 * own + 3 * 2 * own
-    assert found["zero3"].pcie_bytes == 3 * GATHERED / 4 + 3 * 2 * own
-    assert {one.host_bytes for one in found.values()} == {28 * own}
-
-
-def test_only_what_computing_does_not_hide_is_waited_for() -> None:
-    one = Communication(link_bytes=100, hiding_fraction=0.5)
-    assert one.seconds(10, link=25, pcie=1) == (0.0, 4.0, 0.0)
-    assert one.seconds(10, link=10, pcie=1) == (5.0, 10.0, 0.0)
-
-
-def test_links_between_gpus() -> None:
-    links = {"T4": ("PCIe 3.0 x16", 16e9), "H100": ("NVLink", 450e9), "V100 32GB": ("NVLink", 150e9)}
-    assert {name: (GPUS[name].link, GPUS[name].link_bytes_per_second) for name in links} == links
-
-
 @pytest.mark.parametrize(
     ("computing", "seconds"),
     [(10.0, 10 + 0.25 + 0.5), (3.0, 4 + 0.25 + 0.5)],  # compute hides the copies, or waits for those in
@@ -305,7 +261,7 @@ def test_the_longest_of_three_lanes_decides(computing: float, seconds: float) ->
     prices = replace(Prices.of(gpu), bus=3.0, bandwidth=1.0)
     memory = Operation("memory", kernels=1, launches=0.0, moved_bytes=computing - 2e-6)
     copies = Streaming(in_bytes=12, out_bytes=6, first_bytes=0.75, host_bytes=HOST_BYTES_PER_SECOND / 2)  # type: ignore[arg-type]
-    costs = StepCosts(((1.0, Counter([memory])),), Counter(), 0.0, 1, 100.0, communication=copies)
+    costs = StepCosts(((1.0, Counter([memory])),), Counter(), 0.0, 1, 100.0, streaming=copies)
     time = step_time(costs, prices)
     assert time.seconds == pytest.approx(seconds)
     assert time.high == pytest.approx((computing + 0.75 + 18 / 3) * (1 + prices.error))

@@ -19,7 +19,6 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 import tiny
 from hf_memopt import NotEstimableError, StepSettings, estimate, estimate_from_arguments, find_gpu
-from hf_memopt.binding import versions as compat
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
 
@@ -32,7 +31,6 @@ WORDS = {  # of the table, and what stands for them in a message
     "<tasks>": ", ".join(map(repr, TASKS)),
     "<fields>": ", ".join(item.name for item in dataclasses.fields(StepSettings)),
     "<transformers>": transformers.__version__,
-    "<fsdp>": repr(tiny.arguments("out", **compat.fsdp_arguments(offload_params=False)).fsdp),
 }
 
 
@@ -42,26 +40,15 @@ def of(model: Any, **settings: Any) -> Any:
     return estimate(model, **{**sizes, "seq_len": 8, "gpu": "RTX 3090", **settings})
 
 
-OVERRIDES = ("weights_dtype", "eval_batch_size", "batch_size")
+OVERRIDES = ("weights_dtype", "eval_batch_size", "batch_size", "offload_params")
 
 
-def arguments(*, world_size: int | None = None, lengths: Any = 8, **attributes: Any) -> Any:
+def arguments(*, lengths: Any = 8, **attributes: Any) -> Any:
     """Estimate the step of ``TrainingArguments`` with these attributes, whether or not their class takes them."""
     args = tiny.arguments("out")
     vars(args).update(attributes)
     overrides = {name: attributes.pop(name) for name in OVERRIDES if name in attributes}
-    return estimate_from_arguments(tiny.bert(), args, lengths, **overrides, **_given(world_size))
-
-
-def fsdp(world_size: int | None = 2, **config: Any) -> Any:
-    """Estimate the step of arguments that shard, with these entries of ``fsdp_config``."""
-    made = compat.fsdp_arguments(offload_params=False)
-    args = tiny.arguments("out", bf16=True, **{**made, "fsdp_config": {**made["fsdp_config"], **config}})
-    return estimate_from_arguments(tiny.bert_config(), args, 8, **_given(world_size))
-
-
-def _given(world_size: int | None) -> dict[str, Any]:
-    return {} if world_size is None else {"world_size": world_size}
+    return estimate_from_arguments(tiny.bert(), args, lengths, **overrides)
 
 
 def bert(**changed: Any) -> Any:
@@ -110,7 +97,6 @@ _CALLED = (
         compiled,
         estimate,
         estimate_from_arguments,
-        fsdp,
         get_peft_model,
         of,
         quantized,

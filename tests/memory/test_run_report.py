@@ -11,7 +11,6 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-import transformers
 from html_page import Page
 from transformers import Trainer
 
@@ -309,14 +308,3 @@ def test_the_curve_counts_the_tokens_since_the_last_log(tmp_path: Path) -> None:
     tokens = [rate * seconds for rate, seconds in pairs]
     assert curve["step"] == [1, 2]
     assert sum(tokens) == pytest.approx(told["batches"]["tokens"])
-
-
-def test_processes_are_counted_and_an_engine_of_the_launcher_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    trainer = make_trainer(tmp_path, MicrobatchCallback())
-    alone = estimate_of(trainer, SHAPE, gpu="T4")
-    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
-    assert estimate_of(trainer, SHAPE, gpu="T4").settings.world_size == 2
-    assert alone.settings.world_size == 1
-    trainer.is_deepspeed_enabled = True
-    with pytest.raises(NotEstimableError, match="deepspeed=None, and the launcher's file switches it on"):
-        estimate_of(trainer, SHAPE, gpu="T4")

@@ -122,5 +122,5 @@ def test_estimate_says_what_the_host_holds() -> None:
     assert plain.step_costs.hiding_tokens("RTX 3060 12GB") is None
     # the host adds each further pass to its gradients: 3 accesses of each, beside 7 of the step of AdamW
     twice = estimate("pythia-70m", streamed=True, gradient_accumulation_steps=2, **settings)
-    once, more = (each.step_costs.communication.host_bytes for each in (found, twice))
+    once, more = (each.step_costs.streaming.host_bytes for each in (found, twice))
     assert (more - once) / once == pytest.approx(3 / 7, rel=1e-3)

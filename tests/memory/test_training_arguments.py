@@ -10,12 +10,10 @@ import pytest
 import torch
 import transformers
 from transformers import Trainer
-from transformers.trainer_pt_utils import AcceleratorConfig
 
 import tiny
 from hf_memopt import StepSettings, estimate, estimate_from_arguments, find_gpu
 from hf_memopt.binding import checkpointing_arguments
-from hf_memopt.binding import versions as compat
 from hf_memopt.memory import estimate_of
 from hf_memopt.memory.settings import BatchShape, NotEstimableError
 
@@ -90,15 +88,16 @@ def test_overrides_beat_the_arguments(tmp_path: Any) -> None:
     assert found.model == "BertForMaskedLM"
 
 
-def test_processes_share_the_batches_that_are_split(tmp_path: Any) -> None:
+def test_processes_share_the_batches_that_are_split(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = tiny.arguments(
         tmp_path, eval_strategy="epoch", per_device_eval_batch_size=4, accelerator_config={"split_batches": True}
     )
-    found = estimate_from_arguments(tiny.bert_config(), args, 8, world_size=2)
-    assert (args.per_device_train_batch_size, found.batch_size, found.settings.eval_batch_size) == (8, 4, 2)
-    assert estimate_from_arguments(tiny.bert_config(), args, 8).batch_size == 8
     trainer = Trainer(tiny.bert(), args, eval_dataset=[{}])
-    assert estimate_of(trainer, BatchShape(4, 8, None, None), world_size=2).batch_size == 4
+    assert estimate_from_arguments(tiny.bert_config(), args, 8).batch_size == 8
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    found = estimate_from_arguments(tiny.bert_config(), args, 8)
+    assert (args.per_device_train_batch_size, found.batch_size, found.settings.eval_batch_size) == (8, 4, 2)
+    assert estimate_of(trainer, BatchShape(4, 8, None, None)).batch_size == 4
 
 
 @pytest.mark.parametrize(
@@ -146,16 +145,6 @@ def test_what_gets_no_gradient_has_no_state() -> None:
     assert found.components["optimizer state"] == plain.components["optimizer state"]
 
 
-def test_whole_gradients_are_not_assumed_where_each_step_shards_them(tmp_path: Any) -> None:
-    config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    args = sharded_arguments(tmp_path)
-    args.accelerator_config, args.gradient_accumulation_steps = AcceleratorConfig(**config), 4
-    with pytest.raises(NotEstimableError, match="sync_each_batch"):
-        estimate_from_arguments(tiny.bert_config(), args, 8, world_size=2)
-    args.gradient_accumulation_steps = 1
-    estimate_from_arguments(tiny.bert_config(), args, 8, world_size=2)
-
-
 def test_a_trainer_leaves_the_accumulation_steps_in_its_arguments(tmp_path: Any) -> None:
     config = {"gradient_accumulation_kwargs": {"num_steps": 3}}
     trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path, accelerator_config=config))
@@ -172,33 +161,6 @@ def test_evaluation_in_16_bits_changes_nothing_while_training(tmp_path: Any, nam
     assert found.notes == (
         *expected.notes,
         f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside train()",
-    )
-
-
-def sharded_arguments(folder: Any, **config: Any) -> Any:
-    made = compat.fsdp_arguments(offload_params=False)
-    return tiny.arguments(folder, bf16=True, **{**made, "fsdp_config": {**made["fsdp_config"], **config}})
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_fsdp_arguments_are_the_sharded_estimate(tmp_path: Any, offload: bool) -> None:
-    config, sharded = tiny.bert_config(), {"world_size": 2, "strategy": "fsdp2", "offload_params": offload}
-    args = tiny.arguments(tmp_path, bf16=True, optim="adamw_torch", **compat.fsdp_arguments(offload_params=offload))
-    found = estimate_from_arguments(config, args, 8, task="sequence-classification", world_size=2)
-    sizes = {"batch_size": args.per_device_train_batch_size, "seq_len": 8, "task": "sequence-classification"}
-    expected = estimate(config, bf16=True, optim="adamw_torch", **sizes, **sharded)
-    assert {name: getattr(found.settings, name) for name in sharded} == sharded
-    assert (found.peak_reserved_bytes, found.components) == (expected.peak_reserved_bytes, expected.components)
-    of_rank = estimate_from_arguments(config, args, 8, task="sequence-classification", world_size=4)
-    assert of_rank.peak_allocated_bytes < found.peak_allocated_bytes or offload
-
-
-def test_layers_that_fsdp_arguments_name_are_a_note(tmp_path: Any) -> None:
-    args = sharded_arguments(tmp_path, transformer_layer_cls_to_wrap=["BertLayer"])
-    found = estimate_from_arguments(tiny.bert_config(), args, 8, task="sequence-classification", world_size=2)
-    assert found.notes[-1] == (
-        "fsdp_config['transformer_layer_cls_to_wrap']='BertLayer' is not read: the layers that the model's class names "
-        "are wrapped (_no_split_modules)"
     )
 
 
@@ -232,10 +194,6 @@ OPTIONS = {"use_reentrant": True}
         ({"tf32": True}, {"precision": "tf32"}),
         ({"tf32": True, "bf16": True}, {"precision": "bf16"}),  # of what autocast leaves in float32
         ({"bf16": None, "optim": "sgd"}, {"optim": "sgd"}),
-        (
-            {"offload": True, "world_size": 2, "strategy": "fsdp2"},  # its name up to 0.3.0
-            {"offload_params": True, "world_size": 2, "strategy": "fsdp2"},
-        ),
     ],
 )
 def test_other_names_of_a_setting(given: dict[str, Any], own: dict[str, Any]) -> None:

@@ -41,13 +41,11 @@ def release(folder: str) -> None:
 
 CASES: dict[str, Callable[[str], Any]] = {
     "effective batch": lambda folder: RECIPE.replace(effective_batch_size=33).training_arguments(folder, **SEEN),
-    "launch of another number of processes": lambda folder: RECIPE.training_arguments(
-        folder, **RECIPE.distributed(4).training_arguments, **SEEN
+    "batch of another number of processes": lambda folder: RECIPE.training_arguments(
+        folder, per_device_train_batch_size=8, gradient_accumulation_steps=1, **SEEN
     ),
     "batch of a device": lambda folder: RECIPE.training_arguments(folder, per_device_train_batch_size=5, **SEEN),
-    "missing deepspeed": lambda folder: RECIPE.training_arguments(
-        folder, **RECIPE.distributed(2, "zero2").training_arguments, **SEEN
-    ),
+    "missing deepspeed": lambda folder: RECIPE.training_arguments(folder, deepspeed={"fp16": "auto"}, **SEEN),
     "visible GPUs": on_two_gpus,
     "view of another number of processes": attach_with,
     "technique": release,

@@ -8,7 +8,7 @@ from two_ranks import run_pair
 
 PROGRAM = str(Path(__file__).parent / "bad_launches.py")
 MESSAGES = {
-    "launch of another number of processes": (
+    "batch of another number of processes": (
         "ValueError: per_device_train_batch_size=8, gradient_accumulation_steps=1 make 16 examples per step on 2 "
         "processes; expected the effective batch of 32. Give one of the two, or effective_batch_size=16"
     ),
@@ -21,10 +21,8 @@ MESSAGES = {
         "expected a divisor. Pass effective_batch_size=30"
     ),
     "missing deepspeed": (
-        "ModuleNotFoundError: deepspeed={'bf16': {'enabled': 'auto'}, 'fp16': {'enabled': 'auto'}, "
-        "'gradient_accumulation_steps': 'auto', 'gradient_clipping': 'auto', ...} needs the package deepspeed, which "
-        "is not installed; expected it on every host. Call: pip install deepspeed, or recipe.distributed(world_size, "
-        "strategy='fsdp2')"
+        "ModuleNotFoundError: deepspeed={'fp16': 'auto'} needs the package deepspeed, which is not installed; expected "
+        "it on every host. Call: pip install deepspeed, or pass fsdp=True"
     ),
     "visible GPUs": (
         "RuntimeError: n_gpu=2 GPUs are visible to this one process, so the Trainer would use torch.nn.DataParallel; "

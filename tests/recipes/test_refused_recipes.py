@@ -26,7 +26,6 @@ NAMES: dict[str, Any] = {
     "CPU": recipe("cpu"),
     "PLAIN": PLAIN,
     "RELEASED": PLAIN.replace(gradient_release=True, per_device_train_batch_size=1),
-    "LAUNCHED": PLAIN.replace(micro_batching=False, optim="adamw_torch"),
     "BERT": tiny.bert(),
     "LLAMA": tiny.llama(),
     "MASKED": BertForMaskedLM(tiny.bert_config()),

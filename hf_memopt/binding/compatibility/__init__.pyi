@@ -1,6 +1,5 @@
 from .conflicts import check_compatibility as check_compatibility
 from .conflicts import check_settings as check_settings
-from .conflicts import ddp_flags as ddp_flags
 from .conflicts import is_of_bitsandbytes as is_of_bitsandbytes
 from .conflicts import names_of as names_of
 from .conflicts import optimizers_of as optimizers_of

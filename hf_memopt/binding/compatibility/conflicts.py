@@ -10,7 +10,7 @@ Limitations: an engine is found by stock's own flags and by the parameters, so a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
@@ -147,18 +147,15 @@ def optimizers_of(trainer: Any) -> tuple[Any, ...]:
     return (inner, None if asked is None else asked[0])
 
 
-def ddp_flags(unused: Sequence[str] = ()) -> dict[str, bool]:
-    """Return DDP's flags: those with which micro-batching works, or what weights that get no gradient need."""
-    if unused:  # stock takes False with checkpointing, and DDP then stops
-        return {"ddp_find_unused_parameters": True}
-    return {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+DDP_FLAGS = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+"""Those with which each process may cut its batches by itself."""
 
 
 def settings_in_use(args: TrainingArguments, *, world_size: int) -> tuple[str, ...]:
     """Return the names among ``SETTINGS`` that ``TrainingArguments`` ask for."""
     is_checkpointed, options = versions.checkpointing_of(args)
     optim = str(getattr(args.optim, "value", args.optim))
-    are_flags_set = all(getattr(args, name) == value for name, value in ddp_flags().items())
+    are_flags_set = all(getattr(args, name) == value for name, value in DDP_FLAGS.items())
     asked = {
         "bf16": versions.mixed_precision(args) == "bf16",
         "fp16": versions.mixed_precision(args) == "fp16",

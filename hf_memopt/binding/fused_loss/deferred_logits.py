@@ -70,8 +70,8 @@ _DESCRIPTIONS |= {torch.is_floating_point, torch.is_complex, torch.numel, _T.ele
 _DESCRIPTIONS |= _getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_meta", "is_cuda", "is_cpu")
 _DESCRIPTIONS |= _getters("is_sparse", "is_quantized", "itemsize", "is_mps", "is_xpu", "_base", "grad_fn", "is_leaf")
 """What the shell of the tensor answers, without its elements."""
-_ENGINES = ("torch.distributed.fsdp", "hf_memopt.memory.distributed")
-"""Packages whose hooks look at no gradient: FSDP2 (torch 2.6 to 2.13; pinned by a test) and its simulation."""
+_ENGINE = "torch.distributed.fsdp"
+"""The package whose hooks look at no gradient: FSDP2 (torch 2.6 to 2.13; pinned by a test)."""
 
 
 class _Remembered(torch.Tensor):
@@ -488,7 +488,7 @@ def _noted_places(logits: DeferredLogits, operation: str) -> list[torch.Tensor]:
 
 def _register_hook(logits: DeferredLogits, hook: Any) -> UndoHandle:
     """Register a hook, which gets the elements of the gradient; one that looks at none waits at the head's node."""
-    if str(getattr(hook, "__module__", "")).startswith(_ENGINES):
+    if str(getattr(hook, "__module__", "")).startswith(_ENGINE):
         while logits._parent is not None:
             logits = logits._parent
         return _below(_T.register_hook, logits, hook)  # type: ignore[no-any-return]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from hf_memopt.devices import Chip
 from hf_memopt.memory.cuda import workspace_bytes
-from hf_memopt.memory.distributed import bucket_bytes
 from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts, clipping_temporaries
 from hf_memopt.memory.settings import StepSettings
 
@@ -28,7 +27,6 @@ class ReplayPlan:
     micro_batches: int  # that each accumulation step is cut into
     workspaces: tuple[int, ...]  # blocks that cuBLAS keeps for the forward thread, then for the backward thread
     order: tuple[tuple[int, ...], ...] = ()
-    buckets: tuple[int, ...] = ()  # that DDP copies gradients into; it holds them from the start
 
     @classmethod
     def of(
@@ -40,15 +38,13 @@ class ReplayPlan:
         chip: Chip,
     ) -> ReplayPlan:
         """Return the plan of steps with the trainable parameters that one process holds."""
-        clips = settings.max_grad_norm > 0 and not optimizer.releases_gradients and not settings.offload_params
-        clips = clips and not settings.engine.startswith("zero")  # DeepSpeed's norm is counted with its step
+        clips = settings.max_grad_norm > 0 and not optimizer.releases_gradients
         return cls(
             settings,
             optimizer=optimizer.alone if optimizer.releases_gradients else optimizer,
             clipping=clipping_temporaries(facts) if clips else (),
             micro_batches=math.ceil(batch_size / (settings.micro_batch_size or batch_size)),
             workspaces=workspace_bytes(chip.capability, settings.cublas_workspace_bytes),
-            buckets=bucket_bytes(facts, settings),
         )
 
     @property
@@ -64,17 +60,11 @@ class ReplayPlan:
             return int(settings.eval_batch_size is not None)
         return min(settings.eval_batches, settings.eval_accumulation_steps or settings.eval_batches)
 
-    def passes(
-        self, batches: Sequence[int], micro_batches: int, *, adds: bool
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return the passes of a step that leave their gradients to later ones, and those that reduce them.
+    def passes(self, batches: Sequence[int], micro_batches: int, *, adds: bool) -> list[tuple[int, int]]:
+        """Return the passes of a step, each as (recording, which of its passes): the first two are recorded.
 
-        Each is (recording, which of its passes): of those that do the same the first two are recorded. ``batches`` are
-        the recordings of the accumulation steps, of which only the last reduces gradients under FSDP2; ``adds`` says
-        whether gradients of the step before are there.
+        ``batches`` are the recordings of the accumulation steps; ``adds`` says whether gradients of the step before are
+        there.
         """
         every = [index for index in batches for _ in range(micro_batches)]
-        count = len(every) - micro_batches if self.settings.engine == "fsdp2" else 0
-        waiting = [(index, min(place, 1)) for place, index in enumerate(every[:count])]
-        first = min(count, 2)
-        return waiting, [(index, first + min(place + adds, 1)) for place, index in enumerate(every[count:])]
+        return [(index, min(place + adds, 1)) for place, index in enumerate(every)]

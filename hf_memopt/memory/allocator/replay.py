@@ -2,9 +2,8 @@
 
 A step is recorded once and replayed three times: the first has no optimizer state before its end, the second has it,
 the third shows the fragmentation that they leave. Of more than three forward and backward passes three are replayed,
-since every further one repeats the third (under FSDP2 three that add up gradients and three that reduce them); of many
-evaluation batches the first two and the last, while the outputs of all are gathered. A run over batches of differing
-lengths has a recording of each length, and every batch is replayed.
+since every further one repeats the third; of many evaluation batches the first two and the last, while the outputs of
+all are gathered. A run over batches of differing lengths has a recording of each length, and every batch is replayed.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ def replay(
     """
     run = _Run((trace, *others), plan, allocator)
     run.load()
-    run.play((("bucket", index), size_bytes, _GRADIENTS) for index, size_bytes in enumerate(plan.buckets))
     for step, batches in enumerate(plan.order or ((0,) * plan.settings.gradient_accumulation_steps,) * _STEPS):
         run.step(step, batches)
     run.use(0)
@@ -278,10 +276,10 @@ class _Run:
         for key in [key for key in self._alive if isinstance(key, tuple) and key[:2] == ("input", step - 1)]:
             self.free(key)
         self.use(batches[0])
-        parts = plan.passes(
+        passes = plan.passes(
             batches, min(plan.micro_batches, _PASSES), adds=not plan.settings.zero_grad_to_none and step > 0
         )
-        for index, which in (one for part in parts for one in (part if plan.order else part[:_PASSES])):
+        for index, which in passes if plan.order else passes[:_PASSES]:
             self._go_on_with(index)
             recorded = min(which, len(self.trace.micro_batches) - 1)
             self._pass(self.trace.micro_batches[recorded], self._recorded.passes[recorded], step)
@@ -385,8 +383,7 @@ class _Run:
         last training step. As a list, each batch's outputs are held once.
         """
         generated, evaluated = self._recorded.evaluated
-        world_size = self.plan.settings.world_size
-        sizes = [world_size * self._tracker.sizes[number] for number in part.outputs]
+        sizes = [self._tracker.sizes[number] for number in part.outputs]
         last = self.plan.eval_batches - 1
         for batch in range(self.plan.eval_batches):
             for number in self.trace.evaluation_inputs:
@@ -398,8 +395,7 @@ class _Run:
                 self.phase("evaluation")
                 self.play(evaluated)
             self._drop_held()
-            if world_size == 1:  # else what is gathered is a copy, of the outputs of all processes
-                self._forget(part)
+            self._forget(part)
             self._gather(batch, sizes)
             self._forget(part)
             for number in self.trace.evaluation_inputs:

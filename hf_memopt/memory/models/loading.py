@@ -59,7 +59,6 @@ def load_model(
     task: str | None = None,
     load_in: str | None = None,
     compute_dtype: str = "bfloat16",
-    is_sharded: bool = False,
     keep_cache: bool = False,
 ) -> LoadedModel:
     """Return a copy of ``model`` on the meta device; the given model is not changed, and no weight is read.
@@ -72,7 +71,6 @@ def load_model(
             causal LM for decoders, sequence classification for encoders. Ignored for a module.
         load_in: ``"nf4"`` or ``"int8"`` for the linears that ``from_pretrained`` would quantise.
         compute_dtype: of the products with 4-bit weights.
-        is_sharded: whether 4-bit weights are stored so that FSDP can cut them.
         keep_cache: whether the model keeps its own ``use_cache``; ``Trainer`` switches it off.
 
     Examples:
@@ -129,7 +127,7 @@ def load_model(
         built = _build(config, task, attn_implementation, weights_dtype)
         new = new_parts(built)
         if load_in is not None:
-            quantization = quantization_options(load_in, compute_dtype, task, is_sharded=is_sharded, new=new)
+            quantization = quantization_options(load_in, compute_dtype, task, new=new)
         if quantization is not None:
             from hf_memopt.memory.quantized import quantize  # bitsandbytes takes a second to import
 
@@ -147,7 +145,7 @@ def load_model(
             f"are quantised ({', '.join(sorted(packed))}), which cannot be trained; expected them in 16 bits. Pass its "
             f"configuration with config.quantization_config['llm_int8_skip_modules'] = {skipped}"
         )
-    options = weights_dtype, attn_implementation, load_in, compute_dtype, is_sharded, keep_cache
+    options = weights_dtype, attn_implementation, load_in, compute_dtype, keep_cache
     key = _code_of(built), text, name is None, *options
     notes = [str(note)] if (note := known_models().get(name or "", {}).get("note")) is not None else []
     if any(name.endswith(".A_log") for name, _ in built.named_parameters()):  # use_kernel_func_from_hub_with_fallback

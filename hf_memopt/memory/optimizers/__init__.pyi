@@ -1,7 +1,5 @@
-from .parameters import FLOAT_BYTES as FLOAT_BYTES
 from .parameters import OptimizerMemory as OptimizerMemory
 from .parameters import ParameterFacts as ParameterFacts
-from .parameters import trainer_groups as trainer_groups
 from .state_and_temporaries import check_optimizer as check_optimizer
 from .state_and_temporaries import clipping_temporaries as clipping_temporaries
 from .state_and_temporaries import optimizer_memory as optimizer_memory

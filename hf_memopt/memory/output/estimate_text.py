@@ -240,7 +240,7 @@ def _plan_call(estimate: Estimate) -> str:
     """Return the same in Python: of the model that ``estimate`` was given only the display name is known."""
     assert estimate.gpu is not None
     length = "" if estimate.seq_len is None else f", seq_len={estimate.seq_len}"
-    examples = estimate.batch_size * estimate.settings.gradient_accumulation_steps * estimate.settings.world_size
+    examples = estimate.batch_size * estimate.settings.gradient_accumulation_steps
     return f"plan(model, gpu={estimate.gpu.name!r}{length}, effective_batch_size={examples})"
 
 
@@ -253,7 +253,7 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
     Functions among the settings (``prepare``, a ``context_fn``) are given by name.
     """
     gpu = None if estimate.gpu is None else {**asdict(estimate.gpu), "bf16": estimate.gpu.bf16}
-    nested = ("settings", "gpu", "timeline", "fragmentation", "step_time", "step_costs")
+    nested = ("settings", "gpu", "timeline", "fragmentation", "step_time", "step_costs", "gradient_bytes")
     figures = {item.name: getattr(estimate, item.name) for item in fields(estimate) if item.name not in nested}
     versions = {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")}
     found = {

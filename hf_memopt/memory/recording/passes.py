@@ -32,7 +32,6 @@ from hf_memopt.memory.step_time import VIEW, Operation, operation_of
 from hf_memopt.memory.tracking import StorageTracker
 
 if TYPE_CHECKING:
-    from hf_memopt.memory.distributed import FullyShardedStep, ZeroStep
     from hf_memopt.memory.optimizers import ParameterFacts
     from hf_memopt.memory.recording.generation import DecodingSteps
     from hf_memopt.memory.recording.streamed import HostWeights
@@ -62,7 +61,7 @@ class StepTrace:
     """A recorded step: the tracker's events, the passes among them, and which storages are what.
 
     ``micro_batches`` has the first pass of a step, whose gradients are new, and, where a step has several, the second,
-    which adds to them; under FSDP2 two such pairs (``_passes``). ``tracker.operations`` are those of each of them.
+    which adds to them. ``tracker.operations`` are those of each of them.
     """
 
     tracker: StorageTracker
@@ -76,7 +75,6 @@ class StepTrace:
     evaluation_inputs: tuple[int, ...] = ()
     flops: list[int] = field(default_factory=list)
     host_bytes: int = 0
-    gathered_bytes: int = 0  # of sharded weights that a pass gathers, as often as it does
     notes: tuple[str, ...] = ()  # what was changed in the model for the recording, and assumed of it
     trainable: tuple[ParameterFacts, ...] = ()
     parameters: int = 0  # the number of all weights
@@ -98,7 +96,6 @@ class PassRecorder:
     settings: StepSettings
     tracker: StorageTracker
     semantics: CudaSemantics
-    sharded: FullyShardedStep | ZeroStep | None
     loss: TrainerLoss | None = None
     _releases: list[tuple[int, int, int]] = field(default_factory=list)
     _outputs: Any = None  # the variable of a hand-written loop
@@ -115,8 +112,6 @@ class PassRecorder:
         gradient = torch.ones_like(loss)
         with self.tracker.backward():
             run_backward(loss, gradient)
-            if self.sharded is not None:
-                self.sharded.end()
         del loss, gradient
         releases, self._releases = tuple(self._releases), []
         found = RecordedPass(start, forward_end, len(self.tracker.events), *logits_of, (), releases)

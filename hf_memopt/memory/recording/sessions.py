@@ -32,7 +32,6 @@ from hf_memopt.binding.model_changes import add_adapters, drop_input_gradients, 
 from hf_memopt.binding.parameters import freeze
 from hf_memopt.devices import Chip
 from hf_memopt.memory.cuda import CudaSemantics, hidden_bytes, unknown_operators
-from hf_memopt.memory.distributed import sharded_step, without_autocast
 from hf_memopt.memory.models import LoadedModel, assumed_inputs, example_batch, load_model, rest_to_meta
 from hf_memopt.memory.optimizers import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
@@ -183,7 +182,7 @@ def _trace_key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: 
     functions = map(callable, settings.checkpointing_options.values())
     if loaded.key is None or _preparation(settings) is None or any(functions):
         return None
-    accumulates = min(settings.gradient_accumulation_steps, 3 if settings.is_sharded else 2)
+    accumulates = min(settings.gradient_accumulation_steps, 2)
     if settings.precision == "tf32":
         settings = settings.replace(precision="fp32")  # the same allocations and operations
     left_out = set() if settings.streamed and settings.steps_in_backward else _NOT_IN_TRACE  # whose states travel
@@ -294,32 +293,27 @@ def _record_with(
 
         check_generation(prepared.base)
     rows, model = settings.micro_batch_size, prepared.model
-    recorded = without_autocast(settings)
-    _check_scaled_gradients(model, recorded)
+    _check_scaled_gradients(model, settings)
     tracker = StorageTracker(padding=has_padding(batch, settings), hidden=_hidden_of(chip), balanced=balanced)
     semantics = CudaSemantics(
-        autocast=autocast_dtype(recorded.precision),
+        autocast=autocast_dtype(settings.precision),
         capability=chip.capability,
         cache=settings.autocast_cache,
         tracker=tracker,
     )
-    sharded = sharded_step(model, settings)
     stream = None
     with ExitStack() as around:
         if settings.streamed:
             stream = RecordedStream(model, settings, tracker, prepared.trainable)
             around.enter_context(stream.streaming())
-        if sharded is not None:
-            around.enter_context(sharded.sharding())
         trace = record_step(
             model,
             batch,
-            recorded,
+            settings,
             micro_batch=cut_batch(batch, shape.batch_size, rows) if rows and rows < shape.batch_size else None,
             evaluation_batch=evaluation_batch,
             tracker=tracker,
             semantics=semantics,
-            sharded=sharded,
         )
     trace.on_host = None if stream is None else stream.weights(len(trace.micro_batches))
     trace.notes += tuple(assumed_inputs(prepared.base, settings))

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from logging import ERROR
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,9 +40,6 @@ from hf_memopt.memory.recording.trainer_loss import loss_among
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.tracking import HOST_GENERATOR, StorageTracker, all_nonzero
 
-if TYPE_CHECKING:
-    from hf_memopt.memory.distributed import FullyShardedStep, ZeroStep
-
 RECORDING_LOCK = threading.RLock()
 """Held by ``recording``, which changes process-wide state: garbage collector, warnings, torch's flags."""
 
@@ -56,7 +53,6 @@ def record_step(
     evaluation_batch: Mapping[str, torch.Tensor] | None = None,
     tracker: StorageTracker | None = None,
     semantics: CudaSemantics | None = None,
-    sharded: FullyShardedStep | ZeroStep | None = None,
 ) -> StepTrace:
     """Record a step of ``model`` on ``batch``; both stay on their device, meta or a real CPU.
 
@@ -88,17 +84,16 @@ def record_step(
     loss = loss_among(settings)
     models = model if loss is None else nn.ModuleList([model, *loss.references])
     trace = StepTrace(tracker, _weights(models, tracker), storage_numbers(batch, tracker))
-    if sharded is None and not settings.streamed and is_quantized(model):  # streamed ones are loaded on the host
+    if not settings.streamed and is_quantized(model):  # streamed ones are loaded on the host
         from hf_memopt.memory.quantized import load_events  # bitsandbytes takes a second to import
 
         trace.loading = load_events(model, tracker.number)
     tracker.know((batch, evaluation_batch))
     releasing = parameters if settings.steps_in_backward else []
-    repeats = sharded is None and not settings.streamed and not releasing and settings.loop == "trainer"
+    repeats = not settings.streamed and not releasing and settings.loop == "trainer"
     repeats = repeats and all(weight.is_meta for weight in weights)  # real passes are run, to compare with
     complete: list[Complete] = []
-    recorder = PassRecorder(model, settings, tracker, semantics, sharded, loss)
-    held: list[int] = []
+    recorder = PassRecorder(model, settings, tracker, semantics, loss)
     model.train()
     try:
         with ExitStack() as around:
@@ -108,39 +103,29 @@ def record_step(
             if loss is not None:
                 around.enter_context(loss.recording(model, recorder.called))
             trace.notes = around.enter_context(_every_layer(model))
-            if sharded is not None:
-                trace.notes += sharded.notes
-                trace.gathered_bytes = sharded.gathered_bytes
             passes = _passes(settings, is_cut=micro_batch is not None)
             noting = around.enter_context(ExitStack())
-            if repeats and len(passes) > 1:
+            if repeats and passes > 1:
                 complete = noting.enter_context(noting_gradients(parameters, tracker))
-            for reduces in passes:
+            for _ in range(passes):
                 if complete and (second := second_pass(tracker, trace.micro_batches[0], complete)) is not None:
                     trace.micro_batches.append(second)
                     trace.flops.append(trace.flops[0])
                     break
                 flops = tracker.flops
-                if sharded is not None:
-                    sharded.reduces = reduces
                 with tracker.counting():
                     trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
                 noting.close()
                 trace.flops.append(tracker.flops - flops)
-                if sharded is not None:
-                    held += storage_numbers([[parameter.grad for parameter in parameters], sharded.gradients], tracker)
             recorder.drop_outputs()
             gradients = ((index, parameter.grad) for index, parameter in enumerate(parameters))
             trace.gradient_of = {index: tracker.number(grad) for index, grad in gradients if grad is not None}
             del gradients
             released = [number for _, _, number in trace.micro_batches[0].releases]
-            if sharded is None:
-                reached = {*trace.gradient_of, *(index for _, index, _ in trace.micro_batches[0].releases)}
-                trace.unused = tuple(index for index in range(len(parameters)) if index not in reached)
-            trace.gradients = tuple(dict.fromkeys([*held, *trace.gradient_of.values(), *released]))
+            reached = {*trace.gradient_of, *(index for _, index, _ in trace.micro_batches[0].releases)}
+            trace.unused = tuple(index for index in range(len(parameters)) if index not in reached)
+            trace.gradients = tuple(dict.fromkeys([*trace.gradient_of.values(), *released]))
             _drop_gradients(weights)
-            if sharded is not None:
-                sharded.drop_gradients()
             if evaluation_batch is not None:
                 trace.evaluation_inputs = storage_numbers(evaluation_batch, tracker)
                 tracker.padding = has_padding(evaluation_batch, settings)
@@ -174,18 +159,10 @@ def cut_batch(batch: Mapping[str, torch.Tensor], batch_size: int, rows: int) -> 
     return {name: one[:rows] if one.dim() and len(one) == batch_size else one for name, one in batch.items()}
 
 
-def _passes(settings: StepSettings, *, is_cut: bool) -> tuple[bool, ...]:
-    """Return the passes to record: for each, whether its gradients are reduced over processes that share weights.
-
-    The first pass of a step has new gradients, and each later one adds to them, so two say what all do. Under FSDP2
-    those of all accumulation steps but the last add up whole gradients, which accelerate's ``no_sync`` asks for; those
-    of the last one, several where the batch is cut, reduce them, each to the gradients of the shards.
-    """
-    steps, keeps = settings.gradient_accumulation_steps, not settings.zero_grad_to_none
-    if settings.engine != "fsdp2":
-        return (True,) * (2 if steps > 1 or is_cut or keeps else 1)
-    waiting = min((steps - 1) * (2 if is_cut else 1), 2)
-    return (False,) * waiting + (True,) * (2 if is_cut or keeps else 1)
+def _passes(settings: StepSettings, *, is_cut: bool) -> int:
+    """Return how many passes to record: the first has new gradients, and each later one adds to them, as the second."""
+    adds = settings.gradient_accumulation_steps > 1 or is_cut or not settings.zero_grad_to_none
+    return 2 if adds else 1
 
 
 def _drop_gradients(weights: Iterable[nn.Parameter]) -> None:

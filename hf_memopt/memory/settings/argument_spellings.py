@@ -15,7 +15,6 @@ from hf_memopt.plain_data import packaged_rows
 SPELLINGS = {
     "per_device_eval_batch_size": "eval_batch_size",
     "per_device_train_batch_size": "batch_size",
-    "offload": "offload_params",  # its name up to 0.3.0
 }
 PRECISIONS = ("bf16", "fp16", "tf32")
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the old name, and 5.23.0's
@@ -26,6 +25,7 @@ REFUSED = {row["name"]: row["refused"] for row in _OTHERS if row["refused"]}
 """Arguments of ``TrainingArguments`` that ask for something that is not simulated, with the reason."""
 _INSTEAD = {row["name"]: row["instead"] for row in _OTHERS if row["instead"]}
 """Names from elsewhere that people know, with what to pass instead."""
+_OF_SEVERAL_GPUS = ("world_size", "strategy", "offload_params", "fsdp", "fsdp_config", "deepspeed")
 
 
 def in_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,6 +73,9 @@ def unknown_setting(name: str, value: Any, known: Iterable[str]) -> TypeError:
     known = list(known)
     text = repr(value) if len(repr(value)) <= 80 else f"<{type(value).__name__}>"
     what = f"{name}={text} is not a setting of a step"
+    if name in _OF_SEVERAL_GPUS:
+        action = "Remove deepspeed" if name == "deepspeed" else "Call: hf-memopt rehearse --gpus 2 --gpu T4 train.py"
+        return TypeError(f"{what}; expected one of a step on one GPU, without sharding. {action}")
     if name in _INSTEAD:
         return TypeError(f"{what}; expected another name for it. {_INSTEAD[name]}")
     if name in REFUSED:

@@ -98,13 +98,6 @@ class StepSettings:
         freeze: patterns of parameters that are not trained, as ``hf_memopt.freeze`` takes them.
         prepare: functions that change the model, the same as in the real run, after all of the above; ``"peft"`` where
             PEFT's ``prepare_model_for_kbit_training`` runs, which by default switches ``checkpointing`` on.
-        world_size: processes that train together, one for each GPU; the bytes are those of one of them.
-        strategy: ``"ddp"``: each has a whole model, and DDP's buckets. ``"fsdp2"``: weights, gradients and optimizer
-            states are sharded, as accelerate sets FSDP2 up, in mixed precision with shards of what is trained in
-            float32. ``"zero2"``, ``"zero3"``: DeepSpeed with the buckets of ``Recipe.distributed``, computed from its
-            documentation and sources. ``"auto"``: DDP, or FSDP2 with ``offload_params``. Nothing for one process.
-        offload_params: whether shards, their gradients and optimizer states are in host memory between uses; with
-            ``"zero2"`` the optimizer states and the float32 weights.
         images: pictures of an example, of a model that reads them with text; 0 for rows of text alone. None for one, of
             a class that is a causal LM too (Gemma 3) for none.
         image_size: pixels of a picture's side; None for the configuration's, or 448 of a model that takes any size.
@@ -160,9 +153,6 @@ class StepSettings:
     quantize_experts: bool = _setting(False, bool)
     freeze: tuple[str, ...] = ()
     prepare: tuple[Callable[[Any], Any], ...] = ()
-    world_size: int = _setting(1, Count)
-    strategy: str = _setting("auto", Literal["auto", "ddp", "fsdp2", "zero2", "zero3"])
-    offload_params: bool = _setting(False, bool)
     images: int | None = _setting(None, CountOrZero | None, changes="trace")
     image_size: int | None = _setting(None, Count | None, changes="trace")
     audio_seconds: float | None = _setting(None, float | int | None, changes="trace")
@@ -210,7 +200,7 @@ class StepSettings:
             )
         self._read_freeze()
         self._read_lora()
-        self._check_sharing()
+        self._check_needed()
         if not self.prepare:  # which may add adapters
             refuse_without_adapters(self.load_in, self.lora)
         self._check_conflicts()
@@ -242,15 +232,6 @@ class StepSettings:
         return not self.gradient_release
 
     @property
-    def engine(self) -> str:
-        """The strategy, with ``"auto"`` resolved; "" in one process."""
-        if self.world_size == 1:
-            return ""
-        if self.strategy != "auto":
-            return self.strategy
-        return "fsdp2" if self.offload_params else "ddp"
-
-    @property
     def steps_in_backward(self) -> bool:
         """Whether each parameter steps within the backward pass, and frees its gradient there."""
         return self.gradient_release or steps_in_backward(self.optim)
@@ -260,12 +241,8 @@ class StepSettings:
         """The options of ``checkpointing``; none where it is a bool."""
         return self.checkpointing if isinstance(self.checkpointing, Mapping) else {}
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each of several processes has a part of the weights, of the gradients or of the optimizer states."""
-        return self.engine not in ("", "ddp")
-
-    def _check_sharing(self) -> None:
+    def _check_needed(self) -> None:
+        """Refuse a setting without the one that it needs."""
         needed = (  # the setting, what it needs, whether that is missing, why
             ("embeddings_on_host", "streamed", not self.streamed, "embeddings wait on the host beside streamed layers"),
             ("tile_tokens", "tiled", not self.tiled, "nothing runs in tiles"),
@@ -283,17 +260,6 @@ class StepSettings:
                     f"{name}={getattr(self, name)!r}, {other}={getattr(self, other)!r} do not fit each other: {why}; "
                     f"expected both. Pass {fix}"
                 )
-        if self.quantize_experts and self.is_sharded:
-            raise ValueError(
-                f"quantize_experts=True, strategy={self.strategy!r} are incompatible: it cuts parameters, and would "
-                "leave all experts in each process; expected one process, or DDP. Pass strategy='ddp'"
-            )
-        if self.offload_params and (self.world_size == 1 or self.strategy == "ddp"):
-            raise ValueError(
-                f"offload_params=True, world_size={self.world_size}, strategy={self.strategy!r} do not fit each other: "
-                "what goes to the host are shards; expected several processes that shard. "
-                "Pass world_size=2, strategy='fsdp2'"
-            )
 
     def _read_freeze(self) -> None:
         """Make a tuple of the patterns. Whether they match is known when there is a model."""
@@ -314,9 +280,6 @@ class StepSettings:
             "norm clipping": ("max_grad_norm", self.max_grad_norm > 0, 0),
             "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),
             "fp16": ("precision", self.precision == "fp16", "bf16"),
-            "DDP": ("world_size", self.engine == "ddp", 1),
-            "FSDP2": ("strategy", self.engine == "fsdp2", "ddp"),
-            "DeepSpeed": ("strategy", self.engine in ("zero2", "zero3"), "ddp"),
             "reentrant checkpointing": ("checkpointing", bool(self.checkpointing_options.get("use_reentrant")), True),
             "layer-wise optimizer": ("optim", steps_in_backward(self.optim), "adamw_torch_fused"),
         }

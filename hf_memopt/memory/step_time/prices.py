@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hf_memopt.devices import Gpu, PeakRates, find_gpu
-from hf_memopt.memory.step_time.communication import Communication, Streaming, communication_of_step, streaming_of_step
 from hf_memopt.memory.step_time.operations import UNPRICED_OPTIMIZERS, Operation, optimizer_operations
+from hf_memopt.memory.step_time.streaming import Streaming, streaming_of_step
 from hf_memopt.units import percent
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
     from hf_memopt.memory.recording import StepTrace
 
-PARTS = ("products", "attention", "memory", "optimizer", "launches", "PCIe", "communication")
+PARTS = ("products", "attention", "memory", "optimizer", "launches", "PCIe")
 """What the time of a step is divided into; see ``StepTime.shares``."""
 
 SAME_FRACTION = 0.05
@@ -77,7 +77,6 @@ class Prices:
     rates: Mapping[tuple[str, str], float]  # floating-point operations per second, by kind and dtype
     bandwidth: float  # bytes per second of its memory
     pcie: float  # bytes per second between host and GPU, with 16 lanes
-    link: float  # bytes per second between GPUs, in one direction
     launch_seconds: float = LAUNCH_SECONDS  # of a kernel from Python, on the host
     error: float = _OTHERS  # by how much, as a share, predicted seconds may be off on either side
     bus: float = 0.0  # as ``pcie`` with the GPU's own lanes, for streamed layers
@@ -95,7 +94,6 @@ class Prices:
             rates={kind: gpu.sustained_fraction * rate for kind, rate in reached.items()},
             bandwidth=(gpu.bandwidth_bytes_per_second or 0) * MEMORY_FRACTION,
             pcie=gpu.pcie_bytes_per_second * MEMORY_FRACTION,
-            link=gpu.link_bytes_per_second * MEMORY_FRACTION,
             error=_OF_UNKNOWN_CLOCK if is_unknown else _RANGES.get(gpu.name, _OTHERS),
             bus=gpu.bus_bytes_per_second * MEMORY_FRACTION,
         )
@@ -159,7 +157,7 @@ class StepCosts:
         examples: of a step.
         tokens: of a step, padding included; None for a model without text.
         tf32: whether float32 products are computed in TF32.
-        communication: with other processes and the host, or with the host that streamed layers wait in; None for none.
+        streaming: the copies of streamed layers from and to the host; None without them.
         routes_tokens: whether tokens are routed to experts. What they cost assumes equally many for each, which ranks
             set-ups and predicts no time.
     """
@@ -170,7 +168,7 @@ class StepCosts:
     examples: int
     tokens: float | None = None
     tf32: bool = False
-    communication: Communication | Streaming | None = None
+    streaming: Streaming | None = None
     routes_tokens: bool = False
 
     @property
@@ -191,12 +189,12 @@ class StepCosts:
 
     def hiding_tokens(self, gpu: str | Gpu) -> float | None:
         """Return the tokens of a pass from which computing hides the copies of streamed layers; None without these."""
-        if not isinstance(self.communication, Streaming) or self.tokens is None:
+        if self.streaming is None or self.tokens is None:
             return None
         prices = Prices.of(find_gpu(gpu), tf32=self.tf32)
         parts = _computed(self, prices)
         fixed, computing = parts["optimizer"], sum(parts.values())
-        copied = max(0.0, self.communication.copying(prices.bus) - fixed)
+        copied = max(0.0, self.streaming.copying(prices.bus) - fixed)
         return self.tokens / self.micro_batches * copied / (computing - fixed)
 
     def on(self, gpu: str | Gpu) -> StepTime:
@@ -220,8 +218,8 @@ class StepTime:
             more than a third is launches.
         high: the most.
         shares: of the time, by ``PARTS``: products, fused attention and other kernels (memory) that the GPU's own
-            speed bounds, the optimizer with clipping, what waits for launches on the host, copies over PCIe, and what
-            waits for other processes. They add up to 1.
+            speed bounds, the optimizer with clipping, what waits for launches on the host, and copies over PCIe. They
+            add up to 1.
         examples: of a step.
         tokens: of a step, padding included; None for a model without text.
     """
@@ -253,7 +251,7 @@ class StepTime:
 
 
 def step_time(costs: StepCosts, prices: Prices) -> StepTime:
-    """Return the predicted time of a step; its range reaches from all communication hidden to none of it."""
+    """Return the predicted time of a step; its range reaches from all copies of streamed layers hidden to none."""
     parts, least, most = _priced(costs, prices)
     seconds = sum(parts.values())
     shares = {name: part / seconds for name, part in parts.items()}
@@ -266,20 +264,18 @@ def step_time(costs: StepCosts, prices: Prices) -> StepTime:
 
 
 def _priced(costs: StepCosts, prices: Prices) -> tuple[dict[str, float], float, float]:
-    """Return the seconds of a step by ``PARTS``, and those with all communication hidden and with none of it."""
+    """Return the seconds of a step by ``PARTS``, and those with all copies of streamed layers hidden and with none."""
     parts = _computed(costs, prices)
     computing = sum(parts.values())
-    if costs.communication is None:
+    if costs.streaming is None:
         return parts, computing, computing
-    is_streamed = isinstance(costs.communication, Streaming)
-    pcie = prices.bus if is_streamed else prices.pcie
-    waited, most, least = costs.communication.seconds(computing, prices.link, pcie)
-    parts["PCIe" if is_streamed else "communication"] += waited
+    waited, most, least = costs.streaming.seconds(computing, prices.bus)
+    parts["PCIe"] += waited
     return parts, computing + least, computing + most
 
 
 def _computed(costs: StepCosts, prices: Prices) -> dict[str, float]:
-    """Return the seconds of a step by ``PARTS`` without communication."""
+    """Return the seconds of a step by ``PARTS`` without the copies of streamed layers."""
     parts = dict.fromkeys(PARTS, 0.0)
     parts["launches"] = costs.micro_batches * MICRO_BATCH_SECONDS
     for times, operations in costs.passes:
@@ -317,12 +313,10 @@ def timing_of_step(
     *,
     batch_size: int,
     lengths: Sequence[int | None],
-    trainable: Sequence[ParameterFacts],
 ) -> tuple[StepTime | None, StepCosts | None, str]:
     """Return the predicted time of a step, what it computes and moves, and why there is no time, "" where there is.
 
-    ``parameters`` are the trainable ones as the optimizer of one process sees them, ``trainable`` those without
-    sharding; ``lengths`` the tokens of a row of each of the recorded steps.
+    ``parameters`` are the trainable ones; ``lengths`` the tokens of a row of each of the recorded steps.
     """
     settings = plan.settings
     if settings.optimizer_memory is None and settings.optim.startswith(UNPRICED_OPTIMIZERS):
@@ -332,18 +326,12 @@ def timing_of_step(
     rows = [lengths[trace] for batches in steps for trace in batches]
     known = [length for length in rows if length is not None]
     micro_batches = batches_of_step * plan.micro_batches
-    operations = optimizer_operations(parameters, optimizer, settings)
-    communication: Communication | Streaming | None = None
-    if settings.engine:
-        gathered_bytes = traces[0].gathered_bytes
-        communication = communication_of_step(trainable, settings, gathered_bytes, micro_batches)
-    elif traces[0].on_host is not None:
-        communication = streaming_of_step(traces[0].on_host, settings, micro_batches)
+    on_host = traces[0].on_host
     costs = StepCosts(
         passes=_passes(traces, steps, plan),
-        optimizer=Counter() if settings.offload_params else operations,  # which the host does, see ``communication``
+        optimizer=optimizer_operations(parameters, optimizer, settings),
         micro_batches=micro_batches,
-        communication=communication,
+        streaming=None if on_host is None else streaming_of_step(on_host, settings, micro_batches),
         examples=round(batch_size * batches_of_step),
         tokens=batch_size * sum(known) / len(steps) if len(known) == len(rows) else None,
         tf32=settings.precision == "tf32",
@@ -368,8 +356,7 @@ def _passes(
     """Return (times per optimizer step, operations) of each different pass of ``steps``."""
     times: Counter[tuple[int, int]] = Counter()  # by trace, and the place of the pass in it
     for batches in steps:
-        for part in plan.passes(batches, plan.micro_batches, adds=not plan.settings.zero_grad_to_none):
-            times.update(part)
+        times.update(plan.passes(batches, plan.micro_batches, adds=not plan.settings.zero_grad_to_none))
     return tuple(
         (number / len(steps), Counter(traces[trace].tracker.operations[which]))
         for (trace, which), number in times.items()

@@ -5,7 +5,5 @@ from .planner import plan as plan
 from .request import GOALS as GOALS
 from .request import METHODS as METHODS
 from .request import checked_allow as checked_allow
-from .request import checked_batch as checked_batch
 from .request import read_gpu as read_gpu
 from .result import Plan as Plan
-from .sharing import check_strategy as check_strategy

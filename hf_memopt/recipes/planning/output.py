@@ -14,7 +14,6 @@ from hf_memopt.recipes.planning.choice import best_of
 from hf_memopt.recipes.planning.report_figures import report_figures
 from hf_memopt.recipes.planning.request import GOALS
 from hf_memopt.recipes.planning.set_ups import CHECKPOINTING
-from hf_memopt.recipes.planning.sharing import sharing_text
 from hf_memopt.reports.plan import FORMAT
 from hf_memopt.units import format_bytes, format_count, to_gib
 from hf_memopt.units import format_duration as _duration
@@ -114,8 +113,7 @@ def _heading(found: Plan, gpus: str = "") -> Iterator[str]:
     if texts.lengths is not None:
         rows = f"{texts.rows:,} rows, mean {texts.tokens:.0f} tokens, padded {texts.width}; "
     length = "" if texts.seq_len is None else f"planned for {texts.seq_len} tokens, "
-    several = f" on {found.world_size} GPUs" if found.world_size > 1 else ""
-    yield f"{rows}{length}{found.effective_batch_size} examples a step{several}; goal: {GOALS[found.goal]}"
+    yield f"{rows}{length}{found.effective_batch_size} examples a step; goal: {GOALS[found.goal]}"
 
 
 def shown_candidates(found: Plan) -> list[Candidate]:
@@ -295,8 +293,6 @@ def _recommended(found: Plan) -> Iterator[str]:
         unit, amount = ("tokens/s", one.tokens) if one.tokens else ("examples/s", float(one.examples))
         slow, fast = _number(amount / one.high), _number(amount / one.low)
         yield f"Speed: {_number(amount / one.seconds)} {unit} ({slow} to {fast}), {_number(one.seconds)} s a step."
-    if one.sharing is not None:
-        yield f"{sharing_text(one, found.candidates, found.gpu, found.world_size)}."
 
 
 def _with_consent(found: Plan) -> Iterator[str]:
@@ -338,7 +334,7 @@ def _short(found: Plan) -> Iterator[str]:
 # ---- JSON
 
 
-ASKED = ("effective_batch_size", "goal", "method", "allow", "world_size", "strategy")
+ASKED = ("effective_batch_size", "goal", "method", "allow")
 SAME = ("model", "parameters", *ASKED, "fits", "notes", "simulations")
 """The attributes of a plan that are fields of its JSON as they are."""
 
@@ -373,7 +369,7 @@ def _call(found: Plan) -> str:
     texts, source = found.texts, None if found.simulation is None else found.simulation.model
     given: dict[str, Any] = {**(found.asked or {"gpu": found.gpu.name}), "seq_len": texts.seq_len}
     given |= {"os": found.system} if found.system else {}
-    usual = zip(ASKED, (32, "speed", "auto", (), 1, "auto"), strict=True)
+    usual = zip(ASKED, (32, "speed", "auto", ()), strict=True)
     given |= {name: getattr(found, name) for name, value in usual if getattr(found, name) != value}
     model = repr(source) if isinstance(source, str) else "model"
     lengths = "" if texts.lengths is None else "lengths=lengths, "

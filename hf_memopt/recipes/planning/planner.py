@@ -7,21 +7,20 @@ Full training is searched first. With ``method="auto"`` LoRA follows where nothi
 LoRA does not fit; ``choice`` has the rules. What changes the training in another way is used where ``allow`` has its
 word.
 
-On several GPUs ``sharing`` says how they share a step; bytes are those of each of them, the speed that of all.
+A plan is for one GPU; where several processes train, a note has the size of DDP's gradient buckets.
 
 Limitations: what ``estimate`` cannot simulate. Evaluation is that of one batch.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from hf_memopt.devices import Gpu
 from hf_memopt.devices.readings import read_memory
-from hf_memopt.memory.distributed import ZERO_STAGES
+from hf_memopt.memory import launched, notes_for_one_gpu
 from hf_memopt.memory.models import checked_task
 from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.settings import StepSettings
@@ -29,10 +28,17 @@ from hf_memopt.plain_data import Count, check_value, check_word
 from hf_memopt.recipes.planning.choice import best_of, fits_with_ease, why_not_full, with_reason
 from hf_memopt.recipes.planning.model_and_rows import LONG_ROW, Texts, assumptions, can_tile, facts_of, name_to_load
 from hf_memopt.recipes.planning.nearest import NAMES, shortfall_of
-from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, planned_os, read_gpu
+from hf_memopt.recipes.planning.request import (
+    GOALS,
+    METHODS,
+    EffectiveBatch,
+    checked_allow,
+    planned_os,
+    read_gpu,
+    refuse_removed,
+)
 from hf_memopt.recipes.planning.result import Plan
 from hf_memopt.recipes.planning.set_ups import LINUX_ONLY
-from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulated import Candidate, Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
 from hf_memopt.units import format_bytes, parse_bytes, percent
@@ -57,14 +63,13 @@ def plan(
     goal: str = "speed",
     method: str = "auto",
     allow: str | Iterable[str] = (),
-    world_size: int = 1,
-    strategy: str = "auto",
     task: str | None = None,
     images: int | None = None,
     image_size: int | None = None,
     audio_seconds: float | None = None,
     host_memory: int | str | None = None,
     announce: Callable[[str], object] = lambda text: None,
+    **removed: Never,
 ) -> Plan:
     """Return the set-up that suits the goal best of those whose predicted memory fits a GPU.
 
@@ -89,10 +94,6 @@ def plan(
             else QLoRA.
         allow: what may be changed besides: ``"release_clipping"`` (gradients are released, not clipped),
             ``"bf16_weights"`` (no float32 copies, stochastic rounding), ``"freeze"``, ``"shorter"``.
-        world_size: GPUs of one computer that train together; the effective batch is shared by them.
-        strategy: how they share a step: ``"ddp"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"`` as for
-            ``Recipe.distributed``, with offload where nothing fits without; ``"auto"`` for DDP, or FSDP2 where that is
-            faster or DDP does not fit.
         task: of the head to build, as for ``estimate``.
         images: pictures of an example, as for ``estimate``.
         image_size: as for ``estimate``.
@@ -101,10 +102,12 @@ def plan(
             layers' weights may wait there, and offloaded inputs of layers have to fit. None for this machine's, 0 for
             plans without streamed layers.
         announce: called before each simulation with a text that names it.
+        removed: nothing; arguments that an earlier version had are named.
 
     Raises:
+        TypeError: an argument that it does not have.
         ValueError: an unknown word, GPU or model; words that contradict each other; lengths beyond the model's
-            positions; an effective batch that cannot be cut over the GPUs; a budget below the weights.
+            positions; a budget below the weights.
         NotEstimableError: nothing that was simulated fits, and of a method every simulation failed.
 
     Examples:
@@ -112,6 +115,7 @@ def plan(
         >>> found.chosen.batch, found.chosen.stage
         ('32 x 1', 'full')
     """
+    refuse_removed(removed)
     check_word("goal", goal, GOALS)
     check_word("method", method, METHODS)
     check_value("seq_len", seq_len, Count | None, 512)
@@ -119,18 +123,7 @@ def plan(
     task = checked_task(task)
     found_gpu = read_gpu(gpu, budget=budget, os=os)
     words = checked_allow(allow, method, found_gpu)
-    share = checked_batch(effective_batch_size, world_size)
-    check_strategy(strategy, world_size, goal)
-    if world_size > 1 and planned_os(os, gpu) == "windows":
-        raise ValueError(
-            f"world_size={world_size}, os='windows' contradict each other: GPUs share a step by NCCL, which Windows "
-            "does not have; expected Linux or WSL. Pass os='wsl', or world_size=1"
-        )
-    if world_size > 1 and "release_clipping" in words:
-        raise ValueError(
-            f"allow='release_clipping', world_size={world_size} contradict each other: released gradients would step "
-            "before the GPUs have shared them; expected one GPU. Pass world_size=1, or leave 'release_clipping' out"
-        )
+    check_value("effective_batch_size", effective_batch_size, EffectiveBatch, 32)
     with keeping_models():
         media: dict[str, Any] = {"images": images, "image_size": image_size, "audio_seconds": audio_seconds}
         source, own_task, facts = facts_of(model, task, planned_os(os, gpu), StepSettings(**media))
@@ -143,29 +136,29 @@ def plan(
             raise ValueError(
                 f"seq_len={seq_len} is beyond the positions of the model; expected 1 to {most}. Pass seq_len={most}"
             )
-        texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
+        texts = Texts.of(lengths, seq_len, batch_size=effective_batch_size, most=most, default=default)
         if goal == "longest" or (texts.seq_len or 0) >= LONG_ROW:
             facts = replace(facts, tiles=can_tile(source, own_task))
-        gpus = world_size, share
-        simulation = Simulation(source, own_task, facts, found_gpu, texts, *gpus, goal, words, announce)
+        simulation = Simulation(source, own_task, facts, found_gpu, texts, effective_batch_size, goal, words, announce)
         simulation.media, simulation.is_this_host = media, host_memory is None
         own_bytes = read_memory("cpu").host_total_bytes
         simulation.host_memory_bytes = own_bytes if host_memory is None else parse_bytes(host_memory, "host_memory")
-        search_of = StageSearch(simulation, sharings_of(strategy, world_size, goal))
+        search_of = StageSearch(simulation)
         stages = stages_of(method, facts, words)
         chosen, shortfall = search_of.by_length(stages), None
         candidates = simulation.candidates
         shown = chosen or min(candidates, key=lambda one: one.total_bytes, default=None)
-        simulation.sharing = None if shown is None else shown.sharing
         if chosen is None:
             on_host = any(one.recipe.streamed and not one.host_lacks_bytes for one in candidates)
             set_ups = [one for stage in stages for one in search_of.set_ups(stage, streamed=on_host)]
             shortfall = shortfall_of(simulation, set_ups, budget)
         assumed = assumptions(source, own_task, StepSettings(**media))
+        of_several = tuple(_of_several(simulation, shown, *launched(counts_gpus=gpu is None)))
     used = () if chosen is None or os else [one.name for one in chosen.techniques if one in LINUX_ONLY]
     of_linux = (
         f"the plan uses {name}, which Linux alone has, as this machine; os='windows' plans without" for name in used
     )
+    notes = _notes(simulation, texts, chosen, method, lengths is None and seq_len is None)
     named = None if gpu is None and budget is not None else found_gpu.name
     asked = {"gpu": named, "budget": budget, "task": task, **media, "host_memory": host_memory}
     reasoned = tuple(with_reason(one, chosen, candidates, goal, found_gpu) for one in candidates)
@@ -177,17 +170,15 @@ def plan(
         method=method,
         allow=words,
         effective_batch_size=effective_batch_size,
-        world_size=world_size,
         texts=simulation.texts,
         candidates=reasoned,
         chosen=None if chosen is None else reasoned[candidates.index(chosen)],
         shortfall=shortfall,
-        notes=(*_notes(simulation, texts, chosen, method, lengths is None and seq_len is None), *assumed, *of_linux),
+        notes=(*notes, *assumed, *of_linux, *of_several),
         simulations=simulation.count,
         source=name_to_load(model),
         task=facts.task,
         simulation=simulation,
-        strategy=strategy,
         system=os,
         asked={name: value for name, value in asked.items() if value is not None},
     )
@@ -223,10 +214,9 @@ def _notes(
         yield f"tight: {format_bytes(chosen.spare_bytes)} to spare, less than the 5 % that an estimate may be wrong by"
     if chosen is not None and chosen.stage == "qlora":
         yield "planned with prepare_quantized; for PEFT's own preparation: hf-memopt estimate --prepare peft"
-    share = 1 if chosen is None else chosen.examples // simulation.world_size
+    share = 1 if chosen is None else chosen.examples
     if chosen is not None and chosen.rows == 1 and share > 3 and all(share % rows for rows in range(2, share)):
-        even = (share + 1) * simulation.world_size
-        yield f"{share} examples cannot be cut evenly but into single ones; effective_batch_size={even} can"
+        yield f"{share} examples cannot be cut evenly but into single ones; effective_batch_size={share + 1} can"
     yield from _of_host(simulation, candidates, chosen)
     if simulation.facts.compares_rows and simulation.share > 1:
         yield (
@@ -239,10 +229,6 @@ def _notes(
         yield f"times are those of {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"
     if simulation.not_generated:
         yield f"what evaluation generates is not in the figures: {simulation.not_generated}"
-    if chosen is not None and chosen.sharing is not None and chosen.sharing.strategy in ZERO_STAGES:
-        yield "ZeRO is computed from DeepSpeed's documentation, and nothing of it was measured"
-        if importlib.util.find_spec("deepspeed") is None:
-            yield "deepspeed is not installed here; where it trains, call: pip install deepspeed"
     yield from simulation.facts.notes
     if simulation.gpu.context_bytes is None:
         yield f"the size of the CUDA context on {simulation.gpu.name} is unknown and not in the figures"
@@ -255,6 +241,16 @@ def _notes(
         yield f"{'; '.join(names)} {'were' if len(names) > 1 else 'was'} not simulated: {why}"
     if problem := simulation.facts.against_float16(simulation.gpu):
         yield problem
+
+
+def _of_several(simulation: Simulation, shown: Candidate | None, processes: int, engine: str) -> Iterable[str]:
+    """Yield what a plan for one GPU leaves out where several processes train, and how they keep its batch."""
+    if shown is None or processes <= 1:
+        return
+    yield from notes_for_one_gpu(simulation.estimate(shown.recipe, shown.seq_len), processes, engine)
+    steps, left = divmod(shown.accumulation_steps, processes)
+    if not left:
+        yield f"with {processes} processes gradient_accumulation_steps={steps} keeps {shown.examples} examples a step"
 
 
 def _of_host(simulation: Simulation, candidates: Sequence[Candidate], chosen: Candidate | None) -> Iterable[str]:

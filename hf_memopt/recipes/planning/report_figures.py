@@ -86,7 +86,7 @@ def _choices(found: Plan, one: Candidate) -> list[dict[str, Any]]:
 
 def _only_change(one: Candidate, other: Candidate) -> str | None:
     """Return the field that another candidate has another value of, by its rows or one technique; None for more."""
-    if (one.stage, one.seq_len, one.sharing) != (other.stage, other.seq_len, other.sharing):
+    if (one.stage, one.seq_len) != (other.stage, other.seq_len):
         return None
     if one.techniques == other.techniques:
         return "per_device_train_batch_size" if one.rows != other.rows else None

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from hf_memopt.devices import Gpu, current_gpu, current_os, custom_gpu, find_gpu
-from hf_memopt.plain_data import Count, check_value, check_word, items_of
+from hf_memopt.plain_data import check_word, items_of, shown
 from hf_memopt.technique_list import TECHNIQUES
 from hf_memopt.units import format_bytes
 
@@ -62,17 +62,15 @@ def checked_allow(allow: str | Iterable[str], method: str, gpu: Gpu) -> tuple[st
     return tuple(word for word in known if word in words)
 
 
-def checked_batch(effective_batch_size: int, world_size: int) -> int:
-    """Return the examples of a step on each GPU."""
-    check_value("effective_batch_size", effective_batch_size, EffectiveBatch, 32)
-    check_value("world_size", world_size, Count, 1)
-    if effective_batch_size % world_size:
-        near = world_size * max(1, round(effective_batch_size / world_size))
-        raise ValueError(
-            f"effective_batch_size={effective_batch_size} cannot be cut over world_size={world_size} GPUs; expected a "
-            f"multiple. Pass effective_batch_size={near}"
-        )
-    return effective_batch_size // world_size
+def refuse_removed(given: Mapping[str, Any]) -> None:
+    """Raise for the first argument that ``plan`` does not have; those of several GPUs name what counts them."""
+    for name, value in given.items():
+        if name in ("world_size", "strategy"):
+            raise TypeError(
+                f"{name}={shown(value)} is no argument of plan, which is for one GPU; expected one of its own. "
+                "Call: hf-memopt rehearse --gpus 2 --gpu T4 train.py"
+            )
+        raise TypeError(f"plan() got an unexpected keyword argument {name!r}")
 
 
 def planned_os(os: str | None, gpu: str | Gpu | None) -> str:

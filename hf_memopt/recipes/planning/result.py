@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import os
 
     from hf_memopt.devices import Gpu
-    from hf_memopt.recipes import Launch, Recipe
+    from hf_memopt.recipes import Recipe
     from hf_memopt.recipes.planning.model_and_rows import Texts
     from hf_memopt.recipes.planning.nearest import Shortfall
     from hf_memopt.recipes.planning.script import RowsFile, Written
@@ -31,8 +31,7 @@ class Plan:
         goal: "speed", "memory" or "longest".
         method: that was asked for.
         allow: the words of consent that were given.
-        effective_batch_size: examples of an optimizer step, on all GPUs.
-        world_size: GPUs.
+        effective_batch_size: examples of an optimizer step.
         texts: the lengths it is planned for.
         candidates: every set-up that was simulated, each with its reason.
         chosen: the best of them; None where none fits.
@@ -44,7 +43,6 @@ class Plan:
         simulation: simulates more of the same model, for reports; None for a plan without one.
         command: what made it, for reports and scripts; "" for a call of ``plan``.
         rows: the file of its rows, for the script; None for a call of ``plan``.
-        strategy: that was asked for; how the chosen set-up shares a step is in ``chosen.sharing``.
         system: the word of ``os`` that was asked for; None for none.
         task_note: a sentence on the task, where the rows and the model or ``--task`` do not agree on it; "" elsewhere.
     """
@@ -56,7 +54,6 @@ class Plan:
     method: str
     allow: tuple[str, ...]
     effective_batch_size: int
-    world_size: int
     texts: Texts = field(repr=False)
     candidates: tuple[Candidate, ...] = field(repr=False)
     chosen: Candidate | None
@@ -68,7 +65,6 @@ class Plan:
     simulation: Simulation | None = field(default=None, repr=False)
     command: str = ""
     rows: RowsFile | None = None
-    strategy: str = "auto"
     system: str | None = None
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
     task_note: str = ""
@@ -91,27 +87,6 @@ class Plan:
                 "See what would fit: print(plan)"
             )
         return self.chosen.recipe
-
-    @property
-    def launch(self) -> Launch | None:
-        """How the chosen recipe is launched on the GPUs of the plan; None for one GPU.
-
-        Raises:
-            ValueError: none fits.
-        """
-        sharing = None if self.chosen is None else self.chosen.sharing
-        if sharing is None:
-            return None
-        unused = self.unused_parameters if sharing.strategy == "ddp" else ()
-        options: dict[str, Any] = {"offload_params": sharing.offload_params, "unused_parameters": unused}
-        return self.recipe.distributed(self.world_size, sharing.strategy, **options)
-
-    @cached_property
-    def unused_parameters(self) -> tuple[str, ...]:
-        """Names of trainable weights that get no gradient from a step; none where it is not known."""
-        if self.simulation is None or self.chosen is None:
-            return ()
-        return self.simulation.estimate(self.recipe, self.chosen.seq_len).unused_parameters
 
     def table(self, width: int = 80) -> str:
         """Return the plan as text of at most ``width`` columns."""
@@ -149,8 +124,6 @@ class Plan:
         field: str | None = None,
     ) -> Written:
         """Write ``train.py``, the training script of the chosen recipe, and ``recipe.json``, the recipe itself.
-
-        For several GPUs also ``accelerate.yaml``, which the printed command launches it with, and DeepSpeed's own file.
 
         Args:
             directory: made if it does not exist.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_memopt.binding.model import head_for
 from hf_memopt.devices import Gpu, against_float16
@@ -17,9 +17,6 @@ from hf_memopt.plain_data import packaged_rows
 from hf_memopt.recipes import Recipe
 from hf_memopt.recipes.planning.simulated import priced_on
 from hf_memopt.technique_list import TECHNIQUES
-
-if TYPE_CHECKING:
-    from hf_memopt.recipes.planning.sharing import Sharing
 
 ADAPTERS = ("lora", "qlora")
 LORA_RANK = 16
@@ -129,7 +126,6 @@ class SetUp:
     stage: str  # the rung of the ladder: "full", "freeze", "lora" or "qlora"
     recipe: Recipe  # with one example at a time
     techniques: tuple[Technique, ...]  # in the order of preference
-    sharing: Sharing | None = None  # how several GPUs share a step; None for one GPU
 
     @property
     def consents(self) -> tuple[str, ...]:
@@ -138,8 +134,7 @@ class SetUp:
     @property
     def name(self) -> str:
         method = {"full": "full", "freeze": "full", "lora": f"LoRA r{LORA_RANK}", "qlora": f"QLoRA r{LORA_RANK}"}
-        shared = () if self.sharing is None else (self.sharing.title,)
-        return ", ".join((method[self.stage], *(technique.name for technique in self.techniques), *shared))
+        return ", ".join((method[self.stage], *(technique.name for technique in self.techniques)))
 
     @property
     def plainer(self) -> tuple[tuple[Technique, ...], ...]:
@@ -176,8 +171,7 @@ class SetUp:
         """Smaller is simpler: how many techniques change the training, which levers it has, how many round or share."""
         changing = sum(one.kind == "training" or bool(one.consent) for one in self.techniques)
         levers = sum(2 ** LEVERS.index(one) for one in self.techniques if one in LEVERS)
-        shared = 0 if self.sharing is None else self.sharing.order
-        return changing, levers, sum(one.kind == "rounding" for one in self.techniques) + shared
+        return changing, levers, sum(one.kind == "rounding" for one in self.techniques)
 
 
 def on_host(techniques: Iterable[Technique]) -> list[Technique]:

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from hf_memopt.recipes import Recipe
     from hf_memopt.recipes.planning.model_and_rows import Texts
     from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp, Technique
-    from hf_memopt.recipes.planning.sharing import Sharing
 
-    Case = tuple[tuple[Technique, ...], int, int | None, Sharing | None]
+    Case = tuple[tuple[Technique, ...], int, int | None]
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Candidate:
     stage: str  # "full", "freeze" (full with frozen parameters), "lora" or "qlora"
     recipe: Recipe  # the set-up as plain data
     seq_len: int | None  # tokens of the longest row; None for a model without text
-    accumulation_steps: int  # micro-batches of a step on each GPU
+    accumulation_steps: int  # micro-batches of a step
     reserved_bytes: int  # what torch's allocator holds at its peak
     context_bytes: int  # of CUDA's context; 0 where it is unknown
     margin_bytes: int  # what has to be left of the GPU: a twentieth
@@ -50,18 +49,15 @@ class Candidate:
     high: float | None = None  # the most
     ranking_seconds: float = 0.0  # by which set-ups are ranked: `seconds`, else an assumed time, which is not shown
     flops: int = 0  # of an optimizer step
-    examples: int = 1  # of an optimizer step, on all GPUs
+    examples: int = 1  # of an optimizer step
     tokens: float | None = None  # of a step, without padding where lengths were given; None for a model without text
     consents: tuple[str, ...] = ()  # the words of `allow` that it needs and was not given
     simplicity: tuple[int, int, int] = (0, 0, 0)  # smaller is simpler
-    sharing: Sharing | None = None  # how several GPUs share a step; None for one GPU
     host_bytes: int = 0  # of one process: what is moved to the host, and what its optimizer has there
     # of these, what the host's memory has not; 0 unless layers are streamed or inputs offloaded
     host_lacks_bytes: int = 0
     # of a pass, from which computing hides the copies of streamed layers; None without them
     hiding_tokens: float | None = None
-    # of the seconds, what waits for other GPUs and the host; None where it is unknown
-    communication_fraction: float | None = None
     reason: str = ""  # why it was taken or refused
 
     @property
@@ -104,12 +100,12 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from every other candidate of a plan: techniques, how GPUs share a step, length, rows."""
-        return self.techniques, self.sharing, self.seq_len, self.rows
+        """What tells it from every other candidate of a plan: techniques, length, rows."""
+        return self.techniques, self.seq_len, self.rows
 
     def adds(self, technique: Technique, *, to: Candidate) -> bool:
         """Return whether it is another set-up with one technique more, for rows of the same length."""
-        same = (self.stage, self.seq_len, self.sharing) == (to.stage, to.seq_len, to.sharing)
+        same = (self.stage, self.seq_len) == (to.stage, to.seq_len)
         return same and {*self.techniques} - {*to.techniques} == {technique} and {*to.techniques} < {*self.techniques}
 
     def says(self) -> str:
@@ -156,8 +152,7 @@ class Simulation:
     facts: ModelFacts  # of the model
     gpu: Gpu  # to fit, with what is usable of it
     texts: Texts  # lengths to plan for
-    world_size: int = 1  # GPUs that share a step
-    share: int = 1  # examples of a step on each of them
+    share: int = 1  # examples of a step
     goal: str = "speed"  # as for `plan`
     allow: tuple[str, ...] = ()  # words of `allow` that were given
     announce: Callable[[str], object] = str  # called before each simulation with a text
@@ -169,7 +164,6 @@ class Simulation:
     model_name: str = ""
     media: Mapping[str, Any] = field(default_factory=dict)  # pictures and audio of an example, as for `estimate`
     not_generated: str = ""  # why an evaluation that generates is simulated without that; "" where it is not
-    sharing: Sharing | None = None  # how the GPUs share the steps that are simulated next; None for one GPU
     left_bytes: int = (
         0  # of the GPU, which what is searched for next has to leave, with nothing in host memory; 0 for any
     )
@@ -177,7 +171,7 @@ class Simulation:
     host_memory_bytes: int = 0
     is_this_host: bool = True  # whether it is this machine's
     _found: dict[Case, Candidate | None] = field(default_factory=dict)
-    _shorter: dict[tuple[Recipe, int, int | None, Sharing | None], float] = field(default_factory=dict)
+    _shorter: dict[tuple[Recipe, int, int | None], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.priced_on = priced_on(self.gpu)
@@ -205,7 +199,7 @@ class Simulation:
 
     def of(self, set_up: SetUp, rows: int) -> Candidate | None:
         """Return the set-up with micro-batches of ``rows``; None where it cannot be simulated (see ``refused``)."""
-        key = set_up.techniques, rows, self.texts.seq_len, self.sharing
+        key = set_up.techniques, rows, self.texts.seq_len
         if key not in self._found:
             self.announce(f"{self.place}{set_up.name}, {rows} at a time")
             self._found[key] = self._simulated(set_up, set_up.with_rows(rows))
@@ -226,8 +220,7 @@ class Simulation:
 
     def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:
         self.count += 1
-        steps = recipe.effective_batch_size // (recipe.per_device_train_batch_size * self.world_size)
-        shared = {} if self.sharing is None else {"world_size": self.world_size, **asdict(self.sharing)}
+        steps = recipe.effective_batch_size // recipe.per_device_train_batch_size
         estimated = partial(
             estimate,
             self.model,
@@ -238,7 +231,6 @@ class Simulation:
             task=self.task,
             gradient_accumulation_steps=steps,
             **self.media,
-            **shared,
         )
         generation: dict[str, Any] = {
             "predict_with_generate": True,
@@ -290,11 +282,9 @@ class Simulation:
             tokens=None if tokens is None else tokens * examples,
             consents=tuple(word for word in set_up.consents if word not in self.allow),
             simplicity=set_up.simplicity,
-            sharing=set_up.sharing,
             host_bytes=found.host_bytes,
             host_lacks_bytes=max(0, -self._spare_on_host(recipe, found)),
             hiding_tokens=None if found.step_costs is None else found.step_costs.hiding_tokens(self.priced_on),
-            communication_fraction=time.shares.get("communication") if is_timed else None,
         )
 
     def _is_timed(self, found: Estimate) -> bool:
@@ -315,7 +305,7 @@ class Simulation:
     def _saved(self, set_up: SetUp, recipe: Recipe, longest: StepTime) -> float:
         """Return the seconds of a step that rows of the mean padded length save."""
         rows = recipe.per_device_train_batch_size
-        key = set_up.structure, rows, self.texts.seq_len, self.sharing
+        key = set_up.structure, rows, self.texts.seq_len
         if key not in self._shorter:
             trained = recipe.replace(prediction_loss_only=True)  # the time of a step has no evaluation in it
             self._shorter[key] = longest.seconds - self._priced(self.estimate(trained, self.texts.width)).seconds

@@ -21,7 +21,6 @@ from hf_memopt.recipes.planning.choice import EASE_SHARE, RIVAL_MEMORY, best_of,
 from hf_memopt.recipes.planning.model_and_rows import MULTIPLE
 from hf_memopt.recipes.planning.search import least_set_ups, most_rows, search
 from hf_memopt.recipes.planning.set_ups import ADAPTERS, BF16_WEIGHTS, CHECKPOINTING, ModelFacts, SetUp, set_ups
-from hf_memopt.recipes.planning.sharing import PLAIN_OPTIMIZER, Sharing
 
 if TYPE_CHECKING:
     from hf_memopt.recipes import Recipe
@@ -51,21 +50,16 @@ class StageSearch:
     """The search over stages and lengths; what it simulates are the candidates of the simulation."""
 
     simulation: Simulation
-    sharings: Sequence[Sharing | None] = (None,)
 
     def set_ups(self, stage: str, *, with_consents: bool = False, streamed: bool = False) -> list[SetUp]:
-        """Return the set-ups that are allowed and work as the GPUs share a step now."""
+        """Return the set-ups that are allowed."""
         simulation = self.simulation
-        examples = simulation.share * simulation.world_size
-        every = list(set_ups(stage, simulation.facts, simulation.gpu, examples, streamed=streamed))
-        if simulation.sharing is not None:
-            every = [one for one in map(simulation.sharing.adapted, every) if one is not None]
+        every = list(set_ups(stage, simulation.facts, simulation.gpu, simulation.share, streamed=streamed))
         return [one for one in every if with_consents or simulation.allows(one)]
 
     def by_length(self, stages: Sequence[str]) -> Candidate | None:
         """Return the chosen candidate, with shorter or longer rows where they are asked for."""
         simulation = self.simulation
-        simulation.sharing = self.sharings[0]
         asked = stages
         if self.simulation.goal == "longest":
             stages = use_longest(simulation, {stage: self.set_ups(stage) for stage in stages})
@@ -84,13 +78,11 @@ class StageSearch:
 
     def _by_stage(self, stages: Sequence[str]) -> Candidate | None:
         usable_bytes = self.simulation.gpu.usable_bytes
-        passes = [(False, False), (True, False)]  # the host's memory is unknown, and its optimizer slow
-        if self.simulation.goal == "speed" and {"full", "lora"} <= {*stages}:
-            passes.insert(0, (False, True))
-        for offload, with_ease in passes:
+        has_rivals = self.simulation.goal == "speed" and {"full", "lora"} <= {*stages}
+        for with_ease in (True, False) if has_rivals else (False,):
             for stage in stages:
                 ease_bytes = int(EASE_SHARE * usable_bytes) + 1 if with_ease and stage == "full" else 0
-                chosen = self._searched(stage, offload, ease_bytes)
+                chosen = self._searched(stage, ease_bytes)
                 if chosen is not None and not (ease_bytes and self._has_rival(chosen)):
                     return self._plainest(chosen) if ease_bytes else chosen
         tight = [one for stage in stages for one in self._of(stage) if one.verdict == "tight"]
@@ -102,7 +94,7 @@ class StageSearch:
         """Return the best set-up of a stage whose layers wait in host memory; None where that does not hold them."""
         simulation, needs = self.simulation, dict[tuple[Any, bool], int]()
         least_bytes = simulation.parameters // 2  # at 4 bits
-        if simulation.world_size > 1 or simulation.goal == "longest" or least_bytes > simulation.host_memory_bytes:
+        if simulation.goal == "longest" or least_bytes > simulation.host_memory_bytes:
             return None
         if simulation.facts.layers < FEWEST_STREAMED:
             return None
@@ -114,22 +106,15 @@ class StageSearch:
         search([one for one, held in every.items() if needs.get(held, 1) == 0], simulation)
         return best_of(self._of(stage), simulation.goal)
 
-    def _searched(self, stage: str, offload: bool = False, left_bytes: int = 0) -> Candidate | None:
-        best = None
-        for sharing in self.sharings:
-            is_wanted = (sharing is not None and sharing.offload_params) is offload
-            plain = best is not None and not best.recipe.checkpointing and best.recipe.optim == PLAIN_OPTIMIZER
-            if is_wanted and (sharing is None or self.simulation.goal == "memory" or not plain):
-                self.simulation.sharing, self.simulation.left_bytes = sharing, left_bytes
-                search(self.set_ups(stage), self.simulation)
-            found = self._of(stage)
-            best = best_of(filter(fits_with_ease, found) if left_bytes else found, self.simulation.goal)
+    def _searched(self, stage: str, left_bytes: int = 0) -> Candidate | None:
+        self.simulation.left_bytes = left_bytes
+        search(self.set_ups(stage), self.simulation)
         self.simulation.left_bytes = 0
-        return best
+        found = self._of(stage)
+        return best_of(filter(fits_with_ease, found) if left_bytes else found, self.simulation.goal)
 
     def _plainest(self, best: Candidate) -> Candidate:
         """Return a candidate without the techniques without which as many rows fit in no more time."""
-        self.simulation.sharing = best.sharing
         every = {one.techniques: one for one in self.set_ups(best.stage)}
         for technique in best.techniques:
             plainer = every.get(tuple(one for one in best.techniques if one is not technique))
@@ -151,7 +136,6 @@ class StageSearch:
 
     def _simulate_rivals(self, chosen: Candidate) -> None:
         """Simulate the chosen set-up with checkpointing, and with bfloat16 weights and the rows that then fit."""
-        self.simulation.sharing = chosen.sharing
         every = {frozenset(one.techniques): one for one in self.set_ups(chosen.stage, with_consents=True)}
         used = frozenset(chosen.techniques)
         recomputed = every.get(used | {CHECKPOINTING})
@@ -168,7 +152,6 @@ class StageSearch:
         if chosen.stage in ADAPTERS and self.simulation.goal == "speed" and "full" in stages:
             self._searched("full")
         if chosen.stage not in ADAPTERS and "lora" in stages:
-            self.simulation.sharing = chosen.sharing
             plainest = {one.recipe.checkpointing: one for one in reversed(self.set_ups("lora"))}
             for _, one in sorted(plainest.items(), key=lambda item: item[0]):
                 found = self.simulation.of(one, chosen.rows)
@@ -177,7 +160,6 @@ class StageSearch:
 
     def _simulate_nearest(self, stages: Sequence[str], chosen: Candidate | None) -> None:
         """Simulate what needs least where nothing is chosen, and what does with each set of words not given."""
-        self.simulation.sharing = self.sharings[0]
         in_memory = [one for one in self.set_ups(stages[-1]) if not one.recipe.offload]
         for set_up in least_set_ups(in_memory) if chosen is None else ():
             self.simulation.of(set_up, self.simulation.row_counts(set_up)[0])

@@ -27,7 +27,7 @@ from hf_memopt.binding.losses import ignores_items, repair_gradient_scale
 from hf_memopt.binding.undo import override_method, remove_all
 from hf_memopt.devices import current_gpu, find_gpu
 from hf_memopt.errors import reason
-from hf_memopt.memory import estimate_of
+from hf_memopt.memory import FOR_ONE_GPU, estimate_of
 from hf_memopt.memory.settings import BatchShape
 from hf_memopt.recipes.running.longest_rows import LongestRows
 from hf_memopt.technique_list import TECHNIQUES, load
@@ -130,6 +130,9 @@ class _Watch(TrainerCallback):
             self._say(f"not predicted: {reason(error)}")
             return
         self._say(f"{self._what(shape)} {self._needs(self._predicted)}")
+        for note in self._predicted.notes:
+            if note.startswith(FOR_ONE_GPU):
+                self._say(note)
 
     def _needs(self, found: Estimate) -> str:
         assert found.gpu is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -15,7 +14,6 @@ from urllib.request import url2pathname
 from hf_memopt.binding.model import head_for
 from hf_memopt.notices import quoted
 from hf_memopt.plain_data import checked_path
-from hf_memopt.recipes import launch_files
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ class Written:
         return "\n".join([f"Written: {files}", *notes, *(f"  {command}" for command in self.commands)])
 
 
-def check_folder(directory: str | os.PathLike[str], *, force: bool = False, beside: Iterable[str] = ()) -> Path:
+def check_folder(directory: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Return the folder as a path if ``train.py`` and ``recipe.json`` can be written there; nothing is written yet."""
     folder = checked_path("directory", directory)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
@@ -65,7 +63,7 @@ def check_folder(directory: str | os.PathLike[str], *, force: bool = False, besi
             f"directory={str(folder)!r} cannot be written to: no permission for {str(existing)!r}; expected a folder "
             "of yours. Pass directory='run'"
         )
-    there = [name for name in (SCRIPT, RECIPE, *beside) if os.path.lexists(folder / name)]
+    there = [name for name in (SCRIPT, RECIPE) if os.path.lexists(folder / name)]
     if there and not force:
         raise ValueError(
             f"directory={str(folder)!r} has {' and '.join(there)} already; expected a folder without, so that nothing "
@@ -113,13 +111,12 @@ def write_plan(
 ) -> Written:
     from hf_memopt.recipes.planning.script import script_of
 
-    recipe, launch = found.recipe, found.launch
-    folder = check_folder(directory, force=force, beside=() if launch is None else launch_files(launch.strategy))
+    recipe = found.recipe
+    folder = check_folder(directory, force=force)
     if rows is not None:
         check_splits(rows.path, rows.column, rows.field)
     text, missing = script_of(found, rows, output_dir=str(folder / "out"))
     folder.mkdir(parents=True, exist_ok=True)
-    start = "" if launch is None else launch.write(folder, script=str(folder / SCRIPT), force=force)
     write_whole(folder / RECIPE, recipe.to_json() + "\n")
     if text is None:
         has_script = "script" in head_for(found.task).traits
@@ -129,16 +126,15 @@ def write_plan(
     script = folder / SCRIPT
     write_whole(script, text)
     notes = (f"before you run it, complete in {script}: {'; '.join(missing)}",) if missing else ()
-    return Written(folder / RECIPE, script, _commands(found, script, start), notes)
+    return Written(folder / RECIPE, script, _commands(found, script), notes)
 
 
-def _commands(found: Plan, script: Path | None, start: str = "") -> tuple[str, ...]:
+def _commands(found: Plan, script: Path | None) -> tuple[str, ...]:
     package = quoted(_installed_from() + ("" if found.recipe.lora is None else "[peft]"))
-    deepspeed = ["deepspeed"] if found.launch is not None and found.launch.deepspeed is not None else []
-    install = " ".join(["pip install", package, *deepspeed, *map(quoted, PACKAGES.get(found.task or "", ()))])
+    install = " ".join(["pip install", package, *map(quoted, PACKAGES.get(found.task or "", ()))])
     if script is None:
         return (install,)
-    return install, start or f"python {quoted(str(script))}"
+    return install, f"python {quoted(str(script))}"
 
 
 def _installed_from() -> str:

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from hf_memopt import __version__
-from hf_memopt.binding.compatibility import ddp_flags, names_of, refusal_of
+from hf_memopt.binding.compatibility import names_of, refusal_of
 from hf_memopt.binding.model import head_for
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
 from hf_memopt.memory.recording import session
-from hf_memopt.recipes import NAMES, callbacks_of, sixteen_bits_here, stock_arguments
+from hf_memopt.recipes import callbacks_of, sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
 from hf_memopt.rows import fitting_format
 from hf_memopt.technique_list import TECHNIQUES, asked_by
@@ -58,9 +58,7 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
     if task is None or "script" not in head_for(task).traits or (facts is not None and not _is_loaded(found, facts)):
         return None, []
     assert chosen is not None
-    engine = "" if chosen.sharing is None else NAMES[chosen.sharing.strategy]
     quantised = recipe.load_in is not None and recipe.weights_dtype == "float32"
-    of_processes = _flags(found, engine)
     view = {
         "found": found,
         "chosen": chosen,
@@ -79,14 +77,14 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         "precision": recipe.step_settings().precision,
         "dtype": (dtype := sixteen_bits_here(recipe) if quantised else recipe.weights_dtype),
         "head": head_for(task),
-        "stock": [*_stock(recipe), *of_processes],
+        "stock": list(_stock(recipe)),
         "optimizer": next((one for one in asked_by(recipe).values() if one.optimizer), None),
         "left_out": "",
-        "callbacks": list(_callbacks(found, engine, is_ddp=[flags for flags, _ in of_processes] == [ddp_flags()])),
+        "callbacks": list(_callbacks(found)),
     }
     new = None if facts is None else facts.new_parts
     if recipe.load_in is not None:
-        view["quantization"] = quantization_options(recipe.load_in, dtype, task, is_sharded=engine == "FSDP2", new=new)
+        view["quantization"] = quantization_options(recipe.load_in, dtype, task, new=new)
     if recipe.lora is not None:
         of_recipe: dict[str, Any] = {"lora_alpha": recipe.lora_alpha, "lora_targets": recipe.lora_targets}
         planned = found.simulation
@@ -162,21 +160,10 @@ def _default(name: str) -> Any:
 # ---- The callbacks
 
 
-def _flags(found: Plan, engine: str) -> list[tuple[dict[str, Any], str]]:
-    """Return DDP's flags: with which micro-batching works, or what a weight that gets no gradient needs."""
-    if found.simulation is None or found.chosen is None or found.world_size == 1 or engine not in ("", "DDP"):
-        return []
-    unused = found.unused_parameters
-    reason = "each process may cut its batches by itself: every weight gets a gradient"
-    return [(ddp_flags(unused), f"{unused[0]} gets no gradient" if unused else reason)]
-
-
-def _callbacks(found: Plan, engine: str, *, is_ddp: bool) -> Iterator[tuple[str, str]]:
+def _callbacks(found: Plan) -> Iterator[tuple[str, str]]:
     """Yield the code of each callback that changes anything and that ``attach`` does not refuse, and its reason."""
     recipe, precision = found.recipe, found.recipe.step_settings().precision
-    of_whole_models = found.world_size > 1 and engine in ("", "DDP")
-    used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models and not is_ddp, engine: True}
-    in_use = [*asked_by(recipe), *(name for name, is_used in used.items() if is_used)]
+    in_use = [*asked_by(recipe), *(["fp16"] if precision == "fp16" else [])]
     for one in callbacks_of(recipe, recipe.optim):
         is_refused = any(refusal_of(name, own) is not None for name in in_use for own in names_of(one))
         is_idle = type(one).__name__ == "PrecisionCallback" and not _has_autocast(recipe, found.task, precision)
