@@ -95,14 +95,9 @@ class PresetsOptions:
     Examples:
       hf-memopt presets
       hf-memopt presets 8gb-gpu
-      hf-memopt presets 8gb-gpu --model gpt2 -s 512
     """
 
     name: str | None = _argument("The preset to explain, with the reason for each difference.", default=None)
-    model: str | None = _option(
-        None, "Of the named preset: the set-up that holds this model, as plan chooses it.", "NAME", "-m"
-    )
-    seq_len: int | None = _option(None, "Tokens of the longest row of --model.", "N", "-s", min=1)
     json_output: bool = _json()
 
 

@@ -57,7 +57,7 @@ class Launch:
     strategy: str  # a name of `STRATEGIES`, never `"auto"`
     # whether the sharded optimizer states (with weights that are sharded: these too) wait in host memory
     offload_params: bool
-    training_arguments: Mapping[str, Any]  # fields of `TrainingArguments`, for `recipe.trainer(training_arguments=...)`
+    training_arguments: Mapping[str, Any]  # fields of `TrainingArguments`, for `recipe.training_arguments(...)`
     accelerate: Mapping[str, Any]  # the content of the file for `accelerate launch --config_file`
     deepspeed: Mapping[str, Any] | None  # DeepSpeed's own configuration; None for the other engines
     changes: tuple[Change, ...]  # what was decided, each with its reason
@@ -170,7 +170,8 @@ def _check_request(world_size: int, strategy: str, offload_params: bool) -> None
     check_value("offload_params", offload_params, bool, False)
     if world_size == 1:
         raise ValueError(
-            "world_size=1 is one process; expected 2 or more, one for each GPU. Call recipe.trainer(...) in one process"
+            "world_size=1 is one process; expected 2 or more, one for each GPU. Call recipe.training_arguments(...) in "
+            "one process"
         )
     check_word("strategy", strategy, STRATEGIES)
     if strategy == "ddp" and offload_params:

@@ -18,9 +18,9 @@ from outcomes import TITLES, print_results, run_demo, sentence
 from pretended_gpu import PretendedGpu
 from rich.console import Console
 
-TINY = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}
-LARGE = {"num_hidden_layers": 10, "hidden_size": 192, "num_attention_heads": 2, "intermediate_size": 768}
-LIMIT_BYTES = 14 * 2**20
+TINY = {"num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512}
+LARGE = {"num_hidden_layers": 10, "hidden_size": 288, "num_attention_heads": 2, "intermediate_size": 1152}
+LIMIT_BYTES = 32 * 2**20
 KEYS = {
     *("steps", "planned_steps", "times_out_of_memory", "peak_bytes", "predicted_peak_bytes"),
     *("examples_per_second", "accuracy", "losses"),

@@ -1,7 +1,7 @@
 """Write the training script of a recipe: the stock ``Trainer``, with every choice spelled out beside its reason.
 
 ``train.py.jinja`` has its lines. The arguments are those that ``Recipe.training_arguments`` sets on every machine
-(``stock_arguments``), the callbacks those of ``callbacks_of``, adapters and quantisation the options that
+(``stock_arguments``), the callbacks those of ``Recipe.callbacks``, adapters and quantisation the options that
 ``Recipe.prepare_model`` and ``model_kwargs`` use; ``read_rows`` reads the data. What a recipe does not say (learning
 rate, epochs, when to evaluate and save) has a usual value. A callback with nothing to do is left out.
 """
@@ -27,7 +27,7 @@ from hf_memopt.binding.compatibility import ddp_flags, names_of, refusal_of
 from hf_memopt.binding.model import head_for
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
 from hf_memopt.memory.recording import session
-from hf_memopt.recipes import NAMES, callbacks_of, sixteen_bits_here, stock_arguments
+from hf_memopt.recipes import NAMES, sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
 from hf_memopt.rows import fitting_format
 from hf_memopt.technique_list import TECHNIQUES, asked_by
@@ -177,7 +177,7 @@ def _callbacks(found: Plan, engine: str, *, is_ddp: bool) -> Iterator[tuple[str,
     of_whole_models = found.world_size > 1 and engine in ("", "DDP")
     used = {"fp16": precision == "fp16", "DDP, default flags": of_whole_models and not is_ddp, engine: True}
     in_use = [*asked_by(recipe), *(name for name, is_used in used.items() if is_used)]
-    for one in callbacks_of(recipe, recipe.optim):
+    for one in recipe.callbacks():
         is_refused = any(refusal_of(name, own) is not None for name in in_use for own in names_of(one))
         is_idle = type(one).__name__ == "PrecisionCallback" and not _has_autocast(recipe, found.task, precision)
         is_idle |= type(one).__name__ == "EmbeddingBitsCallback" and found.task == "image-classification"
