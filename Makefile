@@ -19,7 +19,7 @@ CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 .PHONY: demo test test-full test-hard test-compat test-cuda test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time fit-data table dist clean
 
 demo: $(READY)            ## the main job: a GPU that is too small, which a CPU pretends to be, trains on real text
-	$(BIN)/python -m hf_memopt demo
+	$(BIN)/python examples/demo
 
 test: $(READY)            ## the test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -14,12 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from demo_task import prepare
 from four_setups import run_setup
 from fresh_process import in_fresh_process
 from results_file import show
-from rich.console import Console
-
-from hf_memopt.demo.run import prepare
 
 SETUPS = ("baseline", "memopt")
 
@@ -39,7 +37,7 @@ def accuracies(seeds: int, max_train: int | None) -> tuple[list[dict[str, float]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        task = prepare(work, max_train=max_train, console=Console())
+        task = prepare(work, max_train=max_train)
         for seed in range(seeds):
             row = {setup: in_fresh_process(run_setup, folder, setup, seed)["accuracy"] for setup in SETUPS}
             print(f"seed {seed}: {row}", flush=True)

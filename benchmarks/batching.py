@@ -48,9 +48,9 @@ def synthetic_lengths(name: str, examples: int) -> NDArray[np.int32]:
 
 def docstring_lengths() -> NDArray[np.int32]:
     """Return the tokens of the demo's training texts."""
-    from hf_memopt.demo.docstring_task import docstring_task, read_docstrings, source_files, train_tokenizer
+    from demo_task import train_tokenizer, whole_task
 
-    texts = list(docstring_task(read_docstrings(source_files())).train_texts)
+    texts = list(whole_task().train_texts)
     ids = train_tokenizer(texts)(texts, truncation=True)["input_ids"]
     return np.array([len(row) for row in ids], dtype=np.int32)
 

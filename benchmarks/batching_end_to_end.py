@@ -8,7 +8,6 @@ batch, so that every text weighs the same: is it their weight that costs accurac
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -29,14 +28,12 @@ TITLES = {
 
 def measure_end_to_end(seeds: int, max_train: int | None) -> dict[str, Any]:
     """Return the figures of every run by arm, in the order of the seeds; the arms of a seed run one after the other."""
-    from rich.console import Console
-
-    from hf_memopt.demo.run import prepare
+    from demo_task import prepare
 
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in TITLES}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        prepare(work, max_train=max_train, console=Console(stderr=True))
+        prepare(work, max_train=max_train)
         for seed in range(seeds):
             for arm, title in TITLES.items():
                 run = in_fresh_process(train, arm, folder, seed)
@@ -74,15 +71,13 @@ def end_to_end_table(row: dict[str, Any]) -> str:
 def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
     """Train one arm for an epoch and return its figures; called in a fresh process."""
     import torch
+    from demo_task import HYPERPARAMETERS, build_model, predict_labels, prepared
     from four_setups import measure
-    from transformers import AutoTokenizer, PrinterCallback
+    from transformers import PrinterCallback
 
-    from hf_memopt.demo.docstring_task import DocstringTask
-    from hf_memopt.demo.training import HYPERPARAMETERS, build_model, model_config, predict_labels
     from hf_memopt.devices import accelerator_type, choose_precision
 
-    task = DocstringTask(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
-    tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")
+    task, tokenizer = prepared(Path(folder))
     precision = choose_precision()
     arguments = {
         **HYPERPARAMETERS,
@@ -99,7 +94,7 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
         "dataloader_pin_memory": torch.accelerator.is_available(),
         "disable_tqdm": True,
     }
-    model = build_model(model_config(len(tokenizer), task.labels), seed)
+    model = build_model(len(tokenizer), task.labels, seed=seed)
     encoded = tokenizer(list(task.train_texts), truncation=True)
     trainer = _trainer(arm, model, tokenizer, {**encoded, "labels": list(task.train_labels)}, arguments)
     trainer.remove_callback(PrinterCallback)

@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from demo_task import HYPERPARAMETERS, MAX_LENGTH_TOKENS, build_model, predict_labels, prepare, prepared, versions
 from fresh_process import in_fresh_process
 from results_file import MACHINE, RESULTS
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity
 from transformers import (
-    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     DataCollatorWithPadding,
@@ -44,24 +44,16 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_memopt import estimate_from_arguments
-from hf_memopt.demo.docstring_task import MAX_LENGTH_TOKENS, DocstringTask
-from hf_memopt.demo.run import prepare, versions
-from hf_memopt.demo.training import (
-    BATCH_SIZE,
-    HYPERPARAMETERS,
-    MODEL,
-    build_model,
-    model_config,
-    predict_labels,
-    settings_text,
-)
+from hf_memopt import attach, bucketed, estimate_from_arguments
+from hf_memopt.binding import checkpointing_of
 from hf_memopt.devices import accelerator_type, choose_precision
 from hf_memopt.memory.run import MemoryReportCallback
 from hf_memopt.recipes import recipe
 from hf_memopt.techniques.optimizers import optimizer_state_bytes
 
 FILE = RESULTS / "four-setups-cpu-2core.json"
+BATCH_SIZE = 32
+MODEL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "intermediate_size": 512}
 GPU_MODEL = {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
 TITLES = {
     "baseline": "(a) naive",
@@ -120,8 +112,20 @@ def trainer_of(
     chosen = recipe("auto" if setup == "memopt" else "4gb-gpu")
     if setup == "memory_saver" and on_cpu:
         chosen = chosen.replace(optim="adamw_8bit")  # a paged optimizer moves state from a GPU to the host
-    options = {**arguments, "effective_batch_size": BATCH_SIZE}
-    return chosen.trainer(train_dataset=dataset, training_arguments=options, **given)
+    options = {**arguments, "effective_batch_size": BATCH_SIZE, "train_sampling_strategy": "sequential"}
+    args = chosen.training_arguments(**options)
+    size, multiple = args.per_device_train_batch_size, chosen.pad_to_multiple_of
+    view = bucketed(dataset, batch_size=size, pad_to_multiple_of=multiple)
+    collator, callbacks = chosen.collator(tokenizer), chosen.callbacks()
+    return attach(Trainer(args=args, train_dataset=view, data_collator=collator, callbacks=callbacks, **given))
+
+
+def settings_text(args: TrainingArguments) -> str:
+    """Return the precision, the optimizer and how a step is divided, as the Trainer has them."""
+    parts = ["bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", str(getattr(args.optim, "value", args.optim))]
+    if args.gradient_accumulation_steps > 1:
+        parts.append(f"{args.gradient_accumulation_steps} accumulation steps of {args.per_device_train_batch_size}")
+    return ", ".join([*parts, *(["checkpointing"] if checkpointing_of(args)[0] else [])])
 
 
 # ---- One set-up -----------------------------------------------------------------------------------------------------
@@ -129,9 +133,8 @@ def trainer_of(
 
 def run_setup(folder: str, setup: str, seed: int) -> dict[str, Any]:
     """Train one set-up and return its figures; called in a fresh process, with what the demo prepares in ``folder``."""
-    task = DocstringTask(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
-    tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")
-    config = model_config(len(tokenizer), task.labels, MODEL if accelerator_type() == "cpu" else GPU_MODEL)
+    task, tokenizer = prepared(Path(folder))
+    sizes = MODEL if accelerator_type() == "cpu" else GPU_MODEL
     arguments = {
         **HYPERPARAMETERS,
         "output_dir": str(Path(folder) / "trainer"),
@@ -143,7 +146,8 @@ def run_setup(folder: str, setup: str, seed: int) -> dict[str, Any]:
         "dataloader_num_workers": 0,  # the tokens are counted in this process
         "dataloader_pin_memory": torch.accelerator.is_available(),
     }
-    model = build_model(config, seed)
+    model = build_model(len(tokenizer), task.labels, sizes, seed=seed)
+    config = model.config
     trainer = trainer_of(setup, model, tokenizer, task.train_texts, task.train_labels, arguments)
     figures = {"settings": settings_text(trainer.args), **measure(trainer)}
     # Without autocast, which accelerate leaves in forward: the accuracy is that of a reloaded model.
@@ -237,7 +241,14 @@ def _profiled_peak_bytes(
     arguments = {**arguments, "num_train_epochs": 1, "disable_tqdm": True}
     gc.collect()  # nothing of the timed run may be freed while the profiler counts
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
-        trainer = trainer_of(setup, build_model(config, seed=0), tokenizer, texts, [0] * len(texts), arguments)
+        trainer = trainer_of(
+            setup,
+            build_model(len(tokenizer), [*config.label2id], sizes=MODEL),
+            tokenizer,
+            texts,
+            [0] * len(texts),
+            arguments,
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     with tempfile.TemporaryDirectory() as folder:
@@ -347,7 +358,7 @@ def _on_cpu(figures: Figures) -> bool:
 def four_setups(seed: int, max_train: int | None) -> dict[str, Any]:
     """Return the figures of the set-ups, each trained in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        prepare(Path(folder), max_train=max_train, console=Console(stderr=True))
+        prepare(Path(folder), max_train=max_train)
         found: dict[str, Any] = {name: in_fresh_process(run_setup, folder, name, seed) for name in TITLES}
     return {**found, "versions": versions()}
 

@@ -76,9 +76,9 @@ class StepClock(TrainerCallback):
 
 def read_texts() -> tuple[Any, list[dict[str, Any]]]:
     """Return a tokenizer and the tokenized docstrings with their labels."""
-    from hf_memopt.demo.docstring_task import docstring_task, read_docstrings, source_files, train_tokenizer
+    from demo_task import train_tokenizer, whole_task
 
-    task = docstring_task(read_docstrings(source_files()))
+    task = whole_task()
     tokenizer = train_tokenizer(task.train_texts)
     ids = tokenizer(list(task.train_texts), truncation=True, max_length=MOST_TOKENS)["input_ids"]
     return tokenizer, [{"input_ids": row, "labels": label} for row, label in zip(ids, task.train_labels, strict=True)]

@@ -58,7 +58,7 @@ PREPARATIONS: dict[str, Preparation] = {"peft's prepare_model_for_kbit_training"
 
 def token_blocks(texts: list[str]) -> tuple[int, list[dict[str, torch.Tensor]]]:
     """Return the size of a vocabulary, and the texts one after the other in blocks of ``BLOCK_TOKENS``."""
-    from hf_memopt.demo.docstring_task import train_tokenizer
+    from demo_task import train_tokenizer
 
     tokenizer = train_tokenizer(texts)
     tokenizer.model_max_length = 10**9  # the blocks are cut here
@@ -179,7 +179,7 @@ def table(figures: dict[str, Any]) -> str:
 
 def main() -> None:
     """Train, estimate, print the table, append the row."""
-    from hf_memopt.demo.docstring_task import read_docstrings, source_files
+    from demo_task import read_docstrings, source_files
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=80, metavar="N")

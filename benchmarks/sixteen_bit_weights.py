@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from accuracy import t_interval
+from demo_task import DocstringTask, build_model, train_tokenizer, whole_task
 from results_file import markdown, show
 from transformers import (
     DataCollatorWithPadding,
@@ -36,14 +37,6 @@ from transformers import (
 )
 
 from hf_memopt import EmbeddingBitsCallback, attach, rounded_optimizer
-from hf_memopt.demo.docstring_task import (
-    DocstringTask,
-    docstring_task,
-    read_docstrings,
-    source_files,
-    train_tokenizer,
-)
-from hf_memopt.demo.training import build_model, model_config
 from hf_memopt.techniques.optimizers import optimizer_state_bytes
 
 Run = Callable[[str, int], dict[str, float]]
@@ -120,7 +113,6 @@ def evaluate(model: Any, batches: list[dict[str, torch.Tensor]], shift: int) -> 
 
 def demo_run(task: DocstringTask, tokenizer: PreTrainedTokenizerBase, folder: str) -> tuple[Run, None]:
     """Return a function that trains the demo's classifier in one way with one seed."""
-    config = model_config(len(tokenizer), task.labels, SIZES)
     encoded = [tokenizer(list(texts), truncation=True) for texts in (task.train_texts, task.test_texts)]
     rows = [
         [{"input_ids": ids, "labels": label} for ids, label in zip(part["input_ids"], labels, strict=True)]
@@ -131,9 +123,8 @@ def demo_run(task: DocstringTask, tokenizer: PreTrainedTokenizerBase, folder: st
     batches = [dict(collator(test[start : start + 64])) for start in range(0, len(test), 64)]
 
     def run(way: str, seed: int) -> dict[str, float]:
-        trained = train(
-            build_model(config, seed), way, rows[0], folder, seed=seed, rate=RATES["demo"], data_collator=collator
-        )
+        model = build_model(len(tokenizer), task.labels, SIZES, seed=seed)
+        trained = train(model, way, rows[0], folder, seed=seed, rate=RATES["demo"], data_collator=collator)
         return figures_of(trained, *evaluate(trained.model, batches, shift=0))
 
     return run, None
@@ -218,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, choices=range(2, 11), metavar="N")
     seeds = parser.parse_args().seeds
-    task = docstring_task(read_docstrings(source_files()))
+    task = whole_task()
     tokenizer = train_tokenizer(task.train_texts)
     with tempfile.TemporaryDirectory() as folder:
         for name, build in (("demo", demo_run), ("causal-lm", causal_run)):

@@ -18,6 +18,7 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
+PATHS = [str(FOLDER.parent / "examples" / "demo"), *filter(None, [os.environ.get("PYTHONPATH")])]  # of the texts
 LONGEST_SECONDS = 300  # of a cell, on a loaded machine
 NOTICE = "[memopt] "  # begins what the package says while it trains
 
@@ -28,7 +29,7 @@ def execute(path: Path) -> nbformat.NotebookNode:
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
     """
-    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONPATH=os.pathsep.join(PATHS))
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(notebook, timeout=LONGEST_SECONDS, resources={"metadata": {"path": folder}})

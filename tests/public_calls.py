@@ -151,12 +151,6 @@ def _recipe(**values: Any) -> None:
     made.model_kwargs()
 
 
-def _preset_trainer(**arguments: Any) -> None:
-    made = m.recipe("cpu").trainer(**arguments)
-    if arguments["train_dataset"] is ROWS:  # data that cannot be bucketed is left as it is: stock reads or refuses it
-        made.train()
-
-
 SETTINGS = {item.name: item.default for item in fields(m.StepSettings)}
 RECIPE = {item.name: item.default for item in fields(m.Recipe) if item.name not in ("name", "purpose", "reasons")}
 
@@ -362,10 +356,7 @@ CALLS: dict[str, Call] = {
         },
     ),
     # ---- Recipes and plans
-    "recipe": Call(m.recipe, lambda folder: {"name": "4gb-gpu", "model": None, "seq_len": None}),
-    "recipe for a model": Call(
-        m.recipe, lambda folder: {"name": "4gb-gpu", "model": tiny.llama_config(**SIZES), "seq_len": 8}, is_slow=True
-    ),
+    "recipe": Call(m.recipe, lambda folder: {"name": "4gb-gpu"}),
     "preset": Call(
         m.preset,
         lambda folder: {
@@ -389,22 +380,6 @@ CALLS: dict[str, Call] = {
     "Recipe.model_kwargs": Call(m.recipe("cpu").model_kwargs, lambda folder: {"task": None}),
     "Recipe.collator": Call(m.recipe("cpu").collator, lambda folder: {"tokenizer": _tokenizer(), "causal_lm": False}),
     "Recipe.prepare_model": Call(m.recipe("cpu").replace(lora=4).prepare_model, lambda folder: {"model": llama()}),
-    "Recipe.trainer": Call(
-        _preset_trainer,
-        lambda folder: {
-            **{"model": bert(), "train_dataset": ROWS, "processing_class": _tokenizer(), "callbacks": ()},
-            "training_arguments": {
-                **{"output_dir": str(folder), "max_steps": 1, "report_to": "none", "save_strategy": "no"},
-                **{"per_device_train_batch_size": 2, "effective_batch_size": 2, "disable_tqdm": True},
-            },
-        },
-        also={
-            "processing_class": ("tokenizer",),
-            "train_dataset": ("dataset",),
-            "training_arguments": ("is not a field of TrainingArguments",),
-        },
-        is_slow=True,
-    ),
     "plan": Call(
         m.plan,
         lambda folder: {

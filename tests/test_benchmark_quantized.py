@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import quantized
-
-from hf_memopt.demo.docstring_task import read_docstrings, source_files
+from demo_task import read_docstrings, source_files
 
 # peft 0.21 still asks transformers 5.23 under the names of 5.17
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

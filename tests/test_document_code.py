@@ -133,8 +133,6 @@ def test_command_of_the_page_answers(page, command, reader, monkeypatch) -> None
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **settings: reader["tokenizer"])
     monkeypatch.setattr(data_files, "hub_answers", lambda: False)
     words = shlex.split(command)[1:]
-    if words[0] == "demo":
-        return
     if words[0] == "run":  # ends its process with the script
         subprocess.run([sys.executable, "-m", "hf_memopt", *words], check=True, timeout=600)
         return

@@ -84,9 +84,8 @@ ALLOWED = {
     "rows": {"ground"},
     "memory": {*BELOW, "reports"},
     "recipes": {*BELOW, *ROOMS, "reports"},
-    "demo": {*BELOW, *ROOMS, "recipes"},
     "rehearsal": {*BELOW, *ROOMS, "reports", "recipes"},
-    "cli": {*BELOW, *ROOMS, "reports", "recipes", "demo", "rehearsal"},
+    "cli": {*BELOW, *ROOMS, "reports", "recipes", "rehearsal"},
     "__main__": {"cli"},
 }
 
@@ -172,7 +171,7 @@ def used_names(paths: Iterable[Path]) -> dict[str, set[str]]:
 
 
 USED = used_names(modules())
-USED_BY_TESTS = used_names(Path(__file__).parent.rglob("*.py"))
+USED_BY_TESTS = used_names(path for folder in ("tests", "examples") for path in (PACKAGE.parent / folder).rglob("*.py"))
 
 
 def depth(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""The command line: ``hf-memopt demo | gpus | presets | lengths | estimate | plan | rehearse | run``, ...
+"""The command line: ``hf-memopt gpus | presets | lengths | estimate | plan | rehearse | run``, ...
 
 ``python -m hf_memopt ...`` does the same.
 
@@ -27,11 +27,16 @@ import typer
 from typer.core import TyperGroup
 
 import hf_memopt.cli.options as given
-from hf_memopt.cli.command import BEFORE, MACHINE, TRYING_OUT, Command, examples_of, function_of, print_error, spinner
+from hf_memopt.cli.command import BEFORE, MACHINE, Command, examples_of, function_of, print_error, spinner
 from hf_memopt.errors import MissingExtraError, did_you_mean, reason
 from hf_memopt.notices import PrintableRecord, printable, quoted
 from hf_memopt.plain_data import check_word, packaged_rows
 from hf_memopt.plotting import THEMES, check_picture, in_theme
+
+GONE = {
+    "demo": "expected a program in the checkout. Call: make demo, or python examples/demo",
+    "measure": "expected 'rehearse'. Call: hf-memopt rehearse train.py",
+}
 
 
 class _Commands(TyperGroup):
@@ -51,14 +56,12 @@ class _Commands(TyperGroup):
             sys.exit(2)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] == "measure":
-            raise ValueError(
-                "'measure' was removed after 0.5.0; expected 'rehearse'. Call: hf-memopt rehearse train.py"
-            )
+        if args[0] in GONE:
+            raise ValueError(f"{args[0]!r} was removed after 0.5.0; {GONE[args[0]]}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (BEFORE, MACHINE, TRYING_OUT)}
+        groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (BEFORE, MACHINE)}
         for name, command in self.commands.items():
             heading = getattr(command, "rich_help_panel", None) or BEFORE
             groups[heading].append((name, command.get_short_help_str(formatter.width)))
@@ -153,12 +156,6 @@ def _alone(
         raise typer.Exit(2)
 
 
-def _demo(options: given.DemoOptions, context: typer.Context) -> None:
-    from hf_memopt.demo import run_demo
-
-    run_demo(**vars(options))
-
-
 def _doctor(options: given.DoctorOptions, context: typer.Context) -> int:
     from hf_memopt.terminal import Console
 
@@ -189,7 +186,6 @@ def _of_module(name: str) -> Callable[[Any, typer.Context], int | None]:
 
 
 for name, group, options, run in (
-    ("demo", TRYING_OUT, given.DemoOptions, _demo),
     ("gpus", BEFORE, given.GpusOptions, _of_module("gpus")),
     ("presets", BEFORE, given.PresetsOptions, _of_module("presets")),
     ("lengths", BEFORE, given.LengthsOptions, _of_module("lengths")),

@@ -327,4 +327,4 @@ def print_error(message: str) -> None:
     print_coloured("\n".join(wrapped(line, console) for line in lines), console)
 
 
-BEFORE, MACHINE, TRYING_OUT = "Before the run", "On the machine that trains", "To try out and compare"
+BEFORE, MACHINE = "Before the run", "On the machine that trains"

@@ -15,7 +15,6 @@ from typing import Any
 import typer
 
 MOST_COUNT = 2**31 - 1  # the product of two such counts still fits into numpy's 64-bit integers
-MOST_SEED = 2**32 - 1  # that numpy takes
 MODEL, DATA, GPU, STEP, CHANGE = "Model", "Model and data", "GPU", "Step", "What may change"
 FILE, BATCHES, OUTPUT = "Data", "Batches", "Output"
 """The groups of options in the help."""
@@ -76,25 +75,6 @@ def _json(group: str | None = None) -> Any:
 
 
 @dataclass(frozen=True)
-class DemoOptions:
-    """Train on a GPU that is too small, which this CPU pretends to be.
-
-    A small BERT learns from the standard library's docstrings: stock runs out of memory, auto_find_batch_size trains
-    something else, hf_memopt trains the same. Then what plan chooses, and a model larger than the GPU.
-
-    Examples:
-      hf-memopt demo
-      hf-memopt demo -n 200 --json figures.json
-    """
-
-    output: Path = _option(Path("hf-memopt-demo"), "Folder for the trained model.", "DIR", "-o", show_default=True)
-    json_file: Path | None = _option(None, "Also write the figures to this file.", "FILE", "--json")
-    epochs: int = _option(1, "Passes over the training texts.", "N", "-e", min=1, show_default=True)
-    seed: int = _option(0, "Seed of the weights and the data order.", "N", min=0, max=MOST_SEED, show_default=True)
-    max_train: int = _option(2560, "Train on the first N texts.", "N", "-n", min=1, show_default=True)
-
-
-@dataclass(frozen=True)
 class GpusOptions:
     """List the GPUs that are known by name.
 
@@ -115,14 +95,9 @@ class PresetsOptions:
     Examples:
       hf-memopt presets
       hf-memopt presets 8gb-gpu
-      hf-memopt presets 8gb-gpu --model gpt2 -s 512
     """
 
     name: str | None = _argument("The preset to explain, with the reason for each difference.", default=None)
-    model: str | None = _option(
-        None, "Of the named preset: the set-up that holds this model, as plan chooses it.", "NAME", "-m"
-    )
-    seq_len: int | None = _option(None, "Tokens of the longest row of --model.", "N", "-s", min=1)
     json_output: bool = _json()
 
 

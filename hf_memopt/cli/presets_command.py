@@ -30,13 +30,7 @@ PRESETS_COLUMNS = 76  # of a terminal; on a narrower one the GPUs would be cut w
 
 def run(options: PresetsOptions, context: Any) -> None:
     """Print the presets, or one of them with its reasons."""
-    name, model, console = options.name, options.model, Console()
-    if name is None and (model is not None or options.seq_len is not None):
-        given = f"seq_len={options.seq_len}" if model is None else f"model={model!r}"
-        raise ValueError(
-            f"{given} has no preset to begin with; expected both. "
-            f"Call: hf-memopt presets 8gb-gpu --model {model or 'gpt2'}"
-        )
+    name, console = options.name, Console()
     if name is None:
         if options.json_output:
             found = {key: json.loads(value.to_json()) for key, value in PRESETS.items()}
@@ -44,10 +38,9 @@ def run(options: PresetsOptions, context: Any) -> None:
         else:
             _print_presets(console)
         return
-    what = "looking at this machine" if model is None else f"estimating {model}"
-    is_long = (name == "auto" or model is not None) and not options.json_output
-    with spinner(what, Console(stderr=True), shown=is_long):
-        chosen = recipe(name, model, seq_len=options.seq_len)
+    is_long = name == "auto" and not options.json_output
+    with spinner("looking at this machine", Console(stderr=True), shown=is_long):
+        chosen = recipe(name)
     if options.json_output:
         console.out(chosen.to_json(), highlight=False)
     else:

@@ -5,4 +5,3 @@ from .recipe_class import Recipe as Recipe
 from .resolved_arguments import largest_divisor as largest_divisor
 from .resolved_arguments import sixteen_bits_here as sixteen_bits_here
 from .resolved_arguments import stock_arguments as stock_arguments
-from .wired_trainer import callbacks_of as callbacks_of

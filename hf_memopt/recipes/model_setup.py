@@ -107,7 +107,7 @@ def _check_quantisation(recipe: Recipe, model: nn.Module) -> None:
     if quantized and recipe.lora is None:
         raise ValueError(
             f"model=<{name}> has quantised weights, which have no gradient, and lora=None; expected adapters. "
-            "Call: recipe.replace(lora=16).trainer(...)"
+            "Call: recipe.replace(lora=16).prepare_model(model)"
         )
     task = task_of(model) if quantized else None
     new = head_for(task).new

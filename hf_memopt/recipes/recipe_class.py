@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +23,6 @@ from hf_memopt.plain_data import (
     check_word,
     checked_path,
     from_object,
-    items_of,
     parse_object,
     shown,
 )
@@ -32,7 +31,7 @@ from hf_memopt.recipes.resolved_arguments import resolve_arguments
 # What a recipe turns into needs torch and transformers, and is imported there: the presets are read without them.
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback, TrainingArguments
 
     from hf_memopt.batching.collation import BucketedCollator
     from hf_memopt.memory.settings import StepSettings
@@ -51,6 +50,10 @@ def _choice(default: Any, why: str) -> Any:
 @dataclass(frozen=True)
 class Recipe:
     """A set-up of the stock Trainer as plain data; ``print`` shows every choice with its reason.
+
+    Its methods give the parts of a Trainer: ``model_kwargs`` for ``from_pretrained``, ``prepare_model``,
+    ``training_arguments``, ``collator``, ``optimizer`` and ``callbacks``. ``bucketed`` arranges the data; ``attach``
+    comes last.
 
     Attributes:
         name: what the recipe is called.
@@ -300,10 +303,9 @@ class Recipe:
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Return the model with the recipe's adapters, all else frozen, and what is trained in float32.
 
-        ``Recipe.trainer`` calls it; call it yourself for another Trainer. The order is that of a QLoRA run: PEFT's
-        ``get_peft_model``, then ``prepare_quantized`` in place of PEFT's ``prepare_model_for_kbit_training``; the
-        Trainer switches checkpointing on afterwards. A model without ``lora``, or with adapters of its own, is returned
-        as it is.
+        The order is that of a QLoRA run: PEFT's ``get_peft_model``, then ``prepare_quantized`` in place of PEFT's
+        ``prepare_model_for_kbit_training``; the Trainer switches checkpointing on afterwards. A model without ``lora``,
+        or with adapters of its own, is returned as it is.
 
         Args:
             model: as ``from_pretrained(name, **recipe.model_kwargs())`` returned it. Changed in place.
@@ -315,7 +317,10 @@ class Recipe:
         """
         from hf_memopt.recipes.model_setup import prepared_model
 
-        return prepared_model(self, model)[0]
+        prepared, changes = prepared_model(self, model)
+        for change in changes:
+            logger.info("%s: %s", self.name, change)
+        return prepared
 
     @property
     def accumulates(self) -> bool:
@@ -357,10 +362,12 @@ class Recipe:
     def callbacks(self) -> list[TrainerCallback]:
         """Return new callbacks for a Trainer that ``attach`` is called on: freezing, float32 weights and autocast's
         cache, 32-bit embeddings of an 8-bit optimizer, fp16's overflow, micro-batches after out of memory, the report.
-        """
-        from hf_memopt.recipes.wired_trainer import callbacks_of
 
-        return callbacks_of(self, self.optim)
+        Micro-batches are left out beside something else of the recipe with which they do not work.
+        """
+        from hf_memopt.recipes.own_parts import callbacks_of
+
+        return callbacks_of(self)
 
     def collator(self, tokenizer: Any, *, causal_lm: bool = False) -> BucketedCollator:
         """Return the collator that pads every batch to its own longest row, and labels the tokens of a causal LM."""
@@ -368,41 +375,29 @@ class Recipe:
 
         return BucketedCollator(tokenizer, causal_lm=causal_lm, pad_to_multiple_of=self.pad_to_multiple_of)
 
-    def trainer(
-        self,
-        *,
-        model: Any = None,
-        train_dataset: Any = None,
-        processing_class: Any = None,
-        training_arguments: Mapping[str, Any] | None = None,
-        callbacks: Iterable[TrainerCallback] = (),
-        **trainer_kwargs: Any,
-    ) -> Trainer:
-        """Return a stock ``transformers.Trainer`` with everything wired: arguments, bucketed data, collator, callbacks.
+    def optimizer(self, args: TrainingArguments, model: nn.Module) -> tuple[Any, dict[str, Any]] | None:
+        """Return what ``Trainer(optimizer_cls_and_kwargs=...)`` takes: of gradient release, of 16-bit weights, or None.
 
         Args:
-            model: as for Trainer; or ``model_init=`` among the other keywords.
-            train_dataset: tokenised examples, read in bucketed order; ``eval_dataset=`` among the other keywords is
-                read sorted by length, with the results in its own order.
-            processing_class: the tokenizer, or of sound the feature extractor; not needed for images, or if
-                ``data_collator=`` is given. A causal LM whose examples have no labels learns to predict their tokens;
-                masks of what is learned are for ``read_rows``.
-            training_arguments: fields of TrainingArguments, and ``effective_batch_size``.
-            callbacks: yours, after the recipe's.
-            trainer_kwargs: anything else that Trainer takes.
-
-        Raises:
-            TypeError, ValueError: see ``training_arguments``, ``bucketed`` and ``attach``.
+            args: of ``training_arguments``.
+            model: of ``prepare_model``.
         """
-        from hf_memopt.recipes.wired_trainer import build_trainer
+        from hf_memopt.recipes.own_parts import optimizer_of
 
-        given = items_of(callbacks)
-        if given is None:
-            raise TypeError(
-                f"callbacks={shown(callbacks)} is no list of callbacks; expected one. Pass callbacks=[callback]"
-            )
-        data = {"train_dataset": train_dataset, "processing_class": processing_class}
-        return build_trainer(self, model, training_arguments, given, **data, **trainer_kwargs)
+        return optimizer_of(self, args, model)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _GONE:
+            raise AttributeError(f"Recipe.{name} was removed after 0.5.0; {_GONE[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+_GONE = {
+    "trainer": "expected the lines that build a Trainer. Call: print(plan(model, gpu=...).script()), or see "
+    "docs/getting-started.md",
+    "distributed": "expected a launcher's own options. Call: torchrun --nproc_per_node=2 train.py; what it needs, "
+    "hf-memopt rehearse --gpus 2 train.py tells",
+}
 
 
 # ---- Fields that contradict each other ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from five_lines import trainer_of
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -390,8 +391,13 @@ def test_other_batches_go_the_stock_way_and_the_saved_config_is_stocks(tmp_path)
 def test_a_recipes_trainer_takes_packed_rows(tmp_path):
     view = packed(Dataset.from_list(examples()), ROW)
     settings = {"output_dir": str(tmp_path), "max_steps": 2, "use_cpu": True, "report_to": "none"}
-    trainer = recipe("auto").trainer(
-        model=tiny.llama(), train_dataset=view, processing_class=tiny.tokenizer(), training_arguments=settings
+    settings |= {"per_device_train_batch_size": 1, "effective_batch_size": 4}
+    trainer = trainer_of(
+        recipe("auto").replace(bucketing=False),
+        model=tiny.llama(),
+        train_dataset=view,
+        processing_class=tiny.tokenizer(),
+        training_arguments=settings,
     )
     trainer.train()
     assert trainer.args.per_device_train_batch_size == 1

@@ -202,7 +202,6 @@ VERBS = {
     "lengths": ("hf_memopt.cli.lengths_command.file_lengths", ["data.csv"]),
     "estimate": ("hf_memopt.memory.estimate", ["gpt2", "--seq-len", "8"]),
     "doctor": ("hf_memopt.cli.doctor.examine", []),
-    "demo": ("hf_memopt.demo.run_demo", []),
 }
 A_BUG = "hf-memopt failed ({}), which is a bug in hf-memopt; please report it. Set HF_MEMOPT_DEBUG=1 for the traceback"
 OUT_OF_MEMORY = (

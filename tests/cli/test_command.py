@@ -58,7 +58,7 @@ def test_the_presets_cut_no_word(columns: str, widest: int) -> None:
     assert {"optimizer", *PRESETS, *(recipe.optim for recipe in PRESETS.values())} <= set(shown.split())
 
 
-COMMANDS = ("demo", "gpus", "presets", "lengths", "estimate", "report", "rehearse", "doctor")
+COMMANDS = ("gpus", "presets", "lengths", "estimate", "report", "rehearse", "doctor")
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
@@ -74,7 +74,7 @@ def test_the_help_of_every_command_fits_the_terminal_and_ends_with_examples(colu
 def test_commands_are_listed_in_groups() -> None:
     shown = runner.invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout
     headings = re.findall(r"^(\w[\w ]+):$", shown, re.MULTILINE)
-    assert headings == ["Options", "Before the run", "On the machine that trains", "To try out and compare"]
+    assert headings == ["Options", "Before the run", "On the machine that trains"]
     assert set(re.findall(r"^  (\w+)  ", shown, re.MULTILINE)) >= {*COMMANDS, "plan"}
 
 

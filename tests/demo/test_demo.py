@@ -1,42 +1,31 @@
-"""The demo: one run on a small library with the set-ups in this process, one child, bad input and interruption."""
+"""The demo: one run on a small library, what it prints, and the pretended GPU."""
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
-import os
-import shutil
-import signal
+import re
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
+import outcomes
 import pytest
+import set_ups
 import torch
+from outcomes import TITLES, print_results, run_demo, sentence
+from pretended_gpu import PretendedGpu
 from rich.console import Console
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-import tiny
-from hf_memopt.demo import run as demo
-from hf_memopt.demo import run_demo, training
-from hf_memopt.demo.docstring_task import docstring_task, read_docstrings, source_files
-from hf_memopt.demo.pretended_gpu import PretendedGpu
-from hf_memopt.demo.run import TITLES, prepare, print_results, run_child, sentence
-
-TINY = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}
-LARGE = {"num_hidden_layers": 11, "hidden_size": 320, "num_attention_heads": 5, "intermediate_size": 1280}
-SMALL: dict[str, Any] = {"limit_bytes": 48 * 2**20, "sizes": (TINY, LARGE)}
+TINY = {"num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512}
+LARGE = {"num_hidden_layers": 10, "hidden_size": 288, "num_attention_heads": 2, "intermediate_size": 1152}
+LIMIT_BYTES = 32 * 2**20
 KEYS = {
     *("steps", "planned_steps", "times_out_of_memory", "peak_bytes", "predicted_peak_bytes"),
-    *("examples_per_second", "accuracy", "settings", "losses"),
+    *("examples_per_second", "accuracy", "losses"),
 }
+DEMO = Path(outcomes.__file__).parent
 
 
 def make_library(folder: Path) -> Path:
@@ -49,51 +38,29 @@ def make_library(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A small library in the place of the standard one, for this process."""
-    folder = make_library(tmp_path_factory.mktemp("python") / "library")
-    original = sysconfig.get_path
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """One run on a small library in the place of the standard one; its figures, and what it printed."""
+    library = make_library(tmp_path_factory.mktemp("python") / "library")
+    original, printed = sysconfig.get_path, io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sysconfig, "get_path", lambda name: str(folder) if name == "stdlib" else original(name))
-        yield folder
-
-
-def earlier_demo(output: Path) -> Path:
-    """Write a folder as an earlier demo left it."""
-    output.mkdir()
-    (output / "config.json").write_text("earlier")
-    (output / "demo.json").write_text("{}")
-    return output
-
-
-# ---- The whole run --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def run(library: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """One run over an earlier demo, the set-ups in this process; the folder it ran in, and what it printed."""
-    folder = tmp_path_factory.mktemp("run")
-    (earlier_demo(folder / "out") / "notes.txt").write_text("mine")
-    printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(demo, "run_child", training.run_setup)
-        patch.setattr(training, "LARGE_STEPS", 3)
-        run_demo(folder / "out", json_file=folder / "figures.json", max_train=96, **SMALL)
-    return folder, printed.getvalue()
+        patch.setattr(sysconfig, "get_path", lambda name: str(library) if name == "stdlib" else original(name))
+        patch.setattr(sys, "stdout", printed)
+        for name, value in (("MODEL", TINY), ("LARGE_MODEL", LARGE), ("CUT_STEPS", 2)):
+            patch.setattr(set_ups, name, value)
+        figures = run_demo(str(tmp_path_factory.mktemp("run")), texts=96, limit_bytes=LIMIT_BYTES)
+    return figures, printed.getvalue()
 
 
 @pytest.fixture
-def figures(run: tuple[Path, str]) -> Any:
-    return json.loads((run[0] / "figures.json").read_text())
+def figures(run: tuple[Any, str]) -> Any:
+    return run[0]
 
 
 def test_the_figures_have_every_set_up(figures: Any) -> None:
-    keys = ["unlimited", "stock", "auto_find_batch_size", "memopt", "planned", "streamed", "versions"]
-    assert list(figures) == keys
-    assert {"python", "torch", "transformers", "bitsandbytes", "hf-memopt", "device"} <= figures.pop("versions").keys()
+    assert list(figures) == ["unlimited", "stock", "auto_find_batch_size", "memopt", "planned", "streamed"]
     for name, one in figures.items():
         assert one.keys() >= KEYS
-        assert name == "unlimited" or one["peak_bytes"] <= one["limit_bytes"] == SMALL["limit_bytes"]
+        assert name == "unlimited" or one["peak_bytes"] <= one["limit_bytes"] == LIMIT_BYTES
 
 
 def test_stock_runs_out_of_memory_and_says_what_cuda_says(figures: Any) -> None:
@@ -103,10 +70,11 @@ def test_stock_runs_out_of_memory_and_says_what_cuda_says(figures: Any) -> None:
     assert stock["predicted_peak_bytes"] > stock["limit_bytes"]  # it was known before
 
 
-def test_stock_that_finds_a_batch_size_trains_something_else(figures: Any) -> None:
+def test_stock_that_finds_a_batch_size_begins_another_training_and_is_cut_off(figures: Any) -> None:
     found, whole = figures["auto_find_batch_size"], figures["unlimited"]
     assert found["batch_size"] < whole["batch_size"]
-    assert found["steps"] == found["planned_steps"] > whole["steps"]
+    assert found["planned_steps"] > whole["planned_steps"]
+    assert (found["steps"], found["accuracy"]) == (2, None)
     assert found["times_out_of_memory"] >= 1
 
 
@@ -139,31 +107,9 @@ def test_the_predicted_peak_is_near_the_measured_one(setup: str, figures: Any) -
     assert 0.9 * one["peak_bytes"] <= one["predicted_peak_bytes"] <= 1.1 * one["peak_bytes"] + 12 * 2**20
 
 
-def test_the_saved_model_is_the_one_that_was_measured(run: tuple[Path, str], figures: Any) -> None:
-    output = run[0] / "out"
-    marker = json.loads((output / "demo.json").read_text())
-    assert marker["figures"] == figures
-    task = docstring_task(read_docstrings(source_files()))
-    assert marker["labels"] == list(task.labels)
-    model = AutoModelForSequenceClassification.from_pretrained(output)
-    assert [model.config.id2label[i] for i in range(20)] == list(task.labels)
-    tokenizer = AutoTokenizer.from_pretrained(output)
-    with torch.no_grad():
-        singly = [model(**tokenizer(text, return_tensors="pt")).logits.argmax().item() for text in task.test_texts]
-    assert training.predict_labels(model, tokenizer, task.test_texts, batch_size=7) == singly
-    hits = sum(one == other for one, other in zip(singly, task.test_labels, strict=True))
-    assert figures["memopt"]["accuracy"] == hits / len(singly)
-
-
-def test_the_run_replaces_the_earlier_demo_and_leaves_nothing_beside_it(run: tuple[Path, str]) -> None:
-    assert sorted(entry.name for entry in run[0].iterdir()) == ["figures.json", "out"]
-    assert (run[0] / "out" / "config.json").read_text() != "earlier"
-    assert (run[0] / "out" / "notes.txt").read_text() == "mine"
-    demo.check_output(run[0] / "out")  # the next demo may replace it in turn
-
-
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_results_fit_into_the_terminal(width: int, run: tuple[Path, str], figures: Any) -> None:
+def test_the_results_fit_into_the_terminal(width: int, run: tuple[Any, str]) -> None:
+    figures, printed = run
     console = Console(width=width, file=io.StringIO(), highlight=False)
     print_results(figures, console)
     assert isinstance(console.file, io.StringIO)
@@ -171,15 +117,17 @@ def test_the_results_fit_into_the_terminal(width: int, run: tuple[Path, str], fi
     assert max(map(len, lines)) <= width
     table = {name: next(line.split() for line in lines if line.startswith(title)) for name, title in TITLES.items()}
     for name, one in figures.items():
-        if name != "versions":
-            assert f"{one['steps']}/{one['planned_steps']}" in table[name]
-            assert f"{one['predicted_peak_bytes'] / 2**20:,.0f}" in table[name]
+        assert f"{one['steps']}/{one['planned_steps']}" in table[name]
+        assert f"{one['predicted_peak_bytes'] / 2**20:,.0f}" in table[name]
     text = " ".join(" ".join(lines).split())
     assert all(sentence(name, figures) in text for name in TITLES)
-    assert "pretended by a limit on what torch allocates" in " ".join(run[1].split())
+    assert "pretended by a limit on what torch allocates" in " ".join(printed.split())
 
 
-# ---- The pretended GPU ----------------------------------------------------------------------------------------------
+def test_the_program_says_what_it_does() -> None:
+    shown = subprocess.run([sys.executable, str(DEMO), "--help"], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("usage: python examples/demo [-h]")
+    assert "a CPU that pretends to be a GPU too small" in re.sub(r"\s+", " ", shown)
 
 
 def test_a_pretended_gpu_counts_what_is_alive() -> None:
@@ -200,121 +148,3 @@ def test_a_pretended_gpu_counts_what_is_alive() -> None:
         del one, view, two
         assert gpu.allocated_bytes == 4096
     assert gpu.times_out_of_memory == 1
-
-
-# ---- A child --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_child_trains_the_same_and_prints_nothing(
-    run: tuple[Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    prepare(tmp_path, max_train=96, console=Console(stderr=True))
-    figures = run_child(tmp_path, "stock", seed=0, epochs=1, **SMALL)
-    assert capfd.readouterr().out == ""  # standard output is for the results
-    here = json.loads((run[0] / "figures.json").read_text())["stock"]
-    assert figures.keys() == here.keys()
-    for name in ("message", "steps", "peak_bytes", "predicted_peak_bytes"):
-        assert figures[name] == here[name]
-
-
-def test_a_failed_child_ends_the_demo_and_the_output_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = SimpleNamespace(train_texts=[], test_texts=[], labels=[])
-    monkeypatch.setattr(demo, "prepare", lambda *_, **__: nothing)
-    output = earlier_demo(tmp_path / "out")
-    before = tiny.files_of(tmp_path)
-    monkeypatch.setattr(demo.sys, "executable", shutil.which("false"))
-    with pytest.raises(ChildProcessError) as error:
-        run_demo(output)
-    assert str(error.value) == "no limit failed with exit code 1; its error is printed above"
-    assert tiny.files_of(tmp_path) == before
-    assert list(tmp_path.iterdir()) == [output]
-
-
-START = """
-import sys
-from types import SimpleNamespace
-from hf_memopt.cli.app import main
-from hf_memopt.demo import run
-run.prepare = lambda *_, **__: SimpleNamespace(train_texts=[], test_texts=[], labels=[])
-sys.argv[1:] = ["demo", "--output", sys.argv[1]]
-main()
-"""
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"nothing after {seconds} s")
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_only_what_was_there(tmp_path: Path) -> None:
-    output = earlier_demo(tmp_path / "out")
-    before = tiny.files_of(tmp_path)
-    # A session of its own: Ctrl-C in a terminal reaches the demo and its child, and must not reach the tests.
-    # A shell's background job ignores Ctrl-C, and so do its children unless they are told otherwise.
-    process = subprocess.Popen(
-        [sys.executable, "-c", START, str(output)],
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    parent = psutil.Process(process.pid)
-    (child,) = wait_for(lambda: [each for each in parent.children() if "hf_memopt.demo.run" in each.cmdline()])
-    os.killpg(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, b"")
-    assert tiny.files_of(tmp_path) == before
-    assert list(tmp_path.iterdir()) == [output]
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE  # a container may have nobody to reap it
-
-
-# ---- Bad input: found before anything is written --------------------------------------------------------------------
-
-
-def refusal(output: Path, **settings: Any) -> str:
-    """Return the error text of a demo that must not start."""
-    with pytest.raises(ValueError) as error:
-        run_demo(output, **settings)
-    return str(error.value)
-
-
-def test_an_output_that_no_demo_wrote_is_refused(tmp_path: Path) -> None:
-    rule = "expected a new folder or that of an earlier demo. Call: hf-memopt demo --output another-folder"
-    missing = tmp_path / "missing" / "out"
-    assert refusal(missing) == f"output='{missing}' lies in a folder that does not exist; {rule}"
-    file = tmp_path / "file"
-    file.write_text("mine")
-    assert refusal(file) == f"output='{file}' is not a folder; {rule}"
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "notes.txt").write_text("mine")
-    before = tiny.files_of(tmp_path)
-    assert refusal(output) == f"output='{output}' holds what no demo wrote; {rule}"
-    assert tiny.files_of(tmp_path) == before
-
-
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    demo.check_output(tmp_path)
-
-
-def test_a_json_file_that_cannot_be(tmp_path: Path) -> None:
-    rule = "is a folder or is in a missing one; expected a file in an existing folder. Pass"
-    for file in (tmp_path, tmp_path / "missing" / "figures.json"):
-        assert refusal(tmp_path / "out", json_file=file) == f"json_file='{file}' {rule} {file.name} to write it here"
-
-
-def test_names_that_are_too_long(tmp_path: Path) -> None:
-    rule = "cannot be a path (File name too long); expected text or a pathlib.Path. Pass another path"
-    assert refusal(tmp_path / ("x" * 300)).endswith(rule)
-    assert refusal(tmp_path / "out", json_file=tmp_path / ("x" * 300)).endswith(rule)
-
-
-def test_a_python_without_sources_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
-    with pytest.raises(ValueError, match="holds no Python sources"):
-        run_demo(tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []

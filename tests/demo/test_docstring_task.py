@@ -13,9 +13,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import pytest
-from transformers import AutoTokenizer
-
-from hf_memopt.demo.docstring_task import (
+from docstring_task import (
     LABELS,
     VOCABULARY_TOKENS,
     DocstringTask,
@@ -24,6 +22,7 @@ from hf_memopt.demo.docstring_task import (
     source_files,
     train_tokenizer,
 )
+from transformers import AutoTokenizer
 
 TRAINING_TEXTS = ["Return the absolute path.", "Parse the header; return a Message.", "Überschreibe nichts."] * 3
 

@@ -25,7 +25,6 @@ LINES = {
     "report by its name": ["report", f"{NAME}.json", "--output", "o.html", "--force"],
     "report of one": ["report", "run_a.json"],
     "presets": ["presets", NAME],
-    "presets --model": ["presets", "8gb-gpu", "--model", NAME],
     "no such command": ["ladder", NAME],
     "no such option": [f"--{NAME}"],
     "no such option of a command": ["doctor", f"--{NAME}"],

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import typer.main
@@ -29,7 +28,6 @@ numbers = itertools.count()
 BUG = "which is a bug in hf-memopt"
 
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "demo": (),
     "gpus": ("3060",),
     "presets": ("4gb-gpu",),
     "lengths": ("rows.jsonl",),
@@ -38,7 +36,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "report": ("memopt_run.json", "--output", "page.html"),
     "doctor": (),
 }
-"""Valid arguments of each command, quick ones. ``demo`` ends before it reads its texts."""
+"""Valid arguments of each command, quick ones."""
 
 PARAMETERS = {name: command.params for name, command in typer.main.get_command(app).commands.items()}
 OPTIONS = {
@@ -74,7 +72,7 @@ def run(arguments: Sequence[str], made: Path, folder: Path) -> Any:
     before, former = tiny.files_of(folder), Path.cwd()
     try:
         os.chdir(folder)
-        with limited(), patch("hf_memopt.demo.run.prepare", side_effect=ValueError("no texts; expected some. Stop")):
+        with limited():
             done = CliRunner().invoke(app, list(arguments))
         shown = f"{done.stdout[-500:]}\n{done.stderr[-1500:]}"
         assert done.exception is None or isinstance(done.exception, SystemExit), (done.exception, shown)
@@ -96,7 +94,7 @@ def run(arguments: Sequence[str], made: Path, folder: Path) -> Any:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_with_every_word(name: str, made: Path, tmp_path: Path) -> None:
     """What takes longer than a check of options is drawn below."""
-    words = WORDS if name in ("demo", "gpus", "presets", "lengths", "report") else WORDS[:21]
+    words = WORDS if name in ("gpus", "presets", "lengths", "report") else WORDS[:21]
     for option in OPTIONS[name]:
         if name in ("estimate", "plan", "doctor") and option in FLAGS[name]:
             continue

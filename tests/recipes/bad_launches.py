@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from five_lines import trainer_of
 from transformers import Trainer, TrainingArguments
 
 import tiny
@@ -34,8 +35,12 @@ def attach_with(folder: str, **settings: Any) -> None:
 def release(folder: str) -> None:
     recipe = RECIPE.replace(gradient_release=True)
     settings = {**SEEN, "output_dir": folder, "per_device_train_batch_size": 4}
-    recipe.trainer(
-        model=tiny.bert(), train_dataset=tiny.rows(8), processing_class=tiny.tokenizer(), training_arguments=settings
+    trainer_of(
+        recipe,
+        model=tiny.bert(),
+        train_dataset=tiny.rows(8),
+        processing_class=tiny.tokenizer(),
+        training_arguments=settings,
     )
 
 

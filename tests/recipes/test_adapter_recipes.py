@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from five_lines import trainer_of
 
 import tiny
 from hf_memopt import OverflowCallback, Recipe, add_adapters, estimate, plan, recipe
@@ -34,7 +35,7 @@ def answer_as(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("hf_memopt.devices", "hf_memopt.devices.precision_support"):
         monkeypatch.setattr(f"{module}.choose_precision", lambda *, use_cpu=False: precision)
         monkeypatch.setattr(f"{module}.accelerator_type", lambda: "cuda")
-    monkeypatch.setattr("hf_memopt.recipes.wired_trainer.choose_precision", lambda *, use_cpu=False: precision)
+    monkeypatch.setattr("hf_memopt.recipes.own_parts.choose_precision", lambda *, use_cpu=False: precision)
 
 
 @pytest.fixture
@@ -96,16 +97,13 @@ def test_the_recipe_decides_alpha_and_targets() -> None:
     assert (other.peft_config["default"].lora_alpha, other.peft_config["default"].target_modules) == (4, {"q_proj"})
 
 
-def test_a_model_with_adapters_of_its_own_is_left_alone(tmp_path: Path) -> None:
+def test_a_model_with_adapters_of_its_own_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     own = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model: Any = peft.get_peft_model(tiny.llama(), own)
-    assert PLAIN.replace(lora=8).prepare_model(model) is model
     assert PLAIN.prepare_model(model) is model
-    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
-    data = {"train_dataset": ROWS, "processing_class": tiny.tokenizer(), "training_arguments": arguments}
-    trainer: Any = PLAIN.replace(lora=8, micro_batching=False).trainer(model=model, **data)
-    [change] = [one for one in trainer.memopt_changes if one.name == "lora"]
-    assert str(change) == 'lora: 8 -> "the model\'s own" (PeftModelForCausalLM has adapters already)'
+    with caplog.at_level("INFO"):
+        assert PLAIN.replace(lora=8).prepare_model(model) is model
+    assert 'lora: 8 -> "the model\'s own" (PeftModelForCausalLM has adapters already)' in caplog.text
 
 
 def test_targets_that_cannot_be_adapted_are_refused_by_the_estimate_too() -> None:
@@ -133,7 +131,7 @@ def test_adapters_and_weights_that_do_not_fit_the_recipe_are_refused(tmp_path: P
     new_head = load(tmp_path, **qlora.model_kwargs(task="sequence-classification"))
     assert message_of(PLAIN.prepare_model, new_head) == (
         "model=<BertForSequenceClassification> has quantised weights, which have no gradient, and lora=None; expected "
-        "adapters. Call: recipe.replace(lora=16).trainer(...)"
+        "adapters. Call: recipe.replace(lora=16).prepare_model(model)"
     )
     adapted = qlora.prepare_model(new_head)
     assert {
@@ -242,17 +240,15 @@ def test_gradient_release_refuses_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert message_of(released.changes, fp16=True).startswith("gradient release and fp16 are incompatible: ")
 
 
-def test_an_optimizer_of_the_callers_own_is_refused_beside_one_of_the_recipe(tmp_path: Path) -> None:
+def test_the_optimizer_of_a_recipe_is_released_or_rounded_or_the_trainers(tmp_path: Path) -> None:
     released = PLAIN.replace(gradient_release=True, per_device_train_batch_size=4)
     arguments = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
     settings = {"train_dataset": ROWS, "processing_class": tiny.tokenizer(), "training_arguments": arguments}
-    own = (torch.optim.SGD, {"lr": 0.1})
-    assert message_of(released.trainer, model=tiny.llama(), optimizer_cls_and_kwargs=own, **settings) == (
-        "optimizer_cls_and_kwargs is given, and gradient_release=True makes an optimizer of its own; expected only one "
-        "of them. Pass training_arguments={'optim': ...}, or recipe.replace(gradient_release=...)"
-    )
-    trainer = released.trainer(model=tiny.llama(), **settings)
+    trainer: Any = trainer_of(released, model=tiny.llama(), **settings)
     assert trainer.optimizer_cls_and_kwargs[0].__name__ == "ReleasedAdamW"
+    args, rounded = PLAIN.training_arguments(**arguments), PLAIN.replace(weights_dtype="bfloat16", rounding="kahan")
+    assert rounded.optimizer(args, tiny.llama())[0].technique == "16-bit weights"
+    assert PLAIN.optimizer(args, tiny.llama()) is None
 
 
 def test_offload_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

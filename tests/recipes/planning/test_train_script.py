@@ -16,6 +16,7 @@ import PIL.Image
 import pytest
 import torch
 import transformers
+from five_lines import trainer_of
 from installed import install
 from invoked import invoked
 from slow_cases import slow_except
@@ -23,7 +24,16 @@ from tables import refuses
 from tiny_plans import gpu_of
 
 import tiny
-from hf_memopt import Plan, PrecisionCallback, Recipe, estimate_from_arguments, plan, read_rows, recipe
+from hf_memopt import (
+    BucketedCollator,
+    Plan,
+    PrecisionCallback,
+    Recipe,
+    estimate_from_arguments,
+    plan,
+    read_rows,
+    recipe,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
@@ -83,8 +93,11 @@ def trainer_of_recipe(chosen: Recipe, script: Any) -> Any:
     """Return the Trainer that the recipe builds from the model and the data of a script's Trainer."""
     own = {name: getattr(script.args, name) for name in OF_THE_SCRIPT}
     masks = getattr(script.data_collator, "mlm_probability", None)  # without it a masked LM has no labels
-    return chosen.trainer(
-        data_collator=script.data_collator if masks else None,
+    pads = isinstance(script.data_collator, BucketedCollator)
+    own_collator = {"data_collator": script.data_collator} if masks or not pads else {}
+    return trainer_of(
+        chosen.replace(bucketing=False),  # the view is the script's
+        **own_collator,
         model=script.model,
         train_dataset=script.train_dataset,
         eval_dataset=script.eval_dataset,

@@ -121,7 +121,7 @@ def write_plan(
     if text is None:
         has_script = "script" in head_for(found.task).traits
         what = "this model" if has_script else found.task or "a head that is unknown"
-        note = f"there is no script for {what}; call recipe({str(folder / RECIPE)!r}).trainer(...)"
+        note = f"there is no script for {what}; the parts of a Trainer are methods of recipe({str(folder / RECIPE)!r})"
         return Written(folder / RECIPE, None, _commands(found, None), (note,))
     script = folder / SCRIPT
     write_whole(script, text)

@@ -1,7 +1,7 @@
 """Write the training script of a recipe: the stock ``Trainer``, with every choice spelled out beside its reason.
 
 ``train.py.jinja`` has its lines. The arguments are those that ``Recipe.training_arguments`` sets on every machine
-(``stock_arguments``), the callbacks those of ``callbacks_of``, adapters and quantisation the options that
+(``stock_arguments``), the callbacks those of ``Recipe.callbacks``, adapters and quantisation the options that
 ``Recipe.prepare_model`` and ``model_kwargs`` use; ``read_rows`` reads the data. What a recipe does not say (learning
 rate, epochs, when to evaluate and save) has a usual value. A callback with nothing to do is left out.
 """
@@ -27,7 +27,7 @@ from hf_memopt.binding.compatibility import names_of, refusal_of
 from hf_memopt.binding.model import head_for
 from hf_memopt.binding.model_changes import adapter_options, quantization_options
 from hf_memopt.memory.recording import session
-from hf_memopt.recipes import callbacks_of, sixteen_bits_here, stock_arguments
+from hf_memopt.recipes import sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.planning.script.layout import heading_of, laid_out, literal
 from hf_memopt.rows import fitting_format
 from hf_memopt.technique_list import TECHNIQUES, asked_by
@@ -164,7 +164,7 @@ def _callbacks(found: Plan) -> Iterator[tuple[str, str]]:
     """Yield the code of each callback that changes anything and that ``attach`` does not refuse, and its reason."""
     recipe, precision = found.recipe, found.recipe.step_settings().precision
     in_use = [*asked_by(recipe), *(["fp16"] if precision == "fp16" else [])]
-    for one in callbacks_of(recipe, recipe.optim):
+    for one in recipe.callbacks():
         is_refused = any(refusal_of(name, own) is not None for name in in_use for own in names_of(one))
         is_idle = type(one).__name__ == "PrecisionCallback" and not _has_autocast(recipe, found.task, precision)
         is_idle |= type(one).__name__ == "EmbeddingBitsCallback" and found.task == "image-classification"

@@ -1,9 +1,8 @@
 """The demo's data: a text classification task that needs no download, made from the docstrings of the standard library.
 
-The task is to name the top-level module that a docstring comes from, among the ``LABELS`` modules with the most
-docstrings. Sources are read with ``ast`` and never imported. Skipped are test packages and every text that occurs in
-two modules, because it has no single right answer. The split depends on a hash of each text, so it is the same on
-every machine with the same Python; the number of texts differs between versions (3.11: about 4,900).
+The task is to name the top-level module that a docstring comes from, among the ``LABELS`` modules with most of them.
+Skipped are test packages and texts of two modules, which have no single right answer. The split depends on a hash of
+each text, so it is the same on every machine with the same Python (3.11: about 4,900 texts).
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 LABELS = 20
 TEST_FRACTION = 0.2
@@ -31,10 +27,7 @@ TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 @dataclass(frozen=True)
 class DocstringTask:
-    """Texts with the number of their module, split into a training and a test part.
-
-    ``train_labels`` and ``test_labels`` are positions in ``labels``, the names of the modules.
-    """
+    """Texts with the number of their module, a position in ``labels``, split into a training and a test part."""
 
     labels: tuple[str, ...]
     train_texts: tuple[str, ...]
@@ -44,14 +37,7 @@ class DocstringTask:
 
 
 def source_files(standard_library: Path | None = None) -> list[tuple[str, Path]]:
-    """Return ``(top-level module, file)`` of every Python source of the standard library, in a fixed order.
-
-    Args:
-        standard_library: the folder to read; the running Python's own by default.
-
-    Raises:
-        ValueError: the folder holds no sources, as with a zipped or an embedded Python.
-    """
+    """Return ``(top-level module, file)`` of every Python source of the standard library, in a fixed order."""
     root = standard_library if standard_library is not None else Path(sysconfig.get_path("stdlib"))
     files = [
         (module, file)
@@ -86,32 +72,26 @@ def docstring_task(module_of: dict[str, str]) -> DocstringTask:
     number_of = {module: number for number, module in enumerate(labels)}
     in_hash_order = sorted((text for text, module in module_of.items() if module in number_of), key=_fraction)
     split = sum(_fraction(text) < TEST_FRACTION for text in in_hash_order)
-    test, train = in_hash_order[:split], in_hash_order[split:]
+    numbers = tuple(number_of[module_of[text]] for text in in_hash_order)
     return DocstringTask(
         labels=labels,
-        train_texts=tuple(train),
-        train_labels=tuple(number_of[module_of[text]] for text in train),
-        test_texts=tuple(test),
-        test_labels=tuple(number_of[module_of[text]] for text in test),
+        train_texts=tuple(in_hash_order[split:]),
+        train_labels=numbers[split:],
+        test_texts=tuple(in_hash_order[:split]),
+        test_labels=numbers[:split],
     )
 
 
-def train_tokenizer(texts: Iterable[str], *, vocabulary_tokens: int = VOCABULARY_TOKENS) -> PreTrainedTokenizerBase:
-    """Train BERT's lower-case WordPiece tokenizer; the same texts give the same tokenizer.
-
-    Args:
-        texts: the training split only, so that the test texts stay unseen.
-        vocabulary_tokens: the upper bound of the vocabulary, special tokens included.
-    """
+def train_tokenizer(texts: Iterable[str], *, vocabulary_tokens: int = VOCABULARY_TOKENS) -> Any:
+    """Train BERT's lower-case WordPiece tokenizer; the same texts give the same tokenizer."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import BertTokenizer
 
     texts = list(texts)
     normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
     words = {word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))}
-    # The trainer numbers the single characters inside a word ("##a") in the order of a randomly seeded hash map, and
-    # breaks ties between merges by these numbers, so that two runs differ. Special tokens are numbered in the order in
-    # which they are passed, so the characters are passed as special tokens. Seen in tokenizers 0.23.3.
+    # The trainer numbers the characters inside a word ("##a") in the order of a randomly seeded hash map, so that two
+    # runs differ. Special tokens are numbered as they are passed, so these are passed. Seen in tokenizers 0.23.3.
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     inside = [f"##{character}" for character in sorted({character for word in words for character in word[1:]})]
     trainer = trainers.WordPieceTrainer(

@@ -1,1 +1,0 @@
-from .run import run_demo as run_demo

@@ -1,0 +1,145 @@
+"""The lines that build a Trainer of a recipe: what is wired, what is left out, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from five_lines import trainer_of
+from tables import refuses, whole
+from test_recipe import dataset
+
+import tiny
+from hf_memopt import (
+    BucketedCollator,
+    EmbeddingBitsCallback,
+    MemoryReportCallback,
+    MicrobatchCallback,
+    Recipe,
+    bucketed,
+    gradient_release,
+    recipe,
+    sorted_by_length,
+)
+
+
+def wired(tmp_path: Any, chosen: Recipe, data: Any, **settings: Any) -> Any:
+    quiet = {"output_dir": str(tmp_path), "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    return trainer_of(
+        chosen,
+        model=settings.pop("model") if "model" in settings else tiny.bert(),
+        train_dataset=data,
+        processing_class=settings.pop("processing_class", tiny.tokenizer()),
+        training_arguments={**quiet, "use_cpu": tiny.DEVICE == "cpu", **settings.pop("training_arguments", {})},
+        **settings,
+    )
+
+
+def test_the_trainer_is_stock_and_everything_is_wired(tmp_path) -> None:
+    mine = transformers.TrainerCallback()
+    trainer = wired(tmp_path, recipe("8gb-gpu"), dataset(), callbacks=[mine], training_arguments={"data_seed": 7})
+    assert type(trainer) is transformers.Trainer
+    assert trainer.train_dataset.buckets.batch_size == trainer.args.per_device_train_batch_size == 16
+    assert trainer.train_dataset.buckets.seed == 7
+    assert isinstance(trainer.data_collator, BucketedCollator)
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert {EmbeddingBitsCallback, MemoryReportCallback} <= {*kinds}
+    assert mine in trainer.callback_handler.callbacks
+    of_attach = ["seed of the bucketed view", "train_sampling_strategy", "model_accepts_loss_kwargs", "autocast_cache"]
+    assert [change.name for change in trainer.memopt_changes] == of_attach
+
+
+def test_evaluation_is_sorted_by_length_and_its_results_are_in_dataset_order(tmp_path) -> None:
+    rows = [{"input_ids": [5] * (1 + 5 * i % 17), "labels": i % 3} for i in range(20)]
+    trainer = wired(tmp_path, recipe("cpu"), dataset(), eval_dataset=sorted_by_length(rows))
+    plain = wired(tmp_path, recipe("cpu"), dataset(), model=trainer.model, eval_dataset=rows)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+    expected, found = plain.predict(rows), trainer.predict(trainer.eval_dataset)
+    assert (found.label_ids == expected.label_ids).all()
+    assert found.predictions == pytest.approx(expected.predictions, abs=1e-6)
+
+
+def test_a_bucketed_view_as_evaluation_data_is_refused(tmp_path) -> None:
+    view = bucketed(dataset(), batch_size=4)
+    refuses(ValueError, whole("dataset=<BucketedView>"), wired, tmp_path, recipe("cpu"), dataset(), eval_dataset=view)
+
+
+def test_a_stream_trains_in_its_own_order(tmp_path) -> None:
+    stream = Dataset.from_list([{"input_ids": [5] * (1 + i % 9), "labels": i % 3} for i in range(40)])
+    chosen, steps = recipe("cpu").replace(effective_batch_size=4, bucketing=False), {"max_steps": 3}
+    trainer = wired(tmp_path, chosen, data := stream.to_iterable_dataset(), training_arguments=steps)
+    assert trainer.train_dataset is data
+    assert trainer.train().global_step == 3
+
+
+def test_a_causal_model_learns_the_tokens_of_rows_without_labels_and_labels_of_the_data_win(tmp_path) -> None:
+    rows, steps = dataset().remove_columns("labels"), {"max_steps": 1}
+    trainer = wired(tmp_path, recipe("cpu"), rows, model=tiny.llama(), causal_lm=True, training_arguments=steps)
+    assert trainer.train().training_loss > 0
+    labelled = [{"input_ids": [5, 6], "labels": [-100, 6]}]
+    assert trainer.data_collator(labelled)["labels"][0, :2].tolist() == [-100, 6]
+
+
+def test_weights_of_another_dtype_than_the_recipes_are_refused() -> None:
+    sixteen = recipe("cpu").replace(weights_dtype="bfloat16", rounding="stochastic")
+    with pytest.raises(ValueError, match="has float32 weights, and weights_dtype='bfloat16'"):
+        sixteen.prepare_model(tiny.bert())
+
+
+def test_a_model_of_images_needs_no_processing_class(tmp_path) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, num_labels=3
+    )
+    images = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 3} for i in range(32)]
+    given = {"processing_class": None, "data_collator": None, "training_arguments": {"max_steps": 1}}
+    plain = recipe("cpu").replace(bucketing=False)
+    for chosen in (plain, plain.replace(optim="adamw_8bit")):  # which has no embeddings to keep
+        trainer = wired(tmp_path, chosen, images, model=transformers.ViTForImageClassification(config), **given)
+        assert trainer.train().global_step == 1
+
+
+def test_the_8_bit_names_are_those_that_stock_knows() -> None:
+    names = {item.value for item in transformers.training_args.OptimizerNames if item.value.endswith("8bit")}
+    other_makers = {"adamw_torch_8bit"} | {name for name in names if name.startswith("galore")}
+    made = {name: recipe("cpu").replace(optim=name).callbacks() for name in names}
+    found = {name for name, own in made.items() if any(isinstance(one, EmbeddingBitsCallback) for one in own)}
+    assert found == names - other_makers
+
+
+def test_micro_batching_is_left_out_beside_what_it_does_not_work_with_and_refused_where_it_is_asked_for(
+    tmp_path,
+) -> None:
+    released = Recipe("released", "a test", gradient_release=True, optim="adamw_torch", per_device_train_batch_size=4)
+    assert released.micro_batching
+    assert not any(isinstance(one, MicrobatchCallback) for one in released.callbacks())
+    refuses(
+        ValueError,
+        "gradient release and micro-batching are incompatible: gradients have to stay until the last micro-batch, and "
+        "a weight that has stepped cannot be taken back; expected only one of them. Take MicrobatchCallback out of "
+        "callbacks=",
+        lambda: wired(tmp_path, released, dataset(), callbacks=[MicrobatchCallback()]),
+    )
+    own = {"optimizer_cls_and_kwargs": (gradient_release(torch.optim.SGD), {"lr": 0.1})}
+    plain = recipe("cpu").replace(micro_batching=False)
+    trainer = wired(tmp_path, plain, dataset(), **own, training_arguments={"max_grad_norm": 0, "max_steps": 1})
+    assert trainer.train().global_step == 1
+
+
+def test_a_method_that_is_gone_names_what_to_use() -> None:
+    with pytest.raises(AttributeError) as error:
+        recipe("cpu").trainer(model=tiny.bert())
+    assert str(error.value) == (
+        "Recipe.trainer was removed after 0.5.0; expected the lines that build a Trainer. Call: "
+        "print(plan(model, gpu=...).script()), or see docs/getting-started.md"
+    )
+    with pytest.raises(AttributeError) as error:
+        recipe("cpu").distributed(2)
+    assert str(error.value) == (
+        "Recipe.distributed was removed after 0.5.0; expected a launcher's own options. Call: torchrun "
+        "--nproc_per_node=2 train.py; what it needs, hf-memopt rehearse --gpus 2 train.py tells"
+    )
+    with pytest.raises(AttributeError, match="'Recipe' object has no attribute 'train'"):
+        _ = recipe("cpu").train
