@@ -103,26 +103,3 @@ def test_a_class_that_was_patched_is_recorded_anew(recordings: list[str], monkey
     monkeypatch.setattr(layer, "forward", lambda self, *args, **kwargs: plain(self, *args, **kwargs))
     of_bert(checkpointing={"use_reentrant": False})
     assert len(recordings) == 3
-
-
-@pytest.mark.skipif(tiny.IS_BEFORE_5_17, reason="the experts of 5.8 do not run backward on the meta device")
-def test_experts_are_computed_as_the_configuration_says(recordings: list[str]) -> None:
-    peaks: dict[str, int] = {}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100}
-    for experts in ("batched_mm", "grouped_mm", "batched_mm", "grouped_mm"):
-        config = transformers.MixtralConfig(num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, **sizes)
-        config._experts_implementation = experts  # private, seen in transformers 5.8.1, 5.17.0 and 5.23.0
-        found = estimate(config, batch_size=4, seq_len=32).peak_allocated_bytes
-        assert peaks.setdefault(experts, found) == found
-    assert len(recordings) == len(set(peaks.values())) == 2
-
-
-def test_few_recordings_are_kept(recordings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "_KEPT_TRACES", most := 3)
-    for seq_len in range(1, most + 2):
-        estimate(tiny.bert_config(), batch_size=1, seq_len=seq_len)
-    assert len(sessions.Session.traces) == most
-    estimate(tiny.bert_config(), batch_size=1, seq_len=most + 1)
-    assert len(recordings) == most + 1
-    estimate(tiny.bert_config(), batch_size=1, seq_len=1)
-    assert len(recordings) == most + 2
