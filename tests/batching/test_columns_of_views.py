@@ -7,12 +7,10 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from collated_rows import assert_same, change, t5
 from datasets import Array2D, Dataset, Features, LargeList, List, Value
-from datasets.table import InMemoryTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tables import refuses, whole
@@ -164,31 +162,6 @@ def test_a_memory_mapped_dataset_of_many_files_and_workers(workers, tmp_path):
         check(tmp_path, each, from_arrow=True, dataloader_num_workers=workers)
 
 
-@QUIET
-@given(
-    sizes=st.lists(st.integers(0, 9), min_size=4, max_size=12),
-    cut=st.integers(1, 3),
-    kind=st.sampled_from(["list", "large_list", "fixed-size list", "list<bool>"]),
-)
-def test_slices_of_arrow_chunks_with_offsets_of_their_own(sizes, cut, kind, tmp_path):
-    if kind == "fixed-size list":
-        sizes = [4] * len(sizes)
-    types = {
-        "list": pa.list_(pa.int16()),
-        "large_list": pa.large_list(pa.uint32()),
-        "fixed-size list": pa.list_(pa.int64(), 4),
-        "list<bool>": pa.list_(pa.bool_()),
-    }
-    ids = [list(range(5 + i, 5 + i + n)) for i, n in enumerate(sizes)]
-    cells = [[i % 3 == 0 for i in row] for row in ids] if kind == "list<bool>" else ids
-    extra = pa.array([cells[-1], *cells], types[kind]).slice(1)
-    table = pa.table({"input_ids": pa.array([[9], *ids], pa.list_(pa.int64())).slice(1), "extra": extra})
-    pieces = pa.concat_tables([table.slice(cut), table.slice(0, cut), table.slice(1, 0), table.slice(cut - 1)])
-    dataset = Dataset(InMemoryTable(pieces))
-    assert dataset.data.column("extra").num_chunks >= 3
-    check(tmp_path, dataset, BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=None), from_arrow=True)
-
-
 OTHERS = {
     "strings": (["a", "b", "c"], Value("string")),
     "null": ([1, None, 3], Value("int64")),
@@ -230,28 +203,6 @@ def test_transforms_other_formats_and_other_datasets_are_left_to_themselves(tmp_
     by_row, rows = [plus_one, dataset.with_format("numpy", dtype=np.int32), Doubling(dataset.data)], list(dataset)
     for other in (*by_row, rows, Subset(rows, [1, 0])):
         check(tmp_path, other, from_arrow=False)
-
-
-def test_a_format_that_is_set_later_is_seen():
-    dataset = make(LENGTHS)
-    view = bucketed(dataset, batch_size=1, lengths=[1] * len(LENGTHS))
-    assert "score" in view[0]
-    dataset.set_format("torch", columns=["input_ids", "index"])
-    assert list(view[0]) == ["input_ids", "index"]
-    dataset.set_transform(lambda rows: {"input_ids": [[1]] * len(rows["index"])})
-    assert view[0] == {"input_ids": [1]}
-
-
-def test_no_tensor_shares_memory_with_the_dataset(tmp_path):
-    dataset = make([4, 4])
-    before = dataset.to_dict()
-    view = bucketed(dataset, batch_size=2)
-    args = tiny.arguments(tmp_path, per_device_train_batch_size=2, remove_unused_columns=False)
-    collator = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=4)
-    [batch] = attach(Trainer(tiny.bert(), args, train_dataset=view, data_collator=collator)).get_train_dataloader()
-    for column in batch.values():
-        column.fill_(7)
-    assert dataset.to_dict() == before
 
 
 def test_a_pickled_view_carries_the_dataset_and_nothing_that_was_prepared():

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, RandomSampler
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 import tiny
 import two_ranks
@@ -124,14 +124,6 @@ def test_of_a_view_the_examples_under_it_are_told(settings: dict[str, Any], rows
     assert pairs[0][0] != [0, 1, 2]
 
 
-def test_asking_changes_no_weight_and_reads_no_example(tmp_path: Path) -> None:
-    asked, unasked = (build(tmp_path, Numbered(), gradient_accumulation_steps=2) for _ in range(2))
-    assert_all_told(told_and_seen(asked), 12)
-    unasked.train()
-    assert tiny.largest_difference(asked.model, unasked.model) == 0.0
-    assert asked.train_dataset.reads == unasked.train_dataset.reads == 2 * EXAMPLES
-
-
 class OwnSampler(RandomSampler):
     pass
 
@@ -141,11 +133,6 @@ class OwnLoader(Trainer):
         loader = super().get_train_dataloader()
         loader.batch_sampler.sampler = OwnSampler(self.train_dataset)
         return loader
-
-
-class StopsTheFirstEpoch(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_epoch_stop = state.global_step == 2
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {
@@ -163,13 +150,6 @@ def test_nothing_is_told_where_nobody_can_know(tmp_path: Path, case: str) -> Non
     pairs = told_and_seen(build(tmp_path, **settings))
     assert [told for _, told in pairs] == [None] * len(pairs)
     assert len(pairs) in (3, 6)
-
-
-def test_nothing_is_told_after_an_epoch_that_was_cut_short(tmp_path: Path) -> None:
-    trainer = build(tmp_path, Numbered())
-    trainer.add_callback(StopsTheFirstEpoch())
-    pairs = told_and_seen(trainer)
-    assert [told for _, told in pairs] == [pairs[0][0], pairs[1][0], *[None] * 6]
 
 
 def test_each_of_two_processes_is_told_its_own(tmp_path: Path) -> None:

@@ -450,10 +450,6 @@ def test_a_step_that_runs_out_is_repeated_as_it_began(
     assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-6)
 
 
-def plain_mean(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    return functional.cross_entropy(logits, inputs["labels"])
-
-
 def test_an_unknown_name_lists_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         make(own(penalty), tmp_path, MicrobatchCallback(max_examples=2, backbone="encodr"), model=TwoTowers())
@@ -569,19 +565,6 @@ def test_an_evaluation_that_runs_out_of_memory_gives_what_stock_gives(kind: type
     assert labels_of_parts.tolist() == labels.tolist()
 
 
-def test_an_evaluation_of_which_only_one_row_fits_says_why_it_cannot_be_compared(tmp_path: Path) -> None:
-    trainer = make(own(hard_examples), tmp_path, MicrobatchCallback())
-    Full(limit=1).watch(trainer.model)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        trainer.evaluate()
-    assert str(error.value) == (
-        "batch 0 of this evaluation, of 4 rows, does not fit into memory and cannot be split: "
-        f"BertForSequenceClassification: not even two rows fit, without gradients, so that none can be compared "
-        f"({OUT}); expected a batch that fits. Lower it: "
-        "TrainingArguments(..., per_device_eval_batch_size=2)"
-    )
-
-
 @pytest.mark.parametrize("failures", [0, 1, 2])
 def test_a_part_that_runs_out_in_a_model_inside_the_backbone_is_halved(
     failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -610,22 +593,3 @@ def test_a_part_that_runs_out_in_a_model_inside_the_backbone_is_halved(
     assert left == [0]
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=FLOAT32, atol=FLOAT32)
-
-
-class ReadsHiddenStates(Trainer):
-    """Asks for hidden states, for which transformers registers hooks in the first pass and notes so in the model."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
-        outputs = model(**batch, output_hidden_states=True)
-        loss = outputs.loss + outputs.hidden_states[-1].pow(2).mean()
-        return (loss, outputs.logits) if return_outputs else loss
-
-
-def test_hooks_of_transformers_are_there_when_a_first_pass_runs_again(tmp_path: Path) -> None:
-    found = []
-    for limit in (100, 3):
-        trainer = make(ReadsHiddenStates, tmp_path, MicrobatchCallback(), label_names=["labels"])
-        Full(limit=limit).watch(trainer.model)
-        found.append(trainer.evaluate()["eval_loss"])
-    assert found[1] == pytest.approx(found[0], abs=1e-6)
