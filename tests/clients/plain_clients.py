@@ -104,9 +104,7 @@ class WeightedTrainer(Trainer):
         if "weight" not in self._signature_columns:
             self._signature_columns += ["weight"]
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         weights = inputs.pop("weight")
         outputs = model(**inputs)
         losses = torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"], reduction="none")
@@ -134,9 +132,7 @@ def weighted_later(folder: Path, arrange: Arrange) -> Trainer:
 class TwoTaskTrainer(Trainer):
     """A second loss over labels of which some are ignored."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         second = inputs.pop("second_labels")
         outputs = model(**inputs)
         loss = outputs.loss + torch.nn.functional.cross_entropy(outputs.logits, second)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
+from slow_cases import slow_except
 from torch.utils.flop_counter import flop_registry
 
 from hf_memopt import estimate
@@ -34,10 +36,8 @@ def _nothing_remembered() -> None:
     meta_outputs._remembered.clear()
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "bert")]
-)
+@pytest.mark.parametrize("precision", slow_except(("bf16",), ("bf16", "fp32")))
+@pytest.mark.parametrize("name", slow_except(("vit",), CONFIGS))
 def test_a_recording_with_the_memory_is_one_without(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"precision": precision, "checkpointing": True, "gradient_accumulation_steps": 2, "eval_batch_size": 2}
     found = [estimated(name, settings) for _ in range(2)]
@@ -58,10 +58,10 @@ SECOND: dict[str, dict[str, Any]] = {
     "a cache": {"precision": "fp32", "prepare": (keeps_a_tensor,)},
 }
 """Settings of steps with two passes, by what they are about; with the last, the second does something else."""
+QUICK = (("gpt2", "bf16"), ("gpt2", "a cache"), ("bert", "fp16, LoRA"), ("llama", "fp32, cut"))
 
 
-@pytest.mark.parametrize("settings", SECOND)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "settings"), slow_except(QUICK, product(CONFIGS, SECOND)))
 def test_the_second_pass_that_is_made_of_the_first_is_the_one_that_runs(
     name: str, settings: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

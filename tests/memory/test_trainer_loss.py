@@ -32,9 +32,7 @@ class Reward(Trainer):
 
     __module__ = "trl.trainer.reward_trainer"
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**inputs)
         chosen, rejected = torch.chunk(outputs.logits.squeeze(-1), chunks=2)
         loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
@@ -47,9 +45,7 @@ class Preferences(Trainer):
 
     __module__ = "trl.trainer.dpo_trainer"
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         taken = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, 0)
         own = self.of_answers(model(**taken).logits, labels)
@@ -71,9 +67,7 @@ class Supervised(Trainer):
     __module__ = "trl.trainer.sft_trainer"
     padding_free = False
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         self.seen.append({name: tuple(one.shape) for name, one in inputs.items()})
         return model(**inputs).loss
 

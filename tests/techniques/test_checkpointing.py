@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import peft
 import pytest
 import torch
 import torch._functorch.config as functorch
+from slow_cases import slow_except
 from torch import nn
 from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -32,6 +34,7 @@ from hf_memopt.techniques.checkpointing.selective import activation_memory_budge
 from technique_table import same
 
 POLICIES = ("full", "every_2", "first_1", "selective")
+KINDS = ("llama-causal-lm", "t5", "vit", "gpt2", "eager", "sdpa", "autocast", "adapters")
 
 
 def examples(name: str = "bert", count: int = 8) -> dict[str, torch.Tensor]:
@@ -98,8 +101,9 @@ def with_dropout(attention: str) -> Any:
 
 # of transformers 5.23, which peft 0.21 asks by its former name
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["llama-causal-lm", "t5", "vit", "gpt2", "eager", "sdpa", "autocast", "adapters"])
+@pytest.mark.parametrize(
+    ("name", "policy"), slow_except([*zip(KINDS, POLICIES * 2, strict=True)], product(KINDS, POLICIES))
+)
 def test_gradients_are_those_without_checkpointing_bit_by_bit(name: str, policy: str) -> None:
     """Dropout draws the same numbers again, within attention too; autocast is on again where layers are recomputed."""
     model = build(name) if name in heads.HEADS else with_dropout("sdpa" if name in ("sdpa", "autocast") else "eager")

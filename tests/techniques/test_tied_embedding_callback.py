@@ -49,9 +49,7 @@ def trainer(folder: Any, *callbacks: Any, released: bool = False, model: Any = N
 class Weighted(Trainer):
     """A loss that is not known, so that the rows of the backbone are cut."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**inputs)
         return (3 * outputs.loss, outputs) if return_outputs else 3 * outputs.loss
 
