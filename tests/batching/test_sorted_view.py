@@ -250,31 +250,6 @@ def test_a_dict_of_datasets_and_evaluation_during_training(tmp_path):
     assert "eval_b_loss_per_example" not in metrics
 
 
-def test_metrics_per_batch_get_every_row_once(tmp_path):
-    seen: list[int] = []
-
-    def per_batch(prediction: Any, compute_result: bool) -> dict[str, Any]:
-        seen.extend((prediction.inputs["input_ids"][:, 0] - 5).tolist())
-        return {"rows": len(seen)} if compute_result else {}
-
-    view = sorted_by_length(classes())
-    trainer = make_trainer("classes", tmp_path, view, trainer_compute_metrics=per_batch, batch_eval_metrics=True)
-    assert trainer.evaluate()["eval_rows"] == COUNT
-    assert seen == view.order.tolist()
-    plain = trainer.predict(view.dataset)
-    np.testing.assert_allclose(trainer.predict(view).predictions, plain.predictions, rtol=0, atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_read_the_view(persistent, tmp_path):
-    view = sorted_by_length(Dataset.from_list(classes()))
-    settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": persistent}
-    trainer = make_trainer("classes", tmp_path, view, **settings)
-    for _ in range(2):
-        assert trainer.evaluate()["eval_indices"] == list(range(COUNT))
-
-
 def test_columns_that_a_trainer_adds_reach_its_loss(tmp_path):
     seen: list[list[float]] = []
 

@@ -243,15 +243,6 @@ def test_a_manifest_has_all_files_of_the_checkpoint(tmp_path, is_sharded) -> Non
     assert before["param_groups"] == resumed.optimizer.optimizer.state_dict()["param_groups"]
 
 
-def test_a_copied_checkpoint_resumes_and_goes_on_as_the_straight_run(saved, tmp_path) -> None:
-    straight = with_all_parts(tmp_path / "straight")
-    straight.train()
-    shutil.copytree(saved / "checkpoint-4", tmp_path / "elsewhere")
-    resumed = with_all_parts(tmp_path / "out")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
-    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
-
-
 @pytest.mark.parametrize("asked", [True, "by name"])
 def test_a_checkpoint_without_a_manifest_resumes_with_one_line(saved, tmp_path, caplog, asked) -> None:
     folder = tmp_path / "checkpoint-4"
@@ -303,16 +294,6 @@ def test_what_a_callback_changes_in_on_save_is_in_the_manifest(tmp_path) -> None
     (folder / "notes.txt").write_text("Mine" + "mine" * (2**17 - 1), encoding="utf-8")
     found, saved = described(folder / "notes.txt"), files["notes.txt"]
     assert why_not_whole(folder) == f"its notes.txt has {found}, and was saved with {saved}"
-
-
-def test_the_best_model_is_loaded_at_the_end(tmp_path) -> None:
-    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
-    args = tiny.arguments(tmp_path, **RUN, **best, max_steps=6, metric_for_best_model="loss")
-    built = attach(Trainer(model=tiny.llama(), args=args, train_dataset=ROWS, eval_dataset=ROWS[:2]))
-    built.train()
-    saved = transformers.LlamaForCausalLM.from_pretrained(built.state.best_model_checkpoint)
-    assert tiny.largest_difference(saved, built.model) == 0.0
-    assert [why_not_whole(each) for each in tmp_path.glob("checkpoint-*")] == [None]
 
 
 def of_the_hub(folder: Path) -> Any:

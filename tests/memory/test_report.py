@@ -218,17 +218,6 @@ def test_a_second_train_starts_afresh(gpu, tmp_path):
     assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS + STATE
 
 
-def test_two_trainers_in_one_process_share_nothing(gpu, tmp_path):
-    first, trainer = bound(gpu, tmp_path / "first")
-    trainer.train()
-    before = first.summary
-    second, other = bound(gpu, tmp_path / "second")
-    gpu.hold(GIB)
-    other.train()
-    assert first.summary == before
-    assert second.summary["forward_backward"]["peak_allocated_bytes"] == PASSES + STATE + GIB
-
-
 def test_logs_of_the_user_get_the_moment_and_a_foreign_history_stays_as_it_is(gpu, tmp_path):
     callback, trainer = bound(gpu, tmp_path, logging_strategy="no")
     trainer.train()
@@ -362,10 +351,3 @@ def test_summary_prints_time_speed_and_the_peaks_of_the_run(monkeypatch, capsys)
     )
     print_summary(TrainOutput(0, 1.0, {"train_runtime": 0.0}))  # without the callback and without a speed
     assert capsys.readouterr().out == "Time: 0.00 s\n" + HOST_LINE
-
-
-@pytest.mark.parametrize("result", [None, TrainOutput(0, 1.0, {}), {"train_runtime": 1.0}])
-def test_summary_of_something_else_is_refused_before_anything_is_printed(capsys, result):
-    told = "has no train_runtime; expected what trainer.train() returned. Call print_summary(trainer.train())."
-    refuses(ValueError, f"result={result!r} {told}", print_summary, result)
-    assert capsys.readouterr().out == ""

@@ -23,7 +23,7 @@ from transformers import Trainer
 from transformers.optimization import Adafactor
 
 import tiny
-from hf_memopt import attach, estimate, gradient_release, released_optimizer
+from hf_memopt import estimate, gradient_release, released_optimizer
 from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.technique_list import TECHNIQUES, Refusal
 from technique_table import same
@@ -292,35 +292,6 @@ def test_a_state_that_is_loaded_ends_the_step() -> None:
     optimizer.step()
     norms = [parameter.grad.norm() for parameter in expected.parameters()]
     torch.testing.assert_close(optimizer.last_grad_norm(), torch.stack(norms).norm(), rtol=1e-6, atol=0)
-
-
-def test_a_group_that_is_added_is_released_too() -> None:
-    model = network()
-    optimizer = gradient_release(SGD)(model[1].parameters(), lr=0.1)
-    optimizer.add_param_group({"params": [model[0].weight]})
-    backward(model)
-    assert model[0].weight.grad is None
-    assert model[3].weight.grad is not None
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "kahan"])
-def test_a_search_trains_each_trial_with_its_own_rate(rounding: Any, tmp_path: Path) -> None:
-    settings = {"optim": "adamw_torch", "max_grad_norm": 0, "per_device_train_batch_size": 8, "max_steps": 1}
-    args = tiny.arguments(tmp_path, **settings)
-    given = released_optimizer(args, tiny.bert(), rounding=rounding)
-    given[1]["eps"] = 1e-6  # the user's own
-    trainer = attach(
-        Trainer(args=args, model_init=lambda: tiny.bert(), train_dataset=tiny.rows(8), optimizer_cls_and_kwargs=given)
-    )
-    for rate in (1e-3, 2e-3):
-        tiny.try_values(trainer, learning_rate=rate)
-        assert {(group["initial_lr"], group["eps"]) for group in trainer.optimizer.param_groups} == {(rate, 1e-6)}
-    with pytest.raises(ValueError, match=r"^optim='adamw_bnb_8bit' names bitsandbytes.*or leave optim as it was$"):
-        tiny.try_values(trainer, optim="adamw_bnb_8bit")
-    with pytest.raises(ValueError, match=r"^gradient release and norm clipping are incompatible"):
-        tiny.try_values(trainer, optim="adamw_torch", max_grad_norm=1.0)
-    trainer.memopt_handle.remove()
-    assert "create_optimizer" not in vars(trainer)
 
 
 def twice(layer: nn.Module, *, use_reentrant: bool) -> None:

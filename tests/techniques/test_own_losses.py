@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import Trainer
-from transformers.models.bert.modeling_bert import BertEncoder
 
 import tiny
 from hf_memopt.binding import attach
@@ -408,25 +406,6 @@ def test_gradients_outside_of_the_model_are_those_of_one_attempt(tmp_path: Path)
     torch.testing.assert_close(parts.scale.grad, whole.scale.grad)  # type: ignore[attr-defined]
 
 
-class Cycles(CountsInLoss):
-    """Takes its weights from an iterator."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.weights = itertools.cycle([1.0, 2.0, 3.0])
-
-    def weigh(self) -> float:
-        return next(self.weights) * super().weigh()
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_that_reads_an_iterator_is_not_repeated(where: str, tmp_path: Path) -> None:
-    model = tiny.bert()
-    Scarcity(calls=(2,), where=where).watch(model)
-    with pytest.raises(torch.OutOfMemoryError, match=r"since Cycles\.weights, an iterator, may have moved on"):
-        make(Cycles, tmp_path, MicrobatchCallback(), model=model).train()
-
-
 @pytest.mark.parametrize(
     ("kind", "call", "where", "steps"),
     [
@@ -563,33 +542,3 @@ def test_an_evaluation_that_runs_out_of_memory_gives_what_stock_gives(kind: type
     assert loss_of_parts == pytest.approx(loss, abs=1e-6)
     assert accuracy_of_parts == accuracy
     assert labels_of_parts.tolist() == labels.tolist()
-
-
-@pytest.mark.parametrize("failures", [0, 1, 2])
-def test_a_part_that_runs_out_in_a_model_inside_the_backbone_is_halved(
-    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bert inside of the classifier, which is called without labels: a failure there is the part's, not the step's."""
-    stock, left = BertEncoder.forward, [0]
-
-    def forward(self: BertEncoder, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if left[0]:
-            left[0] -= 1
-            raise torch.OutOfMemoryError(OUT)
-        return stock(self, hidden, *args, **kwargs)
-
-    monkeypatch.setattr(BertEncoder, "forward", forward)
-
-    def run(*callbacks: Any) -> dict[str, torch.Tensor]:
-        sizes = {"per_device_train_batch_size": 8, "max_steps": 1, "optim": "sgd", "learning_rate": 0.1}
-        trainer = own(penalty)(model=tiny.bert(), args=tiny.arguments(tmp_path, **sizes), train_dataset=tiny.rows(8))
-        attach(trainer, *callbacks)
-        trainer.train()
-        return trainer.model.state_dict()
-
-    expected = run()
-    left[0] = failures
-    found = run(MicrobatchCallback(max_examples=4))
-    assert left == [0]
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=FLOAT32, atol=FLOAT32)

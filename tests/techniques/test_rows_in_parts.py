@@ -21,7 +21,6 @@ from slow_cases import slow_except
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tiny
 from hf_memopt.binding.undo import RandomState
 from hf_memopt.techniques.microbatching import Backbones, Size
 from hf_memopt.techniques.microbatching import backbones as backbones_module
@@ -634,24 +633,6 @@ def test_out_of_memory_in_a_part_is_exact_on_the_spot(name: str, stride: int, mo
     assert exact > 0.75 * len(places)
 
 
-def test_a_part_that_drew_random_numbers_is_halved_forward_and_not_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halves would draw others than the loss has seen."""
-    monkeypatch.setattr(backbones_module, "CHECKED_STEPS", 0)
-    halving = Halving(tiny.bert(hidden_dropout_prob=0.1).train(), _stepping("bert")[1])
-    _, count = halving.run()
-    raised = []
-    for place in range(0, count, 167):
-        try:
-            halving.run(place)
-            assert halving.failed[0] in ((4, row_models.COLUMNS), (3, row_models.COLUMNS))
-        except PartsFailedError as error:
-            raised.append((error.rows, error.columns, str(error)))
-            assert not halving.failed
-        except torch.OutOfMemoryError:
-            pass
-    assert {(rows, columns, text) for rows, columns, text in raised} == {(4, 10, OUT), (3, 10, OUT)}
-
-
 class Failing:
     """A body that runs out of memory so many times, and counts what of its failed parts is alive when it runs."""
 
@@ -695,21 +676,3 @@ def test_nothing_of_a_failed_part_is_alive_when_it_runs_again_and_one_row_is_rai
         halving.run()
     assert (error.value.rows, error.value.columns, str(error.value)) == (1, row_models.COLUMNS, OUT)
     assert [rows for rows, _ in halving.failed] == [4, 2]
-
-
-def test_rows_that_depend_on_each_other_from_some_step_on_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backbones_module, "CHECKED_STEPS", 1)
-    model = with_body(lambda body, hidden, ids: hidden + body.count * hidden.mean(0))
-    backbones = in_parts(PART, ["body"])
-    for step in range(1, 8):
-        model.body.count.fill_(step >= 5)
-        with backbones.cut(model) as seen:
-            if step < 5:
-                step_with()(model)
-                assert seen.cut == 1
-                continue
-            with pytest.raises(DependentRowsError) as error:
-                step_with()(model)
-        assert re.sub(r"[\d.]+e[+-]\d+", "#", str(error.value)) == (
-            f"{DIFFER}, which an earlier check of body did not show"
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
@@ -334,42 +333,6 @@ def test_state_of_bitsandbytes_is_copied_part_by_part(read_to, place) -> None:
         assert found["card"] >= STATE
     assert ours["host"] <= (STATE + PER_PARAMETER if read_to == "cpu" else 0) + SMALL
     assert ours["card"] <= STATE + PER_PARAMETER + SMALL
-
-
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW32bit", "Lion8bit", "AdEMAMix8bit", "SGD8bit"])
-def test_parts_load_what_the_whole_loads(name) -> None:
-    optimizer_class = getattr(bitsandbytes.optim, name)
-    options = {"momentum": 0.9} if name == "SGD8bit" else {}
-    _, source = stepped(optimizer_class, **options)
-    loaded = []
-    for load in (stock_load, lean_load):
-        parameters = [nn.Parameter(torch.randn(128, 128)) for _ in range(8)]
-        optimizer = optimizer_class(parameters, lr=0.5, **options)
-        load(optimizer, source.state_dict())
-        loaded.append(optimizer.state_dict())
-    one, other = loaded
-    assert one["param_groups"] == other["param_groups"]
-    assert list(one["state"]) == list(other["state"]) == list(range(8))
-    torch.testing.assert_close(other["state"], one["state"], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, bitsandbytes.optim.AdamW32bit])
-def test_present_state_makes_room_first(optimizer_class) -> None:
-    parameters, optimizer = stepped(optimizer_class)
-    state_dict = stepped(optimizer_class)[1].state_dict()
-    name = "exp_avg" if optimizer_class is torch.optim.AdamW else "state1"
-    old = weakref.ref(optimizer.state[parameters[0]][name])
-    alive = []
-
-    def load(given: dict[str, Any]) -> None:
-        if given["state"]:
-            gc.collect()
-            alive.append(old() is not None)
-        type(optimizer).load_state_dict(optimizer, given)
-
-    load_optimizer_state(optimizer, state_dict, load=load)
-    assert alive == [False]
-    assert len(optimizer.state) == 8
 
 
 def mapping_at(address: int) -> str:
