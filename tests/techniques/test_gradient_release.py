@@ -16,6 +16,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
 from bitsandbytes.optim.optimizer import GlobalOptimManager
+from slow_cases import slow_except
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -119,7 +120,7 @@ EIGHT_BIT = {
 assert {"AdamW8bit", "PagedAdamW8bit", "Lion8bit", "AdEMAMix8bit", "RMSprop8bit", "LAMB8bit"} < EIGHT_BIT.keys()
 
 
-@pytest.mark.parametrize("name", [*KINDS, *EIGHT_BIT])
+@pytest.mark.parametrize("name", slow_except([*KINDS, *EIGHT_BIT][::4], [*KINDS, *EIGHT_BIT]))
 def test_weights_and_state_are_the_plain_classs(name: str) -> None:
     kind, options = (KINDS | EIGHT_BIT)[name]
     plain_model, plain = run(kind, options)
