@@ -105,6 +105,17 @@ def test_rows_of_any_other_dataset(convert):
     assert token_lengths(rows, column="input_ids").dtype == np.int32
 
 
+def test_what_is_private_of_datasets_is_where_it_was():
+    # Seen in datasets 5.2.0: `.data` wraps the pyarrow table as `.table`; `_indices` wraps a table of one uint64 column
+    # of row numbers, and is None where the rows are the table's own.
+    dataset = make("list", [3, 1, 4])
+    assert isinstance(dataset.data.table, pa.Table)
+    assert dataset._indices is None
+    chosen = dataset.select([2, 0])
+    assert chosen._indices.column(0).type == pa.uint64()
+    assert chosen._indices.column(0).to_pylist() == [2, 0]
+
+
 OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...]), or "
 OTHERS += "recipe.replace(bucketing=False)"
 MAP = 'dataset.map(lambda row: tokenizer(row["text"]))'

@@ -344,6 +344,26 @@ def test_a_column_that_a_subclass_adds_reaches_its_loss(name, tmp_path):
     assert min(losses[0]) > 2  # unweighted it would be about ln(3)
 
 
+def test_a_view_reads_the_columns_that_stock_leaves_to_the_collator(tmp_path):
+    """By private names, seen in 5.8.1 to 5.23.0."""
+    read, settings = ["input_ids", "attention_mask", "labels"], {"data_collator": m.BucketedCollator(tiny.tokenizer())}
+
+    def columns(kind: type[Trainer], **given: Any) -> list[str]:
+        view = m.bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4)
+        trainer = bert_trainer(tmp_path, kind, train_dataset=view, **settings, **given)
+        attach(trainer)
+        assert trainer._signature_columns is None  # the model may be another one when training begins
+        return list(trainer.train_dataset[0])
+
+    assert columns(Trainer) == read
+    assert sorted(columns(Weighted)) == sorted([*read, "weight"])
+    assert sorted(columns(Trainer, remove_unused_columns=False)) == sorted(WEIGHTED_ROWS[0])
+    stock = bert_trainer(tmp_path)
+    stock.get_train_dataloader()
+    taken = inspect.signature(stock.model.forward).parameters
+    assert set(stock._signature_columns) == {*taken, "labels", "label", "label_ids"}
+
+
 # peft 0.21 asks transformers 5.23 by the name that 5.17 still used
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_models_are_repaired(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from hf_memopt.memory.cuda import CudaSemantics
@@ -73,3 +74,8 @@ def test_output_and_one_number_per_row_are_kept_and_with_padding_the_gathered_co
     assert BATCH * SEQ * 8 in kept  # the indices
     made, _ = allocations(tensors(torch.float32), mask, torch.bfloat16)
     assert max(made) == TENSOR_BYTES  # tokens are gathered in 16 bits
+
+
+def test_the_private_flag_of_support_is_there() -> None:
+    assert transformers.LlamaForCausalLM._supports_flash_attn is True
+    assert transformers.DebertaV2ForSequenceClassification._supports_flash_attn is False

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from tables import tables
 from test_refusals import TASKS
@@ -216,6 +218,19 @@ def test_peft_model_keeps_its_adapters() -> None:
     with_gradient = {name for name, weight in loaded.model.named_parameters() if weight.grad is not None}
     assert with_gradient == {name for name, weight in model.named_parameters() if "lora_" in name}
     assert len(with_gradient) == 8
+
+
+def test_autocast_that_accelerate_hangs_around_forward_is_taken_off() -> None:
+    model = tiny.bert()
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier Trainer's, without mixed precision
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert "_original_forward" in vars(prepared)  # pins accelerate's private name
+    copied = load_model(prepared).model
+    assert "_original_forward" not in vars(copied)
+    assert copied.forward.__self__ is copied
+    assert copied.forward.__func__ is transformers.BertForSequenceClassification.forward
+    assert "_original_forward" in vars(prepared)
 
 
 def test_batch_is_what_the_stock_collators_give() -> None:

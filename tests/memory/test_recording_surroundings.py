@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.fx.experimental._config as fx_config
 import transformers
 from recorded import StorageTracker, recording
 from torch import nn
@@ -106,3 +107,13 @@ def test_transformers_logs_errors_only_within(verbosity: int) -> None:
     finally:
         logging.set_verbosity(was)
     assert (within, after) == (max(verbosity, logging.ERROR), verbosity)
+
+
+def test_nonzero_on_meta_needs_the_setting_and_counts_every_element() -> None:
+    """``meta_nonzero_assume_all_nonzero`` of the private ``torch.fx.experimental._config``."""
+    ones = torch.ones(2, 3, device="meta")
+    with pytest.raises(NotImplementedError):
+        ones.nonzero()
+    with fx_config.patch(meta_nonzero_assume_all_nonzero=True):
+        assert ones.nonzero().shape == (6, 2)
+    assert not fx_config.meta_nonzero_assume_all_nonzero

@@ -103,3 +103,15 @@ def test_a_class_that_was_patched_is_recorded_anew(recordings: list[str], monkey
     monkeypatch.setattr(layer, "forward", lambda self, *args, **kwargs: plain(self, *args, **kwargs))
     of_bert(checkpointing={"use_reentrant": False})
     assert len(recordings) == 3
+
+
+@pytest.mark.skipif(tiny.IS_BEFORE_5_17, reason="the experts of 5.8 do not run backward on the meta device")
+def test_experts_are_computed_as_the_configuration_says(recordings: list[str]) -> None:
+    peaks: dict[str, int] = {}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100}
+    for experts in ("batched_mm", "grouped_mm", "batched_mm", "grouped_mm"):
+        config = transformers.MixtralConfig(num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, **sizes)
+        config._experts_implementation = experts  # private, seen in transformers 5.8.1, 5.17.0 and 5.23.0
+        found = estimate(config, batch_size=4, seq_len=32).peak_allocated_bytes
+        assert peaks.setdefault(experts, found) == found
+    assert len(recordings) == len(set(peaks.values())) == 2

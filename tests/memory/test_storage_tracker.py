@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from blocks import empty as meta
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt import NotEstimableError
 from hf_memopt.memory.cuda import CudaSemantics, run_backward
@@ -106,6 +107,12 @@ def test_watching_leaves_no_hook_behind_even_after_an_error() -> None:
     with tracker.watching(model):
         model(meta(3, 4))
     assert tracker._stack == [0]
+
+
+def test_torchs_compiler_is_not_switched_off_around_each_operation() -> None:
+    """``TorchDispatchMode._should_skip_dynamo``: where it says so, each call of the mode goes through the compiler."""
+    assert TorchDispatchMode._should_skip_dynamo()
+    assert not hasattr(StorageTracker.__torch_dispatch__, "__wrapped__")
 
 
 # ---- In place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from functools import partial
 from itertools import product
@@ -30,7 +31,7 @@ from hf_memopt import (
     stream_layers,
 )
 from hf_memopt.binding import checkpointing_arguments, enable_checkpointing, versions
-from hf_memopt.techniques.checkpointing.selective import activation_memory_budget
+from hf_memopt.techniques.checkpointing.selective import KEPT_ATTENTIONS, KEPT_PRODUCTS, activation_memory_budget
 from technique_table import same
 
 POLICIES = ("full", "every_2", "first_1", "selective")
@@ -303,6 +304,19 @@ def test_a_budget_is_set_within_training_steps_alone(tmp_path: Path, fails: bool
     assert callback.handle is not None
     callback.handle.remove()
     assert "training_step" not in vars(trainer)
+
+
+def test_the_names_of_operations_are_those_of_the_installed_torch_and_bitsandbytes() -> None:
+    importlib.import_module("bitsandbytes")  # it registers its operations
+    for name in KEPT_PRODUCTS | KEPT_ATTENTIONS:
+        library, _, operation = name.rpartition("::")
+        if library in ("aten", "bitsandbytes"):
+            overload = getattr(getattr(torch.ops, library), operation).default
+            assert overload.name() == name
+            drops = [argument.name for argument in overload._schema.arguments if argument.name == "dropout_p"]
+            assert len(drops) == (name in KEPT_ATTENTIONS), name
+        else:
+            assert library == "flash_attn" or getattr(torch.ops.higher_order, operation).name() == name
 
 
 # of torch 2.13, when its compiler is imported

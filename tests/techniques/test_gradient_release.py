@@ -259,6 +259,20 @@ def test_each_tensor_is_clipped_by_itself() -> None:
     assert tiny.largest_difference(model, plain_model) == 0.0
 
 
+def test_step_hooks_run_once_per_step() -> None:
+    """By the undocumented mark ``hooked`` on a step that runs hooks: seen in torch 2.13."""
+    AdamW(network().parameters())  # torch wraps a class's step when the first one is built
+    assert AdamW.step.hooked
+    model, optimizer = released(AdamW)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    assert calls == ["before", "after"] * 2
+
+
 def taken_back(pair: Any) -> Any:
     pair[1].handle.remove()
     return pair

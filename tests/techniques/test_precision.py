@@ -227,6 +227,25 @@ def test_the_cache_within_a_real_run(tmp_path: Path, choice: Any, bf16: bool, by
     assert (OFF in callback.changes) is (inside[1] is False)
 
 
+@pytest.mark.parametrize("choice", [False, "auto"])
+def test_attach_after_an_evaluation_comes_too_late(choice: Any, tmp_path: Path) -> None:
+    """It is accelerate's private mark of a prepared model that tells; this pins it."""
+    callback = PrecisionCallback(autocast_cache=choice)
+    trainer = make_trainer(tmp_path, bf16=True, **checkpointing_arguments())
+    trainer.evaluate(tiny.rows(4))
+    if choice == "auto":
+        attach(trainer, callback)
+        late = "the model runs under autocast already, attach came too late"
+        assert callback.changes == [Change("autocast_cache", True, True, late)]
+        return
+    with pytest.raises(ValueError) as error:
+        attach(trainer, callback)
+    assert str(error.value) == (
+        "autocast_cache=False comes too late, BertForSequenceClassification runs under autocast already; expected a "
+        "Trainer that has neither trained nor evaluated. Call attach(trainer) right after Trainer(...)"
+    )
+
+
 TEXTS = heads.causal_examples(16)
 
 
