@@ -86,22 +86,6 @@ def test_what_is_done_is_left_out_until_commit_versions_or_gpu_change() -> None:
         assert gpu.undone(cases, rows, {**COMMON, **changed}) == cases
 
 
-# ---- Figures --------------------------------------------------------------------------------------------------------
-
-
-def test_errors_are_signed_percents_of_what_was_measured() -> None:
-    """What the device lacks is not held against it."""
-    predicted = {"allocated_bytes": 98, "reserved_bytes": 110, "components": {"weights": 50, "gradients": 10}}
-    measured = {"allocated_bytes": 100, "reserved_bytes": 100, "context_bytes": 40, "device_bytes": 200}
-    measured["components"] = {"weights": 50, "gradients": 0}
-    errors = {"allocated": -2.0, "reserved": 10.0, "total": -25.0, "weights": 0.0}
-    assert figures.errors_of(predicted, measured) == errors
-    assert "total" not in figures.errors_of(predicted, {**measured, "context_bytes": None})
-    predicted = {"allocated_bytes": 150, "components_at_peak": {"workspace": 50, "weights": 100}}
-    measured = {"allocated_bytes": 100, "without": ["workspace"]}
-    assert figures.errors_of(predicted, measured) == {"allocated": 0.0}
-
-
 # ---- Tables ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import published
 import published_behaviours as behaviours
@@ -18,27 +17,6 @@ from tables import tables
 import tiny
 
 TABLES = tables(__file__)
-
-
-def measurement(**changed: Any) -> dict[str, Any]:
-    """Return a source with one small run; ``settings`` are merged."""
-    settings = {"precision": "fp32", "optim": "adamw_torch", "batch_size": 1, "seq_len": 8}
-    return {
-        "source": "github:owner/name file.csv",
-        "gpu": "RTX 3060 12GB",
-        "versions": {"torch": "2.6", "transformers": "4.51"},
-        "loop": "Trainer",
-        "what": "allocated",
-        "model": "gpt2",
-        "settings": settings,
-        "rows": [{"id": "row", "measured_bytes": 10**9}],
-        **changed,
-    }
-
-
-def written(path: Path, *sources: dict[str, Any]) -> Path:
-    path.write_text(json.dumps(sources), encoding="utf-8")
-    return path
 
 
 # ---- The files
@@ -93,23 +71,6 @@ def test_old_softmax_and_losses_compute_the_same() -> None:
 
 
 # ---- The run
-
-
-def test_a_run_prints_each_case_and_counts_what_can_be_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sources = [
-        measurement(),
-        measurement(loop="manual", rows=[{"id": "by hand", "measured_bytes": 2 * 10**9}]),
-        measurement(model="nobody/unheard-of"),
-        measurement(quantization="gptq"),
-    ]
-    published.main(["--cases", str(written(tmp_path / "rows.json", *sources))])
-    printed = capsys.readouterr().out
-    assert [line.partition(": as is ")[0] for line in printed.splitlines()[:2]] == ["row", "by hand"]
-    assert "| all, matched | 2 |" in printed
-    assert "1: model='nobody/unheard-of' is in neither list of configurations" in printed
-    assert "1: weights quantised by 'gptq' are not estimated" in printed
 
 
 def test_rows_of_reserved_bytes_that_are_far_off_are_named_and_explained() -> None:
