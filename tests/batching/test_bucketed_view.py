@@ -16,7 +16,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from tables import refuses, table, whole
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 from transformers import Trainer
 
 import tiny
@@ -258,6 +258,17 @@ def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_col
     message = whole("lengths=<array of shape (2,)> does not belong to a dataset of {count}", count=COUNT)
     refuses(ValueError, message, bucketed, examples(), batch_size=4, lengths=[1, 2])
     assert len(bucketed(TensorDataset(torch.zeros(3, 2)), batch_size=2, lengths=[4, 5, 6])) == 3
+
+
+def test_a_dataset_hears_of_each_epoch(tmp_path):
+    class Epochs(Subset):
+        def set_epoch(self, epoch):
+            heard.add(epoch)
+
+    heard: set[int] = set()
+    trainer, _ = make_trainer(tmp_path, bucketed(Epochs(examples(), range(8)), batch_size=4), num_train_epochs=3)
+    attach(trainer).train()
+    assert heard == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("drops", "told"), [(True, 1), (False, 0)])

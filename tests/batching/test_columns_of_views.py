@@ -7,10 +7,12 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from collated_rows import assert_same, change, t5
 from datasets import Array2D, Dataset, Features, LargeList, List, Value
+from datasets.table import InMemoryTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tables import refuses, whole
@@ -160,6 +162,31 @@ def test_a_memory_mapped_dataset_of_many_files_and_workers(workers, tmp_path):
     assert loaded.data.column("input_ids").num_chunks == 7
     for each in (loaded, loaded.shuffle(seed=1), loaded.filter(lambda row: row["index"] % 2 == 0)):
         check(tmp_path, each, from_arrow=True, dataloader_num_workers=workers)
+
+
+@QUIET
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=4, max_size=12),
+    cut=st.integers(1, 3),
+    kind=st.sampled_from(["list", "large_list", "fixed-size list", "list<bool>"]),
+)
+def test_slices_of_arrow_chunks_with_offsets_of_their_own(sizes, cut, kind, tmp_path):
+    if kind == "fixed-size list":
+        sizes = [4] * len(sizes)
+    types = {
+        "list": pa.list_(pa.int16()),
+        "large_list": pa.large_list(pa.uint32()),
+        "fixed-size list": pa.list_(pa.int64(), 4),
+        "list<bool>": pa.list_(pa.bool_()),
+    }
+    ids = [list(range(5 + i, 5 + i + n)) for i, n in enumerate(sizes)]
+    cells = [[i % 3 == 0 for i in row] for row in ids] if kind == "list<bool>" else ids
+    extra = pa.array([cells[-1], *cells], types[kind]).slice(1)
+    table = pa.table({"input_ids": pa.array([[9], *ids], pa.list_(pa.int64())).slice(1), "extra": extra})
+    pieces = pa.concat_tables([table.slice(cut), table.slice(0, cut), table.slice(1, 0), table.slice(cut - 1)])
+    dataset = Dataset(InMemoryTable(pieces))
+    assert dataset.data.column("extra").num_chunks >= 3
+    check(tmp_path, dataset, BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=None), from_arrow=True)
 
 
 OTHERS = {

@@ -210,6 +210,21 @@ def test_a_loss_without_the_head_is_refused(detached: bool) -> None:
     assert_trained_the_same(model, stock)
 
 
+def test_rows_of_an_interrupted_backward_pass_are_not_added_to_the_next() -> None:
+    """The decoder's embeddings of T5 are through when the encoder runs out of memory."""
+    ours, stock = with_stock("t5")
+
+    def interrupt(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = ours.encoder.block[0].register_full_backward_hook(interrupt)
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(ours)
+    handle.remove()
+    ours.zero_grad()
+    assert_trained_the_same(ours, stock)
+
+
 def test_evaluation_and_frozen_weights_are_left_alone() -> None:
     model, stock = with_stock()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Parts of ``CudaSemantics``: functions of listed operators, the spelled-out cross entropy, the end of a region."""
+"""Parts of ``CudaSemantics``: the end of a region, and the tiles of attention."""
 
 from __future__ import annotations
 

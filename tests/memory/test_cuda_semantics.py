@@ -1,4 +1,4 @@
-"""What CUDA does differently: autocast against torch's own, dropout, softmax, cross entropy, attention, offload."""
+"""What CUDA does differently: autocast's dtypes, grouped products, attention, offload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of meta tensors that follow from the batch: known where every argument is, forgotten where one is not."""
+"""Values of meta tensors that follow from the batch: known where every argument is."""
 
 from __future__ import annotations
 

@@ -198,6 +198,24 @@ def test_without_a_bound_callback_that_was_asked_nothing_is_left(tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_a_checkpoint_has_the_report_so_far(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, MemoryReportCallback(), save_strategy="steps", save_steps=1)
+    trainer.model.register_forward_pre_hook(_fail_in_step(trainer, 2))
+    with pytest.raises(KeyError):
+        trainer.train()
+    told = run_of(tmp_path)
+    assert (told["state"], told["last_step"]) == ("training", 1)
+
+
+def _fail_in_step(trainer: Trainer, step: int) -> Any:
+    def hook(*_: Any) -> None:
+        if trainer.state.global_step + 1 == step:
+            raise KeyError("stop")
+
+    return hook
+
+
 def test_micro_batches_of_a_trainer_are_at_most_its_batch(tmp_path: Path) -> None:
     shape: Any = SimpleNamespace(rows=BATCH, seq_len=12, labels_length=None)
     for most, expected in ((2, 2), (100, BATCH)):

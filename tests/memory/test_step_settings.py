@@ -1,4 +1,4 @@
-"""``StepSettings``: defaults of ``TrainingArguments``, equality and copies; why the gradient scaler is refused."""
+"""``StepSettings``: defaults of ``TrainingArguments``, what may be; why the gradient scaler is refused."""
 
 from __future__ import annotations
 

@@ -125,6 +125,16 @@ def test_a_loss_that_is_exchanged_later_is_found_when_it_is_compared_again(
     assert (found[1] == pytest.approx(found[0], abs=1e-5)) is is_looked_at
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_rounding_is_no_other_loss(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, rows = (llama(), causal_rows(20)) if name == "llama" else (tiny.bert(initializer_range=0.2), mixed_rows(20))
+    callback = MicrobatchCallback(max_examples=2)
+    trainer = run(model.to(dtype), tmp_path, rows, callback, learning_rate=1e-3)
+    assert callback.tally.cut_steps == STEPS
+    assert "micro-batches" not in [change.name for change in trainer.memopt_changes]
+
+
 # ---- What a check stands for ----------------------------------------------------------------------------------------
 
 

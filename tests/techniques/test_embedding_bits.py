@@ -48,6 +48,20 @@ class Words(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class NoWords(nn.Module):
+    """Two layers and no embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(12, 400, bias=False)
+        self.b = nn.Linear(400, 12, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.b(torch.tanh(self.a(input_ids.float() / 100)))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 def make(optimizer_class: Any, model: nn.Module) -> Any:
     momentum = {"momentum": 0.9} if optimizer_class.__name__ in ("SGD8bit", "LARS8bit") else {}
     return optimizer_class(model.parameters(), lr=1e-3, **momentum)
@@ -227,6 +241,14 @@ def test_an_8_bit_checkpoint_is_dequantised_on_resume(name: str, tmp_path: Path)
     train(bert(), tmp_path, save_strategy="steps", save_steps=2, **way)  # stock misses the embeddings here
     trainer = train(bert(), tmp_path, EmbeddingBitsCallback(), resume=str(tmp_path / "checkpoint-2"), **way)
     assert in_8_bits(trainer.model, trainer.optimizer) == large(trainer.model, embeddings=False)
+
+
+@pytest.mark.parametrize("callbacks", [(), (EmbeddingBitsCallback(),)], ids=["stock", "ours"])
+def test_nothing_leaks_into_the_next_model_as_of_stock(callbacks: Any, tmp_path: Path) -> None:
+    """Stock's leak is the reason for a registry per optimizer; bitsandbytes or ``Trainer`` may learn something."""
+    train(Words(), tmp_path, *callbacks)
+    trainer = train(NoWords(), tmp_path)
+    assert in_8_bits(trainer.model, trainer.optimizer) == ({"a.weight", "b.weight"} if callbacks else {"b.weight"})
 
 
 def test_the_fields_of_a_manager() -> None:

@@ -124,6 +124,14 @@ def test_of_a_view_the_examples_under_it_are_told(settings: dict[str, Any], rows
     assert pairs[0][0] != [0, 1, 2]
 
 
+def test_asking_changes_no_weight_and_reads_no_example(tmp_path: Path) -> None:
+    asked, unasked = (build(tmp_path, Numbered(), gradient_accumulation_steps=2) for _ in range(2))
+    assert_all_told(told_and_seen(asked), 12)
+    unasked.train()
+    assert tiny.largest_difference(asked.model, unasked.model) == 0.0
+    assert asked.train_dataset.reads == unasked.train_dataset.reads == 2 * EXAMPLES
+
+
 class OwnSampler(RandomSampler):
     pass
 

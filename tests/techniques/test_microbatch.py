@@ -9,7 +9,7 @@ import logging
 import re
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -585,3 +585,25 @@ def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:
     split.args.neftune_noise_alpha = 5.0  # became incompatible
     with pytest.raises(ValueError, match=r"^micro-batching and NEFTune"):
         split.train()
+
+
+def test_nothing_is_waited_for_while_whole_batches_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, bound = make(CASES["bert"], tmp_path), make(CASES["bert"], tmp_path, MicrobatchCallback())
+    for trainer in (plain, bound):
+        trainer.train()  # the first step asks the loss
+    reads: list[str] = []
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(self: torch.Tensor, *args: Any) -> Any:
+            reads.append(name)
+            return original(self, *args)
+
+        return read
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+    inputs = plain.data_collator(plain.train_dataset[:6])
+    plain.training_step(plain.model, inputs)
+    of_the_model, reads[:] = list(reads), []
+    bound.training_step(bound.model, inputs)
+    assert reads == of_the_model
