@@ -254,6 +254,22 @@ def test_a_stream_is_refused_and_rows_are_taken_of_it_as_the_message_says(view):
         assert found.dataset.to_list() == examples()
 
 
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_view_describes_its_dataset_and_has_none_of_its_methods(kind):
+    dataset = Dataset.from_list(examples())
+    view = bucketed(dataset, **VIEWS[kind])
+    assert (view.features, view.info, view.split) == (dataset.features, dataset.info, None)
+    # rows would be of another order
+    refuses(AttributeError, whole("{name!r} object has", name=type(view).__name__), getattr, view, "map")
+    assert not hasattr(view, "remove_columns")
+    with pytest.raises(AttributeError, match=r"Call: sorted_by_length\(dataset\.remove_columns\(\.\.\.\), \.\.\.\)"):
+        sorted_by_length(dataset).remove_columns([])
+    with pytest.raises(AttributeError, match=r"no attribute 'mapp'$"):
+        _ = view.mapp
+    assert view.column_names == ["input_ids", "labels"]
+    assert not hasattr(bucketed(examples(), **VIEWS[kind]), "column_names")
+
+
 def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_column():
     message = whole("lengths=<array of shape (2,)> does not belong to a dataset of {count}", count=COUNT)
     refuses(ValueError, message, bucketed, examples(), batch_size=4, lengths=[1, 2])

@@ -306,8 +306,19 @@ def test_doctor_names_a_checkout_that_is_not_installed(monkeypatch) -> None:
 
 GPU = doctor.Finding("GPU", "ok", "RTX 3060, 12.00 GiB (11.00 GiB free), torch 2.13.0")
 BROKEN = doctor.Finding("datasets", "error", "not installed", "pip install datasets")
+
+
+REHEARSES = doctor.Finding("rehearse", "ok", "works here, without a GPU too")
 NO_REHEARSAL = doctor.Finding("rehearse", "warning", "torch='2.13.0+cpu' is a build for the CPU", "pip install torch")
 CPU_ONLY, FAILS = "CPU only: installed correctly, no GPU found.", "Training would fail here: datasets: not installed"
+
+
+def test_doctor_says_one_sentence_and_the_next_command() -> None:
+    assert doctor.verdict([GPU, NO_REHEARSAL]) == (f"Ready to train: {GPU.found}.", "hf-memopt run train.py")
+    assert doctor.verdict([REHEARSES]) == (CPU_ONLY, "hf-memopt rehearse --gpu T4 train.py")
+    assert doctor.verdict([NO_REHEARSAL]) == (CPU_ONLY, "hf-memopt plan MODEL --gpu T4")
+    assert doctor.verdict([GPU, BROKEN]) == (f"{FAILS}.", "pip install datasets")
+    assert doctor.verdict([BROKEN, BROKEN]) == (f"{FAILS} (and 1 more below).", "pip install datasets")
 
 
 def test_doctor_finds_a_gpu_and_what_is_free_of_it(monkeypatch) -> None:

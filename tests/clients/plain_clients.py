@@ -18,7 +18,6 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 import tiny
 from client import CUT, SETUPS, Arrange, Client, arguments, labelled, llama, texts
 
-BERT_MASKED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GRADIENT_SCALE = (
     "stock multiplies the gradients of a head that ignores num_items_in_batch by accumulation steps x processes; "
     "attach repairs it"
