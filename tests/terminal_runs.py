@@ -14,8 +14,6 @@ import pyarrow.parquet as pq
 from hand_made_runs import finished_run
 from html_page import with_text
 
-import tiny
-
 __all__ = ["FOREIGN", "NAME", "on_terminal", "write_foreign_files"]
 
 FOREIGN = ("\x1b]0;PWNED", "\x07", "\x1b[38;5;123m", "\x9b7m", "\x7f", "\u202e", "\u2066")
@@ -50,8 +48,8 @@ def on_terminal(arguments: list[str], folder: Path, columns: int = 120) -> tuple
     return process.wait(timeout=60), written.decode("utf-8", "replace")
 
 
-def write_foreign_files(folder: Path, *, models: bool = True) -> None:
-    """Write models, data, reports, a recipe and a script whose names and texts are ``NAME``."""
+def write_foreign_files(folder: Path) -> None:
+    """Write data, reports and a script whose names and texts are ``NAME``."""
     texts = ["a b c", "d e"] * 20
     pq.write_table(pa.table({NAME: texts, "text2": texts}), folder / "esc.parquet")
     pq.write_table(pa.table({NAME: texts, "text2": texts}), folder / f"{NAME}.parquet")
@@ -59,11 +57,3 @@ def write_foreign_files(folder: Path, *, models: bool = True) -> None:
     (folder / "evil.py").write_text(f"raise ValueError({NAME!r})\n")
     for name in ("run_a.json", f"{NAME}.json"):
         (folder / name).write_text(json.dumps(with_text(NAME, finished_run())))
-    if not models:
-        return
-    tiny.llama_config(architectures=["LlamaForCausalLM"]).save_pretrained(folder / NAME)
-    config = json.loads((folder / NAME / "config.json").read_text())
-    changed = {"type": {"model_type": NAME, "architectures": [NAME]}, "act": {"hidden_act": NAME}}
-    for name, change in changed.items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps({**config, **change}))

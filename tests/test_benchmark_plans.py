@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import plans
@@ -54,22 +53,6 @@ def test_the_results_have_every_cell_once() -> None:
     assert {row["figures"]["basis"] for row in rows} <= {"computed", "measured"}
 
 
-def test_cells_of_readmes_tables() -> None:
-    figures = {"fits": True, "stage": "qlora", "batch": "1 x 32", "total_bytes": 7 * 2**30, "basis": "computed"}
-    cell = plans.Cell("m", "T4", 512)
-
-    def shown(**changed: Any) -> str:
-        return str(plans._cell({cell.key: {"figures": {**figures, "per_second": 1234.0, **changed}}}, cell))
-
-    assert shown() == "QLoRA 1 x 32<br>7.0 GiB, 1,200/s c"
-    assert shown(basis="measured", per_second=None) == "QLoRA 1 x 32<br>7.0 GiB m"
-    assert shown(host_bytes=5 * 2**30) == "streamed QLoRA 1 x 32<br>7.0 GiB + 5.0 of the host, 1,200/s c"
-    assert shown(fits=False) == "-"
-    assert [plans._rounded(value) for value in (9.87, 98.7, 987.0, 123456.0)] == ["9.9", "99", "990", "120,000"]
-    with pytest.raises(SystemExit, match=r"was not planned; expected a row of it\. Run: python benchmarks/plans\.py"):
-        plans._cell({}, cell)
-
-
 def test_the_picture_of_readme_is_that_of_its_table() -> None:
     """Its bytes are those of one version of matplotlib; another one is not compared."""
     matplotlib = pytest.importorskip("matplotlib")
@@ -80,15 +63,3 @@ def test_the_picture_of_readme_is_that_of_its_table() -> None:
     light = (table_pictures.IMAGES / "plan.svg").read_text(encoding="utf-8")
     if f"Matplotlib v{matplotlib.__version__}" in light:
         assert table_pictures.stale_pictures() == [], "run: python benchmarks/table.py"
-
-
-def test_a_run_plans_what_is_asked_and_keeps_the_other_rows(monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(plans, "OUT", tmp_path / "plans.jsonl")
-    cells = [cell for cell in plans.MODEL_CELLS if cell.gpu == "T4"][:2]
-    monkeypatch.setattr(plans, "EVERY_CELL", cells)
-    needs = {"set_up": "full", "batch": "1 x 32", "total_bytes": 1}
-    monkeypatch.setattr(plans, "figures_of", lambda cell, found: {**json.loads(cell.key), **needs, "found": found})
-    for found, arguments in ((1, []), (2, ["--only", cells[1].model])):
-        monkeypatch.setattr(plans, "planned", lambda _, found=found: found)
-        plans.main(arguments)
-    assert [plans.read_plans()[cell.key]["figures"]["found"] for cell in cells] == [1, 2]

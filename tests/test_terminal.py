@@ -96,8 +96,7 @@ def test_tables_spinners_and_notebooks_are_printable() -> None:
     ],
 )
 def test_no_foreign_escape_reaches_a_terminal(line: list[str], code: int, said: str, tmp_path: Path) -> None:
-    """``tests/hard/test_foreign_text.py`` has the other command lines."""
-    write_foreign_files(tmp_path, models=False)
+    write_foreign_files(tmp_path)
     found, shown = on_terminal(line, tmp_path)
     assert (found, [one for one in FOREIGN if one in shown]) == (code, []), shown
     assert said in " ".join(shown.split())

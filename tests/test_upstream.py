@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -46,16 +44,6 @@ def test_runs_a_checkout_stock_and_attached(compare: ModuleType, tmp_path: Path)
     assert code == 1
 
 
-def test_a_known_difference_is_no_failure(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"*::test_one": ("attached", "attach wraps it"), "*::test_two": ("*", "it is skipped")}
-    monkeypatch.setattr(sys.modules["known_differences"], "KNOWN", known)
-    passed, failed = compare.Outcome("passed"), compare.Outcome("failed", "why")
-    stock = {"file::test_one": passed, "file::test_two": passed, "file::test_three": failed}
-    runs = {"stock": stock, "attached": {**stock, "file::test_one": failed, "file::test_two": failed}}
-    assert compare.report(runs) == (LINES["a known difference"], 0)
-    assert compare.report({"stock": stock, "with callbacks": {**stock, "file::test_one": failed}})[1] == 1
-
-
 def test_a_test_that_did_not_run_is_a_new_failure(compare: ModuleType) -> None:
     lines, code = compare.report({"stock": {"file::test": compare.Outcome("passed")}, "attached": {}})
     assert lines[2:] == [
@@ -64,14 +52,3 @@ def test_a_test_that_did_not_run_is_a_new_failure(compare: ModuleType) -> None:
         "1 new failures without a known reason",
     ]
     assert code == 1
-
-
-def test_nothing_passed_is_no_success(compare: ModuleType) -> None:
-    skipped = {"file::test": compare.Outcome("skipped", "no GPU")}
-    assert compare.report({"stock": skipped, "attached": skipped}) == (LINES["nothing passed"], 2)
-
-
-def test_a_folder_without_tests_is_refused(tmp_path: Path) -> None:
-    found = subprocess.run([sys.executable, HERE / "compare.py", str(tmp_path)], capture_output=True, text=True)
-    assert found.returncode == 1
-    assert found.stderr == "usage: compare.py TRANSFORMERS_SRC [pytest arguments]; it has tests/trainer in it\n"

@@ -169,14 +169,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def try_values(trainer: Trainer, **values: Any) -> None:
-    """Train as a trial of a hyperparameter search does, which needs Optuna or others."""
-    for name, value in values.items():
-        setattr(trainer.args, name, value)
-    trainer.create_accelerator_and_postprocess()
-    trainer.train()
-
-
 def largest_difference(one: torch.nn.Module, other: torch.nn.Module) -> float:
     """Return the maximum absolute difference over all parameters of two models."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import tiny
 
-PAD, CLS, SEP, MASK = 0, 2, 3, 4
+PAD, CLS, SEP = 0, 2, 3
 
 # A loss of a padded batch against the mean of losses without padding: other kernel shapes, other rounding in float32.
 LOSS_TOLERANCE = 1e-5

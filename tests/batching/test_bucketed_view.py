@@ -10,9 +10,7 @@ import warnings
 from typing import Any
 
 import datasets
-import heads
 import noted_batches
-import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -22,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from transformers import Trainer
 
 import tiny
-from hf_memopt import BucketedCollator, Change, attach, bucketed, packed, sorted_by_length, token_lengths
+from hf_memopt import BucketedCollator, Change, attach, bucketed, packed, sorted_by_length
 
 COUNT = 36
 LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]
@@ -131,12 +129,6 @@ def test_set_epoch_is_idempotent_and_pickles_and_copies_follow_it(kind):
         twin.set_epoch(0)
         assert (twin[0], twin[1], twin[2]) == first
         assert view.epoch == 1
-
-
-def test_the_world_size_comes_from_the_environment(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert bucketed(examples(), batch_size=4).buckets.world_size == 3
-    assert bucketed(examples(), batch_size=4, world_size=2).buckets.world_size == 2
 
 
 def test_the_stock_random_sampler_is_refused(tmp_path):
@@ -278,16 +270,6 @@ def test_a_view_describes_its_dataset_and_has_none_of_its_methods(kind):
     assert not hasattr(bucketed(examples(), **VIEWS[kind]), "column_names")
 
 
-@pytest.mark.parametrize(("kind", "item"), [("examples", "an example"), ("batches", "a batch")])
-def test_positions_that_are_not_integers_are_refused(kind, item):
-    view = bucketed(examples(), **VIEWS[kind])
-    for position in (slice(0, 3), "0", 1.0, None, [0, 1]):
-        refuses(TypeError, whole("position={position!r}", position=position, item=item), view.__getitem__, position)
-    assert view[np.int64(1)] == view[torch.tensor(1)] == view[1]
-    message = f"position={len(view)} is not {item} of this view; expected 0 to {len(view) - 1}"
-    refuses(IndexError, message, view.__getitem__, len(view))
-
-
 def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_column():
     message = whole("lengths=<array of shape (2,)> does not belong to a dataset of {count}", count=COUNT)
     refuses(ValueError, message, bucketed, examples(), batch_size=4, lengths=[1, 2])
@@ -347,21 +329,3 @@ def test_a_run_that_goes_on_with_another_budget_is_told_what_it_repeats(
         attach(trainer).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     told = [str(one.message) for one in caught if "bucketed(...)" in str(one.message)]
     assert [one.startswith(f"step {step} of the checkpoint ends at epoch ") for one in told] == [True] * is_told
-
-
-@pytest.mark.parametrize("source", [list, Dataset.from_list])
-def test_labels_beyond_the_budget_are_told(source, tmp_path, caplog):
-    data = source([{"input_ids": [5] * 4, "labels": [5] * length} for length in (4, 16, 16, 4)])
-    longer = np.maximum(token_lengths(data), token_lengths(data, "labels"))
-    told = []
-    for lengths in (None, longer):
-        view = bucketed(data, max_tokens=32, lengths=lengths, pad_to_multiple_of=1)
-        collator = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=1)
-        args = tiny.arguments(tmp_path, per_device_train_batch_size=1)
-        trainer = Trainer(heads.HEADS["t5"].build(), args, train_dataset=view, data_collator=collator)
-        with caplog.at_level("WARNING", logger="hf_memopt"):
-            attach(trainer)
-        sizes = [batch["labels"].numel() for batch in trainer.get_train_dataloader()]
-        told.append((max(sizes), f"the decoder has {max(sizes)} padded tokens in a batch" in caplog.text))
-        caplog.clear()
-    assert told == [(64, True), (32, False)]

@@ -47,15 +47,6 @@ def test_boundaries_pad_as_little_as_the_best_of_all_sets(lengths, n_buckets, mu
     assert padded_tokens(lengths, found) == best
 
 
-def test_very_long_examples_are_put_on_a_coarser_grid():
-    lengths = np.random.default_rng(0).integers(1, 100_000, 5000).astype(np.int32)
-    found = boundaries_of(lengths, 8, 8)
-    assert len(found) == 8
-    assert found[-1] >= lengths.max()
-    even = np.arange(1, 9) * 12_504
-    assert padded_tokens(lengths.tolist(), found) <= padded_tokens(lengths.tolist(), even) * 1.01  # the grid is 200
-
-
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=120)
 SETTINGS = st.fixed_dictionaries(
     {
@@ -139,17 +130,6 @@ def test_ranks_get_equal_row_counts_and_the_largest_batch_comes_first(lengths, l
             assert largest[0] == max(largest)
 
 
-@given(lengths=st.lists(st.integers(1, 100), min_size=64, max_size=120), settings=SETTINGS)
-def test_batches_of_a_group_span_neighbouring_lengths_only(lengths, settings):
-    buckets = LengthBuckets(lengths, batch_size=2, **{**settings, "world_size": 2})
-    whole = [batch for batch in batches_of(buckets, 0) if len(batch) == 2]
-    for i in range(0, len(whole) - 1, 2):
-        classes = np.searchsorted(buckets.boundaries, [lengths[j] for batch in whole[i : i + 2] for j in batch])
-        # A group of 4 examples that reaches over several buckets holds all of those between, which are 2 at most.
-        between = np.searchsorted(buckets.boundaries, lengths)
-        assert sum((between > classes.min()) & (between < classes.max())) <= 2
-
-
 def test_auto_gives_every_bucket_four_batches_and_one_for_every_process():
     lengths = np.random.default_rng(0).integers(1, 500, 1000)
     for world_size, most in [(1, 15), (4, 15), (6, 10), (100, 8)]:
@@ -216,24 +196,6 @@ def test_the_diagnostics_equal_the_slow_count(lengths, limit, settings, epoch):
         assert found.straggler_ratio == pytest.approx(np.mean(ratios) if ratios else 1.0)
     else:
         assert found.fill is found.budget_use is None
-
-
-def test_the_plan_of_real_looking_lengths_is_as_good_as_promised():
-    """The length sets of benchmarks/batching.py, smaller; the full figures stand there."""
-    rng = np.random.default_rng(0)
-    heavy = np.clip(np.exp(rng.normal(np.log(250), 1.15, 100_000)), 8, 4096).astype(np.int64)
-    found = LengthBuckets(heavy, max_tokens=16384, boundaries="auto").diagnostics()
-    assert found.padding_efficiency >= 0.96
-    assert found.fill >= 0.96
-    assert (found.shapes, found.over_budget) == (64, 0)
-    ranks = LengthBuckets(heavy, max_tokens=16384, boundaries="auto", world_size=8).diagnostics()
-    assert ranks.straggler_ratio <= 1.001
-
-
-def test_a_rest_smaller_than_the_ranks_is_shared_with_the_group_before():
-    buckets = LengthBuckets([8] * 35, max_tokens=32, world_size=8)
-    sizes = sorted(map(len, batches_of(buckets, 0)))
-    assert sizes == [2] * 13 + [3] * 3  # 16 batches: two steps of eight ranks, no batch read twice
 
 
 @pytest.mark.slow

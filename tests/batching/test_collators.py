@@ -91,37 +91,6 @@ def test_ids_and_the_mask_made_from_lengths_match_the_slow_reference(lengths, si
     assert {column.dtype for column in batch.values()} == {torch.int64}
 
 
-def test_small_numpy_dtypes_and_mixed_numbers_leave_as_int64_and_float32():
-    rows = [
-        {"input_ids": np.array([5, 6], np.int32), "mask": np.array([True, False]), "x": np.float64(1), "y": 1},
-        {"input_ids": np.array([7], np.uint8), "mask": np.array([True]), "x": np.float16(2), "y": 2.5},
-    ]
-    batch = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=None)(rows)
-    expected = {"mask": torch.bool, **dict.fromkeys(("x", "y"), torch.float32)}
-    expected |= dict.fromkeys(("input_ids", "attention_mask"), torch.int64)
-    assert {name: column.dtype for name, column in batch.items()} == expected
-    assert batch["mask"].tolist() == [[True, False], [True, False]]
-    assert batch["y"].tolist() == [1.0, 2.5]
-
-
-def test_columns_of_none_and_the_length_column_are_dropped():
-    rows = tokenized([2, 3], length=[2, 3], labels=[None, None], note=[None, None])
-    batch = BucketedCollator(tiny.tokenizer())(rows)
-    assert sorted(batch) == ["attention_mask", "input_ids", "token_type_ids"]
-
-
-@pytest.mark.parametrize("kind", ["list", "numpy", "torch"])
-def test_features_stay_as_they_are_and_share_no_memory_with_the_batch(kind):
-    rows = as_kind(tokenized([8, 8], labels=[[1] * 8] * 2), kind)
-    before = copy.deepcopy(rows)
-    batch = BucketedCollator(tiny.tokenizer())(rows)
-    for column in batch.values():
-        column.fill_(77)
-    for row, old in zip(rows, before, strict=True):
-        assert row.keys() == old.keys()
-        assert all(np.array_equal(np.asarray(row[name]), np.asarray(old[name])) for name in row)
-
-
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_a_row_without_tokens_leaves_the_causal_loss_of_the_others_alone(side):
     collator = BucketedCollator(tiny.tokenizer(side), causal_lm=True)
@@ -197,16 +166,6 @@ def test_causal_labels_leave_out_what_the_data_itself_masks_and_labels_of_the_da
     assert collator([{**padded, "label": 1}])["labels"].tolist() == [[5, 6, -100]]  # of a classification
 
 
-@pytest.mark.parametrize("settings", [{"causal_lm": True}, {"model": "llama"}], ids=str)
-def test_the_label_of_a_token_after_padding_on_the_left_is_ignored_by_a_causal_lm(settings):
-    settings = {name: llama() if value == "llama" else value for name, value in settings.items()}
-    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9, 10, 11], "labels": [8, 9, 10, 11]}]
-    collator = BucketedCollator(tiny.tokenizer("left"), pad_to_multiple_of=4, **settings)
-    assert collator(rows)["labels"].tolist() == [[-100, -100, 6, 7], [8, 9, 10, 11]]
-    masked = {"input_ids": [PAD, 8, 9, 10], "attention_mask": [0, 1, 1, 1], "labels": [-100, 8, 9, 10]}
-    assert collator([masked])["labels"].tolist() == [[-100, -100, 9, 10]]
-
-
 def test_bucketed_collator_splices_whole_batches_between_single_examples():
     rows = tokenized([2, 9, 4, 1], labels=[0, 1, 2, 0])
     collator = BucketedCollator(tiny.tokenizer())
@@ -214,13 +173,6 @@ def test_bucketed_collator_splices_whole_batches_between_single_examples():
     assert_same(collator(rows), expected)
     assert_same(collator([rows]), expected)
     assert_same(collator([rows[0], tuple(rows[1:3]), [], [rows[3]]]), expected)
-
-
-def test_inner_gets_the_flat_examples_and_does_all_the_work():
-    rows = [{"pixel_values": torch.full((3, 2, 2), float(i)), "label": i} for i in range(3)]
-    batch = BucketedCollator(inner=default_data_collator)([rows[:2], rows[2]])
-    assert_same(batch, default_data_collator(rows))
-    assert_same(BucketedCollator(tiny.tokenizer(), inner=default_data_collator)(rows), default_data_collator(rows))
 
 
 def test_the_tokenizer_of_inner_shows_so_that_the_trainer_can_save_it():

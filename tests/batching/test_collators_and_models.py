@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import pickle
 from typing import Any
 
 import heads
@@ -237,21 +235,6 @@ def test_an_encoder_decoder_has_decoder_labels_even_where_they_are_as_long_as_th
     assert batch["decoder_input_ids"].tolist() == [[SEP, 5, 6, PAD], [SEP, 7, 8, 9]]
 
 
-def test_a_head_on_the_encoder_of_an_encoder_decoder_keeps_token_labels():
-    model = transformers.T5ForTokenClassification(copy.deepcopy(t5().config))  # it changes the config
-    rows = tokenized([2, 3], labels=[[1, 0], [1, 1, 0]])
-    batch = BucketedCollator(tiny.tokenizer("left"), model=model, pad_to_multiple_of=4)(rows)
-    assert batch["labels"].tolist() == [[-100, -100, 1, 0], [-100, 1, 1, 0]]
-    assert "decoder_input_ids" not in batch
-
-
-def test_decoder_input_ids_of_the_data_and_scalar_labels_are_left_alone():
-    collator = BucketedCollator(tiny.tokenizer(), model=bart(), pad_to_multiple_of=4)
-    given_ids = collator(tokenized([2], labels=[[5, 6, 7]], decoder_input_ids=[[2, 5, 6]]))["decoder_input_ids"]
-    assert given_ids.tolist() == [[2, 5, 6, PAD]]
-    assert "decoder_input_ids" not in collator(tokenized([2], labels=[1]))
-
-
 # peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_wrappers_are_looked_into():
@@ -284,18 +267,6 @@ def test_an_id_without_an_embedding_is_refused_before_torch_meets_it(name, tmp_p
     refuses(ValueError, message, collator, [{**row, column: [rows, 5]}])
 
 
-def test_an_embedding_resized_after_attach_is_that_of_the_model(tmp_path):
-    trainer = attached(tiny.llama(), BucketedCollator(tiny.tokenizer()), tmp_path)
-    rows = trainer.model.get_input_embeddings().num_embeddings
-    batch = [{"input_ids": [5, rows], "labels": [5, 6]}]
-    trainer.model.resize_token_embeddings(rows + 1)
-    in_a_worker = pickle.loads(pickle.dumps(trainer.data_collator))
-    for collator in (trainer.data_collator, in_a_worker):
-        assert collator(batch)["input_ids"].max() == rows
-        with pytest.raises(ValueError, match=f"embeddings of {rows + 1} ids"):
-            collator([{"input_ids": [5, rows + 1], "labels": [5, 6]}])
-
-
 def test_a_decoder_may_have_more_ids_than_its_encoder(tmp_path):
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 1, "eos_token_id": 2}
@@ -306,29 +277,6 @@ def test_a_decoder_may_have_more_ids_than_its_encoder(tmp_path):
     assert batch["decoder_input_ids"].max() == 89
     with pytest.raises(ValueError, match="embeddings of 90 ids"):
         trainer.data_collator([{"input_ids": [5, 6], "labels": [90, 89, 7]}])
-
-
-def test_two_trainers_that_share_a_collator_do_not_disturb_each_other(tmp_path):
-    collator = BucketedCollator(tiny.tokenizer("left"))
-    rows = tokenized([5, 9], labels=ids_of([5, 9], seed=1))
-    alone = attached(gpt2(), BucketedCollator(tiny.tokenizer("left")), tmp_path).data_collator(rows)
-    first, second = attached(gpt2(), collator, tmp_path), attached(tiny.bert(), collator, tmp_path)
-    assert_same(first.data_collator(rows), alone)
-    before = second.data_collator(rows)
-    assert before["labels"][0].tolist() != alone["labels"][0].tolist()
-    first.memopt_handle.remove()
-    assert_same(second.data_collator(rows), before)
-    second.memopt_handle.remove()
-    assert second.data_collator is collator
-
-
-def test_a_collator_is_copied_only_while_its_first_trainer_is_there(tmp_path):
-    collator = BucketedCollator(tiny.tokenizer())
-    first = attached(tiny.bert(), collator, tmp_path)
-    assert attached(tiny.bert(), collator, tmp_path).data_collator is not collator
-    del first
-    gc.collect()
-    assert attached(tiny.bert(), collator, tmp_path).data_collator is collator
 
 
 def test_labels_of_a_second_head_are_padded_as_labels(tmp_path):

@@ -232,28 +232,6 @@ def test_transforms_other_formats_and_other_datasets_are_left_to_themselves(tmp_
         check(tmp_path, other, from_arrow=False)
 
 
-def test_a_format_that_is_set_later_is_seen():
-    dataset = make(LENGTHS)
-    view = bucketed(dataset, batch_size=1, lengths=[1] * len(LENGTHS))
-    assert "score" in view[0]
-    dataset.set_format("torch", columns=["input_ids", "index"])
-    assert list(view[0]) == ["input_ids", "index"]
-    dataset.set_transform(lambda rows: {"input_ids": [[1]] * len(rows["index"])})
-    assert view[0] == {"input_ids": [1]}
-
-
-def test_no_tensor_shares_memory_with_the_dataset(tmp_path):
-    dataset = make([4, 4])
-    before = dataset.to_dict()
-    view = bucketed(dataset, batch_size=2)
-    args = tiny.arguments(tmp_path, per_device_train_batch_size=2, remove_unused_columns=False)
-    collator = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=4)
-    [batch] = attach(Trainer(tiny.bert(), args, train_dataset=view, data_collator=collator)).get_train_dataloader()
-    for column in batch.values():
-        column.fill_(7)
-    assert dataset.to_dict() == before
-
-
 def test_a_pickled_view_carries_the_dataset_and_nothing_that_was_prepared():
     dataset = make(LENGTHS)
     view = bucketed(dataset, batch_size=2, lengths=[1] * len(LENGTHS))

@@ -189,21 +189,6 @@ def test_sharded_weights_are_not_checked_but_told(tmp_path):
     assert [str(warning.message) for warning in warned] == [whole("attach could not check")]
 
 
-def test_the_check_leaves_no_trace(tmp_path):
-    model = tiny_model("gpt2")
-    frozen = model.transformer.wte.weight.requires_grad_(False)
-    trainer, seen = make_trainer(tmp_path, model.train(), examples())
-    state, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    trainer.data_collator.bind_trainer(trainer).remove()
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not frozen.requires_grad
-    assert model.training
-    assert not model.get_input_embeddings()._forward_hooks
-    assert torch.equal(torch.get_rng_state(), random)
-    assert not seen
-
-
 def texts_of(ids: torch.Tensor, lengths: dict[int, int]) -> list[int]:
     """Return the texts in a row, whose second tokens name them."""
     found, position = [], 0
@@ -235,19 +220,6 @@ def test_an_attached_view_packs_rows_up_to_the_budget(source, tmp_path):
     trainer.memopt_handle.remove()
     assert isinstance(view.buckets, LengthBuckets)
     assert len(view) == padded
-
-
-def test_one_view_serves_a_padding_and_a_flattening_trainer(tmp_path):
-    view = bucketed(examples(), max_tokens=MAX_TOKENS)
-    flattened = attach(make_trainer(tmp_path, tiny.llama(), view)[0])
-    packed = len(view)
-    padding = attach(make_trainer(tmp_path, tiny.llama(), view, BucketedCollator(tiny.tokenizer()))[0])
-    assert len(view) > packed
-    assert view.plan.batch(0).size  # of the plan in force, not of the one before
-    flattened.memopt_handle.remove()
-    assert len(view) > packed
-    padding.memopt_handle.remove()
-    assert isinstance(view.buckets, LengthBuckets)
 
 
 REFUSED_VIEWS: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [

@@ -80,13 +80,6 @@ def test_equals_the_slow_way_on_slices_of_arrow_chunks(lengths, chunks):
     assert_same_as_slow(Dataset(InMemoryTable(pa.table({"input_ids": pa.chunked_array(pieces)}))))
 
 
-@pytest.mark.parametrize("form", ["numpy", "torch", "arrow", "pandas"])
-def test_the_format_of_the_dataset_does_not_matter(form):
-    dataset = make("list", [3, 1, 4, 1, 5]).shuffle(seed=1)
-    assert token_lengths(dataset.with_format(form)).tolist() == slow_lengths(dataset)
-    assert token_lengths(dataset.with_format(form, columns=["index"])).tolist() == slow_lengths(dataset)
-
-
 def test_a_memory_mapped_dataset_of_several_files(tmp_path):
     dataset = make("list", [3, 1, None, 4, 1, 5, 9, 2, 6])
     dataset.save_to_disk(tmp_path / "saved", num_shards=3)
@@ -218,13 +211,6 @@ def test_what_is_indexed_by_column_is_refused(name):
         refuses(
             TypeError, f"dataset=<{name}> is indexed by column; expected rows: dataset[0] an example. Pass {fix}", read
         )
-
-
-def test_a_transform_that_changes_the_column_is_counted() -> None:
-    rows = Dataset.from_dict({"input_ids": ids([100, 10, 3])})
-    cut = rows.with_transform(lambda batch: {"input_ids": [row[:8] for row in batch["input_ids"]]})
-    assert_same_as_slow(cut)
-    assert bucketed(cut, max_tokens=16, too_long="drop").buckets.dropped == 0
 
 
 @pytest.mark.parametrize("padding", [False, True])

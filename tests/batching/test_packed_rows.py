@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -144,25 +143,6 @@ def test_a_view_reads_every_token_once(source):
 def test_lengths_that_are_not_the_texts_are_refused_where_they_would_cut_them(settings, message):
     view = packed([{"input_ids": [5] * length} for length in (3, 4, 6)], 16, **settings)
     refuses(ValueError, whole(message), list, view)
-
-
-def test_a_counted_column_of_another_name_and_labels_without_a_sign(tmp_path):
-    tokens = [np.full(6, 5 + i, np.uint16) for i in range(8)]
-    data = [{"input_ids": one, "labels": one, "counted": one} for one in tokens]
-    trainer = make_trainer(tmp_path, tiny.llama(), packed(data, 12, column="counted"), max_steps=2)
-    trainer.args.remove_unused_columns = True
-    attach(trainer)
-    assert trainer.train().global_step == 2
-
-
-def test_models_that_model_init_makes_keep_texts_apart_too(tmp_path):
-    view, args = packed(examples(12), ROW), tiny.arguments(tmp_path, per_device_train_batch_size=1, max_steps=2)
-    collator = BucketedCollator(tiny.tokenizer(), causal_lm=True)
-    trainer = Trainer(args=args, model_init=lambda: tiny_model("opt"), train_dataset=view, data_collator=collator)
-    handle = attach(trainer).memopt_handle
-    assert trainer.train().global_step == 2
-    handle.remove()
-    assert "call_model_init" not in vars(trainer)
 
 
 def test_a_collated_row_begins_positions_anew_and_has_no_label_at_a_texts_first_token():
@@ -337,22 +317,6 @@ def test_a_leak_that_appears_later_stops_the_run_at_its_first_batch(tmp_path):
         trainer.train()
 
 
-def test_a_batch_whose_gradients_are_zero_shows_nothing_and_the_next_is_looked_at(tmp_path, caplog):
-    model = tiny.llama()
-    trainer = attach(make_trainer(tmp_path, model, packed(examples(), ROW), max_steps=6))
-    silent = model.model.norm.register_forward_hook(lambda module, args, output: output * 0)
-    with caplog.at_level("WARNING", logger="hf_memopt"):
-        trainer.train()
-    said = "no gradient reaches the tokens of the first 3 batches in LlamaForCausalLM"
-    assert caplog.text.count(said) == 1
-    silent.remove()
-    steps = itertools.count()
-    model.model.norm.register_forward_hook(lambda module, args, output: output * float(next(steps) >= 2))
-    model.model.layers[0].register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
-    with pytest.raises(ValueError, match="see other texts of it in LlamaForCausalLM"):
-        trainer.train()
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_are_looked_at_too(reentrant, tmp_path):
     model = tiny.llama()
@@ -372,20 +336,6 @@ def test_a_resumed_run_is_the_straight_one(tmp_path):
     step = straight.state.max_steps // 2 // 2 * 2
     resumed = run(tmp_path / "resumed", str(tmp_path / "straight" / f"checkpoint-{step}"))
     assert tiny.largest_difference(straight.model, resumed.model) == 0.0
-
-
-def test_other_batches_go_the_stock_way_and_the_saved_config_is_stocks(tmp_path):
-    model = tiny.llama().eval()
-    ids = torch.tensor([[5, 6, 7, 8]])
-    padded = {"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1]])}
-    with torch.no_grad():
-        before = [model(**padded).logits, model(ids).logits, model.generate(ids, max_new_tokens=3, do_sample=False)]
-        attach(make_trainer(tmp_path, model, packed([{"input_ids": [5] * 9}] * 9, ROW)))
-        assert model.config._attn_implementation == "packed_sdpa"
-        after = [model(**padded).logits, model(ids).logits, model.generate(ids, max_new_tokens=3, do_sample=False)]
-    assert all(map(torch.equal, before, after))
-    model.save_pretrained(tmp_path / "saved")
-    assert "packed" not in (tmp_path / "saved" / "config.json").read_text(encoding="utf-8")
 
 
 def test_a_recipes_trainer_takes_packed_rows(tmp_path):
@@ -458,25 +408,6 @@ def test_rows_that_no_trainer_is_attached_to_are_told_of_once(tmp_path, caplog):
     trainer = attach(make_trainer(tmp_path, tiny.llama(), source, BucketedCollator(tiny.tokenizer()), max_steps=1))
     next(iter(trainer.get_train_dataloader()))
     assert caplog.messages == []
-
-
-@pytest.mark.parametrize(("lengths", "processes"), [([60, 50, 45, 44, 40, 24], 4), ([60, 50, 45, 40, 24], 3)])
-def test_the_fullest_row_may_be_among_the_last_that_are_too_few_for_all_processes(lengths, processes):
-    view = view_of(lengths, 64, world_size=processes)
-    assert sorted(len(text["input_ids"]) for row in view for text in row) == sorted(lengths)
-
-
-def test_cells_without_a_length_stay_whole(tmp_path):
-    rows = Dataset.from_dict({"input_ids": [[5] * 9, [6] * 3], "id": [0, 1]}).with_format("torch")
-    assert [int(text["id"]) for text in packed(rows, 16)[0]] == [0, 1]
-
-
-def test_rows_that_were_added_are_missed():
-    rows = examples(8)
-    view = packed(rows, 20)
-    rows += examples(8)
-    with pytest.raises(RuntimeError, match=r"had 8 when the view was built.*packed\(dataset, ...\)"):
-        view[0]
 
 
 class Calling(transformers.LlamaForCausalLM):

@@ -114,12 +114,6 @@ def test_percentiles_histogram_and_cuts_equal_the_slow_way(lengths):
         assert cut.tokens_fraction == sum(max(n - cut.max_length, 0) for n in lengths) / sum(lengths)
 
 
-def test_the_candidates_of_max_length():
-    report = padding_report(review(), max_length=100)
-    p95, p99 = report.percentiles["p95"], report.percentiles["p99"]
-    assert [cut.max_length for cut in report.cuts] == sorted({64, 100, 128, 256, -(-p95 // 8) * 8, -(-p99 // 8) * 8})
-
-
 def test_max_length_cuts_before_batching_and_leaves_the_figures_of_the_texts():
     lengths = review()
     plain, cut = padding_report(lengths, max_tokens=4096), padding_report(lengths, max_tokens=4096, max_length=100)
@@ -148,13 +142,6 @@ def test_the_suggested_budget_gives_the_mean_batch_asked_for(batch_size):
         f"a batch has {mean:.1f} examples in the mean, {batch_size} were asked for; it holds the longest one",
         f"bucketed(dataset, max_tokens={report.max_tokens})",
     )
-
-
-def test_a_given_budget_is_used_and_the_suggestion_stays():
-    lengths = review()
-    free, given_budget = padding_report(lengths), padding_report(lengths, max_tokens=8192)
-    assert given_budget.suggestions == free.suggestions
-    assert (given_budget.max_tokens, given_budget.strategies[-2].name) == (8192, "bucketed(max_tokens=8192)")
 
 
 def test_max_length_is_suggested_where_cutting_one_percent_saves_a_tenth():
@@ -187,18 +174,6 @@ def test_many_examples_are_replayed_on_a_sample_with_the_longest_one():
     assert report.strategies[4].padding_efficiency == pytest.approx(whole.padding_efficiency(), abs=0.01)
     assert "replayed on 200,000 examples" in " ".join(report.table().split())
     assert padding_report(lengths) == report
-
-
-def test_a_few_giants_share_the_last_cell_and_a_budget_holds_the_longest_of_them():
-    report = padding_report([10] * 19_995 + [4000] * 4 + [5001], batch_size=4)
-    histogram = report.histogram
-    assert histogram.has_tail
-    assert (histogram.edges[-2:], histogram.counts[-1]) == ((11, 5002), 5)
-    mean = 20_000 / LengthBuckets([10] * 19_995 + [4000] * 4 + [5001], max_tokens=5008).n_batches
-    assert astuple(report.suggestions[0])[1:3] == (
-        5008,
-        f"the least that holds the longest example; a batch then has {mean:.1f} examples in the mean",
-    )
 
 
 def test_what_is_refused_is_told_in_whole():

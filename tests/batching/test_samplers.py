@@ -95,15 +95,6 @@ def test_a_restored_sampler_goes_on_where_the_other_stopped(kind, rank, data):
     assert len(list(restored)) == len(straight)
 
 
-def test_what_workers_hold_ready_can_be_left_out_of_the_state():
-    sampler = make("tokens")
-    straight = list(sampler)
-    list(itertools.islice(iter(sampler), 5))
-    restored = make("tokens")
-    restored.load_state_dict(sampler.state_dict(position=2))
-    assert list(restored) == straight[2:]
-
-
 def state_error(change: dict[str, Any] | None = None, drop: str | None = None, **settings: Any) -> str:
     state = {**make("tokens").state_dict(), **(change or {})}
     if drop is not None:
@@ -153,13 +144,6 @@ def test_a_rank_out_of_range_is_refused(kind, rank):
     below = ", below 2" if rank == 2 else ""
     message = f"rank={rank!r} is invalid; expected an integer of 0 or more, or None{below}. Pass rank=0"
     refuses(ValueError, message, make, kind, world_size=2, rank=rank)
-
-
-def test_diagnostics_are_those_of_the_plan():
-    sampler = make("tokens", seed=2)
-    sampler.set_epoch(1)
-    assert sampler.diagnostics() == sampler.buckets.diagnostics(1)
-    assert sampler.diagnostics().over_budget == 0
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)

@@ -204,18 +204,6 @@ def test_a_dataset_without_labels_gives_predictions_and_no_loss(tmp_path):
     assert without_speed(by_view.metrics) == {}
 
 
-@pytest.mark.parametrize("name", ["classes", "tokens", "causal", "seq2seq"])
-def test_label_smoothing_does_not_depend_on_the_batches_either(name, tmp_path):
-    examples = rows(COUNT, CASES[name].labels)
-    losses = []
-    for size in (1, 4, 13):
-        settings = {"per_device_eval_batch_size": size, "label_smoothing_factor": 0.1}
-        metrics = make_trainer(name, tmp_path, sorted_by_length(examples), **settings).evaluate()
-        losses.append(metrics[f"eval_loss_per_{CASES[name].unit}"])
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
-    assert abs(losses[0] - reference(CASES[name], examples)[1]) > 1e-3  # it is a smoothed one
-
-
 def test_a_loss_of_the_user_that_divides_by_the_count_is_exact(tmp_path):
     def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
         logits = outputs.logits[:, :-1].flatten(0, 1)
@@ -233,15 +221,6 @@ def test_a_loss_of_the_user_that_divides_by_the_count_is_exact(tmp_path):
     for given in ({"trainer_compute_loss_func": summed}, {"kind": Summing}):
         metrics = make_trainer("causal", tmp_path, sorted_by_length(examples), **given).evaluate()
         assert metrics["eval_loss_per_token"] == pytest.approx(reference(CASES["causal"], examples)[1], rel=1e-6)
-
-
-def test_batches_without_any_label_do_not_count(tmp_path):
-    examples = rows(COUNT, some_ignored)
-    order = sorted_by_length(examples).order
-    for i in order[:4]:  # a whole batch
-        examples[i]["labels"] = [IGNORED] * LENGTHS[i]
-    trainer = make_trainer("tokens", tmp_path, sorted_by_length(examples))
-    assert trainer.evaluate()["eval_loss_per_token"] == pytest.approx(reference(CASES["tokens"], examples)[1], rel=1e-6)
 
 
 def test_it_pads_less_and_begins_with_the_longest(tmp_path):
@@ -269,73 +248,6 @@ def test_a_dict_of_datasets_and_evaluation_during_training(tmp_path):
     assert metrics["eval_b_indices"] == metrics["eval_c_indices"] == list(range(7))
     assert metrics["eval_c_loss_per_example"] == pytest.approx(metrics["eval_b_loss"], rel=1e-6)
     assert "eval_b_loss_per_example" not in metrics
-
-
-def test_attaching_twice_and_two_trainers_stay_apart(tmp_path):
-    one = make_trainer("classes", tmp_path, sorted_by_length(classes()))
-    loop = one.evaluation_loop
-    assert attach(one).evaluation_loop is loop
-    other = make_trainer("tokens", tmp_path, sorted_by_length(rows(5, some_ignored)))
-    assert one.evaluate()["eval_indices"] == list(range(COUNT))
-    assert other.evaluate()["eval_indices"] == list(range(5))
-    assert one.compute_metrics is record
-    assert not {"prediction_step", "compute_loss"} & vars(one).keys()
-    assert one.args.average_tokens_across_devices is True
-    one.evaluation_loop = lambda *args, **kwargs: loop(*args, **kwargs)  # around it a loop of the user's
-    assert attach(one).evaluate()["eval_indices"] == list(range(COUNT))
-
-
-def test_a_failed_evaluation_leaves_the_trainer_as_it_was(tmp_path):
-    def failing(prediction: Any) -> dict[str, float]:
-        raise ArithmeticError("no metrics")
-
-    view = sorted_by_length(classes(5))
-    trainer = make_trainer("classes", tmp_path, view, trainer_compute_metrics=failing)
-    with pytest.raises(ArithmeticError):
-        trainer.evaluate()
-    assert trainer.compute_metrics is failing
-    assert "prediction_step" not in vars(trainer)
-
-
-def test_metrics_per_batch_get_every_row_once(tmp_path):
-    seen: list[int] = []
-
-    def per_batch(prediction: Any, compute_result: bool) -> dict[str, Any]:
-        seen.extend((prediction.inputs["input_ids"][:, 0] - 5).tolist())
-        return {"rows": len(seen)} if compute_result else {}
-
-    view = sorted_by_length(classes())
-    trainer = make_trainer("classes", tmp_path, view, trainer_compute_metrics=per_batch, batch_eval_metrics=True)
-    assert trainer.evaluate()["eval_rows"] == COUNT
-    assert seen == view.order.tolist()
-    plain = trainer.predict(view.dataset)
-    np.testing.assert_allclose(trainer.predict(view).predictions, plain.predictions, rtol=0, atol=1e-6)
-
-
-def test_what_compute_metrics_changes_in_place_shows_in_the_output(tmp_path):
-    def relabel(prediction: Any) -> dict[str, float]:
-        prediction.label_ids[prediction.label_ids == IGNORED] = 7
-        return {}
-
-    view = sorted_by_length(rows(COUNT, some_ignored))
-    output = make_trainer("tokens", tmp_path, None, trainer_compute_metrics=relabel).predict(view)
-    assert (output.label_ids != IGNORED).all()
-
-
-def test_our_collator_reads_the_columns_straight_from_arrow(tmp_path, monkeypatch):
-    view = sorted_by_length(Dataset.from_list(classes()))
-    monkeypatch.setattr(view._reader, "read", None)  # which reads row by row
-    assert make_trainer("classes", tmp_path, view).evaluate()["eval_indices"] == list(range(COUNT))
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_read_the_view(persistent, tmp_path):
-    view = sorted_by_length(Dataset.from_list(classes()))
-    settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": persistent}
-    trainer = make_trainer("classes", tmp_path, view, **settings)
-    for _ in range(2):
-        assert trainer.evaluate()["eval_indices"] == list(range(COUNT))
 
 
 def test_columns_that_a_trainer_adds_reach_its_loss(tmp_path):
@@ -378,19 +290,6 @@ def test_a_view_that_nobody_restores_is_not_read(tmp_path):
     attach(trainer).evaluate()
     with pytest.raises(RuntimeError):
         view[0]  # after the evaluation as before it
-
-
-def test_a_callback_reads_the_dataset_itself(tmp_path):
-    class Reads(transformers.TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any) -> None:
-            refuses(RuntimeError, UNATTACHED, next, iter(eval_dataloader))
-            whole_set, collate = eval_dataloader.dataset.dataset, eval_dataloader.collate_fn
-            ids = next(iter(DataLoader(whole_set, batch_size=8, collate_fn=collate)))["input_ids"]
-            seen.extend((ids[:, 0] - 5).tolist())
-
-    seen: list[int] = []
-    make_trainer("classes", tmp_path, sorted_by_length(classes()), trainer_callbacks=[Reads()]).evaluate()
-    assert seen == [*range(8)]
 
 
 def test_a_loop_of_ones_own_says_that_it_restores_the_order(tmp_path):

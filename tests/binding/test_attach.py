@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from heads import HEADS, OwnLoss, gradient_norms, make_trainer
+from heads import HEADS, gradient_norms, make_trainer
 from slow_cases import slow_except
 from tables import refuses, whole
 from torch import nn
@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 import hf_memopt as m
 import tiny
 from hf_memopt import attach
-from hf_memopt.binding import TrainingView, refuse_data_parallel
+from hf_memopt.binding import TrainingView
 from two_ranks import run_pair
 
 # DeBERTa-v2 of transformers 5.8 and 5.17 calls torch.jit.script when it is imported, which torch 2.13 deprecates
@@ -118,27 +118,6 @@ def test_a_loss_that_ignores_the_count_in_kwargs_is_repaired_too(tmp_path):
     assert trainer.memopt_changes == (BERT_CHANGE,)
     trainer.memopt_handle.remove()
     assert trainer.model_accepts_loss_kwargs
-
-
-def test_nothing_is_decided_before_a_run_that_accumulates(tmp_path):
-    class Divides(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return model(**inputs).loss / (self.args.gradient_accumulation_steps if divides else 1)
-
-    for divides in (True, False):
-        steps = 1 if divides else 2
-        trainer = attach(bert_trainer(tmp_path, Divides, gradient_accumulation_steps=steps, max_steps=1))
-        trainer.model.train()
-        trainer.compute_loss(trainer.model, default_data_collator(tiny.rows(2)))  # by hand, without a count
-        trainer.train()
-        assert trainer.memopt_changes == (() if divides else (BERT_CHANGE,))
-    trainer = attach(bert_trainer(tmp_path, Divides, gradient_accumulation_steps=1, max_steps=1))
-    divides = True
-    trainer.train()
-    trainer.args.gradient_accumulation_steps = 2  # as a search does
-    trainer.create_accelerator_and_postprocess()
-    trainer.train()
-    assert trainer.memopt_changes == ()
 
 
 @pytest.mark.parametrize("way", ["divided", "times its share", "of the window", "not divided", "a mean of four"])
@@ -297,20 +276,6 @@ def test_where_stock_or_the_user_divides_nothing_is_repaired(name, tmp_path):
     assert trainer.compute_loss_func is settings.get("compute_loss_func")
 
 
-def test_a_loader_of_ones_own_is_repaired(tmp_path):
-    class Loads(Trainer):
-        def get_train_dataloader(self):
-            return torch.utils.data.DataLoader(tiny.rows(), batch_size=2, collate_fn=default_data_collator)
-
-    settings = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "max_steps": 2}
-    trainer = attach(bert_trainer(tmp_path, Loads, train_dataset=None, **settings))
-    trainer.train()
-    assert trainer.memopt_changes == (BERT_CHANGE,)
-    whole = attach(bert_trainer(tmp_path, per_device_train_batch_size=8, max_steps=2))
-    whole.train()
-    assert tiny.largest_difference(trainer.model, whole.model) < 1e-6
-
-
 class Stream(IterableDataset):
     """Examples one after the other; counts how many were read."""
 
@@ -399,21 +364,6 @@ def test_a_view_reads_the_columns_that_stock_leaves_to_the_collator(tmp_path):
     assert set(stock._signature_columns) == {*taken, "labels", "label", "label_ids"}
 
 
-def test_the_columns_are_those_of_the_model_that_is_trained(tmp_path):
-    class TakesWeights(type(tiny.bert())):
-        def forward(self, input_ids=None, attention_mask=None, labels=None, weight=None, **kwargs):
-            seen.append(weight is not None)
-            return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
-
-    seen = []
-    data = {"train_dataset": m.bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4)}
-    trainer = attach(bert_trainer(tmp_path, data_collator=m.BucketedCollator(tiny.tokenizer()), max_steps=1, **data))
-    assert set(trainer.train_dataset[0]) == {"input_ids", "attention_mask", "labels"}
-    trainer.model = trainer.model_wrapped = TakesWeights(trainer.model.config)
-    trainer.train()
-    assert seen == [True] * 2
-
-
 # peft 0.21 asks transformers 5.23 by the name that 5.17 still used
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_models_are_repaired(tmp_path):
@@ -446,78 +396,6 @@ def test_attach_reads_no_row_calls_no_collator_or_model_and_draws_no_number(name
     before = state()
     attach(trainer)
     assert state() == before
-
-
-class PassedOn(OwnLoss):
-    """Hands the count on in every way that is no use of it."""
-
-    def forward(self, input_ids, labels, **kwargs):
-        count = kwargs.get("num_items_in_batch", torch.tensor(0))  # none where stock divides
-        copies = [count.to(torch.float64), count.clone().reshape(1), count.detach()]
-        assert all(copy.device == count.device and copy.dim() < 2 and f"{copy}" for copy in copies)
-        return super().forward(input_ids, labels, **kwargs)
-
-
-class ReadOnce(OwnLoss):
-    """Reads the number of a copy of the count."""
-
-    def forward(self, input_ids, labels, **kwargs):
-        count = kwargs["num_items_in_batch"].to(torch.float64)
-        found = super().forward(input_ids, labels, **kwargs)
-        return {**found, "loss": found["loss"] * len(labels) / count.item()}
-
-
-@pytest.mark.parametrize(("kind", "ignores"), [(PassedOn, True), (ReadOnce, False)])
-def test_a_count_is_used_where_an_operation_takes_its_number(kind, ignores, tmp_path):
-    trainer = attach(bert_trainer(tmp_path, model=kind(counts=False), max_steps=1))
-    assert (trainer.memopt_changes, trainer.model_accepts_loss_kwargs) == ((), True)
-    trainer.train()
-    assert trainer.model_accepts_loss_kwargs is not ignores
-    assert len(trainer.memopt_changes) == ignores
-    assert "compute_loss" not in vars(trainer)
-
-
-def test_evaluation_before_training_is_not_watched(tmp_path):
-    trainer = attach(bert_trainer(tmp_path, model=OwnLoss(counts=False), eval_dataset=tiny.rows(), max_steps=1))
-    trainer.evaluate()
-    assert trainer.memopt_changes == ()
-    trainer.train()
-    assert [change.name for change in trainer.memopt_changes] == ["model_accepts_loss_kwargs"]
-
-
-def test_a_loss_that_fails_is_watched_when_it_is_computed_again(tmp_path):
-    class FailsOnce(Trainer):
-        def compute_loss(self, *args, **kwargs):
-            if not (failed := tmp_path / "failed").exists():  # what Python holds is put back as it was
-                failed.touch()
-                raise torch.OutOfMemoryError("once")
-            return super().compute_loss(*args, **kwargs)
-
-    model = OwnLoss(counts=False)
-    trainer = attach(bert_trainer(tmp_path, FailsOnce, model=model, max_steps=1), m.MicrobatchCallback())
-    trainer.train()
-    assert "model_accepts_loss_kwargs" in [change.name for change in trainer.memopt_changes]
-
-
-class IntegerCount(Trainer):
-    """Counts the labels as an integer."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        return super().training_step(model, inputs, int(num_items_in_batch))
-
-
-@pytest.mark.parametrize("kind", [Trainer, IntegerCount])
-@pytest.mark.parametrize("counts", [False, True])
-def test_what_is_compiled_and_a_count_that_is_no_tensor_are_decided_by_value(kind, counts, tmp_path):
-    model = OwnLoss(counts=counts and kind is Trainer)
-    if kind is Trainer:
-        model.compile(backend="eager")
-    trainer = attach(bert_trainer(tmp_path, kind, model=model, max_steps=1))
-    trainer.train()
-    assert trainer.model_accepts_loss_kwargs is model.counts
 
 
 def test_training_after_attach_equals_stock_where_nothing_is_repaired(tmp_path):
@@ -621,14 +499,6 @@ def test_what_cannot_be_trained_is_refused_and_nothing_changed(make, message, tm
     assert callback not in trainer.callback_handler.callbacks
 
 
-def test_what_can_be_trained_is_not_refused(tmp_path):
-    for n_gpu in (0, 1):
-        refuse_data_parallel(n_gpu)
-    trainer = half_trained(tmp_path, train_dataset=None)
-    trainer.model.float().bert.half().requires_grad_(False)
-    assert attach(trainer).memopt_changes == (BERT_CHANGE,)
-
-
 def test_a_view_that_does_not_fit_the_arguments_is_refused(tmp_path):
     class View(list):
         def bind_trainer(self, trainer):
@@ -704,18 +574,3 @@ def test_a_callback_of_ones_own_has_to_return_a_handle(tmp_path):
             pass
 
     refuses(TypeError, whole("bind of <Without> returned"), attach, bert_trainer(tmp_path), Without())
-
-
-@pytest.mark.parametrize("callback", [m.FreezeCallback("base"), m.PrecisionCallback()])
-def test_a_callback_that_has_moved_on_keeps_its_new_model(callback, tmp_path):
-    one, other = (
-        bert_trainer(tmp_path / str(i), model=tiny.bert().to(torch.bfloat16), bf16=True, use_cpu=True) for i in range(2)
-    )
-    attach(one, callback)
-    callback.handle.remove()
-    attach(other, callback)
-    changed = [(weight.dtype, weight.requires_grad) for weight in other.model.parameters()]
-    one.memopt_handle.remove()
-    assert [(weight.dtype, weight.requires_grad) for weight in other.model.parameters()] == changed
-    other.memopt_handle.remove()
-    assert {(weight.dtype, weight.requires_grad) for weight in other.model.parameters()} == {(torch.bfloat16, True)}

@@ -9,7 +9,6 @@ import shutil
 import sys
 import warnings
 import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -144,31 +143,6 @@ def test_what_stock_would_read_is_removed_and_what_users_keep_stays(tmp_path) ->
     assert not list(tmp_path.rglob(".memopt-*"))
 
 
-class WritesFirst(Trainer):
-    """Has a second model and its optimizer beside the checkpoint."""
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-        (folder / "optimizer_0").mkdir(parents=True, exist_ok=True)
-        for name in FIRST:
-            (folder / name).write_text(f"{self.args.seed}")
-        super()._save_checkpoint(model, trial)
-
-
-FIRST = ("pytorch_model_ema.bin", "optimizer_0/second.pt")
-
-
-def test_what_a_subclass_writes_before_the_checkpoint_stays(tmp_path) -> None:
-    for seed, left in ((10, "optimizer.pt"), (11, "pytorch_model.bin")):  # once into a folder that has it already
-        args = tiny.arguments(tmp_path, **{**RUN, "max_steps": 2, "seed": seed, "save_only_model": True})
-        (tmp_path / "checkpoint-2").mkdir(exist_ok=True)
-        (tmp_path / "checkpoint-2" / left).touch()
-        attach(WritesFirst(tiny.llama(), args, train_dataset=ROWS)).train()
-        assert [(tmp_path / "checkpoint-2" / name).read_text() for name in FIRST] == [f"{seed}"] * 2
-        assert not (tmp_path / "checkpoint-2" / left).exists()
-        assert why_not_whole(tmp_path / "checkpoint-2") is None
-
-
 def test_adapters_are_resumed_and_not_the_whole_model_of_an_earlier_run(tmp_path) -> None:
     trained(tiny.llama(seed=1), tmp_path, max_steps=4)
     straight = trained(lora(seed=2), tmp_path)
@@ -178,13 +152,6 @@ def test_adapters_are_resumed_and_not_the_whole_model_of_an_earlier_run(tmp_path
     beside.add_adapter("reference", beside.peft_config["default"])  # other places, the same names
     trained(beside, tmp_path, resume=str(tmp_path / "checkpoint-4"))
     assert all(torch.equal(beside.get_parameter(name), weight) for name, weight in resumed.named_parameters())
-
-
-def test_weights_that_a_user_saves_into_a_checkpoint_leave_its_state(tmp_path) -> None:
-    built = trainer(tiny.llama(), tmp_path, max_steps=2)
-    built.train()
-    built.save_model(str(tmp_path / "checkpoint-2"))
-    assert why_not_whole(tmp_path / "checkpoint-2") is None
 
 
 HALF, EMPTY, BIT, LOST, OLDER = "half", "empty", "one bit", "lost", "of another step"
@@ -255,28 +222,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused_by_the_files_name(saved,
     refuses(ValueError, message, chosen, str(last), tmp_path / "elsewhere")
 
 
-def with_foreign_file(content: bytes) -> bytes:
-    told = json.loads(content)
-    told["files"]["../secret"] = "0 bytes, CRC32 00000000"
-    return json.dumps(told).encode()
-
-
 UNFINISHED = "its memopt_manifest.json was not written to its end"
-BROKEN: list[tuple[Callable[[bytes], bytes], str]] = [
-    *((lambda _, new=new: new, UNFINISHED) for new in (b"", b"\0" * 900, b"{", b"[]", b'{"run": "a", "step": 4}')),
-    (with_foreign_file, "it has no ../secret"),
-]
-
-
-@pytest.mark.parametrize(("change", "reason"), BROKEN, ids=range(len(BROKEN)))
-def test_a_manifest_that_was_cut_off_or_names_other_files_is_not_that_of_a_whole_checkpoint(
-    saved, tmp_path, change, reason
-) -> None:
-    folder = tmp_path / "checkpoint-4"
-    shutil.copytree(saved / "checkpoint-4", folder)
-    (tmp_path / "secret").write_bytes(b"")
-    (folder / MANIFEST).write_bytes(change((folder / MANIFEST).read_bytes()))
-    assert why_not_whole(folder) == reason
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
@@ -297,15 +243,6 @@ def test_a_manifest_has_all_files_of_the_checkpoint(tmp_path, is_sharded) -> Non
     assert before["param_groups"] == resumed.optimizer.optimizer.state_dict()["param_groups"]
 
 
-def test_a_copied_checkpoint_resumes_and_goes_on_as_the_straight_run(saved, tmp_path) -> None:
-    straight = with_all_parts(tmp_path / "straight")
-    straight.train()
-    shutil.copytree(saved / "checkpoint-4", tmp_path / "elsewhere")
-    resumed = with_all_parts(tmp_path / "out")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
-    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
-
-
 @pytest.mark.parametrize("asked", [True, "by name"])
 def test_a_checkpoint_without_a_manifest_resumes_with_one_line(saved, tmp_path, caplog, asked) -> None:
     folder = tmp_path / "checkpoint-4"
@@ -320,13 +257,6 @@ def test_a_checkpoint_without_a_manifest_resumes_with_one_line(saved, tmp_path, 
     assert why_not_whole(folder) == "it has no trainer_state.json, which stock writes last"
     with pytest.raises(ValueError, match=r"Start anew: trainer.train\(\)$"):  # not: delete what is not there
         chosen(str(folder), tmp_path / "elsewhere")
-
-
-@pytest.mark.parametrize("asked", [None, False, True, "missing/checkpoint-3"])
-def test_where_nothing_is_damaged_stock_gets_what_was_asked_for(tmp_path, asked) -> None:
-    (tmp_path / "checkpoint-2-old").mkdir()
-    assert chosen(asked, tmp_path) is asked
-    assert chosen(asked, tmp_path / "missing") is asked
 
 
 def test_the_old_checkpoint_is_deleted_after_the_manifest_of_the_new_one(tmp_path, monkeypatch) -> None:
@@ -364,16 +294,6 @@ def test_what_a_callback_changes_in_on_save_is_in_the_manifest(tmp_path) -> None
     (folder / "notes.txt").write_text("Mine" + "mine" * (2**17 - 1), encoding="utf-8")
     found, saved = described(folder / "notes.txt"), files["notes.txt"]
     assert why_not_whole(folder) == f"its notes.txt has {found}, and was saved with {saved}"
-
-
-def test_the_best_model_is_loaded_at_the_end(tmp_path) -> None:
-    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
-    args = tiny.arguments(tmp_path, **RUN, **best, max_steps=6, metric_for_best_model="loss")
-    built = attach(Trainer(model=tiny.llama(), args=args, train_dataset=ROWS, eval_dataset=ROWS[:2]))
-    built.train()
-    saved = transformers.LlamaForCausalLM.from_pretrained(built.state.best_model_checkpoint)
-    assert tiny.largest_difference(saved, built.model) == 0.0
-    assert [why_not_whole(each) for each in tmp_path.glob("checkpoint-*")] == [None]
 
 
 def of_the_hub(folder: Path) -> Any:
@@ -415,37 +335,6 @@ def test_a_model_that_the_hub_names_otherwise_is_resumed_and_its_best_one_loaded
         type(stock.model).from_pretrained(folder).save_pretrained(folder, save_original_format=False)
         late.train(str(folder))
         assert tiny.largest_difference(straight.model, late.model) == 0.0
-
-
-class SavesTrained(Trainer):
-    """Saves the weights that it trains alone."""
-
-    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-        trained = {name: one.detach() for name, one in self.model.named_parameters() if one.requires_grad}
-        super()._save(output_dir, state_dict=trained)
-
-
-def test_a_checkpoint_of_the_trained_weights_alone_is_resumed(tmp_path) -> None:
-    def run(resume: Any = None) -> Trainer:
-        model = tiny.bert()
-        model.bert.requires_grad_(False)
-        args = tiny.arguments(tmp_path, **RUN, max_steps=4)
-        built = attach(SavesTrained(model, args, train_dataset=tiny.rows(8)))
-        built.train(resume_from_checkpoint=resume)
-        return built
-
-    straight, resumed = run().model, run(str(tmp_path / "checkpoint-2")).model
-    assert tiny.largest_difference(straight, resumed) == 0.0
-
-
-def test_a_class_that_saves_in_its_own_way_does_so(tmp_path) -> None:
-    class Own(transformers.BertForSequenceClassification):
-        def save_pretrained(self, save_directory: Any, state_dict: Any = None, is_main_process: bool = True) -> None:
-            super().save_pretrained(save_directory, state_dict=state_dict, is_main_process=is_main_process)
-
-    args = tiny.arguments(tmp_path, **RUN, max_steps=2)
-    attach(Trainer(Own(tiny.bert_config()), args, train_dataset=tiny.rows(4))).train()
-    assert (tmp_path / "checkpoint-2/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("dies", ["no run", "second"])

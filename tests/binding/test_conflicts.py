@@ -13,7 +13,7 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from tables import refuses, table, whole
+from tables import table
 from transformers import Trainer
 
 import tiny
@@ -110,28 +110,6 @@ def test_weights_that_are_sharded_when_they_are_loaded_are_seen(tmp_path: Any) -
     trainer = make_trainer(tmp_path, MicrobatchCallback())
     next(trainer.model.parameters()).device_mesh = "a mesh"  # as a DTensor has
     assert refused(trainer) == "micro-batching and other sharding"
-
-
-@pytest.mark.parametrize(
-    ("optim", "is_one"),
-    [("adamw_bnb_8bit", True), ("paged_lion_32bit", True), ("lion_32bit", True), ("adamw_torch", False)],
-)
-def test_optimizers_of_bitsandbytes_are_seen(optim, is_one, tmp_path, monkeypatch) -> None:
-    trainer = make_trainer(tmp_path, arguments={"optim": optim})
-    assert refused(trainer) == ""
-    assert refused(fully_sharded(trainer, monkeypatch)) == ("bitsandbytes optimizer and FSDP2" if is_one else "")
-
-
-def test_a_callback_to_come_is_checked_with_what_is_there(tmp_path: Any) -> None:
-    trainer = attach(make_trainer(tmp_path, optimizer_cls_and_kwargs=RELEASED))
-    refuses(ValueError, whole("gradient release and"), attach, trainer, MicrobatchCallback())
-
-
-def test_a_trainer_that_has_no_model_yet_is_checked(tmp_path: Any) -> None:
-    """As in the trials of a hyperparameter search, before each makes its model."""
-    trainer = make_trainer(tmp_path, MicrobatchCallback(), arguments={"neftune_noise_alpha": 5.0})
-    trainer.model = None
-    assert refused(trainer) == "micro-batching and NEFTune"
 
 
 def built(trainer: Trainer) -> Trainer:

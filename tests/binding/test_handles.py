@@ -104,13 +104,6 @@ def test_what_another_put_on_top_stays() -> None:
     assert speaker.say("a") == "(a)"
 
 
-def test_an_override_of_no_method_leaves_nothing() -> None:
-    speaker = Speaker()
-    with pytest.raises(AttributeError):
-        override_method(speaker, "shout", framed("-"))
-    assert vars(speaker) == {}
-
-
 def test_the_signature_name_and_text_are_those_of_the_method() -> None:
     """Stock reads signatures of methods, ``compute_loss`` for example."""
     speaker = Speaker()
@@ -139,24 +132,6 @@ def test_a_copy_has_the_method_of_its_class_and_is_another_object(
     override_method(twin, "say", framed("*"))
     assert twin.say("a") == "*a*"
     assert speaker.say("a") == ("-a-" if layers == 1 else "+-a-+")
-
-
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_keeps_what_the_object_had_of_its_own(copied: Callable[[Speaker], Speaker]) -> None:
-    speaker = Speaker()
-    speaker.say = loud  # type: ignore[assignment,method-assign]
-    override_method(speaker, "say", framed("-"))
-    assert copied(speaker).say is loud
-
-
-def test_an_override_is_found_by_its_purpose_while_it_is_in_force() -> None:
-    speaker = Speaker()
-    below = override_method(speaker, "say", framed("-"), purpose="below")
-    override_method(speaker, "say", framed("+"))
-    assert [is_overridden(speaker, "say", purpose) for purpose in ("below", "above")] == [True, False]
-    below.remove()  # it passes calls on until the one on top comes off
-    assert not is_overridden(speaker, "say", "below")
-    assert not is_overridden(Speaker(), "say", "below")
 
 
 def test_what_was_changed_last_is_undone_first() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,6 @@ from transformers import Trainer
 import tiny
 from hf_memopt import MicrobatchCallback, attach
 from hf_memopt.batching.collation.flattened_texts import undisturbed
-from hf_memopt.binding.trials import norm_of
 from hf_memopt.binding.undo import KeptState
 from scarcity import Pad, mixed_rows
 
@@ -55,18 +53,6 @@ class Meter:
     def __call__(self) -> None:
         self.shared.append(2)
         self.update()
-
-
-class Draws:
-    """Generators of its own; what they draw is not compared, but put back."""
-
-    def __init__(self) -> None:
-        self.torch, self.python = torch.Generator().manual_seed(0), random.Random(0)
-        self.numpy, self.older = np.random.default_rng(0), np.random.RandomState(0)
-
-    def update(self) -> tuple[float, ...]:
-        drawn = self.numpy.random(), float(self.older.normal()), self.python.random()
-        return (*drawn, float(torch.rand(1, generator=self.torch)))
 
 
 class Counting(nn.Module):
@@ -114,15 +100,6 @@ def test_what_an_object_holds_is_put_back_where_it_was(nested: bool) -> None:
     assert (kept.lost(), kept.unseen) == ([], "")
 
 
-def test_generators_draw_the_same_again() -> None:
-    draws, kept = Draws(), KeptState()
-    kept.look_at(draws)
-    once = draws.update()
-    assert not kept.has_changed()
-    kept.restore()
-    assert draws.update() == once
-
-
 def counter(values: list[int], *, default: Any = None) -> Callable[[], None]:
     count = 0
 
@@ -156,16 +133,6 @@ def test_what_a_function_changes_is_put_back(how: str) -> None:
     assert kept.has_changed()
     kept.restore()
     assert held() == before
-
-
-def test_a_module_keeps_its_buffers_hooks_and_attributes() -> None:
-    model = Counting()
-    before, kept = plain(model), KeptState()
-    kept.look_at(model)
-    model(torch.ones(1))
-    assert kept.has_changed()
-    kept.restore()
-    assert plain(model) == before
 
 
 def test_what_cannot_be_put_back_or_seen_is_said(tmp_path: Path) -> None:
@@ -216,18 +183,3 @@ def test_a_probe_that_fails_leaves_nothing_either_and_repacks_no_weights(tmp_pat
         fail()
     assert model[1].support_avx512bf16_for_cpu
     assert (model.training, model[0].passes) == (True, 0)
-
-
-def test_what_a_model_records_of_its_layers_is_recorded_once(tmp_path: Path) -> None:
-    """Transformers registers the hooks for hidden states in the first forward pass that asks for them."""
-    ids, model = torch.arange(5, 11)[None], tiny.llama()
-    with undisturbed(Trainer(model=model, args=tiny.arguments(tmp_path)), model):
-        model(input_ids=ids, output_hidden_states=True)
-    found = model(input_ids=ids, output_hidden_states=True).hidden_states
-    assert len(found) == model.config.num_hidden_layers + 1
-
-
-def test_the_norm_of_a_large_weight_is_that_of_its_slices() -> None:
-    weight = torch.randn(2**22 + 3, generator=torch.Generator().manual_seed(0)).view(-1, 1)
-    assert norm_of(weight).item() == pytest.approx(torch.linalg.vector_norm(weight.double()).item(), rel=1e-12)
-    assert norm_of(weight[:5]).dtype is torch.float64

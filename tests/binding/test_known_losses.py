@@ -27,13 +27,11 @@ from hf_memopt.binding.losses import (
     CLASSES,
     HookChangesError,
     KnownLoss,
-    foreign_hooks,
     known_loss,
     observed_hooks,
 )
 from hf_memopt.binding.losses.known_losses import head_counts_items
 from hf_memopt.binding.losses.row_weights import POSITIONS
-from hf_memopt.binding.undo import override_method
 from hf_memopt.techniques.microbatching import splittable_reason
 
 PARTS = ([0, 1], [2, 3], [4])
@@ -164,13 +162,6 @@ def test_smoothed_labels_are_known(model: Any, mean: str, tmp_path: Path) -> Non
     assert (over(smoothed), over(smoothed, ITEMS)) == (mean, "sum" if divides else mean)
 
 
-def test_overrides_of_this_package_are_looked_through(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    for name in ("training_step", "compute_loss"):
-        override_method(trainer, name, lambda before, *args, **kwargs: before(*args, **kwargs))
-    assert isinstance(known_loss(trainer, None), KnownLoss)
-
-
 class OwnStep(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().training_step(*args, **kwargs)
@@ -190,11 +181,6 @@ class OwnInputs(Trainer):
 class OwnBert(T.BertForMaskedLM):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
-
-
-class BertWithMore(T.BertForMaskedLM):
-    def vocabulary(self) -> int:
-        return int(self.config.vocab_size)
 
 
 class OwnLinear(nn.Linear):
@@ -257,20 +243,6 @@ def test_what_is_not_from_a_listed_package_is_not_known(name: str, tmp_path: Pat
     assert known_loss(trainer_of(tmp_path, build(), kind), ITEMS) == reason
 
 
-def test_a_class_that_changes_nothing_of_the_forward_is_known(tmp_path: Path) -> None:
-    assert over(trainer_of(tmp_path, BertWithMore(tiny.bert_config()))) == "labels"
-
-
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-def test_hooks_of_others_are_found(kind: str) -> None:
-    model = tiny.bert()
-    handle = getattr(model.bert.encoder, f"register_{kind}_hook")(lambda *args: None)
-    ((name, hooks, number),) = foreign_hooks(model)
-    assert name == f"the hook {HERE}.test_hooks_of_others_are_found.<locals>.<lambda> on bert.encoder"
-    handle.remove()
-    assert number not in hooks
-
-
 @pytest.mark.parametrize(
     ("change", "is_refused"),
     [
@@ -305,18 +277,6 @@ def test_a_router_whose_loss_is_off_is_known_for_batches_that_leave_it_off(tmp_p
     assert known.reason_against({"labels": labels, "output_router_logits": True}) == (
         "its output_router_logits changes the loss"
     )
-
-
-VIT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "image_size": 32}
-
-
-def test_a_head_that_does_not_say_what_it_takes_labels_for_is_asked_with_labels() -> None:
-    model = T.ViTForImageClassification(T.ViTConfig(**VIT, num_labels=3))
-    assert head_counts_items(model) is None
-    assert head_counts_items(model, torch.tensor([1])) is True
-    assert head_counts_items(model, torch.rand(1, 3)) is False
-    assert head_counts_items(T.ViTForImageClassification(T.ViTConfig(**VIT, num_labels=1))) is False
-    assert head_counts_items(nn.Linear(1, 1)) is None
 
 
 LABELS = torch.tensor([[1, 2, 3, 4], [5, -100, 6, -100], [7, -100, -100, -100]])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +50,6 @@ def state_of(model: nn.Module) -> list[tuple[str, torch.dtype, bool]]:
 
 def dtypes(model: nn.Module, *words: str) -> set[torch.dtype]:
     return {parameter.dtype for name, parameter in model.named_parameters() if any(word in name for word in words)}
-
-
-def test_a_layer_keeps_one_dtype() -> None:
-    """A new head, whose bias of zeros 16 bits hold, and whose weight they do not."""
-    model = nn.Sequential(nn.Embedding(4, 64), Linear4bit(64, 64, bias=False), nn.Linear(64, 3))
-    nn.init.zeros_(model[2].bias)  # type: ignore[arg-type]
-    prepare_quantized(model)
-    assert {parameter.dtype for parameter in model[2].parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("bits", CONFIGS)
@@ -168,15 +158,6 @@ def test_an_evaluation_leaves_the_gradients_as_they_are(folder: Path) -> None:
     assert all(map(torch.equal, gradients(model), before))
     handle.remove()
     assert [module.support_avx512bf16_for_cpu for module in layers] == had
-
-
-def test_the_handle_does_not_keep_the_model_alive(folder: Path) -> None:
-    model = load(folder)
-    handle, parameter = prepare_quantized(model), weakref.ref(model.lm_head.weight)
-    del model
-    gc.collect()
-    assert parameter() is None
-    handle.remove()  # nothing is left to restore
 
 
 def test_a_model_without_quantised_weights_is_refused() -> None:

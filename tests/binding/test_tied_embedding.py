@@ -103,17 +103,6 @@ def test_gradients_are_bit_for_bit_those_of_stock(name: str, dtype: torch.dtype)
     assert weight_of(ours).grad.layout == torch.strided
 
 
-def test_padding_has_no_gradient_from_the_embeddings() -> None:
-    model = build("bert", dtype=torch.float64)
-    model.get_input_embeddings().padding_idx = 1
-    sparse_tied_embedding(model)
-    tokens = ids()
-    model(inputs_embeds=model.get_input_embeddings()(tokens)).logits[..., 5].sum().backward()
-    assert weight_of(model).grad[7].any()
-    assert not weight_of(model).grad[1].any()
-    assert model.get_input_embeddings().padding_idx == 1
-
-
 def checkpointed(model: Any, *, reentrant: bool = False) -> None:
     enable_checkpointing(model, {"use_reentrant": reentrant})
     if reentrant:
@@ -161,14 +150,6 @@ def test_one_matrix_is_made_where_stock_makes_three_or_more(name: str) -> None:
         counts.append(large_tensors(model, loss.backward))
     assert counts[0] == ["aten::mm"], counts
     assert len(counts[1]) >= 3, counts
-
-
-def test_a_sparse_embedding_is_not_added_in_place() -> None:
-    """What ``embedding.sparse = True`` alone does in this torch: a second matrix, for the sum."""
-    model = build()
-    model.get_input_embeddings().sparse = True
-    loss = model(input_ids=ids(), labels=ids()).loss
-    assert large_tensors(model, loss.backward) == ["aten::mm", "aten::resize_"]
 
 
 def shared_by_a_sum(model: Any) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
@@ -227,20 +208,6 @@ def test_a_loss_without_the_head_is_refused(detached: bool) -> None:
     refuses(RuntimeError, whole("the loss depends on"), loss.backward)
     model.zero_grad()
     assert_trained_the_same(model, stock)
-
-
-def test_losses_of_several_forward_passes_and_a_retained_graph() -> None:
-    ours, stock = with_stock(dtype=torch.float64)
-    for model in (ours, stock):
-        losses = [model(input_ids=ids(seed=seed), labels=ids(seed=seed)).loss for seed in range(2)]
-        sum(losses).backward(retain_graph=True)
-        sum(losses).backward()
-    for mine, theirs in zip(gradients(ours), gradients(stock), strict=True):
-        assert (mine - theirs).norm() <= 1e-12 * theirs.norm()  # two sums in another order
-    (mine,), (theirs,) = (
-        torch.autograd.grad(model(input_ids=ids(), labels=ids()).loss, [weight_of(model)]) for model in (ours, stock)
-    )
-    assert torch.equal(mine, theirs)
 
 
 def test_rows_of_an_interrupted_backward_pass_are_not_added_to_the_next() -> None:

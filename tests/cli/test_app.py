@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,15 +48,6 @@ def test_one_preset_is_explained_by_what_differs_from_the_trainers_defaults(tmp_
     assert all(f"{why} (stock: {STOCK[name]!r})" in result.output for name, (_, why) in differs.items())
     assert {"precision", "optim", "checkpointing", "bucketing", "autocast_cache"} <= {*differs}
     assert last == "Everything else is as the Trainer has it."
-
-
-def test_the_explanation_of_a_preset_fits_a_terminal(monkeypatch) -> None:
-    monkeypatch.setattr(Console, "is_terminal", True)
-    shown = runner.invoke(app, ["presets", "4gb-gpu"], env={"COLUMNS": "60"}).stdout
-    assert max(map(len, shown.splitlines())) <= 60
-    for name, value, reason in PRESETS["4gb-gpu"].choices():
-        assert (f"{name} = {value!r}" in shown) == (value != STOCK[name])
-        assert value == STOCK[name] or reason in " ".join(shown.split())
 
 
 def test_presets_as_json() -> None:
@@ -158,24 +148,6 @@ def test_lengths_as_json_prints_nothing_else(reviews) -> None:
     lengths = [3 + i * i % 40 for i in range(199)]  # with [CLS] and [SEP]
     report = padding_report(lengths, max_tokens=512, max_length=24)
     assert {name: found[name] for name in report.as_dict()} == json.loads(json.dumps(report.as_dict()))
-
-
-def test_lengths_in_a_terminal_without_block_characters(reviews) -> None:
-    command = [sys.executable, "-m", "hf_memopt", "lengths", str(reviews)]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True)
-    text = done.stdout.decode("ascii")
-    assert "|####" in text
-    assert max(map(len, text.splitlines()[1:])) <= 80  # after the line with the path
-
-
-def test_lengths_in_a_narrow_terminal_cuts_no_figure(reviews) -> None:
-    result = runner.invoke(app, ["lengths", str(reviews)], env={"COLUMNS": "60"})
-    assert result.exit_code == 0
-    assert "…" not in result.stdout
-    assert all(
-        f"{100 * row.wasted_fraction:.1f} %" in result.stdout
-        for row in padding_report(file_lengths(reviews).lengths, unit="words").strategies
-    )
 
 
 @pytest.mark.parametrize(("options", "message"), TABLES["bad input of lengths"])
@@ -333,6 +305,8 @@ def test_doctor_names_a_checkout_that_is_not_installed(monkeypatch) -> None:
 
 GPU = doctor.Finding("GPU", "ok", "RTX 3060, 12.00 GiB (11.00 GiB free), torch 2.13.0")
 BROKEN = doctor.Finding("datasets", "error", "not installed", "pip install datasets")
+
+
 REHEARSES = doctor.Finding("rehearse", "ok", "works here, without a GPU too")
 NO_REHEARSAL = doctor.Finding("rehearse", "warning", "torch='2.13.0+cpu' is a build for the CPU", "pip install torch")
 CPU_ONLY, FAILS = "CPU only: installed correctly, no GPU found.", "Training would fail here: datasets: not installed"

@@ -74,12 +74,6 @@ def lines(text: str) -> str:
 # ---- One set-up
 
 
-def test_the_tokens_of_a_tile_are_a_number(simulation) -> None:
-    assert run("--gpu", CARD, "--tiled", "--tile-tokens", "8").exit_code < 2  # whether it fits or not
-    assert (simulation.calls[0]["tiled"], simulation.calls[0]["tile_tokens"]) == (True, 8)
-    assert run("--gpu", CARD, "--tiled", "--tile-tokens", "0").exit_code == 2
-
-
 def test_what_fits_ends_with_0_and_prints_the_table(simulation) -> None:
     result = run("--batch-size", "32", "--seq-len", "128", "--gpu", "geforce rtx 3050 4gb", "--checkpointing")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -122,14 +116,6 @@ def test_what_is_too_close_to_tell_ends_with_3(simulation) -> None:
     assert result.exit_code == 3
 
 
-def test_without_a_card_nothing_can_not_fit() -> None:
-    result = run()
-    assert result.exit_code == 0
-    assert lines(result.stdout).endswith(
-        "\nneeds 6.38 GiB and CUDA's context; name a GPU to see whether it fits, for\nexample --gpu 'RTX 3050 4GB'"
-    )
-
-
 @pytest.mark.parametrize(("options", "code"), [(["--checkpointing"], 0), (["--no-checkpointing"], 1)])
 def test_json_prints_nothing_else(simulation, options, code) -> None:
     result = run("--gpu", CARD, "--json", *options)
@@ -166,11 +152,6 @@ def test_every_option_reaches_the_simulation(simulation) -> None:
         "eval_batch_size": 4,
         "gradient_accumulation_steps": 2,
     }
-
-
-def test_memory_alone_describes_a_card(simulation) -> None:
-    run("--gpu-memory", "3GiB")
-    assert simulation.calls[0]["gpu"] == custom_gpu("3GiB")
 
 
 @pytest.mark.parametrize(
@@ -272,12 +253,6 @@ def test_a_picture_that_cannot_be_written_prints_no_table(tmp_path, monkeypatch)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: --plot {tmp_path / 'timeline.png'} cannot be written (No space left")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_count_below_1_is_refused_by_name() -> None:
-    result = run("--batch-size", "0")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "--batch-size" in result.stderr
 
 
 def test_a_folder_with_code_of_its_own_asks_nothing_and_runs_nothing(tmp_path, monkeypatch) -> None:

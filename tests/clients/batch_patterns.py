@@ -11,19 +11,17 @@ from transformers import (
 )
 
 from loss_patterns import tags, targets
-from pattern import Pattern, bert, built, correct
+from pattern import OfInputs, OfLabels, Pattern, bert, built, correct
 
 # ---- Rows selected from the batch -----------------------------------------------------------------------------------
 
 
-class HardHalf(Trainer):
+class HardHalf(OfInputs):
     """OHEM: the half of the batch with the largest losses."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         losses = F.cross_entropy(outputs.logits, inputs["labels"], reduction="none")
-        loss = losses.topk(max(1, len(losses) // 2)).values.mean()
-        return (loss, outputs) if return_outputs else loss
+        return losses.topk(max(1, len(losses) // 2)).values.mean()
 
 
 class HardHalfInTraining(Trainer):
@@ -36,55 +34,44 @@ class HardHalfInTraining(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class AboveTheMean(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+class AboveTheMean(OfInputs):
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         losses = F.cross_entropy(outputs.logits, inputs["labels"], reduction="none")
-        loss = losses[losses >= losses.mean().detach()].mean()
-        return (loss, outputs) if return_outputs else loss
+        return losses[losses >= losses.mean().detach()].mean()
 
 
-class SmallLosses(Trainer):
+class SmallLosses(OfInputs):
     """Three quarters of the batch, those whose labels are likely right."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         losses = F.cross_entropy(outputs.logits, inputs["labels"], reduction="none")
         kept = losses.detach().argsort()[: int(0.75 * len(losses))]
-        loss = losses[kept].mean()
-        return (loss, outputs) if return_outputs else loss
+        return losses[kept].mean()
 
 
-class ConfidentRows(Trainer):
+class ConfidentRows(OfInputs):
     """Pseudo-labels: the model's own, where it is sure, added with their share of the batch."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         sure, guessed = outputs.logits.detach().softmax(-1).max(-1)
         mask = (sure > 0.34).float()
-        loss = outputs.loss + (F.cross_entropy(outputs.logits, guessed, reduction="none") * mask).mean()
-        return (loss, outputs) if return_outputs else loss
+        return outputs.loss + (F.cross_entropy(outputs.logits, guessed, reduction="none") * mask).mean()
 
 
 # ---- The batch as a set ---------------------------------------------------------------------------------------------
 
 
-class Dice(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+class Dice(OfInputs):
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         found, asked = outputs.logits.softmax(-1), F.one_hot(inputs["labels"], 3).float()
-        loss = 1 - ((2 * (found * asked).sum(0) + 1) / (found.sum(0) + asked.sum(0) + 1)).mean()
-        return (loss, outputs) if return_outputs else loss
+        return 1 - ((2 * (found * asked).sum(0) + 1) / (found.sum(0) + asked.sum(0) + 1)).mean()
 
 
-class Tversky(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+class Tversky(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         found = outputs.logits.sigmoid()
         true, false, missed = (found * labels).sum(), (found * (1 - labels)).sum(), ((1 - found) * labels).sum()
-        loss = (1 - (true + 1) / (true + 0.3 * false + 0.7 * missed + 1)) ** 0.75
-        return (loss, outputs) if return_outputs else loss
+        return (1 - (true + 1) / (true + 0.3 * false + 0.7 * missed + 1)) ** 0.75
 
 
 class Lovasz(Trainer):
@@ -122,48 +109,37 @@ class ListNet(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class PositivesAboveNegatives(Trainer):
+class PositivesAboveNegatives(OfLabels):
     """A hinge over the pairs of a positive and a negative, a stand-in for the area under the curve."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         scores = outputs.logits[:, 0]
         gaps = scores[labels == 0][:, None] - scores[labels != 0][None]
-        loss = F.relu(1 - gaps).pow(2).mean() if gaps.numel() else scores.sum() * 0
-        return (loss, outputs) if return_outputs else loss
+        return F.relu(1 - gaps).pow(2).mean() if gaps.numel() else scores.sum() * 0
 
 
-class EntropyOfTheMean(Trainer):
+class EntropyOfTheMean(OfInputs):
     """Predictions that are spread over the classes, over the batch."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         mean = outputs.logits.softmax(-1).mean(0)
-        loss = outputs.loss + 0.1 * (mean * mean.log()).sum()
-        return (loss, outputs) if return_outputs else loss
+        return outputs.loss + 0.1 * (mean * mean.log()).sum()
 
 
-class Concordance(Trainer):
+class Concordance(OfLabels):
     """One minus Lin's coefficient over the batch."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         found = outputs.logits.squeeze(-1)
         covariance = ((found - found.mean()) * (labels - labels.mean())).mean()
         spread = found.var(unbiased=False) + labels.var(unbiased=False) + (found.mean() - labels.mean()) ** 2
-        loss = 1 - 2 * covariance / spread
-        return (loss, outputs) if return_outputs else loss
+        return 1 - 2 * covariance / spread
 
 
-class Correlation(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+class Correlation(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         pair = torch.stack([outputs.logits.squeeze(-1), labels])
-        loss = 1 - torch.corrcoef(pair)[0, 1] + 0.1 * F.mse_loss(*pair)
-        return (loss, outputs) if return_outputs else loss
+        return 1 - torch.corrcoef(pair)[0, 1] + 0.1 * F.mse_loss(*pair)
 
 
 PATTERNS = {

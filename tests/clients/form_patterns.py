@@ -24,7 +24,7 @@ from contrastive_patterns import Embedder, encoder
 from language_patterns import OwnShift, causal, llama
 from loss_patterns import Focal
 from model_patterns import Headed
-from pattern import STARVED, Pattern, built
+from pattern import STARVED, OfLabels, Pattern, built
 
 # ---- Forms ----------------------------------------------------------------------------------------------------------
 
@@ -144,16 +144,13 @@ def choosing() -> Any:
     return transformers.BertForMultipleChoice(tiny.bert_config(initializer_range=0.2))
 
 
-class ChoiceMargin(Trainer):
+class ChoiceMargin(OfLabels):
     """The right ending above the best wrong one."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         right = outputs.logits.gather(1, labels[:, None]).squeeze(1)
         wrong = outputs.logits.gather(1, 1 - labels[:, None]).squeeze(1)
-        loss = F.relu(1 - right + wrong).mean()
-        return (loss, outputs) if return_outputs else loss
+        return F.relu(1 - right + wrong).mean()
 
 
 # ---- Positions and masks of language models -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from transformers import Trainer
 import tiny
 from client import texts
 from contrastive_patterns import Embedder
-from pattern import Pattern, built
+from pattern import OfLabels, Pattern, built
 from signal_clients import LANGUAGE, SMALL, described, noise, padded, stacked, texts_padded
 
 Rows = list[dict[str, Any]]
@@ -123,14 +123,11 @@ class CutImages(MixedImages):
         return images, 0.75
 
 
-class SoftLabels(Trainer):
+class SoftLabels(OfLabels):
     """Two classes to a row, mixed by the collator."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = -(labels * outputs.logits.log_softmax(-1)).sum(-1).mean()
-        return (loss, outputs) if return_outputs else loss
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        return -(labels * outputs.logits.log_softmax(-1)).sum(-1).mean()
 
 
 class Consistent(Trainer):

@@ -16,7 +16,7 @@ from transformers import DataCollatorForLanguageModeling, Trainer
 
 import tiny
 from client import texts
-from pattern import Pattern, built
+from pattern import OfInputs, OfLabels, Pattern, built
 
 llama = functools.partial(tiny.llama, initializer_range=0.1)
 
@@ -61,14 +61,11 @@ def log_probabilities(model: Any, inputs: Any) -> torch.Tensor:
 # ---- Tokens ---------------------------------------------------------------------------------------------------------
 
 
-class OwnShift(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+class OwnShift(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         shifted = outputs.logits[..., :-1, :].contiguous()
         asked = labels[..., 1:].contiguous()
-        loss = nn.CrossEntropyLoss()(shifted.view(-1, shifted.size(-1)), asked.view(-1))
-        return (loss, outputs) if return_outputs else loss
+        return nn.CrossEntropyLoss()(shifted.view(-1, shifted.size(-1)), asked.view(-1))
 
 
 class PaddingIgnored(Trainer):
@@ -94,45 +91,35 @@ class OverItems(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class ZLoss(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
-        loss = outputs.loss + 1e-2 * outputs.logits.logsumexp(-1).pow(2).mean()
-        return (loss, outputs) if return_outputs else loss
+class ZLoss(OfInputs):
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
+        return outputs.loss + 1e-2 * outputs.logits.logsumexp(-1).pow(2).mean()
 
 
-class SmoothedTokens(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+class SmoothedTokens(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         losses, mask = token_losses(outputs.logits, labels)
         even = -outputs.logits[:, :-1].log_softmax(-1).mean(-1)
-        loss = ((0.9 * losses + 0.1 * even) * mask).sum() / mask.sum()
-        return (loss, outputs) if return_outputs else loss
+        return ((0.9 * losses + 0.1 * even) * mask).sum() / mask.sum()
 
 
-class MeanOfSequences(Trainer):
+class MeanOfSequences(OfLabels):
     """Every row counts as much, however long it is."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         losses, mask = token_losses(outputs.logits, labels)
-        loss = ((losses * mask).sum(-1) / mask.sum(-1)).mean()
-        return (loss, outputs) if return_outputs else loss
+        return ((losses * mask).sum(-1) / mask.sum(-1)).mean()
 
 
-class Unlikelihood(Trainer):
+class Unlikelihood(OfInputs):
     """Words that the row has had already become less likely."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         words = inputs["input_ids"]
         seen = torch.zeros_like(outputs.logits).scatter_(2, words[:, None].expand(-1, words.shape[1], -1), 1.0)
         seen.scatter_(2, words.roll(-1, 1)[..., None], 0.0)
         unlikely = -((1 - outputs.logits.softmax(-1)).clamp(min=1e-5).log() * seen).sum(-1)
-        loss = outputs.loss + 0.1 * (unlikely * inputs["attention_mask"]).sum() / inputs["attention_mask"].sum()
-        return (loss, outputs) if return_outputs else loss
+        return outputs.loss + 0.1 * (unlikely * inputs["attention_mask"]).sum() / inputs["attention_mask"].sum()
 
 
 class PromptWeighted(Trainer):
@@ -148,15 +135,12 @@ class PromptWeighted(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class DynamicFineTuning(Trainer):
+class DynamicFineTuning(OfLabels):
     """DFT: each token's loss by its own probability."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         losses, mask = token_losses(outputs.logits, labels)
-        loss = (losses * torch.exp(-losses.detach()) * mask).sum() / mask.sum()
-        return (loss, outputs) if return_outputs else loss
+        return (losses * torch.exp(-losses.detach()) * mask).sum() / mask.sum()
 
 
 def focal_tokens(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -166,16 +150,13 @@ def focal_tokens(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> t
     return total / (mask.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-class HardTokens(Trainer):
+class HardTokens(OfLabels):
     """The 60 % of the batch's tokens with the largest losses."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         losses, mask = token_losses(outputs.logits, labels)
         counted = losses[mask.bool()]
-        loss = counted.topk(max(1, int(0.6 * len(counted)))).values.mean()
-        return (loss, outputs) if return_outputs else loss
+        return counted.topk(max(1, int(0.6 * len(counted)))).values.mean()
 
 
 class InChunks(Trainer):
@@ -193,34 +174,29 @@ class InChunks(Trainer):
         return (loss, {"loss": loss}) if return_outputs else loss
 
 
-class Capped(Trainer):
+class Capped(OfLabels):
     """Logits in float32, bounded, and a bonus for the entropy of all words."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         logits = 5 * torch.tanh(outputs.logits.float() / 5)
         losses, mask = token_losses(logits, labels)
         entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)[:, :-1]
-        loss = ((losses - 0.01 * entropy) * mask).sum() / mask.sum()
-        return (loss, outputs) if return_outputs else loss
+        return ((losses - 0.01 * entropy) * mask).sum() / mask.sum()
 
 
-class NearReference(Trainer):
+class NearReference(OfInputs):
     """The divergence of each word from the model as it was, as a mean over the words of the batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reference = copy.deepcopy(self.model).eval().requires_grad_(False)
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         with torch.no_grad():
             asked = self.reference(**inputs).logits.log_softmax(-1)
         apart = F.kl_div(outputs.logits.log_softmax(-1), asked, log_target=True, reduction="none").sum(-1)
         mask = inputs["attention_mask"]
-        loss = outputs.loss + (apart * mask).sum() / mask.sum()
-        return (loss, outputs) if return_outputs else loss
+        return outputs.loss + (apart * mask).sum() / mask.sum()
 
 
 class AlikeTokens(Trainer):

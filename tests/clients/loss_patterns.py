@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import Trainer
 
 from client import labelled
-from pattern import Pattern, bert, built, correct
+from pattern import OfInputs, OfLabels, Pattern, bert, built, correct
 
 ALPHA = (0.2, 0.5, 0.9)
 
@@ -30,19 +30,14 @@ def tags(count: int, *, seed: int = 0) -> Dataset:
 # ---- Each row by itself ---------------------------------------------------------------------------------------------
 
 
-class Focal(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+class Focal(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         entropy = F.cross_entropy(outputs.logits, labels, reduction="none")
-        loss = ((1 - torch.exp(-entropy)) ** 2 * entropy).mean()
-        return (loss, outputs) if return_outputs else loss
+        return ((1 - torch.exp(-entropy)) ** 2 * entropy).mean()
 
 
 class FocalAlpha(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         labels = inputs.get("labels")
         outputs = model(**inputs)
         probabilities = outputs.logits.softmax(-1).gather(1, labels[:, None]).squeeze(1)
@@ -51,134 +46,98 @@ class FocalAlpha(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class SmoothedByHand(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+class SmoothedByHand(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         logs = outputs.logits.log_softmax(-1)
         soft = torch.full_like(logs, 0.1 / 3).scatter_(1, labels[:, None], 0.9 + 0.1 / 3)
-        loss = -(soft * logs).sum(-1).mean()
-        return (loss, outputs) if return_outputs else loss
+        return -(soft * logs).sum(-1).mean()
 
 
-class PolyOne(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+class PolyOne(OfInputs):
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         right = (outputs.logits.softmax(-1) * F.one_hot(inputs["labels"], 3)).sum(-1)
-        loss = (F.cross_entropy(outputs.logits, inputs["labels"], reduction="none") + 1 - right).mean()
-        return (loss, outputs) if return_outputs else loss
+        return (F.cross_entropy(outputs.logits, inputs["labels"], reduction="none") + 1 - right).mean()
 
 
-class Margins(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = F.multi_margin_loss(outputs.logits, labels)
-        return (loss, outputs) if return_outputs else loss
+class Margins(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        return F.multi_margin_loss(outputs.logits, labels)
 
 
-class LabelAwareMargins(Trainer):
+class LabelAwareMargins(OfLabels):
     """LDAM: a larger margin for rarer classes."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         margins = 0.5 / torch.tensor([100.0, 30.0, 5.0]) ** 0.25
         shifted = outputs.logits - F.one_hot(labels, 3) * margins
-        loss = F.cross_entropy(2 * shifted, labels)
-        return (loss, outputs) if return_outputs else loss
+        return F.cross_entropy(2 * shifted, labels)
 
 
-class GeneralizedEntropy(Trainer):
+class GeneralizedEntropy(OfInputs):
     """For noisy labels: (1 - p^q) / q, and a part of the reversed cross-entropy."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         probabilities = outputs.logits.softmax(-1)
         right = probabilities.gather(1, inputs["labels"][:, None])
         reverse = -(probabilities * F.one_hot(inputs["labels"], 3).clamp(min=1e-4).log()).sum(-1)
-        loss = ((1 - right**0.7) / 0.7).mean() + 0.1 * reverse.mean()
-        return (loss, outputs) if return_outputs else loss
+        return ((1 - right**0.7) / 0.7).mean() + 0.1 * reverse.mean()
 
 
-class LessConfident(Trainer):
+class LessConfident(OfInputs):
     """A penalty on the entropy of each row's prediction."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         entropies = torch.distributions.Categorical(logits=outputs.logits).entropy()
-        loss = outputs.loss - 0.1 * entropies.mean()
-        return (loss, outputs) if return_outputs else loss
+        return outputs.loss - 0.1 * entropies.mean()
 
 
-class SumOverBatchSize(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = F.cross_entropy(outputs.logits, labels, reduction="sum") / self.args.per_device_train_batch_size
-        return (loss, outputs) if return_outputs else loss
+class SumOverBatchSize(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        return F.cross_entropy(outputs.logits, labels, reduction="sum") / self.args.per_device_train_batch_size
 
 
-class Asymmetric(Trainer):
+class Asymmetric(OfLabels):
     """Any of several labels; easy negatives count less."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         positive = outputs.logits.sigmoid()
         negative = (1 - positive + 0.05).clamp(max=1)
         logs = labels * positive.clamp(min=1e-8).log() + (1 - labels) * negative.clamp(min=1e-8).log()
         with torch.no_grad():
             focus = (1 - positive * labels - negative * (1 - labels)) ** (labels + 4 * (1 - labels))
-        loss = -(logs * focus).sum()
-        return (loss, outputs) if return_outputs else loss
+        return -(logs * focus).sum()
 
 
-class PositiveWeights(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+class PositiveWeights(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         criterion = torch.nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 3.0, 9.0], device=labels.device))
-        loss = criterion(outputs.logits, labels)
-        return (loss, outputs) if return_outputs else loss
+        return criterion(outputs.logits, labels)
 
 
-class Ordinal(Trainer):
+class Ordinal(OfLabels):
     """The classes in their order: a row of class k is above k thresholds."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         above = (labels[:, None] > torch.arange(2)).float()
-        loss = F.binary_cross_entropy_with_logits(outputs.logits[:, :2], above, reduction="none").sum(1).mean()
-        return (loss, outputs) if return_outputs else loss
+        return F.binary_cross_entropy_with_logits(outputs.logits[:, :2], above, reduction="none").sum(1).mean()
 
 
-class Huber(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = torch.nn.HuberLoss(delta=0.5)(outputs.logits.squeeze(-1), labels)
-        return (loss, outputs) if return_outputs else loss
+class Huber(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        return torch.nn.HuberLoss(delta=0.5)(outputs.logits.squeeze(-1), labels)
 
 
-class Quantiles(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+class Quantiles(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         errors = labels[:, None] - outputs.logits
         levels = torch.tensor([0.1, 0.5, 0.9])
-        loss = torch.maximum(levels * errors, (levels - 1) * errors).sum(1).mean()
-        return (loss, outputs) if return_outputs else loss
+        return torch.maximum(levels * errors, (levels - 1) * errors).sum(1).mean()
 
 
-class MeanAndVariance(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+class MeanAndVariance(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         mean, variance = outputs.logits[:, 0], F.softplus(outputs.logits[:, 1]) + 1e-3
-        loss = F.gaussian_nll_loss(mean, labels, variance)
-        return (loss, outputs) if return_outputs else loss
+        return F.gaussian_nll_loss(mean, labels, variance)
 
 
 def summed_by_items(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -191,25 +150,17 @@ def summed_by_items(outputs: Any, labels: Any, num_items_in_batch: Any = None) -
 # ---- Weights --------------------------------------------------------------------------------------------------------
 
 
-class FixedClassWeights(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))(outputs.logits.view(-1, 3), labels)
-        return (loss, outputs) if return_outputs else loss
+class FixedClassWeights(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        return torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))(outputs.logits.view(-1, 3), labels)
 
 
-class WeightsOfTheBatch(Trainer):
+class WeightsOfTheBatch(OfLabels):
     """Each class by the inverse of its count in the batch."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         weights = 1 / torch.bincount(labels, minlength=3).clamp(min=1)
-        loss = F.cross_entropy(outputs.logits, labels, weight=weights)
-        return (loss, outputs) if return_outputs else loss
+        return F.cross_entropy(outputs.logits, labels, weight=weights)
 
 
 class SampleWeights(Trainer):
@@ -247,12 +198,9 @@ def scripted_focal(logits: torch.Tensor, labels: torch.Tensor, power: float) -> 
     return torch.mean(torch.pow(1.0 - torch.exp(-entropy), power) * entropy)
 
 
-class Scripted(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = scripted_focal(outputs.logits, labels, 2.0)
-        return (loss, outputs) if return_outputs else loss
+class Scripted(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        return scripted_focal(outputs.logits, labels, 2.0)
 
 
 class OwnCrossEntropy(torch.autograd.Function):
@@ -270,24 +218,18 @@ class OwnCrossEntropy(torch.autograd.Function):
         return gradient * (probabilities - F.one_hot(labels, probabilities.shape[-1])) / len(labels), None
 
 
-class OwnFunction(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = OwnCrossEntropy.apply(outputs.logits, labels)
-        return (loss, outputs) if return_outputs else loss
+class OwnFunction(OfLabels):
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        return OwnCrossEntropy.apply(outputs.logits, labels)
 
 
-class StraightThrough(Trainer):
+class StraightThrough(OfLabels):
     """Rounded predictions, with the gradient of those before rounding."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         soft = outputs.logits.softmax(-1)
         hard = F.one_hot(soft.argmax(-1), 3) + soft - soft.detach()
-        loss = F.mse_loss(hard, F.one_hot(labels, 3).float()) + outputs.logits.pow(2).mean()
-        return (loss, outputs) if return_outputs else loss
+        return F.mse_loss(hard, F.one_hot(labels, 3).float()) + outputs.logits.pow(2).mean()
 
 
 PATTERNS = {

@@ -188,3 +188,31 @@ def telling(*names: str) -> Callable[[Trainer], Mapping[str, Any]]:
         return {**metrics, **kept, **lists}
 
     return drive
+
+
+# ---- Losses of one's own --------------------------------------------------------------------------------------------
+
+
+class OfLabels(Trainer):
+    """A subclass as most people write it: the model does not get the labels; ``loss_of`` takes its outputs and them."""
+
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
+        raise NotImplementedError
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = self.loss_of(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+class OfInputs(Trainer):
+    """The same of a model that gets the whole batch; ``loss_of`` takes its outputs and the batch."""
+
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
+        raise NotImplementedError
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        loss = self.loss_of(outputs, inputs)
+        return (loss, outputs) if return_outputs else loss

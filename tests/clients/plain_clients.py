@@ -18,7 +18,6 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 import tiny
 from client import CUT, SETUPS, Arrange, Client, arguments, labelled, llama, texts
 
-BERT_MASKED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GRADIENT_SCALE = (
     "stock multiplies the gradients of a head that ignores num_items_in_batch by accumulation steps x processes; "
     "attach repairs it"
@@ -104,9 +103,7 @@ class WeightedTrainer(Trainer):
         if "weight" not in self._signature_columns:
             self._signature_columns += ["weight"]
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         weights = inputs.pop("weight")
         outputs = model(**inputs)
         losses = torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"], reduction="none")
@@ -134,9 +131,7 @@ def weighted_later(folder: Path, arrange: Arrange) -> Trainer:
 class TwoTaskTrainer(Trainer):
     """A second loss over labels of which some are ignored."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         second = inputs.pop("second_labels")
         outputs = model(**inputs)
         loss = outputs.loss + torch.nn.functional.cross_entropy(outputs.logits, second)

@@ -16,7 +16,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorForTokenClassificat
 import tiny
 from client import texts
 from contrastive_patterns import encoder
-from pattern import Pattern, built
+from pattern import OfInputs, OfLabels, Pattern, built
 
 LENGTHS = {"num_layers": 1, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 32}
 
@@ -87,29 +87,23 @@ def bart() -> Any:
 # ---- Tokens ---------------------------------------------------------------------------------------------------------
 
 
-class TokenFocal(Trainer):
+class TokenFocal(OfLabels):
     """A focal loss over the tokens of the batch that have a label."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         counted = labels != -100
         entropy = F.cross_entropy(outputs.logits[counted], labels[counted], reduction="none")
-        loss = ((1 - torch.exp(-entropy)) ** 2 * entropy).mean()
-        return (loss, outputs) if return_outputs else loss
+        return ((1 - torch.exp(-entropy)) ** 2 * entropy).mean()
 
 
-class TokenDice(Trainer):
+class TokenDice(OfLabels):
     """Dice over all tokens of the batch."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, labels: Any) -> Any:
         mask = (labels != -100)[..., None]
         found = outputs.logits.softmax(-1) * mask
         asked = F.one_hot(labels.clamp(min=0), 3) * mask
-        loss = 1 - ((2 * (found * asked).sum((0, 1)) + 1) / (found.sum((0, 1)) + asked.sum((0, 1)) + 1)).mean()
-        return (loss, outputs) if return_outputs else loss
+        return 1 - ((2 * (found * asked).sum((0, 1)) + 1) / (found.sum((0, 1)) + asked.sum((0, 1)) + 1)).mean()
 
 
 class Transitions(nn.Module):
@@ -135,25 +129,21 @@ class Transitions(nn.Module):
         return {"loss": (alpha.logsumexp(-1) - gold).mean() / 10, "logits": scores}
 
 
-class SmoothAlong(Trainer):
+class SmoothAlong(OfInputs):
     """Neighbouring tokens are to be alike: a penalty along the row beside stock's loss."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         pairs = inputs["attention_mask"][:, 1:] * inputs["attention_mask"][:, :-1]
         steps = (outputs.logits[:, 1:] - outputs.logits[:, :-1]).pow(2).mean(-1)
-        loss = outputs.loss + 0.1 * (steps * pairs).sum() / pairs.sum()
-        return (loss, outputs) if return_outputs else loss
+        return outputs.loss + 0.1 * (steps * pairs).sum() / pairs.sum()
 
 
-class SpansAndAnswerable(Trainer):
+class SpansAndAnswerable(OfInputs):
     """Begin, end, and how sure the span is."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         sure = outputs.start_logits.amax(-1) + outputs.end_logits.amax(-1)
-        loss = outputs.loss + 0.1 * F.softplus(-sure).mean()
-        return (loss, outputs) if return_outputs else loss
+        return outputs.loss + 0.1 * F.softplus(-sure).mean()
 
 
 # ---- Sequences from sequences ---------------------------------------------------------------------------------------

@@ -172,9 +172,7 @@ class OwnDataLoader(Trainer):
 class ClassWeights(Trainer):
     """Cross-entropy with a weight for each class."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=torch.tensor([1.0, 2.0, 5.0]))
@@ -184,9 +182,7 @@ class ClassWeights(Trainer):
 class Distilled(Trainer):
     """Half of the loss from a larger model's logits."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**inputs)
         with torch.no_grad():
             asked = self.teacher(**inputs).logits.log_softmax(-1)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from contrastive_patterns import supervised_contrast
-from pattern import Pattern, bert, built, telling
+from pattern import OfInputs, Pattern, bert, built, telling
 
 # ---- Balances and counters ------------------------------------------------------------------------------------------
 
@@ -217,11 +217,9 @@ class WeightOfALoss(TrainerCallback):
         model.config.second_weight = 0.5 * (1 + math.cos(math.pi * state.global_step / 4))
 
 
-class ReadsAWeight(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
-        loss = outputs.loss + self.model.config.second_weight * outputs.logits.pow(2).mean()
-        return (loss, outputs) if return_outputs else loss
+class ReadsAWeight(OfInputs):
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
+        return outputs.loss + self.model.config.second_weight * outputs.logits.pow(2).mean()
 
 
 class NormsOfGradients(TrainerCallback):

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from contrastive_patterns import numbered
-from pattern import Pattern, bert, built, telling
+from pattern import OfInputs, Pattern, bert, built, telling
 
 
 def with_numbers(kind: type[Trainer]) -> Any:
@@ -95,20 +95,18 @@ class MeanTeacher(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class NearReference(Trainer):
+class NearReference(OfInputs):
     """The divergence from the model as it was."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reference = copy.deepcopy(self.model).eval()
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         with torch.no_grad():
             asked = self.reference(**inputs).logits.log_softmax(-1)
         found = outputs.logits.log_softmax(-1)
-        loss = outputs.loss + F.kl_div(found, asked, log_target=True, reduction="none").sum(-1).mean()
-        return (loss, outputs) if return_outputs else loss
+        return outputs.loss + F.kl_div(found, asked, log_target=True, reduction="none").sum(-1).mean()
 
 
 class TemporalEnsemble(Trainer):
@@ -173,14 +171,12 @@ class ElasticWeights(NearStart):
         return (loss, outputs) if return_outputs else loss
 
 
-class Orthogonal(Trainer):
+class Orthogonal(OfInputs):
     """Rows of the classifier that stand at right angles."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
+    def loss_of(self, outputs: Any, inputs: Any) -> Any:
         weight = self.model.classifier.weight
-        loss = outputs.loss + 0.1 * (weight @ weight.T - torch.eye(3)).pow(2).sum()
-        return (loss, outputs) if return_outputs else loss
+        return outputs.loss + 0.1 * (weight @ weight.T - torch.eye(3)).pow(2).sum()
 
 
 PATTERNS = {

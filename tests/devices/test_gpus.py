@@ -80,18 +80,6 @@ def test_figures_are_the_published_ones():
             assert getattr(gpu.peak_flops_per_second, dtype) / 1e12 == pytest.approx(value, rel=0.013)
 
 
-def test_rates_are_in_the_ratios_of_their_formats():
-    for gpu in GPUS.values():
-        rates = gpu.peak_flops_per_second
-        assert 1e12 < rates.fp32 < 200e12
-        assert rates.bf16 in (None, rates.fp16)
-        assert (rates.bf16 is None) == (
-            not gpu.bf16 or ("Laptop" in gpu.name and re.search(r"RTX A\d|Ada", gpu.name) is not None)
-        )
-        assert rates.tf32 is None or rates.fp16 == 2 * rates.tf32
-        assert rates.fp16 is None or rates.fp16 >= rates.fp32
-
-
 def test_a_rate_that_nobody_published_is_none():
     assert GPUS["GTX 1650"].peak_flops_per_second == PeakRates(fp32=14 * 128 * 1665 * 10**6)
     assert GPUS["T4"].peak_flops_per_second.tf32 is GPUS["T4"].peak_flops_per_second.bf16 is None
@@ -102,28 +90,6 @@ def test_compute_capabilities_are_those_of_nvidia():
         if not is_amd(gpu):
             found = [capability for capability, names in NVIDIA_SAYS.items() if re.match(names, gpu.name)]
             assert found == ["{}.{}".format(*gpu.compute_capability)], gpu.name
-
-
-def test_contexts_without_a_message_are_the_median_of_their_compute_capability():
-    assert {row["gpu"] for row in PUBLISHED if row["figure"] == "context"} == {
-        name for name in GPUS if "context: http" in GPUS[name].source
-    }
-    assert GPUS["RTX 3080"].context_bytes == GPUS["RTX 3050 4GB"].context_bytes == 224 * MIB  # of 179, 224, 450
-    assert GPUS["RTX 4070"].context_bytes == 256 * MIB  # of 115, 236, 256, 495, 514
-    assert "context: derived from the GPUs of compute capability 8.9;" in GPUS["RTX 4070"].source
-    assert GPUS["GTX 1080 Ti"].context_bytes == GPUS["P100"].context_bytes == 166 * MIB  # of 6.1, next to its own 6.0
-    assert "derived from the GPUs of compute capability 6.1, the nearest that is known;" in GPUS["P100"].source
-
-
-def test_usable_memory_without_a_source_is_that_of_the_gpus_nearest_in_size():
-    assert GPUS["RTX 3050 6GB"].usable_bytes == GPUS["RTX 3060 Laptop 6GB"].usable_bytes  # the middle of three
-    assert GPUS["RTX 4060 Laptop"].usable_bytes == GPUS["RTX 4060"].usable_bytes
-    assert GPUS["RTX 4070"].usable_bytes == GPUS["RTX 3060 12GB"].usable_bytes
-    assert GPUS["RTX 3090 Ti"].usable_bytes == GPUS["RTX 4090"].usable_bytes  # and not an L4's, with error correction
-    assert GPUS["A10G"].usable_bytes == GPUS["L4"].usable_bytes
-    share = GPUS["H100"].usable_bytes / GPUS["H100"].memory_bytes
-    assert GPUS["H200"].usable_bytes == pytest.approx(141 * GIB * share, abs=1)  # a float against a fraction
-    assert "usable memory: derived from the GPUs nearest in size;" in GPUS["H200"].source
 
 
 # ---- by name

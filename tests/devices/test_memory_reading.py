@@ -172,20 +172,6 @@ def test_peak_rises_with_an_allocation_and_stays():
 # ---- which device
 
 
-def test_the_peak_of_each_system_is_read_where_it_has_one(monkeypatch):
-    resource = pytest.importorskip("resource")
-    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
-    memory = SimpleNamespace(rss=100)
-    monkeypatch.setattr(reading, "psutil", SimpleNamespace(Process=lambda: SimpleNamespace(memory_info=lambda: memory)))
-    for system, peak in (("darwin", 3000), ("freebsd14", 3000 * 1024)):
-        monkeypatch.setattr(reading, "sys", SimpleNamespace(platform=system))
-        assert read_process() == (100, peak)
-    monkeypatch.setitem(sys.modules, "resource", None)
-    assert read_process() == (100, None)
-    memory.peak_wset = 300  # Windows
-    assert read_process() == (100, 300)
-
-
 @pytest.mark.parametrize(
     ("expected", "spellings"),
     [("cuda:0", (0, "cuda:0", torch.device("cuda", 0))), ("cuda:1", (None, "cuda", torch.device("cuda")))],
@@ -247,17 +233,6 @@ def test_an_accelerator_reading_holds_the_allocators_and_the_drivers_figures(mon
     assert pickle.loads(pickle.dumps(found)) == found
 
 
-def test_a_driver_that_tells_no_free_memory_gives_none(monkeypatch):
-    gpu = FakeGpu(monkeypatch, "xpu")
-    gpu.hold(MIB)
-
-    def refuse(device):
-        raise RuntimeError("The device doesn't support querying the available free memory")
-
-    monkeypatch.setattr(torch.xpu, "mem_get_info", refuse)
-    assert read_device_used(torch.device("xpu", 0)) is None
-
-
 CARD = torch.device("cuda", 1)
 MIG = "MIG-1234-abcd"
 OURS, OTHERS = (os.getpid(), 300 * MIB), (os.getpid() + 1, GIB)
@@ -291,14 +266,6 @@ def test_nvml_is_asked_by_uuid_and_else_the_driver(monkeypatch, name):
     assert all(called == "stats" for called, _ in gpu.calls)  # nothing that makes a context
 
 
-def test_where_torch_holds_nothing_the_driver_is_not_asked(monkeypatch):
-    gpu = FakeGpu(monkeypatch)
-    fake_nvml(monkeypatch, by_uuid=())
-    assert read_device_used(CARD) is None
-    gpu.hold(MIB)
-    assert read_device_used(CARD) == 6 * GIB
-
-
 def test_a_gpu_that_torch_has_not_touched_gets_no_context(monkeypatch):
     gpu = FakeGpu(monkeypatch, initialized=False)
     asked = fake_nvml(monkeypatch, processes=[OURS])
@@ -310,25 +277,6 @@ def test_a_gpu_that_torch_has_not_touched_gets_no_context(monkeypatch):
     meter.skip()
     assert meter.read() == {"peak_allocated_bytes": 0, "peak_reserved_bytes": 0}
     assert gpu.calls == []  # cudaMemGetInfo would make a context
-
-
-def test_only_cuda_has_a_context_that_nvml_tells(monkeypatch):
-    gpu = FakeGpu(monkeypatch)
-    asked = fake_nvml(monkeypatch, processes=[OURS])
-    assert read_context(torch.device("cpu")) is read_context(torch.device("xpu", 0)) is None
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    gpu.hold(MIB)
-    assert read_context(CARD) is None
-    assert read_device_used(CARD) == 6 * GIB
-    assert asked == []
-
-
-def test_nvml_lists_the_processes_of_a_gpu():
-    import pynvml
-
-    assert callable(pynvml.nvmlDeviceGetComputeRunningProcesses)
-    fields = {name for name, _ in pynvml.c_nvmlProcessInfo_v3_t._fields_}
-    assert {"pid", "usedGpuMemory"} <= fields
 
 
 # ---- MPS

@@ -63,14 +63,6 @@ def test_an_error_raised_from_it_counts_and_one_raised_beside_it_does_not() -> N
     assert not is_out_of_memory(beside.value)
 
 
-def test_errors_that_name_each_other_as_cause_end() -> None:
-    one, other = ValueError("one"), ValueError("other")
-    one.__cause__, other.__cause__ = other, one
-    assert not is_out_of_memory(one)
-    other.__cause__ = torch.OutOfMemoryError("CUDA out of memory.")
-    assert is_out_of_memory(one)
-
-
 def mistake_while_cleaning_up() -> None:
     try:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -139,31 +131,6 @@ def test_an_error_that_a_notebook_keeps_lets_its_tensors_go(name: str, kind: typ
         assert "".join(traceback.format_exception(getattr(sys, name))) == text
     else:
         assert traceback.format_tb(sys.last_traceback) == lines
-
-
-def test_the_causes_of_a_kept_error_let_their_tensors_go_too() -> None:
-    first, of_first = caught(ValueError("one"))
-    second, of_second = caught(ValueError("two"))
-    first.__context__ = second
-    second.__context__ = first  # a circle, which nothing prevents
-    last, of_last = caught(ValueError("three"))
-    last.__cause__ = first
-    sys.last_exc = last
-    del first, second
-    free_failed_step()
-    assert [reference() for reference in (of_first, of_second, of_last)] == [None, None, None]
-
-
-def test_an_error_that_the_caller_is_handling_lets_its_tensors_go() -> None:
-    died: list[weakref.ref[torch.Tensor]] = []
-    mine = torch.ones(1)
-    try:
-        failing_step(died, torch.OutOfMemoryError("CUDA out of memory."))
-    except torch.OutOfMemoryError:
-        assert died[0]() is not None
-        free_failed_step()  # as in a run that is started within the except block of another
-        assert died[0]() is None
-    assert mine.item() == 1  # this frame is running: its variables stay
 
 
 def test_a_cycle_is_collected() -> None:

@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,7 @@ from chromium import CHROMIUM, Chromium
 from hand_made_runs import finished_run, lost_run
 from html_page import Page, with_text
 from tiny_plans import fitting_plan, missing_plan
-from typer.testing import CliRunner
 
-import tiny
-from hf_memopt import custom_gpu, estimate, padding_report, plan, recipe
-from hf_memopt.cli.app import app
 from hf_memopt.reports.plan import plan_page, read_plan_text
 from hf_memopt.reports.run import read_run, run_page
 
@@ -30,7 +25,6 @@ EVIL = (
     "<script>alert(1)</script></style></title></pre><img src=x onerror=alert(2)><svg onload=alert(3)>"
     '" autofocus onfocus="alert(4)" x="\' onmouseover=\'alert(5)\' {{ 7 * 7 }} javascript:alert(6) --></textarea>'
 )
-NAME = "<img src=x onerror=alert(1)>"  # of a folder, whose name has no slash
 DRAWN = re.compile(r"<svg .*?</svg>", re.DOTALL)
 URL = re.compile(r'\b(?:src|href|action|data)="(.*?)"')
 SVG_TAGS = {"svg", "g", "defs", "clippath", "rect", "pattern", "path", "text", "title", "use"}
@@ -94,36 +88,3 @@ def test_nothing_runs_in_a_browser(browser: Chromium, pages: dict[str, str], tmp
     assert _ran(browser, unescaped, tmp_path / "page.html") == []  # by the policy
     allowed = re.sub('<meta http-equiv="Content-Security-Policy".*?>', "", unescaped)
     assert set(_ran(browser, allowed, tmp_path / "page.html")) >= {1, 2}  # the hook sees what does run
-
-
-def test_names_of_folders_files_and_gpus(browser: Chromium, tmp_path: Path) -> None:
-    """From the model's folder to the page, as a user comes by them."""
-    tiny.llama_config(hidden_size=64, intermediate_size=64).save_pretrained(tmp_path / NAME)
-    rows = tmp_path / f"{NAME}.jsonl"
-    rows.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4]}\n' * 8)
-    gpu = custom_gpu("1GiB", "8.6", name=EVIL)
-    found = plan(str(tmp_path / NAME), gpu=gpu, seq_len=8, effective_batch_size=1, method="full", lengths=[3, 1] * 8)
-    found = replace(found, command=f"hf-memopt plan {NAME}")
-    written = found.write(tmp_path / "run", data=rows)
-    compile(Path(str(written.script)).read_text(), "train.py", "exec")
-    found.report(tmp_path / "page.html")
-    found.plot(tmp_path / "page.svg")
-    assert _ran(browser, (tmp_path / "page.html").read_text(), tmp_path / "again.html") == []
-    assert "<img" not in (tmp_path / "page.svg").read_text()
-    estimated = estimate(str(tmp_path / NAME), batch_size=1, seq_len=8, gpu=gpu)
-    estimated.plot(tmp_path / "estimate.svg")
-    named = recipe("4gb-gpu").replace(name=EVIL, purpose=EVIL, reasons={"optim": EVIL})
-    for shown in (found._repr_html_(), estimated._repr_html_(), named._repr_html_(), padding_report([3])._repr_html_()):
-        assert set(Page(shown).tags) <= {"pre", "span"}
-        assert _ran(browser, f"<html><body>{shown}</body></html>", tmp_path / "again.html") == []
-
-
-def test_a_name_that_is_markup_of_a_terminal(tmp_path: Path) -> None:
-    """For rich, ``[/red]`` closes what was not opened, and matplotlib reads ``$...$`` as mathematics."""
-    for name in ("[/red]", "$\\frac{$"):
-        folder = tmp_path / name
-        tiny.llama_config().save_pretrained(folder)
-        options = ["--batch-size", "1", "--seq-len", "8", "--gpu", "T4", "--plot", str(tmp_path / "a.png")]
-        done = CliRunner().invoke(app, ["estimate", str(folder), *options])
-        assert done.exit_code == 0, done.output
-        assert folder.name in done.output

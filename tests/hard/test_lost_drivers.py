@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import subprocess
 import sys
 import warnings
@@ -24,7 +23,7 @@ from transformers import Trainer
 from typer.testing import CliRunner
 
 import tiny
-from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, read_memory
+from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach
 from hf_memopt.cli.app import app
 from hf_memopt.devices.readings import memory_reading
 
@@ -139,17 +138,6 @@ def test_a_driver_that_is_lost_too_leaves_the_figure_out(driver, tmp_path, monke
     trainer = train(tmp_path, MemoryReportCallback())
     assert set(used(trainer)) == {5.0, None}
     assert_same_training(trainer, tmp_path)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_nvml_that_fails_now_and_then(seed, driver, tmp_path, monkeypatch) -> None:
-    chance, errors = random.Random(seed), list(ERRORS.values())
-    nvml(monkeypatch, lambda: chance.choice(errors)() if chance.random() < 0.4 else None)
-    trainer = train(tmp_path, MemoryReportCallback())
-    assert set(used(trainer)) <= {5.0, 6.0}
-    assert_same_training(trainer, tmp_path)
-    for _ in range(200):
-        assert read_memory(CUDA).device_used_bytes in (5 * GIB, 6 * GIB)
 
 
 @pytest.mark.parametrize("kind", ["without the package", "without a driver"])

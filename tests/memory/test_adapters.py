@@ -111,13 +111,6 @@ def test_what_is_not_quantised_has_16_bits_unless_asked_otherwise() -> None:
     assert wide.components["weights"] - plain.components["weights"] == pytest.approx(2 * outside, abs=4096)
 
 
-def test_parameters_are_counted_before_they_are_packed() -> None:
-    whole = estimate(llama_config(), batch_size=2, seq_len=8, lora=4)
-    for load_in in ("nf4", "int8"):
-        found = estimate(llama_config(), batch_size=2, seq_len=8, lora=4, load_in=load_in)
-        assert (found.parameters, found.trainable_parameters) == (whole.parameters, whole.trainable_parameters)
-
-
 def test_the_arguments_of_a_trainer_take_adapters_too(tmp_path: Path) -> None:
     args = tiny.arguments(tmp_path, bf16=True, per_device_train_batch_size=2, optim="adamw_torch")
     found = estimate_from_arguments(llama_config(), args, 16, lora=4, load_in="nf4")
@@ -130,17 +123,6 @@ def test_dora_of_quantised_weights_is_not_estimable() -> None:
     lora = LoraConfig(target_modules=["query"], use_dora=True)
     with pytest.raises(NotEstimableError, match=r"^not estimable: use_dora=True .* Pass LoraConfig\(use_dora=False\)"):
         estimate(tiny.bert_config(), batch_size=1, seq_len=8, lora=lora, load_in="nf4")
-
-
-def test_modules_that_stay_in_float32_are_counted_so() -> None:
-    """T5's ``wo`` in float16."""
-    options = {"batch_size": 1, "seq_len": 8, "optim": "sgd", "precision": "fp32", "lora": 4}
-    config = transformers.T5Config(
-        vocab_size=64, d_model=16, d_kv=8, d_ff=512, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
-    half, other = (estimate(config, **options, weights_dtype=dtype) for dtype in ("float16", "bfloat16"))
-    wide = 4 * 512 * 16  # of two encoder and two decoder layers
-    assert 2 * wide <= half.components["weights"] - other.components["weights"] < 3 * wide
 
 
 def test_adapters_on_fused_experts_where_peft_switches_autocast_off() -> None:

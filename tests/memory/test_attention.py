@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import A100, BF16, FP16, FP32, H100, L4, P100, RTX_3090, T4, V100, Blocks, empty, hidden_bytes
+from blocks import A100, BF16, FP16, FP32, H100, L4, P100, RTX_3090, T4, V100, Blocks, empty
 from recorded import under_cuda
 
 aten = torch.ops.aten
@@ -30,29 +30,6 @@ def backward(
             out = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout)[0]
         out.backward(torch.empty_like(out))
     return blocks.seen[f"aten._scaled_dot_product_{name}_attention_backward.default"][0]
-
-
-def test_flash_backward_copies_a_gradient_of_another_layout() -> None:
-    query = heads(2, 8, 200, 64, BF16)
-    grad = empty(2, 8, 200, 64, dtype=BF16)  # contiguous by head, not by token
-    blocks = hidden_bytes(
-        aten._scaled_dot_product_flash_attention_backward.default,
-        (grad, query, query, query, query, empty(2, 8, 200), None, None, 200, 200, 0.0, False, None, None),
-        {},
-        (query, query, query),
-        A100,
-    )
-    assert blocks == (2 * 8 * 200 * 64 * 2, 4096 * 4, 4096 * 64 * 4)
-
-
-def test_flash_forward_splits_the_keys_where_heads_do_not_fill_the_gpu() -> None:
-    query, key = heads(1, 4, 64, 64, BF16), heads(1, 4, 4096, 64, BF16)
-    # 4 tiles for 216 slots, 16 blocks of 256 keys: 16 splits keep most of the GPU busy
-    args = (query, key, key)
-    func = aten._scaled_dot_product_flash_attention.default
-    assert hidden_bytes(func, args, {}, None, A100) == (16 * 4 * 64 * 4, 16 * 4 * 64 * 64 * 4)
-    assert hidden_bytes(func, (*args, 0.1), {}, None, A100) == ()
-    assert hidden_bytes(func, args, {}, None, A100, multiprocessors=2) == ()  # 4 tiles for 4 slots
 
 
 BERT = 32 * 16 * 128  # rows of all heads: batch 32, 16 heads, 128 tokens
@@ -97,17 +74,6 @@ def test_blocks_of_backward(
     batch, rows, length = shape
     keys = heads(batch, 2 if shape == FEW else rows, length, width, dtype)
     assert backward(name, heads(batch, rows, length, width, dtype), keys, capability, dropout) == blocks
-
-
-@pytest.mark.parametrize(
-    ("width", "dtype", "blocks"), [(256, BF16, (800 * 256 * 4,)), (128, BF16, ()), (256, FP32, ())]
-)
-def test_efficient_forward_keeps_wide_outputs_in_float32(
-    width: int, dtype: torch.dtype, blocks: tuple[int, ...]
-) -> None:
-    query = heads(2, 4, 100, width, dtype)
-    func = aten._scaled_dot_product_efficient_attention.default
-    assert hidden_bytes(func, (query, query, query, None, True), {}, None, A100) == blocks
 
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any) -> str:

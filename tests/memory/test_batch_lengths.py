@@ -91,16 +91,6 @@ def test_techniques_with_differing_lengths(setting: dict[str, Any]) -> None:
     assert found.peak_allocated_bytes >= plain.peak_allocated_bytes
 
 
-def test_accumulation_steps_of_differing_lengths_share_gradients() -> None:
-    accumulated = {**SIZES, "gradient_accumulation_steps": 2}
-    found = estimate(tiny.bert_config(), lengths=[32, 16, 16, 32, 32, 16], **accumulated)
-    steps = [first for first, _ in found.timeline.steps]
-    gradients = found.timeline.components[:, 1]
-    assert gradients[steps].tolist() == [0, 0, 0]
-    plain = estimate(tiny.bert_config(), seq_len=32, **accumulated)
-    assert gradients.max() == plain.timeline.components[:, 1].max()
-
-
 def test_the_widths_of_a_bucketed_view_are_lengths() -> None:
     rows = [{"input_ids": torch.zeros(length, dtype=torch.long)} for length in (3, 9, 17, 30, 31, 12, 5, 8)]
     view = bucketed(rows, batch_size=2, boundaries=[8, 16, 32], lengths=[len(row["input_ids"]) for row in rows])
@@ -109,11 +99,3 @@ def test_the_widths_of_a_bucketed_view_are_lengths() -> None:
     assert found.seq_len == 32
     assert found.fragmentation is not None
     assert found.fragmentation.lengths == len(set(widths))
-
-
-def test_a_module_is_recorded_once_for_each_length_and_stays_as_it_is() -> None:
-    model = tiny.bert()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = estimate(model, lengths=[8, 16], **SIZES)
-    assert found.peak_allocated_bytes >= estimate(model, seq_len=16, **SIZES).peak_allocated_bytes
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

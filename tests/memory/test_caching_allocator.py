@@ -5,14 +5,11 @@ from __future__ import annotations
 import doctest
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_allocator import FIRST_ADDRESS, Block, OutOfMemoryError, TorchAllocator
 
-import tiny
-from hf_memopt import estimate
 from hf_memopt.memory.allocator import caching_allocator as module
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 
@@ -143,58 +140,10 @@ def test_holes_are_filled_as_by_torchs_allocator(
     run_both(program, expandable, None if limit is None else limit * MIB, release)
 
 
-# What CUDA builds of torch answered whose driver gave out falling addresses: see the docstring of the module.
-@pytest.mark.parametrize(
-    ("release", "taken"),
-    [((2, 11), [3, 2, 1, 0]), *((release, [0, 1, 2, 3]) for release in ((2, 12), (2, 13), (2, 14), (2, 15)))],
-)
-@pytest.mark.parametrize("freed", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
-def test_of_equal_blocks_torch_takes_the_oldest_since_2_12(
-    release: tuple[int, ...], taken: list[int], freed: tuple[int, ...]
-) -> None:
-    allocator = filled(*4 * [15 * MIB], release=release)
-    segments = [allocator._live[key] for key in range(4)]
-    for key in freed:
-        allocator.free(key)
-    for key in range(4):
-        allocator.malloc(key, 15 * MIB)
-    assert [segments.index(allocator._live[key]) for key in range(4)] == taken
-
-
 def test_the_rule_is_that_of_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CachingAllocator()._takes_oldest == (module.TORCH_RELEASE >= (2, 12))
     monkeypatch.setattr(module, "TORCH_RELEASE", (2, 11))
     assert not CachingAllocator()._takes_oldest
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-@pytest.mark.parametrize(
-    "run",
-    [
-        {"lengths": [24, 64, 40, 56, 16, 64, 32]},
-        {"lengths": [48, 64, 16, 24, 64, 40], "gradient_accumulation_steps": 2, "optim": "adamw_torch"},
-        {"seq_len": 64, "checkpointing": True, "eval_batch_size": 64, "eval_batches": 3},
-        {"seq_len": 64, "torch_empty_cache_steps": 2},
-    ],
-)
-def test_whole_runs_event_by_event(monkeypatch: pytest.MonkeyPatch, run: dict[str, Any], expandable: bool) -> None:
-    config = tiny.bert_config(hidden_size=256, intermediate_size=1024, vocab_size=3000)
-    settings = {"batch_size": 64, "precision": "fp32", "expandable_segments": expandable, **run}
-    ours = estimate(config, **settings)
-    monkeypatch.setattr(
-        "hf_memopt.memory.allocator.replay.CachingAllocator",
-        lambda expandable_segments=False, limit_bytes=None: TorchAllocator(
-            expandable_segments, release=module.TORCH_RELEASE
-        ),
-    )
-    torchs = estimate(config, **settings)
-    assert torchs.fragmentation == ours.fragmentation
-    assert (torchs.peak_allocated_bytes, torchs.peak_reserved_bytes) == (
-        ours.peak_allocated_bytes,
-        ours.peak_reserved_bytes,
-    )
-    assert np.array_equal(torchs.timeline.reserved, ours.timeline.reserved)
-    assert np.array_equal(torchs.timeline.components, ours.timeline.components)
 
 
 def filled(*sizes: int, **arguments: Any) -> CachingAllocator:
@@ -241,18 +190,6 @@ def test_small_segments_are_cut_to_the_last_512_bytes() -> None:
     assert (allocator.allocated, allocator.reserved) == (2 * MIB, 2 * MIB)
     allocator.malloc("more", 1)
     assert (allocator.allocated, allocator.reserved) == (2 * MIB + 512, 4 * MIB)
-
-
-def test_segments_lie_below_each_other_as_on_a_gpu() -> None:
-    """Published segments of torch.cuda.memory_snapshot() on an RTX 3090 (CUDA 11.8): one of 20 MiB came first.
-
-    Without a small segment of 2 MiB, 24 MiB above the start of the first.
-    """
-    published = {0: 140198805504000, 1: 140198268633088, 2: 140197194891264}
-    used, _ = blocks_of(filled(5 * MIB, 512 * MIB, 1024 * MIB, release=(2, 1)))
-    assert {key: used[key][0] - used[0][0] for key in used} == {
-        key: published[0] - start for key, start in published.items()
-    }
 
 
 def test_a_run_may_fit_a_gpu_smaller_than_its_reserved_peak() -> None:

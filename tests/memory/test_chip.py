@@ -28,16 +28,3 @@ def test_resident_threads_are_those_of_torchs_header(capability: tuple[int, int]
     arch = f"{capability[0] * 100 + capability[1] * 10}"
     told = [int(count) for condition, count in branches if re.search(rf"\b{arch}\b", condition) or not condition]
     assert Chip.of(capability).threads_per_multiprocessor == told[0] == threads
-
-
-def test_thor_and_spark_have_the_threads_of_small_chips() -> None:
-    # which the programming guide says of 11.0 and of all of 12.x, and torch's header does not know
-    assert {Chip.of(capability).threads_per_multiprocessor for capability in ((11, 0), (12, 1))} == {1536}
-
-
-def test_without_a_count_a_chip_is_the_largest_of_its_capability() -> None:
-    assert Chip.of((8, 6)).multiprocessors == 84
-    assert Chip.of((8, 0)).multiprocessors == 108  # and not that of AMD's, for which its kernels stand in
-    assert Chip.of((8, 7)).multiprocessors == 16
-    assert Chip.of((10, 3)).multiprocessors == 188  # not known
-    assert Chip.of((8, 6), 20).multiprocessors == 20

@@ -1,4 +1,4 @@
-"""What CUDA does differently: autocast against torch's own, dropout, softmax, cross entropy, attention, offload."""
+"""What CUDA does differently: autocast's dtypes, grouped products, attention, offload."""
 
 from __future__ import annotations
 
@@ -11,34 +11,11 @@ import torch.nn.functional as F
 from blocks import BF16, FP16, FP32
 from blocks import empty as meta
 from recorded import prepared, record, under_cuda
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import tiny
 from hf_memopt import StepSettings
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-
-
-def allocated(run: Callable[[], Any], *given: torch.Tensor, **options: Any) -> list[int]:
-    return under_cuda(run, *given, **options).deltas
-
-
-@pytest.mark.parametrize("cache", [True, False])
-def test_cache_holds_the_copy_of_a_trainable_float32_leaf_and_of_nothing_else(cache: bool) -> None:
-    """A weight used twice is cast once; frozen weights, activations and views are cast every time, as C++ does."""
-    weight, frozen = nn.Parameter(meta(8, 8)), meta(8, 8)
-    x = meta(2, 8, dtype=BF16)
-    options = {"autocast": BF16, "cache": cache}
-    times = 1 if cache else 2
-    copies = {
-        "trainable": (lambda: (F.linear(x, weight), F.linear(x, weight)), times),
-        "frozen": (lambda: (F.linear(x, frozen), F.linear(x, frozen)), 2),
-        "view": (lambda: (F.linear(x, weight[:]), F.linear(x, weight[:])), 2),
-        "activation": (lambda: (F.linear(x, weight * 1), F.linear(x, weight * 1)), 2),
-    }
-    for run, count in copies.values():
-        assert allocated(run, x, weight, frozen, **options).count(8 * 8 * 2) == count
 
 
 CUDA_DTYPES: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype, torch.dtype]] = [
@@ -78,127 +55,6 @@ def test_dtypes_of_cudas_policies(
     assert found == [of_float32, of_bfloat16]
 
 
-def test_float64_and_integers_are_left_alone() -> None:
-    wide, whole = meta(4, 4, dtype=torch.float64), meta(4, dtype=torch.int64)
-    assert under_cuda(lambda: wide @ wide, autocast=BF16).out.dtype == torch.float64
-    assert under_cuda(lambda: whole.sum(), autocast=BF16).out.dtype == torch.int64
-
-
-def test_sums_and_norms_are_told_float32_and_copy_nothing() -> None:
-    """``Tensor.norm`` calls ``linalg.vector_norm``, whose kernel reads 16 bits."""
-    x = meta(64, 8, dtype=BF16)
-    assert allocated(lambda: x.sum(), x, autocast=BF16) == [4]
-    assert allocated(lambda: x.norm(dim=-1), x, autocast=BF16) == [64 * 4]
-    assert allocated(lambda: torch.exp(x), x, autocast=BF16) == [2048, 2048, -2048]
-
-
-@pytest.mark.parametrize("call", [lambda x: F.dropout(x, 0.1), lambda x: torch.dropout(x, 0.1, True), nn.Dropout(0.1)])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_mask_of_dropout_has_one_byte_per_element(call: Callable[[Any], Any], dtype: torch.dtype) -> None:
-    """The mask comes before the result, as in CUDA's kernel: so torch's own CUDA build allocates."""
-    x = meta(4, 8, dtype=dtype, requires_grad=True)
-    assert allocated(lambda: call(x), x) == [4 * 8, 4 * 8 * x.element_size()]
-
-
-def test_autocast_casts_the_last_argument_first() -> None:
-    rows, weight, bias = meta(64, 8), meta(16, 8, requires_grad=True), meta(16, requires_grad=True)
-    copies = [2 * 16, 2 * 16 * 8, 2 * 64 * 8]  # of the bias, of the weight, of the rows
-    for call in (lambda: F.linear(rows, weight, bias), lambda: F.linear(rows, weight=weight, bias=bias)):
-        assert allocated(call, rows, weight, bias, autocast=BF16)[:3] == copies
-
-
-def test_layer_norm_copies_an_input_that_is_not_contiguous_before_its_result() -> None:
-    x = meta(8, 64).t()
-    assert allocated(lambda: F.layer_norm(x, (8,)), x)[0] == 64 * 8 * 4
-    assert allocated(lambda: F.layer_norm(x, (8,)), x)[:5] == [2048, 2048, 256, 256, -2048]
-    assert 2048 not in allocated(lambda: F.layer_norm(x, (8,)), x)[5:]
-
-
-@pytest.mark.parametrize(
-    ("call", "is_fused"),
-    [
-        (lambda x: F.dropout(x, 0.1, True), True),
-        (lambda x: F.dropout(x, 0.0), False),
-        (lambda x: F.dropout(x, 0.1, training=False), False),
-        (lambda x: torch.dropout(x, 0.1, train=False), False),
-        (lambda x: F.dropout(x, 1.0, True), False),
-        (lambda x: F.dropout(x, 0.1, True, True), False),  # in place
-    ],
-)
-def test_dropout_of_nothing_of_all_or_in_place_is_not_the_fused_kernel(
-    call: Callable[[Any], Any], is_fused: bool
-) -> None:
-    assert ("native_dropout" in under_cuda(lambda: call(meta(4, 8))).operators) == is_fused
-
-
-@pytest.mark.parametrize("softmax", [F.softmax, torch.softmax, torch.Tensor.softmax, F.log_softmax])
-@pytest.mark.parametrize(
-    ("dtype", "options", "autocast", "expected"),
-    [
-        (FP16, {}, FP16, [128]),
-        (BF16, {}, BF16, [128, 128, -128]),  # bfloat16 is copied to float32 first
-        (FP16, {"dtype": FP32}, None, [128]),
-        (BF16, {"dtype": FP32}, None, [128, 128, -128]),
-        (FP16, {}, None, [64]),
-    ],
-)
-def test_softmax_reads_float16_and_writes_float32_in_one_kernel(
-    softmax: Callable[..., Any], dtype: torch.dtype, options: Any, autocast: Any, expected: list[int]
-) -> None:
-    x = meta(4, 8, dtype=dtype)
-    assert allocated(lambda: softmax(x, dim=-1, **options), x, autocast=autocast) == expected
-
-
-def test_cross_entropy_is_run_in_parts_for_16_bit_logits_under_autocast() -> None:
-    """Log-softmax in 16 bits, its copy in float32, loss and total weight; else the operator's own."""
-    labels = meta(6, dtype=torch.int64)
-    for dtype, autocast in ((BF16, BF16), (FP16, FP16), (FP32, BF16), (FP32, None), (BF16, None)):
-        logits = meta(6, 10, dtype=dtype, requires_grad=True)
-        size = logits.element_size()
-        expected = [120, 240, 4, 4] if dtype == autocast else [60 * size, size, size]
-        for call in (F.cross_entropy, nn.CrossEntropyLoss()):
-            found = allocated(lambda x=logits, call=call: call(x, labels), logits, labels, autocast=autocast)
-            assert found[: len(expected)] == expected
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_cross_entropy_of_16_bit_logits_with_smoothing_or_weights(dtype: torch.dtype) -> None:
-    """The sum over classes is told float32 and copies nothing; class weights widen a product, which autocast keeps."""
-    logits, labels, weight = meta(6, 10, dtype=dtype, requires_grad=True), meta(6, dtype=torch.int64), meta(10)
-    low, high = 6 * 10 * 2, 6 * 10 * 4
-    given = (logits, labels, weight)
-
-    def wide(**options: Any) -> list[int]:
-        found = allocated(lambda: F.cross_entropy(logits, labels, **options), *given, autocast=dtype)
-        return [delta for delta in found if abs(delta) in (low, high)]
-
-    assert wide() == [low, high]
-    assert wide(weight=weight) == [low, high]
-    assert wide(label_smoothing=0.1) == [low, high]
-    assert wide(label_smoothing=0.1, weight=weight) == [low, high, high, -high]
-    soft = meta(6, 10)
-    found = allocated(lambda: F.cross_entropy(logits, soft), logits, soft, autocast=dtype)
-    assert [delta for delta in found if abs(delta) in (low, high)] == [low, high, -high]
-
-
-def test_python_functions_of_torch_are_looked_into() -> None:
-    """Multi-head attention under autocast: projections, attention and dropout are those of CUDA."""
-    with torch.device("meta"):
-        layer = nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True)
-    x = meta(2, 16, 32)
-    for weights, kernel in ((False, "_scaled_dot_product_flash_attention"), (True, "bmm")):
-        ran = under_cuda(lambda w=weights: layer(x, x, x, need_weights=w)[0], autocast=BF16)
-        assert ran.out.dtype == BF16
-        assert kernel in ran.operators
-        assert ("native_dropout" in ran.operators) == weights
-
-
-def test_cache_of_weights_outlives_a_function_that_is_looked_into() -> None:
-    weight, x = nn.Parameter(meta(8, 8)), meta(2, 8, dtype=BF16)
-    found = allocated(lambda: (F.linear(x, weight), F.normalize(x), F.linear(x, weight)), x, weight, autocast=BF16)
-    assert found.count(8 * 8 * 2) == 1
-
-
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.10 and later")
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize("turned", [False, True])
@@ -217,18 +73,6 @@ def test_grouped_product_of_other_types_than_bfloat16(dtype: torch.dtype, turned
     frozen = rows.detach()
     ran = under_cuda(lambda: F.grouped_mm(frozen, given, offs=offsets), backward=True)
     assert ran.flops == 2 * 2 * 24 * 16 * 32
-
-
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.10 and later")
-def test_operations_of_a_grouped_product_are_counted() -> None:
-    """No formula of torch's does it; each row meets the weights of one expert alone."""
-    weights = meta(4, 16, 32, dtype=BF16, requires_grad=True)
-    rows, offsets = meta(24, 16, dtype=BF16, requires_grad=True), meta(4, dtype=torch.int32)
-    ran = under_cuda(lambda: F.grouped_mm(rows, weights, offs=offsets), backward=True)
-    assert "_grouped_mm" in ran.operators  # the operator's own in bfloat16
-    assert ran.flops == 3 * 2 * 24 * 16 * 32
-    batches = meta(4, 8, 16, dtype=BF16), meta(4, 16, 32, dtype=BF16)
-    assert under_cuda(lambda: F.grouped_mm(*batches)).flops == 2 * 4 * 8 * 16 * 32
 
 
 def attention(
@@ -315,19 +159,6 @@ def test_attention_without_a_fused_kernel_computes_in_float32() -> None:
         assert out.dtype == BF16
 
 
-def test_autocast_lowers_inputs_and_mask_of_attention() -> None:
-    """Rotary embeddings leave query and key in float32; T5's mask is a bias of positions, which C++ casts as well."""
-    query, value, bias = meta(2, 4, 16, 32), meta(2, 4, 16, 32, dtype=BF16), meta(1, 4, 16, 16)
-    given = query, value, bias
-    found = allocated(lambda: F.scaled_dot_product_attention(query, query, value), *given, autocast=BF16)
-    assert [size for size in found if size > 0][:2] == [8192, 8192]
-    assert 16384 not in found
-    found = allocated(
-        lambda: F.scaled_dot_product_attention(value, value, value, attn_mask=bias), *given, autocast=BF16
-    )
-    assert found[0] == 4 * 16 * 16 * 2
-
-
 def test_learned_bias_is_not_for_cudnn() -> None:
     """T5 without dropout on a Hopper GPU: cuDNN takes no mask that requires a gradient."""
     query = meta(2, 4, 16, 64, dtype=BF16, requires_grad=True)
@@ -368,10 +199,3 @@ def test_offloaded_activations_are_on_the_host_and_come_back_in_the_backward_pas
     copied = [sum(delta == hidden for _, delta in events[offload][border[offload] :]) for offload in (False, True)]
     assert copied[1] == copied[0] + 2  # back to the GPU
     assert all(step.tracker.ignored == set() for step in steps.values())  # nothing of the host is left
-
-
-def test_reentrant_backward_keeps_the_mode() -> None:
-    """``torch.autograd.backward`` inside a backward pass, as reentrant checkpointing calls it."""
-    x = meta(4, 8, requires_grad=True)
-    ran = under_cuda(lambda: checkpoint(lambda t: F.dropout(t, 0.1) * 2, x, use_reentrant=True), x, backward=True)
-    assert ran.operators.count("native_dropout") == 2  # and its recomputation

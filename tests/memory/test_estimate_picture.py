@@ -74,36 +74,12 @@ def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -
     assert not [text for text in found if text.startswith("out of memory")]
 
 
-def test_the_peak_has_a_bar_of_its_own(monkeypatch, tmp_path) -> None:
-    estimate = hand_made()
-    panel = drawn(estimate, monkeypatch, tmp_path).axes[2]
-    heights = [bar.get_height() * 2**30 for bar in panel.patches if bar.get_width() < 1]  # 1: above the limit
-    unused = estimate.peak_reserved_bytes - estimate.peak_allocated_bytes
-    assert heights == pytest.approx([400 * MIB, *(estimate.components[name] for name in COMPONENTS), unused])
-
-
 def test_where_memory_runs_out_is_marked(monkeypatch, tmp_path) -> None:
     gpu = replace(SMALL, usable_bytes=1500 * MIB)  # 1,100 MiB of them for the allocator, which needs 1,225 in event 4
     figure = drawn(hand_made(gpu=gpu), monkeypatch, tmp_path)
     assert "out of memory here: step 1, forward" in texts(figure)
     [mark] = [line for line in figure.axes[1].lines if line.get_marker() == "X"]
     assert mark.get_ydata()[0] == 1500 / 1024
-
-
-def test_neighbouring_spans_of_one_phase_are_one(monkeypatch, tmp_path) -> None:
-    timeline = hand_made().timeline
-    twice = replace(timeline, phases=(*timeline.phases[:2], (3, "forward"), *timeline.phases[2:]))
-    once, again = (texts(drawn(hand_made(timeline=line), monkeypatch, tmp_path)) for line in (timeline, twice))
-    assert again == once
-
-
-def test_what_never_holds_a_byte_is_not_explained(monkeypatch, tmp_path) -> None:
-    timeline = hand_made().timeline
-    rows = timeline.components.copy()
-    rows[:, COMPONENTS.index("temporaries")] = 0
-    found = texts(drawn(hand_made(timeline=replace(timeline, components=rows)), monkeypatch, tmp_path))
-    assert not [text for text in found if text.startswith("temporaries")]
-    assert [text for text in found if text.startswith("inputs  ")]
 
 
 @pytest.mark.parametrize(
@@ -120,21 +96,3 @@ def test_the_gpu_is_a_dashed_line_where_it_is_near(monkeypatch, tmp_path, gpu, l
     height = line.get_ydata()[0]
     assert height == gpu.usable_bytes / 2**30
     assert (height < figure.axes[1].get_ylim()[1]) == inside
-
-
-def test_a_picture_without_a_gpu_and_of_a_tiny_model(monkeypatch, tmp_path) -> None:
-    timeline = hand_made().timeline
-    small = replace(timeline, components=timeline.components // 1024, reserved=timeline.reserved // 1024)
-    components = {name: size // 1024 for name, size in hand_made().components.items()}
-    peaks = {"peak_allocated_bytes": 1625 * 1024, "peak_reserved_bytes": 1633 * 1024}
-    estimate = hand_made(gpu=None, context_bytes=None, module="", timeline=small, components=components, **peaks)
-    found = texts(drawn(estimate, monkeypatch, tmp_path))
-    assert {"memory in MiB", "decides the total: 1.6 MiB allocated, backward"} <= set(found)
-    assert not [text for text in found if text.startswith("usable")]
-
-
-def test_the_title_is_the_verdict_without_the_advice_that_only_text_has(monkeypatch, tmp_path) -> None:
-    gpu = replace(SMALL, usable_bytes=1000 * MIB)
-    title = texts(drawn(hand_made(gpu=gpu), monkeypatch, tmp_path))
-    said = "does not fit GPU 4GB: 1.99 GiB of 1000.0 MiB, 1.01 GiB over"
-    assert f"bert-large: batch 32 x 128, fp32, adamw_torch_fused\n{said}" in title

@@ -13,7 +13,6 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from recorded import surroundings
 from slow_cases import slow_except
 from tables import refuses, tables
 from transformers import T5Config
@@ -197,17 +196,6 @@ def test_the_default_length_is_said(positions: int, length: int, why: str) -> No
     assert found.peak_reserved_bytes == given_length.peak_reserved_bytes
 
 
-def test_two_estimates_share_nothing_that_can_be_changed() -> None:
-    one, other = of_bert(), of_bert()
-    whole = dict(other.components)
-    one.components["weights"] = 0
-    one.timeline.components[:] = 0
-    assert of_bert().components == other.components == whole
-    assert other.timeline.components.any()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        one.batch_size = 3  # type: ignore[misc]
-
-
 def state_of(model: Any) -> Any:
     """Return what a caller can see of a model."""
     return (
@@ -246,32 +234,11 @@ def test_the_model_is_not_touched(make: Any) -> None:
     assert checked(found).trainable_parameters < found.parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_real_meta_and_configuration_agree() -> None:
-    found = [estimate(model, batch_size=2, seq_len=8) for model in (tiny.bert(), on_meta(), tiny.bert_config())]
-    assert len({(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in found}) == 1
-
-
 def asking_for(question: Any) -> torch.nn.Module:
     """Return a model whose head looks at the values of its output."""
     model = tiny.bert()
     model.classifier.register_forward_hook(lambda module, args, out: question(out) and None)
     return model
-
-
-def test_torch_is_as_before_also_after_an_error() -> None:
-    asking, plain = asking_for(torch.Tensor.tolist), tiny.bert()
-    before = surroundings()
-    of_bert(precision="bf16", batch_size=3)
-    with pytest.raises(NotEstimableError):
-        estimate(asking, batch_size=1, seq_len=8)
-    with torch.no_grad():
-        inside = of_bert(batch_size=5)
-        assert not torch.is_grad_enabled()
-    with torch.inference_mode():
-        same = estimate(plain, batch_size=2, seq_len=8)
-    assert same.peak_allocated_bytes == estimate(plain, batch_size=2, seq_len=8).peak_allocated_bytes
-    assert inside.phase == "backward"
-    assert surroundings() == before
 
 
 @pytest.mark.parametrize("question", [torch.Tensor.tolist, torch.unique], ids=["tolist", "unique"])
@@ -283,25 +250,6 @@ def test_code_that_needs_data_is_not_estimable(question: Any) -> None:
         f"no values ({type(cause.value).__name__}: {str(cause.value).splitlines()[0]})"
     )
     refuses(NotEstimableError, message, estimate, asking_for(question), batch_size=2, seq_len=8)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_module_tells_its_own_dtype(dtype: str) -> None:
-    model = tiny.bert().to(getattr(torch, dtype))
-    if dtype == "bfloat16":
-        model.classifier.float()  # of mixed weights that of most bytes
-    for asked in ({}, {"weights_dtype": dtype}):
-        assert estimate(model, batch_size=2, seq_len=8, **asked).settings.weights_dtype == dtype
-
-
-def test_16_bit_weights_under_the_gradient_scaler_may_be_there_where_they_do_not_train() -> None:
-    def train_the_head_only(model: Any) -> None:
-        model.requires_grad_(False)
-        model.classifier.float().requires_grad_(True)
-
-    sizes = {"batch_size": 2, "seq_len": 8, "precision": "fp16", "weights_dtype": "bfloat16"}
-    found = estimate(tiny.bert_config(), prepare=(train_the_head_only,), **sizes)
-    assert found.trainable_parameters == 3 * 33
 
 
 def test_a_gpu_decides_precision_fit_and_context() -> None:
@@ -375,22 +323,6 @@ def test_a_gpu_that_is_too_small_does_not_fit_and_the_need_is_told() -> None:
     assert found.fits is False
     assert found.peak_allocated_bytes == unlimited.peak_allocated_bytes
     assert found.peak_allocated_bytes <= found.peak_reserved_bytes <= unlimited.peak_reserved_bytes
-
-
-def test_the_need_is_that_of_the_smallest_gpu_and_not_of_an_endless_one() -> None:
-    evaluation = {"batch_size": 1, "seq_len": 64, "eval_batch_size": 16, "eval_batches": 60, "precision": "fp32"}
-    config = tiny.llama_config(vocab_size=20_000)
-    endless = estimate(config, gpu=gpu_of(2**50), **evaluation)
-    assert endless.peak_reserved_bytes > 3 * endless.peak_allocated_bytes  # every gathered tensor had its own block
-    small = estimate(config, gpu=gpu_of(2**30), **evaluation)
-    assert small.fits is False
-    assert small.peak_allocated_bytes == endless.peak_allocated_bytes
-    assert small.peak_reserved_bytes < 1.3 * small.peak_allocated_bytes
-    enough = estimate(config, gpu=gpu_of(small.peak_reserved_bytes), **evaluation)
-    assert enough.fits is True
-    retries = [note for note in (*small.notes, *enough.notes) if "returns unused blocks" in note]
-    assert [note.split(" the allocator")[0] for note in retries] == ["this total is enough because", "it fits because"]
-    assert all(note.count("time(s) in the evaluation, which costs time") == 1 for note in retries)
 
 
 def test_a_gpu_on_which_the_allocator_must_give_back_fits_with_a_note() -> None:

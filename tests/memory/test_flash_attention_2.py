@@ -9,9 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-import tiny
-from hf_memopt.memory.cuda import CudaSemantics, use_stand_in
-from hf_memopt.memory.cuda.flash_attention_2 import STAND_IN, attend
+from hf_memopt.memory.cuda import CudaSemantics
+from hf_memopt.memory.cuda.flash_attention_2 import attend
 from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.tracking import StorageTracker
 
@@ -80,13 +79,3 @@ def test_output_and_one_number_per_row_are_kept_and_with_padding_the_gathered_co
 def test_the_private_flag_of_support_is_there() -> None:
     assert transformers.LlamaForCausalLM._supports_flash_attn is True
     assert transformers.DebertaV2ForSequenceClassification._supports_flash_attn is False
-
-
-def test_the_name_does_not_let_transformers_look_for_the_package() -> None:
-    assert "flash" not in STAND_IN
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(tiny.llama_config())
-    before = set(transformers.AttentionInterface().valid_keys())
-    use_stand_in(model)
-    assert model.config._attn_implementation == STAND_IN
-    assert set(transformers.AttentionInterface().valid_keys()) - before <= {STAND_IN}

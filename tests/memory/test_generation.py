@@ -106,31 +106,6 @@ def test_computed_steps_are_those_that_run(family: str, beams: int, monkeypatch:
         assert getattr(computed.evaluation, name) == getattr(run.evaluation, name)
 
 
-def test_steps_that_do_not_repeat_are_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = recorded("t5", "meta", settings(1))
-    monkeypatch.setattr("hf_memopt.memory.recording.generation.add_missing_steps", lambda tracker, steps: None)
-    trace = recorded("t5", "meta", settings(1))
-    assert len(trace.tracker.events) > len(expected.tracker.events)  # the attempt is in the list, before the pass
-    assert deltas(trace) == deltas(expected)
-
-
-@pytest.mark.parametrize("segments", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_replay_of_computed_steps_reserves_what_that_of_all_does(
-    segments: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With caches beyond the allocator's small sizes; the replay leaves out small temporaries of computed steps."""
-    shape = {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_layers": 1, "num_heads": 8, "vocab_size": 512}
-    model = transformers.T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0))  # a module: not kept
-    sizes = {"batch_size": 1, "seq_len": 16, "eval_batch_size": 32, "generation_max_length": 64}
-    asked = {**sizes, "predict_with_generate": True, "expandable_segments": segments}
-    computed = estimate(model, **asked)
-    monkeypatch.setattr("hf_memopt.memory.recording.generation.RUN_STEPS", None)
-    run = estimate(model, **asked)
-    assert len(computed.timeline.reserved) < len(run.timeline.reserved) / 2
-    assert (computed.peak_reserved_bytes, computed.phase) == (run.peak_reserved_bytes, run.phase)
-    assert computed.phases["generation"] == run.phases["generation"]
-
-
 def real_peak(family: str, beams: int) -> int:
     """Return the most that torch's CPU allocator holds in a plain evaluation step, the Trainer's calls in its order."""
     model, inputs = build(family, "cpu").eval(), batch(family, "cpu")
@@ -175,13 +150,6 @@ def test_what_a_folder_says_of_generation_is_read(tmp_path: Any) -> None:
     expected = estimate(tmp_path, **options, generation_num_beams=4, generation_max_length=60)
     plain, found = made[1], made[4]
     assert found.peak_allocated_bytes == expected.peak_allocated_bytes > plain.peak_allocated_bytes
-
-
-def test_an_evaluation_that_generates_smooths_labels_too() -> None:
-    options = {"batch_size": 2, "seq_len": 8, "precision": "fp32", "eval_batch_size": 2, "generation_max_length": 8}
-    options["label_smoothing_factor"] = 0.1
-    for generates in (False, True):
-        assert estimate("t5-small", **options, predict_with_generate=generates).phases
 
 
 def test_arguments_of_seq2seq_trainer_are_read(tmp_path: Any) -> None:

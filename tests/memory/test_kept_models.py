@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from hf_memopt.devices import find_gpu
 from hf_memopt.memory import estimate
 from hf_memopt.memory.models import loading
-from hf_memopt.memory.recording import keeping_models, session
+from hf_memopt.memory.recording import keeping_models
 from hf_memopt.memory.recording import sessions as sessions
 from hf_memopt.memory.recording.sessions import Session
-from hf_memopt.memory.recording.step import state_kept
 from tests.memory.small_configs import CONFIGS
 
 pytestmark = [
@@ -90,49 +87,3 @@ def test_set_ups_with_and_without_checkpointing_share_a_model(
         together = [found(way) for way in ways]
     assert together == [*alone, alone[0]]
     assert len(loads) <= 2  # one that stays as it is, one that is prepared
-
-
-def test_the_state_of_modules_is_restored() -> None:
-    module = nn.Linear(2, 2)
-    with state_kept(module):
-        module.cache = torch.empty(2)
-        module.register_buffer("mask", torch.empty(2))
-        module.register_forward_hook(lambda *_: None)
-    assert not hasattr(module, "cache")
-    assert not hasattr(module, "mask")
-    assert not module._forward_hooks
-
-
-def test_a_model_that_was_loaded_with_the_defaults_is_shared(loads: list[Any]) -> None:
-    config = CONFIGS["bert"]()
-    with keeping_models(), torch.inference_mode():
-        first = session().load(config, task="masked-lm")
-        again = session().load(config, compute_dtype="float16", weights_dtype="float32", task="masked-lm", load_in=None)
-        assert again is first
-        assert not any(parameter.is_inference() for parameter in first.model.parameters())
-        assert session().load(config, task="masked-lm", keep_cache=True) is not first
-
-
-def test_models_are_kept_inside_the_block_alone(loads: list[Any]) -> None:
-    config = CONFIGS["bert"]()
-    with keeping_models():
-        with keeping_models():
-            first = session().load(config)
-        assert session().load(config) is first
-        assert session().load(config, weights_dtype="bfloat16") is not first
-    assert session().load(config) is not first
-    assert len(loads) == 3
-
-
-def test_modules_are_copied_each_time(loads: list[Any]) -> None:
-    module: nn.Module = loading.load_model(CONFIGS["bert"]()).model
-    with keeping_models():
-        assert session().load(module).model is not session().load(module).model
-
-
-def test_functions_that_prepare_a_model_run_each_time() -> None:
-    calls: list[Any] = []
-    with keeping_models():
-        for _ in range(2):
-            estimate(CONFIGS["bert"](), batch_size=2, seq_len=16, gpu=GPU, prepare=(calls.append,))
-    assert len(calls) == 2

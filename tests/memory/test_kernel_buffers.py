@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import A100, BF16, H100, RTX_3090, T4, empty, header, hidden_bytes
+from blocks import A100, H100, RTX_3090, T4, header
 from host_semantics import CPU_LISTS
 from huggingface_hub.errors import StrictDataclassError
 from recorded import uncounted
@@ -20,77 +20,10 @@ from transformers import AutoConfig
 from hf_memopt.binding.model import HEADS
 from hf_memopt.memory.cuda import kernel_buffers as kernels
 from hf_memopt.memory.cuda import workspace_bytes
-from hf_memopt.memory.cuda.attention import TORCH_RELEASE
 from hf_memopt.memory.cuda.autocast import OPERATORS, Policy
 from tests.memory.small_configs import CONFIGS
 
 aten = torch.ops.aten
-INDEX, BOOL = torch.int64, torch.bool
-
-
-ARGUMENTS = """
-_scaled_dot_product_flash_attention: query key value dropout_p is_causal return_debug_mask scale
-_scaled_dot_product_flash_attention_backward: grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k
-    dropout_p is_causal philox_seed philox_offset scale
-_scaled_dot_product_efficient_attention: query key value attn_bias compute_log_sumexp dropout_p is_causal scale
-_scaled_dot_product_efficient_attention_backward: grad_out_ query key value attn_bias out logsumexp philox_seed
-    philox_offset dropout_p grad_input_mask is_causal scale
-native_layer_norm_backward: grad_out input normalized_shape mean rstd weight bias output_mask
-_fused_rms_norm_backward: grad_out input normalized_shape rstd weight output_mask
-convolution_backward: grad_output input weight bias_sizes stride padding dilation transposed output_padding groups
-    output_mask
-embedding_dense_backward: grad_output indices num_weights padding_idx scale_grad_by_freq
-index_put: self indices values accumulate
-index_put_: self indices values accumulate
-_index_put_impl_: self indices values accumulate unsafe
-_unsafe_index_put: self indices values accumulate
-_softmax_backward_data: grad_output output dim input_dtype
-_safe_softmax: self dim dtype
-logsumexp: self dim keepdim
-masked_scatter: self mask source
-masked_scatter_: self mask source
-masked_select: self mask
-scatter_reduce.two: self dim index src reduce include_self
-masked_scatter_backward: grad_output mask sizes
-_ctc_loss_backward: grad log_probs targets input_lengths target_lengths neg_log_likelihood log_alpha blank zero_infinity
-_ctc_loss_backward.Tensor: grad log_probs targets input_lengths target_lengths neg_log_likelihood log_alpha blank
-    zero_infinity
-all: self
-all.dim: self dim keepdim
-any: self
-any.dim: self dim keepdim
-max: self
-min: self
-_foreach_norm.Scalar: self ord dtype
-sum: self dtype
-sum.dim_IntList: self dim keepdim dtype
-mean: self dtype
-mean.dim: self dim keepdim dtype
-linalg_vector_norm: self ord dim keepdim dtype
-amax: self dim keepdim
-amin: self dim keepdim
-addmm: self mat1 mat2 beta alpha
-"""
-
-
-def test_operators_are_there_and_take_what_their_rules_expect() -> None:
-    """Of a torch that has them: the fused norm since 2.9, and a rule for ``addmm`` before."""
-    rules = kernels._overloads(kernels._KERNELS | kernels._KERNELS_BEFORE_2_9)
-    expected = dict(line.split(": ") for line in ARGUMENTS.replace("\n    ", " ").strip().splitlines())
-    found = {
-        f"{func._overloadpacket.__name__}.{func._overloadname}".removesuffix(".default"): " ".join(
-            argument.name for argument in func._schema.arguments
-        )
-        for func in rules
-    }
-    if not hasattr(aten, "_fused_rms_norm_backward"):
-        del expected["_fused_rms_norm_backward"]
-    assert found == expected
-    assert set(rules) - set(kernels._RULES) == ({aten.addmm.default} if TORCH_RELEASE >= (2, 9) else set())
-
-
-def test_an_operator_that_works_in_place_is_known_by_the_name_without_its_underscore() -> None:
-    assert kernels.unknown_operators([aten.set_.source_Tensor, aten.renorm.default]) == ["renorm"]
 
 
 def test_each_operator_without_buffers_exists_and_has_its_source() -> None:
@@ -147,29 +80,6 @@ def test_an_operator_of_which_nothing_is_known_is_named(monkeypatch: pytest.Monk
     assert uncounted(CONFIGS["llama"](), seq_len=23) == [
         "what the kernels of cat, embedding allocate beside their outputs is not counted"
     ]
-
-
-@pytest.mark.parametrize(
-    ("bias", "features", "options", "is_fused"),
-    [
-        (empty(32, dtype=BF16), 64, {}, True),
-        (empty(32), 64, {"beta": 0.5}, False),
-        (empty(8, 32), 64, {}, False),  # added as a matrix
-        (empty(1), 64, {}, False),  # a head with one output
-        (empty(32), 1, {}, False),
-        (empty(64)[::2], 64, {}, False),
-        (empty(32, dtype=INDEX), 64, {}, False),
-    ],
-)
-def test_linear_layer_with_bias_had_a_workspace_of_its_own_before_2_9(
-    monkeypatch: pytest.MonkeyPatch, bias: torch.Tensor, features: int, options: dict[str, float], is_fused: bool
-) -> None:
-    args = (bias, empty(8, features, dtype=bias.dtype), empty(features, bias.shape[-1], dtype=bias.dtype))
-    call = aten.addmm.default, args, options, empty(8, bias.shape[-1], dtype=bias.dtype), A100
-    if TORCH_RELEASE >= (2, 9):
-        assert hidden_bytes(*call) == ()
-    monkeypatch.setattr(kernels, "_RULES", kernels._overloads(kernels._KERNELS | kernels._KERNELS_BEFORE_2_9))
-    assert hidden_bytes(*call) == ((2**20,) if is_fused else ())
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import pytest
 import torch
 import transformers
 from test_quantized import Tracker, cuda_kernels
-from transformers.modeling_utils import get_total_byte_count
-from transformers.quantizers.auto import AutoHfQuantizer
 
 import tiny
 from hf_memopt import custom_gpu, estimate
@@ -78,23 +76,6 @@ def test_loading_allocates_what_transformers_does(tmp_path: Path, kind: str, pre
     found = [delta for key, delta in events if abs(delta) > 1024 and key != ("load", "float16")]
     assert found == really_loaded(tmp_path, KINDS[kind], prepares=prepares)
     assert block[1] == -freed[1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_first_block_is_what_transformers_counts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    config = transformers.BitsAndBytesConfig(**KINDS[kind])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # which the quantizer asks for
-    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float16)
-    quantizer.preprocess_model(model=model, device_map={"": 0})
-    names = dict.fromkeys(model.state_dict(), torch.device("cuda", 0))
-    (counted,) = get_total_byte_count(model, names, quantizer).values()
-    assert computed(KINDS[kind], prepares=False)[0][0] == ("warm-up", counted)
-
-
-def test_cache_is_emptied_where_peft_empties_it() -> None:
-    assert [len(computed(KINDS["4 bits"], prepares=prepares)) for prepares in (False, True)] == [1, 2]
 
 
 def test_estimate_loads_before_it_steps() -> None:

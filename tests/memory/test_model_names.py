@@ -79,16 +79,6 @@ def test_the_hubs_names_are_understood_wherever_a_task_is_asked_for() -> None:
         read_rows(rows, tiny.tokenizer(), "image-segmentation")
 
 
-def test_a_folder_goes_before_a_known_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "gpt2"
-    tiny.bert().save_pretrained(folder)
-    monkeypatch.chdir(tmp_path)
-    same = of(tiny.bert_config())
-    for name in (folder, "gpt2"):
-        found = of(name)
-        assert (found.model, found.parameters, found.components) == ("gpt2", same.parameters, same.components)
-
-
 def test_a_known_name_never_touches_the_network(unreachable: list[Exception]) -> None:
     unreachable.append(AssertionError("a known name must not touch the network"))
     for name, known in (("openai-community/GPT2", "gpt2"), ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M")):
@@ -107,22 +97,6 @@ def test_notes_of_published_weights_and_of_kernels_that_are_not_simulated() -> N
     )
     mamba = transformers.MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=1, state_size=4)
     assert [own_code in of(config).notes for config in (mamba, tiny.llama_config())] == [True, False]
-
-
-def test_a_class_without_a_head_gets_the_usual_one_and_a_note() -> None:
-    found = of(tiny.bert_config(architectures=["BertModel"]))
-    assert found.model == "BertForSequenceClassification"
-    assert found.notes[-1] == (
-        "BertModel has no loss: estimated as BertForSequenceClassification; give task for another head"
-    )
-
-
-def test_image_size_that_a_configuration_does_not_tell_is_224_and_said() -> None:
-    config = transformers.ResNetConfig(depths=[1], hidden_sizes=[8], embedding_size=8)
-    default, same, small = (of(config, seq_len=None, image_size=size) for size in (None, 224, 64))
-    assert default.components == same.components != small.components
-    assert default.notes[-1] == same.notes[-1] == "pictures of 224 x 224 pixels (image_size)"
-    assert small.notes[-1] == "pictures of 64 x 64 pixels (image_size)"
 
 
 @pytest.mark.parametrize(
@@ -147,11 +121,6 @@ def test_pictures_of_a_folder_have_the_size_that_its_processor_gives_them(proces
     ).save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     assert f"pictures of {pictures} pixels (image_size)" in of(tmp_path, seq_len=None).notes
-
-
-def test_well_known_models_are_given_the_pictures_of_their_processors() -> None:
-    for name, size in {"dinov2-small": 224, "mit-b0": 512, "vit-base-patch16-224": 224}.items():
-        assert f"pictures of {size} x {size} pixels (image_size)" in of(name, seq_len=None).notes
 
 
 RESPONSE: Any = SimpleNamespace(headers={}, request=None, status_code=404)
@@ -195,12 +164,6 @@ def test_hub_that_cannot_be_reached_is_asked_once_and_told(hub_that_is_asked: An
     assert text == (
         "model='someone/zzzz' is neither a well-known name nor a folder, and the hub is unreachable and its local "
         f"cache has nothing of that name; {EXPECTED_NAMES}. {LIST}"
-    )
-
-
-def test_offline_hub_answers_by_itself() -> None:
-    assert refused("someone/zzzz").startswith(
-        "model='someone/zzzz' is neither a well-known name nor a folder, and the hub is offline (HF_HUB_OFFLINE is set)"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recorded import peak_bytes
-from test_optimizer_state import CASES, WARNINGS, built, gradients, model_of, state_sizes, stepped, tensors
+from test_optimizer_state import CASES, WARNINGS, gradients, model_of, state_sizes, stepped, tensors
 from torch import nn
 from transformers import Trainer
 
@@ -79,17 +79,6 @@ def test_step(case: str, dtype: torch.dtype, tmp_path: Any, monkeypatch: Any) ->
     assert abs(found - measured) <= SCALARS_BYTES
 
 
-@pytest.mark.parametrize("shape", [(7,), (40, 30), (6, 5, 3)])
-@pytest.mark.parametrize("optim", ["adafactor", "adamw_torch", "rmsprop"])
-def test_one_parameter_by_itself(optim: str, shape: tuple[int, ...], tmp_path: Any) -> None:
-    model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(shape))})
-    optimizer = as_on_a_gpu(built(model, optim, tmp_path))
-    gradients(model)
-    optimizer.step()
-    (alone,) = memory_of(parameter_facts(model), optim, gradient_release=True).alone
-    assert abs(measured_step(model, optimizer) - peak(alone.step)) <= 24  # single numbers
-
-
 A, B = ParameterFacts("a", (10, 20), 2, False), ParameterFacts("b", (10, 20), 4, False)
 NORM = ParameterFacts("norm", (10,), 4, False, decays=False)
 STEPS: dict[str, tuple[list[ParameterFacts], str, dict[str, Any], tuple[tuple[int, ...], ...]]] = {
@@ -126,15 +115,6 @@ def test_gradient_release_has_the_memory_of_each_parameter() -> None:
         assert whole.alone == ()
 
 
-@pytest.mark.parametrize("optim", ["lomo", "adalomo"])
-def test_what_steps_within_backward_releases_gradients(optim: str) -> None:
-    facts = parameter_facts(model_of(torch.bfloat16))
-    memory = memory_of(facts, optim)
-    assert memory.releases_gradients
-    assert len(memory.alone) == len(facts)
-    assert sorted(size for one in memory.alone for size in one.state) == sorted(memory.state)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_clipping_takes_norms_and_no_gradient(dtype: torch.dtype) -> None:
     model = model_of(dtype)
@@ -144,23 +124,6 @@ def test_clipping_takes_norms_and_no_gradient(dtype: torch.dtype) -> None:
     facts = parameter_facts(model)
     partial_norms = len(facts) * 4  # of the CUDA kernel alone, one chunk per tensor here
     assert abs(taken - (sum(clipping_temporaries(facts)) - partial_norms)) <= 16
-
-
-def test_clipping_temporaries() -> None:
-    facts = [ParameterFacts("a", (1000, 1000), 4, False), ParameterFacts("b", (10,), 4, False)]
-    # 2 tensors x 16 chunks x 4 bytes; 2 norms; their stack; the total norm, the coefficient, the clamped one
-    assert clipping_temporaries(facts) == (128, 4, 4, 8, 4, 4, 4)
-    assert clipping_temporaries([]) == ()
-
-
-def test_facts_know_embeddings_ties_and_decay() -> None:
-    facts = {fact.name: fact for fact in parameter_facts(model_of(torch.bfloat16))}
-    assert "lm_head.weight" not in facts  # tied
-    assert not any(".layers.0." in name for name in facts)  # frozen
-    words = facts["model.embed_tokens.weight"]
-    assert words == ParameterFacts(words.name, (203, 32), 2, is_embedding=True, decays=True)
-    assert (words.elements, words.size_bytes) == (203 * 32, 2 * 203 * 32)
-    assert not facts["model.norm.weight"].decays
 
 
 def test_decay_is_that_of_the_stock_trainer(tmp_path: Any) -> None:
@@ -203,32 +166,3 @@ def test_step_of_rounded_weights(case: str, rounding: str, tmp_path: Any, monkey
     if not case.startswith("adagrad"):  # its constructor makes a state of 16 bits
         # temporaries beside the whole state are estimated; the last parameter may have fewer of them
         assert first - sum(state_sizes(optimizer)) <= peak(memory.first_step) + SCALARS_BYTES
-
-
-@pytest.mark.parametrize("case", ["adamw_torch", "rmsprop, everything"])
-def test_temporaries_of_rounding_are_at_most_64_mib(case: str, tmp_path: Any) -> None:
-    model = nn.Linear(2048, 1200, bias=False).bfloat16()  # two slices
-    optimizer = rounded(model, case, "kahan", tmp_path)
-    memory = estimated(model, case, rounding="kahan")
-    assert peak(memory.step) <= peak(memory.first_step) <= 64 * 2**20
-    # the first slice finds no state yet, which is estimated to be there
-    assert measured_step(model, optimizer) <= memory.state_bytes + peak(memory.first_step) + SCALARS_BYTES
-    assert abs(measured_step(model, optimizer) - peak(memory.step)) <= SCALARS_BYTES
-
-
-def test_released_rounding_has_the_memory_of_each_parameter() -> None:
-    facts = parameter_facts(model_of(torch.bfloat16))
-    released = memory_of(facts, "paged_adamw_8bit", gradient_release=True, rounding="stochastic")
-    assert [one.step for one in released.alone] == [((4 * fact.elements, 4 * fact.elements),) for fact in facts]
-    assert released.state == memory_of(facts, "paged_adamw_8bit").state  # no byte more
-    kahan = memory_of(facts, "paged_adamw_8bit", rounding="kahan")
-    assert kahan.state_bytes - released.state_bytes == sum(2 * fact.elements for fact in facts)
-    alone = memory_of(facts, "paged_adamw_8bit", rounding="kahan", gradient_release=True).alone
-    assert sum(memory.state_bytes for memory in alone) == kahan.state_bytes
-
-
-def test_state_is_in_order_of_creation(tmp_path: Any, monkeypatch: Any) -> None:
-    for name in ("adamw_torch_fused", "adafactor"):
-        model = model_of(torch.float32)
-        assert state_sizes(stepped(model, name, tmp_path, monkeypatch)) == list(estimated(model, name).state)
-    assert memory_of([A], "paged_ademamix_8bit").state == (1600, 800)  # AdEMAMix's two averages in one tensor

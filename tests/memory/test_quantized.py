@@ -25,12 +25,8 @@ from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tiny
-from hf_memopt import GPUS, estimate
 from hf_memopt.binding import versions
-from hf_memopt.memory import estimate_of
 from hf_memopt.memory.quantized import quantize, stand_in
-from hf_memopt.memory.settings import BatchShape
 from tiny import llama_config
 
 # bitsandbytes says so for each linear whose input features are no multiple of the block; the bytes are what is tested
@@ -234,37 +230,6 @@ def test_4bit_rows(kernels, shape, dtype, grad):
     same(quantized_linear(compress_statistics=True), shape, dtype, grad=grad, **kernels)
 
 
-def test_4bit_bytes_of_a_trainable_bias(kernels):
-    linear = quantized_linear()
-    linear.bias.requires_grad_(True)
-    same(linear, (9, 64), torch.float32, **kernels)
-    same(linear, (9, 64), torch.bfloat16, grad=False, **kernels)
-
-
-@pytest.mark.parametrize("quant_storage", [torch.uint8, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("blocksize", [64, 128])
-def test_4bit_storage_and_blocks(kernels, quant_storage, blocksize):
-    linear = Linear4bit(64, 96, quant_storage=quant_storage, quant_type="nf4")
-    linear.weight.blocksize = blocksize
-    linear.support_avx512bf16_for_cpu = False
-    same(linear.requires_grad_(False).to("cpu"), (16, 64), torch.bfloat16, **kernels)
-
-
-@pytest.mark.parametrize(
-    "gpu", ["T4", "V100 16GB", "A100 80GB", "RTX 3060 12GB", "RTX 4090", "H100", "B200", "RTX 5090"]
-)
-def test_4bit_never_counts_less_than_a_gpu_takes(gpu):
-    kernels = cuda_kernels((GPUS[gpu].multiprocessors, *GPUS[gpu].compute_capability))
-    linear = quantized_linear((128, 512), weight_dtype=torch.float16)
-    for rows, dtype in itertools.product((4, 5, 8, 200, 1537), (torch.float16, torch.float32)):
-        kernels["gemm_4bit"].__globals__["_gemm_4bit_use_custom_cuda"].cache_clear()
-        live, peaks, _ = passes(copy.deepcopy(linear), (rows, 128), dtype, kernels)
-        live_here, peaks_here, _ = passes(stand_in(linear), (rows, 128), dtype, {})
-        assert live_here == live
-        # backward, which both do alike, holds the copy too: all that shows is forward's second copy of the statistics
-        assert 0 <= peaks_here[1] - peaks[1] <= 4 * 128 * 512 // 64
-
-
 @pytest.mark.parametrize("features", [(64, 96), (36, 100), (33, 7)])
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
 def test_8bit_bytes_are_those_of_the_cuda_sources(kernels, threshold, features):
@@ -272,35 +237,6 @@ def test_8bit_bytes_are_those_of_the_cuda_sources(kernels, threshold, features):
         linear = quantized_linear(features, bias, torch.float16, bits=8, threshold=threshold)
         # training on the CPU takes a path of its own (MatMul8bitFp); evaluation takes that of CUDA
         same(linear.eval(), (*shape, features[0]), dtype, grad=grad, **kernels)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "options", [{"compress_statistics": False}, {"compress_statistics": True}, {"bits": 8, "threshold": 6.0}], ids=str
-)
-def test_saved_bytes_are_those_of_the_cpu(dtype, options):
-    """Its 4 bits are the algorithm of CUDA's fallback, but nested statistics free one of their copies early."""
-    linear = quantized_linear(**options)
-    live, peaks, events = passes(copy.deepcopy(linear), (3, 8, 64), dtype, {})
-    live_here, peaks_here, events_here = passes(stand_in(linear), (3, 8, 64), dtype, {})
-    assert live_here == live
-    if options == {"compress_statistics": False}:
-        assert (peaks_here, events_here) == (peaks, events)
-    elif "bits" not in options:
-        assert peaks_here >= peaks
-
-
-def test_8bit_outliers_cost_what_is_said(kernels):
-    linear = quantized_linear(bits=8, weight_dtype=torch.float16, threshold=6.0).eval()
-    x = torch.zeros((10, 64), dtype=torch.float16, requires_grad=True)
-    live = []
-    for columns in (0, 3):
-        x.data[:, :columns] = 9.0
-        with Tracker([x, *tensors_of(linear)], kernels) as tracker:
-            out = linear(x)
-            live.append(tracker.live)
-        del out
-    assert live[1] - live[0] == 3 * (10 * 2 + 8)  # 2 bytes per row, and the column's int64 number
 
 
 def quantized_llama(folder: Path, dtype: torch.dtype, config: dict[str, Any], **settings: Any) -> nn.Module:
@@ -397,70 +333,8 @@ def test_quantize_replaces_what_from_pretrained_replaces(tmp_path, config, setti
         assert getattr(here, name, False) == getattr(real, name, False)
 
 
-def test_quantize_transposes_conv1d(tmp_path):
-    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, n_positions=16)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    bits = transformers.BitsAndBytesConfig(load_in_4bit=True)
-    real = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, quantization_config=bits, dtype=torch.float32)
-    with torch.device("meta"):
-        here = quantize(transformers.GPT2LMHeadModel(config), bits)
-    assert linears(here) == linears(real)
-    assert sizes_of(here) == sizes_of(real)
-
-
-def test_other_modules_need_no_stand_in_and_a_stand_in_stays():
-    linears = Linear4bit(8, 8), Linear8bitLt(8, 8, has_fp16_weights=False)
-    for module in (nn.Linear(8, 8), nn.Embedding(8, 8), nn.LayerNorm(8), nn.Sequential(), *map(stand_in, linears)):
-        assert stand_in(module) is None
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_stand_in_copies_and_keeps_mode_and_bias(bits):
-    linear = quantized_linear(weight_dtype=torch.bfloat16, bits=bits).eval()
-    linear.bias.data = linear.bias.data.to(torch.bfloat16)
-    here = stand_in(linear)
-    assert (here.training, here.bias.dtype, here.bias.requires_grad) == (False, torch.bfloat16, False)
-    assert here.weight.requires_grad is False
-    copied = copy.deepcopy(here)
-    assert type(copied) is type(here)
-    assert copied.weight is not here.weight
-    assert type(copied.weight) is type(here.weight)
-    assert sizes_of(copied) == sizes_of(here)
-    assert passes(copied, (9, 64), torch.bfloat16, {}) == passes(here, (9, 64), torch.bfloat16, {})
-
-
 def test_private_names():
     for product, dtype in ((torch._int_mm, torch.int8), (torch.ops.aten.matmul, torch.float32)):
         assert product(torch.ones(2, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype)).tolist() == [[4] * 3] * 2
     names = {"gemm_4bit", "dequantize_4bit", "dequantize_blockwise", "int8_vectorwise_quant", "int8_linear_matmul"}
     assert names <= set(cuda_kernels())
-
-
-PEFT_RUN: dict[str, Any] = {"batch_size": 2, "seq_len": 16, "precision": "bf16", "attn_implementation": "eager"}
-
-
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_casts_of_peft_are_a_setting_that_says_what_a_trainers_model_says(tmp_path: Path, checkpoints: bool) -> None:
-    """``prepare="peft"`` of a configuration against the dtypes of a model that PEFT's own function has cast."""
-    bits = {**NF4, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}
-    model = quantized_llama(tmp_path, torch.bfloat16, bits)
-    real = peft.get_peft_model(
-        peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpoints),
-        peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
-    options = versions.checkpointing_arguments() if checkpoints else {}
-    args = tiny.arguments(tmp_path, per_device_train_batch_size=2, bf16=True, **options)
-    seen = estimate_of(transformers.Trainer(real, args), BatchShape(2, 16, None, 32))
-    run = {**PEFT_RUN, "load_in": "nf4", "lora": 4, "checkpointing": checkpoints}
-    run |= {name: getattr(seen.settings, name) for name in ("optim", "max_grad_norm")}
-    found = {
-        prepare: estimate(llama_config(), task="causal-lm", prepare=prepare, weights_dtype="bfloat16", **run)
-        for prepare in ("peft", ())
-    }
-    assert found["peft"].components["weights"] > found[()].components["weights"]
-    assert found["peft"].phases == seen.phases
-    assert found["peft"].components == seen.components
-    noted = [note for note in found["peft"].notes if "use_gradient_checkpointing=False" in note]
-    assert len(noted) == (not checkpoints)
-    assert any("prepare='peft' counts them" in note for note in found[()].notes)
-    assert not any("prepare='peft'" in note for note in found["peft"].notes)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from recorded import RecordedPass, StepTrace, prepared, record, record_step, surroundings
+from recorded import RecordedPass, StepTrace, prepared, record, surroundings
 from torch import nn
 
 import tiny
@@ -41,11 +40,6 @@ def sizes_of(trace: StepTrace, numbers: Iterable[int]) -> list[int]:
     return [trace.tracker.sizes[number] for number in numbers]
 
 
-def freed_at(trace: StepTrace, number: int) -> int:
-    """Return the event at which a storage died."""
-    return next(index for index, (other, delta) in enumerate(trace.tracker.events) if other == number and delta < 0)
-
-
 def made(trace: StepTrace, part: RecordedPass, *, backward: bool = False) -> list[tuple[int, int]]:
     """Return number and size of what a pass allocates."""
     begin, end = (part.forward_end, part.end) if backward else (part.start, part.forward_end)
@@ -75,54 +69,6 @@ def test_weights_are_those_of_the_model_once_in_the_order_of_loading() -> None:
     assert sizes_of(trace, trace.inputs) == [40]
 
 
-def test_one_pass_is_one_micro_batch_and_accumulation_or_pieces_are_two() -> None:
-    model, batch = on_meta(tiny.bert), bert_batch()
-    one, two = (record(model, batch, FP32.replace(gradient_accumulation_steps=steps), "cuda") for steps in (1, 8))
-    rows = {name: tensor[:1] for name, tensor in batch.items()}
-    cut = record_step(model, batch, FP32.replace(micro_batch_size=1), micro_batch=rows)
-    assert [len(trace.micro_batches) for trace in (one, two, cut)] == [1, 2, 2]
-    assert two.flops == [one.flops[0]] * 2
-    assert 0 < cut.flops[0] == cut.flops[1] <= one.flops[0] / 2 + 1
-    assert sizes_of(cut, cut.inputs) == [BATCH * SEQ * 8] * 2 + [BATCH * 8]  # the whole batch stays on the GPU
-    for trace in (one, two, cut):
-        for part in trace.micro_batches:
-            assert 0 < part.start < part.forward_end < part.end <= len(trace.tracker.events)
-        assert [part.start for part in trace.micro_batches][1:] == [part.end for part in trace.micro_batches][:-1]
-
-
-def test_gradients_are_made_in_the_first_pass_and_added_to_in_the_second() -> None:
-    model = on_meta(tiny.bert)
-    model.bert.embeddings.requires_grad_(False)
-    trace = record(model, bert_batch(), FP32.replace(gradient_accumulation_steps=2))
-    first, second = trace.micro_batches
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert sorted(sizes_of(trace, trace.gradients)) == sorted(parameter.numel() * 4 for parameter in trainable)
-    assert set(trace.gradients) <= {number for number, _ in made(trace, first, backward=True)}
-    assert all(freed_at(trace, number) >= second.end for number in trace.gradients)
-    again = made(trace, second, backward=True)
-    assert len(again) >= len(trace.gradients)  # a new one of each, added and freed within the pass
-    assert all(freed_at(trace, number) <= second.end for number, _ in again)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_released_gradients_die_at_once_in_the_order_of_the_backward_pass() -> None:
-    model = on_meta(tiny.bert)
-    trace = record(model, bert_batch(), FP32.replace(gradient_release=True, max_grad_norm=0))
-    [part], parameters = trace.micro_batches, list(model.parameters())
-    assert sorted(index for _, index, _ in part.releases) == list(range(len(parameters)))
-    events = [event for event, _, _ in part.releases]
-    assert events == sorted(events)
-    for event, index, number in part.releases:
-        assert trace.tracker.sizes[number] == parameters[index].numel() * 4
-        assert trace.tracker.allocated_at[number] < event <= freed_at(trace, number) < part.end
-    assert {number for _, _, number in part.releases} == set(trace.gradients)
-    names = [name for name, _ in model.named_parameters()]
-    order = [names[index] for _, index, _ in part.releases]
-    assert set(order[:2]) == {"classifier.bias", "classifier.weight"}
-    assert "embeddings" in order[-1]
-    assert all(not parameter._post_accumulate_grad_hooks for parameter in parameters)
-
-
 def test_logits_are_known_with_what_follows_until_the_loss() -> None:
     trace = record(on_meta(tiny.llama), llama_batch(), BF16)
     [part] = trace.micro_batches
@@ -136,48 +82,6 @@ def test_logits_are_known_with_what_follows_until_the_loss() -> None:
     assert {HIDDEN * 4, HIDDEN * 64 * 4, HIDDEN * VOCABULARY * 4, BATCH * SEQ * HIDDEN * 4}.isdisjoint(of_loss)
     assert trace.tracker.events[part.forward_end - 1][1] < 0  # frees of the forward pass, then the gradient of the loss
     assert trace.tracker.events[part.forward_end][1] == 4
-
-
-def test_evaluation_gathers_the_outputs_without_what_inference_ignores() -> None:
-    model, settings = on_meta(tiny.llama), BF16.replace(eval_batch_size=BATCH)
-    trace = record_step(model, llama_batch(), settings, evaluation_batch=llama_batch())
-    # logits as float32 and labels, no cache
-    assert sizes_of(trace, trace.evaluation.outputs) == [LOGITS * 4, BATCH * SEQ * 8]  # type: ignore[union-attr]
-    assert sizes_of(trace, trace.evaluation_inputs) == [BATCH * SEQ * 8] * 3
-    assert set(trace.evaluation_inputs).isdisjoint(trace.inputs)
-    dropped = record(model, llama_batch(), settings.replace(prediction_loss_only=True), evaluate=True)
-    assert dropped.evaluation.outputs == ()  # type: ignore[union-attr]
-    assert model.training
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_stretches_and_modules_are_those_of_the_layers(reentrant: bool) -> None:
-    settings = FP32.replace(gradient_accumulation_steps=2, checkpointing={"use_reentrant": reentrant})
-    trace = record(prepared(on_meta(tiny.bert), settings), bert_batch(), settings)
-    tracker = trace.tracker
-    assert len(tracker.recomputed) == 2 * 2  # layers x micro-batches
-    for index, (begin, end) in enumerate(tracker.recomputed):
-        part = trace.micro_batches[index // 2]
-        assert part.forward_end <= begin < end <= part.end
-        layer = f"bert.encoder.layer.{1 - index % 2}"
-        modules = {tracker.module_of(number) for number, delta in tracker.events[begin:end] if delta > 0}
-        assert {name for name in modules if not name.startswith(layer)} <= {"", "bert.encoder"}
-        assert f"{layer}.intermediate.dense" in modules
-    plain = record(on_meta(tiny.bert), bert_batch(), FP32)
-    assert plain.tracker.recomputed == []
-    of_forward = {plain.tracker.module_of(number) for number, _ in made(plain, plain.micro_batches[0])}
-    assert {"bert.embeddings.word_embeddings", "bert.encoder.layer.0.attention.self.query", "classifier"} <= of_forward
-    as_large = [plain.tracker.module_of(n) for n in plain.gradients if plain.tracker.sizes[n] == 64 * HIDDEN * 4]
-    dense = [f"bert.encoder.layer.{i}.{part}.dense" for i in (0, 1) for part in ("intermediate", "output")]
-    assert sorted(as_large) == sorted([*dense, "bert.embeddings.position_embeddings"])
-
-
-def test_16_bit_outputs_are_copied_to_float32_as_accelerate_does() -> None:
-    half = record(on_meta(tiny.bert), bert_batch(), StepSettings(precision="fp16"))
-    pure = record(on_meta(tiny.bert).to(torch.bfloat16), bert_batch(), FP32.replace(weights_dtype="bfloat16"))
-    copy = (BATCH * 3 * 4, "")
-    counts = [[(d, t.tracker.module_of(n)) for n, d in made(t, t.micro_batches[0])].count(copy) for t in (half, pure)]
-    assert counts[0] > counts[1] == 0
 
 
 @pytest.mark.parametrize(("problem", "labels"), [("regression", 1), ("multi_label_classification", 3)])
@@ -312,13 +216,3 @@ def test_layers_that_are_dropped_at_random_all_run_and_are_told_of() -> None:
     assert (model.model.encoder.layerdrop, model.model.decoder.layerdrop) == (0.9, 0.5)
     assert (model.config.encoder_layerdrop, model.config.decoder_layerdrop) == (0.9, 0.5)
     assert surroundings() == before
-
-
-def test_a_trace_ends_with_the_step_whatever_dies_later() -> None:
-    """A trace that is kept would change when its model is collected."""
-    model, batch = on_meta(tiny.bert), bert_batch()
-    trace = record(model, batch, FP32)
-    events = list(trace.tracker.events)
-    del model, batch
-    gc.collect()
-    assert trace.tracker.events == events != []

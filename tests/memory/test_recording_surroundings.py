@@ -109,21 +109,6 @@ def test_transformers_logs_errors_only_within(verbosity: int) -> None:
     assert (within, after) == (max(verbosity, logging.ERROR), verbosity)
 
 
-def test_one_thread_records_at_a_time() -> None:
-    entered = threading.Event()
-
-    def other() -> None:
-        with recording():
-            entered.set()
-
-    thread = threading.Thread(target=other)
-    with recording(), recording():  # one thread may nest them
-        thread.start()
-        assert not entered.wait(0.2)
-    thread.join(timeout=10)
-    assert entered.is_set()
-
-
 def test_nonzero_on_meta_needs_the_setting_and_counts_every_element() -> None:
     """``meta_nonzero_assume_all_nonzero`` of the private ``torch.fx.experimental._config``."""
     ones = torch.ones(2, 3, device="meta")

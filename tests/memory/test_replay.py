@@ -339,32 +339,6 @@ def test_timelines_by_hand(name: str) -> None:
         assert timeline.count("+G10") == 3
 
 
-def test_components_phase_and_module_of_the_peak() -> None:
-    found, _ = played(accumulating_trace(micro_batches=1), plan())
-    assert found.peak_allocated == 96 * BLOCK
-    blocks = dict(zip(COMPONENTS, (10, 10, 40, 0, 0, 17, 17, 2), strict=True))
-    assert found.components == {name: number * BLOCK for name, number in blocks.items()}
-    assert (found.phase, found.module) == ("optimizer", "")
-    found, _ = played(accumulating_trace(micro_batches=1, module="head"), plan(**NOTHING))
-    assert (found.phase, found.module) == ("backward", "head")
-    found, _ = played(evaluated_trace(), evaluation(1))
-    assert (found.phase, found.timeline.phases[-1][1]) == ("evaluation", "evaluation")
-    found, _ = played(releasing_trace(), plan(optimizer=ALONE, clipping=()))
-    assert "optimizer" not in [name for _, name in found.timeline.phases]
-    assert (found.phase, found.components["gradients"]) == ("backward", 20 * BLOCK)
-
-
-def test_phases_and_steps_of_the_timeline() -> None:
-    found, timeline = played(accumulating_trace(micro_batches=1), plan())
-    names = [name for _, name in found.timeline.phases]
-    assert names == ["load", *["forward", "forward", "backward", "optimizer"] * 3]
-    starts = {name: [start for start, other in found.timeline.phases if other == name] for name in names}
-    assert [timeline[start] for start in starts["backward"]] == ["+C9", "+L4", "+L4"]
-    assert [timeline[start] for start in starts["optimizer"]] == ["+T1"] * 3
-    assert [timeline[start] for start in starts["forward"][::2]] == ["+I2"] * 3
-    assert [(timeline[start], step) for start, step in found.timeline.steps] == [("+I2", 1), ("+I2", 2), ("+I2", 3)]
-
-
 @pytest.mark.parametrize("stretches", [1, 2])
 @pytest.mark.parametrize("is_manual", [False, True])
 def test_the_trainer_and_each_stretch_of_loading_empty_the_cache(is_manual: bool, stretches: int) -> None:
@@ -377,82 +351,6 @@ def test_the_trainer_and_each_stretch_of_loading_empty_the_cache(is_manual: bool
     kept = 40 * 2**20 if is_manual and stretches == 1 else 0
     assert found.timeline.reserved[3] == kept + 2 * 2**20
     assert found.peak_reserved == 42 * 2**20
-
-
-def shorter_trace() -> StepTrace:
-    """Return ``accumulating_trace()`` for a shorter batch: every storage but weight and gradient is a block smaller."""
-    trace = accumulating_trace()
-    tracker = trace.tracker
-    kept = {*trace.weights, *(number for number, size in enumerate(tracker.sizes) if size == 10 * BLOCK)}
-    tracker.sizes[:] = [size if number in kept else size - BLOCK for number, size in enumerate(tracker.sizes)]
-    tracker.events[:] = [
-        (number, tracker.sizes[number] if delta > 0 else -tracker.sizes[number]) for number, delta in tracker.events
-    ]
-    return trace
-
-
-def test_a_run_over_two_recordings() -> None:
-    """The longer batch first and the shorter one second, then the other way round, then the shorter one alone."""
-    allocator = CachingAllocator()
-    order = ((0, 1), (1, 0), (1,))
-    found = replay(
-        accumulating_trace(), plan(**NOTHING, gradient_accumulation_steps=2, order=order), allocator, [shorter_trace()]
-    )
-    changes = np.diff(found.timeline.components.sum(axis=1), prepend=0) // BLOCK
-    long, short = [5, 3, -3, 4, 1], [4, 2, -2, 3]  # the loss of one block is none in the shorter recording
-    backward, backward_short = [4, 10, -4, 6, -5, -6, -4, -1], [3, 10, -3, 5, -4, -5, -3]
-    adding, adding_short = [4, 10, -4, -10, 6, -5, -6, -4, -1], [3, 10, -3, -10, 5, -4, -5, -3]
-    assert changes.tolist() == [
-        *[10, 2, 1, *long, *backward, *short, *adding_short, -10],
-        *[1, 2, -2, -1, *short, *backward_short, *long, *adding, -10],
-        *[1, -1, -2, *short, *backward_short, -10],
-    ]
-    assert found.peak_reserved == allocator.peak_reserved == 2**21
-    assert [step for _, step in found.timeline.steps] == [1, 2, 3]
-
-
-def test_state_is_allocated_once_where_every_micro_batch_steps() -> None:
-    several = plan(optimizer=ALONE, clipping=(), gradient_accumulation_steps=2)
-    _, timeline = played(releasing_trace(micro_batches=2), several)
-    assert [event for event in timeline if event[1] == "S"] == ["+S80", "+S40"]
-    assert timeline.count("+G20") == timeline.count("-G20") == 6
-
-
-@pytest.mark.parametrize("eval_batches", [2, 5, 9])
-def test_at_the_end_the_gathered_logits_lie_twice(eval_batches: int) -> None:
-    found, timeline = played(evaluated_trace(), evaluation(eval_batches))
-    assert timeline.count("+T6") == 3 if eval_batches > 2 else 2
-    assert found.peak_allocated == (10 + 2 + 3 + 2 * 4 * eval_batches) * BLOCK
-    assert sums(timeline)[-1] == 10 + 2 + 4 * eval_batches + 4
-
-
-def test_storages_count_as_the_allocator_rounds_them_and_without_bytes_take_no_event() -> None:
-    for size_bytes, expected in ((0, (0, 0)), (100, (512, 2 * 2**20))):
-        script = Script()
-        weight = script.allocated(1)
-        script.tracker.sizes[weight] = size_bytes
-        trace = StepTrace(script.tracker, weights=(weight,), inputs=())
-        trace.micro_batches.append(RecordedPass(1, 1, 1, logits_event=1))
-        found = replay(trace, plan(**NOTHING), CachingAllocator())
-        assert (found.peak_allocated, found.peak_reserved, found.module) == (*expected, "")
-        assert len(found.timeline.components) == bool(size_bytes)
-
-
-class CountingAllocator(CachingAllocator):
-    """Counts how often its cache was emptied."""
-
-    emptied = 0
-
-    def empty_cache(self) -> None:
-        self.emptied += 1
-        super().empty_cache()
-
-
-@pytest.mark.parametrize(("steps", "expected"), [(None, 0), (1, 6), (2, 4), (3, 2)])
-def test_the_cache_is_emptied_before_backward_passes_of_every_such_step(steps: int | None, expected: int) -> None:
-    allocator = CountingAllocator()
-    played(accumulating_trace(), plan(gradient_accumulation_steps=2, torch_empty_cache_steps=steps), allocator)
-    assert allocator.emptied == expected
 
 
 def large_trace() -> StepTrace:
@@ -479,21 +377,3 @@ def test_at_its_limit_the_allocator_gives_back_or_fails() -> None:
     assert (tight.retries, found.retries, found.peak_reserved) == (1, (1, 0), 50 * 2**20)
     with pytest.raises(AllocationError):
         replay(large_trace(), plan(**NOTHING), CachingAllocator(limit_bytes=49 * 2**20))
-
-
-def test_retries_of_the_evaluation_are_counted_apart() -> None:
-    mib = 2**20 // BLOCK
-    script = Script()
-    trace = StepTrace(script.tracker, weights=(), inputs=())
-    script.freed(script.allocated(50 * mib))
-    trace.micro_batches.append(RecordedPass(0, script.now, script.now, logits_event=script.now))
-    start = script.now
-    script.freed(script.allocated(60 * mib))
-    trace.evaluation = RecordedPass(start, script.now, script.now, logits_event=script.now)
-    found, _ = played(trace, plan(**NOTHING, eval_batch_size=1), CachingAllocator(limit_bytes=64 * 2**20))
-    assert found.retries == (0, 1)
-
-
-def test_the_first_pass_has_new_gradients_and_each_later_one_adds_to_them() -> None:
-    assert plan().passes((0, 1), 2, adds=False) == [(0, 0), (0, 1), (1, 1), (1, 1)]
-    assert plan().passes((0,), 2, adds=True) == [(0, 1), (0, 1)]

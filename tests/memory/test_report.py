@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
-import pickle
 import resource
 import sys
 from dataclasses import replace
@@ -182,31 +180,6 @@ def test_the_console_shows_one_figure_and_sinks_get_all(gpu, tmp_path, capsys):
     assert "memory_device_used_gib" in capsys.readouterr().out
 
 
-def test_accumulation_is_one_forward_backward_phase_per_step(gpu, tmp_path):
-    forwards = iter([100 * MIB, 900 * MIB, 50 * MIB, 60 * MIB])
-    callback = MemoryReportCallback()
-    trainer = make_trainer(None, tmp_path, [callback], report_to="sink", gradient_accumulation_steps=2, logging_steps=1)
-    trainer.model.register_forward_hook(lambda *_: gpu.touch(next(forwards)))
-    callback.bind(trainer)
-    trainer.train()
-    key = "memory_forward_backward_peak_allocated_gib"
-    steps = [logs[key] for logs in sink_of(trainer).logs if key in logs]
-    assert steps == [(WEIGHTS + 900 * MIB) / GIB, (WEIGHTS + 60 * MIB) / GIB]
-
-
-def test_evaluation_counts_neither_the_gradients_nor_the_optimizer_step_before_it(gpu, tmp_path):
-    def clear_gradients():
-        gpu.allocated = min(gpu.allocated, WEIGHTS + STATE)
-
-    callback, trainer = bound(gpu, tmp_path, eval_strategy="steps", eval_steps=1)
-    after = WEIGHTS + STATE + 50 * GIB  # held once a step, however often torch calls the hook of a subclassed step
-    trainer.optimizer.register_step_post_hook(lambda *_: gpu.hold(after - gpu.allocated))
-    trainer.model.zero_grad = clear_gradients
-    trainer.train()
-    assert callback.summary["optimizer"]["peak_allocated_bytes"] == after
-    assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + STATE + EVALUATION
-
-
 @pytest.mark.parametrize("event", ["on_log", "on_epoch_end"])
 def test_what_lies_between_two_steps_and_at_the_end_belongs_to_no_phase(gpu, tmp_path, event):
     callback, trainer = bound(gpu, tmp_path, Hungry(gpu, event))
@@ -215,18 +188,6 @@ def test_what_lies_between_two_steps_and_at_the_end_belongs_to_no_phase(gpu, tmp
     assert {peaks["peak_allocated_bytes"] for peaks in callback.summary.values()} == {
         *(WEIGHTS, PASSES, WEIGHTS + STATE + OPTIMIZER, WEIGHTS + STATE + EVALUATION)
     }
-
-
-def test_evaluation_before_training_and_what_attach_runs_are_no_loading(gpu, tmp_path):
-    callback = MemoryReportCallback()
-    trainer = make_trainer(gpu, tmp_path, [callback], report_to="sink")
-    gpu.touch(5 * GIB)  # a probe of the loss
-    callback.bind(trainer)
-    trainer.evaluate()
-    assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + EVALUATION
-    trainer.train()
-    assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS
-    assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + EVALUATION
 
 
 def test_each_evaluation_set_has_its_own_keys(gpu, tmp_path):
@@ -255,41 +216,6 @@ def test_a_second_train_starts_afresh(gpu, tmp_path):
     assert memory_of(sink_of(trainer).logs[0])["memory_load_peak_allocated_gib"] == (WEIGHTS + STATE) / GIB
     assert set(callback.summary) == {"load", "forward_backward", "optimizer"}
     assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS + STATE
-
-
-def test_the_peak_of_a_run_that_broke_off_is_not_the_loading_of_the_next(gpu, tmp_path):
-    callback, trainer = bound(gpu, tmp_path)
-
-    def fail(*_):
-        gpu.touch(15 * GIB)
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    failing = trainer.model.register_forward_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        trainer.train()
-    failing.remove()
-    trainer.train()
-    assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS
-    assert callback.summary["forward_backward"]["peak_allocated_bytes"] == PASSES
-
-
-def test_two_trainers_in_one_process_share_nothing(gpu, tmp_path):
-    first, trainer = bound(gpu, tmp_path / "first")
-    trainer.train()
-    before = first.summary
-    second, other = bound(gpu, tmp_path / "second")
-    gpu.hold(GIB)
-    other.train()
-    assert first.summary == before
-    assert second.summary["forward_backward"]["peak_allocated_bytes"] == PASSES + STATE + GIB
-
-
-def test_metrics_of_a_hyperparameter_search_stay_without_memory(gpu, tmp_path):
-    _, trainer = bound(gpu, tmp_path)
-    trainer.state.is_hyper_param_search = True
-    metrics = trainer.evaluate()
-    assert memory_of(metrics) == {}  # the default objective is eval_loss alone, else the sum of what is left
-    assert set(memory_of(sink_of(trainer).logs[0])) == set(EVALUATION_LOG)
 
 
 def test_logs_of_the_user_get_the_moment_and_a_foreign_history_stays_as_it_is(gpu, tmp_path):
@@ -340,32 +266,6 @@ def test_binding_puts_it_once_in_front_of_all_and_attach_binds_it(gpu, tmp_path)
     assert set(memory_of(sink_of(trainer).logs[0])) == set(FIRST_LOG)
 
 
-def test_callback_can_be_copied_and_pickled_in_any_state(gpu, tmp_path):
-    callback, trainer = bound(gpu, tmp_path)
-    trainer.train()
-    for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
-        assert copied.summary == callback.summary
-        copied.summary["load"]["peak_allocated_bytes"] = 0
-    assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS
-
-
-def test_samples_are_taken_at_every_micro_batch_where_torch_keeps_no_peaks(monkeypatch, tmp_path):
-    held = {"bytes": 0}
-    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: held["bytes"])
-    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: held["bytes"] + 5 * MIB)
-    monkeypatch.setattr(f"{MODULE}.measured_device", lambda device: torch.device("mps", 0))
-    sizes = iter([700 * MIB, 300 * MIB, 100 * MIB, 200 * MIB, 900 * MIB, 400 * MIB])
-    callback, trainer = bound(None, tmp_path, gradient_accumulation_steps=2)
-    trainer.model.register_forward_hook(lambda *_: held.update(bytes=next(sizes)))
-    result = trainer.train()
-    trainer.evaluate()
-    largest = {"load": 0, "forward_backward": 700 * MIB, "optimizer": 300 * MIB, "evaluation": 900 * MIB}
-    assert callback.summary == {
-        phase: {"allocated_bytes": size, "reserved_bytes": size + 5 * MIB} for phase, size in largest.items()
-    }
-    assert result.metrics["train_memory_forward_backward_reserved_gib"] == 705 * MIB / GIB
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="where psutil tells no peak, a rise cannot be seen")
 def test_the_host_is_measured_for_real(tmp_path):
     callback, trainer = bound(None, tmp_path)
@@ -389,14 +289,6 @@ def test_the_host_is_measured_for_real(tmp_path):
     closing = {f"train_memory_{name}" for name in {*phases, "process_peak_rss_gib"}}
     assert set(memory_of(result.metrics)) == closing
     assert set(memory_of(trainer.state.log_history[0])) == {f"memory_{name}" for name in {*phases, "process_rss_gib"}}
-
-
-def test_a_figure_that_nobody_tells_is_left_out_of_the_log(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(f"{MODULE}.read_device_used", lambda device: None)
-    monkeypatch.setattr(f"{MODULE}.read_process", lambda: (2 * GIB, None))
-    _, trainer = bound(gpu, tmp_path)
-    metrics = trainer.train().metrics
-    assert not [key for key in metrics if "device_used" in key or "process" in key]
 
 
 @pytest.mark.gpu
@@ -459,10 +351,3 @@ def test_summary_prints_time_speed_and_the_peaks_of_the_run(monkeypatch, capsys)
     )
     print_summary(TrainOutput(0, 1.0, {"train_runtime": 0.0}))  # without the callback and without a speed
     assert capsys.readouterr().out == "Time: 0.00 s\n" + HOST_LINE
-
-
-@pytest.mark.parametrize("result", [None, TrainOutput(0, 1.0, {}), {"train_runtime": 1.0}])
-def test_summary_of_something_else_is_refused_before_anything_is_printed(capsys, result):
-    told = "has no train_runtime; expected what trainer.train() returned. Call print_summary(trainer.train())."
-    refuses(ValueError, f"result={result!r} {told}", print_summary, result)
-    assert capsys.readouterr().out == ""

@@ -115,14 +115,3 @@ def test_experts_are_computed_as_the_configuration_says(recordings: list[str]) -
         found = estimate(config, batch_size=4, seq_len=32).peak_allocated_bytes
         assert peaks.setdefault(experts, found) == found
     assert len(recordings) == len(set(peaks.values())) == 2
-
-
-def test_few_recordings_are_kept(recordings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "_KEPT_TRACES", most := 3)
-    for seq_len in range(1, most + 2):
-        estimate(tiny.bert_config(), batch_size=1, seq_len=seq_len)
-    assert len(sessions.Session.traces) == most
-    estimate(tiny.bert_config(), batch_size=1, seq_len=most + 1)
-    assert len(recordings) == most + 1
-    estimate(tiny.bert_config(), batch_size=1, seq_len=1)
-    assert len(recordings) == most + 2

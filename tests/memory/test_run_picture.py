@@ -15,8 +15,6 @@ from test_report import EVALUATION, GIB, MIB, PASSES, STATE, WEIGHTS, gpu, make_
 from hf_memopt import MemoryReportCallback, attach, plotting
 from hf_memopt.memory import estimate_of
 
-PEAK = WEIGHTS + STATE + EVALUATION
-
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -53,22 +51,6 @@ def test_a_run_is_drawn_beside_its_prediction(gpu, tmp_path, figures) -> None:  
     assert title.startswith("BertForSequenceClassification on a GPU: 1.86 GiB at the peak, measured; ")
     assert f"for the largest batch, 4 x {shape.seq_len}" in title.replace("\n", " ")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_a_callback_that_is_not_attached_draws_what_was_measured(gpu, tmp_path, figures) -> None:  # noqa: F811
-    make_trainer(gpu, tmp_path, [MemoryReportCallback(plot=tmp_path / "memory.svg")]).train()
-    found = " ".join(texts(figures[0])).replace("\n", " ")
-    assert "Not predicted: the callback was not attached; call attach(trainer) before trainer.train()" in found
-    assert "predicted" not in "".join(line.get_label() for line in figures[0].axes[0].lines)
-
-
-@pytest.mark.slow
-def test_on_a_cpu_the_process_is_drawn(tmp_path, figures) -> None:
-    attach(make_trainer(None, tmp_path, [MemoryReportCallback(plot=tmp_path / "memory.png")])).train()
-    found = " ".join(texts(figures[0])).replace("\n", " ")
-    assert "without an accelerator the memory of the whole process is measured" in found
-    assert "Peak of each step, resident memory of the process" in found
 
 
 def test_a_picture_that_fails_leaves_the_training_whole(tmp_path, figures, monkeypatch, caplog) -> None:

@@ -142,14 +142,6 @@ def test_memory_that_runs_out_in_an_evaluation_is_predicted_as_one(tmp_path: Pat
     assert "evaluation" in told["predicted"]["phases"]
 
 
-def test_a_run_over_again_with_a_smaller_batch_is_told_alone(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, MemoryReportCallback(), limit=40, auto_find_batch_size=True)
-    trainer.train()
-    told = run_of(tmp_path)["batches"]
-    assert told["largest_rows"] == trainer._train_batch_size < BATCH
-    assert told["examples"] == 24
-
-
 def test_without_micro_batching_the_phase_is_that_of_the_pass(tmp_path: Path, monkeypatch: Any) -> None:
     """Looking at what is alive keeps nothing alive."""
     monkeypatch.setattr(MOST_GROUPS, 10**6)
@@ -195,15 +187,6 @@ def test_a_report_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
     assert not hasattr(failed.value, "__notes__")
 
 
-@pytest.mark.slow
-def test_another_error_leaves_nothing(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, MemoryReportCallback())
-    trainer.model.register_forward_pre_hook(lambda *_: {}["missing"])
-    with pytest.raises(KeyError):
-        trainer.train()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("how", ["report=False", pytest.param("unbound", marks=pytest.mark.slow)])
 def test_without_a_bound_callback_that_was_asked_nothing_is_left(tmp_path: Path, how: str) -> None:
     callback = MemoryReportCallback(report=how != "report=False")
@@ -230,15 +213,6 @@ def _fail_in_step(trainer: Trainer, step: int) -> Any:
             raise KeyError("stop")
 
     return hook
-
-
-def test_a_prediction_is_made_when_it_is_asked_for(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, MemoryReportCallback(predict=True), max_steps=1)
-    trainer.train()
-    predicted = run_of(tmp_path)["predicted"]
-    weights = sum(one.numel() * 4 for one in trainer.model.parameters())
-    assert weights <= predicted["components"]["weights"] <= weights + 512 * len(list(trainer.model.parameters()))
-    assert (predicted["batch_size"], predicted["seq_len"]) == (BATCH, 12)
 
 
 def test_micro_batches_of_a_trainer_are_at_most_its_batch(tmp_path: Path) -> None:
@@ -289,14 +263,6 @@ def test_an_optimizer_of_which_nothing_is_known_is_not_estimated_as_another(tmp_
     trainer = Trainer(model=model, args=tiny.arguments(tmp_path), optimizers=(Own(model.parameters(), {}), None))
     with pytest.raises(NotEstimableError, match=r"the memory of optimizer=<Own> is not known"):
         estimate_of(trainer, SHAPE, gpu="T4")
-
-
-def test_segments_that_the_environment_asks_for_are_estimated(tmp_path: Path, monkeypatch: Any) -> None:
-    trainer = make_trainer(tmp_path)
-    assert estimate_of(trainer, SHAPE, gpu="T4").settings.expandable_segments is False
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # the older one before torch 2.11
-        monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
-    assert estimate_of(trainer, SHAPE, gpu="T4").settings.expandable_segments is True
 
 
 def test_the_curve_counts_the_tokens_since_the_last_log(tmp_path: Path) -> None:

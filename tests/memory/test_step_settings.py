@@ -1,11 +1,10 @@
-"""``StepSettings``: defaults of ``TrainingArguments``, equality and copies; why the gradient scaler is refused."""
+"""``StepSettings``: defaults of ``TrainingArguments``, what may be; why the gradient scaler is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-import peft
 import pytest
 import torch
 
@@ -27,38 +26,6 @@ def test_defaults_are_those_of_training_arguments(tmp_path: Any) -> None:
         assert getattr(chosen, name) == getattr(defaults, name), name
     assert chosen.optim == defaults.optim.value
     assert chosen.checkpointing == checkpointing_of(defaults)[0]
-
-
-def test_settings_are_frozen_and_hashable() -> None:
-    one, same, other = StepSettings(), StepSettings(), StepSettings(checkpointing={"every_n_layers": 2})
-    assert one == same != other
-    assert hash(one) == hash(same)
-    assert isinstance(hash(other), int)  # a mapping would not be
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        one.optim = "sgd"  # type: ignore[misc]
-
-
-def test_frozen_parameters_are_a_tuple_of_patterns() -> None:
-    assert StepSettings(freeze="base").freeze == StepSettings(freeze=["base"]).freeze == ("base",)  # type: ignore[arg-type]
-    assert StepSettings(lora=4, lora_targets=["q_proj"]).lora_targets == ("q_proj",)  # type: ignore[arg-type]
-
-
-def test_a_configuration_of_adapters_is_copied() -> None:
-    config = peft.LoraConfig(r=4, target_modules=["query"])
-    settings = StepSettings(lora=config)
-    assert hash(settings) == hash(StepSettings())  # a LoraConfig has no hash
-    assert settings == StepSettings(lora=peft.LoraConfig(r=4, target_modules=["query"])) != StepSettings(lora=4)
-    config.r = 8
-    assert settings.lora.r == 4  # type: ignore[union-attr]
-    assert StepSettings(lora=config, load_in="nf4", freeze="layers:0").replace(lora=None, load_in=None).lora is None
-
-
-def test_replace() -> None:
-    old = StepSettings(optim="sgd")
-    new = old.replace(weight_decay=0.1, checkpointing=True)
-    assert (old.weight_decay, old.checkpointing) == (0.0, False)
-    assert new == StepSettings(optim="sgd", weight_decay=0.1, checkpointing=True)
-    assert old.replace() == old
 
 
 def test_what_may_be() -> None:

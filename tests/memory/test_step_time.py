@@ -62,31 +62,6 @@ def test_accumulation(settings: dict[str, int]) -> None:
     assert sum(added.values()) == len(list(tiny.bert().parameters()))
 
 
-def test_gradients_that_are_kept_or_released_and_other_optimizers_change_what_is_moved() -> None:
-    usual, kept, sgd = costs_of(), costs_of(zero_grad_to_none=False), costs_of(optim="sgd")
-    released = costs_of(gradient_release=True, max_grad_norm=0.0)
-    assert moved(kept.passes[0][1]) - moved(usual.passes[0][1]) == 3 * GRADIENTS  # added to
-    assert moved(kept.optimizer) - moved(usual.optimizer) == GRADIENTS  # zeroed
-    assert moved(usual.optimizer) - moved(released.optimizer) == 3 * GRADIENTS  # clipped
-    assert usual.passes == sgd.passes
-    assert moved(sgd.optimizer) < moved(usual.optimizer)
-
-
-def test_lengths_give_the_mean_step() -> None:
-    mean = costs_of(seq_len=None, lengths=[32, 16, 16])
-    long, short = (costs_of(seq_len=length).on(A100).seconds for length in (32, 16))
-    assert mean.on(A100).seconds == pytest.approx((long + 2 * short) / 3)
-    assert mean.tokens == 4 * (32 + 16 + 16) / 3
-
-
-@pytest.mark.skipif(tiny.IS_BEFORE_5_17, reason="5.8 does not offload")
-def test_offloaded_activations_cross_pcie_twice() -> None:
-    found = small(checkpointing={"offload": True})
-    [(_, ops)] = found.step_costs.passes  # type: ignore[union-attr]
-    copies = Counter({cost: number for cost, number in ops.items() if cost.kind == "pcie"})
-    assert moved(copies) == 2 * found.host_bytes > 0
-
-
 def test_more_work_takes_longer_and_a_faster_gpu_is_faster() -> None:
     sizes: dict[str, Any] = {"seq_len": 256, "gpu": A100, "precision": "fp32"}
     found: Any = [estimate("gpt2", batch_size=rows, **sizes).step_costs for rows in (8, 16)]

@@ -71,54 +71,6 @@ def test_every_birth_and_death_of_a_step_of_two_linear_layers() -> None:
     assert tracker.flops == 2 * (3 * 4 * 8 + 3 * 8 * 2) + 2 * (3 * 4 * 8) + 2 * 2 * (3 * 8 * 2)
 
 
-def test_views_share_a_storage_and_in_place_operations_make_none() -> None:
-    tracker = StorageTracker()
-    with recording(tracker):
-        x = torch.empty(4, 8, device="meta")
-        kept = [x.t(), x[1:], x.view(32), x.detach(), x.add_(1), x.expand(2, 4, 8)]
-        del x
-    assert deltas(tracker) == [128]
-    kept.clear()
-    assert deltas(tracker) == [128, -128]
-
-
-def test_all_outputs_count_on_the_device_that_is_asked_for() -> None:
-    of_meta, of_cpu, of_all = StorageTracker(), StorageTracker(device_type="cpu"), StorageTracker(device_type=None)
-    with recording(of_meta, of_cpu, of_all):
-        both = torch.zeros(4), torch.zeros(8, device="meta")
-        parts = torch._foreach_mul([meta(2), meta(3)], 2.0)
-        normed = torch.native_layer_norm(meta(2, 8), [8], None, None, 1e-5)
-    assert deltas(of_cpu) == [16]
-    assert deltas(of_all) == [16, *deltas(of_meta)]
-    assert [of_meta.sizes[of_meta.number(tensor)] for tensor in (*parts, *normed)] == [8, 12, 64, 8, 8]
-    assert of_meta.number(both[0]) == -1 == of_meta.add(both[0])
-    assert of_meta.number(both[1]) == 0 == of_meta.add(both[1])
-
-
-def test_ignored_storages_are_the_hosts() -> None:
-    tracker = StorageTracker()
-    x = meta(8)
-    tracker.ignore(x)
-    assert tracker.add(x) == -1
-    assert len(tracker.ignored) == 1
-    del x
-    assert not tracker.ignored
-    assert tracker.events == []
-
-
-def test_hidden_bytes_are_born_and_dead_after_the_outputs_of_their_operator() -> None:
-    def hidden(func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, ...]:
-        return (1000, 24) if func is torch.ops.aten.mul.Tensor else ()
-
-    tracker = StorageTracker(hidden=hidden)
-    with recording(tracker):
-        x = torch.ones(4, device="meta")
-        y = x * x
-        z = y + 1
-    assert tracker.events == [(0, 16), (1, 16), (2, 1000), (3, 24), (2, -1000), (3, -24), (4, 16)]
-    assert z.shape == (4,)
-
-
 def asking(module: str) -> tuple[Callable[..., bool], Callable[..., bool]]:
     """Return two questions about two tensors, asked by the code of a module."""
     names: dict[str, Any] = {"__name__": module, "torch": torch}
@@ -145,18 +97,6 @@ def test_questions_about_a_mask_have_one_answer_and_others_none(padding: bool, m
             assert str(error.value).startswith(f"not estimable: a.model, line {line}, lets values on the GPU decide")
 
 
-def test_question_names_the_module_that_asks() -> None:
-    class Asks(nn.Module):
-        def forward(self, x: torch.Tensor) -> float:
-            return float(x.sum())
-
-    model, tracker = nn.Sequential(nn.Identity(), Asks()), StorageTracker()
-    with pytest.raises(NotEstimableError) as error, recording(tracker), tracker.watching(model):
-        model(meta(2))
-    told = "the model's code reads a number (torch.float32) from the GPU, in 1, and only real data has it"
-    assert str(error.value) == f"not estimable: {told}"
-
-
 def test_watching_leaves_no_hook_behind_even_after_an_error() -> None:
     with torch.device("meta"):
         model = TwoLayers()
@@ -173,25 +113,6 @@ def test_torchs_compiler_is_not_switched_off_around_each_operation() -> None:
     """``TorchDispatchMode._should_skip_dynamo``: where it says so, each call of the mode goes through the compiler."""
     assert TorchDispatchMode._should_skip_dynamo()
     assert not hasattr(StorageTracker.__torch_dispatch__, "__wrapped__")
-
-
-def test_backward_that_fails_ends_the_recomputation_and_tells_of_it() -> None:
-    tracker, ends = StorageTracker(), list[int]()
-    tracker.after_recomputation.append(lambda: ends.append(len(tracker.events)))
-
-    def fail() -> None:
-        with recording(tracker), tracker.backward():
-            with torch.enable_grad():
-                torch.zeros(2, device="meta")  # taken for recomputation
-            raise KeyError("in a hook")
-
-    with pytest.raises(KeyError):
-        fail()
-    assert ends == [2]
-    assert tracker.recomputed == [(0, 2)]  # born and dead
-    with recording(tracker):
-        torch.zeros(2, device="meta")
-    assert tracker.places[-1] == 0  # of a forward pass again
 
 
 # ---- In place
@@ -238,34 +159,3 @@ def test_gradients_are_added_in_place_as_without_a_mode(name: str, hides: bool) 
     for number, delta in tracker.events:
         alive[number] = alive.get(number, 0) + delta
     assert not any(alive.values())  # numbers stay matched where a block is taken over
-
-
-def test_a_gradient_that_is_a_view_is_added_out_of_place() -> None:
-    """The gradient of a linear layer's weight is ``mm().t()``, whose base is alive. The last use has the first one."""
-    births = []
-    for is_view_first in (False, True):
-        weight, x = meta(64, 32, requires_grad=True), meta(16, 32)
-        tracker = StorageTracker()
-        with recording(tracker):
-            uses = [lambda w=weight, x=x: F.linear(x, w).sum(), lambda w=weight: w.sin().sum()]
-            first, second = (use() for use in (reversed(uses) if is_view_first else uses))
-            loss = first + second
-            gradient, before = torch.ones_like(loss), len(tracker.events)
-            with tracker.backward():
-                run_backward(loss, gradient)
-        births.append([delta for _, delta in tracker.events[before:]].count(64 * 32 * 4))
-    assert births == [3, 4]  # cosine, gradient of the sine, product; and the sum
-
-
-def test_first_products_are_noted_after_their_results() -> None:
-    weight, x = meta(8, 4, requires_grad=True), meta(2, 4, requires_grad=True)
-    tracker = StorageTracker()
-    with recording(tracker):
-        loss = F.linear(x, weight).sum()
-        assert tracker.events[tracker.first_products[0] - 1][1] == 2 * 8 * 4
-        assert tracker.first_products[1] == -1
-        gradient = torch.ones_like(loss)
-        with tracker.backward():
-            run_backward(loss, gradient)
-    event = tracker.first_products[1]
-    assert tracker.events[event - 1][1] == 8 * 4 * 4

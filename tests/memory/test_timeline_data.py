@@ -7,7 +7,6 @@ import pytest
 
 from hand_made import EVENTS, MIB, hand_made
 from hf_memopt.components import COMPONENTS
-from hf_memopt.memory.output import timeline_data
 from hf_memopt.memory.output.estimate_picture import drawn_events
 from hf_memopt.memory.tracking import Timeline
 
@@ -33,13 +32,6 @@ def test_a_long_timeline_keeps_the_extremes_of_each_stretch() -> None:
     assert drawn_events(timeline, stretches=2).tolist() == [0, 2, 5, 7, 8, 9, 11]
 
 
-@pytest.mark.parametrize(("reserved", "expected"), [([10, 990, 990, 1000], 2), ([10, 989, 989, 1000], 3)])
-def test_the_fullest_moment_within_1_percent_of_the_most_reserved_bytes_decides(reserved, expected) -> None:
-    components = np.zeros((4, len(COMPONENTS)), dtype=np.int64)
-    components[:, 3] = [5, 600, 900, 700]
-    assert Timeline(components, np.array(reserved), ((0, "forward"),), ()).deciding_event == expected
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_no_peak_is_lost_in_a_long_timeline(seed) -> None:
     timeline = long_timeline(20_000, seed)
@@ -56,15 +48,3 @@ def test_no_peak_is_lost_in_a_long_timeline(seed) -> None:
             first = dict(map(reversed, timeline.phases))[name]
             within = shown[(shown >= first - 1) & (shown < first + {"load": 7, "optimizer": 3}[name])]
             assert allocated[within].max() == found.allocated_bytes
-
-
-def test_positions_begin_at_0_and_the_deciding_moment_is_among_them() -> None:
-    found = hand_made()
-    data = timeline_data(found, 10)
-    assert data["positions"] == sorted(data["positions"])
-    assert (data["positions"][0], len(data["positions"])) == (0, len(EVENTS))
-    where = {"phase": "backward", "module": "bert.encoder.layer.23"}
-    peak = {"position": data["positions"][8], "allocated_bytes": found.peak_allocated_bytes}
-    assert data["peak"] == {**where, **peak}
-    starts = [(one["name"], one["from"]) for one in data["phases"]]
-    assert starts[:2] == [("load", 0), ("forward", data["positions"][2])]

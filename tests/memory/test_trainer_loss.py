@@ -14,7 +14,7 @@ from test_host_oracle import HostSemantics
 from transformers import Trainer
 
 import tiny
-from hf_memopt import MicrobatchCallback, StepSettings, attach, estimate, estimate_from_arguments
+from hf_memopt import StepSettings, estimate, estimate_from_arguments
 from hf_memopt.memory import estimate_of
 from hf_memopt.memory.models import example_batch, load_model
 from hf_memopt.memory.optimizers import optimizer_memory, parameter_facts
@@ -32,9 +32,7 @@ class Reward(Trainer):
 
     __module__ = "trl.trainer.reward_trainer"
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**inputs)
         chosen, rejected = torch.chunk(outputs.logits.squeeze(-1), chunks=2)
         loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
@@ -47,9 +45,7 @@ class Preferences(Trainer):
 
     __module__ = "trl.trainer.dpo_trainer"
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         taken = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, 0)
         own = self.of_answers(model(**taken).logits, labels)
@@ -71,9 +67,7 @@ class Supervised(Trainer):
     __module__ = "trl.trainer.sft_trainer"
     padding_free = False
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         self.seen.append({name: tuple(one.shape) for name, one in inputs.items()})
         return model(**inputs).loss
 
@@ -162,25 +156,6 @@ def test_each_model_runs_as_accelerate_has_prepared_it(tmp_path: Any) -> None:
     assert found.settings.precision == "bf16"
     assert inside == [(True, True, torch.bfloat16), (False, False, torch.bfloat16)]
     assert returned == [(torch.float32, 2 * EXAMPLES, LENGTH)] * 2  # as accelerate returns them
-
-
-def test_parts_of_a_batch_are_not_simulated_where_the_loss_sees_all_pairs(tmp_path: Any) -> None:
-    shape = BatchShape(2 * EXAMPLES, LENGTH, None, None)
-    plain = estimate_of(pairs(Reward, tmp_path), shape, gpu="T4")
-    trainer = pairs(Reward, tmp_path)
-    attach(trainer, MicrobatchCallback(max_examples=2))
-    found = estimate_of(trainer, shape, gpu="T4")
-    assert (found.settings.micro_batch_size, found.components) == (None, plain.components)
-
-
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_rows_without_padding_are_one_after_the_other(is_flat: bool, tmp_path: Any) -> None:
-    trainer = Supervised(tiny.llama(), tiny.arguments(tmp_path))
-    trainer.padding_free, trainer.seen = is_flat, []
-    found = estimate_of(trainer, BatchShape(4, 8, None, None), gpu="T4")
-    names = ("input_ids", "labels", "position_ids") if is_flat else ("input_ids", "attention_mask", "labels")
-    assert trainer.seen == [dict.fromkeys(names, (1, 32) if is_flat else (4, 8))]
-    assert (found.batch_size, found.seq_len) == (4, 8)
 
 
 NO_FORM = (

@@ -75,11 +75,6 @@ def test_the_longest_row_counts(tmp_path: Any, lengths: Any) -> None:
     assert (found.seq_len, found.batch_size, found.gpu) == (12, 3, find_gpu("T4"))
 
 
-def test_images_have_no_lengths(tmp_path: Any) -> None:
-    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
-    assert estimate_from_arguments(config, tiny.arguments(tmp_path), None).seq_len is None
-
-
 def test_overrides_beat_the_arguments(tmp_path: Any) -> None:
     args = tiny.arguments(tmp_path, optim="sgd", eval_strategy="epoch")
     overrides = {"optim": "adafactor", "eval_batches": 4, "micro_batch_size": 2}
@@ -134,34 +129,6 @@ def test_an_optimizer_of_the_trainers_own_is_read_or_refused(kind, options, expe
     else:
         found = estimate_of(trainer, shape).settings
         assert (found.optim, found.optim_args, found.weight_decay) == expected
-
-
-def test_what_gets_no_gradient_has_no_state() -> None:
-    model = tiny.bert()
-    model.unused = torch.nn.Linear(64, 64)
-    options = {"batch_size": 2, "seq_len": 8, "precision": "fp32", "optim": "adamw_torch"}
-    found, plain = estimate(model, **options), estimate(tiny.bert(), **options)
-    assert found.unused_parameters == ("unused.weight", "unused.bias")
-    assert found.components["optimizer state"] == plain.components["optimizer state"]
-
-
-def test_a_trainer_leaves_the_accumulation_steps_in_its_arguments(tmp_path: Any) -> None:
-    config = {"gradient_accumulation_kwargs": {"num_steps": 3}}
-    trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path, accelerator_config=config))
-    found = estimate_from_arguments(tiny.bert_config(), trainer.args, 8)
-    assert found.settings.gradient_accumulation_steps == trainer.args.gradient_accumulation_steps == 3
-
-
-@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
-def test_evaluation_in_16_bits_changes_nothing_while_training(tmp_path: Any, name: str) -> None:
-    plain, args = (tiny.arguments(tmp_path, eval_strategy="epoch") for _ in range(2))
-    setattr(args, name, True)
-    expected, found = (estimate_from_arguments(tiny.bert_config(), each, 8) for each in (plain, args))
-    assert found.peak_reserved_bytes == expected.peak_reserved_bytes
-    assert found.notes == (
-        *expected.notes,
-        f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside train()",
-    )
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # transformers 5.23.0 has a new name

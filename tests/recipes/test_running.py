@@ -163,7 +163,7 @@ def told(found: subprocess.CompletedProcess[str], folder: Path) -> list[str]:
     return [re.sub(r"'\w+_(runtime|per_second)': '[^']*'", "", line) for line in lines]
 
 
-QUICK = ("in main, elsewhere, with an error", "causal, as a module", "without a Trainer")
+QUICK = ("in main, elsewhere, with an error", "without a Trainer")
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, SCRIPTS))

@@ -8,10 +8,9 @@ import pytest
 from ladders import bar_of
 
 from hand_made import MIB, SMALL, hand_made
-from hf_memopt.components import COLOURS
 from hf_memopt.memory import Estimate
 from hf_memopt.plotting import LIGHT
-from hf_memopt.reports.pictures import Bar, Limit, bars_figure, height_of
+from hf_memopt.reports.pictures import Bar, Limit, bars_figure
 from hf_memopt.reports.pictures.bar_picture import MOST_OF_GPU
 
 pytest.importorskip("matplotlib")
@@ -66,18 +65,6 @@ def test_a_bar_far_beyond_the_gpu_is_cut_and_says_so(drawn) -> None:
     assert f"» {LARGE.total_bytes / 2**30:.2f}" in [text.get_text() for text in axes.texts]
 
 
-def test_without_a_gpu_there_is_no_line(drawn) -> None:
-    axes = drawn([bar_of("fp32", hand_made(gpu=None, context_bytes=None))], None)
-    assert not axes.lines
-    assert not any("fits" in text.get_text() for text in axes.texts)
-
-
-def test_the_legend_explains_what_is_drawn(drawn) -> None:
-    [legend] = drawn(bars()).figure.legends
-    labels = [text.get_text() for text in legend.get_texts()]
-    assert labels == ["CUDA context", *COLOURS, "reserved, not in use", "GPU 4GB: 3.80 GiB usable"]
-
-
 def test_what_was_measured_is_marked(drawn) -> None:
     axes = drawn([replace(bars()[0], measured_bytes=9 * 2**30)])
     [mark] = [line for line in axes.lines if line.get_marker() == "D"]
@@ -85,12 +72,3 @@ def test_what_was_measured_is_marked(drawn) -> None:
     [legend] = axes.figure.legends
     assert "9.00 measured" in " ".join(text.get_text() for text in axes.texts)
     assert "published, measured" in [text.get_text() for text in legend.get_texts()]
-
-
-def test_long_labels_make_rows_higher() -> None:
-    assert height_of([replace(bar, label=f"{bar.label}\nmore") for bar in bars()]) > height_of(bars())
-
-
-def test_the_line_of_a_gpu_far_beyond_the_bars_is_in_the_picture(drawn) -> None:
-    axes = drawn(bars(80 * 2**30), 80 * 2**30)
-    assert axes.get_xlim()[1] > 80

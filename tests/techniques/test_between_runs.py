@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 import tiny
 from hf_memopt import (
     CheckpointingCallback,
     FreezeCallback,
-    PrecisionCallback,
-    ShardedCheckpointCallback,
     TiledLayersCallback,
     attach,
-    gradient_release,
     released_optimizer,
 )
 
@@ -54,21 +51,6 @@ def test_a_backward_pass_after_a_run_steps_nothing(is_attached: bool, tmp_path: 
     assert not any(map(torch.equal, before, weights_of(model)))
 
 
-def test_a_loop_that_begins_a_step_once_trains_as_the_plain_class() -> None:
-    trained = []
-    for kind in (torch.optim.SGD, gradient_release(torch.optim.SGD)):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(4, 2)
-        optimizer = kind(layer.parameters(), lr=0.1)
-        getattr(optimizer, "train", lambda: None)()
-        for _ in range(3):
-            layer(torch.ones(1, 4)).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append(weights_of(layer))
-    assert all(map(torch.equal, *trained))
-
-
 @pytest.mark.parametrize("is_attached", [True, False])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_runs_after_one_that_was_interrupted(where: str, is_attached: bool, tmp_path: Any) -> None:
@@ -91,48 +73,6 @@ def test_runs_after_one_that_was_interrupted(where: str, is_attached: bool, tmp_
     trainer.train()
     assert trainer.state.global_step == 2
     assert not any(map(torch.equal, before, weights_of(model)))
-
-
-class Dtypes(TrainerCallback):
-    def __init__(self) -> None:
-        self.seen: set[torch.dtype] = set()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.seen |= {one.dtype for one in model.parameters()}
-
-
-def test_master_weights_are_float32_after_an_evaluation_in_16_bits(tmp_path: Any) -> None:
-    dtypes = Dtypes()
-    args = tiny.arguments(tmp_path, bf16=True, bf16_full_eval=True, max_steps=1)
-    rows = {"train_dataset": tiny.rows(8), "eval_dataset": tiny.rows(4)}
-    trainer = Trainer(model=tiny.bert().bfloat16(), args=args, callbacks=[dtypes], **rows)
-    attach(trainer, PrecisionCallback())
-    for _ in range(2):
-        trainer.evaluate()
-        trainer.train()
-        args.max_steps = 3
-    assert dtypes.seen == {torch.float32}
-
-
-class TakesNothing(Trainer):
-    def train(self) -> Any:
-        return super().train()
-
-
-class TakesANamedCheckpoint(Trainer):
-    def train(self, *, resume_from_checkpoint: Any = None) -> Any:
-        return super().train(resume_from_checkpoint=resume_from_checkpoint)
-
-
-@pytest.mark.parametrize("kind", [TakesNothing, TakesANamedCheckpoint])
-def test_a_train_of_another_signature_is_called_as_it_was(kind: type[Trainer], tmp_path: Any) -> None:
-    args = tiny.arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    trainer = attach(kind(model=tiny.bert(), args=args, train_dataset=tiny.rows(8)), ShardedCheckpointCallback("20KB"))
-    trainer.train()
-    if kind is TakesANamedCheckpoint:
-        args.max_steps = 2
-        trainer.train(resume_from_checkpoint=True)
-        assert trainer.state.global_step == 2
 
 
 CALLBACKS: dict[str, Any] = {
@@ -178,26 +118,3 @@ def test_what_callbacks_change_in_a_model_that_training_makes_is_taken_back(
     assert all(one.requires_grad for one in trainer.model.parameters())
     assert not any(getattr(one, "gradient_checkpointing", False) for one in trainer.model.modules())
     assert not any("forward" in vars(one) for one in trainer.model.modules())
-
-
-@pytest.mark.parametrize("callback", [FreezeCallback("embeddings"), PrecisionCallback()], ids=["freezing", "precision"])
-def test_a_model_that_is_made_after_a_callback_was_removed_is_stocks(callback: Any, tmp_path: Any) -> None:
-    args = tiny.arguments(tmp_path, max_steps=1, bf16=True)
-    trainer = Trainer(model_init=lambda: tiny.bert().bfloat16(), args=args, train_dataset=tiny.rows(8))
-    attach(trainer, callback).train()
-    trainer.remove_callback(callback)
-    trainer.train()
-    assert {(one.requires_grad, one.dtype) for one in trainer.model.parameters()} == {(True, torch.bfloat16)}
-
-
-class Unfinished(TrainerCallback):
-    def bind(self, trainer: Trainer) -> None:
-        """Return no handle, which attach refuses."""
-
-
-def test_an_attach_that_fails_leaves_what_was_changed_before(tmp_path: Any) -> None:
-    model = tiny.bert()
-    trainer = Trainer(model=model, args=tiny.arguments(tmp_path), callbacks=[FreezeCallback("embeddings")])
-    with pytest.raises(TypeError, match="expected the handle"):
-        attach(trainer, Unfinished())
-    assert not any(one.requires_grad for one in model.bert.embeddings.parameters())

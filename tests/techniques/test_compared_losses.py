@@ -13,10 +13,9 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.loss import loss_utils
 from transformers.models.bert.modeling_bert import BertModel
-from transformers.models.llama import modeling_llama
 
 import tiny
 from hf_memopt import MicrobatchCallback, attach
@@ -124,16 +123,6 @@ def test_a_loss_that_is_exchanged_later_is_found_when_it_is_compared_again(
         monkeypatch.undo()
         monkeypatch.setattr(whole_micro_batches, "CHECKED_STEPS", float(is_looked_at))
     assert (found[1] == pytest.approx(found[0], abs=1e-5)) is is_looked_at
-
-
-def rows_meet(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **settings: Any) -> Any:
-    return modeling_llama.eager_attention_forward(module, query, key, value + 0.5 * value.roll(1, 0), mask, **settings)
-
-
-def test_an_attention_by_name_in_which_rows_meet_is_refused(tmp_path: Path) -> None:
-    AttentionInterface.register("rows_meet", rows_meet)
-    with pytest.raises(NotSplittableError, match=r"at step 1 .*rows depend on each other: parts of its output 0"):
-        run(llama("rows_meet"), tmp_path, causal_rows(20), MicrobatchCallback(max_examples=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -320,18 +309,3 @@ def test_spec_augment_is_drawn_in_each_part_whichever_way_it_is_cut(tmp_path: Pa
     assert losses(known) == pytest.approx(losses(below), rel=1e-5)
     assert losses(known) != pytest.approx(losses(run(wav2vec2(), tmp_path, sounds(20), **settings)), rel=1e-5)
     assert known.model.config.apply_spec_augment
-
-
-@pytest.mark.parametrize("kind", [Trainer, OwnLoss])
-def test_other_random_numbers_are_refused_in_the_same_words(
-    kind: type[Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock = modeling_llama.apply_rotary_pos_emb
-
-    def noisy(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return stock(query + torch.rand(()), key, *args, **kwargs)
-
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", noisy)
-    with pytest.raises(NotSplittableError) as error:
-        run(llama(), tmp_path, causal_rows(20), MicrobatchCallback(max_examples=2), kind=kind)
-    assert "it draws random numbers other than dropout's, so that parts draw others than the whole" in str(error.value)

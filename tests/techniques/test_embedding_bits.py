@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,13 +171,6 @@ def test_what_a_user_registered_moves_along() -> None:
     assert is_empty(singleton())
 
 
-def test_bitsandbytes_own_embeddings_register_themselves_and_are_moved() -> None:
-    model = nn.Sequential(bitsandbytes.nn.StableEmbedding(200, 64), bitsandbytes.nn.Embedding(200, 64))
-    assert len(singleton().module_weight_config_triple) == 2
-    override_embedding_bits(model, make(AdamW8bit, model))
-    assert is_empty(singleton())
-
-
 def test_what_belongs_to_other_models_stays() -> None:
     model, other = Words(), Words(seed=1)
     triple = (other.embedding, "weight", {"optim_bits": 32})
@@ -251,48 +243,12 @@ def test_an_8_bit_checkpoint_is_dequantised_on_resume(name: str, tmp_path: Path)
     assert in_8_bits(trainer.model, trainer.optimizer) == large(trainer.model, embeddings=False)
 
 
-def test_a_second_train_converts_what_the_first_left_in_8_bits(tmp_path: Path) -> None:
-    model = bert()
-    trainer = train(model, tmp_path, **WAYS["optimizers="](model))
-    trainer.add_callback(EmbeddingBitsCallback())
-    trainer.train()
-    assert in_8_bits(model, trainer.optimizer) == large(model, embeddings=False)
-
-
 @pytest.mark.parametrize("callbacks", [(), (EmbeddingBitsCallback(),)], ids=["stock", "ours"])
 def test_nothing_leaks_into_the_next_model_as_of_stock(callbacks: Any, tmp_path: Path) -> None:
     """Stock's leak is the reason for a registry per optimizer; bitsandbytes or ``Trainer`` may learn something."""
     train(Words(), tmp_path, *callbacks)
     trainer = train(NoWords(), tmp_path)
     assert in_8_bits(trainer.model, trainer.optimizer) == ({"a.weight", "b.weight"} if callbacks else {"b.weight"})
-
-
-def test_a_leak_that_is_there_already_does_not_reach_us(tmp_path: Path) -> None:
-    train(Words(), tmp_path)
-    assert singleton().index2config == {(0, 0): {"optim_bits": 32}}
-    model = nn.ModuleDict({"first": nn.Linear(64, 64, bias=False), "embedding": nn.Embedding(200, 64)})
-    optimizer = AdamW8bit(model.parameters())
-    override_embedding_bits(model, optimizer)
-    model["first"](model["embedding"](torch.arange(8))).sum().backward()
-    optimizer.step()
-    assert in_8_bits(model, optimizer) == {"first.weight"}
-
-
-def test_the_check_waits_for_a_step_that_was_not_skipped_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = Words()
-    given = {"model": model, "optimizer": make(AdamW8bit, model)}
-    callback = EmbeddingBitsCallback()
-    callback.on_train_begin(None, None, None, **given)
-    with caplog.at_level(logging.INFO, logger="hf_memopt"):
-        callback.on_optimizer_step(None, None, None, **given)  # as after a gradient overflow
-        assert caplog.messages == []
-        step(**given)
-        for _ in range(2):
-            callback.on_optimizer_step(None, None, None, **given)
-    assert caplog.messages == [
-        "EmbeddingBitsCallback keeps 1 embedding state in float32; the whole optimizer state is float32 100.5 KiB, "
-        "uint8 32.0 KiB"
-    ]
 
 
 def test_the_fields_of_a_manager() -> None:

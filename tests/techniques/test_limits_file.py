@@ -80,13 +80,6 @@ def test_stock_resumes_a_checkpoint_with_limits(tmp_path: Path) -> None:
     trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_stocks_own_way_to_restore_callbacks_leaves_the_limits(tmp_path: Path) -> None:
-    trainer(tmp_path, MicrobatchCallback()).train()
-    change(tmp_path / "checkpoint-1", {"max_tokens": {"limit": 36}})
-    callback = resumed(tmp_path / "checkpoint-1", restore_callback_states_from_checkpoint=True)
-    assert callback.limits["max_tokens"].limit == 36
-
-
 @pytest.mark.parametrize("field", [item.name for item in fields(Limit)])
 @given(value=st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers()))
 def test_any_value_round_trips_or_is_refused_by_name(field: str, value: Any) -> None:

@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import re
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from hf_memopt.batching.views import bucketed
 from hf_memopt.binding import attach
 from hf_memopt.changes import Change
 from hf_memopt.techniques.microbatching import MicrobatchCallback
-from hf_memopt.techniques.microbatching.limits import MOST_FAILED_TRIES, Limit, Tally, microbatch_limits
+from hf_memopt.techniques.microbatching.limits import MOST_FAILED_TRIES, Limit, microbatch_limits
 from hf_memopt.techniques.microbatching.microbatch import SAVED, run_in_microbatches
 from hf_memopt.techniques.microbatching.splitting import cut, take_rows
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
@@ -288,23 +287,6 @@ def test_nothing_of_a_failed_step_is_alive_when_it_is_repeated(where: str, tmp_p
     assert seen.gradients[-2:] == [False, True]
 
 
-def test_a_step_that_failed_in_an_earlier_cell_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failed_cell() -> None:
-        activation = torch.zeros(1000)
-        held.append(weakref.ref(activation))
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    held: list[weakref.ref[torch.Tensor]] = []
-    try:
-        failed_cell()
-    except torch.OutOfMemoryError as error:
-        for name, value in (("last_value", error), ("last_traceback", error.__traceback__), ("last_exc", error)):
-            monkeypatch.setattr(sys, name, value, raising=False)
-    assert held[0]() is not None
-    run(CASES["bert"], tmp_path, MicrobatchCallback(), Scarcity(limit=36), max_steps=1)
-    assert held[0]() is None
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_example_that_does_not_fit_is_named_and_leaves_no_trace(where: str, tmp_path: Path) -> None:
     trainer = make(CASES["bert"], tmp_path, MicrobatchCallback(), Scarcity(limit=11, where=where))
@@ -414,14 +396,6 @@ def test_what_repetitions_cost_is_told_whole(trainer_class: type[Trainer], where
     assert 0.05 * callback.tally.failures <= callback.tally.lost_seconds < callback.tally.seconds
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.0153, "0.0153"), (2.34, "2.34"), (1234.5, "1,234")])
-def test_a_cost_below_a_second_is_not_told_as_none(seconds: float, text: str) -> None:
-    tally = Tally(steps=3, cut_steps=2, failures=1, lost_seconds=seconds, seconds=9.0)
-    assert tally.summary(microbatch_limits()) == (
-        f"2 of 3 steps ran in micro-batches. Memory ran out once, which cost {text} s."
-    )
-
-
 def test_the_limit_rises_after_steps_that_fit_and_falls_back(tmp_path: Path) -> None:
     callback = MicrobatchCallback()
     callback.limits["max_tokens"].wait_steps = 2
@@ -447,15 +421,6 @@ def test_a_limit_stops_rising_after_three_failed_tries() -> None:
     assert waits == [200, 400, 800]
     assert limit.limit == 2048
     assert not any(limit.note_step(was_split=True) for _ in range(10**4))
-
-
-def test_a_limit_rises_to_what_the_user_set_and_only_while_it_splits() -> None:
-    limit = Limit(maximum=1000)
-    assert not any(limit.note_step(was_split=True) for _ in range(1000))
-    limit.lower(800)
-    assert not any(limit.note_step(was_split=False) for _ in range(1000))
-    limits = [limit.limit for _ in range(1000) if limit.note_step(was_split=True)]
-    assert limits == [600, 900, 1000]
 
 
 @given(
@@ -518,17 +483,6 @@ class Normed(nn.Module):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
         logits = self.head(self.norm(self.embed(input_ids).mean(1)))
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def test_a_model_without_a_backbone_is_cut_in_its_children(tmp_path: Path) -> None:
-    case = Case(Normed, mixed_rows)
-    whole = run(case, tmp_path)
-    for settings in ({"max_examples": 2}, {"max_examples": 2, "backbone": "embed"}):
-        split = run(case, tmp_path, MicrobatchCallback(**settings))
-        assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
-    change = run(case, tmp_path, MicrobatchCallback(max_examples=2)).memopt_changes[-1]
-    assert change.new == "rows of embed, head in parts"
-    assert "whole stays norm: rows depend on each other" in change.reason
 
 
 def test_a_part_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:

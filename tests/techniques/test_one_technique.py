@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -98,23 +97,3 @@ def test_the_table_of_docs_has_it(toy: Any, monkeypatch: pytest.MonkeyPatch) -> 
     table = importlib.import_module("table_of_code").compatibility()
     assert "\n| still embeddings | " in table
     assert "its noise is for embeddings that are trained" in table
-
-
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("sparse_tied_embedding", {"binding/model_changes/tied_embedding.py", "techniques/tied_embedding.py"}),
-        ("fused_cross_entropy", {"techniques/fused_cross_entropy.py"}),
-        ("gradient_release", {"techniques/optimizers/gradient_release.py"}),
-    ],
-)
-def test_few_files_name_a_technique(name: str, own: set[str]) -> None:
-    """Beside its own: its entry in the list, and the fields of the two set-ups."""
-    package = Path(hf_memopt.__file__).parent
-    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if is_named(name, path)}
-    listed = {"technique_list.py", "memory/settings/step_settings.py", "recipes/recipe_class.py"}
-    assert listed == found - own
-
-
-def is_named(name: str, path: Path) -> bool:
-    return re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) is not None

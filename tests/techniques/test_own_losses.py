@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import Trainer
-from transformers.models.bert.modeling_bert import BertEncoder
 
 import tiny
 from hf_memopt.binding import attach
@@ -408,25 +406,6 @@ def test_gradients_outside_of_the_model_are_those_of_one_attempt(tmp_path: Path)
     torch.testing.assert_close(parts.scale.grad, whole.scale.grad)  # type: ignore[attr-defined]
 
 
-class Cycles(CountsInLoss):
-    """Takes its weights from an iterator."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.weights = itertools.cycle([1.0, 2.0, 3.0])
-
-    def weigh(self) -> float:
-        return next(self.weights) * super().weigh()
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_that_reads_an_iterator_is_not_repeated(where: str, tmp_path: Path) -> None:
-    model = tiny.bert()
-    Scarcity(calls=(2,), where=where).watch(model)
-    with pytest.raises(torch.OutOfMemoryError, match=r"since Cycles\.weights, an iterator, may have moved on"):
-        make(Cycles, tmp_path, MicrobatchCallback(), model=model).train()
-
-
 @pytest.mark.parametrize(
     ("kind", "call", "where", "steps"),
     [
@@ -448,10 +427,6 @@ def test_a_step_that_runs_out_is_repeated_as_it_began(
     assert scarcity.errors == 1
     assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
     assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-6)
-
-
-def plain_mean(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    return functional.cross_entropy(logits, inputs["labels"])
 
 
 def test_an_unknown_name_lists_the_nearest(tmp_path: Path) -> None:
@@ -567,65 +542,3 @@ def test_an_evaluation_that_runs_out_of_memory_gives_what_stock_gives(kind: type
     assert loss_of_parts == pytest.approx(loss, abs=1e-6)
     assert accuracy_of_parts == accuracy
     assert labels_of_parts.tolist() == labels.tolist()
-
-
-def test_an_evaluation_of_which_only_one_row_fits_says_why_it_cannot_be_compared(tmp_path: Path) -> None:
-    trainer = make(own(hard_examples), tmp_path, MicrobatchCallback())
-    Full(limit=1).watch(trainer.model)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        trainer.evaluate()
-    assert str(error.value) == (
-        "batch 0 of this evaluation, of 4 rows, does not fit into memory and cannot be split: "
-        f"BertForSequenceClassification: not even two rows fit, without gradients, so that none can be compared "
-        f"({OUT}); expected a batch that fits. Lower it: "
-        "TrainingArguments(..., per_device_eval_batch_size=2)"
-    )
-
-
-@pytest.mark.parametrize("failures", [0, 1, 2])
-def test_a_part_that_runs_out_in_a_model_inside_the_backbone_is_halved(
-    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bert inside of the classifier, which is called without labels: a failure there is the part's, not the step's."""
-    stock, left = BertEncoder.forward, [0]
-
-    def forward(self: BertEncoder, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if left[0]:
-            left[0] -= 1
-            raise torch.OutOfMemoryError(OUT)
-        return stock(self, hidden, *args, **kwargs)
-
-    monkeypatch.setattr(BertEncoder, "forward", forward)
-
-    def run(*callbacks: Any) -> dict[str, torch.Tensor]:
-        sizes = {"per_device_train_batch_size": 8, "max_steps": 1, "optim": "sgd", "learning_rate": 0.1}
-        trainer = own(penalty)(model=tiny.bert(), args=tiny.arguments(tmp_path, **sizes), train_dataset=tiny.rows(8))
-        attach(trainer, *callbacks)
-        trainer.train()
-        return trainer.model.state_dict()
-
-    expected = run()
-    left[0] = failures
-    found = run(MicrobatchCallback(max_examples=4))
-    assert left == [0]
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=FLOAT32, atol=FLOAT32)
-
-
-class ReadsHiddenStates(Trainer):
-    """Asks for hidden states, for which transformers registers hooks in the first pass and notes so in the model."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
-        outputs = model(**batch, output_hidden_states=True)
-        loss = outputs.loss + outputs.hidden_states[-1].pow(2).mean()
-        return (loss, outputs.logits) if return_outputs else loss
-
-
-def test_hooks_of_transformers_are_there_when_a_first_pass_runs_again(tmp_path: Path) -> None:
-    found = []
-    for limit in (100, 3):
-        trainer = make(ReadsHiddenStates, tmp_path, MicrobatchCallback(), label_names=["labels"])
-        Full(limit=limit).watch(trainer.model)
-        found.append(trainer.evaluate()["eval_loss"])
-    assert found[1] == pytest.approx(found[0], abs=1e-6)

@@ -12,7 +12,6 @@ from torch import nn
 
 import tiny
 from hf_memopt import MicrobatchCallback, attach
-from hf_memopt.binding import enable_checkpointing
 from hf_memopt.binding.losses import KnownLoss
 from hf_memopt.techniques.microbatching import step
 from scarcity import Scarcity
@@ -199,68 +198,6 @@ def test_gradients_tell_what_the_loss_of_fresh_weights_does_not(
     assert all(weight.requires_grad != is_adapted for weight in ours.model.base_model.parameters())
 
 
-@pytest.mark.parametrize("model", [convbert, tiny.bert])
-def test_gradients_are_taken_under_reentrant_checkpointing(model: Callable[[], nn.Module], tmp_path: Any) -> None:
-    """Torch refuses them there."""
-
-    def checkpointed() -> nn.Module:
-        torch.manual_seed(0)
-        made: Any = model()
-        enable_checkpointing(made, {"use_reentrant": True})
-        made.enable_input_require_grads()
-        return made
-
-    callback, batch = MicrobatchCallback(max_examples=2), padded((24, 5, 5, 8))
-    ours = trained(checkpointed, [batch], tmp_path, callback, dtype=torch.float32)
-    reasons = [change.reason for change in kept(ours)]
-    assert ["at padding, not 0" in reason for reason in reasons] == [True] * (model is convbert)
-    modules = (vars(module).get("_gradient_checkpointing_func") for module in ours.model.modules())
-    assert {function.keywords["use_reentrant"] for function in modules if function is not None} == {True}
-
-
-class Windowed(Classifier):
-    """Pads a batch to a multiple of 8 with embeddings of its own; other shapes where nothing is padded."""
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
-        free = -input_ids.shape[1] % 8
-        hidden = torch.cat([self.embed(input_ids), self.embed(input_ids.new_ones(len(input_ids), free))], 1)
-        mask = nn.functional.pad(attention_mask, (0, free))
-        logits = self.classify(masked_mean(hidden, mask[..., None]))
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class WithDistances(Classifier):
-    """Embeds the 2n - 1 distances between n columns."""
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
-        columns, hidden = torch.arange(input_ids.shape[1], device=input_ids.device), self.embed(input_ids)
-        distances = self.embed(torch.arange(1 - len(columns), len(columns), device=input_ids.device) + 25)
-        between = distances[columns[:, None] - columns + len(columns) - 1]
-        scores = torch.einsum("bih,ijh->bij", hidden, between)
-        weights = scores.masked_fill(attention_mask[:, None] == 0, float("-inf")).softmax(-1)
-        logits = self.classify(masked_mean(weights @ hidden, attention_mask[..., None]))
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Unpadded(Classifier):
-    """Embeds tokens alone in one dimension less, where a batch has padding."""
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
-        is_token = attention_mask.bool()
-        hidden = self.embed(input_ids if is_token.all() else input_ids[is_token])
-        if hidden.dim() == 2:
-            hidden = hidden.new_zeros(*is_token.shape, 8).masked_scatter(is_token[..., None], hidden)
-        logits = self.classify(masked_mean(hidden, attention_mask[..., None]))
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-@pytest.mark.parametrize("kind", [Windowed, WithDistances, Unpadded])
-def test_embeddings_of_other_things_than_columns_are_not_compared(kind: type[Classifier], tmp_path: Any) -> None:
-    callback = MicrobatchCallback(max_examples=2)
-    ours = trained(lambda: kind(masked_mean), [padded((15, 3, 5, 8))], tmp_path, callback)
-    assert (kept(ours), callback.tally.cut_steps) == ([], 1)
-
-
 def test_padding_is_kept_for_a_known_loss_after_memory_ran_out(tmp_path: Any) -> None:
     scarcity = Scarcity(limit=40)
 
@@ -300,43 +237,3 @@ def test_dropout_is_no_difference(model: Callable[[], nn.Module], tmp_path: Any)
     callback = MicrobatchCallback(max_examples=2)
     ours = trained(model, [{**batch, "labels": labels}], tmp_path, callback)
     assert (kept(ours), callback.tally.cut_steps) == ([], 1)
-
-
-def test_a_row_that_does_not_fit_with_all_its_padding_is_not_compared(tmp_path: Any, caplog: Any) -> None:
-    def scarce(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        if mask.numel() > 100:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return masked_mean(hidden, mask)
-
-    batch = padded(WIDE, 200)
-    callback = MicrobatchCallback(max_examples=2)
-    with caplog.at_level("INFO"):
-        ours = trained(lambda: Classifier(scarce), [batch], tmp_path, callback)
-    assert_stocks(ours, trained(lambda: Classifier(masked_mean), [batch], tmp_path))
-    assert "one row with all of its padding does not fit" in caplog.text
-
-
-def test_products_in_tf32_are_known(tmp_path: Any, monkeypatch: Any) -> None:
-    def refuses() -> str:  # as torch does once stock's tf32=True has used the new setting
-        raise RuntimeError("mix of the legacy and new APIs")
-
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuses)
-    ours = trained(
-        lambda: Classifier(masked_mean),
-        [padded(WIDE)],
-        tmp_path,
-        MicrobatchCallback(max_examples=2),
-    )
-    assert kept(ours) == []
-
-
-def test_what_a_hook_of_the_user_s_notes_is_that_of_the_steps(tmp_path: Any) -> None:
-    seen: list[int] = []
-
-    def watched() -> nn.Module:
-        model = Classifier(masked_mean)
-        model.embed.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
-        return model
-
-    trained(watched, [padded(WIDE)], tmp_path, MicrobatchCallback(max_examples=2))
-    assert seen == [2, 2]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
 import sys
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -99,25 +97,6 @@ def test_two_processes(tmp_path: Any) -> None:
 # ---- When ------------------------------------------------------------------------------------------------------------
 
 
-class GoesOn(Trainer):
-    """Sets what ``attach`` reads after ``super().__init__()``, and looks at its batches before that."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.batches = len(self.get_train_dataloader())
-        self.model_accepts_loss_kwargs = False
-
-
-def test_a_subclass_is_attached_once_it_is_built(tmp_path: Any) -> None:
-    trainer = GoesOn(
-        tiny.bert(), tiny.arguments(tmp_path), train_dataset=tiny.rows(8), callbacks=[m.MicrobatchCallback()]
-    )
-    assert not hasattr(trainer, "memopt_handle")
-    trainer.get_train_dataloader()
-    assert trainer.memopt_handle is not None
-    assert trainer.memopt_changes == ()  # its own word on the scale is heard
-
-
 @pytest.mark.parametrize("use", ["train", "evaluate", "predict", "create_optimizer"])
 def test_it_is_attached_by_the_first_use(use: str, tmp_path: Any) -> None:
     trainer = make_trainer(["evaluation guard"], tmp_path, attaches=False)
@@ -135,13 +114,6 @@ def test_what_attach_refuses_is_refused_at_each_use(tmp_path: Any) -> None:
     for use in (trainer.train, trainer.evaluate):
         with pytest.raises(ValueError, match=r"^streamed layers and micro-batching are incompatible: "):
             use()
-    assert not hasattr(trainer, "memopt_handle")
-
-
-def test_a_removed_callback_attaches_nothing(tmp_path: Any) -> None:
-    trainer = make_trainer(["micro-batching"], tmp_path, attaches=False, **ACCUMULATING)
-    trainer.remove_callback(m.MicrobatchCallback)
-    trainer.train()
     assert not hasattr(trainer, "memopt_handle")
 
 
@@ -170,15 +142,6 @@ def test_what_is_too_late_when_training_begins_names_attach(late: str, tmp_path:
     refuses(RuntimeError, UNBOUND.format(type(callback).__name__), trainer.train, resume)
     m.attach(trainer).train(resume)
     assert trainer.state.global_step == 4
-
-
-def test_locals_of_a_users_function_are_not_kept_alive(tmp_path: Any) -> None:
-    """Reading them would, up to Python 3.12, until the function returns."""
-    held = torch.zeros(1)
-    reference = weakref.ref(held)
-    make_trainer(["micro-batching"], tmp_path, attaches=False).train()
-    del held
-    assert reference() is None
 
 
 # ---- What is only bound ----------------------------------------------------------------------------------------------
@@ -224,15 +187,6 @@ def preset_trainer(folder: Any, rows: Any = None, collator: Any = None, **settin
     return Trainer(tiny.bert(), args, train_dataset=rows or examples(32), data_collator=collator)
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_copied_arguments_of_a_preset_repair_the_scale(copied: Any, tmp_path: Any) -> None:
-    args = copied(preset_trainer(tmp_path).args)
-    collator = transformers.DataCollatorWithPadding(tiny.tokenizer())
-    trainer = Trainer(tiny.bert(), args, train_dataset=examples(32), data_collator=collator)
-    trainer.train()
-    assert [change.name for change in trainer.memopt_changes] == ["model_accepts_loss_kwargs"]
-
-
 def test_a_preset_repairs_the_scale_of_a_plain_trainer(tmp_path: Any) -> None:
     """8 x 4 examples have the loss and the gradient of 32 x 1, where stock has four times as much."""
     args = tiny.arguments(tmp_path, per_device_train_batch_size=32, **ONE_STEP)
@@ -252,16 +206,6 @@ def test_a_preset_repairs_the_scale_of_a_plain_trainer(tmp_path: Any) -> None:
     assert b"hf_memopt" not in (tmp_path / "training_args.bin").read_bytes()
     saved = torch.load(tmp_path / "training_args.bin", weights_only=False)
     assert (saved.to_dict(), saved.get_process_log_level()) == (trainer.args.to_dict(), args.get_process_log_level())
-
-
-def test_beside_a_preset_a_view_needs_nothing_more(tmp_path: Any) -> None:
-    rows = m.bucketed(examples(32), batch_size=8, seed=0)
-    trainer = preset_trainer(tmp_path, rows, m.BucketedCollator(tiny.tokenizer()))
-    trainer.train()
-    assert {change.name for change in trainer.memopt_changes} == {
-        "train_sampling_strategy",
-        "model_accepts_loss_kwargs",
-    }
 
 
 @pytest.mark.parametrize("system", ["linux", "windows", "wsl"])

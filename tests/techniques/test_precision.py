@@ -17,7 +17,6 @@ import peft
 import pytest
 import torch
 import transformers
-from accelerate.utils import AutocastKwargs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
@@ -228,24 +227,6 @@ def test_the_cache_within_a_real_run(tmp_path: Path, choice: Any, bf16: bool, by
     assert (OFF in callback.changes) is (inside[1] is False)
 
 
-def test_the_cache_is_off_in_each_trial_of_a_search(tmp_path: Path) -> None:
-    callback, models = PrecisionCallback(autocast_cache=False), []
-
-    def make() -> Any:
-        models.append(tiny.bert())
-        models[-1].bert.pooler = CacheInside(models[-1].bert.pooler)
-        return models[-1]
-
-    trainer = attach(make_trainer(tmp_path, callback, bf16=True, trainer_model_init=make))
-    for _ in range(2):
-        tiny.try_values(trainer, learning_rate=1e-3)
-    assert [model.bert.pooler.seen for model in models if model.bert.pooler.seen] == [{(True, False)}] * 2
-    callback.handle.remove()
-    assert trainer.accelerator.autocast_handler is None
-    trainer.create_accelerator_and_postprocess()
-    assert trainer.accelerator.autocast_handler is None
-
-
 @pytest.mark.parametrize("choice", [False, "auto"])
 def test_attach_after_an_evaluation_comes_too_late(choice: Any, tmp_path: Path) -> None:
     """It is accelerate's private mark of a prepared model that tells; this pins it."""
@@ -263,18 +244,6 @@ def test_attach_after_an_evaluation_comes_too_late(choice: Any, tmp_path: Path) 
         "autocast_cache=False comes too late, BertForSequenceClassification runs under autocast already; expected a "
         "Trainer that has neither trained nor evaluated. Call attach(trainer) right after Trainer(...)"
     )
-
-
-@pytest.mark.parametrize("former", [None, AutocastKwargs(enabled=False), AutocastKwargs(cache_enabled=False)])
-def test_the_users_autocast_handler_is_kept_and_comes_back(former: Any, tmp_path: Path) -> None:
-    callback = PrecisionCallback(autocast_cache=False)
-    trainer = make_trainer(tmp_path, callback, bf16=True)
-    trainer.accelerator.autocast_handler = former
-    attach(trainer)
-    is_enabled = former is None or former.enabled
-    assert trainer.accelerator.autocast_handler == AutocastKwargs(enabled=is_enabled, cache_enabled=False)
-    callback.handle.remove()
-    assert trainer.accelerator.autocast_handler is former
 
 
 TEXTS = heads.causal_examples(16)
@@ -310,41 +279,6 @@ def test_master_weights_are_the_same_parameters_and_come_back_exactly(tmp_path: 
         assert dtypes(model) == {torch.bfloat16}
         assert all(torch.equal(p.cpu(), before[name][1]) for name, p in model.named_parameters(remove_duplicate=False))
         assert "call_model_init" not in vars(trainer)
-
-
-def test_statistics_of_batches_follow_their_weights(tmp_path: Path) -> None:
-    model = tiny.conformer().to(torch.bfloat16)
-    norms = [part for part in model.modules() if isinstance(part, nn.BatchNorm1d)]
-    data = [{"input_values": torch.randn(2000), "labels": i % 2} for i in range(4)]
-    trainer = Trainer(model, tiny.arguments(tmp_path, max_steps=1, bf16=True), train_dataset=data)
-    precision = PrecisionCallback()
-    attach(trainer, precision).train()
-    assert {norm.running_mean.dtype for norm in norms} == {torch.float32}
-    precision.handle.remove()
-    assert {norm.running_mean.dtype for norm in norms} == {torch.bfloat16}
-
-
-def test_an_optimizer_that_is_built_already_is_kept_until_it_has_stepped(tmp_path: Path) -> None:
-    model = half_llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    given = {"model": model, "bf16": True, "trainer_optimizers": (optimizer, None)}
-    trainer = make_trainer(
-        tmp_path, callback := PrecisionCallback(autocast_cache=False), **given, trainer_train_dataset=TEXTS
-    )
-    attach(trainer)
-    assert dtypes(model) == {torch.float32}
-    callback.handle.remove()
-    rows = torch.arange(5, 17, device=model.device).reshape(1, 12)
-    model(input_ids=rows, labels=rows).loss.backward()
-    optimizer.step()
-    with pytest.raises(ValueError) as error:
-        attach(trainer)
-    assert str(error.value) == (
-        "optimizer=AdamW holds 16-bit states of model.embed_tokens.weight; expected one that has not stepped yet. "
-        "Call keep_master_weights(model) before the optimizer is built"
-    )
-    assert dtypes(model) == {torch.bfloat16}
-    assert trainer.accelerator.autocast_handler is None
 
 
 @pytest.mark.parametrize("rebuilt", [False, True], ids=["model", "model_init"])

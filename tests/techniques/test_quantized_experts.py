@@ -14,9 +14,6 @@ import peft
 import pytest
 import torch
 import transformers
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from datasets import Dataset
-from five_lines import trainer_of
 from slow_cases import slow_except
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -32,7 +29,6 @@ from hf_memopt import (
     prepare_quantized,
     quantize_experts,
     stream_layers,
-    tile_layers,
 )
 from technique_table import same
 
@@ -81,18 +77,6 @@ def trained(model: Any, **batch: Any) -> tuple[torch.Tensor, dict[str, torch.Ten
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_tiles_beside_experts_in_four_bits_are_those_of_the_whole() -> None:
-    model, whole = mixture(), mixture()
-    quantize_experts(model)
-    quantize_experts(whole)
-    loss, expected = trained(whole)
-    with tile_layers(model, 8) as handle:
-        assert handle.modules
-        found, tiled = trained(model)
-    assert torch.allclose(found, loss)
-    assert all(torch.allclose(tiled[name], one, atol=1e-6) for name, one in expected.items())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", slow_except(("mixtral", "qwen2_moe", "gpt_oss"), FAMILIES))
 def test_losses_and_gradients_are_those_of_the_dequantised_weights(kind: str, dtype: torch.dtype) -> None:
@@ -106,33 +90,6 @@ def test_losses_and_gradients_are_those_of_the_dequantised_weights(kind: str, dt
         checkpoint_layers(model)
         checkpoint_layers(whole)
         assert same(trained(model), trained(whole))
-
-
-def test_the_loss_of_the_router_is_the_same() -> None:
-    model = mixture(output_router_logits=True)
-    whole = dequantised(model)
-    quantize_experts(model)
-    mask = torch.ones_like(IDS)
-    mask[1, 20:] = 0
-    assert same(trained(model, attention_mask=mask), trained(whole, attention_mask=mask))
-
-
-@pytest.mark.parametrize("double_quant", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_an_expert_is_quantised_as_bitsandbytes_quantises_a_matrix(dtype: torch.dtype, double_quant: bool) -> None:
-    model = mixture(dtype=dtype, num_hidden_layers=1, intermediate_size=1024)
-    weights = {name: one.detach().clone() for name, one in model.model.layers[0].mlp.experts.named_parameters()}
-    quantize_experts(model, double_quant)
-    bits = []
-    for name, weight in weights.items():
-        stack = getattr(model.model.layers[0].mlp.experts, name)
-        for index, expert in enumerate(weight):
-            options = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": double_quant}
-            packed, state = quantize_4bit(expert, **options)
-            assert torch.equal(stack.packed[index], packed)
-            assert torch.equal(stack[index], dequantize_4bit(packed, state))
-        bits.append(8 * sum(one.nbytes for one in stack.buffers()) / weight.numel())
-    assert bits == [4.5] * 2 if not double_quant else max(bits) < 4.14
 
 
 def test_adapters_over_stacks_load_over_stocks_model(tmp_path: Path) -> None:
@@ -325,29 +282,3 @@ def test_plans_put_experts_into_four_bits() -> None:
     dense = plan(tiny.llama_config(), gpu="RTX 4060", method="qlora", effective_batch_size=4, seq_len=64)
     assert dense.chosen is not None
     assert not dense.chosen.recipe.quantize_experts
-
-
-def test_a_recipe_streams_them(tmp_path: Path) -> None:
-    """As a written script does: loaded on the host, adapters, streamed layers, the Trainer."""
-    mixture("qwen3_moe", torch.bfloat16, num_hidden_layers=4).save_pretrained(tmp_path)
-    of_experts: dict[str, Any] = {"lora": 4, "load_in": "nf4", "quantize_experts": True, "effective_batch_size": 2}
-    recipe = Recipe("a", "b", checkpointing=True, micro_batching=False, bucketing=False, **of_experts, **ROWS)
-    rows = [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
-    arguments = {"output_dir": str(tmp_path / "out"), "max_steps": 3, "logging_steps": 1, "report_to": []}
-    losses = []
-    for one in (recipe, recipe.replace(checkpointing=False, streamed=True)):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, **one.model_kwargs())
-        torch.manual_seed(0)
-        trainer = trainer_of(
-            one,
-            model=model,
-            train_dataset=Dataset.from_list(rows),
-            data_collator=transformers.default_data_collator,
-            training_arguments={**arguments, "use_cpu": tiny.DEVICE == "cpu", "seed": 0},
-        )
-        trainer.train()
-        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
-    assert losses[0] == losses[1]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, **recipe.replace(quantize_experts=False).model_kwargs())
-    with pytest.raises(ValueError, match="has its experts in 16 bits, and quantize_experts=True"):
-        recipe.prepare_model(model)

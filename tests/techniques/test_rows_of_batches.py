@@ -71,17 +71,8 @@ def xlm() -> nn.Module:
     return transformers.XLMForSequenceClassification(config)
 
 
-def reformer() -> nn.Module:
-    sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "attention_head_size": 8, "num_labels": 3}
-    axes = {"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (8, 8), "local_attn_chunk_length": 4}
-    layers = {"feed_forward_size": 16, "attn_layers": ["local"], "is_decoder": False}
-    return transformers.ReformerForSequenceClassification(transformers.ReformerConfig(**sizes, **axes, **layers))
-
-
 class OwnLoss(transformers.Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         labels = inputs.pop("labels")
         return F.cross_entropy(model(**inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
@@ -164,11 +155,6 @@ def test_losses_and_weights_are_stocks(name: str, tmp_path: Any) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
     rounding = 1e-6 if name.startswith("fused") else 1e-12  # stock's loss is in float32
     assert tiny.largest_difference(ours.model, stock.model) < rounding
-
-
-def test_axial_positions_are_not_cut(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="ReformerForSequenceClassification cannot be trained in micro-batches"):
-        trainer_of(Case(reformer, [CLASSES], by_tokens), tmp_path, by_tokens()).train()
 
 
 def test_an_evaluation_with_images_of_other_rows_is_not_split(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

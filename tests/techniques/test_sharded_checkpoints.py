@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
@@ -22,14 +21,12 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt.binding import attach
-from hf_memopt.binding.checkpoint_manifest import MANIFEST
 from hf_memopt.memory.tracking import StorageTracker
 from hf_memopt.techniques.checkpoints import sharded as checkpoint_files
 from hf_memopt.techniques.checkpoints.sharded import (
     ShardedCheckpointCallback,
     load_optimizer_state,
     mapped_loading,
-    page_state,
     save_in_shards,
 )
 
@@ -106,15 +103,6 @@ def test_resume_equals_straight_run(tmp_path, case) -> None:
     trainer(from_stock, tmp_path / "stock", ours(), **settings).train(str(tmp_path / "stock/checkpoint-2"))
     for other in (resumed, by_stock, from_stock, stock):
         assert tiny.largest_difference(straight, other) == 0.0
-
-
-def test_a_class_that_saves_in_its_own_way_saves_so(tmp_path: Path) -> None:
-    class Own(transformers.LlamaForCausalLM):
-        def save_pretrained(self, save_directory: Any, state_dict: Any = None, is_main_process: bool = True) -> None:
-            torch.save(state_dict, Path(save_directory, "own.pt"))
-
-    trainer(Own(tiny.llama_config()), tmp_path, ours()).train()
-    assert (tmp_path / "checkpoint-2/own.pt").is_file()
 
 
 @pytest.mark.parametrize("build", [mixture, llava])
@@ -196,18 +184,6 @@ def test_weights_of_an_earlier_run_do_not_shadow_new_ones(tmp_path) -> None:
     trainer(straight, tmp_path, ours()).train()
     trainer(resumed, tmp_path, ours()).train(str(tmp_path / "checkpoint-2"))
     assert tiny.largest_difference(straight, resumed) == 0.0
-
-
-def test_variant_and_other_processes_replace_no_weights(tmp_path) -> None:
-    """``is_main_process`` is the second parameter; stock passes it by name."""
-    model = llama()
-    model.save_pretrained(tmp_path)
-    with save_in_shards(model, max_shard_bytes=SHARD_BYTES):
-        model.save_pretrained(tmp_path, variant="fp32")
-        model.save_pretrained(tmp_path, False)
-        model.save_pretrained(tmp_path, is_main_process=False)
-    assert (tmp_path / "model.safetensors").is_file()
-    assert (tmp_path / "model.safetensors.index.fp32.json").is_file()
 
 
 @pytest.mark.parametrize("before", ["nothing", "one file", "several files"])
@@ -359,83 +335,6 @@ def test_state_of_bitsandbytes_is_copied_part_by_part(read_to, place) -> None:
     assert ours["card"] <= STATE + PER_PARAMETER + SMALL
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW32bit", "Lion8bit", "AdEMAMix8bit", "SGD8bit"])
-def test_parts_load_what_the_whole_loads(name) -> None:
-    optimizer_class = getattr(bitsandbytes.optim, name)
-    options = {"momentum": 0.9} if name == "SGD8bit" else {}
-    _, source = stepped(optimizer_class, **options)
-    loaded = []
-    for load in (stock_load, lean_load):
-        parameters = [nn.Parameter(torch.randn(128, 128)) for _ in range(8)]
-        optimizer = optimizer_class(parameters, lr=0.5, **options)
-        load(optimizer, source.state_dict())
-        loaded.append(optimizer.state_dict())
-    one, other = loaded
-    assert one["param_groups"] == other["param_groups"]
-    assert list(one["state"]) == list(other["state"]) == list(range(8))
-    torch.testing.assert_close(other["state"], one["state"], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, bitsandbytes.optim.AdamW32bit])
-def test_present_state_makes_room_first(optimizer_class) -> None:
-    parameters, optimizer = stepped(optimizer_class)
-    state_dict = stepped(optimizer_class)[1].state_dict()
-    name = "exp_avg" if optimizer_class is torch.optim.AdamW else "state1"
-    old = weakref.ref(optimizer.state[parameters[0]][name])
-    alive = []
-
-    def load(given: dict[str, Any]) -> None:
-        if given["state"]:
-            gc.collect()
-            alive.append(old() is not None)
-        type(optimizer).load_state_dict(optimizer, given)
-
-    load_optimizer_state(optimizer, state_dict, load=load)
-    assert alive == [False]
-    assert len(optimizer.state) == 8
-
-
-def test_groups_that_do_not_fit_are_refused_before_state_is_taken() -> None:
-    parameters, optimizer = stepped(bitsandbytes.optim.AdamW32bit)
-    state_dict = optimizer.state_dict()
-    other = bitsandbytes.optim.AdamW32bit(parameters[:3])
-    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
-        load_optimizer_state(other, state_dict)
-    assert len(state_dict["state"]) == 8
-
-
-class Paging(bitsandbytes.optim.PagedAdamW32bit):  # type: ignore[misc]
-    """Allocates as on a card: paged from 100,000 elements on; there is no paged memory without one."""
-
-    def get_state_buffer(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        buffer = torch.zeros(p.shape, dtype=dtype)
-        if p.numel() >= 1e5:
-            buffer.is_paged = True
-        return buffer
-
-
-def test_state_is_paged_again() -> None:
-    optimizer = Paging([nn.Parameter(torch.zeros(400, 300))])
-    large, small = torch.randn(400, 300), torch.randn(30)
-    state = {"step": 3, "state1": large.clone(), "state2": large.clone()}
-    page_state(optimizer, state)
-    assert state["step"] == 3
-    for name in ("state1", "state2"):
-        assert state[name].is_paged
-        assert torch.equal(state[name], large)
-    state = {"step": 3, "state1": small}
-    page_state(optimizer, state)
-    assert state["state1"] is small
-    doubled = {"state1": torch.stack([torch.randn(400, 150)] * 2)}  # AdEMAMix keeps two moments in one
-    page_state(optimizer, doubled)
-    assert doubled["state1"].shape == (2, 400, 150)
-    assert doubled["state1"].is_paged
-    unpaged = bitsandbytes.optim.AdamW32bit([nn.Parameter(torch.zeros(400, 300))])
-    state = {"state1": large}
-    page_state(unpaged, state)
-    assert state["state1"] is large
-
-
 def mapping_at(address: int) -> str:
     """Return the line of this process's memory map that an address lies in; it ends with the file, if there is one."""
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -478,28 +377,3 @@ def test_files_are_mapped_only_while_state_is_loaded(tmp_path, monkeypatch) -> N
     assert tiny.largest_difference(straight, resumed) == 0.0
     maps = Path("/proc/self/maps")
     assert not maps.is_file() or "checkpoint-2/optimizer.pt" not in maps.read_text()
-
-
-@pytest.mark.parametrize("damage", ["broken", "missing"])
-def test_setting_is_put_back_when_there_is_no_state(tmp_path, monkeypatch, damage) -> None:
-    from torch.utils.serialization import config
-
-    trainer(llama(), tmp_path, ours()).train()
-    monkeypatch.setattr(checkpoint_files, "_maps_state", lambda trainer: True)
-    path = tmp_path / "checkpoint-2/optimizer.pt"
-    path.with_name(MANIFEST).unlink()  # which would refuse it
-    built = trainer(llama(), tmp_path, ours())
-    seen: list[bool] = []
-    step = built.training_step
-    built.training_step = lambda *args, **kwargs: (seen.append(config.load.mmap), step(*args, **kwargs))[1]
-    if damage == "broken":
-        path.write_bytes(path.read_bytes()[:1000])
-        with pytest.raises(RuntimeError, match="PytorchStreamReader failed"):
-            built.train(str(tmp_path / "checkpoint-2"))
-        assert seen == []
-    else:
-        path.unlink()
-        built.train(str(tmp_path / "checkpoint-2"))
-        assert seen == [False, False]
-    assert config.load.mmap is False
-    assert "load_state_dict" not in vars(built.optimizer.optimizer)

@@ -14,7 +14,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_memopt.binding.trials import row_count
 from hf_memopt.techniques.microbatching import row_lengths, splittable_batch_reason, splittable_reason
 from hf_memopt.techniques.microbatching.splitting import cut, decoder_lengths, take_rows
 
@@ -106,19 +105,6 @@ def test_a_micro_batch_equals_what_the_collator_makes_of_its_rows(lengths: list[
             if multiple == 1 and any(batch[name].shape[1] % 8 == 0 for name in ("input_ids", "labels")):
                 continue  # then widths stay multiples of 8 on purpose: the next test
             assert_same(take_rows(batch, rows), collated([lengths[row] for row in rows], multiple, seq2seq))
-
-
-@given(st.lists(st.integers(1, 15), min_size=1, max_size=6), st.data())
-def test_the_length_of_a_row_is_its_width_alone(lengths: list[int], data: Any) -> None:
-    seq2seq = data.draw(st.booleans())
-    batch = collated([(length, 31 - length) for length in lengths], 1, seq2seq)
-    found = row_lengths(batch)
-    assert found is not None
-    for row, length in enumerate(found):
-        micro_batch = take_rows(batch, [row])
-        assert length == micro_batch["input_ids"].shape[1] + (micro_batch["labels"].shape[1] if seq2seq else 0)
-    of_decoder = [take_rows(batch, [row])["labels"].shape[1] for row in range(len(lengths))]
-    assert decoder_lengths(batch) == (of_decoder if seq2seq else None)
 
 
 def text(rows: int = 3, columns: int = 10, real: int = 4, **others: Any) -> dict[str, Any]:
@@ -214,19 +200,6 @@ def test_padding_that_no_row_needs_is_cut_off_and_nothing_else(case: str) -> Non
         columns = slice(None) if len(shape) < 2 else slice(shape[1])
         kept = batch[name] if len(shape) < 2 else batch[name][:, columns]
         assert torch.equal(micro_batch[name], kept if len(kept) == 1 else kept[rows])
-
-
-@pytest.mark.parametrize(
-    ("batch", "rows"),
-    [
-        ({"pixel_values": torch.zeros(8, 3), "input_ids": torch.zeros(2, 5)}, 2),
-        ({"labels": torch.zeros(4), "pixel_values": torch.zeros(3, 3, 2, 2)}, 3),
-        ({"scale": torch.tensor(1.0), "features": torch.zeros(5, 2)}, 5),
-    ],
-    ids=["text before images", "images before labels", "any other"],
-)
-def test_the_number_of_rows(batch: dict[str, Any], rows: int) -> None:
-    assert row_count(batch) == rows
 
 
 def normed(norm: type[nn.Module], *, trains: bool = True) -> nn.Module:

@@ -125,17 +125,6 @@ def test_a_model_that_is_streamed_before_the_trainer_is_kept(tmp_path: Path) -> 
     )
 
 
-def test_a_model_that_was_placed_before_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """On a machine without a GPU weights on meta stand for weights that the Trainer has moved."""
-    args = SimpleNamespace(device=torch.device("meta"), fp16_full_eval=False, bf16_full_eval=False)
-    with pytest.raises(ValueError, match="is not a device whose memory can be read"):
-        StreamedLayersCallback().change_model(llama().to("meta"), args)
-    assert caplog.messages == [
-        "StreamedLayersCallback: the whole model was on meta before its layers could wait in host memory. Where it "
-        "does not fit, call before Trainer(...): stream_layers(model)"
-    ]
-
-
 def test_stocks_checkpointing_is_off_while_layers_are_streamed(tmp_path: Path) -> None:
     """The Trainer switches it on at each train(), and finds it on when the layers are its own again."""
     model, callback = llama(), StreamedLayersCallback()
@@ -143,17 +132,6 @@ def test_stocks_checkpointing_is_off_while_layers_are_streamed(tmp_path: Path) -
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
     callback.handle.remove()
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
-
-
-def test_moving_a_model_leaves_its_layers_on_the_host() -> None:
-    """As the Trainer and accelerate move it; adapters and buffers in the layers go along."""
-    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    model.get_base_model().model.layers[0].register_buffer("scale", torch.ones(1))
-    stream_layers(model)
-    model.to("meta")
-    places = {name: tensor.device.type for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    stay = {name for name in places if ".layers." in name and "lora_" not in name and "scale" not in name}
-    assert stay == {name for name, device in places.items() if device == "cpu"}
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -217,22 +195,6 @@ def test_evaluation_and_generation_fetch_each_layer_once() -> None:
     assert torch.equal(model.generate(IDS, **asked), plain.generate(IDS, **asked))
     assert (ring.fetches, ring.live_bytes) == (4 * LAYERS, 0)
     assert backward(model.train()) == backward(plain.train())  # with what inference mode has fetched gone
-
-
-def test_a_cache_that_was_not_kept_is_not_decoded_with() -> None:
-    model = llama(use_cache=True).eval()
-    with stream_layers(model):
-        with torch.no_grad():
-            whole = model(IDS).logits
-            begun = model(IDS[:, :8]).past_key_values
-            assert torch.allclose(model(IDS[:, 8:], past_key_values=begun).logits, whole[:, 8:], atol=1e-5)
-        begun = model(IDS[:, :8]).past_key_values
-        with torch.no_grad():
-            filled = model(IDS[:, :8]).past_key_values
-        for cache in (begun, filled):
-            with pytest.raises(ValueError, match=r"past_key_values goes on with a cache where gradients are recorded"):
-                model(IDS[:, 8:], past_key_values=cache)
-        assert torch.allclose(model(IDS).logits, whole)
 
 
 def test_adapters_are_trained_on_the_device_and_merged(tmp_path: Path) -> None:
@@ -307,22 +269,6 @@ def test_gradients_are_those_of_stock_whatever_runs(make: Any, run: Any, fetches
         run(one)
     assert same(gradients(model), gradients(plain))
     assert (ring.fetches, ring.live_bytes) == (fetches, 0)
-
-
-def test_hooks_of_parameters_see_the_gradient_on_the_host() -> None:
-    model = llama()
-    plain = stock(model)
-    stream_layers(model)
-    seen: dict[str, list[torch.Tensor]] = {}
-    for one in (model, plain):
-        weight = one.model.layers[1].mlp.up_proj.weight
-        found = seen.setdefault(str(one is model), [])
-        weight.register_hook(lambda gradient, found=found: found.append(gradient.clone()))
-        weight.register_post_accumulate_grad_hook(lambda p, found=found: found.append(p.grad.clone()))
-        backward(one)
-        backward(one)
-    assert len(seen["True"]) == 4
-    assert same(seen["True"], seen["False"])
 
 
 def test_embeddings_on_the_host_are_trained_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,47 +347,6 @@ def test_the_comparison_of_parts_draws_no_random_numbers() -> None:
     assert losses[0] == losses[1]
 
 
-def test_rows_are_cut_where_layers_get_a_cache_by_position() -> None:
-    model = small("GPT2LMHeadModel", n_embd=32, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0).double()
-    plain = stock(model)
-    stream_layers(model, rows=2)
-    for one in (model, plain):
-        one(IDS, labels=IDS, use_cache=True).loss.backward()
-    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("asks", [False, True])
-def test_rows_are_cut_where_hidden_states_are_recorded_or_were(asks: bool) -> None:
-    """Of whole rows, by hooks on the layers; those that transformers leaves inside them record nothing then."""
-    model = llama(attn_implementation="eager", attention_dropout=0.0).double()
-    plain = stock(model)
-    stream_layers(model, rows=3)
-    with torch.no_grad():
-        model(IDS, output_hidden_states=True)
-    for one in (model, plain):
-        found = one(IDS, labels=IDS, output_hidden_states=asks)
-        (found.loss + sum(states.square().mean() for states in found.hidden_states or ())).backward()
-    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
-
-
-def test_a_position_bias_that_all_rows_share_is_not_joined() -> None:
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 3, "vocab_size": 100}
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    ).double()
-    plain = stock(model)
-    stream_layers(model, rows=1)
-    for one in (model, plain):
-        one.train()
-        one.config.use_cache = False
-        one(input_ids=IDS[:4], labels=IDS[:4, :5].contiguous()).loss.backward()
-    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
-
-
 def test_too_little_host_memory_is_said_before_the_first_step(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=1000))
     model = llama()
@@ -453,26 +358,6 @@ def test_too_little_host_memory_is_said_before_the_first_step(tmp_path: Path, mo
         "available; expected no more, since the machine would swap. Train adapters, set optim='adamw_bnb_8bit', or "
         "load the model with dtype=torch.bfloat16"
     )
-
-
-def test_a_second_run_needs_no_more_host_memory(tmp_path: Path) -> None:
-    callback = StreamedLayersCallback()
-    arguments = tiny.arguments(tmp_path, **ADAMW, max_steps=2)
-    trainer = attach(Trainer(llama(), arguments, train_dataset=rows()), callback)
-    trainer.train()
-    assert not callback.handle.ring.gradients._kept  # neither the next run nor a merge has to do without
-    trainer.train()
-    assert trainer.state.global_step == 2
-
-
-def test_accelerate_finds_the_device_that_computes_in_a_device_map() -> None:
-    """It refuses to train quantised weights that were loaded on another one."""
-    model = llama()
-    model.hf_device_map = {"": "cpu"}
-    handle = stream_layers(model)
-    assert model.hf_device_map == {"": torch.device("cpu")}
-    handle.remove()
-    assert model.hf_device_map == {"": "cpu"}
 
 
 @pytest.mark.parametrize("way", ["load_state_dict", "an attribute"])
@@ -513,16 +398,6 @@ RELEASED = {
     "16-bit weights": (sixteen_bit_optimizer(torch.optim.AdamW, "kahan"), {}, {}),
     "16-bit weights, 8-bit AdamW": (sixteen_bit_optimizer(bitsandbytes.optim.AdamW, "kahan"), EIGHT_BITS, {}),
 }
-
-
-class Recording(torch.optim.AdamW):
-    """Notes what it steps."""
-
-    stepped: list[torch.Tensor]
-
-    def step(self, closure: Any = None) -> Any:
-        vars(self).setdefault("stepped", []).extend(p for group in self.param_groups for p in group["params"])
-        return super().step(closure)
 
 
 def released_run(folder: Path, kind: Any, options: Any, *, streamed: bool, resume: str | None = None) -> Trainer:
@@ -578,15 +453,6 @@ def test_a_layer_that_runs_twice_is_not_released_but_parked(tmp_path: Path) -> N
         f"layer, when {kinds[0].__name__} had stepped it; expected one forward pass for each backward pass. Run the "
         "model once on all rows joined, or leave released_optimizer out: parked gradients are added up"
     )
-
-
-def test_copies_of_the_weights_step(tmp_path: Path) -> None:
-    trainer = released_run(tmp_path, gradient_release(Recording, trust=True), {}, streamed=True)
-    stepped, own = trainer.optimizer.optimizer.stepped, {*trainer.model.parameters()}
-    assert (
-        len([one for one in stepped if one not in own]) == 4 * 9 * LAYERS
-    )  # 9 parameters of a layer in each of 4 steps
-    assert len([one for one in stepped if one in own]) == 4 * (len(own) - 9 * LAYERS)
 
 
 def test_stochastic_rounding_steps_on_the_device(tmp_path: Path) -> None:
