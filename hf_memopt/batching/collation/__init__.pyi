@@ -1,5 +1,4 @@
 from .collators import BucketedCollator as BucketedCollator
-from .collators import check_tokenizer as check_tokenizer
 from .flattened_texts import keep_texts_apart as keep_texts_apart
 from .model_needs import has_decoder as has_decoder
 from .rows import PackedRow as PackedRow

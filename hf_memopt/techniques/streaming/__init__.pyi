@@ -1,3 +1,2 @@
 from .lanes import Lanes as Lanes
-from .streamed_layers import StreamedLayersCallback as StreamedLayersCallback
 from .streamed_layers import stream_layers as stream_layers
