@@ -88,7 +88,7 @@ def figures_table(figures: Figures) -> Table:
     for name, title in TITLES.items():
         own = figures[name]
         peaks = mebibytes(own["peak_bytes"]), mebibytes(own["predicted_peak_bytes"])
-        speed = f"{own['examples_per_second']:,.0f}" if own["steps"] else "-"
+        speed = f"{own['examples_per_second']:,.0f}" if own["steps"] == own["planned_steps"] else "-"
         accuracy = "-" if own["accuracy"] is None else f"{own['accuracy']:.3f}"
         steps = f"{own['steps']}/{own['planned_steps']}"
         table.add_row(title, steps, str(own["times_out_of_memory"]), *peaks, speed, accuracy)

@@ -91,7 +91,7 @@ class Demo:
         task, whole = "sequence-classification", {"effective_batch_size": BATCH_SIZE}
         found = hf_memopt.plan(model.config, gpu=gpu, seq_len=TOKENS, method="full", task=task, **whole)
         figures["plan"] = f"{found.chosen.name}, {found.chosen.batch}" if found.chosen else "nothing fits"
-        recipe = found.recipe
+        recipe = found.recipe.replace(precision="auto")  # as this CPU computes
         args = recipe.training_arguments(self.folder, num_train_epochs=1, **HYPERPARAMETERS, **QUIET, **ON_CPU, **whole)
         trainer = Trainer(
             recipe.prepare_model(model),
