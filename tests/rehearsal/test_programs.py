@@ -30,6 +30,7 @@ ESTIMATED = {  # the same set-up for `estimate`, of programs of the stock Traine
         "batch_size": 4,
         "seq_len": 512,
         "gradient_accumulation_steps": 2,
+        "padding": False,  # all rows have 512 tokens
     },
     "ViT": {
         "model": "google/vit-base-patch16-224",
