@@ -140,8 +140,8 @@ def estimate_settings(case: Case) -> dict[str, Any]:
     """Return the arguments of ``estimate`` for a case, as its source states it.
 
     Raises:
-        ValueError: the weights are quantised in a way that is not estimated, several GPUs share them, or the model or the
-            GPU is unknown.
+        ValueError: the weights are quantised in a way that is not estimated, several GPUs share them, or the model or
+            the GPU is unknown.
     """
     if case.quantization not in (None, "nf4"):
         raise ValueError(f"weights quantised by {case.quantization!r} are not estimated")

@@ -58,7 +58,7 @@ def test_ddps_buckets_hold_as_many_bytes_as_all_gradients(tmp_path: Path) -> Non
         done.set_result(bucket.buffer())
         return done
 
-    model = tiny.bert(hidden_size=256, intermediate_size=4096)
+    model = tiny.bert()
     found = estimate(model, **SIZES, gpu="T4", precision="fp32")
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -68,7 +68,6 @@ def test_ddps_buckets_hold_as_many_bytes_as_all_gradients(tmp_path: Path) -> Non
         wrapped(input_ids=tokens, labels=torch.zeros(2, dtype=torch.int64)).loss.backward()
     finally:
         torch.distributed.destroy_process_group()
-    assert len(seen) > 1
     assert sum(seen) == found.gradient_bytes == 4 * found.trainable_parameters
 
 
