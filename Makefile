@@ -40,7 +40,7 @@ test-cuda: .venv-cuda/.ready  ## torch's CUDA build on a GPU without silicon: th
 	$(CUDA) benchmarks/judge.py
 
 test-zero: .venv-zero/.ready  ## the tests that need DeepSpeed, on a CPU: none of them is skipped there
-	.venv-zero/bin/python -m pytest -m "not hard" $(PYTEST_ARGS) -k "deepspeed or DeepSpeed or ZeRO" tests/recipes/test_launch.py tests/techniques/test_engines.py
+	.venv-zero/bin/python -m pytest -m "not hard" $(PYTEST_ARGS) -k "deepspeed or DeepSpeed or ZeRO" tests/techniques/test_engines.py
 
 test-clients: .venv-clients/.ready   ## other people's trainings, stock and with this package; writes docs/clients.md
 	$(CLIENTS)/python -m pytest --write-results $(CLIENTS_ARGS) tests/clients; \

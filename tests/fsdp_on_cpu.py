@@ -28,7 +28,9 @@ ENVIRONMENT = {} if FSDP_IS_A_FLAG else {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DIC
 def arguments() -> dict[str, Any]:
     """Return the ``TrainingArguments`` that shard with FSDP2; 5.8 reads wrapping from the text of ``fsdp``."""
     config = {"version": 2, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT"}
-    return {"fsdp": True if FSDP_IS_A_FLAG else "full_shard auto_wrap", "fsdp_config": config}
+    if FSDP_IS_A_FLAG:
+        return {"fsdp": True, "fsdp_config": {**config, "cpu_offload": False}}
+    return {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
 
 
 @contextmanager

@@ -80,6 +80,4 @@ def test_rows_of_reserved_bytes_that_are_far_off_are_named_and_explained() -> No
     assert line.split("`")[1::2] == [  # those whose causes follow
         "fitcheck/TinyLlama-1.1B/eager/nf4/r32/2x512/reserved",
         "fitcheck/SmolLM2-1.7B/eager/nf4/r32/1x2048/reserved",
-        "answer.ai/fsdp qlora 4x2048",
-        "answer.ai/fsdp qlora 1x2048",
     ]

@@ -100,7 +100,7 @@ def test_each_technique_alone_keeps_losses_weights_and_metrics(name: str, tmp_pa
 
 @pytest.mark.slow
 def test_stock_resumes_from_a_file_of_each_process(tmp_path: Path) -> None:
-    """Such a checkpoint has no weights that ``from_pretrained`` reads, so ``Recipe.distributed`` asks for the other."""
+    """Such a checkpoint has no weights that ``from_pretrained`` reads, so the other tests have one in one piece."""
     ranks = run_cases(tmp_path, "FSDP2", "sharded state")["sharded state"]
     check_resumed(ranks, tmp_path, "sharded state")
     for rank in ranks:
