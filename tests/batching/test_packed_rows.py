@@ -348,6 +348,7 @@ def test_a_recipes_trainer_takes_packed_rows(tmp_path):
         train_dataset=view,
         processing_class=tiny.tokenizer(),
         training_arguments=settings,
+        causal_lm=True,
     )
     trainer.train()
     assert trainer.args.per_device_train_batch_size == 1
