@@ -10,7 +10,9 @@ import warnings
 from typing import Any
 
 import datasets
+import heads
 import noted_batches
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -20,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from transformers import Trainer
 
 import tiny
-from hf_memopt import BucketedCollator, Change, attach, bucketed, packed, sorted_by_length
+from hf_memopt import BucketedCollator, Change, attach, bucketed, packed, sorted_by_length, token_lengths
 
 COUNT = 36
 LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]
@@ -270,6 +272,16 @@ def test_a_view_describes_its_dataset_and_has_none_of_its_methods(kind):
     assert not hasattr(bucketed(examples(), **VIEWS[kind]), "column_names")
 
 
+@pytest.mark.parametrize(("kind", "item"), [("examples", "an example"), ("batches", "a batch")])
+def test_positions_that_are_not_integers_are_refused(kind, item):
+    view = bucketed(examples(), **VIEWS[kind])
+    for position in (slice(0, 3), "0", 1.0, None, [0, 1]):
+        refuses(TypeError, whole("position={position!r}", position=position, item=item), view.__getitem__, position)
+    assert view[np.int64(1)] == view[torch.tensor(1)] == view[1]
+    message = f"position={len(view)} is not {item} of this view; expected 0 to {len(view) - 1}"
+    refuses(IndexError, message, view.__getitem__, len(view))
+
+
 def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_column():
     message = whole("lengths=<array of shape (2,)> does not belong to a dataset of {count}", count=COUNT)
     refuses(ValueError, message, bucketed, examples(), batch_size=4, lengths=[1, 2])
@@ -329,3 +341,21 @@ def test_a_run_that_goes_on_with_another_budget_is_told_what_it_repeats(
         attach(trainer).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     told = [str(one.message) for one in caught if "bucketed(...)" in str(one.message)]
     assert [one.startswith(f"step {step} of the checkpoint ends at epoch ") for one in told] == [True] * is_told
+
+
+@pytest.mark.parametrize("source", [list, Dataset.from_list])
+def test_labels_beyond_the_budget_are_told(source, tmp_path, caplog):
+    data = source([{"input_ids": [5] * 4, "labels": [5] * length} for length in (4, 16, 16, 4)])
+    longer = np.maximum(token_lengths(data), token_lengths(data, "labels"))
+    told = []
+    for lengths in (None, longer):
+        view = bucketed(data, max_tokens=32, lengths=lengths, pad_to_multiple_of=1)
+        collator = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=1)
+        args = tiny.arguments(tmp_path, per_device_train_batch_size=1)
+        trainer = Trainer(heads.HEADS["t5"].build(), args, train_dataset=view, data_collator=collator)
+        with caplog.at_level("WARNING", logger="hf_memopt"):
+            attach(trainer)
+        sizes = [batch["labels"].numel() for batch in trainer.get_train_dataloader()]
+        told.append((max(sizes), f"the decoder has {max(sizes)} padded tokens in a batch" in caplog.text))
+        caplog.clear()
+    assert told == [(64, True), (32, False)]

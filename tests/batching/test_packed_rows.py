@@ -411,6 +411,14 @@ def test_rows_that_no_trainer_is_attached_to_are_told_of_once(tmp_path, caplog):
     assert caplog.messages == []
 
 
+def test_rows_that_were_added_are_missed():
+    rows = examples(8)
+    view = packed(rows, 20)
+    rows += examples(8)
+    with pytest.raises(RuntimeError, match=r"had 8 when the view was built.*packed\(dataset, ...\)"):
+        view[0]
+
+
 class Calling(transformers.LlamaForCausalLM):
     def forward(self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **given: Any) -> Any:
         return super().forward(input_ids, position_ids=position_ids, labels=labels, **given)

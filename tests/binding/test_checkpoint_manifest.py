@@ -9,6 +9,7 @@ import shutil
 import sys
 import warnings
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -222,7 +223,30 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused_by_the_files_name(saved,
     refuses(ValueError, message, chosen, str(last), tmp_path / "elsewhere")
 
 
+def with_foreign_file(content: bytes) -> bytes:
+    told = json.loads(content)
+    told["files"]["../secret"] = "0 bytes, CRC32 00000000"
+    return json.dumps(told).encode()
+
+
 UNFINISHED = "its memopt_manifest.json was not written to its end"
+
+
+BROKEN: list[tuple[Callable[[bytes], bytes], str]] = [
+    *((lambda _, new=new: new, UNFINISHED) for new in (b"", b"\0" * 900, b"{", b"[]", b'{"run": "a", "step": 4}')),
+    (with_foreign_file, "it has no ../secret"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), BROKEN, ids=range(len(BROKEN)))
+def test_a_manifest_that_was_cut_off_or_names_other_files_is_not_that_of_a_whole_checkpoint(
+    saved, tmp_path, change, reason
+) -> None:
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(saved / "checkpoint-4", folder)
+    (tmp_path / "secret").write_bytes(b"")
+    (folder / MANIFEST).write_bytes(change((folder / MANIFEST).read_bytes()))
+    assert why_not_whole(folder) == reason
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])

@@ -351,3 +351,10 @@ def test_summary_prints_time_speed_and_the_peaks_of_the_run(monkeypatch, capsys)
     )
     print_summary(TrainOutput(0, 1.0, {"train_runtime": 0.0}))  # without the callback and without a speed
     assert capsys.readouterr().out == "Time: 0.00 s\n" + HOST_LINE
+
+
+@pytest.mark.parametrize("result", [None, TrainOutput(0, 1.0, {}), {"train_runtime": 1.0}])
+def test_summary_of_something_else_is_refused_before_anything_is_printed(capsys, result):
+    told = "has no train_runtime; expected what trainer.train() returned. Call print_summary(trainer.train())."
+    refuses(ValueError, f"result={result!r} {told}", print_summary, result)
+    assert capsys.readouterr().out == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -406,6 +407,25 @@ def test_gradients_outside_of_the_model_are_those_of_one_attempt(tmp_path: Path)
     torch.testing.assert_close(parts.scale.grad, whole.scale.grad)  # type: ignore[attr-defined]
 
 
+class Cycles(CountsInLoss):
+    """Takes its weights from an iterator."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weights = itertools.cycle([1.0, 2.0, 3.0])
+
+    def weigh(self) -> float:
+        return next(self.weights) * super().weigh()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_reads_an_iterator_is_not_repeated(where: str, tmp_path: Path) -> None:
+    model = tiny.bert()
+    Scarcity(calls=(2,), where=where).watch(model)
+    with pytest.raises(torch.OutOfMemoryError, match=r"since Cycles\.weights, an iterator, may have moved on"):
+        make(Cycles, tmp_path, MicrobatchCallback(), model=model).train()
+
+
 @pytest.mark.parametrize(
     ("kind", "call", "where", "steps"),
     [
@@ -542,3 +562,16 @@ def test_an_evaluation_that_runs_out_of_memory_gives_what_stock_gives(kind: type
     assert loss_of_parts == pytest.approx(loss, abs=1e-6)
     assert accuracy_of_parts == accuracy
     assert labels_of_parts.tolist() == labels.tolist()
+
+
+def test_an_evaluation_of_which_only_one_row_fits_says_why_it_cannot_be_compared(tmp_path: Path) -> None:
+    trainer = make(own(hard_examples), tmp_path, MicrobatchCallback())
+    Full(limit=1).watch(trainer.model)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.evaluate()
+    assert str(error.value) == (
+        "batch 0 of this evaluation, of 4 rows, does not fit into memory and cannot be split: "
+        f"BertForSequenceClassification: not even two rows fit, without gradients, so that none can be compared "
+        f"({OUT}); expected a batch that fits. Lower it: "
+        "TrainingArguments(..., per_device_eval_batch_size=2)"
+    )

@@ -335,6 +335,15 @@ def test_state_of_bitsandbytes_is_copied_part_by_part(read_to, place) -> None:
     assert ours["card"] <= STATE + PER_PARAMETER + SMALL
 
 
+def test_groups_that_do_not_fit_are_refused_before_state_is_taken() -> None:
+    parameters, optimizer = stepped(bitsandbytes.optim.AdamW32bit)
+    state_dict = optimizer.state_dict()
+    other = bitsandbytes.optim.AdamW32bit(parameters[:3])
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        load_optimizer_state(other, state_dict)
+    assert len(state_dict["state"]) == 8
+
+
 def mapping_at(address: int) -> str:
     """Return the line of this process's memory map that an address lies in; it ends with the file, if there is one."""
     for line in Path("/proc/self/maps").read_text().splitlines():

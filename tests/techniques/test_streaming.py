@@ -125,6 +125,17 @@ def test_a_model_that_is_streamed_before_the_trainer_is_kept(tmp_path: Path) -> 
     )
 
 
+def test_a_model_that_was_placed_before_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """On a machine without a GPU weights on meta stand for weights that the Trainer has moved."""
+    args = SimpleNamespace(device=torch.device("meta"), fp16_full_eval=False, bf16_full_eval=False)
+    with pytest.raises(ValueError, match="is not a device whose memory can be read"):
+        StreamedLayersCallback().change_model(llama().to("meta"), args)
+    assert caplog.messages == [
+        "StreamedLayersCallback: the whole model was on meta before its layers could wait in host memory. Where it "
+        "does not fit, call before Trainer(...): stream_layers(model)"
+    ]
+
+
 def test_stocks_checkpointing_is_off_while_layers_are_streamed(tmp_path: Path) -> None:
     """The Trainer switches it on at each train(), and finds it on when the layers are its own again."""
     model, callback = llama(), StreamedLayersCallback()

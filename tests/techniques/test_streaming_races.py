@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -151,3 +153,23 @@ def test_the_weights_of_a_layer_lie_in_one_page_locked_buffer(monkeypatch: Any, 
     for parameter in layer.parameters:
         parameter.data = parameter.data.clone()
     assert len(runtime.locked) == LAYERS - 1  # given back with the last tensor in it
+
+
+def test_a_driver_that_locks_no_pages_is_named(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
+    host = Lanes("cpu")
+    host.is_async = True
+    with pytest.warns(UserWarning, match="refused to page-lock 512 bytes of host memory .error 2., so copies wait"):
+        [copied] = host.host_like([torch.ones(3)])
+    assert copied.shape == (3,)
+
+
+def test_too_little_host_memory_for_the_weights_is_said_before_they_are_copied(monkeypatch: Any) -> None:
+    """What ``from_pretrained`` returns may lie in a mapped file, which takes no memory yet."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=1000))
+    streamed, host = llama(), Lanes("cpu")
+    host.is_async = True
+    with pytest.raises(ValueError, match=r"^streamed layers need .* of host memory for the weights of layer 1 of 5, "):
+        stream_layers(streamed, lanes=host)
+    assert "forward" not in vars(streamed.model.layers[0])
+    assert stream_layers(streamed)
