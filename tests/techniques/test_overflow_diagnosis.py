@@ -17,8 +17,7 @@ from transformers import Trainer, TrainerCallback
 import tiny
 from hf_memopt.binding import attach, checkpointing_arguments
 from hf_memopt.binding.undo import RandomState
-from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, StepInputs, _repeated, bad_tensors
-from hf_memopt.techniques.nonfinite.overflow import OverflowCallback
+from hf_memopt.techniques.nonfinite.overflow import OverflowCallback, OverflowReport, WindowStep, is_bad, repeat
 
 
 def found(model: nn.Module, dataset: Any, output_dir: Any, *callbacks: Any, **settings: Any) -> list[OverflowReport]:
@@ -46,11 +45,11 @@ PLACE = f"{nonfinite_models.PLACE} (NonfiniteLinear)"
 @pytest.mark.parametrize("settings", [{"gradient_accumulation_steps": 2}, {"bf16": True}], ids=str)
 def test_the_module_and_the_examples_are_named(tmp_path: Any, settings: dict[str, Any]) -> None:
     (report,) = of_llama(tmp_path, "forward", **settings)
-    assert (report.case, report.where, report.rows, report.examples) == ("forward", PLACE, (1, 3), (9, 11))
+    assert (report.case, report.where, report.examples) == ("forward", PLACE, (8, 9, 10, 11))
     assert report.step == (3 if "bf16" in settings else 2)
     assert str(report) == (
-        f"step {report.step}: the output of {PLACE} is not finite, its inputs are; rows 1, 3; examples 9, 11. Under "
-        "fp16 set bf16=True instead; else look there for sqrt, log or a division of zero: add an eps, or lower "
+        f"step {report.step}: the output of {PLACE} is not finite, its inputs are; examples 8, 9, 10, 11. "
+        "Under fp16 set bf16=True instead; else look there for sqrt, log or a division of zero: add an eps, or lower "
         "learning_rate, lengthen warmup_steps or set max_grad_norm=1.0"
     )
 
@@ -67,7 +66,7 @@ OF_GRADIENTS: dict[str, dict[str, Any]] = {
 def test_the_weight_where_gradients_stop_being_finite_is_named(tmp_path: Any, settings: dict[str, Any]) -> None:
     (report,) = of_llama(tmp_path, "gradient", **settings)
     assert (report.case, report.where) == ("gradient", f"{nonfinite_models.PLACE}.weight")
-    assert (report.rows, report.examples) == ((), (8, 9, 10, 11))  # of one accumulation step of two, or of a step
+    assert report.examples == (8, 9, 10, 11)  # of one accumulation step of two, or of a step
 
 
 def test_gradient_of_a_tied_weight_accuses_the_right_module(tmp_path: Any) -> None:
@@ -112,7 +111,6 @@ def test_values_made_between_modules_accuse_the_module_around(tmp_path: Any) -> 
     model.model.layers[0].mlp = Between(model.config)
     (*_, report) = found(model, nonfinite_models.rows(4), tmp_path)
     assert (report.case, report.where) == ("forward", "model.layers.0.mlp (Between)")
-    assert report.rows == (0, 1, 2, 3)
 
 
 def test_loss_of_ignored_labels(tmp_path: Any) -> None:
@@ -132,36 +130,14 @@ def test_loss_outside_of_the_model(tmp_path: Any) -> None:
         return outputs.logits.mean() + torch.log(1 - spoiled).sum()
 
     (report,) = found(tiny.llama(), nonfinite_models.rows(bad=(5,)), tmp_path, compute_loss_func=log_of_zero)
-    assert (report.case, report.step, report.rows, report.examples, report.detail) == ("loss", 2, (), (4, 5, 6, 7), "")
-
-
-def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A mean over the labels that count; not a number where none does."""
-    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-
-
-def test_a_row_without_labels_is_not_accused_for_the_mean_that_it_has_not(tmp_path: Any) -> None:
-    examples = nonfinite_models.rows(4, bad=(2,))
-    examples[0]["labels"] = [-100] * 8
-    (report,) = found(
-        nonfinite_models.make_nonfinite(tiny.llama(), "forward"), examples, tmp_path, compute_loss_func=mean_loss
-    )
-    assert (report.case, report.where, report.rows, report.examples) == ("forward", PLACE, (2,), (2,))
-
-
-def test_rows_that_are_no_examples(tmp_path: Any) -> None:
-    def twice(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        return {name: torch.tensor([row[name] for row in rows for _ in range(2)]) for name in rows[0]}
-
-    (report,) = of_llama(tmp_path, "forward", bad=(7,), data_collator=twice)
-    assert (report.step, report.rows, report.examples) == (2, (6, 7), (4, 5, 6, 7))
+    assert (report.case, report.step, report.examples, report.detail) == ("loss", 2, (4, 5, 6, 7), "")
 
 
 def test_weights_that_cannot_be_looked_at_do_not_end_the_run(tmp_path: Any) -> None:
     model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
     model.register_buffer("eighths", torch.zeros(2).to(torch.float8_e4m3fn))  # torch has no isfinite for them
     (report,) = found(model, nonfinite_models.rows(8, bad=(5,)), tmp_path)
-    assert (report.case, report.where, report.rows) == ("forward", PLACE, (1,))
+    assert (report.case, report.where) == ("forward", PLACE)
 
 
 class Normed(nn.Module):
@@ -187,8 +163,8 @@ def test_a_compiled_model_is_repeated_as_it_is_written(tmp_path: Any) -> None:
     model.compile(backend=backend)
     (report,) = found(model, [{"x": [1e30 if i == 5 else 1.0, 1.0], "labels": 0} for i in range(8)], tmp_path)
     torch.compiler.reset()
-    assert (report.case, report.where, report.rows) == ("forward", "norm (LayerNorm)", (1,))
-    assert len(graphs) == 1  # for training; none for hooks and single rows
+    assert (report.case, report.where) == ("forward", "norm (LayerNorm)")
+    assert len(graphs) == 1  # for training; none for hooks
 
 
 class SpoilWeight(TrainerCallback):
@@ -204,7 +180,7 @@ def test_weights(tmp_path: Any) -> None:
     callback = OverflowCallback()
     trainer = nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(), tmp_path, SpoilWeight())
     attach(trainer, callback)
-    with pytest.raises(RuntimeError, match=r"^max_in_a_row=3 steps in a row up to step 4 "):
+    with pytest.raises(RuntimeError, match=r"^max_in_a_row=3 steps up to step 4 "):
         trainer.train()
     assert [(report.step, report.case, report.where, report.examples) for report in callback.reports] == [
         (step, "weights", "model.layers.1.self_attn.q_proj.weight", None) for step in (2, 3, 4)
@@ -215,10 +191,10 @@ def test_inputs(tmp_path: Any) -> None:
     examples = [{**row, "labels": float(row["labels"])} for row in tiny.rows(8)]
     examples[6]["labels"] = float("nan")
     (report,) = found(tiny.bert(num_labels=1), examples, tmp_path)
-    assert (report.case, report.where, report.step, report.rows, report.examples) == ("inputs", "labels", 2, (2,), (6,))
+    assert (report.case, report.where, report.step, report.examples) == ("inputs", "labels", 2, (4, 5, 6, 7))
     assert str(report) == (
-        "step 2: the batch itself is not finite, in column labels; rows 2; examples 6. Mend these examples or leave "
-        "them out"
+        "step 2: the batch itself is not finite, in column labels; examples 4, 5, 6, 7. Mend these examples or "
+        "leave them out"
     )
 
 
@@ -239,12 +215,6 @@ class Joint(nn.Module):
 
 def joint_rows() -> list[dict[str, Any]]:
     return [{"x": [float(i), 1.0], "labels": 0} for i in range(8)]
-
-
-@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "batch norm"])
-def test_a_whole_batch_where_no_row_alone_shows_it(tmp_path: Any, has_norm: bool) -> None:
-    (report,) = found(Joint(has_norm), joint_rows(), tmp_path)
-    assert (report.case, report.step, report.rows, report.examples) == ("loss", 1, (), (0, 1, 2, 3))
 
 
 def test_a_step_that_is_finite_when_repeated(tmp_path: Any) -> None:
@@ -286,23 +256,6 @@ def test_a_diagnosis_logs_nothing_and_leaves_the_trainer_as_it_was(tmp_path: Any
     assert trainer.calls == 2
 
 
-def test_the_rows_of_experts_are_those_of_the_module_around_them(tmp_path: Any) -> None:
-    class Flat(transformers.models.llama.modeling_llama.LlamaMLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x.flatten(0, 1)).view(x.shape)
-
-    model = tiny.llama()
-    model.model.layers[1].mlp = Flat(model.config)
-    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, args, outputs: overflow(outputs))
-
-    def overflow(outputs: torch.Tensor) -> torch.Tensor:
-        fourth_of_second_row = torch.tensor([8 + 3], device=outputs.device)
-        return outputs.index_fill(0, fourth_of_second_row, torch.inf)
-
-    (report,) = found(model, nonfinite_models.rows(4), tmp_path)
-    assert (report.case, report.where, report.rows) == ("forward", "model.layers.1.mlp.act_fn (SiLUActivation)", (1,))
-
-
 def test_a_replay_that_runs_out_of_memory_is_no_finding(tmp_path: Any) -> None:
     calls: list[int] = []
 
@@ -326,12 +279,12 @@ def test_a_replay_leaves_everything_as_it_was(tmp_path: Any, is_failing: bool) -
         model.dropout.register_forward_hook(lambda *_: 1 / 0)
     before = picture(model)
     x = torch.tensor([[1.0, 1.0], [3.0, 1.0]])
-    step_inputs = StepInputs({"x": x, "labels": torch.zeros(2)}, None, RandomState.capture(torch.device("cpu")))
+    random_state = RandomState.capture(torch.device("cpu"))
+    step = WindowStep({"x": x, "labels": torch.zeros(2)}, None, random_state, torch.tensor(True))
     torch.rand(3), np.random.rand(3), random.random()
     numbers = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    watch = _repeated(trainer, step_inputs)
-    problem = "it cannot be repeated: ZeroDivisionError: division by zero" if is_failing else ""
-    assert (watch.is_loss_finite, watch.problem) == (not is_failing, problem)
+    problem = "it cannot be repeated: ZeroDivisionError: division by zero"
+    assert repeat(trainer, step)["detail"] == (problem if is_failing else "and are when the step is repeated")
     assert picture(model) == before
     assert torch.equal(torch.get_rng_state(), numbers[0])
     assert np.random.get_state()[1].tolist() == numbers[1]
@@ -357,7 +310,7 @@ def test_the_replay_draws_the_same_random_numbers(tmp_path: Any) -> None:
     model.dropout.register_forward_hook(lambda module, args, output: seen.append(output.tolist()))
     model(**inputs)
     torch.rand(7)
-    _repeated(trainer, StepInputs(inputs, None, state))
+    repeat(trainer, WindowStep(inputs, None, state, torch.tensor(True)))
     assert seen[0] == seen[1]
 
 
@@ -366,16 +319,14 @@ def masked(value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("value", "is_bad", "is_bad_given"),
+    ("value", "expected"),
     [
-        pytest.param(torch.tensor([1, 2]), False, False, id="integers"),
-        pytest.param({"a": (torch.ones(2), [torch.tensor(torch.nan)])}, True, True, id="nested"),
-        pytest.param(masked(-torch.inf), True, False, id="mask"),
-        pytest.param(masked(torch.inf), True, True, id="infinity"),
-        pytest.param(masked(-torch.inf).requires_grad_(), True, True, id="log(0), say"),
-        pytest.param(masked(torch.nan).to_sparse(), True, True, id="sparse"),
+        pytest.param(torch.tensor([1, 2]), False, id="integers"),
+        pytest.param({"a": (torch.ones(2), [torch.tensor(torch.nan)])}, True, id="nested"),
+        pytest.param(masked(-torch.inf), False, id="mask"),
+        pytest.param(masked(torch.inf), True, id="infinity"),
+        pytest.param(masked(-torch.inf).requires_grad_(), True, id="log(0), say"),
     ],
 )
-def test_what_is_finite(value: Any, is_bad: bool, is_bad_given: bool) -> None:
-    assert bool(bad_tensors(value)) is is_bad
-    assert bool(bad_tensors(value, allow_masks=True)) is is_bad_given
+def test_what_is_finite(value: Any, expected: bool) -> None:
+    assert is_bad(value) is expected
