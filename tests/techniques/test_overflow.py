@@ -286,18 +286,6 @@ def test_what_cannot_work_is_refused(tmp_path: Any) -> None:
     assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
 
 
-def test_gradients_are_looked_at_where_a_trainer_clips_by_itself(tmp_path: Any) -> None:
-    class Own(Trainer):
-        def _clip_grad_norm(self, model: Any) -> Any:
-            return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    model, callback = tiny.bert(), OverflowCallback()
-    model.classifier.weight.register_hook(lambda gradient: gradient * float("nan"))
-    args = tiny.arguments(tmp_path, max_steps=1, max_grad_norm=1.0)
-    attach(Own(model, args, train_dataset=tiny.rows(8)), callback).train()
-    assert (callback.nonfinite_steps, bool(model.classifier.weight.isnan().any())) == (1, False)
-
-
 def test_beside_micro_batching_it_sees_whole_batches_once(tmp_path: Any, monkeypatch: Any) -> None:
     recorder, callback, shortage = Recorder(), OverflowCallback(), Scarcity(calls=(9,))
     model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
@@ -318,16 +306,6 @@ def test_beside_micro_batching_it_sees_whole_batches_once(tmp_path: Any, monkeyp
     assert report.examples == (4, 5, 6, 7)
     assert recorder.moved() == [False, True]
     assert all(4 < loss < 5 for loss in logged_losses(trainer))  # log(100) = 4.6: each accumulation step once
-
-
-def test_a_run_may_have_an_accelerator_of_its_own(tmp_path: Any) -> None:
-    callback = OverflowCallback()
-    model = nonfinite_models.make_nonfinite(tiny.llama(), "gradient")
-    trainer = attach(nonfinite_models.make_trainer(model, nonfinite_models.rows(8, bad=(5,)), tmp_path), callback)
-    trainer.create_accelerator_and_postprocess()  # as hyperparameter_search does before each trial
-    trainer.train()
-    assert [report.case for report in callback.reports] == ["gradient"]
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_all_processes_drop_what_one_finds(tmp_path: Path) -> None:

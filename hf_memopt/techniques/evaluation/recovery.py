@@ -288,4 +288,5 @@ class _JoinedRows:
     def _joined(self, whole: Any, part: Any) -> Any:
         if whole is None:
             return part
-        return nested_concat(whole, part, padding_index=self.padding)  # generated texts are filled up to one length
+        # generated texts are filled up to one length
+        return nested_concat(whole, part, padding_index=self.padding)  # type: ignore[no-untyped-call]
