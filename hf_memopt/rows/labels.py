@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -152,10 +152,6 @@ def _vectors(given: Given) -> Labels:
     return Labels("multi_label_classification", names, names, is_vector=True)
 
 
-def _numbers(given: Given) -> Labels:
-    return Labels("regression")
-
-
 def _named(given: Given) -> Labels:
     names = tuple(given.names or ())
     return Labels(given.kind or "single_label_classification", tuple(range(len(names))), names)
@@ -180,10 +176,6 @@ def _texts(given: Given) -> Labels:
     return _classes(given, sorted(found, key=int if are_digits else None))
 
 
-def _truths(given: Given) -> Labels:
-    return _classes(given, sorted(given.found))
-
-
 def _floats(given: Given) -> Labels:
     count = len(given.found)
     note = f"labels are floats but {count} whole numbers: taken for classes; task='regression' learns them"
@@ -206,9 +198,14 @@ def _integers(given: Given) -> Labels:
     return _classes(given, found)
 
 
-READERS = {
-    **{"vectors": _vectors, "numbers": _numbers, "named": _named, "texts": _texts, "truths": _truths},
-    **{"floats": _floats, "integers": _integers},
+READERS: dict[str, Callable[[Given], Labels]] = {
+    "vectors": _vectors,
+    "numbers": lambda given: Labels("regression"),
+    "named": _named,
+    "texts": _texts,
+    "truths": lambda given: _classes(given, sorted(given.found)),
+    "floats": _floats,
+    "integers": _integers,
 }
 
 
