@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -92,9 +92,8 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
     column = _known(column)
     is_list = hasattr(column.type, "value_type")  # of lists of any kind
     values = pc.list_flatten(column).drop_null() if is_list else column
-    is_text = str(values.type) in ("string", "large_string")
     is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
-    if not (is_number or pa.types.is_boolean(values.type) or is_text):
+    if not (is_number or pa.types.is_boolean(values.type) or _is_text(values)):
         raise ValueError(
             f"labels are of type {column.type}; expected texts, whole numbers, floats or lists of them. "
             "Name the right column: columns={'label': NAME}"
@@ -104,60 +103,128 @@ def labels_of(column: pa.ChunkedArray, *, names: Sequence[str] | None = None, ki
             "labels are lists, and task='regression' learns one number for each row; expected numbers. "
             "Name the right column: columns={'label': NAME}"
         )
-    if is_list:
-        kind, width = "multi_label_classification", _width_of_vectors(column, values)
-        if width and (names is None or len(names) == width):
-            numbers = values.cast(pa.float64())
-            outside = numbers.filter(pc.or_(pc.less(numbers, 0), pc.greater(numbers, 1)))
-            if len(outside):
-                raise ValueError(
-                    f"labels are lists of {width} numbers with {outside[0].as_py()!r} among them; expected numbers "
-                    "from 0 to 1, one for each class. Name the right column: columns={'label': NAME}"
-                )
-            names = names or [f"label_{at}" for at in range(width)]
-            return Labels(kind, tuple(names), tuple(names), is_vector=True)
-    if kind == "regression":
-        return Labels(kind)
-    if names is not None:
-        return Labels(kind or "single_label_classification", tuple(range(len(names))), tuple(names))
-    found, note = [one for one in pc.unique(values).to_pylist() if one != IGNORED], ""
-    if is_text and any(found) and all(re.fullmatch(r"""\[(\s*['"\d].*)?\]""", one, re.DOTALL) for one in found):
+    width = _width_of_vectors(column, values) if is_list else 0
+    if names is not None and len(names) != width:
+        width = 0
+    found = [one for one in pc.unique(values).to_pylist() if one != IGNORED]
+    asked: Kind | None = "multi_label_classification" if is_list else kind
+    given = Given(len(column), values, found, names, asked, is_list, width)
+    return READERS[kind_of(given)](given)
+
+
+class Given(NamedTuple):
+    """A column of labels that are known."""
+
+    rows: int
+    values: pa.ChunkedArray  # of lists, what is in them
+    found: list[Any]  # the different values
+    names: Sequence[str] | None  # of the classes, where they have names
+    kind: Kind | None  # what they are, where it is known
+    is_list: bool
+    width: int  # of lists that hold a number for each class; 0 for others
+
+
+def kind_of(given: Given) -> str:
+    """Return which of ``READERS`` reads these labels."""
+    if given.width:
+        return "vectors"
+    if given.kind == "regression":
+        return "numbers"
+    if given.names is not None:
+        return "named"
+    if pa.types.is_floating(given.values.type):
+        are_whole = len(given.found) <= CLASSES and all(one.is_integer() for one in given.found)
+        return "numbers" if given.kind is None and not are_whole else "floats"
+    if pa.types.is_integer(given.values.type):
+        return "integers"
+    return "texts" if _is_text(given.values) else "truths"
+
+
+def _vectors(given: Given) -> Labels:
+    numbers = given.values.cast(pa.float64())
+    outside = numbers.filter(pc.or_(pc.less(numbers, 0), pc.greater(numbers, 1)))
+    if len(outside):
+        raise ValueError(
+            f"labels are lists of {given.width} numbers with {outside[0].as_py()!r} among them; expected numbers "
+            "from 0 to 1, one for each class. Name the right column: columns={'label': NAME}"
+        )
+    names = tuple(given.names or [f"label_{at}" for at in range(given.width)])
+    return Labels("multi_label_classification", names, names, is_vector=True)
+
+
+def _named(given: Given) -> Labels:
+    names = tuple(given.names or ())
+    return Labels(given.kind or "single_label_classification", tuple(range(len(names))), names)
+
+
+def _texts(given: Given) -> Labels:
+    found = given.found
+    if any(found) and all(re.fullmatch(r"""\[(\s*['"\d].*)?\]""", one, re.DOTALL) for one in found):
         raise ValueError(
             f"labels are lists written as text, like {found[0]!r:.60}; expected lists. "
             "Read them: dataset.map(lambda row: {NAME: ast.literal_eval(row[NAME])}), with the column's name"
         )
-    is_one = kind == "multi_label_classification" and is_text and not is_list
+    is_one = given.kind == "multi_label_classification" and not given.is_list
     several = [one for one in found if is_one and re.search("[,;|]", one)]
     if several:
         raise ValueError(
             f"label={several[0]!r:.60} is one text, and would be one class; expected a list of the row's classes. "
             "Split it: dataset.map(lambda row: {NAME: row[NAME].split(',')}), with the column's name"
         )
-    if pa.types.is_floating(values.type):
-        if kind is None and not (len(found) <= CLASSES and all(one.is_integer() for one in found)):
-            return Labels("regression")
-        note = f"labels are floats but {len(found)} whole numbers: taken for classes; task='regression' learns them"
-    if len(column) < 2 * len(found):
+    # texts that are whole numbers stand in the order of the numbers
+    are_digits = all(re.fullmatch(r"-?\d+", one) for one in found)
+    return _classes(given, sorted(found, key=int if are_digits else None))
+
+
+def _floats(given: Given) -> Labels:
+    count = len(given.found)
+    note = f"labels are floats but {count} whole numbers: taken for classes; task='regression' learns them"
+    return _classes(given, sorted(given.found), note)
+
+
+def _integers(given: Given) -> Labels:
+    found, count = sorted(given.found), len(given.found)
+    if not given.kind and count > 3 and found == [*range(-1, count - 1)]:
+        note = (
+            f"{len(given.values.filter(pc.equal(given.values, -1)))} of {len(given.values)} labels are -1, taken for "
+            f"no label beside the classes 0 to {found[-1]}, and left out; where -1 is a class, number the classes from "
+            "0"
+        )
+        return _classes(given, found[1:], note)
+    if found != [*range(count)]:
+        return _classes(
+            given, found, f"classes {found[0]} to {found[-1]} are numbered 0 to {count - 1}; id2label has them"
+        )
+    return _classes(given, found)
+
+
+READERS: dict[str, Callable[[Given], Labels]] = {
+    "vectors": _vectors,
+    "numbers": lambda given: Labels("regression"),
+    "named": _named,
+    "texts": _texts,
+    "truths": lambda given: _classes(given, sorted(given.found)),
+    "floats": _floats,
+    "integers": _integers,
+}
+
+
+def _classes(given: Given, values: list[Any], note: str = "") -> Labels:
+    """Return classes with these values, in this order."""
+    count = len(given.found)
+    if given.rows < 2 * count:
         raise ValueError(
-            f"labels of {len(column)} rows are {len(found)} different classes, fewer than 2 rows for each; expected "
+            f"labels of {given.rows} rows are {count} different classes, fewer than 2 rows for each; expected "
             "classes that repeat. Name the right column: columns={'label': NAME}, or learn numbers: task='regression'"
         )
-    # texts that are whole numbers stand in the order of the numbers
-    are_digits = all(isinstance(one, str) and re.fullmatch(r"-?\d+", one) for one in found)
-    found.sort(key=int if are_digits else None)
-    is_integer = pa.types.is_integer(values.type)
-    if is_integer and not kind and len(found) > 3 and found == [*range(-1, len(found) - 1)]:
-        found = found[1:]
-        note = (
-            f"{len(values.filter(pc.equal(values, -1)))} of {len(values)} labels are -1, taken for no label beside the "
-            f"classes 0 to {found[-1]}, and left out; where -1 is a class, number the classes from 0"
-        )
-    elif is_integer and found != list(range(len(found))):
-        note = f"classes {found[0]} to {found[-1]} are numbered 0 to {len(found) - 1}; id2label has them"
-    if len(found) == 1:
-        note = f"all labels are {found[0]!r}: there is nothing to tell apart"
-    names = [str(int(one) if isinstance(one, float) else one) for one in found]
-    return Labels(kind or "single_label_classification", tuple(found), tuple(names), note)
+    if len(values) == 1:
+        note = f"all labels are {values[0]!r}: there is nothing to tell apart"
+    names = tuple(str(int(one) if isinstance(one, float) else one) for one in values)
+    return Labels(given.kind or "single_label_classification", tuple(values), names, note)
+
+
+def _is_text(values: pa.ChunkedArray) -> bool:
+    return str(values.type) in ("string", "large_string")
 
 
 def _width_of_vectors(column: pa.ChunkedArray, values: pa.ChunkedArray) -> int:

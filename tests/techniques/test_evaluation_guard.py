@@ -558,9 +558,9 @@ def test_metrics_by_batch_are_left_to_stock(tmp_path: Path, caplog: pytest.LogCa
     assert counts == [4, 4, 4, 4]
     assert [record.getMessage() for record in caplog.records] == [
         "evaluation: reduce='argmax' and compute_metrics=<by_batch> cannot be checked on one batch: "
-        "batch_eval_metrics=True keeps no predictions, so reducing them saves nothing; expected a function that keeps "
-        "nothing. Predictions stay whole, one batch at a time. To reduce all the same, pass Trainer(..., "
-        "preprocess_logits_for_metrics=...) and reduce=None."
+        "batch_eval_metrics=True keeps no predictions, so reducing them saves nothing; expected a function of "
+        "predictions and labels alone. Predictions stay whole, one batch at a time. To reduce all the same, pass "
+        "Trainer(..., preprocess_logits_for_metrics=...) and reduce=None."
     ]
 
 

@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 import torch
 from transformers import Trainer
-from transformers.trainer_utils import has_length
 
 from hf_memopt.binding import bind_late
 from hf_memopt.binding.compatibility import check_compatibility
@@ -39,8 +38,6 @@ from hf_memopt.units import parse_bytes
 
 logger = logging.getLogger(__name__)
 
-WITHOUT = ("without compute_metrics",)  # said once
-
 
 class EvaluationGuardCallback(BoundCallback):
     """Bound the memory of ``trainer.evaluate`` and ``trainer.predict``. It logs no keys.
@@ -49,7 +46,7 @@ class EvaluationGuardCallback(BoundCallback):
         reduce: how logits are reduced on the GPU, before anything is kept. ``"argmax"``: the predicted class
             (``class_predictions``). A callable: as stock's ``preprocess_logits_for_metrics``, takes logits and labels.
             None: they stay as they are, since ``compute_metrics`` may need any of them, or are reduced by the
-            ``preprocess_logits_for_metrics`` that the Trainer was given. In the first evaluation of each data set
+            ``preprocess_logits_for_metrics`` that the Trainer was given. In the first evaluation
             ``compute_metrics`` is called on one batch both ways; unless it returns the same to 1e-6, predictions stay
             whole if they fit. A function that keeps state always gets them whole. Generated ids stay as they are.
             Without ``compute_metrics`` what ``trainer.predict`` returns is reduced too, which a notice says once.
@@ -139,48 +136,39 @@ def _evaluation_loop(
     trainer: Any,
     reduce: Reduce | None,
     budget_bytes: int,
-    checked: dict[tuple[Any, ...], tuple[str, ...]],
+    checked: dict[int, tuple[str, ...]],
     before: Callable[..., Any],
-    /,
     dataloader: Any,
     description: str,
-    prediction_loss_only: bool | None = None,
-    ignore_keys: list[str] | None = None,
-    metric_key_prefix: str = "eval",
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    args = trainer.args
+    """Reduce and keep the outputs of one evaluation; ``checked`` has why each function gets them whole, by its id."""
     with ExitStack() as stack:
         outer = getattr(trainer.preprocess_logits_for_metrics, "__self__", None)
         if isinstance(outer, KeptOutputs):  # compute_metrics evaluates itself
             theirs, steps = outer.of_trainer
             stack.enter_context(set_attribute(trainer, "preprocess_logits_for_metrics", theirs))
-            stack.enter_context(set_attribute(args, "eval_accumulation_steps", steps))
+            stack.enter_context(set_attribute(trainer.args, "eval_accumulation_steps", steps))
         _refuse_two_reductions(trainer, reduce)
         function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
-        dataset = getattr(dataloader, "dataset", None)
-        # what tells a data set from others: a stream is a new object in each evaluation, and so is a data set without
-        # its unused columns, but for `_fingerprint`, private, of datasets 5.2
-        data_set = getattr(dataset, "_fingerprint", id(dataset)) if has_length(dataset) else None
-        case = metric_key_prefix, data_set, id(function), trainer.args.batch_eval_metrics
         outputs = KeptOutputs(trainer, reduce, _name(reduce), budget_bytes, dataloader, description)
         if reduce is not None and function is not None:
-            outputs.why_whole = checked.get(case)
-            outputs.why_elsewhere = next((why for other, why in checked.items() if why and other[2:] == case[2:]), None)
+            outputs.why_whole = checked.get(id(function))
         stack.enter_context(set_attribute(trainer, "preprocess_logits_for_metrics", outputs.reduce_and_check))
-        stack.enter_context(set_attribute(args, "eval_accumulation_steps", args.eval_accumulation_steps))
-        if outputs.why_whole is None and args.include_for_metrics:
-            stack.enter_context(override_method(trainer, "prediction_step", outputs.prediction_step))
-        found = before(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-    if reduce is class_predictions and function is None and outputs.is_reduced and WITHOUT not in checked:
-        checked[WITHOUT] = ()
-        if trainer.is_local_process_zero():
-            notify(
-                logger,
-                "evaluation: reduce='argmax' reduces what trainer.predict returns without compute_metrics too; "
-                "argmax of it is wrong. For logits pass EvaluationGuardCallback(reduce=None).",
-            )
+        stack.enter_context(
+            set_attribute(trainer.args, "eval_accumulation_steps", trainer.args.eval_accumulation_steps)
+        )
+        found = before(dataloader, description, *args, **kwargs)
+    is_unchecked = reduce is class_predictions and function is None and outputs.is_reduced
+    if is_unchecked and id(function) not in checked and trainer.is_local_process_zero():  # said once
+        notify(
+            logger,
+            "evaluation: reduce='argmax' reduces what trainer.predict returns without compute_metrics too; "
+            "argmax of it is wrong. For logits pass EvaluationGuardCallback(reduce=None).",
+        )
     if outputs.why_whole is not None:
-        checked[case] = outputs.why_whole
+        checked[id(function)] = outputs.why_whole
     return found
 
 

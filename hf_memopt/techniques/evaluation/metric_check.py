@@ -31,19 +31,18 @@ LARGEST_STATE_BYTES = 2**26  # of a tensor or an array that is copied, to be put
 FOR_CLASSES = "ids = p.predictions if p.predictions.ndim == p.label_ids.ndim else p.predictions.argmax(-1)"
 
 
-def why_whole(
-    trainer: Any, reduce: Reduce, name: str, whole: Any, rest: Mapping[str, Any], rows: int, few: int
-) -> tuple[str, ...]:
+def why_whole(trainer: Any, reduce: Reduce, name: str, whole: Any, labels: Any, rows: int) -> tuple[str, ...]:
     """Return why predictions have to stay whole for ``trainer.compute_metrics``, and a remedy; () for no reason.
 
     A function that fails on whole predictions alone was written for reduced ones, which are right then. ``whole`` are
-    the model's outputs for a batch, of which ``rows`` are taken, and ``few`` may be copied on the GPU; ``rest`` are its
-    ``label_ids``, ``inputs`` and ``losses``, None for what the function does not get.
+    the model's outputs for a batch, ``name`` is that of ``reduce`` in messages, and ``rows`` of them may be copied.
     """
     function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
     shown = f"reduce={name} and compute_metrics=<{getattr(function, '__name__', type(function).__name__)}>"
     if trainer.args.batch_eval_metrics:
         return _of_state(shown, "batch_eval_metrics=True keeps no predictions, so reducing them saves nothing")
+    if trainer.args.include_for_metrics:
+        return _of_state(shown, f"include_for_metrics={trainer.args.include_for_metrics!r} gives it more than that")
     kept = KeptState(largest_copy_bytes=LARGEST_STATE_BYTES, what="a check of compute_metrics")
     kept.look_into(function)
     kept.look_at(trainer.state)
@@ -51,10 +50,10 @@ def why_whole(
         return _of_state(shown, f"it uses <{kept.unseen}>, which cannot be put back after a check")
     random_numbers, concat, changes = RandomState.capture(trainer.args.device), trainer.args.eval_do_concat_batches, []
 
-    def values(outputs: dict[str, Any], count: int, times: int) -> Any:
+    def values(predictions: Any, label_ids: Any, times: int) -> Any:
         try:
-            prediction = EvalPrediction(**_as_stock_gives(outputs, count, times, concat))
-            return denumpify_detensorize(function(prediction))  # type: ignore[no-untyped-call]
+            given = [_as_stock_gives(value, times, concat) for value in (predictions, label_ids)]
+            return denumpify_detensorize(function(EvalPrediction(*given)))  # type: ignore[no-untyped-call]
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -62,45 +61,45 @@ def why_whole(
             kept.restore()
             random_numbers.restore()
 
-    for which, outputs, count in _cases({"predictions": whole, **rest}, reduce, rows, few):
-        reduced = {**outputs, "predictions": reduce(outputs["predictions"], outputs["label_ids"])}
-        classes = {one.shape[-1] for one in tensors_in(outputs["predictions"]) if one.dim() > 1}
-        times = next(number for number in itertools.count(1) if number * count not in {1, *classes})
-        first, is_other = values(outputs, count, times), which != BATCH
+    for which, logits, ids in _cases(whole, labels, reduce, rows):
+        counts = {tensor.shape[0] for tensor in tensors_in(logits) if tensor.dim()} or {1}
+        classes = {tensor.shape[-1] for tensor in tensors_in(logits) if tensor.dim() > 1}
+        times = next(number for number in itertools.count(1) if number * max(counts) not in {1, *classes})
+        first = values(logits, ids, times)
         failed = isinstance(first, str)
         if any(changes):
             return () if failed else _of_state(shown, "a call changes what it holds")
-        second = values(reduced, count, times)
-        if failed and (is_other or not isinstance(second, str)):
+        second = values(reduce(logits, ids), ids, times)
+        if failed and (which != BATCH or not isinstance(second, str)):
             return ()
         if failed or not _same(first, second):
-            if not _same(first, values(outputs, count, times)):
+            if not _same(first, values(logits, ids, times)):
                 return _of_state(shown, "two calls on the same predictions differ")
-            one, other = _where_they_differ(first, second)
             return (
-                f"{shown} do not agree: for {which} it returns {one} of whole predictions and {other} of reduced ones; "
-                "expected the same.",
+                f"{shown} do not agree: for {which} it returns {first!s:.120} of whole predictions and {second!s:.120} "
+                "of reduced ones; expected the same.",
                 f"Let it take both: {FOR_CLASSES}; or pass EvaluationGuardCallback(reduce=None), or another reduce",
             )
     return ()
 
 
-def _cases(batch: dict[str, Any], reduce: Reduce, rows: int, few: int) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Yield a batch, and its first rows with predictions of several classes, as labels too where these are ids.
+def _cases(whole: Any, labels: Any, reduce: Reduce, rows: int) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the first rows of a batch, and with predictions of several classes, as labels too where these are ids.
 
     Both ways may agree on a batch by chance: on few rows, or where all are predicted to be of the first class.
     """
-    yield BATCH, batch, rows
-    index = [row % few for row in range(max(few, 2))]
-    other = {
-        name: recursively_apply(lambda one: one[index] if one.dim() else one, value) for name, value in batch.items()
-    }
-    other["predictions"] = recursively_apply(_rolled, other["predictions"])
-    ids, labels = reduce(other["predictions"], other["label_ids"]), other["label_ids"]
+    yield BATCH, *_rows_of((whole, labels), slice(rows))
+    logits, labels = _rows_of((whole, labels), [row % rows for row in range(max(rows, 2))])
+    logits = recursively_apply(_rolled, logits)
+    ids = reduce(logits, labels)
     are_tensors = torch.is_tensor(ids) and torch.is_tensor(labels)
     if are_tensors and ids.shape == labels.shape and not (ids.is_floating_point() or labels.is_floating_point()):
-        other["label_ids"] = torch.where(labels == IGNORED_LABEL, labels, ids)
-    yield f"{BATCH} with other predictions", other, len(index)
+        labels = torch.where(labels == IGNORED_LABEL, labels, ids)
+    yield f"{BATCH} with other predictions", logits, labels
+
+
+def _rows_of(values: Any, index: Any) -> Any:
+    return recursively_apply(lambda one: one[index] if one.dim() else one, values)
 
 
 def _rolled(logits: torch.Tensor) -> torch.Tensor:
@@ -114,24 +113,21 @@ def _rolled(logits: torch.Tensor) -> torch.Tensor:
 
 def _of_state(shown: str, why: str) -> tuple[str, ...]:
     return (
-        f"{shown} cannot be checked on one batch: {why}; expected a function that keeps nothing.",
+        f"{shown} cannot be checked on one batch: {why}; expected a function of predictions and labels alone.",
         "To reduce all the same, pass Trainer(..., preprocess_logits_for_metrics=...) and reduce=None",
     )
 
 
-def _as_stock_gives(outputs: Mapping[str, Any], rows: int, times: int, concat: bool) -> dict[str, Any]:
-    """Return copies of a batch's first rows as the arrays that stock gives ``compute_metrics``.
+def _as_stock_gives(value: Any, times: int, concat: bool) -> Any:
+    """Return copies of a batch's rows as the arrays that stock gives ``compute_metrics``.
 
     ``times``: where there is a single row, or as many as classes, ids broadcast against logits, and a comparison that
     would fail returns something, so such rows are taken more than once.
     """
-    arrays = {}
-    for name, value in outputs.items():
-        container = EvalLoopContainer(concat, padding_index=IGNORED_LABEL)
-        for _ in range(times if value is not None else 0):
-            container.add(recursively_apply(lambda one: one[:rows].to("cpu", copy=True) if one.dim() else one, value))
-        arrays[name] = container.get_arrays()  # type: ignore[no-untyped-call]
-    return arrays
+    container = EvalLoopContainer(concat, padding_index=IGNORED_LABEL)
+    for _ in range(times):
+        container.add(recursively_apply(lambda one: one.to("cpu", copy=True), value))
+    return container.get_arrays()  # type: ignore[no-untyped-call]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -141,16 +137,3 @@ def _same(one: Any, other: Any) -> bool:
         return bool(np.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True))
     except (TypeError, ValueError):  # no numbers, or not equally many
         return bool(np.array_equal(one, other))
-
-
-def _where_they_differ(one: Any, other: Any) -> list[str]:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        names = [name for name in {**one, **other} if not _same(one.get(name), other.get(name))][:3]
-        one, other = ({name: each[name] for name in names if name in each} for each in (one, other))
-    return [f"{_rounded(one)!s:.120}", f"{_rounded(other)!s:.120}"]
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _rounded(each) for name, each in value.items()}
-    return round(value, 4) if isinstance(value, float) else value

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,9 +39,7 @@ class KeptOutputs:
         self._trainer, self._name, self._budget_bytes, self._dataloader = trainer, name, budget_bytes, dataloader
         # why compute_metrics needs them whole, and a remedy; () where it does not, None: not checked yet
         self.why_whole: tuple[str, ...] | None = ()
-        self.why_elsewhere: tuple[str, ...] | None = None  # the reason on another data set, for one without labels
         self.is_reduced = False  # anything of this evaluation
-        self._batch: tuple[Mapping[str, Any], Any] | None = None
         # what this evaluation replaces
         self.of_trainer = trainer.preprocess_logits_for_metrics, trainer.args.eval_accumulation_steps
         self._reduce = reduce or trainer.preprocess_logits_for_metrics
@@ -56,8 +53,8 @@ class KeptOutputs:
 
     def reduce_and_check(self, logits: Any, labels: Any) -> Any:
         """Reduce the outputs of a batch, and check that there is enough memory; ``preprocess_logits_for_metrics``."""
-        if self.why_whole is None:
-            self.why_whole = self.why_elsewhere if labels is None else self._checked(logits, labels)
+        if self.why_whole is None and labels is not None:
+            self.why_whole = self._checked(logits, labels)
         outputs = logits if self._reduce is None or self.why_whole else self._reduce(logits, labels)
         self.is_reduced |= outputs is not logits
         if not self._are_kept:
@@ -75,32 +72,15 @@ class KeptOutputs:
         self._check_room(self._kept_bytes)  # the first batch may have been a short one
         return outputs
 
-    def prediction_step(
-        self, before: Callable[..., Any], model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Note inputs and loss of the first batch, which ``compute_metrics`` may get."""
-        found = before(model, inputs, *args, **kwargs)
-        self._batch = (inputs, found[0]) if self.why_whole is None else None
-        return found
-
     def _checked(self, logits: Any, labels: Any) -> tuple[str, ...]:
         """Return why predictions stay whole: one answer for all processes, each of which checks its own rows."""
         trainer: Any = self._trainer
-        args, processes = trainer.args, trainer.accelerator.num_processes
-        (inputs, loss), asked = self._batch or ({}, None), args.include_for_metrics
-        rest = {
-            "label_ids": labels,
-            "inputs": inputs.get(getattr(trainer.model, "main_input_name", "input_ids")) if "inputs" in asked else None,
-            "losses": loss.repeat(args.eval_batch_size) if "loss" in asked and loss is not None else None,
-        }
-        needed_bytes = tensor_bytes(logits, on_host=True)
+        processes, needed_bytes = trainer.accelerator.num_processes, tensor_bytes(logits, on_host=True)
         count = next((len(one) for one in tensors_in(logits) if one.dim()), 1)
-        rows, few = (
-            max(min(count, count * most_bytes // max(2 * needed_bytes, 1)), 1)  # two copies of them
-            for most_bytes in (self._limit_bytes, min(self._limit_bytes, self._budget_bytes))
-        )
+        most_bytes = min(self._limit_bytes, self._budget_bytes) // 2  # two copies of them
+        rows = max(min(count, count * most_bytes // max(needed_bytes, 1)), 1)
         assert self._reduce is not None  # else nothing is checked
-        why = why_whole(trainer, self._reduce, self._name, logits, rest, rows, few)
+        why = why_whole(trainer, self._reduce, self._name, logits, labels, rows)
         needed_bytes *= processes * self._batches() if self._are_kept else 0
         found = gather_object([(why, needed_bytes <= self._limit_bytes)])
         why = next((one for one, _ in found if one), ())

@@ -3,8 +3,8 @@
 Loss, logits and labels are those of the whole batch, so metrics stay what they were, for any ``compute_metrics``:
 
 - Under stock's ``prediction_step`` and a loss that is known to be a sum or one mean over rows or labels, the batch is
-  split by rows, and the outputs are written into one tensor for the batch, so that joining needs the outputs of one
-  batch and of one part. A part keeps the batch's columns, since logits would have another shape otherwise.
+  split by rows, and the outputs are concatenated as stock concatenates those of batches, so that joining needs twice
+  the outputs of one batch. A part keeps the batch's columns, since logits would have another shape otherwise.
 - Otherwise ``prediction_step`` runs again, with the whole batch, while the backbone runs the rows in parts
   (``microbatching.backbones``), so that a loss that compares rows sees all of them.
 
@@ -22,11 +22,11 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers import Trainer
+from transformers.trainer_pt_utils import nested_concat
 
 from hf_memopt.binding.losses import HookChangesError, KnownLoss, full_name, is_stock, known_loss, observed_hooks
-from hf_memopt.binding.model import IGNORED_LABEL, unwrap_parallel
+from hf_memopt.binding.model import IGNORED_LABEL, tensors_in, unwrap_parallel
 from hf_memopt.binding.trials import StepState, copied_batch, count_rows, select_rows
 from hf_memopt.binding.undo import UndoHandle, function_below, override_method, set_attribute, undo_all
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
@@ -118,8 +118,7 @@ class _Recovery:
         loss = self._loss_of(inputs, generates=generates) if is_stock else None
         if loss is None:
             return self._predict_in_parts(model, inputs, predict, state)
-        padding, filling = _generation_padding(self._trainer())
-        joined = _JoinedRows(count_rows(inputs), padding, filling if generates else None)
+        joined = _JoinedRows(count_rows(inputs), _generation_padding(self._trainer())[0])
         try:
             with observed_hooks(self._trainer().model):
                 while joined.done < joined.rows:
@@ -168,7 +167,9 @@ class _Recovery:
         # once per batch; where stock generates it counts no labels, and the loss is a mean
         items = None if generates else trainer._get_num_items_in_batch([inputs], trainer.args.device)
         found = known_loss(trainer, items)
-        if isinstance(found, str) or not isinstance(inputs, Mapping) or (generates and found.over == "sum"):
+        if isinstance(found, str) or not isinstance(inputs, Mapping):
+            return None
+        if generates and (found.over == "sum" or not _generation_padding(trainer)[1]):
             return None
         has_loss = any(inputs.get(name) is not None for name in trainer.label_names)
         reason = (found.reason_against(inputs) if has_loss else None) or splittable_reason(trainer.model)
@@ -216,8 +217,8 @@ def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
         return None, str(error).partition("\n")[0]
 
 
-def _generation_padding(trainer: Any) -> tuple[int, int | None]:
-    """Return the token with which ``generate`` fills up the shorter texts of a batch; and beam search, if another.
+def _generation_padding(trainer: Any) -> tuple[int, bool]:
+    """Return the token with which ``generate`` fills up the shorter texts of a batch, and whether all of it does.
 
     Beam search takes a padding of 0 for none. That, and the private ``_gen_kwargs``: transformers 5.8.1 to 5.24.0.
     """
@@ -226,7 +227,7 @@ def _generation_padding(trainer: Any) -> tuple[int, int | None]:
     end = end[0] if isinstance(end, list) else end
     beams = getattr(trainer, "_gen_kwargs", {}).get("num_beams") or beams or 1
     found = end if padding is None else padding  # generate uses the end token, the first of several
-    return IGNORED_LABEL if found is None else int(found), end if padding == 0 and beams > 1 else None
+    return IGNORED_LABEL if found is None else int(found), not (padding == 0 and beams > 1)
 
 
 def _counting_once(trainer: Any, inputs: Mapping[str, Any]) -> UndoHandle:
@@ -249,11 +250,8 @@ def _counting_once(trainer: Any, inputs: Mapping[str, Any]) -> UndoHandle:
 class _JoinedRows:
     """The outputs of a batch whose rows come in micro-batches, in one tensor each."""
 
-    def __init__(self, rows: int, padding: int, filling: int | None) -> None:
-        self.rows = rows
-        self.padding, self.filling = padding, filling
-        self.longest = 0  # text so far, to which shorter ones are filled up
-        self.done = 0
+    def __init__(self, rows: int, padding: int) -> None:
+        self.rows, self.padding, self.done = rows, padding, 0
         self.losses: list[tuple[int, torch.Tensor]] = []  # each with the row at which its micro-batch ends
         self.logits: Any = None
         self.labels: Any = None
@@ -261,14 +259,15 @@ class _JoinedRows:
     def add(self, predict: Callable[[Any], tuple[Any, Any, Any]], part: Any, stop: int) -> None:
         """Add loss, logits and labels of a part, the rows up to ``stop``; on an error nothing was added."""
         loss, logits, labels = predict(part)
-        joined_logits = self._place(self.logits, logits, stop)
-        if self.filling is not None:
-            length = int((logits.any(0) * torch.arange(1, logits.shape[1] + 1, device=logits.device)).max())
-            joined_logits[: self.done, self.longest : length] = self.filling
-            joined_logits[self.done : stop, length : self.longest] = self.filling
-            self.longest = max(self.longest, length)
-        self.labels = self._place(self.labels, labels, stop)
-        self.logits = joined_logits
+        rows = stop - self.done
+        wrong = next((one for one in tensors_in((logits, labels)) if one.shape[:1] != (rows,)), None)
+        if wrong is not None:
+            raise ValueError(
+                f"an output of the model (shape {tuple(wrong.shape)}) does not have one entry for each of {rows} rows, "
+                "so the batch, which does not fit into memory, cannot be split; expected outputs of shape (batch, ...)."
+                ' Leave it out: trainer.evaluate(ignore_keys=["name_of_output"])'
+            )
+        self.logits, self.labels = self._joined(self.logits, logits), self._joined(self.labels, labels)
         if loss is not None:
             self.losses.append((stop, loss))
         self.done = stop
@@ -286,28 +285,8 @@ class _JoinedRows:
         is_counted = shares > 0  # the mean over none is nan
         return (losses[is_counted] @ shares[is_counted]).to(kind)
 
-    def _place(self, whole: Any, part: Any, stop: int) -> Any:
-        """Write the outputs of a micro-batch into those of the batch, which the first micro-batch allocates."""
-        if part is None:
-            return None
-        kind: Any = type(part)
-        if isinstance(part, Mapping):
-            return kind({name: self._place(whole and whole[name], part[name], stop) for name in part})
-        if isinstance(part, (tuple, list)):
-            wholes = whole or [None] * len(part)
-            return kind(self._place(one, other, stop) for one, other in zip(wholes, part, strict=True))
-        rows = stop - self.done
-        if not torch.is_tensor(part) or part.shape[:1] != (rows,):
-            shown = f"shape {tuple(part.shape)}" if torch.is_tensor(part) else type(part).__name__
-            raise ValueError(
-                f"an output of the model ({shown}) does not have one entry for each of {rows} rows, so the batch, "
-                "which does not fit into memory, cannot be split; expected outputs of shape (batch, ...). Leave it "
-                'out: trainer.evaluate(ignore_keys=["name_of_output"])'
-            )
+    def _joined(self, whole: Any, part: Any) -> Any:
         if whole is None:
-            whole = part.new_full((self.rows, *part.shape[1:]), self.padding)
-        elif part.dim() > 1 and part.shape[1] > whole.shape[1]:  # generated text
-            whole = pad(whole, [0] * (2 * (part.dim() - 2)) + [0, part.shape[1] - whole.shape[1]], value=self.padding)
-        index = (slice(self.done, stop), *([slice(part.shape[1])] if part.dim() > 1 else []))
-        whole[index] = part
-        return whole
+            return part
+        # generated texts are filled up to one length
+        return nested_concat(whole, part, padding_index=self.padding)  # type: ignore[no-untyped-call]
