@@ -3,8 +3,8 @@
 Loss, logits and labels are those of the whole batch, so metrics stay what they were, for any ``compute_metrics``:
 
 - Under stock's ``prediction_step`` and a loss that is known to be a sum or one mean over rows or labels, the batch is
-  split by rows, and the outputs are concatenated as stock concatenates those of batches, so that joining needs twice
-  the outputs of one batch. A part keeps the batch's columns, since logits would have another shape otherwise.
+  split by rows, and the outputs are written into one tensor for the batch, so that joining needs the outputs of one
+  batch and of one part. A part keeps the batch's columns, since logits would have another shape otherwise.
 - Otherwise ``prediction_step`` runs again, with the whole batch, while the backbone runs the rows in parts
   (``microbatching.backbones``), so that a loss that compares rows sees all of them.
 
@@ -22,11 +22,11 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import Trainer
-from transformers.trainer_pt_utils import nested_concat
 
 from hf_memopt.binding.losses import HookChangesError, KnownLoss, full_name, is_stock, known_loss, observed_hooks
-from hf_memopt.binding.model import IGNORED_LABEL, tensors_in, unwrap_parallel
+from hf_memopt.binding.model import IGNORED_LABEL, unwrap_parallel
 from hf_memopt.binding.trials import StepState, copied_batch, count_rows, select_rows
 from hf_memopt.binding.undo import UndoHandle, function_below, override_method, set_attribute, undo_all
 from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
@@ -251,7 +251,8 @@ class _JoinedRows:
     """The outputs of a batch whose rows come in micro-batches, in one tensor each."""
 
     def __init__(self, rows: int, padding: int) -> None:
-        self.rows, self.padding, self.done = rows, padding, 0
+        self.rows, self.padding = rows, padding
+        self.done = 0
         self.losses: list[tuple[int, torch.Tensor]] = []  # each with the row at which its micro-batch ends
         self.logits: Any = None
         self.labels: Any = None
@@ -259,15 +260,9 @@ class _JoinedRows:
     def add(self, predict: Callable[[Any], tuple[Any, Any, Any]], part: Any, stop: int) -> None:
         """Add loss, logits and labels of a part, the rows up to ``stop``; on an error nothing was added."""
         loss, logits, labels = predict(part)
-        rows = stop - self.done
-        wrong = next((one for one in tensors_in((logits, labels)) if one.shape[:1] != (rows,)), None)
-        if wrong is not None:
-            raise ValueError(
-                f"an output of the model (shape {tuple(wrong.shape)}) does not have one entry for each of {rows} rows, "
-                "so the batch, which does not fit into memory, cannot be split; expected outputs of shape (batch, ...)."
-                ' Leave it out: trainer.evaluate(ignore_keys=["name_of_output"])'
-            )
-        self.logits, self.labels = self._joined(self.logits, logits), self._joined(self.labels, labels)
+        joined_logits = self._place(self.logits, logits, stop)
+        self.labels = self._place(self.labels, labels, stop)
+        self.logits = joined_logits
         if loss is not None:
             self.losses.append((stop, loss))
         self.done = stop
@@ -285,8 +280,28 @@ class _JoinedRows:
         is_counted = shares > 0  # the mean over none is nan
         return (losses[is_counted] @ shares[is_counted]).to(kind)
 
-    def _joined(self, whole: Any, part: Any) -> Any:
+    def _place(self, whole: Any, part: Any, stop: int) -> Any:
+        """Write the outputs of a micro-batch into those of the batch, which the first micro-batch allocates."""
+        if part is None:
+            return None
+        kind: Any = type(part)
+        if isinstance(part, Mapping):
+            return kind({name: self._place(whole and whole[name], part[name], stop) for name in part})
+        if isinstance(part, (tuple, list)):
+            wholes = whole or [None] * len(part)
+            return kind(self._place(one, other, stop) for one, other in zip(wholes, part, strict=True))
+        rows = stop - self.done
+        if not torch.is_tensor(part) or part.shape[:1] != (rows,):
+            shown = f"shape {tuple(part.shape)}" if torch.is_tensor(part) else type(part).__name__
+            raise ValueError(
+                f"an output of the model ({shown}) does not have one entry for each of {rows} rows, so the batch, "
+                "which does not fit into memory, cannot be split; expected outputs of shape (batch, ...). Leave it "
+                'out: trainer.evaluate(ignore_keys=["name_of_output"])'
+            )
         if whole is None:
-            return part
-        # generated texts are filled up to one length
-        return nested_concat(whole, part, padding_index=self.padding)  # type: ignore[no-untyped-call]
+            whole = part.new_full((self.rows, *part.shape[1:]), self.padding)
+        elif part.dim() > 1 and part.shape[1] > whole.shape[1]:  # generated text
+            whole = pad(whole, [0] * (2 * (part.dim() - 2)) + [0, part.shape[1] - whole.shape[1]], value=self.padding)
+        index = (slice(self.done, stop), *([slice(part.shape[1])] if part.dim() > 1 else []))
+        whole[index] = part
+        return whole
