@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.compatibility import is_of_bitsandbytes, names_of, refusal_of
 from hf_memopt.devices import choose_precision
+from hf_memopt.memory.run import MemoryReportCallback
 from hf_memopt.technique_list import asked_by, load
 from hf_memopt.techniques import PrecisionCallback
 from hf_memopt.techniques.freezing import FreezeCallback
@@ -34,6 +35,7 @@ def callbacks_of(recipe: Recipe) -> list[TrainerCallback]:
     asked = asked_by(recipe)
     own = [one for one in asked.values() if one.callback]
     wanted += [load(one.callback)(**{name: getattr(recipe, name) for name in one.arguments}) for one in own]
+    wanted += [MemoryReportCallback()] if recipe.memory_report else []
     return [one for one in wanted if not (isinstance(one, LEFT_OUT) and _is_refused(one, asked))]
 
 
