@@ -27,7 +27,7 @@ REFUSED = {
     ),
     "none.json": f"'none.json' does not exist; expected the output folder of a run, or the JSON of a plan. {WRITE_IT}",
     "empty.json": (
-        "'empty.json' is nothing to report (it is empty); expected what `hf-memopt plan --json` or a "
+        "'empty.json' is nothing to report (it is not JSON: Expecting value: line 1 column 1 (char 0)); expected what `hf-memopt plan --json` or a "
         f"MemoryReportCallback wrote. {WRITE_IT}"
     ),
     "folder": (
