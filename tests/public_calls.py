@@ -283,10 +283,10 @@ CALLS: dict[str, Call] = {
         m.rounded_optimizer, lambda folder: {"args": tiny.arguments(folder), "model": bert(), "rounding": "stochastic"}
     ),
     "override_embedding_bits": Call(
-        lambda model, optimizer, bits: m.override_embedding_bits(
-            model, AdamW8bit(model.parameters()) if isinstance(optimizer, str) else optimizer, bits
+        lambda model, optimizer: m.override_embedding_bits(
+            model, AdamW8bit(model.parameters()) if isinstance(optimizer, str) else optimizer
         ),
-        lambda folder: {"model": bert(), "optimizer": "its own", "bits": 32},
+        lambda folder: {"model": bert(), "optimizer": "its own"},
         also={"model": ("parameters",)},
         skip=("model",),
     ),

@@ -20,9 +20,8 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
-import bitsandbytes
 import torch
 from bitsandbytes.functional import dequantize_blockwise
 from bitsandbytes.optim.optimizer import GlobalOptimManager, Optimizer8bit
@@ -30,7 +29,6 @@ from torch import nn
 
 from hf_memopt.binding.model import check_model, tensors_in, unwrap_optimizer
 from hf_memopt.binding.undo import UndoHandle
-from hf_memopt.plain_data import check_value
 from hf_memopt.techniques import TechniqueCallback
 from hf_memopt.units import format_bytes
 
@@ -40,7 +38,7 @@ _BLOCK_SIZE = 256  # elements per absmax value in a quantised state, seen in bit
 _QUANTISATION_TABLES = ("qmap1", "qmap2")
 
 
-def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, bits: int = 32) -> UndoHandle:
+def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> UndoHandle:
     """Make ``optimizer`` keep the state of every ``nn.Embedding`` weight of ``model`` in 32 bits.
 
     Works before the first step and after it: an 8-bit state, resumed or trained, is dequantised with its values.
@@ -50,7 +48,6 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
     Args:
         model: its embeddings may be tied, frozen or not in the optimizer; the latter two have no state.
         optimizer: an 8-bit optimizer of bitsandbytes or a subclass, as it is or wrapped by accelerate.
-        bits: 32; no other number is supported.
 
     Returns:
         A handle whose ``remove()`` takes the bits of the embeddings back; the optimizer keeps a registry of its own.
@@ -58,7 +55,7 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer of bitsandbytes.
-        ValueError: it has 32-bit states; ``bits`` is not 32; ``model`` has no embeddings.
+        ValueError: it has 32-bit states; ``model`` has no embeddings.
 
     Examples:
         >>> from bitsandbytes.optim import AdamW8bit
@@ -70,7 +67,6 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
         >>> optimizer_state_bytes(optimizer)  # 2 x 32,768 and the bias; 2 x 4,096 with one scale per block of 256
         {'float32': 66176, 'uint8': 8192}
     """
-    check_value("bits", bits, Literal[32], 32)
     eight_bit = _eight_bit_optimizer(optimizer)
     embeddings = _embedding_weights(model)
     if not embeddings:
@@ -80,7 +76,7 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
     singleton_class: Any = GlobalOptimManager
     eight_bit.mng = _moved_registrations(model, (eight_bit.mng, singleton_class.get_instance()))
     former = dict(eight_bit.mng.pid2config)
-    bits_of = {id(weight): {**former.get(id(weight), {}), "optim_bits": bits} for weight in embeddings.values()}
+    bits_of = {id(weight): {**former.get(id(weight), {}), "optim_bits": 32} for weight in embeddings.values()}
     _register(eight_bit, former | bits_of)
     _dequantise_states(eight_bit, bits_of.keys())
     reference = weakref.ref(eight_bit)
@@ -98,38 +94,32 @@ def _register(optimizer: Any, configs: dict[int, dict[str, Any]]) -> None:
 
 
 class EmbeddingBitsCallback(TechniqueCallback):
-    """Call ``override_embedding_bits`` when training begins, and check the dtypes after the first optimizer step.
+    """Call ``override_embedding_bits`` when training begins.
 
-    The result is logged in one line, with the bytes of the whole optimizer state. It adds no keys to the Trainer's
+    After the first step the bytes of the whole optimizer state are logged in one line. It adds no keys to the Trainer's
     logs. A model without embeddings, as of images, is left as it is.
-
-    Args:
-        bits: 32; no other number is supported.
 
     Attributes:
         handle: undoes the override of the last run; None before the first.
 
     Raises:
-        ValueError: as ``override_embedding_bits`` does; wrong ``bits`` at once, the others when training begins.
+        ValueError: as ``override_embedding_bits`` does, when training begins.
         TypeError: as ``override_embedding_bits`` does, when training begins.
-        RuntimeError: an embedding's state is not in float32 after the first step.
     """
 
     technique = "32-bit embeddings"
 
-    def __init__(self, bits: int = 32) -> None:
-        check_value("bits", bits, Literal[32], 32)
+    def __init__(self) -> None:
         super().__init__()
-        self.bits = bits
-        self._is_checked = False
+        self._is_logged = False
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Override the bits; checkpoints are loaded before this event."""
         super().on_train_begin(args, state, control)
-        self._is_checked = not _embedding_weights(model)
-        if self._is_checked:
+        self._is_logged = not _embedding_weights(model)
+        if self._is_logged:
             logger.info(f"EmbeddingBitsCallback has nothing to do: {type(model).__name__} has no nn.Embedding")
             return
         inner = unwrap_optimizer(optimizer)
@@ -140,11 +130,11 @@ class EmbeddingBitsCallback(TechniqueCallback):
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Check and log once, after the first step that was not skipped for an overflow."""
+        """Log once, after the first step that was not skipped for an overflow."""
         inner = unwrap_optimizer(optimizer)
-        if not self._is_checked and inner.state:
-            self._is_checked = True
-            count = _check_dtypes(model, inner)
+        if not self._is_logged and inner.state:
+            self._is_logged = True
+            count = sum(bool(inner.state.get(weight)) for weight in _embedding_weights(model).values())
             sizes = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in optimizer_state_bytes(inner).items())
             states = f"{count} embedding state{'' if count == 1 else 's'}"
             logger.info(f"EmbeddingBitsCallback keeps {states} in float32; the whole optimizer state is {sizes}")
@@ -230,19 +220,6 @@ def _dequantised(state: dict[str, Any], number: str) -> torch.Tensor:
         for one, of_one in averages
     ]
     return torch.cat(found).reshape(values.shape)
-
-
-def _check_dtypes(model: nn.Module, optimizer: Any) -> int:
-    """Raise for an embedding whose state is not in float32; return how many embeddings have a state."""
-    names = {name: weight for name, weight in _embedding_weights(model).items() if optimizer.state.get(weight)}
-    for name, weight in names.items():
-        dtype = str(optimizer.state[weight]["state1"].dtype).removeprefix("torch.")
-        if dtype != "float32":
-            raise RuntimeError(
-                f"bits=32 was set for the state of {name!r}, which is in {dtype} after the first step; expected "
-                f"float32. Keep other code from setting optimizer.mng (bitsandbytes {bitsandbytes.__version__})."
-            )
-    return len(names)
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:

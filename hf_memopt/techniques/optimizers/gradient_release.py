@@ -13,7 +13,6 @@ optimizers whose parameters depend on each other within a step are refused; an o
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -77,8 +76,8 @@ def gradient_release(
 
     Raises:
         TypeError: ``optimizer_class`` is not an optimizer class.
-        ValueError: it needs a closure, releases gradients already, is a bitsandbytes class with a step of its own, or
-            is not known and ``trust`` is False; ``max_tensor_norm`` is not above 0.
+        ValueError: it is not known to step each parameter by itself and ``trust`` is False; ``max_tensor_norm`` is not
+            above 0.
         RuntimeError: in the backward pass, where accelerate or ``torch.distributed`` run fp16, accumulation or several
             processes, or where a parameter would step twice.
 
@@ -100,7 +99,6 @@ def gradient_release(
             "Pass max_tensor_norm=1.0."
         )
     plain: Any = optimizer_class
-    _check_class(plain)
     if not (trust or _steps_alone(plain)):
         raise ValueError(
             f"optimizer_class={class_name(plain)} is not known to step each parameter by itself; expected a class with "
@@ -266,7 +264,7 @@ class _Released(Built):
         ``copy`` has the gradient, and ``state`` is the parameter's as that device has it.
         """
         with self._lock:
-            self._begin(parameter, copy.grad)
+            self._begin(parameter)
             self.state[copy] = state
             try:
                 self._clip(copy)
@@ -298,12 +296,12 @@ class _Released(Built):
         with self._lock:
             if parameter.grad is None and parameter in self._stepped:
                 return  # a copy has stepped in its place
-            self._begin(parameter, parameter.grad)
+            self._begin(parameter)
             self._clip(parameter)
             self._step_alone(parameter, *self._places[parameter])
             parameter.grad = None
 
-    def _begin(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    def _begin(self, parameter: torch.Tensor) -> None:
         """Note that a parameter steps; refuse a second time, and what cannot work."""
         if not self._stepped:
             _check_surroundings()
@@ -314,12 +312,6 @@ class _Released(Built):
                 "checkpointing. Pass use_reentrant=False, call optimizer.step() after each backward pass, an "
                 "interrupted one included, or where another optimizer trains the model by now, handle.remove() of this "
                 "one."
-            )
-        if gradient is None:
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} was released before "
-                f"{type(self).__name__} saw it; expected one released optimizer per parameter. Call handle.remove() of "
-                "the other optimizer."
             )
         self._stepped.add(parameter)
 
@@ -354,20 +346,6 @@ def _copied(released: Any) -> Any:
     copied = released.__new__(released)
     copied.handle, copied._last_norms = UndoHandle(lambda: None), []
     return copied
-
-
-def _check_class(optimizer_class: Any) -> None:
-    step = plain_step(optimizer_class.step)
-    closure = inspect.signature(step).parameters.get("closure")
-    problem = None
-    if issubclass(optimizer_class, _Released):
-        problem = "releases gradients already; expected a plain class"
-    elif closure is not None and closure.default is inspect.Parameter.empty:
-        problem = "runs the model several times within one step; expected a class whose step needs no closure"
-    elif issubclass(optimizer_class, Optimizer8bit) and step is not plain_step(Optimizer8bit.step):
-        problem = "has a step of its own; expected a class with the step of bitsandbytes or of torch"
-    if problem is not None:
-        raise ValueError(f"optimizer_class={class_name(optimizer_class)} {problem}. {FIX}")
 
 
 def _steps_alone(optimizer_class: Any) -> bool:
