@@ -49,9 +49,6 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         trainer: a ``transformers.Trainer`` or an instance of a subclass.
         callbacks: to be added, unless the trainer has them already.
 
-    Returns:
-        The trainer.
-
     Raises:
         RuntimeError: several GPUs in one process (``torch.nn.DataParallel``).
         TypeError: ``trainer`` is not a Trainer, or a callback is not an instance of ``TrainerCallback``.

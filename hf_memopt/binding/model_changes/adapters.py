@@ -67,7 +67,6 @@ def add_adapters(
 
     Raises:
         MissingExtraError: peft is not installed.
-        TypeError: ``model`` is no module.
         ValueError: the model has adapters already, or the rank or a name does not fit it.
 
     Examples:

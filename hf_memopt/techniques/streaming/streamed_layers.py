@@ -163,12 +163,7 @@ class StreamedLayersCallback(ModelCallback):
     The callback alone comes too late for a model that does not fit the GPU, where the ``Trainer`` moves it when it is
     built: call ``stream_layers`` before. With a released optimizer class each layer steps on the device.
 
-    It logs no keys.
-
-    Args:
-        prefetch: as ``stream_layers`` takes it.
-        rows: as ``stream_layers`` takes it.
-        embeddings_on_host: as ``stream_layers`` takes it.
+    It takes what ``stream_layers`` does, and logs no keys.
 
     Attributes:
         changes: what was changed, one ``Change``.
