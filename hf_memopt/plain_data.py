@@ -55,6 +55,31 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     return found
 
 
+def read_json(text: str | bytes, formats: tuple[int, ...], *, path: str, what: str, remedy: str) -> dict[str, Any]:
+    """Return the JSON object of a text of one of these formats.
+
+    Args:
+        text: of a file.
+        formats: its numbers that are read.
+        path: of the file, for messages.
+        what: the text should be, with its article.
+        remedy: the sentence that says how to write it anew.
+
+    Raises:
+        ValueError: it is something else, or of another version.
+    """
+    try:
+        told = parse_object(text)
+        number, versions = told.get("format"), told.get("versions")
+        if number not in formats:
+            made_by = versions.get("hf-memopt", "another version") if isinstance(versions, dict) else "another version"
+            raise ValueError(f"it has format {shown(number)}, written by hf-memopt {made_by}")
+    except ValueError as error:
+        expected = f"expected what this version of hf-memopt writes. {remedy}"
+        raise ValueError(f"path={path!r} cannot be read as {what} ({error}); {expected}") from None
+    return told
+
+
 def packaged_rows(folder: str, name: str) -> list[dict[str, str]]:
     """Return the rows of a CSV file of this package, in a folder such as "hf_memopt.devices"."""
     text = resources.files(folder).joinpath(name).read_text(encoding="utf-8")
