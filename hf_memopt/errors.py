@@ -31,11 +31,7 @@ class MissingExtraError(ImportError):
 
 def reason(error: BaseException) -> str:
     """Return the type and, if there is one, the message of an error, to be quoted in another."""
-    try:
-        text = str(error).strip()
-    except Exception:  # of the message's own code
-        text = ""
-    return ": ".join(filter(None, (type(error).__name__, text)))
+    return ": ".join(filter(None, (type(error).__name__, str(error).strip())))
 
 
 def did_you_mean(name: Any, known: Iterable[Any]) -> str:

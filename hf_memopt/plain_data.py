@@ -1,4 +1,4 @@
-"""Check data that users pass or files hold: strict JSON objects, and values against the annotations of a dataclass.
+"""Check data that users pass or files hold: JSON objects, and values against the annotations of a dataclass.
 
 One field, one rule: its annotation. ``Annotated[int, range(1, 8)]`` bounds an integer; ``Literal``, unions,
 ``tuple[X, ...]`` and ``Mapping[X, Y]`` mean what they say, and True is not an integer.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from importlib import resources
@@ -27,7 +26,6 @@ Count = Annotated[int, range(1, 2**63)]
 CountOrZero = Annotated[int, range(2**63)]
 
 Kind = TypeVar("Kind", bound="DataclassInstance")
-Value = TypeVar("Value")
 
 _NAMES: dict[Any, str] = {
     bool: "True or False",
@@ -39,25 +37,6 @@ _NAMES: dict[Any, str] = {
 }
 
 
-class FixedMapping(Mapping[str, Value]):
-    """A table that is read only; unlike ``MappingProxyType`` it can be copied and pickled."""
-
-    def __init__(self, rows: Mapping[str, Value]) -> None:
-        self._rows = dict(rows)
-
-    def __getitem__(self, name: str) -> Value:
-        return self._rows[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __repr__(self) -> str:
-        return repr(self._rows)
-
-
 # ---- JSON -----------------------------------------------------------------------------------------------------------
 
 
@@ -65,41 +44,40 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     """Return the JSON object that a text holds.
 
     Raises:
-        ValueError: it is empty, not UTF-8 (or UTF-16, as PowerShell redirects), not JSON, not an object or nested too
-            deeply, or it has a key twice, NaN or an infinite number. The message is a clause about "it".
+        ValueError: it is not JSON or not an object. The message is a clause about "it".
     """
     try:
-        text = text.decode(json.detect_encoding(text)) if isinstance(text, bytes) else text
-        if not isinstance(text, str):
-            raise ValueError(f"it is not text but {shown(text)}")
-        if not text.strip():
-            raise ValueError("it is empty")
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"it is not {error.encoding.upper()} text: {error.reason} at byte {error.start}") from None
-    except json.JSONDecodeError as error:
+        found = json.loads(text)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     if not isinstance(found, dict):
         raise ValueError(f"it is not an object but {shown(found)}")
     return found
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"it has the key {shown(key)} twice")
-        found[key] = value
-    return found
+def read_json(text: str | bytes, formats: tuple[int, ...], *, path: str, what: str, remedy: str) -> dict[str, Any]:
+    """Return the JSON object of a text of one of these formats.
 
+    Args:
+        text: of a file.
+        formats: its numbers that are read.
+        path: of the file, for messages.
+        what: the text should be, with its article.
+        remedy: the sentence that says how to write it anew.
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"it has {text[:40]}, which is not a finite number")
-    return value
+    Raises:
+        ValueError: it is something else, or of another version.
+    """
+    try:
+        told = parse_object(text)
+        number, versions = told.get("format"), told.get("versions")
+        if number not in formats:
+            made_by = versions.get("hf-memopt", "another version") if isinstance(versions, dict) else "another version"
+            raise ValueError(f"it has format {shown(number)}, written by hf-memopt {made_by}")
+    except ValueError as error:
+        expected = f"expected what this version of hf-memopt writes. {remedy}"
+        raise ValueError(f"path={path!r} cannot be read as {what} ({error}); {expected}") from None
+    return told
 
 
 def packaged_rows(folder: str, name: str) -> list[dict[str, str]]:

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from hf_memopt.batching.plan import check_integers
 from hf_memopt.errors import did_you_mean
 from hf_memopt.notices import notify
-from hf_memopt.plain_data import check_value, checked_array, shown
+from hf_memopt.plain_data import check_value, checked_array
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def lengths_of(dataset: Any, lengths: ArrayLike | None, column: str) -> NDArray[
 
 
 def _check_rows(dataset: Any) -> None:
-    """Raise TypeError for what has columns where a dataset has rows: its length would be taken for that of rows."""
+    """Raise TypeError for a stream, and for columns in place of rows: their number would be taken for that of rows."""
     name, library = type(dataset).__name__, type(dataset).__module__.split(".")[0]
     if isinstance(dataset, Mapping) and 0 not in dataset:
         if all(hasattr(part, "column_names") for part in dataset.values()) and dataset:
@@ -100,8 +100,9 @@ def _check_rows(dataset: Any) -> None:
         fix = f"Pass datasets.Dataset{'' if library == 'pyarrow' else f'.from_{library}'}(dataset)"
     elif not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or getattr(dataset, "shape", 1) == ():
         raise TypeError(
-            f"dataset={shown(dataset)} has no rows; expected a datasets.Dataset, a list of dicts or anything else with "
-            "__len__ and __getitem__. Pass datasets.Dataset.from_list(rows)"
+            f"dataset=<{name}> is a stream, or has no rows by number; expected a datasets.Dataset or a list of rows. "
+            "Load it without streaming=True, or take rows of a stream: "
+            "datasets.Dataset.from_list(list(itertools.islice(stream, 100_000)))"
         )
     else:
         return
@@ -115,13 +116,9 @@ def is_list(kind: pa.DataType) -> bool:
 
 def _of_chunks(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
     kind = values.type
-    if not is_list(kind):
+    if not is_list(kind) or not pa.types.is_integer(kind.value_type):
         raise _not_tokens(column, f"of type {kind}")
-    if not pa.types.is_integer(kind.value_type):
-        raise _not_tokens(column, f"of type list<{kind.value_type}>")
-    lengths = pc.list_value_length(values)  # from the offsets; null where the row is null
-    if lengths.null_count:
-        lengths = lengths.fill_null(0)
+    lengths = pc.list_value_length(values).fill_null(0)  # from the offsets; null where the row is null
     return np.array(lengths.to_numpy(), dtype=np.int32)
 
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.hooks import RemovableHandle
-
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.compatibility import check_compatibility
 from hf_memopt.binding.first_use import stop_waiting
@@ -51,9 +49,6 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         trainer: a ``transformers.Trainer`` or an instance of a subclass.
         callbacks: to be added, unless the trainer has them already.
 
-    Returns:
-        The trainer.
-
     Raises:
         RuntimeError: several GPUs in one process (``torch.nn.DataParallel``).
         TypeError: ``trainer`` is not a Trainer, or a callback is not an instance of ``TrainerCallback``.
@@ -75,7 +70,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     with kept_handles(trainer) as handles:
         for part in parts_of(trainer):
             if isinstance(part, AttachedPart):
-                handles.append(_checked(part, part.bind_trainer(trainer)))
+                handles.append(part.bind_trainer(trainer))
         handles += [_keep_used_columns(trainer), _evaluate_in_order(trainer)]
         for callback in callbacks:
             if callback not in trainer.callback_handler.callbacks:
@@ -86,7 +81,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         for callback in sorted(trainer.callback_handler.callbacks, key=_is_outermost):
             if isinstance(callback, AttachedCallback):
                 is_new = (binding := _binding_of(callback)) is None or binding.trainer is not trainer
-                handle = _checked(callback, callback.bind(trainer))
+                handle = callback.bind(trainer)
                 if is_new:
                     handles.append(handle)
                 else:  # stays, whatever comes
@@ -123,17 +118,6 @@ def _keep_handles(trainer: Trainer, handles: list[UndoHandle]) -> None:
     earlier = getattr(trainer, HANDLE, None)
     if handles:
         setattr(trainer, HANDLE, undo_all(*([] if earlier is None else [earlier]), *handles))
-
-
-def _checked(owner: object, handle: Any) -> UndoHandle:
-    """Return the handle of a part or callback, which may be a user's own."""
-    if not isinstance(handle, RemovableHandle):
-        name = "bind" if isinstance(owner, AttachedCallback) else "bind_trainer"
-        raise TypeError(
-            f"{name} of <{type(owner).__name__}> returned {handle!r}; expected the handle that undoes it "
-            "(hf_memopt.binding.protocols). Return UndoHandle(...) or nothing_to_undo()"
-        )
-    return handle  # type: ignore[return-value]
 
 
 def _is_outermost(callback: TrainerCallback) -> bool:

@@ -110,11 +110,6 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=rest or None, **of_model)
         return
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        raise ValueError(
-            f"model=<{type(model).__name__}> has no checkpointing; expected a model of transformers. "
-            "Pass checkpointing=False"
-        )
     known = inspect.signature(model.gradient_checkpointing_enable).parameters  # PEFT hands it on
     of_model = {name: value for name, value in of_model.items() if name in known}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=rest or None, **of_model)

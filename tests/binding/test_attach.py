@@ -566,11 +566,3 @@ def test_undoing_one_trainer_leaves_what_another_shares(tmp_path):
         assert (view.buckets.seed, view._as_columns) == (7, True)
         both[second].memopt_handle.remove()
         assert (view.buckets.seed, view._as_columns) == (0, False)
-
-
-def test_a_callback_of_ones_own_has_to_return_a_handle(tmp_path):
-    class Without(TrainerCallback):
-        def bind(self, trainer: Trainer) -> None:
-            pass
-
-    refuses(TypeError, whole("bind of <Without> returned"), attach, bert_trainer(tmp_path), Without())

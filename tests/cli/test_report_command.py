@@ -27,8 +27,8 @@ REFUSED = {
     ),
     "none.json": f"'none.json' does not exist; expected the output folder of a run, or the JSON of a plan. {WRITE_IT}",
     "empty.json": (
-        "'empty.json' is nothing to report (it is empty); expected what `hf-memopt plan --json` or a "
-        f"MemoryReportCallback wrote. {WRITE_IT}"
+        "'empty.json' is nothing to report (it is not JSON: Expecting value: line 1 column 1 (char 0)); expected what "
+        f"`hf-memopt plan --json` or a MemoryReportCallback wrote. {WRITE_IT}"
     ),
     "folder": (
         "'folder' is a folder without memopt_run.json; expected the output folder of a run with a "

@@ -193,8 +193,7 @@ def broken_json(draw: st.DrawFn, whole: Any) -> bytes:
     return json.dumps(content).encode("utf-8", "surrogatepass")
 
 
-DEEP = (b"[" * 100_000, b'{"a":' * 100_000, b"[" * 100_000 + b"]" * 100_000)
-ENDS = (b"", b"\0" * 64, b"\xff\xfe", b"{}", b"\n\n", b"NaN", b'{"a": 1, "a": 2}', b'{"a": 1e999}', *DEEP)
+ENDS = (b"", b"\0" * 64, b"\xff\xfe", b"{}", b"\n\n", b"NaN", b'{"a": 1, "a": 2}', b'{"a": 1e999}')
 
 
 @st.composite

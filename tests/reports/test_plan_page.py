@@ -75,11 +75,7 @@ def test_without_matplotlib_it_has_its_tables_and_says_what_draws_pictures(
     """And the script to copy, if the plan has one."""
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)
     script = "import torch\n\nmodel = a < b and c > d\n"
-    half = "a\ud800b"  # of a character, as in a file's name
-    page = page_of(json.dumps({**json.loads(text), "script": script, "model": half, "gpu": half}))
-    page.encode()
-    read = Page(page)
-    assert "a?b on a?b" in read.words
+    read = Page(page_of(json.dumps({**json.loads(text), "script": script})))
     assert "train" in read.ids
     assert script in read.text
     assert "train" not in Page(page_of(json.dumps({**json.loads(text), "script": None}))).ids

@@ -115,19 +115,8 @@ def plain_number(value: Any) -> Any:
 
 
 def checked_position(position: Any, size: int, item: str = "an example") -> int:
-    """Return a position in a view of ``size`` items, counted from its begin.
-
-    Raises:
-        TypeError: not an integer, a slice for example.
-        IndexError: outside the view.
-    """
-    try:
-        index = operator.index(position)
-    except TypeError:
-        raise TypeError(
-            f"position={shown(position)} is not an integer; expected the position of {item}. "
-            "Read several with: [view[i] for i in range(3)]"
-        ) from None
+    """Return a position in a view of ``size`` items, counted from its begin; raise IndexError outside the view."""
+    index = operator.index(position)
     if not -size <= index < size:
         raise IndexError(f"position={index} is not {item} of this view; expected 0 to {size - 1}")
     return index % size

@@ -31,7 +31,6 @@ from hf_memopt.batching.plan import (
 )
 from hf_memopt.batching.views.view import (
     EpochView,
-    check_map_style,
     check_per_device,
     check_world_size_of_run,
     is_padding_free,
@@ -103,7 +102,6 @@ def bucketed(
     settings: dict[str, Any] = {"batch_size": batch_size, "max_tokens": max_tokens, "boundaries": boundaries}
     settings |= {"seed": 0 if seed is None else seed, "world_size": world_size}
     settings |= {"pad_to_multiple_of": pad_to_multiple_of, "too_long": too_long}
-    check_map_style(dataset)
     view = BucketedView(dataset, LengthBuckets(lengths_of(dataset, lengths, column), n_buckets=n_buckets, **settings))
     view.takes_seed = seed is None
     return view

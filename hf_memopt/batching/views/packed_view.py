@@ -15,7 +15,6 @@ from hf_memopt.batching import lengths_of, token_count
 from hf_memopt.batching.collation import PackedRow, cut_text, keep_texts_apart
 from hf_memopt.batching.plan import PackedRows, check_settings
 from hf_memopt.batching.views.bucketed_view import BucketedView
-from hf_memopt.batching.views.view import check_map_style
 from hf_memopt.binding.undo import UndoHandle, undo_all
 from hf_memopt.plain_data import check_value
 
@@ -62,7 +61,6 @@ def packed(
     check_value("too_long", too_long, Literal["error", "drop", "split"], "split")
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     settings: dict[str, Any] = {"too_long": too_long, "seed": 0 if seed is None else seed, "world_size": world_size}
-    check_map_style(dataset)
     view = PackedView(dataset, PackedRows(lengths_of(dataset, lengths, column), row_tokens=row_tokens, **settings))
     view.column = column
     view.takes_seed = seed is None

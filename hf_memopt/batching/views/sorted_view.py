@@ -39,7 +39,6 @@ from hf_memopt.batching.collation import RowReader
 from hf_memopt.batching.plan import checked_position
 from hf_memopt.batching.views.view import (
     DescribedByDataset,
-    check_map_style,
     is_padding_free,
     reads_in_order,
     takes_columns,
@@ -103,7 +102,6 @@ def sorted_by_length(
         >>> view.restore_order(np.array([3, 2, 1]))
         array([1, 3, 2])
     """
-    check_map_style(dataset)
     check_value("restore_by_hand", restore_by_hand, bool, True)
     found = lengths_of(dataset, lengths, column)
     order = np.argsort(-found.astype(np.int64), kind="stable")

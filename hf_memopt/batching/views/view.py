@@ -40,22 +40,6 @@ DESCRIPTIONS |= {"info", "license", "size_in_bytes", "split", "version"}
 READS_IN_ORDER, OTHER_BATCHES = "reads in order", "other batches"  # purposes of overrides
 
 
-def is_map_style(dataset: Any) -> bool:
-    """Return whether a dataset can be indexed; a stream or a single number has methods that only raise."""
-    is_stream = isinstance(dataset, torch.utils.data.IterableDataset) or getattr(dataset, "shape", 1) == ()
-    return not is_stream and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-
-
-def check_map_style(dataset: Any) -> None:
-    """Raise TypeError for a stream: an order by length has to know all lengths beforehand."""
-    if not is_map_style(dataset):
-        raise TypeError(
-            f"dataset=<{type(dataset).__name__}> is a stream, or has no rows by number; expected a datasets.Dataset or "
-            "a list of rows. Load it without streaming=True, or take rows of a stream: "
-            "datasets.Dataset.from_list(list(itertools.islice(stream, 100_000)))"
-        )
-
-
 class DescribedByDataset:
     """Answer ``column_names``, ``features``, ``info`` and the like as ``self.dataset`` does, if it does."""
 

@@ -67,7 +67,6 @@ def add_adapters(
 
     Raises:
         MissingExtraError: peft is not installed.
-        TypeError: ``model`` is no module.
         ValueError: the model has adapters already, or the rank or a name does not fit it.
 
     Examples:
@@ -271,11 +270,6 @@ def _check_targets(model: nn.Module, targets: str | tuple[str, ...]) -> None:
     """Refuse targets of which one names no layer, which PEFT accepts as long as another one does."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     named = [name for name, _ in model.named_modules()]
-    if not any(layers):
-        raise ValueError(
-            f"model=<{type(model).__name__}> has no linear layers within; expected a model of transformers. "
-            "Pass AutoModelForCausalLM.from_pretrained(name)"
-        )
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in named):
             leaves = dict.fromkeys(name.rpartition(".")[2] for name in layers)

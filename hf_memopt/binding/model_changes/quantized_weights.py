@@ -99,7 +99,6 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
 
     Raises:
         ValueError: no weight of the model is quantised.
-        TypeError: ``model`` is no module.
 
     Examples:
         >>> from bitsandbytes.nn import Linear4bit

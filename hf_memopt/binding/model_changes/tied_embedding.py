@@ -55,7 +55,6 @@ def sparse_tied_embedding(model: nn.Module) -> UndoHandle:
     Raises:
         ValueError: the head does not share the weight of the input embeddings; the embeddings are no ``nn.Embedding``
             or have ``max_norm``; the weight is sharded or packed.
-        TypeError: ``model`` is no module.
         RuntimeError: in the backward pass of a loss that does not depend on the head.
 
     Examples:
@@ -93,9 +92,6 @@ def tied_embeddings(model: nn.Module) -> list[Any]:
     """Return the input embeddings that share their weight with the model's head; none where nothing is tied.
 
     T5 and BART have three of them: of the encoder, of the decoder, and one that only holds the weight.
-
-    Raises:
-        TypeError: ``model`` is no module.
     """
     check_model(model)
     inside = unwrap_model(model)

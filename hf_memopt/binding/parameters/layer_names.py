@@ -59,17 +59,13 @@ def layer_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 def checked_patterns(patterns: Any) -> tuple[str, ...]:
     """Return the patterns as a tuple; raise ValueError for what is not a pattern for any model."""
-    expected = "expected one pattern or several. Write, for example, patterns=['embeddings', 'layers:0-3']."
     names = (patterns,) if isinstance(patterns, str) else items_of(patterns)
-    if names is None:
-        raise ValueError(f"patterns={shown(patterns)} is not text; {expected}")
-    if not names:
-        raise ValueError(f"patterns={shown(patterns)} is empty; {expected}")
+    if not names or not all(isinstance(name, str) and name.strip() for name in names):
+        raise ValueError(
+            f"patterns={shown(patterns)} is invalid; expected one pattern or several. "
+            "Write, for example, patterns=['embeddings', 'layers:0-3']."
+        )
     for name in names:
-        if not isinstance(name, str):
-            raise ValueError(f"patterns={shown(list(names))} contains {shown(name)}, which is not text; {expected}")
-        if not name.strip():
-            raise ValueError(f"patterns={shown_patterns(names)} contains an empty pattern; {expected}")
         if name.startswith("layers:"):
             _layer_range(name)
     return names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_memopt.json_fields import read_json
+from hf_memopt.plain_data import read_json
 
 FORMAT = 2
 """Raised when a field changes its meaning or goes."""

@@ -179,18 +179,13 @@ class ShardedCheckpointCallback(BoundCallback):
         handle: takes everything off the trainer again; None until it is bound.
 
     Raises:
-        ValueError: ``max_shard_bytes`` is not an amount of memory, or is 0.
+        ValueError: ``max_shard_bytes`` is not an amount of memory.
     """
 
     technique = "sharded checkpoints"
 
     def __init__(self, max_shard_bytes: int | str = "1GB") -> None:
         self.max_shard_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
-        if self.max_shard_bytes == 0:
-            raise ValueError(
-                f"max_shard_bytes={max_shard_bytes!r} is invalid; expected 1 byte or more. "
-                "Write, for example, max_shard_bytes='1GB'."
-            )
         super().__init__(self.max_shard_bytes)
         self._is_resuming = False
         self._loading = ExitStack()  # overrides from the creation of the scheduler until the state is loaded

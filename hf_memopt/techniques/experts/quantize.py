@@ -50,7 +50,6 @@ def quantize_experts(model: Any, double_quant: bool = False) -> QuantizedExperts
         A handle whose ``remove()`` puts the dequantised weights back, frozen; ``names`` are those of the parameters.
 
     Raises:
-        TypeError: ``model`` is not a module.
         ValueError: it has no fused experts, or some that transformers' experts interface does not run (Llama 4), that
             are sharded, quantised by others, have adapters, or whose size is no multiple of 64. The model is unchanged.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object
+from hf_memopt.plain_data import Count, check_value
 from hf_memopt.units import format_number, percent
 
 LIMIT_NAMES = ("max_tokens", "max_examples")
@@ -36,15 +36,14 @@ class Limit:
         (2048, 400)
     """
 
-    maximum: Count | None = None  # what the user set; None for no maximum
-    limit: Count | None = None  # the current limit; None while batches are not split
-    last_good: Count | None = None  # the limit before the current try; None if there is no try
-    steps_since_change: CountOrZero = 0  # the steps that were split and ran since the limit last changed
-    wait_steps: CountOrZero = FIRST_WAIT_STEPS  # the number of such steps before a larger limit is tried
-    failed_tries: CountOrZero = 0  # how many tries ran out of memory
+    maximum: int | None = None  # what the user set; None for no maximum
+    limit: int | None = None  # the current limit; None while batches are not split
+    last_good: int | None = None  # the limit before the current try; None if there is no try
+    steps_since_change: int = 0  # the steps that were split and ran since the limit last changed
+    wait_steps: int = FIRST_WAIT_STEPS  # the number of such steps before a larger limit is tried
+    failed_tries: int = 0  # how many tries ran out of memory
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.limit is None:
             self.limit = self.maximum
 
@@ -114,7 +113,7 @@ def part_rows(limits: Mapping[str, Limit], columns: int | None) -> int:
 
 def saved_limits(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Limit]:
     """Return the limits that a checkpoint has, as plain data."""
-    return {name: from_object(Limit, values.get(name, {})) for name in LIMIT_NAMES}
+    return {name: Limit(**values.get(name, {})) for name in LIMIT_NAMES}
 
 
 @dataclass

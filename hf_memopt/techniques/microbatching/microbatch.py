@@ -169,7 +169,7 @@ class MicrobatchCallback(BoundCallback):
             return
         try:
             found = saved_limits(saved)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError) as error:
             warnings.warn(
                 f"the limits of micro-batches in the checkpoint could not be read ({error}), so the resumed run begins "
                 "with the limits of a new one. If a limit is known to fit, set it: MicrobatchCallback(max_tokens=4096)",

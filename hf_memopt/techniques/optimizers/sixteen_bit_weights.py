@@ -270,9 +270,7 @@ def _nothing_lost(parameter: torch.Tensor) -> torch.Tensor:
 
 def _check_class(optimizer_class: Any) -> None:
     problem = None
-    if issubclass(optimizer_class, _SixteenBit):
-        problem = f"is for 16-bit weights already; expected a plain class. {FIX}"
-    elif hasattr(optimizer_class, "why_last"):
+    if hasattr(optimizer_class, "why_last"):
         problem = optimizer_class.why_last
     elif not _is_elementwise(optimizer_class):
         problem = (

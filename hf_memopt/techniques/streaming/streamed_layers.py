@@ -163,12 +163,7 @@ class StreamedLayersCallback(ModelCallback):
     The callback alone comes too late for a model that does not fit the GPU, where the ``Trainer`` moves it when it is
     built: call ``stream_layers`` before. With a released optimizer class each layer steps on the device.
 
-    It logs no keys.
-
-    Args:
-        prefetch: as ``stream_layers`` takes it.
-        rows: as ``stream_layers`` takes it.
-        embeddings_on_host: as ``stream_layers`` takes it.
+    It takes what ``stream_layers`` does, and logs no keys.
 
     Attributes:
         changes: what was changed, one ``Change``.
@@ -258,8 +253,6 @@ def _check_model(model: nn.Module, *, is_simulated: bool = False) -> None:
     problem = None
     if _handle_of(model) is not None:
         problem = "is streamed already; expected a plain model. Call remove() of its handle first"
-    elif isinstance(model, nn.parallel.DataParallel | nn.parallel.DistributedDataParallel):
-        problem = f"is wrapped by {type(model).__name__}; expected one process and one device. Pass model.module"
     elif hasattr(model, "_orig_mod"):
         problem = "is compiled, and compiled code keeps its weights; expected a plain model. Leave torch.compile out"
     elif any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
@@ -309,14 +302,8 @@ def _to_host(ring: Ring) -> None:
 
 
 def _check_untied(model: Any) -> None:
-    """Refuse embeddings that another module needs on the device, and a model that has several for its tokens."""
-    try:
-        embeddings = model.get_input_embeddings()
-    except NotImplementedError as error:
-        raise ValueError(
-            f"embeddings_on_host=True cannot be used with {type(model).__name__}, which has no get_input_embeddings(); "
-            "expected one embedding for all tokens. Pass embeddings_on_host=False"
-        ) from error
+    """Refuse embeddings that another module needs on the device."""
+    embeddings = model.get_input_embeddings()
     inside, owned = {*embeddings.modules()}, {*embeddings.parameters()}
     others = [p for module in model.modules() if module not in inside for p in module._parameters.values()]
     if not owned.isdisjoint(others):

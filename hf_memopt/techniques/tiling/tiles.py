@@ -67,7 +67,6 @@ def tile_layers(model: Any, tile_tokens: int | None = None) -> TileHandle:
         A handle whose ``remove()`` undoes it; its ``modules`` are what runs in tiles.
 
     Raises:
-        TypeError: ``model`` is not a module.
         ValueError: ``tile_tokens`` below 1, or another size than that of the tiles that the model has (of the same size
             they stay until the last handle is removed); the model has dropout above 0 inside of what
             would be tiled, positions in the first dimension, inputs other than text, layers that wait in host memory,
@@ -136,7 +135,7 @@ class TiledLayersCallback(ModelCallback):
     Checkpointing becomes non-reentrant when training begins. It logs no keys.
 
     Args:
-        tile_tokens: as ``tile_layers`` takes it.
+        tile_tokens: as of ``tile_layers``.
 
     Attributes:
         changes: what runs in tiles, one ``Change``; in ``trainer.memopt_changes`` too after ``attach(trainer)``.
