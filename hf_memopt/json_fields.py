@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +22,7 @@ def read_json(text: str | bytes, formats: tuple[int, ...], *, path: str, what: s
         ValueError: it is something else, or of another version.
     """
     try:
-        # half a character, as of a file name in another encoding, can be neither drawn nor written
-        told = parse_object(json.dumps(parse_object(text), ensure_ascii=False).encode("utf-8", "replace"))
+        told = parse_object(text)
         check_format(told, *formats)
     except ValueError as error:
         expected = f"expected what this version of hf-memopt writes. {remedy}"

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import TrainingArguments
 
-    from hf_memopt.memory import Estimate
     from hf_memopt.memory.run.run_record import RunRecord
     from hf_memopt.memory.settings import BatchShape
 
@@ -56,16 +55,15 @@ def draw_report(path: Path, peaks: Peaks, record: RunRecord, device: torch.devic
     try:
         from hf_memopt.reports.run import RunPicture
 
-        predicted, batch = {}, ""
-        found, reason = None, "without an accelerator the memory of the whole process is measured"
+        predicted, reason = None, "without an accelerator the memory of the whole process is measured"
         if device.type != "cpu":
-            found, reason = _predicted(trainer, record.largest)
-        if found is not None:
-            predicted = _phases(found)
-            batch = f"{found.batch_size}" + ("" if found.seq_len is None else f" x {found.seq_len}")
+            predicted, reason = _prediction(trainer, record.largest)
+        sizes = {} if predicted is None else {name: predicted[name] for name in ("batch_size", "seq_len")}
+        batch = " x ".join(str(size) for size in sizes.values() if size is not None)
+        phases = {} if predicted is None else predicted["phases"]
         model = "" if trainer is None else f"{type(unwrap_model(trainer.model)).__name__} on "
         name = f"{model}{name_of(device)}"
-        RunPicture(record.by_step(), peaks, predicted, name=name, batch=batch, reason=reason).write(path)
+        RunPicture(record.by_step(), peaks, phases, name=name, batch=batch, reason=reason).write(path)
     except Exception as error:  # a picture must not cost a training its result
         notify(logger, f"plot={str(path)!r} was not drawn ({type(error).__name__}: {error}); the training is whole")
 
@@ -84,8 +82,8 @@ def begin_report(trainer: Any, peaks: Peaks, record: RunRecord) -> None:
 def write_report(trainer: Any, peaks: Peaks, record: RunRecord, state: str, *, predict: bool = False) -> None:
     """Write the report of a run whose state is "training" or "finished"; ``predict`` simulates the largest batch."""
     try:
-        predicted, notes = _prediction(trainer, record.largest) if predict else (None, [])
-        _write(trainer, _as_dict(trainer, peaks, record, state, predicted, notes), record.unwritten)
+        predicted, reason = _prediction(trainer, record.largest, eval_batch_size=None) if predict else (None, "")
+        _write(trainer, _as_dict(trainer, peaks, record, state, predicted, reason), record.unwritten)
     except RuntimeError as error:  # of a device or a driver; a report must not cost a training its result
         notify(logger, f"there is no report of this run ({error})")
 
@@ -101,8 +99,8 @@ def write_failure(trainer: Any, error: BaseException, peaks: Peaks, record: RunR
         if record.phase == "evaluation" and record.shape is not None:
             shape, of_evaluation = record.largest or record.shape, record.shape.rows
         notify(logger, "out of memory: simulating the step, for its report (Ctrl-C to go without)")
-        predicted, notes = _prediction(trainer, shape, eval_batch_size=of_evaluation)
-        told = _as_dict(trainer, peaks, record, "out of memory", predicted, notes)
+        predicted, reason = _prediction(trainer, shape, eval_batch_size=of_evaluation)
+        told = _as_dict(trainer, peaks, record, "out of memory", predicted, reason)
         told["plan"] = _plan(trainer, shape, predicted)
         page = _write(trainer, told, record.unwritten, with_page=True)
         if page is not None:
@@ -130,7 +128,7 @@ def _write(trainer: Any, told: dict[str, Any], unwritten: set[str], *, with_page
 
 
 def _as_dict(
-    trainer: Any, peaks: Peaks, record: RunRecord, state: str, predicted: dict[str, Any] | None, notes: list[str]
+    trainer: Any, peaks: Peaks, record: RunRecord, state: str, predicted: dict[str, Any] | None, reason: str
 ) -> dict[str, Any]:
     args, model = trainer.args, trainer.model
     reading = read_memory(measured_device(args.device))
@@ -174,7 +172,7 @@ def _as_dict(
             for name in ARGUMENTS
             if hasattr(args, name)
         },
-        "notes": notes,
+        "notes": [f"not predicted: {reason}"] if reason else [],
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
         "environment": {
             "python": platform.python_version(),
@@ -202,15 +200,20 @@ def _plan(trainer: Any, shape: BatchShape | None, predicted: dict[str, Any] | No
     return f"plan(model, {', '.join(f'{name}={value!r}' for name, value in known.items())})"
 
 
-def _prediction(
-    trainer: Any, shape: BatchShape | None, *, eval_batch_size: int | None = None
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return what the estimate says of a batch; None and a note where it cannot."""
-    found, reason = None, "several processes"
-    if trainer.args.world_size == 1:
-        found, reason = _predicted(trainer, shape, eval_batch_size=eval_batch_size)
-    if found is None:
-        return None, [f"not predicted: {reason}"]
+def _prediction(trainer: Any, shape: BatchShape | None, **overrides: Any) -> tuple[dict[str, Any] | None, str]:
+    """Return what the estimate says of a batch, or None and the reason."""
+    from hf_memopt.memory import estimate_of
+
+    if trainer is None:
+        return None, "the callback was not attached; call attach(trainer) before trainer.train()"
+    if trainer.args.world_size > 1:
+        return None, "several processes"
+    if shape is None or not shape.rows:
+        return None, "no batch of tensors was seen"
+    try:
+        found = estimate_of(trainer, shape, **overrides)
+    except Exception as error:  # NotEstimableError, and what a user's own model may raise on meta
+        return None, str(error)
     return {
         "batch_size": found.batch_size,
         "seq_len": found.seq_len,
@@ -218,28 +221,10 @@ def _prediction(
         "allocated_bytes": found.peak_allocated_bytes,
         "context_bytes": found.context_bytes,
         "components": found.components,
-        "phases": _phases(found),
+        "phases": {name: peaks.allocated_bytes for name, peaks in found.phases.items()},
         "gpu": "" if found.gpu is None else found.gpu.name,
         "usable_bytes": None if found.gpu is None else found.gpu.usable_bytes,
-    }, []
-
-
-def _predicted(trainer: Any, shape: BatchShape | None, **overrides: Any) -> tuple[Estimate | None, str]:
-    """Return the estimate of a batch, or None and the reason."""
-    from hf_memopt.memory import estimate_of
-
-    if trainer is None:
-        return None, "the callback was not attached; call attach(trainer) before trainer.train()"
-    if shape is None or not shape.rows:
-        return None, "no batch of tensors was seen"
-    try:
-        return estimate_of(trainer, shape, **overrides), ""
-    except Exception as error:  # NotEstimableError, and what a user's own model may raise on meta
-        return None, str(error)
-
-
-def _phases(found: Estimate) -> dict[str, int]:
-    return {name: peaks.allocated_bytes for name, peaks in found.phases.items()}
+    }, ""
 
 
 def _micro_batching(trainer: Any) -> dict[str, Any] | None:
