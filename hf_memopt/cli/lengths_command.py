@@ -110,7 +110,7 @@ def _percentile_99(lengths: NDArray[np.int32]) -> int:
 
 def _counted(rows: RowsFile, task: str | None) -> NDArray[np.int32]:
     how: dict[str, Any] = {"column": rows.column, "tokenizer": rows.tokenizer, "field": rows.field}
-    return file_lengths(rows.path, task=task, **how).lengths
+    return file_lengths(Path(rows.path), task=task, **how).lengths
 
 
 def _counted_by_model(model: str, rows: RowsFile, task: str | None) -> NDArray[np.int32]:
