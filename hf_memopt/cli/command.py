@@ -27,6 +27,8 @@ from hf_memopt.plain_data import checked_path, packaged_rows
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hf_memopt.recipes.planning.script import RowsFile
+
 EXIT_CODES = {None: 0, "fits": 0, "over": 1, "tight": 3}
 """By ``Estimate.verdict``, and that of a plan's choice; 2 is that of errors."""
 OTHER_NAMES = {  # an option, and what Python calls its value
@@ -232,10 +234,14 @@ def check_of_data(options: Any) -> None:
                 "Pass --data FILE"
             )
     if options.data is not None:
-        from hf_memopt.batching import data_file
+        rows_of(options).read()
 
-        has_tokenizer = options.tokenizer is not None
-        data_file(options.data, column=options.column, has_tokenizer=has_tokenizer, field=options.field)
+
+def rows_of(options: Any) -> RowsFile:
+    """Return the file of ``--data`` with what the other options say of it."""
+    from hf_memopt.recipes.planning.script import RowsFile
+
+    return RowsFile(options.data, options.column, options.tokenizer, options.field)
 
 
 def one_gpu(names: Sequence[str] | None) -> str | None:
@@ -252,9 +258,9 @@ def arguments_of(options: Any) -> list[str]:
     return own[own[:1] == ["--"] :]
 
 
-def check_script(script: str | os.PathLike[str], command: str, or_else: str = "", in_notebook: str = "") -> None:
+def check_script(script: str | os.PathLike[str], command: str, in_notebook: str = "") -> None:
     """Raise unless a script is a file that Python runs; what it would take for the JSON of a notebook does nothing."""
-    path = checked_path("script", script)
+    path, or_else = checked_path("script", script), ", or --module and a module's name"
     if not path.is_file():
         trainer = "" if command.startswith("rehearse") else " with the stock Trainer"
         raise ValueError(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import EXIT_CODES, check_of_data, flags_of, in_flags, one_gpu, spinner
+from hf_memopt.cli.command import EXIT_CODES, check_of_data, flags_of, in_flags, one_gpu, rows_of, spinner
 from hf_memopt.devices import custom_gpu, find_gpu
 from hf_memopt.memory.models import checked_task, find_config
 from hf_memopt.memory.optimizers import check_optimizer
@@ -165,12 +165,10 @@ def _with_length_of_data(options: EstimateOptions, errors: Console) -> tuple[Est
     if options.data is None:
         return options, ()
     with spinner(f"reading {options.data}", errors, shown=not options.json_output):
-        from hf_memopt.batching import data_file
         from hf_memopt.cli.lengths_command import length_of_data, task_of_data
 
-        of_data = options.model, options.data, options.column, options.tokenizer
-        task, said = task_of_data(*of_data, options.task, options.field)
-        seq_len, note = length_of_data(*of_data, task, options.field)
-        how: Any = {"column": options.column, "has_tokenizer": options.tokenizer is not None, "field": options.field}
-        unread = data_file(options.data, task=task, **how).note
+        rows = rows_of(options)
+        task, said = task_of_data(options.model, rows, options.task)
+        seq_len, note = length_of_data(options.model, rows, task)
+        unread = rows.read(task).note
     return replace(options, seq_len=seq_len, task=task), tuple(filter(None, (note, said.rstrip("."), unread)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_memopt.batching import data_file, file_lengths, padding_report, print_report
+from hf_memopt.batching import file_lengths, padding_report, print_report
 from hf_memopt.cli.command import wrapped
 from hf_memopt.memory.models import name_on_hub
 from hf_memopt.rows import TASKS, fitting_format
@@ -17,6 +18,7 @@ from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import LengthsOptions
+    from hf_memopt.recipes.planning.script import RowsFile
 
 OF_LABELS = ("sequence-classification", "token-classification", "question-answering")  # any body takes their heads
 PER_TOKEN = ("labels", "tags")  # the parts that are a list of a number for each token
@@ -42,9 +44,7 @@ def run(options: LengthsOptions, context: Any) -> None:
         console.out(f"Picture: {options.plot}", highlight=False)
 
 
-def task_of_data(
-    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None, field: str | None = None
-) -> tuple[str | None, str]:
+def task_of_data(model: str, rows: RowsFile, task: str | None) -> tuple[str | None, str]:
     """Return the task of the head, and a sentence on it where rows and model or ``--task`` do not agree; else "".
 
     Labels in the rows decide where no ``--task`` is given and the model's own task would leave them out. A causal LM is
@@ -53,61 +53,51 @@ def task_of_data(
     from hf_memopt.binding.model import HEADS, task_of
     from hf_memopt.memory.models import load_model
 
-    file, built = (
-        data_file(path, column=column, has_tokenizer=tokenizer is not None, field=field),
-        load_model(model).model,
-    )
+    file, built, name = rows.read(), load_model(model).model, Path(rows.path).name
     own = task_of(built)
     chosen, why = (task, "as --task says") if task else (own, "the model's own")
-    found = fitting_format(file.columns, chosen, {part: one for part, one in file.parts.items() if one == column})
+    found = fitting_format(file.columns, chosen, {part: one for part, one in file.parts.items() if one == rows.column})
     read = {} if found is None else found[1]
-    learned = [name for part, name in read.items() if part not in PER_TOKEN or name not in file.values]
-    left = ", ".join(name for name in file.parts.values() if name not in learned)
+    learned = [column for part, column in read.items() if part not in PER_TOKEN or column not in file.values]
+    left = ", ".join(column for column in file.parts.values() if column not in learned)
     labels, meant = file.parts.get("label", "label"), str(file.task)
     has_head = meant in OF_LABELS and getattr(built.config, "model_type", "") in HEADS[meant].types
     if not left or chosen not in TASKS or (read and not has_head):
         return chosen, ""
     if not has_head:
-        return chosen, f"Task: {chosen}, {why}; {path.name} has no column for it beside {left}."
+        return chosen, f"Task: {chosen}, {why}; {name} has no column for it beside {left}."
     if task or (own == "causal-lm" and labels not in ("label", "labels")):
-        return chosen, f"Task: {chosen}, {why}; {left} of {path.name} is not learned (--task {meant} learns it)."
+        return chosen, f"Task: {chosen}, {why}; {left} of {name} is not learned (--task {meant} learns it)."
     columns = ", ".join(file.parts.values())
-    return meant, f"Task: {meant}, by the columns {columns} of {path.name}; the model's own is {own} (--task {own})."
+    return meant, f"Task: {meant}, by the columns {columns} of {name}; the model's own is {own} (--task {own})."
 
 
-def length_of_data(
-    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None, field: str | None = None
-) -> tuple[int, str]:
+def length_of_data(model: str, rows: RowsFile, task: str | None) -> tuple[int, str]:
     """Return the 99th percentile of the lengths, rounded up to a multiple of 8, and a note that says so.
 
     Where the model takes fewer tokens, they are the length. The model's tokenizer counts where none is given.
     """
-    seq_len, lengths = lengths_of_data(model, path, column, tokenizer, task, field)
+    seq_len, lengths = lengths_of_data(model, rows, task)
     p99 = _percentile_99(lengths)
     limit = ", all that the model takes" if seq_len < p99 else ""
     longer = int((lengths > seq_len).sum())
     rest = f"; {longer:,} longer rows have to be truncated" if longer else ""
     note = (
-        f"seq_len={seq_len} from {len(lengths):,} rows of {path.name}: p99 {p99:,}, longest "
+        f"seq_len={seq_len} from {len(lengths):,} rows of {Path(rows.path).name}: p99 {p99:,}, longest "
         f"{int(lengths.max()):,} tokens{limit}{rest}"
     )
     return seq_len, note
 
 
-def lengths_of_data(
-    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None, field: str | None = None
-) -> tuple[int, NDArray[np.int32]]:
+def lengths_of_data(model: str, rows: RowsFile, task: str | None) -> tuple[int, NDArray[np.int32]]:
     """Return the length as ``length_of_data`` does, and the tokens of each row, shape (rows,), of T5 with a prefix."""
     from hf_memopt.binding.model import task_of
     from hf_memopt.memory.models import load_model, most_tokens
 
-    file = data_file(path, column=column, has_tokenizer=tokenizer is not None, task=task, field=field)
+    file = rows.read(task)
     built = load_model(model, task=task).model
     task = task_of(built)
-    if tokenizer is None and file.is_text:
-        lengths = _counted_by_model(model, path, column, task, field)
-    else:
-        lengths = file_lengths(path, column=column, tokenizer=tokenizer, task=task, field=field).lengths
+    lengths = _counted_by_model(model, rows, task) if rows.tokenizer is None and file.is_text else _counted(rows, task)
     if file.is_text and task == "seq2seq" and getattr(built.config, "model_type", "") == "t5":
         lengths = lengths + PREFIX_TOKENS
     seq_len = -(-_percentile_99(lengths) // MULTIPLE) * MULTIPLE
@@ -118,12 +108,15 @@ def _percentile_99(lengths: NDArray[np.int32]) -> int:
     return int(np.percentile(lengths, 99, method="inverted_cdf"))
 
 
-def _counted_by_model(
-    model: str, path: Path, column: str | None, task: str | None, field: str | None
-) -> NDArray[np.int32]:
+def _counted(rows: RowsFile, task: str | None) -> NDArray[np.int32]:
+    how: dict[str, Any] = {"column": rows.column, "tokenizer": rows.tokenizer, "field": rows.field}
+    return file_lengths(Path(rows.path), task=task, **how).lengths
+
+
+def _counted_by_model(model: str, rows: RowsFile, task: str | None) -> NDArray[np.int32]:
     name = name_on_hub(model)
     try:
-        return file_lengths(path, column=column, tokenizer=name, task=task, field=field).lengths
+        return _counted(replace(rows, tokenizer=name), task)
     except ValueError as error:
         lacks_template = "has no chat template" in str(error)
         if not lacks_template and not str(error).startswith(f"tokenizer={name!r}"):
@@ -131,6 +124,6 @@ def _counted_by_model(
         cause = str(error.__cause__ or "").strip().partition("\n")[0]  # gated, offline, no such repository
         problem = "has no chat template for them" if lacks_template else f"cannot be loaded here ({cause})"
         raise ValueError(
-            f"path={str(path)!r} holds texts, and the tokenizer of {model!r} {problem}; expected token ids or a "
+            f"path={str(rows.path)!r} holds texts, and the tokenizer of {model!r} {problem}; expected token ids or a "
             "tokenizer that counts them. Pass --tokenizer FOLDER, or leave --data out and pass --seq-len 512"
         ) from error

@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import EXIT_CODES, check_of_data, flags_of, in_flags, spinner, typed_command
+from hf_memopt.cli.command import EXIT_CODES, check_of_data, flags_of, in_flags, rows_of, spinner, typed_command
 from hf_memopt.memory.models import checked_task, find_config
 from hf_memopt.notices import quoted
 from hf_memopt.plain_data import check_word
 from hf_memopt.recipes.planning import GOALS, METHODS, checked_allow, read_gpu
-from hf_memopt.recipes.planning.script import RowsFile, check_folder, check_splits
+from hf_memopt.recipes.planning.script import check_folder, check_splits
 from hf_memopt.reports import check_page
 from hf_memopt.terminal import Console
 
@@ -67,15 +67,12 @@ def _plans(options: PlanOptions, words: Sequence[str], context: Any, announce: C
 
     task, said, lengths, rows, unread = checked_task(options.task), "", None, None, []
     if options.data is not None:
-        from hf_memopt.batching import data_file
         from hf_memopt.cli.lengths_command import lengths_of_data, task_of_data
 
-        of_data = options.data, options.column, options.tokenizer
-        task, said = task_of_data(options.model, *of_data, task, options.field)
-        lengths = lengths_of_data(options.model, *of_data, task, options.field)[1]
-        rows = RowsFile(*of_data, options.field)
-        how: Any = {"column": options.column, "has_tokenizer": options.tokenizer is not None, "field": options.field}
-        unread = [*filter(None, [data_file(options.data, task=task, **how).note])]
+        rows = rows_of(options)
+        task, said = task_of_data(options.model, rows, task)
+        lengths = lengths_of_data(options.model, rows, task)[1]
+        unread = [*filter(None, [rows.read(task).note])]
     given = {name: getattr(options, name) for name in AS_TYPED}
     typed = typed_command(context, without=("gpu", "write", "report", "plot", "force", "json_output"))
     gpus: Sequence[str | None] = options.gpu or [None]
@@ -114,13 +111,9 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
     if options.write is not None:
         check_folder(options.write, force=options.force)
         if options.data is not None:
-            check_splits(options.data, options.column, options.field)
+            check_splits(rows_of(options))
     if options.report is not None:
         check_page(options.report, force=options.force)
-    if options.force and options.write is None and options.report is None:
-        raise ValueError(
-            "force=True has nothing to replace: no file is written; expected --write or --report. Pass --write DIR"
-        )
     find_config(options.model)
     if not gpus:
         read_gpu(None, options.budget, options.os)  # this machine's, for which torch is needed

@@ -25,7 +25,7 @@ def run(options: RehearseOptions, context: Any) -> int:
     """Print the rehearsal and return the exit code: 0 if it fits, 1 if memory runs out, the script's if that fails."""
     script = options.script
     if not options.module:
-        check_script(script, "rehearse --gpu T4", ", or --module and a module's name")
+        check_script(script, "rehearse --gpu T4")
     if options.json_file is not None:
         check_target("json_file", options.json_file)
     if options.timeline is not None:

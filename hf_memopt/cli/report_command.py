@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.errors import reason
 from hf_memopt.notices import quoted
 from hf_memopt.plain_data import checked_path, parse_object
 from hf_memopt.reports import check_page, write_page
@@ -25,12 +24,7 @@ WRITE_IT = "Write it: hf-memopt plan MODEL --json > plan.json"
 
 
 def run(options: ReportOptions, context: Any) -> None:
-    """Write the page.
-
-    Raises:
-        ValueError: a comparison is asked for; a file that is missing, of another version or of another kind; a page
-            that cannot be written.
-    """
+    """Write the page."""
     path = checked_path("path", str(options.path))
     found = run_file_of(path) if path.is_dir() else path
     if not found.is_file():
@@ -46,14 +40,7 @@ def run(options: ReportOptions, context: Any) -> None:
         )
     page = options.output or found.with_suffix(".html")
     check_page(page, force=options.force)
-    try:
-        text = draw()
-    except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"path={str(found)!r} cannot be drawn ({reason(error)}); expected a file as hf-memopt wrote it. "
-            "Write it anew: hf-memopt plan MODEL --json, or a run with a MemoryReportCallback"
-        ) from None
-    write_page(text, page)
+    write_page(draw(), page)
     Console().out(f"Report: {page}", highlight=False)
 
 
@@ -62,7 +49,7 @@ def _drawn_by(path: Path) -> Callable[[], str]:
     text, name = path.read_bytes(), str(path)
     try:
         content = parse_object(text)
-        if content.keys().isdisjoint(("candidates", "micro_batching", "phase_peaks")):
+        if content.keys().isdisjoint(("candidates", "micro_batching")):
             raise ValueError("it has neither the field candidates of a plan nor micro_batching of a run")
     except ValueError as error:
         raise ValueError(
@@ -71,9 +58,4 @@ def _drawn_by(path: Path) -> Callable[[], str]:
         ) from None
     if "candidates" in content:
         return partial(plan_page, read_plan_text(text, name))
-    if "micro_batching" in content:
-        return partial(run_page, read_run(text, name))
-    raise ValueError(
-        f"path={name!r} is an estimate, which has no page; expected a plan or a run. "
-        "Plan instead: hf-memopt plan MODEL --report plan.html"
-    )
+    return partial(run_page, read_run(text, name))

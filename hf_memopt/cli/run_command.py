@@ -19,7 +19,7 @@ def run(options: RunOptions, context: Any) -> int:
     """Return the script's exit code where it is not this process that goes on with it."""
     if not options.module:
         in_notebook = ", or in the notebook: attach(trainer, MicrobatchCallback())"
-        check_script(options.script, "run", ", or --module and a module's name", in_notebook)
+        check_script(options.script, "run", in_notebook)
     if options.apply is not None:
         check_word("apply", options.apply, ("exact",))
     if options.repair is not None:

@@ -74,16 +74,7 @@ def accelerator_type() -> str:
 
 
 def check_precision(*, bf16: bool, fp16: bool, use_cpu: bool = False) -> None:
-    """Refuse a precision that the current machine cannot train in.
-
-    Raises:
-        ValueError: both are set; fp16 on a CPU or on MPS, which have no gradient scaler; bf16 on a GPU that emulates
-            it.
-    """
-    if bf16 and fp16:
-        raise ValueError(
-            "bf16=True, fp16=True are given together; expected one of them. Drop one: preset(..., bf16=True)"
-        )
+    """Refuse a precision that the current machine cannot train in."""
     backend = "cpu" if use_cpu else accelerator_type()
     native = choose_precision(use_cpu=use_cpu)
     if fp16 and backend in ("cpu", "mps"):

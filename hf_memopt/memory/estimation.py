@@ -115,7 +115,12 @@ def estimate(
                 "lengths=..., zero_grad_to_none=False are incompatible: each length has gradients of its own; "
                 "expected only one of them. Pass seq_len= with the longest length instead"
             )
-        plan = plan_lengths(checked_lengths(lengths, seq_len), settings.gradient_accumulation_steps)
+        if seq_len is not None:
+            raise ValueError(
+                f"seq_len={seq_len!r} and lengths both give the tokens of a row; expected only one of them. "
+                "Leave seq_len out"
+            )
+        plan = plan_lengths(checked_lengths(lengths), settings.gradient_accumulation_steps)
         shape = replace(shape, seq_len=plan.recorded[0])
     dtype = overrides.get("weights_dtype")
     found = estimate_of_step(model, shape, settings, found_gpu, task=task, weights_dtype=dtype, lengths=plan)

@@ -17,8 +17,6 @@ from hf_memopt.notices import quoted
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
     from hf_memopt.memory.result import Estimate
 
 FOR_ONE_GPU = "for one GPU"  # how the note begins
@@ -29,17 +27,11 @@ def launched(*, counts_gpus: bool) -> tuple[int, str]:
 
     That is "deepspeed", "fsdp", or "" for neither. In one process, if asked for, the GPUs that it sees are counted.
     """
-    text = os.environ.get("WORLD_SIZE", "1")
-    count = int(text) if text.isdecimal() else 1
+    count = int(os.environ.get("WORLD_SIZE", "1"))
     if count <= 1:
         return (torch.cuda.device_count() if counts_gpus else 1), ""
     engines = (name for name in ("deepspeed", "fsdp") if os.environ.get(f"ACCELERATE_USE_{name.upper()}") == "true")
     return count, next(engines, "")
-
-
-def engine_of(args: TrainingArguments) -> str:
-    """Return what ``TrainingArguments`` switch on, in the same words."""
-    return "deepspeed" if args.deepspeed else "fsdp" if args.fsdp else ""
 
 
 def notes_for_one_gpu(found: Estimate, processes: int, engine: str = "") -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from hf_memopt.memory.estimation import estimate_of_step, of_own_dtype
 from hf_memopt.memory.optimizers import check_optimizer
 from hf_memopt.memory.recording import Shape, trainer_loss
 from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.settings import REFUSED, NotEstimableError, StepSettings
-from hf_memopt.memory.several_gpus import engine_of, notes_for_one_gpu
+from hf_memopt.memory.settings import REFUSED, NotEstimableError, StepSettings, checked_lengths
+from hf_memopt.memory.several_gpus import notes_for_one_gpu
 from hf_memopt.plain_data import checked_array, shown
 from hf_memopt.technique_list import TECHNIQUES, load
 
@@ -34,6 +34,8 @@ def settings_of_arguments(args: TrainingArguments) -> StepSettings:
     checkpointing, options = compat.checkpointing_of(args)
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     mixed = compat.mixed_precision(args)
+    config: Any = args.accelerator_config
+    of_accelerator = config.gradient_accumulation_kwargs or {}  # the Trainer refuses both above 1
     same = compat.training_argument_names() & {item.name for item in fields(StepSettings)}
     return StepSettings(
         **{
@@ -42,24 +44,10 @@ def settings_of_arguments(args: TrainingArguments) -> StepSettings:
             "precision": "tf32" if mixed == "no" and args.tf32 else "fp32" if mixed == "no" else mixed,
             "checkpointing": checkpointing and (options or True),
             "eval_batch_size": args.per_device_eval_batch_size // _parts(args) if evaluates else None,
-            "gradient_accumulation_steps": _accumulation_steps(args),
+            "gradient_accumulation_steps": max(args.gradient_accumulation_steps, of_accelerator.get("num_steps", 1)),
             **_generation(args),
         }
     )
-
-
-def _accumulation_steps(args: TrainingArguments) -> int:
-    """Return the accumulation steps: those of ``accelerator_config`` replace one, as in the ``Trainer``."""
-    steps: int = args.gradient_accumulation_steps
-    config: Any = args.accelerator_config
-    given: int = (config.gradient_accumulation_kwargs or {}).get("num_steps", 1)
-    if steps > 1 and given not in (1, steps):  # these two are what a Trainer leaves behind
-        raise ValueError(
-            f"gradient_accumulation_steps={steps}, accelerator_config.gradient_accumulation_kwargs['num_steps']="
-            f"{given} are the same setting with two values; expected one of them. "
-            f"Pass gradient_accumulation_steps={steps} alone"
-        )
-    return max(steps, given)
 
 
 def _parts(args: TrainingArguments) -> int:
@@ -85,18 +73,6 @@ def _generation(args: TrainingArguments) -> dict[str, Any]:
         "generation_max_length": longest if new is None else new + 1,
         "generation_num_beams": getattr(args, "generation_num_beams", None) or getattr(config, "num_beams", None),
     }
-
-
-def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:
-    """Return notes about arguments that have no effect here, though a reader may expect one."""
-    notes = []
-    name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval" if args.fp16_full_eval else None
-    if name is not None:
-        notes.append(
-            f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside "
-            "train()"
-        )
-    return tuple(notes)
 
 
 def estimate_from_arguments(
@@ -133,27 +109,9 @@ def estimate_from_arguments(
     for name, reason in REFUSED.items():
         if value := compat.is_compiled(args) if name == "torch_compile" else getattr(args, name, None):
             raise NotEstimableError(f"not estimable: {name}={value!r}: {reason}")
-    if "batch_size" in overrides:
-        rows = overrides["batch_size"]
-        raise TypeError(
-            f"batch_size={rows!r} is not a setting of a step; expected it in TrainingArguments. "
-            f"Pass TrainingArguments(..., per_device_train_batch_size={rows!r})"
-        )
     longest = None
     if lengths is not None:
-        values = np.atleast_1d(checked_array("lengths", lengths))
-        if not values.size:
-            raise ValueError(
-                f"lengths={lengths!r} is empty; expected the tokens of at least one example. "
-                "Pass lengths=token_lengths(dataset)"
-            )
-        is_whole = values.dtype.kind in "iuf" and bool((values == np.floor(values)).all())
-        if not is_whole or not 1 <= values.max() < 2**63:
-            raise ValueError(
-                f"lengths={shown(lengths)} are no numbers of tokens; expected integers of 1 or more. "
-                "Pass lengths=token_lengths(dataset)"
-            )
-        longest = int(values.max())
+        longest = int(checked_lengths(np.atleast_1d(checked_array("lengths", lengths)), least=0).max())
     of_model = {name: overrides.pop(name) for name in ("task", "labels_length") if name in overrides}
     found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
     settings = settings_of_arguments(args).replace(**overrides)
@@ -168,19 +126,21 @@ def estimate_from_arguments(
         model, shape, settings, found_gpu, **of_model, weights_dtype=overrides.get("weights_dtype")
     )
     own = of_own_dtype(model, settings, overrides.get("weights_dtype"))
-    of_several = notes_for_one_gpu(found, max(args.world_size, args.n_gpu), engine_of(args))
-    return replace(found, notes=(*found.notes, *own, *notes_of_arguments(args), *of_several))
+    notes = [
+        f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside train()"
+        for name in ("bf16_full_eval", "fp16_full_eval")
+        if getattr(args, name)
+    ]
+    engine = "deepspeed" if args.deepspeed else "fsdp" if args.fsdp else ""
+    of_several = notes_for_one_gpu(found, max(args.world_size, args.n_gpu), engine)
+    return replace(found, notes=(*found.notes, *own, *notes, *of_several))
 
 
 # ---- A Trainer as it is
 
 
 def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estimate:
-    """Return the estimate of the trainer's steps with batches of this shape; ``overrides`` replace its settings.
-
-    Raises:
-        NotEstimableError, ValueError: it cannot be simulated; the message says why.
-    """
+    """Return the estimate of the trainer's steps with batches of this shape; ``overrides`` replace its settings."""
     model: Any = trainer.model
     args = copy.copy(trainer.args)
     engines = {"deepspeed": trainer.is_deepspeed_enabled, "fsdp": trainer.is_fsdp_enabled}  # by a launcher's file too
@@ -235,11 +195,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def _given_optimizer(trainer: Trainer) -> dict[str, Any]:
-    """Return the fields that describe an optimizer, or a class of it, that a trainer has; nothing where it has none.
-
-    Raises:
-        NotEstimableError: it is of another class than ``TrainingArguments`` name, and nothing is known of its memory.
-    """
+    """Return the fields that describe an optimizer, or a class of it, that a trainer has; nothing where it has none."""
     optimizer, kind = optimizers_of(trainer)
     kind = kind if optimizer is None else type(optimizer)
     if kind is None:

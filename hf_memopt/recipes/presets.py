@@ -67,19 +67,15 @@ def recipe(name: str | os.PathLike[str]) -> Recipe:
 
 
 def _from_file(path: str | os.PathLike[str]) -> Recipe:
-    name = os.fspath(path)
     try:
-        text = Path(name).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        cause = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ValueError(
-            f"name={shown(name)} cannot be read ({cause}); expected a file that Plan.write has written. "
-            "Call: plan(model, gpu=...).write('run')"
-        ) from error
-    try:
-        return Recipe.from_json(text)
+        return Recipe.from_json(Path(path).read_text(encoding="utf-8-sig"))
     except ValueError as error:
-        raise ValueError(f"name={shown(name)} holds no recipe: {error}") from error
+        raise ValueError(f"name={shown(os.fspath(path))} holds no recipe: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"name={shown(os.fspath(path))} cannot be read ({error.strerror}); expected a file that Plan.write has "
+            "written. Call: plan(model, gpu=...).write('run')"
+        ) from error
 
 
 def _for_this_machine() -> Recipe:

@@ -7,11 +7,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt import __version__
 from hf_memopt.binding.compatibility import refuse_without_adapters, refused_fields
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
@@ -19,7 +17,7 @@ from hf_memopt.plain_data import (
     Count,
     CountOrZero,
     check_fields,
-    check_value,
+    check_format,
     check_word,
     checked_path,
     from_object,
@@ -215,30 +213,19 @@ class Recipe:
         """Return the recipe that ``to_json`` wrote.
 
         Raises:
-            ValueError: the text is not a JSON object, or of a newer version of this package; a field is unknown or
+            ValueError: the text is not a JSON object, or of another version of this package; a field is unknown or
                 missing, or its value does not fit.
         """
         try:
-            values = parse_object(text)
+            values = {"format": FORMAT, **parse_object(text)}
+            check_format(values, FORMAT)
         except ValueError as error:
             raise ValueError(
                 f"text={shown(text)} is not a recipe ({error}); expected what Recipe.to_json() returns. "
                 "Write it anew: recipe('4gb-gpu').to_json()"
             ) from None
-        found = values.pop("format", FORMAT)
-        check_value("format", found, Count, FORMAT)
-        if found > FORMAT:
-            raise ValueError(
-                f"format={found} is that of a newer hf-memopt than {__version__}; expected {FORMAT} at most. "
-                "Install the newer version: pip install its checkout or wheel"
-            )
-        read = from_object(Recipe, values)
-        from hf_memopt.memory.optimizers import check_optimizer
-        from hf_memopt.memory.settings import NotEstimableError
-
-        with suppress(NotEstimableError):  # which may be trained with all the same
-            check_optimizer(read.optim)
-        return read
+        del values["format"]
+        return from_object(Recipe, values)
 
     # ---- What it turns into -----------------------------------------------------------------------------------------
 

@@ -141,9 +141,6 @@ def cut_effective_batch(
 
     What ``overrides`` give of the two stays, and the other follows; without either, the largest batch per device that
     divides this process's share and is not above the preferred one.
-
-    Raises:
-        ValueError: a size that is not an integer of 1 or more, or sizes that do not divide the effective batch.
     """
     processes = process_count()
     per_device, steps = given = tuple(overrides.get(name) for name in BATCH_NAMES)
@@ -176,10 +173,7 @@ def cut_effective_batch(
 
 def process_count() -> int:
     """Return the number of processes of this run, as torchrun gives it in ``WORLD_SIZE``."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    value = int(text) if text.isascii() and text.isdigit() else text
-    check_value("WORLD_SIZE", value, Count, 1)
-    return int(value)
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def largest_divisor(number: int, most: int) -> int:

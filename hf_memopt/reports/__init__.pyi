@@ -1,5 +1,4 @@
 from .page import check_page as check_page
 from .page import phase_name as phase_name
 from .page import rendered as rendered
-from .page import share_text as share_text
 from .page import write_page as write_page

@@ -21,20 +21,12 @@ from hf_memopt.whole_files import check_target, write_whole, writing
 
 
 def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Refuse a path that no report can be written to.
-
-    Raises:
-        ValueError: ``path`` does not end in .html, is a folder or is in a missing one, or exists without ``force``.
-    """
+    """Refuse a path that no report can be written to."""
     check_target("report", path, kind="a web page", endings=(".html", ".htm"), force=force)
 
 
 def write_page(page: str, path: str | os.PathLike[str]) -> None:
-    """Write a page; a former file at ``path`` is replaced in one step.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Write a page; a former file at ``path`` is replaced in one step."""
     with writing("report", Path(path)):
         write_whole(Path(path), page)
 
@@ -97,19 +89,6 @@ def signed(change_bytes: int) -> str:
         ('+1.0 MiB', '-1.0 MiB', '0 B')
     """
     return f"{'+' if change_bytes > 0 else ''}{format_bytes(change_bytes)}"
-
-
-def share_text(value: float, before: float) -> str:
-    """Return by how much a value differs from the one before, in percent; "" where that was 0.
-
-    Examples:
-        >>> share_text(12, 10), share_text(10, 10), share_text(1, 0)
-        ('+20.0 %', '0.0 %', '')
-    """
-    if not before:
-        return ""
-    change = round(100 * (value / before - 1), 1)
-    return f"{change:+.1f} %" if change else "0.0 %"
 
 
 def phase_name(phase: str) -> str:

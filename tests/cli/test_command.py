@@ -19,6 +19,7 @@ from hf_memopt import PRESETS
 from hf_memopt.cli.app import app
 from hf_memopt.cli.command import Flag, in_flags, print_coloured
 from hf_memopt.cli.lengths_command import length_of_data, lengths_of_data
+from hf_memopt.recipes.planning.script import RowsFile
 
 TABLES = tables(__file__)
 
@@ -116,7 +117,7 @@ def write(path, lengths) -> None:
 
 def test_the_99th_percentile_is_rounded_up_and_told(folder) -> None:
     write(folder / "rows.jsonl", [9] * 198 + [21, 40])
-    assert length_of_data("model", folder / "rows.jsonl", None, None, None) == (
+    assert length_of_data("model", RowsFile(folder / "rows.jsonl"), None) == (
         16,
         "seq_len=16 from 200 rows of rows.jsonl: p99 9, longest 40 tokens; 2 longer rows have to be truncated",
     )
@@ -162,7 +163,7 @@ def test_conversations_are_counted_as_the_chat_template_writes_them(folder) -> N
     assert stopped(result) == UNCOUNTED.format("chats.jsonl", "chat", "has no chat template for them")
     tokenizer.chat_template = "{% for m in messages %}w5 {{ m.content }} {% endfor %}"
     tokenizer.save_pretrained(folder / "chat")
-    lengths = lengths_of_data("chat", folder / "chats.jsonl", None, None, None)[1]
+    lengths = lengths_of_data("chat", RowsFile(folder / "chats.jsonl"), None)[1]
     assert lengths.tolist() == [6]  # two turns, and the end
 
 
@@ -174,7 +175,7 @@ def test_rows_of_t5_are_counted_with_room_for_a_prefix(folder) -> None:
     for name, config in kinds.items():
         config.save_pretrained(folder / name)
         tiny.tokenizer().save_pretrained(folder / name)
-        counted.append(lengths_of_data(name, folder / "texts.jsonl", None, None, "seq2seq")[1].item())
+        counted.append(lengths_of_data(name, RowsFile(folder / "texts.jsonl"), "seq2seq")[1].item())
     assert counted[0] == counted[1] + 8  # train.py has one for T5 alone
 
 

@@ -97,10 +97,6 @@ def test_a_report_that_is_there_is_refused_before_the_search(
         found.output
     )
     assert page.read_text() == "kept"
-    found = run(model, "--gpu", "T4", "--force")
-    assert "--force has nothing to replace: no file is written; expected --write or --report." in in_one_line(
-        found.output
-    )
 
 
 @pytest.mark.parametrize(("options", "says"), TABLES["cannot be planned"])

@@ -15,15 +15,15 @@ from hf_memopt import estimate
 
 WRITE_IT = "Write it: hf-memopt plan MODEL --json > plan.json"
 COMPARISON = "ask for a comparison, which reports no longer make; expected one file or folder. Make a page of each:"
-NO_PAGE = "which has no page; expected a plan or a run."
+NO_PAGE = "it has neither the field candidates of a plan nor micro_batching of a run"
 REFUSED = {
     "a.json b.json": f"2 files {COMPARISON} hf-memopt report a.json",
     "a.json b.json a.json -o grew.html": f"3 files {COMPARISON} hf-memopt report a.json",
     "run run --json": f"--json {COMPARISON.replace('ask', 'asks', 1)} hf-memopt report run",
     "a.json --json": f"--json {COMPARISON.replace('ask', 'asks', 1)} hf-memopt report a.json",
-    "estimate.json": f"'estimate.json' is an estimate, {NO_PAGE} Plan instead: hf-memopt plan MODEL --report plan.html",
-    "estimate.json a.json": (
-        f"'estimate.json' is an estimate, {NO_PAGE} Plan instead: hf-memopt plan MODEL --report plan.html"
+    "estimate.json": (
+        f"'estimate.json' is nothing to report ({NO_PAGE}); expected what `hf-memopt plan --json` or a "
+        f"MemoryReportCallback wrote. {WRITE_IT}"
     ),
     "none.json": f"'none.json' does not exist; expected the output folder of a run, or the JSON of a plan. {WRITE_IT}",
     "empty.json": (

@@ -228,11 +228,7 @@ def test_folder_without_config_is_refused(tmp_path: Any) -> None:
 def test_what_cannot_name_a_model_is_refused(tmp_path: Any) -> None:
     (tmp_path / "bert").mkdir()
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    missing, weights, long = str(tmp_path / "bret"), str(tmp_path / "m.gguf"), "a" * 3000
-    assert refused(long) == (
-        f"model={long!r} cannot be looked up (File name too long); expected a name, or a readable folder. "
-        "Pass model='bert-base-uncased'"
-    )
+    missing, weights = str(tmp_path / "bret"), str(tmp_path / "m.gguf")
     assert refused(missing) == (
         f"model={missing!r} does not exist; expected a folder with config.json, as save_pretrained writes it. "
         "Did you mean 'bert'? Check the path"

@@ -15,7 +15,6 @@ from bitsandbytes.nn import Embedding4bit, Embedding8bit, Linear8bitLt
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BertModel, BitsAndBytesConfig, ViTConfig, VitsConfig
-from transformers.trainer_pt_utils import AcceleratorConfig
 
 import tiny
 from hf_memopt import NotEstimableError, StepSettings, estimate, estimate_from_arguments, find_gpu
@@ -90,18 +89,7 @@ def vit(**changed: Any) -> Any:
 bart = partial(transformers.BartConfig, vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1)
 _CALLED = (
     *(BertModel, BitsAndBytesConfig, VitsConfig, Embedding4bit, Embedding8bit, Linear8bitLt, LoraConfig, StepSettings),
-    *(
-        AcceleratorConfig,
-        arguments,
-        bert,
-        compiled,
-        estimate,
-        estimate_from_arguments,
-        get_peft_model,
-        of,
-        quantized,
-        vit,
-    ),
+    *(arguments, bert, compiled, estimate, estimate_from_arguments, get_peft_model, of, quantized, vit),
 )
 NAMES = {one.__name__: one for one in _CALLED} | {"bart": bart, "nn": nn, "tiny": tiny, "NAN": float("nan")}
 

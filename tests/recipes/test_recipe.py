@@ -168,10 +168,6 @@ def test_processes_share_the_effective_batch(monkeypatch) -> None:
         "Pass effective_batch_size=4"
     )
     refuses(ValueError, message, recipe("40gb-gpu").changes, effective_batch_size=5)
-    for count, shown in (("0", "0"), ("many", "'many'"), ("-2", "'-2'"), ("", "''")):
-        monkeypatch.setenv("WORLD_SIZE", count)
-        message = f"WORLD_SIZE={shown} is invalid; expected an integer of 1 or more. Pass WORLD_SIZE=1"
-        refuses(ValueError, message, PRESETS["cpu"].changes)
 
 
 def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path) -> None:

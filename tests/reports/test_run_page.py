@@ -100,10 +100,6 @@ def test_a_folder_makes_the_page_and_the_newest_process_is_taken(
             finished_run(format=3),
             "(it has format 3, written by hf-memopt 0.2.0); expected what this version of hf-memopt writes. Train",
         ),
-        (
-            {"format": 2, "micro_batching": None},
-            "cannot be drawn (KeyError: 'batches'); expected a file as hf-memopt wrote it. Write it anew: ",
-        ),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path: Path, content: Any, says: str) -> None:

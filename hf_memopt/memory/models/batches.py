@@ -316,11 +316,5 @@ def _floats(*shape: int) -> torch.Tensor:
 
 def _empty(row: torch.Tensor, *shape: int | None) -> torch.Tensor:
     """Return a meta tensor of shape (*shape, *row.shape), of which integers are known to be those of ``row``."""
-    try:
-        values = row.expand(*shape, *row.shape)  # type: ignore[arg-type]
-        return torch.empty_like(values, device="meta") if values.is_floating_point() else known(values)
-    except (RuntimeError, TypeError) as error:  # a size that is negative or not a number; too many bytes
-        raise ValueError(
-            f"batch=<tensor of shape {(*shape, *row.shape)}> cannot be created; expected sizes of 1 or more, and below "
-            "2**63 bytes in total. Correct the configuration, or pass a smaller batch_size"
-        ) from error
+    values = row.expand(*shape, *row.shape)  # type: ignore[arg-type]
+    return torch.empty_like(values, device="meta") if values.is_floating_point() else known(values)

@@ -36,19 +36,12 @@ def find_config(text: str) -> Path | None:
         ValueError: nothing has that name, or it cannot be read; the message says whether the hub could be asked.
     """
     folder = Path(text)
-    try:
-        has_config, is_folder = (folder / "config.json").is_file(), folder.is_dir()
-    except OSError as error:  # no permission, a name that is too long
-        raise ValueError(
-            f"model={text!r} cannot be looked up ({error.strerror}); expected a name, or a readable folder. "
-            "Pass model='bert-base-uncased'"
-        ) from error
-    if has_config:
+    if (folder / "config.json").is_file():
         return folder
     _check_kind(text, folder)
     if known_name(text) is not None:
         return None
-    if is_folder:
+    if folder.is_dir():
         raise ValueError(
             f"model={text!r} is a folder without config.json; expected one that save_pretrained has written. "
             "Pass the folder of a model"

@@ -37,9 +37,6 @@ from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = ["TASKS", "LoadedModel", "load_model", "rest_to_meta"]
 
-_MOST = {"layer": 500, "depth": 500, "expert": 10_000, "num_labels": 1_000_000}
-"""The largest accepted value of entries by which transformers loops, by a part of the entry's name."""
-
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
@@ -362,7 +359,6 @@ def _read_config(
         return known, config, None, task or facts["task"]
     what = f"model={text!r} has a config.json that transformers {transformers.__version__} does not understand"
     with _one_error(what):
-        json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_check_counts)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         has_own = (folder / "generation_config.json").is_file()
         own = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True) if has_own else None
@@ -387,17 +383,6 @@ def _picture_size(processor: Any) -> list[int] | None:
     sides: list[Any] = size if isinstance(size, list) else [size, size]
     # Qwen2-VL's edges are areas in pixels
     return sides if len(sides) == 2 and all(type(side) is int and 0 < side < 10_000 for side in sides) else None
-
-
-def _check_counts(entries: dict[str, Any]) -> None:
-    """Refuse counts that would keep transformers busy for hours, and negative ones; json calls this for each object."""
-    for name, value in entries.items():
-        most = next((most for part, most in _MOST.items() if part in name), None)
-        counts = [count for count in (value if isinstance(value, list) else [value]) if isinstance(count, int)]
-        if most is not None and max(counts, default=0) > most:
-            raise ValueError(f"{name}={value!r} is more than any model has, at most {most:,}")
-        if name.startswith(("num_", "n_")) and min(counts, default=0) < 0:
-            raise ValueError(f"{name}={value!r} is negative")
 
 
 @contextmanager

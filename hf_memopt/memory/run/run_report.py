@@ -55,16 +55,15 @@ def draw_report(path: Path, peaks: Peaks, record: RunRecord, device: torch.devic
     try:
         from hf_memopt.reports.run import RunPicture
 
-        predicted, batch = {}, ""
-        found, reason = None, "without an accelerator the memory of the whole process is measured"
+        predicted, reason = None, "without an accelerator the memory of the whole process is measured"
         if device.type != "cpu":
-            found, reason = _prediction(trainer, record.largest)
-        if found is not None:
-            predicted = found["phases"]
-            batch = f"{found['batch_size']}" + ("" if found["seq_len"] is None else f" x {found['seq_len']}")
+            predicted, reason = _prediction(trainer, record.largest)
+        sizes = {} if predicted is None else {name: predicted[name] for name in ("batch_size", "seq_len")}
+        batch = " x ".join(str(size) for size in sizes.values() if size is not None)
+        phases = {} if predicted is None else predicted["phases"]
         model = "" if trainer is None else f"{type(unwrap_model(trainer.model)).__name__} on "
         name = f"{model}{name_of(device)}"
-        RunPicture(record.by_step(), peaks, predicted, name=name, batch=batch, reason=reason).write(path)
+        RunPicture(record.by_step(), peaks, phases, name=name, batch=batch, reason=reason).write(path)
     except Exception as error:  # a picture must not cost a training its result
         notify(logger, f"plot={str(path)!r} was not drawn ({type(error).__name__}: {error}); the training is whole")
 
@@ -83,8 +82,8 @@ def begin_report(trainer: Any, peaks: Peaks, record: RunRecord) -> None:
 def write_report(trainer: Any, peaks: Peaks, record: RunRecord, state: str, *, predict: bool = False) -> None:
     """Write the report of a run whose state is "training" or "finished"; ``predict`` simulates the largest batch."""
     try:
-        predicted, why = _prediction(trainer, record.largest, eval_batch_size=None) if predict else (None, "")
-        _write(trainer, _as_dict(trainer, peaks, record, state, predicted, why), record.unwritten)
+        predicted, reason = _prediction(trainer, record.largest, eval_batch_size=None) if predict else (None, "")
+        _write(trainer, _as_dict(trainer, peaks, record, state, predicted, reason), record.unwritten)
     except RuntimeError as error:  # of a device or a driver; a report must not cost a training its result
         notify(logger, f"there is no report of this run ({error})")
 
@@ -100,8 +99,8 @@ def write_failure(trainer: Any, error: BaseException, peaks: Peaks, record: RunR
         if record.phase == "evaluation" and record.shape is not None:
             shape, of_evaluation = record.largest or record.shape, record.shape.rows
         notify(logger, "out of memory: simulating the step, for its report (Ctrl-C to go without)")
-        predicted, why = _prediction(trainer, shape, eval_batch_size=of_evaluation)
-        told = _as_dict(trainer, peaks, record, "out of memory", predicted, why)
+        predicted, reason = _prediction(trainer, shape, eval_batch_size=of_evaluation)
+        told = _as_dict(trainer, peaks, record, "out of memory", predicted, reason)
         told["plan"] = _plan(trainer, shape, predicted)
         page = _write(trainer, told, record.unwritten, with_page=True)
         if page is not None:
@@ -129,7 +128,7 @@ def _write(trainer: Any, told: dict[str, Any], unwritten: set[str], *, with_page
 
 
 def _as_dict(
-    trainer: Any, peaks: Peaks, record: RunRecord, state: str, predicted: dict[str, Any] | None, why: str
+    trainer: Any, peaks: Peaks, record: RunRecord, state: str, predicted: dict[str, Any] | None, reason: str
 ) -> dict[str, Any]:
     args, model = trainer.args, trainer.model
     reading = read_memory(measured_device(args.device))
@@ -173,7 +172,7 @@ def _as_dict(
             for name in ARGUMENTS
             if hasattr(args, name)
         },
-        "notes": [f"not predicted: {why}"] if why else [],
+        "notes": [f"not predicted: {reason}"] if reason else [],
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
         "environment": {
             "python": platform.python_version(),
@@ -202,7 +201,7 @@ def _plan(trainer: Any, shape: BatchShape | None, predicted: dict[str, Any] | No
 
 
 def _prediction(trainer: Any, shape: BatchShape | None, **overrides: Any) -> tuple[dict[str, Any] | None, str]:
-    """Return what the estimate says of a batch; None and the reason where it cannot."""
+    """Return what the estimate says of a batch, or None and the reason."""
     from hf_memopt.memory import estimate_of
 
     if trainer is None:

@@ -78,24 +78,13 @@ class Fragmentation:
         )
 
 
-def checked_lengths(lengths: ArrayLike, seq_len: int | None) -> NDArray[np.int64]:
-    """Return the tokens of each batch's rows, shape (batches,), if they are whole numbers of at least 1."""
-    if seq_len is not None:
-        raise ValueError(
-            f"seq_len={seq_len!r} and lengths both give the tokens of a row; expected only one of them. "
-            "Leave seq_len out"
-        )
+def checked_lengths(lengths: ArrayLike, *, least: int = 1) -> NDArray[np.int64]:
+    """Return the tokens of rows, shape (rows,), if they are whole numbers that are not below ``least``."""
     values = checked_array("lengths", lengths)
-    if values.ndim != 1 or not values.size:
+    if values.ndim != 1 or not values.size or values.dtype.kind not in "iu" or values.min() < least:
         raise ValueError(
-            f"lengths=<shape {values.shape}> has no batch or more than one dimension; expected the padded tokens of a "
-            "row, one number for each batch in the order of the run. Pass lengths=[512, 384, 512]"
-        )
-    if values.dtype.kind not in "iu" or values.min() < 1:
-        smallest = values.min() if values.dtype.kind in "iuf" else values[0]
-        raise ValueError(
-            f"lengths=<{values.dtype}, from {smallest!s}> are no lengths of rows; expected whole numbers from 1 on. "
-            "Pass lengths=[512, 384, 512]"
+            f"lengths=<{values.dtype} of shape {values.shape}> are no lengths of rows; expected a list of whole "
+            f"numbers from {least} on. Pass lengths=[512, 384, 512]"
         )
     return values.astype(np.int64)
 

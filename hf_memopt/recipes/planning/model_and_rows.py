@@ -18,8 +18,7 @@ from hf_memopt.binding.parameters import layer_stacks
 from hf_memopt.devices import against_float16, current_os
 from hf_memopt.memory.models import assumed_inputs, default_length, most_tokens, name_on_hub
 from hf_memopt.memory.recording import session
-from hf_memopt.memory.settings import StepSettings
-from hf_memopt.plain_data import checked_array
+from hf_memopt.memory.settings import StepSettings, checked_lengths
 from hf_memopt.recipes.planning.set_ups import ModelFacts
 from hf_memopt.techniques import platform_problem
 from hf_memopt.techniques.tiling.tiles import tile_layers
@@ -54,12 +53,7 @@ class Texts:
         """Return the lengths of rows that are cut to ``seq_len``."""
         if lengths is None:
             return cls(default if seq_len is None else seq_len)
-        values = checked_array("lengths", lengths)
-        if values.ndim != 1 or not values.size or values.dtype.kind not in "iu" or values.min() < 1:
-            raise ValueError(
-                f"lengths=<{values.dtype} of shape {values.shape}> are no lengths of examples; expected whole numbers "
-                "from 1 on, one for each example. Pass lengths=token_lengths(dataset)"
-            )
+        values = checked_lengths(lengths)
         if default is None:
             raise ValueError(
                 f"lengths=<{values.size} lengths> have no meaning for a model without text; expected None. "
@@ -74,14 +68,12 @@ class Texts:
                 )
             seq_len = most or _rounded(longest)
         seq_len = min(seq_len, _rounded(longest))
-        kept = np.minimum(values.astype(np.int64), seq_len)
+        kept = np.minimum(values, seq_len)
         ordered = np.sort(kept)
         widths = np.maximum.reduceat(ordered, np.arange(0, len(ordered), batch_size))
         rows = np.diff(np.arange(0, len(ordered), batch_size), append=len(ordered))
         width = min(_rounded(float((widths * rows).sum() / len(ordered))), seq_len)
-        return cls(
-            seq_len, width, len(kept), float(kept.mean()), int((values > seq_len).sum()), values.astype(np.int64)
-        )
+        return cls(seq_len, width, len(kept), float(kept.mean()), int((values > seq_len).sum()), values)
 
     @property
     def longest(self) -> int | None:

@@ -14,11 +14,7 @@ CandidateData = dict[str, Any]
 
 
 def read_plan_text(text: str | bytes, name: str) -> PlanData:
-    """Return the plan of a JSON text; ``name`` is what messages call it.
-
-    Raises:
-        ValueError: it is no plan, or one of another version.
-    """
+    """Return the plan of a JSON text; ``name`` is what messages call it."""
     remedy = "Write it anew: hf-memopt plan MODEL --json > plan.json"
     return read_json(text, (1, FORMAT), path=name, what="a plan", remedy=remedy)
 

@@ -29,12 +29,7 @@ WORDS = {"fits": "fits", "tight": "tight", "over": "no"}
 
 
 def draw_plan(told: PlanData, path: Path, *, theme: Theme | None = None) -> None:
-    """Draw a plan to a PNG, SVG or PDF file.
-
-    Raises:
-        ValueError: ``path`` is not such a file, or cannot be written.
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw a plan to a PNG, SVG or PDF file."""
     plotting.write_picture(path, partial(_figure, told), purpose="the picture of a plan", theme=theme)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.components import MARGIN_SHARE, parts_of
 from hf_memopt.plotting import page_pictures
-from hf_memopt.reports import phase_name, rendered, share_text
+from hf_memopt.reports import phase_name, rendered
 from hf_memopt.reports.pictures import Bar, Limit, bars_figure, near
 from hf_memopt.reports.run.run_file import (
     RESERVED,
@@ -124,9 +124,8 @@ def _phases(told: RunData) -> Iterator[list[str]]:
 
 
 def _row(name: str, measured: int | None, predicted: int | None) -> list[str]:
-    both = measured is not None and predicted is not None
     cells = ["" if size is None else format_bytes(size) for size in (measured, predicted)]
-    change = share_text(predicted or 0, measured or 0) if both else ""
+    change = "" if predicted is None or not measured else percent(predicted / measured - 1, 1, signed=True)
     return [name, *cells, change]
 
 

@@ -32,11 +32,7 @@ def run_name(process: int) -> str:
 
 
 def run_file_of(folder: Path) -> Path:
-    """Return the newest report in a run's output folder.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the newest report in a run's output folder."""
     found = sorted(folder.glob("memopt_run*.json"), key=lambda path: path.stat().st_mtime_ns)
     if not found:
         raise ValueError(
@@ -47,11 +43,7 @@ def run_file_of(folder: Path) -> Path:
 
 
 def read_run(text: str | bytes, name: str) -> RunData:
-    """Return the run of a JSON text; ``name`` is what messages call it.
-
-    Raises:
-        ValueError: it is no run, or one of another version.
-    """
+    """Return the run of a JSON text; ``name`` is what messages call it."""
     remedy = "Train again: attach(trainer, MemoryReportCallback())"
     return read_json(text, (FORMAT,), path=name, what="a run", remedy=remedy)
 

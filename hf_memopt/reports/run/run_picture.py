@@ -76,12 +76,7 @@ class RunPicture:
         return figure
 
     def write(self, path: Path) -> None:
-        """Draw it to a PNG, SVG or PDF file.
-
-        Raises:
-            ValueError: ``path`` is not such a file, or cannot be written.
-            MissingExtraError: matplotlib is not installed.
-        """
+        """Draw it to a PNG, SVG or PDF file."""
         plotting.write_picture(path, self.draw, purpose="the picture of a memory report")
 
     def _title(self, measured: Mapping[str, int], predicted: Mapping[str, int]) -> str:

@@ -580,7 +580,7 @@ BAD = [
         {"task": "classification"},
         "task='classification' is unknown; expected 'sequence-classification', or another task.",
     ),
-    ({"lengths": []}, "are no lengths of examples; expected whole numbers from 1 on"),
+    ({"lengths": []}, "are no lengths of rows; expected a list of whole numbers from 1 on. "),
     ({"budget": "100GiB"}, "budget='100GiB' is more than the "),
     ({"budget": "lots"}, "budget='lots' is not an amount of memory; expected a number with one of the units"),
     ({"budget": -1}, "budget=-1 "),

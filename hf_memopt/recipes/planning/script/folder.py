@@ -17,6 +17,7 @@ from hf_memopt.plain_data import checked_path
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
+    from hf_memopt.batching import DataFile
     from hf_memopt.recipes.planning import Plan
 
 SCRIPT, RECIPE = "train.py", "recipe.json"
@@ -32,6 +33,13 @@ class RowsFile:
     column: str | None = None  # of it, with texts or token ids; None for the likely one
     tokenizer: str | None = None  # a folder or a name on the Hub; None for the model's own
     field: str | None = None  # of the JSON object that the file is, which holds the rows
+
+    def read(self, task: str | None = None) -> DataFile:
+        """Return the file's columns and what they hold, those that a task learns where it is given."""
+        from hf_memopt.batching import data_file
+
+        has_tokenizer = self.tokenizer is not None
+        return data_file(self.path, column=self.column, has_tokenizer=has_tokenizer, task=task, field=self.field)
 
 
 @dataclass(frozen=True)
@@ -58,11 +66,6 @@ def check_folder(directory: str | os.PathLike[str], *, force: bool = False) -> P
             f"directory={str(folder)!r} cannot be a folder: {str(existing)!r} is a file; expected a folder or a new "
             "path. Pass directory='run'"
         )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"directory={str(folder)!r} cannot be written to: no permission for {str(existing)!r}; expected a folder "
-            "of yours. Pass directory='run'"
-        )
     there = [name for name in (SCRIPT, RECIPE) if os.path.lexists(folder / name)]
     if there and not force:
         raise ValueError(
@@ -72,16 +75,14 @@ def check_folder(directory: str | os.PathLike[str], *, force: bool = False) -> P
     return folder
 
 
-def check_splits(path: str | os.PathLike[str], column: str | None = None, field: str | None = None) -> None:
+def check_splits(rows: RowsFile) -> None:
     """Raise where ``load_dataset`` reads other files of a folder than were planned with.
 
     It takes those named for a split, if there are any, and files of any kind.
     """
     from datasets.data_files import DataFilesDict, get_data_patterns
 
-    from hf_memopt.batching import data_file
-
-    file = data_file(path, column=column, field=field)
+    file = rows.read()
     planned = {os.path.realpath(source): source for source in file.sources}
     if file.is_saved and planned.keys() != {os.path.realpath(file.path)}:
         raise ValueError(
@@ -114,7 +115,7 @@ def write_plan(
     recipe = found.recipe
     folder = check_folder(directory, force=force)
     if rows is not None:
-        check_splits(rows.path, rows.column, rows.field)
+        check_splits(rows)
     text, missing = script_of(found, rows, output_dir=str(folder / "out"))
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / RECIPE, recipe.to_json() + "\n")

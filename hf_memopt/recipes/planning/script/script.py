@@ -47,13 +47,8 @@ NOT_REENTRANT = {"use_reentrant": False}
 
 def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") -> tuple[str | None, list[str]]:
     """Return the script of the chosen recipe, None where there is none for the task, and what it leaves to complete."""
-    from hf_memopt.batching import data_file
-
     recipe, chosen, task = found.recipe, found.chosen, found.task
-    file = None
-    if rows is not None:
-        how: dict[str, Any] = {"column": rows.column, "has_tokenizer": rows.tokenizer is not None, "field": rows.field}
-        file = data_file(rows.path, task=task, **how)
+    file = None if rows is None else rows.read(task)
     facts = None if found.simulation is None else found.simulation.facts
     if task is None or "script" not in head_for(task).traits or (facts is not None and not _is_loaded(found, facts)):
         return None, []
