@@ -11,7 +11,7 @@ CUDA = .venv-cuda/bin/python
 CUDA_TORCH ?= 2.14.1
 CUDA_TESTS = tests/rehearsal/test_real_out_of_memory.py tests/techniques tests/recipes/test_adapter_training.py
 CUDA_ARGS ?= --quiet
-ON_STAND_IN = OMP_NUM_THREADS=1 $(CUDA) -m hf_memopt.rehearsal --memory 12GiB -- $(CUDA)
+ON_STAND_IN = OMP_NUM_THREADS=1 $(CUDA) -m hf_memopt.prediction.rehearsal --memory 12GiB -- $(CUDA)
 
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup

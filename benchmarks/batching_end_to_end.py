@@ -75,7 +75,7 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
     from four_setups import measure
     from transformers import PrinterCallback
 
-    from hf_memopt.devices import accelerator_type, choose_precision
+    from hf_memopt.training.devices import accelerator_type, choose_precision
 
     task, tokenizer = prepared(Path(folder))
     precision = choose_precision()

@@ -25,7 +25,7 @@ from results_file import markdown, show
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_memopt import ShardedCheckpointCallback, attach
-from hf_memopt.binding import checkpoint_manifest
+from hf_memopt.training.binding import checkpoint_manifest
 from hf_memopt.units import format_bytes, percent
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "vocab_size": 8192}

@@ -30,9 +30,9 @@ BUDGETS = (1.0, 0.5, 0.25, 0.0)
 
 def policy_figures(case: str) -> dict[str, dict[str, int]]:
     """Estimate a case with each policy."""
-    from hf_memopt.memory import estimate
-    from hf_memopt.memory.tracking import COMPONENTS
-    from hf_memopt.techniques.checkpointing.policies import checkpoint_layers
+    from hf_memopt.prediction.memory import estimate
+    from hf_memopt.prediction.memory.tracking import COMPONENTS
+    from hf_memopt.training.techniques.checkpointing.policies import checkpoint_layers
 
     kept = [COMPONENTS.index(name) for name in ("activations", "logits and loss")]
     figures = {}
@@ -52,7 +52,7 @@ def policy_figures(case: str) -> dict[str, dict[str, int]]:
 
 def budget_figures() -> dict[str, int]:
     """Measure what a compiled network of four blocks, of 512 rows of 256 numbers, saves within each budget."""
-    from hf_memopt.techniques.checkpointing.selective import activation_memory_budget
+    from hf_memopt.training.techniques.checkpointing.selective import activation_memory_budget
 
     torch.manual_seed(0)
     blocks = [(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.LayerNorm(256)) for _ in range(4)]

@@ -32,10 +32,10 @@ REPEATS = 5
 
 def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any]:
     """Time the estimates of one case in this process."""
-    from hf_memopt.devices.readings import read_process
-    from hf_memopt.memory import estimate
-    from hf_memopt.memory.models import load_model
-    from hf_memopt.memory.recording.sessions import Session
+    from hf_memopt.prediction.memory import estimate
+    from hf_memopt.prediction.memory.models import load_model
+    from hf_memopt.prediction.memory.recording.sessions import Session
+    from hf_memopt.training.devices.readings import read_process
 
     load_model("bert-base-uncased")  # transformers imports a model's code when it is first built
     type_of = load_model(model).model

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES
 from hf_memopt.components import COMPONENTS
-from hf_memopt.memory.tracking import Timeline, phase_spans
+from hf_memopt.prediction.memory.tracking import Timeline, phase_spans
+from hf_memopt.training.binding.fused_loss.chunked_loss import CHUNK_BYTES
 
 ASKED_OF_A_PIECE = 96  # lengths of which the fullest moment is kept
 NEGLIGIBLE = 2e-4  # of a peak

@@ -30,12 +30,12 @@ from fit_points import (
 
 import hf_memopt
 from hf_memopt import GPUS
-from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES
 from hf_memopt.components import COMPONENTS, CONTEXT, UNUSED
-from hf_memopt.memory import margin_of
-from hf_memopt.memory.models import known_models
 from hf_memopt.plotting import DARK, LIGHT
-from hf_memopt.reports.pictures import colours_of
+from hf_memopt.prediction.memory import margin_of
+from hf_memopt.prediction.memory.models import known_models
+from hf_memopt.prediction.reports.pictures import colours_of
+from hf_memopt.training.binding.fused_loss.chunked_loss import CHUNK_BYTES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE, DATA = DOCS / "does-it-fit.html", DOCS / "does-it-fit.parquet"
@@ -120,7 +120,7 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
 
 def page_of(rows: Sequence[Row]) -> str:
     """Return the page: its figures are compressed in it, and its script interpolates between them."""
-    here, reports = Path(__file__).parent, Path(hf_memopt.__file__).parent / "reports"
+    here, reports = Path(__file__).parent, Path(hf_memopt.__file__).parent / "prediction" / "reports"
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([here, reports]),
         autoescape=True,

@@ -25,16 +25,16 @@ import numpy as np
 from fit_moments import Row, components_at, first_near, pieces_of, weights_at
 
 from hf_memopt import GPUS, Estimate, Gpu, NotEstimableError, estimate, find_gpu
-from hf_memopt.binding.model import head_for, task_of
 from hf_memopt.components import COMPONENTS, CONTEXT, UNUSED
-from hf_memopt.devices import against_float16
-from hf_memopt.memory.cuda import workspace_bytes
-from hf_memopt.memory.estimation import precision_for
-from hf_memopt.memory.models import default_length, known_models, load_model, most_tokens
-from hf_memopt.memory.recording import keeping_models
-from hf_memopt.memory.settings import ROW_TOKENS
-from hf_memopt.memory.step_time import Operation, StepCosts
-from hf_memopt.memory.tracking import Timeline
+from hf_memopt.prediction.memory.cuda import workspace_bytes
+from hf_memopt.prediction.memory.estimation import precision_for
+from hf_memopt.prediction.memory.models import default_length, known_models, load_model, most_tokens
+from hf_memopt.prediction.memory.recording import keeping_models
+from hf_memopt.prediction.memory.settings import ROW_TOKENS
+from hf_memopt.prediction.memory.step_time import Operation, StepCosts
+from hf_memopt.prediction.memory.tracking import Timeline
+from hf_memopt.training.binding.model import head_for, task_of
+from hf_memopt.training.devices import against_float16
 
 METHODS = {"full": {}, "lora": {"lora": 16}, "qlora": {"lora": 16, "load_in": "nf4"}}
 EFFECTIVE_BATCH = 8

@@ -45,11 +45,11 @@ from transformers import (
 )
 
 from hf_memopt import attach, bucketed, estimate_from_arguments
-from hf_memopt.binding import checkpointing_of
-from hf_memopt.devices import accelerator_type, choose_precision
-from hf_memopt.memory.run import MemoryReportCallback
-from hf_memopt.recipes import recipe
-from hf_memopt.techniques.optimizers import optimizer_state_bytes
+from hf_memopt.prediction.memory.run import MemoryReportCallback
+from hf_memopt.prediction.recipes import recipe
+from hf_memopt.training.binding import checkpointing_of
+from hf_memopt.training.devices import accelerator_type, choose_precision
+from hf_memopt.training.techniques.optimizers import optimizer_state_bytes
 
 FILE = RESULTS / "four-setups-cpu-2core.json"
 BATCH_SIZE = 32

@@ -65,8 +65,8 @@ def probe(device: str) -> Figures:
 
 def predict(case: Case) -> Figures:
     """Return the figures of the estimate, by the names of the measured ones."""
-    from hf_memopt.memory import estimate
-    from hf_memopt.memory.tracking import COMPONENTS as NAMES
+    from hf_memopt.prediction.memory import estimate
+    from hf_memopt.prediction.memory.tracking import COMPONENTS as NAMES
 
     model = build_model(case, "meta")
     found = estimate(model, batch_size=case.batch_size, seq_len=case.seq_len, **estimate_settings(case))
@@ -154,7 +154,7 @@ def make_rows(case: Case, count: int) -> list[Figures]:
     """
     import torch
 
-    from hf_memopt.memory.models import example_batch
+    from hf_memopt.prediction.memory.models import example_batch
 
     model = build_model(case, "meta")
     batch = example_batch(model, batch_size=case.batch_size, seq_len=case.seq_len)

@@ -131,7 +131,7 @@ def missing_package(case: Case) -> str | None:
 
 def model_class_and_config(case: Case) -> tuple[type, Any]:
     """Return class and configuration that the estimate and the real run are both built from."""
-    from hf_memopt.memory.models import load_model
+    from hf_memopt.prediction.memory.models import load_model
 
     model: Any = load_model(case.shape.known_as).model
     config = model.config
@@ -153,8 +153,8 @@ def build_model(case: Case, device: str) -> Any:
 
 def freeze_body(model: Any) -> None:
     """Freeze the embeddings and all layers but the last, so that a tied head leaves something to train."""
-    from hf_memopt.binding.parameters import layer_stacks
-    from hf_memopt.techniques.freezing.freezing import freeze
+    from hf_memopt.training.binding.parameters import layer_stacks
+    from hf_memopt.training.techniques.freezing.freezing import freeze
 
     last = min(len(layers) for layers in layer_stacks(model).values()) - 1
     freeze(model, ["embeddings", f"layers:0-{last - 1}"])
@@ -194,7 +194,7 @@ def training_arguments(case: Case, output_dir: str, *, steps: int, use_cpu: bool
     """Return the ``TrainingArguments``: what the case says, no saving, and the Trainer's defaults otherwise."""
     from transformers import TrainingArguments
 
-    from hf_memopt.binding import checkpointing_arguments
+    from hf_memopt.training.binding import checkpointing_arguments
 
     setup = case.settings
     return TrainingArguments(

@@ -1,6 +1,6 @@
 """The estimate against torch's own CUDA allocator, on a GPU without silicon: python benchmarks/judge.py
 
-The stock ``Trainer`` trains each set-up of ``judge_set_ups.json`` for three steps under ``hf_memopt.rehearsal``, where
+The stock ``Trainer`` trains each set-up of ``judge_set_ups.json`` for three steps on the GPU of a rehearsal, where
 torch's CUDA code allocates. Its peaks go to ``results/judge-<torch's version>.jsonl``, and a run goes on where it
 stopped. Then all are estimated. It needs a CUDA build of torch, and no GPU.
 
@@ -41,7 +41,7 @@ def rehearse(name: str, *events: Path) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         gpu, real = GPUS[SET_UPS[name]["capability"]], Path(__file__).with_name("judge_real.py")
-        stand_in = [sys.executable, "-m", "hf_memopt.rehearsal", "--gpu", gpu, "--"]
+        stand_in = [sys.executable, "-m", "hf_memopt.prediction.rehearsal", "--gpu", gpu, "--"]
         command = [*stand_in, sys.executable, "-W", "ignore", real, name, result, *events]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if "tile_tokens" in SET_UPS[name]:

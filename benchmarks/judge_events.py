@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from judge_rows import SET_UPS, estimate_row
 
-from hf_memopt.memory.allocator import caching_allocator, replay
+from hf_memopt.prediction.memory.allocator import caching_allocator, replay
 
 LEAST_BYTES = 2**20  # smaller ones share segments of 2 MiB, and hardly move a peak
 SHOWN = 8

@@ -1,6 +1,6 @@
 """The real side of a row of ``judge.py``: the stock ``Trainer``, as users write it, three steps and an evaluation.
 
-python benchmarks/judge_real.py NAME RESULT [EVENTS]  # under hf_memopt.rehearsal; peaks by phase, and all events
+python benchmarks/judge_real.py NAME RESULT [EVENTS]  # under a rehearsal; peaks by phase, and all events
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch
 from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
 from transformers.initialization import no_init_weights
 
-from hf_memopt.memory.models import example_batch, load_model
-from hf_memopt.rehearsal.events import recorded_events
-from hf_memopt.rehearsal.phases import peaks_by_phase
+from hf_memopt.prediction.memory.models import example_batch, load_model
+from hf_memopt.prediction.rehearsal.events import recorded_events
+from hf_memopt.prediction.rehearsal.phases import peaks_by_phase
 
 STEPS = 3
 CALLBACKS: dict[str, Any] = {  # by the setting that asks for them, made of its value

@@ -34,7 +34,7 @@ def adapters_of(row: Row) -> Any:
         return row.get("lora")
     from peft import LoraConfig
 
-    from hf_memopt.memory.models import known_models
+    from hf_memopt.prediction.memory.models import known_models
 
     task = row.get("task") or known_models()[row["model"]]["task"]
     targets = row.get("target_modules", "all-linear")

@@ -25,8 +25,8 @@ from results_file import markdown
 from hf_memopt import PRESETS, Estimate, estimate, find_gpu
 from hf_memopt.components import parts_of
 from hf_memopt.plotting import check_picture, write_picture
-from hf_memopt.recipes import largest_divisor
-from hf_memopt.reports.pictures import Bar
+from hf_memopt.prediction.recipes import largest_divisor
+from hf_memopt.prediction.reports.pictures import Bar
 from hf_memopt.units import to_gib
 
 LADDERS = ("A", "B")
@@ -129,7 +129,7 @@ def _predicted(name: str, found: Estimate, published: LadderRow | None) -> Predi
 
 def draw(ladder: Ladder, rows: Sequence[PredictedRow], path: Path) -> None:
     """Draw each prediction as a bar, and mark what was published; an assumed GPU has no line."""
-    from hf_memopt.reports.pictures import Limit, bars_figure
+    from hf_memopt.prediction.reports.pictures import Limit, bars_figure
 
     bars = []
     for row in rows:

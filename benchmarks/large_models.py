@@ -99,7 +99,7 @@ def model_figures() -> dict[str, dict[str, Any]]:
 
 def most_of(found: Estimate, component: str) -> int:
     """Return the most bytes that a component has at any time."""
-    from hf_memopt.memory.tracking import COMPONENTS
+    from hf_memopt.prediction.memory.tracking import COMPONENTS
 
     return int(found.timeline.components[:, COMPONENTS.index(component)].max())
 

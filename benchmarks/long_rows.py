@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt import tile_layers
-from hf_memopt.binding import enable_checkpointing
-from hf_memopt.binding.undo import UndoHandle, override_method, undo_all
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.prediction.memory.tracking import StorageTracker
+from hf_memopt.training.binding import enable_checkpointing
+from hf_memopt.training.binding.undo import UndoHandle, override_method, undo_all
 
 TOKENS, TILE = 1024, 128
 SET_UPS: dict[str, tuple[str, str]] = {

@@ -11,8 +11,8 @@ from typing import Any
 from results_file import markdown, show
 
 from hf_memopt import plan
-from hf_memopt.memory import largest_that_fits
-from hf_memopt.recipes import Recipe
+from hf_memopt.prediction.memory import largest_that_fits
+from hf_memopt.prediction.recipes import Recipe
 
 GPUS = ("RTX 4060", "RTX 3060 12GB", "RTX 4060 Ti 16GB", "RTX 3090")
 BF16 = ("bf16_weights", "release_clipping")

@@ -119,7 +119,7 @@ def attached(trainer: Any, **limits: int) -> Any:
 
 def overhead(tokenizer: Any, rows: list[dict[str, Any]], folder: str) -> dict[str, float]:
     """Time the callback around a step that does nothing, and a real step of the smallest model on short texts."""
-    from hf_memopt.binding.undo import override_method
+    from hf_memopt.training.binding.undo import override_method
 
     few = [row for row in rows if len(row["input_ids"]) <= 64][: MICROBATCH_ROWS * STEPS]
     settings = {"output_dir": folder, "per_device_train_batch_size": MICROBATCH_ROWS}

@@ -28,9 +28,9 @@ from published_cases import FILES, Case, estimate_settings, read_cases
 from results_file import markdown, show
 
 from hf_memopt.components import MARGIN_SHARE
-from hf_memopt.memory import Estimate, estimate
-from hf_memopt.memory.allocator import caching_allocator
-from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.prediction.memory import Estimate, estimate
+from hf_memopt.prediction.memory.allocator import caching_allocator
+from hf_memopt.prediction.memory.settings import NotEstimableError
 from hf_memopt.units import percent
 
 TODAY = (4, 40)  # of transformers: stock Trainer runs from here on count as today's software

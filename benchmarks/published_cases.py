@@ -18,13 +18,13 @@ from typing import Any, Literal
 from published_changes import sgd_with_momentum
 from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig
 
-from hf_memopt.devices import find_gpu
-from hf_memopt.memory import estimate
-from hf_memopt.memory.models import known_models
-from hf_memopt.memory.models.config_files import known_name
-from hf_memopt.memory.quantized import quantize
-from hf_memopt.memory.settings import StepSettings
 from hf_memopt.plain_data import Count, check_fields, check_value, check_word, from_object
+from hf_memopt.prediction.memory import estimate
+from hf_memopt.prediction.memory.models import known_models
+from hf_memopt.prediction.memory.models.config_files import known_name
+from hf_memopt.prediction.memory.quantized import quantize
+from hf_memopt.prediction.memory.settings import StepSettings
+from hf_memopt.training.devices import find_gpu
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
 FILES = tuple(PUBLISHED / f"{name}.json" for name in ("measurements", "a100_throughput", "measurements_3"))

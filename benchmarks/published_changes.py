@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from hf_memopt.memory.optimizers import OptimizerMemory, ParameterFacts
-from hf_memopt.memory.optimizers.parameters import in_order, memory_of, with_previous
+from hf_memopt.prediction.memory.optimizers import OptimizerMemory, ParameterFacts
+from hf_memopt.prediction.memory.optimizers.parameters import in_order, memory_of, with_previous
 
 # ---- The loss and the logits of language models
 

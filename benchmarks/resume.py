@@ -53,7 +53,7 @@ def write(name: str, path: str) -> int:
 
 def load(name: str, path: str, way: str) -> dict[str, Any]:
     """Load the state one way; return the peak above what the process held before."""
-    from hf_memopt.techniques.checkpoints.sharded import load_optimizer_state, mapped_loading
+    from hf_memopt.training.techniques.checkpoints.sharded import load_optimizer_state, mapped_loading
 
     _, optimizer = build(name, "meta")
     with AnonymousPeak() as peak:

@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from hf_memopt import EmbeddingBitsCallback, attach, rounded_optimizer
-from hf_memopt.techniques.optimizers import optimizer_state_bytes
+from hf_memopt.training.techniques.optimizers import optimizer_state_bytes
 
 Run = Callable[[str, int], dict[str, float]]
 WAYS = ("float32 masters", "plain bf16", "stochastic", "kahan")

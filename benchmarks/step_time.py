@@ -1,6 +1,6 @@
 """Predicted against measured seconds of a training step: python benchmarks/step_time.py
 
-Throughput that other people published on one GPU, predicted without a GPU (``hf_memopt/memory/step_time``). Errors are
+Throughput that other people published on one GPU, predicted without a GPU (``prediction/memory/step_time``). Errors are
 predicted / measured - 1 in seconds per step. All rows are priced with the same constants, fitted on those that are
 marked so and on no others. The widths of the printed ranges were chosen by all of these rows, so how many a range holds
 says how well it describes them, and no more.
@@ -24,12 +24,12 @@ from published_behaviours import behaviours_of
 from published_cases import FILES, Case, estimate_settings, read_cases
 from results_file import markdown, show
 
-from hf_memopt.memory import estimate
-from hf_memopt.memory.optimizers import optimizer_memory, parameter_facts
-from hf_memopt.memory.optimizers.state_and_temporaries import ParameterFacts
-from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.memory.step_time import Operation, StepTime
-from hf_memopt.memory.step_time.operations import optimizer_operations
+from hf_memopt.prediction.memory import estimate
+from hf_memopt.prediction.memory.optimizers import optimizer_memory, parameter_facts
+from hf_memopt.prediction.memory.optimizers.state_and_temporaries import ParameterFacts
+from hf_memopt.prediction.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.prediction.memory.step_time import Operation, StepTime
+from hf_memopt.prediction.memory.step_time.operations import optimizer_operations
 from hf_memopt.units import percent
 
 FITTED = "fitted"

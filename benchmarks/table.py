@@ -45,7 +45,7 @@ from table_of_demo import demo_results, demo_table, rescue_log
 from table_pictures import stale_pictures, write_pictures
 
 from hf_memopt import GPUS
-from hf_memopt.memory.models import known_models
+from hf_memopt.prediction.memory.models import known_models
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -12,11 +12,11 @@ import typer
 from results_file import markdown
 from typer.testing import CliRunner
 
-from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.compatibility.conflicts import SETTINGS
 from hf_memopt.cli.app import app
-from hf_memopt.recipes import PRESETS, preset_rows
+from hf_memopt.prediction.recipes import PRESETS, preset_rows
 from hf_memopt.technique_list import ENGINES, TECHNIQUES, VARIANTS, Refusal
+from hf_memopt.training.binding.compatibility import refusal_of
+from hf_memopt.training.binding.compatibility.conflicts import SETTINGS
 
 TESTED = Path(__file__).resolve().parent.parent / "tests" / "compat" / "results.jsonl"
 WIDTH = "80"

@@ -10,7 +10,7 @@ from plans import EXAMPLE_PLAN
 
 from hf_memopt import padding_report
 from hf_memopt.plotting import DARK, LIGHT, Theme, in_theme
-from hf_memopt.reports.plan import draw_plan, read_plan_text
+from hf_memopt.prediction.reports.plan import draw_plan, read_plan_text
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 PLANS: dict[str, Theme] = {"plan.svg": LIGHT, "plan-dark.svg": DARK}

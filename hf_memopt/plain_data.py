@@ -86,7 +86,7 @@ def check_format(told: Mapping[str, Any], *formats: int) -> None:
 
 
 def packaged_rows(folder: str, name: str) -> list[dict[str, str]]:
-    """Return the rows of a CSV file of this package, in a folder such as "hf_memopt.devices"."""
+    """Return the rows of a CSV file of this package, in a folder such as "hf_memopt.training.devices"."""
     text = resources.files(folder).joinpath(name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 

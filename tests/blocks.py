@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.devices import Chip
-from hf_memopt.memory import cuda
+from hf_memopt.prediction.memory import cuda
+from hf_memopt.training.devices import Chip
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 T4, A100, RTX_3090, L4, V100, P100, H100 = (7, 5), (8, 0), (8, 6), (8, 9), (7, 0), (6, 0), (9, 0)

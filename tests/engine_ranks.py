@@ -26,10 +26,10 @@ import scarcity
 import technique_table
 import tiny
 from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, OverflowCallback, ShardedCheckpointCallback, attach
-from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.model_changes import add_adapters
-from hf_memopt.binding.undo import override_method
 from hf_memopt.technique_list import TECHNIQUES
+from hf_memopt.training.binding.compatibility import refusal_of
+from hf_memopt.training.binding.model_changes import add_adapters
+from hf_memopt.training.binding.undo import override_method
 
 RANK = int(os.environ.get("RANK", "0"))
 ENGINES: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ import numpy as np
 from tables import tables
 
 from hf_memopt import Estimate, Gpu, StepSettings
-from hf_memopt.memory.tracking import COMPONENTS, Timeline
+from hf_memopt.prediction.memory.tracking import COMPONENTS, Timeline
 
 TABLES = tables(__file__)
 

@@ -17,7 +17,7 @@ import transformers
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 import tiny
-from hf_memopt.binding import attach
+from hf_memopt.training.binding import attach
 
 LENGTH = 12
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

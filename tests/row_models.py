@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 import tiny
-from hf_memopt.binding import attach
-from hf_memopt.techniques.microbatching import MicrobatchCallback
+from hf_memopt.training.binding import attach
+from hf_memopt.training.techniques.microbatching import MicrobatchCallback
 
 ROWS, COLUMNS, WORDS = 7, 10, 99
 SIZES = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -22,8 +22,8 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding import attach
-from hf_memopt.techniques.microbatching import MicrobatchCallback
+from hf_memopt.training.binding import attach
+from hf_memopt.training.techniques.microbatching import MicrobatchCallback
 
 LENGTHS = (12, 3, 7, 10, 4, 5)
 

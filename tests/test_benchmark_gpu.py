@@ -59,7 +59,7 @@ def test_every_model_meets_every_setup_once() -> None:
 
 
 def test_estimate_and_trainer_are_told_the_same(tmp_path) -> None:
-    from hf_memopt.memory.settings import StepSettings
+    from hf_memopt.prediction.memory.settings import StepSettings
 
     own = [setups.Case("BERT-large", setup, tiny=True) for setup in setups.SETUPS]
     for case in own:

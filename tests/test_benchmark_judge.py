@@ -10,7 +10,7 @@ import torch
 import transformers
 from judge_rows import SET_UPS
 
-from hf_memopt.memory.recording import session
+from hf_memopt.prediction.memory.recording import session
 
 STORED = judge.stored_peaks()
 RELEASE = (2, 14)  # of torch, whose peaks are stored: it decides attention's kernels and which of equal blocks is taken
@@ -50,7 +50,7 @@ def test_both_peaks_are_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     """Allocated bytes within 0.1 %, reserved bytes within 0.5 %; an excepted row that agrees is to be struck out."""
     monkeypatch.setattr(type(session()), "traces", OrderedDict())  # recordings of another release are no use
     for module in RELEASE_READERS:
-        monkeypatch.setattr(f"hf_memopt.memory.{module}.TORCH_RELEASE", RELEASE)
+        monkeypatch.setattr(f"hf_memopt.prediction.memory.{module}.TORCH_RELEASE", RELEASE)
     asked = SET_UPS[name]
     is_efficient = asked["capability"] == "7.5" or asked["precision"] == "fp32"
     if (

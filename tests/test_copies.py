@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 import hf_memopt
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.recipes.planning import plan
+from hf_memopt.prediction.recipes.planning import plan
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,

@@ -31,8 +31,8 @@ from typer.testing import CliRunner
 import language_models
 import tiny
 from hf_memopt import BucketedCollator
-from hf_memopt.batching.padding_costs import data_files
 from hf_memopt.cli.app import app
+from hf_memopt.training.batching.padding_costs import data_files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]

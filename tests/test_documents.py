@@ -17,9 +17,9 @@ import table
 from table_of_code import RUN, compatibility_pairs
 
 import hf_memopt
-from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.compatibility.conflicts import SETTINGS
 from hf_memopt.technique_list import TECHNIQUES
+from hf_memopt.training.binding.compatibility import refusal_of
+from hf_memopt.training.binding.compatibility.conflicts import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_memopt"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hf_memopt.errors import did_you_mean, nearest
-from hf_memopt.memory.models import known_models
-from hf_memopt.memory.optimizers.formulas import FAMILIES
+from hf_memopt.prediction.memory.models import known_models
+from hf_memopt.prediction.memory.optimizers.formulas import FAMILIES
 
 MODELS, OPTIMIZERS = tuple(known_models()), tuple(FAMILIES)
 

@@ -16,6 +16,7 @@ import pytest
 import hf_memopt
 
 PACKAGE = Path(hf_memopt.__file__).parent
+WINGS = ("training", "prediction")
 ROOMS = ("batching", "techniques", "memory", "rows")
 
 
@@ -67,9 +68,9 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def room(module: str) -> str:
-    """Return the folder of a module by its dotted name; "ground" for the modules that stand in none."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 and (parts[1] in ALLOWED or parts[1] == "__main__") else "ground"
+    """Return the folder of a module by its dotted name, without its wing; "ground" for the modules in none."""
+    parts = [part for part in module.split(".")[1:] if part not in WINGS]
+    return parts[0] if parts and parts[0] in ALLOWED else "ground"
 
 
 # From the bottom to the top: a folder may import from itself and from what is named here, nothing above it.
@@ -98,6 +99,13 @@ def test_imports_run_downwards() -> None:
         allowed = {room(module), *ALLOWED[room(module)]}
         above[module] = {name for name in imports(path) if room(name) not in allowed} - {"hf_memopt.__version__"}
     assert not {module: names for module, names in above.items() if names}
+
+
+def test_training_knows_nothing_of_prediction() -> None:
+    """Nothing in the text names the other wing: no lazy import, none for type checkers, no "module:name"."""
+    below = [*PACKAGE.glob("training/**/*.py*"), *PACKAGE.glob("*.py"), *PACKAGE.glob("training/**/*.csv")]
+    naming = {path.name for path in below if re.search(r"hf_memopt[./]prediction", path.read_text(encoding="utf-8"))}
+    assert not naming
 
 
 def imported_modules(name: str, path: Path, names: set[str]) -> set[str]:
@@ -174,6 +182,9 @@ USED = used_names(modules())
 USED_BY_TESTS = used_names(path for folder in ("tests", "examples") for path in (PACKAGE.parent / folder).rglob("*.py"))
 
 
+IN_WINGS = [[wing] for wing in WINGS]
+
+
 def depth(path: Path) -> int:
     """Return how deep a test reaches into the package: 0 for its public names, 1 for a folder's face, 2 or more."""
     found = 0
@@ -187,7 +198,16 @@ def depth(path: Path) -> int:
             modules = [node.module, *(f"{node.module}.{name}" for name in inside)]
         else:
             continue
-        found = max([found, *(name.count(".") for name in modules if name.partition(".")[0] == "hf_memopt")])
+        found = max(
+            [
+                found,
+                *(
+                    name.count(".") - (name.split(".")[1:2] in IN_WINGS)
+                    for name in modules
+                    if name.partition(".")[0] == "hf_memopt"
+                ),
+            ]
+        )
     return found
 
 
@@ -235,7 +255,7 @@ def test_every_data_file_is_installed() -> None:
     settings.read(PACKAGE.parent / "setup.cfg", encoding="utf-8")
     listed = settings["options.package_data"]["hf_memopt"].split("\n")
     data = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyi", ".pyc")]
-    data += PACKAGE.glob("rehearsal/hook/*.py")  # found by Python itself, so its folder is no package
+    data += PACKAGE.glob("prediction/rehearsal/hook/*.py")  # found by Python itself, so its folder is no package
     assert sorted(filter(None, listed)) == sorted(path.relative_to(PACKAGE).as_posix() for path in data)
 
 

@@ -109,7 +109,10 @@ def test_what_is_read_is_data() -> None:
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 trusted.add(ast.unparse(node.value))
     assert found == {
-        ("recipes/running/script_as_main.py", "compile"),  # the script that hf-memopt run and rehearse are asked to run
-        ("recipes/running/script_as_main.py", "exec"),
+        (
+            "prediction/recipes/running/script_as_main.py",
+            "compile",
+        ),  # the script that hf-memopt run and rehearse are asked to run
+        ("prediction/recipes/running/script_as_main.py", "exec"),
     }
     assert trusted == {"False"}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hand_made import hand_made
-from hf_memopt.batching import padding_report
 from hf_memopt.errors import MissingExtraError
+from hf_memopt.training.batching import padding_report
 
 PICTURES: dict[str, Callable[[], Any]] = {  # what a picture is: what makes that which it shows
     "the picture of a padding report": lambda: padding_report([3, 4]),

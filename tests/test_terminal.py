@@ -105,9 +105,9 @@ def test_no_foreign_escape_reaches_a_terminal(line: list[str], code: int, said: 
 def test_nothing_is_printed_past_the_console() -> None:
     """``print`` is for figures alone, ``typer.echo`` for constants and for errors that are printable already."""
     allowed = {
-        "memory/run/printed_memory.py": {"print"},
-        "recipes/running/script_as_main.py": {"print"},  # of what printable() returns
-        "rehearsal/child.py": {"print"},  # of what a script gives sys.exit, as Python does
+        "prediction/memory/run/printed_memory.py": {"print"},
+        "prediction/recipes/running/script_as_main.py": {"print"},  # of what printable() returns
+        "prediction/rehearsal/child.py": {"print"},  # of what a script gives sys.exit, as Python does
         "cli/app.py": {"typer.echo"},
         "cli/options.py": {"typer.echo"},
     }

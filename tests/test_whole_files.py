@@ -162,5 +162,7 @@ def test_no_other_module_writes_files() -> None:
                 writes = name == "open" and any(set(str(mode)) & set("wxa+") for mode in modes)
                 if writes or name in ("write_text", "write_bytes", "mkstemp", "NamedTemporaryFile", "fdopen"):
                     found.add(str(file.relative_to(package)))
-    of_rehearsals = {str(Path("rehearsal", f"{name}.py")) for name in ("library", "child", "empty_weights")}
-    assert found == {"whole_files.py", str(Path("binding", "checkpoint_manifest.py")), *of_rehearsals}
+    of_rehearsals = {
+        str(Path("prediction", "rehearsal", f"{name}.py")) for name in ("library", "child", "empty_weights")
+    }
+    assert found == {"whole_files.py", str(Path("training", "binding", "checkpoint_manifest.py")), *of_rehearsals}

@@ -18,10 +18,10 @@ from pretended_gpu import PretendedGpu, PretendedLanes
 from transformers import Trainer, TrainingArguments
 
 import hf_memopt
-from hf_memopt.binding import checkpointing_arguments
-from hf_memopt.devices import custom_gpu
-from hf_memopt.memory import estimate_of
-from hf_memopt.memory.settings import BatchShape
+from hf_memopt.prediction.memory import estimate_of
+from hf_memopt.prediction.memory.settings import BatchShape
+from hf_memopt.training.binding import checkpointing_arguments
+from hf_memopt.training.devices import custom_gpu
 
 LIMIT_BYTES = 64 * 2**20
 BATCH_SIZE, TOKENS = 32, 64

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from hf_memopt.memory.settings import StepSettings
 from hf_memopt.notices import quoted
 from hf_memopt.plain_data import checked_path, packaged_rows
+from hf_memopt.prediction.memory.settings import StepSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_memopt.recipes.planning.script import RowsFile
+    from hf_memopt.prediction.recipes.planning.script import RowsFile
 
 EXIT_CODES = {None: 0, "fits": 0, "over": 1, "tight": 3}
 """By ``Estimate.verdict``, and that of a plan's choice; 2 is that of errors."""
@@ -239,7 +239,7 @@ def check_of_data(options: Any) -> None:
 
 def rows_of(options: Any) -> RowsFile:
     """Return the file of ``--data`` with what the other options say of it."""
-    from hf_memopt.recipes.planning.script import RowsFile
+    from hf_memopt.prediction.recipes.planning.script import RowsFile
 
     return RowsFile(options.data, options.column, options.tokenizer, options.field)
 

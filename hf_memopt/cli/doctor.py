@@ -13,9 +13,9 @@ from unittest.mock import patch
 import torch
 from packaging.requirements import Requirement
 
-from hf_memopt.devices import accelerator_type, choose_precision, current_os
-from hf_memopt.devices.readings import read_memory
-from hf_memopt.rehearsal import RehearsalError, compiler, installed_torch
+from hf_memopt.prediction.rehearsal import RehearsalError, compiler, installed_torch
+from hf_memopt.training.devices import accelerator_type, choose_precision, current_os
+from hf_memopt.training.devices.readings import read_memory
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

@@ -12,18 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import EXIT_CODES, check_of_data, flags_of, in_flags, one_gpu, rows_of, spinner
-from hf_memopt.devices import custom_gpu, find_gpu
-from hf_memopt.memory.models import checked_task, find_config
-from hf_memopt.memory.optimizers import check_optimizer
-from hf_memopt.memory.settings import StepSettings
-from hf_memopt.recipes import largest_divisor, recipe
+from hf_memopt.prediction.memory.models import checked_task, find_config
+from hf_memopt.prediction.memory.optimizers import check_optimizer
+from hf_memopt.prediction.memory.settings import StepSettings
+from hf_memopt.prediction.recipes import largest_divisor, recipe
 from hf_memopt.terminal import Console
+from hf_memopt.training.devices import custom_gpu, find_gpu
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import EstimateOptions
-    from hf_memopt.devices import Gpu
-    from hf_memopt.memory import Estimate
-    from hf_memopt.recipes import Recipe
+    from hf_memopt.prediction.memory import Estimate
+    from hf_memopt.prediction.recipes import Recipe
+    from hf_memopt.training.devices import Gpu
 
 MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
 """Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
@@ -37,8 +37,8 @@ def run(options: EstimateOptions, context: Any) -> int:
     given = options
     options, notes = _with_length_of_data(options, errors)
     with spinner(f"simulating {options.model}", errors, shown=not options.json_output):
-        from hf_memopt.memory import estimate
-        from hf_memopt.memory.output import as_dict, draw, print_estimate
+        from hf_memopt.prediction.memory import estimate
+        from hf_memopt.prediction.memory.output import as_dict, draw, print_estimate
 
         chosen, batch_size, settings = _set_up(options)
         if options.task is not None:
@@ -71,7 +71,7 @@ def _plan_line(options: EstimateOptions, found: Estimate) -> str:
         "effective_batch": found.batch_size * settings.gradient_accumulation_steps,
         **{name: value for name, value in options.settings.items() if name in shared},
     }
-    from hf_memopt.memory.output import plan_line
+    from hf_memopt.prediction.memory.output import plan_line
 
     return plan_line(options.model, **given)
 

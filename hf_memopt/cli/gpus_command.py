@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hf_memopt.cli.command import wrapped
-from hf_memopt.devices import GPUS
 from hf_memopt.terminal import Console
+from hf_memopt.training.devices import GPUS
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import GpusOptions

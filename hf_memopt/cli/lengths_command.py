@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_memopt.batching import file_lengths, padding_report, print_report
 from hf_memopt.cli.command import wrapped
-from hf_memopt.memory.models import name_on_hub
-from hf_memopt.rows import TASKS, fitting_format
+from hf_memopt.prediction.memory.models import name_on_hub
 from hf_memopt.terminal import Console
+from hf_memopt.training.batching import file_lengths, padding_report, print_report
+from hf_memopt.training.rows import TASKS, fitting_format
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import LengthsOptions
-    from hf_memopt.recipes.planning.script import RowsFile
+    from hf_memopt.prediction.recipes.planning.script import RowsFile
 
 OF_LABELS = ("sequence-classification", "token-classification", "question-answering")  # any body takes their heads
 PER_TOKEN = ("labels", "tags")  # the parts that are a list of a number for each token
@@ -50,8 +50,8 @@ def task_of_data(model: str, rows: RowsFile, task: str | None) -> tuple[str | No
     Labels in the rows decide where no ``--task`` is given and the model's own task would leave them out. A causal LM is
     trained on the text beside a number that may describe it ("score", "stars"); "label" and "labels" decide there too.
     """
-    from hf_memopt.binding.model import HEADS, task_of
-    from hf_memopt.memory.models import load_model
+    from hf_memopt.prediction.memory.models import load_model
+    from hf_memopt.training.binding.model import HEADS, task_of
 
     file, built, name = rows.read(), load_model(model).model, Path(rows.path).name
     own = task_of(built)
@@ -91,8 +91,8 @@ def length_of_data(model: str, rows: RowsFile, task: str | None) -> tuple[int, s
 
 def lengths_of_data(model: str, rows: RowsFile, task: str | None) -> tuple[int, NDArray[np.int32]]:
     """Return the length as ``length_of_data`` does, and the tokens of each row, shape (rows,), of T5 with a prefix."""
-    from hf_memopt.binding.model import task_of
-    from hf_memopt.memory.models import load_model, most_tokens
+    from hf_memopt.prediction.memory.models import load_model, most_tokens
+    from hf_memopt.training.binding.model import task_of
 
     file = rows.read(task)
     built = load_model(model, task=task).model

@@ -133,7 +133,7 @@ class LengthsOptions:
 
 def _list_models(wanted: bool) -> None:
     if wanted:
-        from hf_memopt.memory.models import known_models
+        from hf_memopt.prediction.memory.models import known_models
 
         for name in known_models():
             typer.echo(name)

@@ -11,17 +11,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import EXIT_CODES, check_of_data, flags_of, in_flags, rows_of, spinner, typed_command
-from hf_memopt.memory.models import checked_task, find_config
 from hf_memopt.notices import quoted
 from hf_memopt.plain_data import check_word
-from hf_memopt.recipes.planning import GOALS, METHODS, checked_allow, read_gpu
-from hf_memopt.recipes.planning.script import check_folder, check_splits
-from hf_memopt.reports import check_page
+from hf_memopt.prediction.memory.models import checked_task, find_config
+from hf_memopt.prediction.recipes.planning import GOALS, METHODS, checked_allow, read_gpu
+from hf_memopt.prediction.recipes.planning.script import check_folder, check_splits
+from hf_memopt.prediction.reports import check_page
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import PlanOptions
-    from hf_memopt.recipes.planning import Plan
+    from hf_memopt.prediction.recipes.planning import Plan
 
 AS_TYPED = ("budget", "os", "seq_len", "goal", "method", "images", "image_size", "audio_seconds", "host_memory")
 """The options that ``plan`` takes as they are."""
@@ -33,7 +33,7 @@ def run(options: PlanOptions, context: Any) -> int:
     words = tuple(word for text in options.allow or () for word in text.split(","))
     _check(options, words)
     with spinner(f"planning {options.model}", errors, shown=not options.json_output) as announce:
-        from hf_memopt.recipes.planning import print_plan, print_plans
+        from hf_memopt.prediction.recipes.planning import print_plan, print_plans
 
         plans = _plans(options, words, context, announce)
         found = plans[0]  # the only one where a file is written
@@ -63,7 +63,7 @@ def run(options: PlanOptions, context: Any) -> int:
 
 def _plans(options: PlanOptions, words: Sequence[str], context: Any, announce: Callable[[str], object]) -> list[Plan]:
     """Return the plan for each GPU; as in ``plan``, no row is cut unless ``--seq-len`` or ``--allow`` says so."""
-    from hf_memopt.recipes.planning import plan
+    from hf_memopt.prediction.recipes.planning import plan
 
     task, said, lengths, rows, unread = checked_task(options.task), "", None, None, []
     if options.data is not None:

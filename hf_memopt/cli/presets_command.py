@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from hf_memopt.cli.command import spinner, wrapped
-from hf_memopt.recipes import PRESETS, Recipe, preset_rows, recipe
+from hf_memopt.prediction.recipes import PRESETS, Recipe, preset_rows, recipe
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:

@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.command import arguments_of, check_script, one_gpu, print_coloured
-from hf_memopt.devices import current_gpu
 from hf_memopt.notices import quoted
 from hf_memopt.plotting import check_picture
-from hf_memopt.rehearsal import RehearsalError, rehearse
+from hf_memopt.prediction.rehearsal import RehearsalError, rehearse
 from hf_memopt.terminal import Console
+from hf_memopt.training.devices import current_gpu
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import check_target, write_whole
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import RehearseOptions
-    from hf_memopt.rehearsal import Rehearsal
+    from hf_memopt.prediction.rehearsal import Rehearsal
 
 EXIT_CODES = {"fits": 0, "runs out": 1}
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.notices import quoted
 from hf_memopt.plain_data import checked_path, parse_object
-from hf_memopt.reports import check_page, write_page
-from hf_memopt.reports.plan import plan_page, read_plan_text
-from hf_memopt.reports.run import read_run, run_file_of, run_page
+from hf_memopt.prediction.reports import check_page, write_page
+from hf_memopt.prediction.reports.plan import plan_page, read_plan_text
+from hf_memopt.prediction.reports.run import read_run, run_file_of, run_page
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:

@@ -27,14 +27,14 @@ def run(options: RunOptions, context: Any) -> int:
     for word in options.allow or ():
         check_word("allow", word, ("release_clipping", "bf16_weights", "freeze"))  # "shorter" is for the script's data
     if (gpu := one_gpu(options.gpu)) is not None:
-        from hf_memopt.devices import find_gpu
+        from hf_memopt.training.devices import find_gpu
 
         find_gpu(gpu)
     if options.rehearse and (code := _rehearse(options, gpu)):
         return code
     asked: dict[str, Any] = {"gpu": gpu, "apply": options.apply, "repair": options.repair}
     asked |= {"allow": options.allow or (), "is_module": options.module}
-    words = [sys.executable, "-m", "hf_memopt.recipes.running.script", json.dumps(asked)]
+    words = [sys.executable, "-m", "hf_memopt.prediction.recipes.running.script", json.dumps(asked)]
     words += [options.script, *arguments_of(options)]
     if os.name == "posix":
         os.execv(sys.executable, words)  # signals and exit codes are the script's
@@ -43,9 +43,9 @@ def run(options: RunOptions, context: Any) -> int:
 
 def _rehearse(options: RunOptions, gpu: str | None) -> int:
     """Say on standard error what a rehearsal finds; return the exit code of a script that fails by itself."""
-    from hf_memopt.devices import current_gpu
-    from hf_memopt.rehearsal import RehearsalError, rehearse
+    from hf_memopt.prediction.rehearsal import RehearsalError, rehearse
     from hf_memopt.terminal import Console
+    from hf_memopt.training.devices import current_gpu
 
     on = current_gpu() if gpu is None else gpu
     if on is None:

@@ -24,7 +24,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from tables import table, whole
 
-from hf_memopt.batching import file_lengths
+from hf_memopt.training.batching import file_lengths
 from tiny import bert_config, tokenizer
 
 KINDS = {
@@ -173,7 +173,7 @@ def test_nothing_is_asked_for_and_nothing_is_kept(tmp_path):
         "import socket, sys\n"
         "def refuse(*_, **__): print('asked'); raise OSError('no network')\n"
         "socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse\n"
-        "from hf_memopt.batching import file_lengths\n"
+        "from hf_memopt.training.batching import file_lengths\n"
         "for path in sys.argv[1:]: print(len(file_lengths(path, column='text').lengths))\n"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}

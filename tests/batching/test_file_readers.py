@@ -6,8 +6,8 @@ import pytest
 from test_data_files import LENGTHS, WRITERS, error_of
 from transformers import AutoTokenizer
 
-from hf_memopt.batching import file_lengths
-from hf_memopt.batching.padding_costs import counted_lengths, file_readers
+from hf_memopt.training.batching import file_lengths
+from hf_memopt.training.batching.padding_costs import counted_lengths, file_readers
 from tiny import tokenizer
 
 

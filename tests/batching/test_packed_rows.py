@@ -26,7 +26,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import tiny
 from hf_memopt import BucketedCollator, attach, bucketed, packed, recipe
-from hf_memopt.binding import enable_checkpointing
+from hf_memopt.training.binding import enable_checkpointing
 
 ROW = 48
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=80)

@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 import hf_memopt as m
 import tiny
 from hf_memopt import attach
-from hf_memopt.binding import TrainingView
+from hf_memopt.training.binding import TrainingView
 from two_ranks import run_pair
 
 # DeBERTa-v2 of transformers 5.8 and 5.17 calls torch.jit.script when it is imported, which torch 2.13 deprecates
@@ -99,7 +99,7 @@ def test_two_processes_give_the_gradient_of_one(tmp_path):
 
 
 def test_the_change_tells_what_was_found(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="hf_memopt.binding.losses.gradient_scale"):
+    with caplog.at_level(logging.INFO, logger="hf_memopt.training.binding.losses.gradient_scale"):
         trainer = attach(bert_trainer(tmp_path, gradient_accumulation_steps=2))
     assert trainer.memopt_changes == (BERT_CHANGE,)
     assert caplog.messages == [f"attach changed {BERT_CHANGE}"]

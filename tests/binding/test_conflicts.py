@@ -18,8 +18,8 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, attach, gradient_release
-from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.technique_list import TECHNIQUES, VARIANTS
+from hf_memopt.training.binding import checkpointing_arguments
 
 RELEASED = gradient_release(torch.optim.SGD), {"lr": 0.1}
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from slow_cases import slow_except
 
 import tiny
-from hf_memopt.binding.fused_loss import DeferredLogits, fuse_cross_entropy, loss_alone
-from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES, Loss
-from hf_memopt.memory.cuda import CudaSemantics, run_backward
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.prediction.memory.cuda import CudaSemantics, run_backward
+from hf_memopt.prediction.memory.tracking import StorageTracker
+from hf_memopt.training.binding.fused_loss import DeferredLogits, fuse_cross_entropy, loss_alone
+from hf_memopt.training.binding.fused_loss.chunked_loss import CHUNK_BYTES, Loss
 from language_models import FAMILIES, FEW, LOW, VOCABULARY, batch, build
 
 CHUNKS = VOCABULARY * 4 * 16  # bytes of 16 rows of float32, so that there are several chunks

@@ -24,7 +24,7 @@ import tiny
 from hf_memopt import attach
 from two_ranks import run_pair
 
-LOGGER = "hf_memopt.binding.losses.gradient_scale"
+LOGGER = "hf_memopt.training.binding.losses.gradient_scale"
 
 
 class Classifier(nn.Module):

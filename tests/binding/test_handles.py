@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_memopt.binding.undo import UndoHandle, is_overridden, override_method, set_attribute, undo_all
+from hf_memopt.training.binding.undo import UndoHandle, is_overridden, override_method, set_attribute, undo_all
 
 
 class Speaker:

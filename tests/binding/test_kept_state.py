@@ -19,8 +19,8 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import MicrobatchCallback, attach
-from hf_memopt.batching.collation.flattened_texts import undisturbed
-from hf_memopt.binding.undo import KeptState
+from hf_memopt.training.batching.collation.flattened_texts import undisturbed
+from hf_memopt.training.binding.undo import KeptState
 from scarcity import Pad, mixed_rows
 
 LARGEST_COPY_BYTES = 2**20

@@ -23,16 +23,16 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 import tiny
-from hf_memopt.binding.losses import (
+from hf_memopt.training.binding.losses import (
     CLASSES,
     HookChangesError,
     KnownLoss,
     known_loss,
     observed_hooks,
 )
-from hf_memopt.binding.losses.known_losses import head_counts_items
-from hf_memopt.binding.losses.row_weights import POSITIONS
-from hf_memopt.techniques.microbatching import splittable_reason
+from hf_memopt.training.binding.losses.known_losses import head_counts_items
+from hf_memopt.training.binding.losses.row_weights import POSITIONS
+from hf_memopt.training.techniques.microbatching import splittable_reason
 
 PARTS = ([0, 1], [2, 3], [4])
 LOSS, GRADIENT = 1e-5, 2e-5  # relative: stock computes most losses in float32, whatever the model's dtype

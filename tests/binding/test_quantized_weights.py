@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import tiny
 from hf_memopt import prepare_quantized
-from hf_memopt.binding import checkpointing_arguments
+from hf_memopt.training.binding import checkpointing_arguments
 
 pytestmark = [
     # peft 0.21 still asks transformers 5.23 under the names of 5.17

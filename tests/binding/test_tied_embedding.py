@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import language_models
 import tiny
 from hf_memopt import sparse_tied_embedding
-from hf_memopt.binding import enable_checkpointing
+from hf_memopt.training.binding import enable_checkpointing
 from language_models import VOCABULARY
 
 MODELS = ("llama-tied", "gemma2", "bert", "t5", "bart", "gpt2")

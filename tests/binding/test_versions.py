@@ -11,7 +11,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 import tiny
-from hf_memopt.binding import versions
+from hf_memopt.training.binding import versions
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 EVERY_N_LAYERS_SINCE = OFFLOAD_SINCE = (5, 17)

@@ -21,13 +21,13 @@ from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 from hf_memopt import PRESETS, Recipe, __version__
-from hf_memopt.batching import file_lengths, padding_report
 from hf_memopt.cli import doctor
 from hf_memopt.cli.app import app
 from hf_memopt.cli.command import spinner
 from hf_memopt.cli.presets_command import STOCK
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.rehearsal import RehearsalError
+from hf_memopt.prediction.rehearsal import RehearsalError
+from hf_memopt.training.batching import file_lengths, padding_report
 from tiny import tokenizer
 
 TABLES = tables(__file__)
@@ -172,7 +172,7 @@ def test_a_missing_and_a_broken_file_of_lengths(tmp_path) -> None:
 VERBS = {
     "presets": ("hf_memopt.cli.presets_command.preset_rows", []),
     "lengths": ("hf_memopt.cli.lengths_command.file_lengths", ["data.csv"]),
-    "estimate": ("hf_memopt.memory.estimate", ["gpt2", "--seq-len", "8"]),
+    "estimate": ("hf_memopt.prediction.memory.estimate", ["gpt2", "--seq-len", "8"]),
     "doctor": ("hf_memopt.cli.doctor.examine", []),
 }
 A_BUG = "hf-memopt failed ({}), which is a bug in hf-memopt; please report it. Set HF_MEMOPT_DEBUG=1 for the traceback"

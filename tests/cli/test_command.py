@@ -19,7 +19,7 @@ from hf_memopt import PRESETS
 from hf_memopt.cli.app import app
 from hf_memopt.cli.command import Flag, in_flags, print_coloured
 from hf_memopt.cli.lengths_command import length_of_data, lengths_of_data
-from hf_memopt.recipes.planning.script import RowsFile
+from hf_memopt.prediction.recipes.planning.script import RowsFile
 
 TABLES = tables(__file__)
 

@@ -18,11 +18,11 @@ from hand_made import hand_made
 from hf_memopt import recipe
 from hf_memopt.cli import estimate_command
 from hf_memopt.cli.app import app
-from hf_memopt.devices import custom_gpu, find_gpu
-from hf_memopt.memory import Estimate
-from hf_memopt.memory.models import known_models
-from hf_memopt.memory.output import as_dict
-from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.prediction.memory import Estimate
+from hf_memopt.prediction.memory.models import known_models
+from hf_memopt.prediction.memory.output import as_dict
+from hf_memopt.prediction.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.training.devices import custom_gpu, find_gpu
 
 TABLES = tables(__file__)
 
@@ -57,7 +57,7 @@ class Simulation:
 def simulation(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     """The simulation that the command calls, on a machine without a card."""
     stand_in = Simulation()
-    monkeypatch.setattr("hf_memopt.memory.estimate", stand_in)
+    monkeypatch.setattr("hf_memopt.prediction.memory.estimate", stand_in)
     monkeypatch.setattr(estimate_command, "find_config", lambda text: Path(text))
     return stand_in
 

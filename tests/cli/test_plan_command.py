@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import tiny
 from hf_memopt import NotEstimableError, Plan, estimate, plan
 from hf_memopt.cli.app import app
-from hf_memopt.recipes.planning import print_plans
-from hf_memopt.recipes.planning import simulated as simulation
+from hf_memopt.prediction.recipes.planning import print_plans
+from hf_memopt.prediction.recipes.planning import simulated as simulation
 
 TABLES = tables(__file__)
 
@@ -88,7 +88,7 @@ def test_json_and_report_are_of_one_plan(model: str, tmp_path: Path) -> None:
 def test_a_report_that_is_there_is_refused_before_the_search(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_memopt.recipes.planning.plan", None)
+    monkeypatch.setattr("hf_memopt.prediction.recipes.planning.plan", None)
     page = tmp_path / "plan.html"
     page.write_text("kept")
     found = run(model, "--gpu", "T4", "--report", str(page))

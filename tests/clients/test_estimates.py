@@ -27,17 +27,17 @@ import tiny
 import trl_clients
 from client import arguments
 from hf_memopt import StepSettings, estimate
-from hf_memopt.binding import checkpointing_of, enable_checkpointing
-from hf_memopt.memory import estimate_of
-from hf_memopt.memory.cuda import CudaSemantics
-from hf_memopt.memory.models import example_batch, load_model
-from hf_memopt.memory.optimizers import optimizer_memory, parameter_facts
-from hf_memopt.memory.recording import trainer_loss
-from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.recording.trainer_loss import _head_of_a_gpu
-from hf_memopt.memory.settings import BatchShape, NotEstimableError
-from hf_memopt.memory.tracking import StorageTracker
-from hf_memopt.recipes.running.script import Running
+from hf_memopt.prediction.memory import estimate_of
+from hf_memopt.prediction.memory.cuda import CudaSemantics
+from hf_memopt.prediction.memory.models import example_batch, load_model
+from hf_memopt.prediction.memory.optimizers import optimizer_memory, parameter_facts
+from hf_memopt.prediction.memory.recording import trainer_loss
+from hf_memopt.prediction.memory.recording.step import record_step
+from hf_memopt.prediction.memory.recording.trainer_loss import _head_of_a_gpu
+from hf_memopt.prediction.memory.settings import BatchShape, NotEstimableError
+from hf_memopt.prediction.memory.tracking import StorageTracker
+from hf_memopt.prediction.recipes.running.script import Running
+from hf_memopt.training.binding import checkpointing_of, enable_checkpointing
 
 EXAMPLES, LENGTH = 4, 32  # of a batch, and the tokens of each
 SMALL = {"vocab_size": 40_000, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 256}

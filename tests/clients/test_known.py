@@ -10,7 +10,7 @@ from conftest import RESULTS
 from test_clients import CLIENTS
 
 from client import CUT
-from hf_memopt.binding.losses import KnownLoss, known_loss
+from hf_memopt.training.binding.losses import KnownLoss, known_loss
 
 PROBED = 76
 """The clients whose batches version 0.3.0 cut, after a probe of their loss; all the others were refused."""

@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from client import Client, train_and_evaluate
 from comparison import _run, _unchanged, compared
-from hf_memopt.recipes.running.script import Running
+from hf_memopt.prediction.recipes.running.script import Running
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 from tables import refusals, tables
 
-from hf_memopt.devices import GPUS, Gpu, PeakRates, current_gpu, custom_gpu, find_gpu
+from hf_memopt.training.devices import GPUS, Gpu, PeakRates, current_gpu, custom_gpu, find_gpu
 
 TABLES = tables(__file__)
 
@@ -224,7 +224,7 @@ def test_a_context_that_can_be_measured_is_unless_it_will_grow(monkeypatch, driv
     guessed = current_gpu()
     assert guessed.context_bytes == known_mib * MIB
     for read_bytes in (321 * MIB, guessed.context_bytes - 1):  # less than in mid-training
-        monkeypatch.setattr("hf_memopt.devices.readings.read_context", lambda device, found=read_bytes: found)
+        monkeypatch.setattr("hf_memopt.training.devices.readings.read_context", lambda device, found=read_bytes: found)
         source = f"context: measured on this machine; else {guessed.source}"
         measured = dataclasses.replace(guessed, context_bytes=read_bytes, source=source)
         assert current_gpu() == (guessed if read_bytes < guessed.context_bytes else measured)

@@ -15,7 +15,7 @@ import torch
 from played_allocator import PlayedAllocator
 from tables import refuses
 
-from hf_memopt.devices.readings import (
+from hf_memopt.training.devices.readings import (
     PeakMeter,
     measured_device,
     read_context,
@@ -23,7 +23,7 @@ from hf_memopt.devices.readings import (
     read_memory,
     read_process,
 )
-from hf_memopt.devices.readings import memory_reading as reading
+from hf_memopt.training.devices.readings import memory_reading as reading
 
 GIB = 2**30
 MIB = 2**20
@@ -153,7 +153,7 @@ def test_asking_for_the_host_touches_no_accelerator(monkeypatch):
 def test_peak_of_the_process_is_its_own_and_not_its_parents():
     parent_bytes = GIB  # a child that has imported torch is smaller
     held = b"x" * parent_bytes
-    script = "from hf_memopt.devices.readings.memory_reading import read_process; print(*read_process())"
+    script = "from hf_memopt.training.devices.readings.memory_reading import read_process; print(*read_process())"
     rss_bytes, peak_bytes = map(int, printed_by(script).split())
     assert len(held) == parent_bytes
     assert rss_bytes <= peak_bytes < parent_bytes  # ru_maxrss would give the parent's
@@ -366,7 +366,7 @@ def test_reading_a_real_gpu_makes_no_context():
 @pytest.mark.gpu
 def test_context_of_a_real_gpu_is_read_and_none_before_it_is_there():
     script = (
-        "import torch; from hf_memopt.devices.readings import read_context; GPU = torch.device('cuda', 0); "
+        "import torch; from hf_memopt.training.devices.readings import read_context; GPU = torch.device('cuda', 0); "
         "torch.cuda.init(); "
         "print(read_context(GPU), torch._C._cuda_hasPrimaryContext(0)); "
         "held = torch.zeros(64 << 20, dtype=torch.uint8, device=GPU); print(read_context(GPU))"

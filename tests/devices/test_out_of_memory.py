@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt.binding.undo import RandomState
-from hf_memopt.devices.readings import free_failed_step, is_out_of_memory
+from hf_memopt.training.binding.undo import RandomState
+from hf_memopt.training.devices.readings import free_failed_step, is_out_of_memory
 
 CPU = torch.device("cpu")
 

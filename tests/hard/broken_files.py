@@ -19,8 +19,8 @@ from public_calls import SIZES
 
 import hf_memopt as m
 import tiny
-from hf_memopt.batching import data_file, file_lengths
-from hf_memopt.memory.models import load_model
+from hf_memopt.prediction.memory.models import load_model
+from hf_memopt.training.batching import data_file, file_lengths
 
 __all__ = ["FILES", "StrangeFile", "broken_bytes", "broken_json"]
 

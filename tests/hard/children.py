@@ -12,7 +12,7 @@ from typing import Any
 __all__ = ["SERVER", "finish", "start"]
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["pytest", "datasets", "killed_runs", "hf_memopt.recipes.running.assistant"])
+SERVER.set_forkserver_preload(["pytest", "datasets", "killed_runs", "hf_memopt.prediction.recipes.running.assistant"])
 
 
 def start(function: Callable[..., None], *args: Any, log: Path) -> Any:

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_memopt as m
 import tiny
-from hf_memopt.binding.checkpoint_manifest import why_not_whole
+from hf_memopt.training.binding.checkpoint_manifest import why_not_whole
 
 FINAL = "final.pt"
 STEPS = 64

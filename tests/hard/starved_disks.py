@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 
 import hf_memopt as m
 import tiny
-from hf_memopt.binding.checkpoint_manifest import why_not_whole
 from hf_memopt.cli.app import app
+from hf_memopt.training.binding.checkpoint_manifest import why_not_whole
 
 WAYS = ("a disk of its own", "files that may not grow")
 DISK_BYTES = 8 * 2**20

@@ -16,8 +16,8 @@ from hand_made_runs import finished_run, lost_run
 from html_page import Page, with_text
 from tiny_plans import fitting_plan, missing_plan
 
-from hf_memopt.reports.plan import plan_page, read_plan_text
-from hf_memopt.reports.run import read_run, run_page
+from hf_memopt.prediction.reports.plan import plan_page, read_plan_text
+from hf_memopt.prediction.reports.run import read_run, run_page
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -16,8 +16,8 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from hf_memopt import estimate
-from hf_memopt.binding.model import HEADS
-from hf_memopt.memory.models.loading import _usual_task
+from hf_memopt.prediction.memory.models.loading import _usual_task
+from hf_memopt.training.binding.model import HEADS
 
 ALLOWED = Path(__file__).with_name("every_architecture.csv")
 UNTRAINABLE = re.compile(r"transformers cannot build|needs \w+, which is not installed")

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 import tiny
 from hf_memopt import BucketedCollator, attach, estimate
-from hf_memopt.memory.tracking import meta_outputs
+from hf_memopt.prediction.memory.tracking import meta_outputs
 from technique_table import TABLE, make_trainer
 
 MIB = 2**20

@@ -23,8 +23,8 @@ import torch
 from children import SERVER, finish, start
 from killed_runs import FINAL, PAIR, SETUPS, STEPS, train
 
-from hf_memopt.binding.checkpoint_manifest import why_not_whole
-from hf_memopt.binding.model import tensors_in
+from hf_memopt.training.binding.checkpoint_manifest import why_not_whole
+from hf_memopt.training.binding.model import tensors_in
 
 KILLS, KILLS_OF_TWO = 10, 20  # of each chain
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

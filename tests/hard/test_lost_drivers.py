@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import tiny
 from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach
 from hf_memopt.cli.app import app
-from hf_memopt.devices.readings import memory_reading
+from hf_memopt.training.devices.readings import memory_reading
 
 GIB = 2**30
 CUDA = torch.device("cuda", 0)
@@ -61,7 +61,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(memory_reading, "_device_count", lambda kind: int(kind == "cuda"))
-    for module in (f"hf_memopt.memory.run.{name}" for name in ("callback", "run_record", "run_report")):
+    for module in (f"hf_memopt.prediction.memory.run.{name}" for name in ("callback", "run_record", "run_report")):
         monkeypatch.setattr(f"{module}.measured_device", lambda device: CUDA)
     return driver
 

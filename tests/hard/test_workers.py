@@ -18,7 +18,7 @@ from transformers import DataCollatorWithFlattening, DataCollatorWithPadding
 
 import tiny
 from hf_memopt import BucketedCollator, LengthBucketedBatchSampler, LengthBucketedSampler, bucketed, sorted_by_length
-from hf_memopt.batching.collation import SpeechCollator
+from hf_memopt.training.batching.collation import SpeechCollator
 
 COUNT = 41
 LENGTHS = [(7 * i) % 23 + 2 for i in range(COUNT)]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_memopt.memory.cuda import CudaSemantics
-from hf_memopt.memory.cuda.autocast import Policy, casts_of
+from hf_memopt.prediction.memory.cuda import CudaSemantics
+from hf_memopt.prediction.memory.cuda.autocast import Policy, casts_of
 
 _LOWER_PRECISION = """
     _addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm baddbmm bmm conv1d

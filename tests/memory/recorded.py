@@ -16,18 +16,18 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt import StepSettings, estimate
-from hf_memopt.binding.model_changes import add_adapters
-from hf_memopt.memory.allocator import ReplayPlan
-from hf_memopt.memory.allocator.replay import replay
-from hf_memopt.memory.cuda import CudaSemantics, run_backward
-from hf_memopt.memory.models import example_batch as example_batch
-from hf_memopt.memory.optimizers import OptimizerMemory, parameter_facts
-from hf_memopt.memory.recording import RecordedPass, StepTrace
-from hf_memopt.memory.recording.passes import autocast_dtype
-from hf_memopt.memory.recording.sessions import _checkpoint, _prepared
-from hf_memopt.memory.recording.step import record_step, recording
-from hf_memopt.memory.recording.streamed import RecordedStream
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.prediction.memory.allocator import ReplayPlan
+from hf_memopt.prediction.memory.allocator.replay import replay
+from hf_memopt.prediction.memory.cuda import CudaSemantics, run_backward
+from hf_memopt.prediction.memory.models import example_batch as example_batch
+from hf_memopt.prediction.memory.optimizers import OptimizerMemory, parameter_facts
+from hf_memopt.prediction.memory.recording import RecordedPass, StepTrace
+from hf_memopt.prediction.memory.recording.passes import autocast_dtype
+from hf_memopt.prediction.memory.recording.sessions import _checkpoint, _prepared
+from hf_memopt.prediction.memory.recording.step import record_step, recording
+from hf_memopt.prediction.memory.recording.streamed import RecordedStream
+from hf_memopt.prediction.memory.tracking import StorageTracker
+from hf_memopt.training.binding.model_changes import add_adapters
 
 
 def prepared(model: Any, settings: StepSettings) -> Any:

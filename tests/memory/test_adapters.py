@@ -21,7 +21,7 @@ peft_reads_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpoint
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimate without a GPU also where there is one."""
-    monkeypatch.setattr("hf_memopt.memory.estimation.current_gpu", lambda: None)
+    monkeypatch.setattr("hf_memopt.prediction.memory.estimation.current_gpu", lambda: None)
 
 
 def bert_estimate(**changed: Any) -> Estimate:

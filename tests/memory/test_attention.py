@@ -137,7 +137,7 @@ def test_attention_kernel(
     dtype: torch.dtype,
     changed: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr("hf_memopt.memory.cuda.attention.TORCH_RELEASE", changed.get("release", (2, 13)))
+    monkeypatch.setattr("hf_memopt.prediction.memory.cuda.attention.TORCH_RELEASE", changed.get("release", (2, 13)))
     width, queries, keys = (changed.get(name, usual) for name, usual in USUAL.items())
     rows = 2 if changed.get("gqa") else 4
     query = empty(1, 4, queries, width, dtype=dtype).requires_grad_(changed.get("requires_grad", True))

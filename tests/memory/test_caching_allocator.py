@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_allocator import FIRST_ADDRESS, Block, OutOfMemoryError, TorchAllocator
 
-from hf_memopt.memory.allocator import caching_allocator as module
-from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
+from hf_memopt.prediction.memory.allocator import caching_allocator as module
+from hf_memopt.prediction.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 
 MIB = 2**20
 SIZES = st.one_of(

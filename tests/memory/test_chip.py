@@ -8,7 +8,7 @@ import pytest
 import torch
 from blocks import A100, H100, L4, P100, RTX_3090, T4, V100, header
 
-from hf_memopt.devices import Chip
+from hf_memopt.training.devices import Chip
 
 
 @pytest.mark.skipif(torch.__version__.startswith(("2.6.", "2.7.", "2.8.")), reason="another header before torch 2.9")

@@ -11,10 +11,10 @@ from blocks import A100, BF16, FP32, H100, L4, P100, RTX_3090, T4, V100, header
 from blocks import empty as meta
 from torch import nn
 
-from hf_memopt.devices import Chip
-from hf_memopt.memory.cuda import CudaSemantics, attention
-from hf_memopt.memory.recording.step import recording
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.prediction.memory.cuda import CudaSemantics, attention
+from hf_memopt.prediction.memory.recording.step import recording
+from hf_memopt.prediction.memory.tracking import StorageTracker
+from hf_memopt.training.devices import Chip
 
 
 def test_a_region_ends_with_its_cache_and_torchs_flags_after_errors_too() -> None:

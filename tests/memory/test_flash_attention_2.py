@@ -9,10 +9,10 @@ import torch
 import transformers
 from torch import nn
 
-from hf_memopt.memory.cuda import CudaSemantics
-from hf_memopt.memory.cuda.flash_attention_2 import attend
-from hf_memopt.memory.recording.step import recording
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.prediction.memory.cuda import CudaSemantics
+from hf_memopt.prediction.memory.cuda.flash_attention_2 import attend
+from hf_memopt.prediction.memory.recording.step import recording
+from hf_memopt.prediction.memory.tracking import StorageTracker
 
 BATCH, SEQ, HEADS, WIDTH = 2, 16, 4, 8
 

@@ -96,7 +96,7 @@ def test_generation_on_meta_is_the_real_one(family: str, precision: str, beams: 
 @pytest.mark.parametrize("family", slow_except(("t5",), ("t5", "whisper", "gpt2")))
 def test_computed_steps_are_those_that_run(family: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = recorded(family, "meta", settings(beams))
-    monkeypatch.setattr("hf_memopt.memory.recording.generation.RUN_STEPS", None)
+    monkeypatch.setattr("hf_memopt.prediction.memory.recording.generation.RUN_STEPS", None)
     run = recorded(family, "meta", settings(beams))
     for name in ("events", "sizes", "allocated_at"):
         assert getattr(computed.tracker, name) == getattr(run.tracker, name)

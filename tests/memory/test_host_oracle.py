@@ -14,13 +14,13 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import StepSettings, estimate
-from hf_memopt.binding import checkpointing_arguments, enable_checkpointing, versions
-from hf_memopt.memory.allocator import replay as allocator_replay
-from hf_memopt.memory.allocator.replay import replay
-from hf_memopt.memory.models import example_batch, load_model
-from hf_memopt.memory.optimizers import optimizer_memory, parameter_facts
-from hf_memopt.memory.recording import sessions
-from hf_memopt.memory.recording.step import record_step
+from hf_memopt.prediction.memory.allocator import replay as allocator_replay
+from hf_memopt.prediction.memory.allocator.replay import replay
+from hf_memopt.prediction.memory.models import example_batch, load_model
+from hf_memopt.prediction.memory.optimizers import optimizer_memory, parameter_facts
+from hf_memopt.prediction.memory.recording import sessions
+from hf_memopt.prediction.memory.recording.step import record_step
+from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing, versions
 
 # torch 2.13 says so whenever the state of oneDNN is read
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")

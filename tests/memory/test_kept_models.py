@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from hf_memopt.devices import find_gpu
-from hf_memopt.memory import estimate
-from hf_memopt.memory.models import loading
-from hf_memopt.memory.recording import keeping_models
-from hf_memopt.memory.recording import sessions as sessions
-from hf_memopt.memory.recording.sessions import Session
+from hf_memopt.prediction.memory import estimate
+from hf_memopt.prediction.memory.models import loading
+from hf_memopt.prediction.memory.recording import keeping_models
+from hf_memopt.prediction.memory.recording import sessions as sessions
+from hf_memopt.prediction.memory.recording.sessions import Session
+from hf_memopt.training.devices import find_gpu
 from tests.memory.small_configs import CONFIGS
 
 pytestmark = [

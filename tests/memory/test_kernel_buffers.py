@@ -17,10 +17,10 @@ from huggingface_hub.errors import StrictDataclassError
 from recorded import uncounted
 from transformers import AutoConfig
 
-from hf_memopt.binding.model import HEADS
-from hf_memopt.memory.cuda import kernel_buffers as kernels
-from hf_memopt.memory.cuda import workspace_bytes
-from hf_memopt.memory.cuda.autocast import OPERATORS, Policy
+from hf_memopt.prediction.memory.cuda import kernel_buffers as kernels
+from hf_memopt.prediction.memory.cuda import workspace_bytes
+from hf_memopt.prediction.memory.cuda.autocast import OPERATORS, Policy
+from hf_memopt.training.binding.model import HEADS
 from tests.memory.small_configs import CONFIGS
 
 aten = torch.ops.aten

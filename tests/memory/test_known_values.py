@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_memopt.memory.recording.step import recording
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.prediction.memory.recording.step import recording
+from hf_memopt.prediction.memory.tracking import StorageTracker
 
 
 def _ids() -> torch.Tensor:

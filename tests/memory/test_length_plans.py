@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_memopt.memory.settings import plan_lengths
+from hf_memopt.prediction.memory.settings import plan_lengths
 
 
 @settings(deadline=None, max_examples=200)

@@ -13,10 +13,10 @@ from test_quantized import Tracker, cuda_kernels
 
 import tiny
 from hf_memopt import custom_gpu, estimate
-from hf_memopt.memory.models import load_model
-from hf_memopt.memory.quantized import load_events, quantize
-from hf_memopt.memory.recording.step import _weights
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.prediction.memory.models import load_model
+from hf_memopt.prediction.memory.quantized import load_events, quantize
+from hf_memopt.prediction.memory.recording.step import _weights
+from hf_memopt.prediction.memory.tracking import StorageTracker
 from hf_memopt.units import format_bytes
 from tiny import llama_config
 

@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from hf_memopt import estimate
-from hf_memopt.memory.recording import step
-from hf_memopt.memory.recording.passes import second_pass
-from hf_memopt.memory.recording.sessions import Session
-from hf_memopt.memory.recording.step import recording
-from hf_memopt.memory.tracking import StorageTracker, meta_outputs, storage_tracker
+from hf_memopt.prediction.memory.recording import step
+from hf_memopt.prediction.memory.recording.passes import second_pass
+from hf_memopt.prediction.memory.recording.sessions import Session
+from hf_memopt.prediction.memory.recording.step import recording
+from hf_memopt.prediction.memory.tracking import StorageTracker, meta_outputs, storage_tracker
 from tests.memory.small_configs import CONFIGS
 
 

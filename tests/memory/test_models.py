@@ -23,9 +23,9 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenCl
 
 import tiny
 from hf_memopt import estimate
-from hf_memopt.binding.model import HEADS, task_of
-from hf_memopt.memory.models import example_batch, known_models, load_model, most_tokens
-from hf_memopt.memory.models.config_files import known_name
+from hf_memopt.prediction.memory.models import example_batch, known_models, load_model, most_tokens
+from hf_memopt.prediction.memory.models.config_files import known_name
+from hf_memopt.training.binding.model import HEADS, task_of
 
 TABLES = tables(__file__)
 

@@ -15,18 +15,18 @@ from blocks import empty as meta
 from torch import nn
 
 from hf_memopt import GPUS, StepSettings
-from hf_memopt.memory.optimizers import ParameterFacts, optimizer_memory
-from hf_memopt.memory.quantized import stand_ins  # registers its operators with torch
-from hf_memopt.memory.recording.step import recording
-from hf_memopt.memory.step_time import Operation, Prices, StepCosts
-from hf_memopt.memory.step_time import prices as module
-from hf_memopt.memory.step_time.operations import _Counting, optimizer_operations
-from hf_memopt.memory.step_time.prices import PARTS, step_time
-from hf_memopt.memory.step_time.streaming import (
+from hf_memopt.prediction.memory.optimizers import ParameterFacts, optimizer_memory
+from hf_memopt.prediction.memory.quantized import stand_ins  # registers its operators with torch
+from hf_memopt.prediction.memory.recording.step import recording
+from hf_memopt.prediction.memory.step_time import Operation, Prices, StepCosts
+from hf_memopt.prediction.memory.step_time import prices as module
+from hf_memopt.prediction.memory.step_time.operations import _Counting, optimizer_operations
+from hf_memopt.prediction.memory.step_time.prices import PARTS, step_time
+from hf_memopt.prediction.memory.step_time.streaming import (
     HOST_BYTES_PER_SECOND,
     Streaming,
 )
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.prediction.memory.tracking import StorageTracker
 
 A100 = "A100 80GB"
 aten = torch.ops.aten

@@ -15,16 +15,16 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import StepSettings, rounded_optimizer
-from hf_memopt.memory.optimizers import (
+from hf_memopt.prediction.memory.optimizers import (
     OptimizerMemory,
     ParameterFacts,
     clipping_temporaries,
     optimizer_memory,
     parameter_facts,
 )
-from hf_memopt.memory.optimizers import state_and_temporaries as optimizer_module
-from hf_memopt.memory.tracking import StorageTracker
-from hf_memopt.techniques.optimizers import sixteen_bit_weights
+from hf_memopt.prediction.memory.optimizers import state_and_temporaries as optimizer_module
+from hf_memopt.prediction.memory.tracking import StorageTracker
+from hf_memopt.training.techniques.optimizers import sixteen_bit_weights
 
 SCALARS_BYTES = 128  # norms, means, root mean squares: single numbers that are alive at a peak
 pytestmark = [pytest.mark.filterwarnings(text) for text in WARNINGS]

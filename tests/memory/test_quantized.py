@@ -25,8 +25,8 @@ from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.binding import versions
-from hf_memopt.memory.quantized import quantize, stand_in
+from hf_memopt.prediction.memory.quantized import quantize, stand_in
+from hf_memopt.training.binding import versions
 from tiny import llama_config
 
 # bitsandbytes says so for each linear whose input features are no multiple of the block; the bytes are what is tested

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_memopt.memory.allocator import Replayed, ReplayPlan
-from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
-from hf_memopt.memory.allocator.replay import replay
-from hf_memopt.memory.optimizers import OptimizerMemory
-from hf_memopt.memory.recording import RecordedPass, StepTrace
-from hf_memopt.memory.settings import StepSettings
-from hf_memopt.memory.tracking import COMPONENTS, StorageTracker
+from hf_memopt.prediction.memory.allocator import Replayed, ReplayPlan
+from hf_memopt.prediction.memory.allocator.caching_allocator import AllocationError, CachingAllocator
+from hf_memopt.prediction.memory.allocator.replay import replay
+from hf_memopt.prediction.memory.optimizers import OptimizerMemory
+from hf_memopt.prediction.memory.recording import RecordedPass, StepTrace
+from hf_memopt.prediction.memory.settings import StepSettings
+from hf_memopt.prediction.memory.tracking import COMPONENTS, StorageTracker
 
 BLOCK = 512
 LETTERS = dict(zip("WGSALTCI", COMPONENTS, strict=True))  # C: cuBLAS, the workspace

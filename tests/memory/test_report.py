@@ -22,7 +22,7 @@ from hf_memopt import MemoryReading, MemoryReportCallback, attach, print_gpu_uti
 
 GIB = 2**30
 MIB = 2**20
-MODULE = "hf_memopt.memory.run.callback"
+MODULE = "hf_memopt.prediction.memory.run.callback"
 
 # what each part of a run holds on the fake GPU, in bytes
 WEIGHTS, STATE, TRAIN_FORWARD, OPTIMIZER, EVALUATION = 1000 * MIB, 200 * MIB, 500 * MIB, 300 * MIB, 700 * MIB
@@ -305,7 +305,7 @@ def test_a_real_gpu_is_reported_phase_by_phase(tmp_path):
 
 HOST = MemoryReading("cpu", "x86_64", GIB, 3 * GIB // 2, 8 * GIB, 3 * GIB)
 HOST_LINE = "Host memory, no accelerator: this process 1.00 GiB (peak 1.50 GiB), 3.00 GiB of 8.00 GiB available\n"
-PRINTING = "hf_memopt.memory.run.printed_memory.read_memory"
+PRINTING = "hf_memopt.prediction.memory.run.printed_memory.read_memory"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from peft import LoraConfig
 
 import tiny
 from hf_memopt import estimate, freeze
-from hf_memopt.memory.recording import sessions
-from hf_memopt.memory.recording.step import record_step
+from hf_memopt.prediction.memory.recording import sessions
+from hf_memopt.prediction.memory.recording.step import record_step
 
 
 @pytest.fixture

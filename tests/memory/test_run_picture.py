@@ -13,7 +13,7 @@ from test_estimate_picture import texts
 from test_report import EVALUATION, GIB, MIB, PASSES, STATE, WEIGHTS, gpu, make_trainer  # noqa: F401
 
 from hf_memopt import MemoryReportCallback, attach, plotting
-from hf_memopt.memory import estimate_of
+from hf_memopt.prediction.memory import estimate_of
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     save = plotting.save_picture
     monkeypatch.setattr(plotting, "save_picture", lambda figure, path, *_: (found.append(figure), save(figure, path)))
-    monkeypatch.setattr("hf_memopt.memory.run.run_report.name_of", lambda device: "a GPU")
+    monkeypatch.setattr("hf_memopt.prediction.memory.run.run_report.name_of", lambda device: "a GPU")
     return found
 
 
@@ -57,7 +57,7 @@ def test_a_picture_that_fails_leaves_the_training_whole(tmp_path, figures, monke
     def full(*_: Any) -> None:
         raise ValueError("no room")
 
-    monkeypatch.setattr("hf_memopt.reports.run.RunPicture.write", full)
+    monkeypatch.setattr("hf_memopt.prediction.reports.run.RunPicture.write", full)
     trainer = attach(make_trainer(None, tmp_path, [MemoryReportCallback(plot=tmp_path / "memory.png")]))
     with caplog.at_level(logging.WARNING):
         assert trainer.train().global_step == 4
@@ -73,7 +73,7 @@ def test_a_path_for_no_picture_is_refused_at_once(tmp_path) -> None:
 
 def test_no_peak_of_a_long_run_is_lost(gpu, tmp_path, monkeypatch) -> None:  # noqa: F811
     """Of a run with more steps than the report has room for, neighbouring steps share a point."""
-    monkeypatch.setattr("hf_memopt.memory.run.run_record.StepPeaks.__init__.__defaults__", (8,))
+    monkeypatch.setattr("hf_memopt.prediction.memory.run.run_record.StepPeaks.__init__.__defaults__", (8,))
     sizes = [(step * 37) % 101 * MIB for step in range(1, 41)]
     trainer = attach(make_trainer(None, tmp_path, [MemoryReportCallback()], num_train_epochs=10))
     forwards = iter(sizes)

@@ -26,11 +26,11 @@ from hf_memopt import (
     gradient_release,
     released_optimizer,
 )
-from hf_memopt.memory import estimate_of
+from hf_memopt.prediction.memory import estimate_of
 
 BATCH = 6
-GPU = "hf_memopt.memory.training_arguments.current_gpu"
-MOST_GROUPS = "hf_memopt.memory.tracking.tensors_alive.MOST_GROUPS"
+GPU = "hf_memopt.prediction.memory.training_arguments.current_gpu"
+MOST_GROUPS = "hf_memopt.prediction.memory.tracking.tensors_alive.MOST_GROUPS"
 SHAPE: Any = SimpleNamespace(rows=2, seq_len=8, labels_length=None)
 
 

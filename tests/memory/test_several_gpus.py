@@ -14,10 +14,10 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import NotEstimableError, estimate, plan
-from hf_memopt.memory import estimate_of
-from hf_memopt.memory.settings import BatchShape
-from hf_memopt.memory.training_arguments import estimate_from_arguments
-from hf_memopt.recipes.running.assistant import _Watch
+from hf_memopt.prediction.memory import estimate_of
+from hf_memopt.prediction.memory.settings import BatchShape
+from hf_memopt.prediction.memory.training_arguments import estimate_from_arguments
+from hf_memopt.prediction.recipes.running.assistant import _Watch
 from hf_memopt.units import format_bytes
 
 SIZES: dict[str, Any] = {"batch_size": 2, "seq_len": 8}

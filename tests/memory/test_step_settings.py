@@ -10,8 +10,8 @@ import torch
 
 import tiny
 from hf_memopt import NotEstimableError, StepSettings
-from hf_memopt.binding import checkpointing_of
-from hf_memopt.binding import versions as compat
+from hf_memopt.training.binding import checkpointing_of
+from hf_memopt.training.binding import versions as compat
 
 NAMES = [item.name for item in dataclasses.fields(StepSettings)]
 

@@ -113,7 +113,7 @@ def test_a_time_that_cannot_be_predicted_is_not_guessed(monkeypatch: pytest.Monk
     assert by_size.time_unknown == "custom 8.00 GiB has no known bandwidth and rate of products"
     assert "Time of a step: not predicted, custom 8.00 GiB has no known bandwidth" in by_size.table()
     assert small(optim="stable_adamw").time_unknown == "the step of optim='stable_adamw' is not counted"
-    monkeypatch.setattr("hf_memopt.memory.estimation.current_gpu", lambda: None)
+    monkeypatch.setattr("hf_memopt.prediction.memory.estimation.current_gpu", lambda: None)
     found: Any = small(gpu=None)
     assert (found.step_time, found.time_unknown) == (None, "")
     assert "Time of a step" not in found.table()

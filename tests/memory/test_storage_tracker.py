@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt import NotEstimableError
-from hf_memopt.memory.cuda import CudaSemantics, run_backward
-from hf_memopt.memory.recording.step import recording
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.prediction.memory.cuda import CudaSemantics, run_backward
+from hf_memopt.prediction.memory.recording.step import recording
+from hf_memopt.prediction.memory.tracking import StorageTracker
 
 
 def deltas(tracker: StorageTracker) -> list[int]:

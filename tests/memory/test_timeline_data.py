@@ -7,8 +7,8 @@ import pytest
 
 from hand_made import EVENTS, MIB, hand_made
 from hf_memopt.components import COMPONENTS
-from hf_memopt.memory.output.estimate_picture import drawn_events
-from hf_memopt.memory.tracking import Timeline
+from hf_memopt.prediction.memory.output.estimate_picture import drawn_events
+from hf_memopt.prediction.memory.tracking import Timeline
 
 
 def long_timeline(events: int, seed: int) -> Timeline:

@@ -15,12 +15,12 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import StepSettings, estimate, estimate_from_arguments
-from hf_memopt.memory import estimate_of
-from hf_memopt.memory.models import example_batch, load_model
-from hf_memopt.memory.optimizers import optimizer_memory, parameter_facts
-from hf_memopt.memory.recording import trainer_loss
-from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.settings import BatchShape, NotEstimableError
+from hf_memopt.prediction.memory import estimate_of
+from hf_memopt.prediction.memory.models import example_batch, load_model
+from hf_memopt.prediction.memory.optimizers import optimizer_memory, parameter_facts
+from hf_memopt.prediction.memory.recording import trainer_loss
+from hf_memopt.prediction.memory.recording.step import record_step
+from hf_memopt.prediction.memory.settings import BatchShape, NotEstimableError
 
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")  # torch 2.13
 EXAMPLES, LENGTH = 8, 32

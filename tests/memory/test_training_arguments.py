@@ -13,16 +13,16 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import StepSettings, estimate, estimate_from_arguments, find_gpu
-from hf_memopt.binding import checkpointing_arguments
-from hf_memopt.memory import estimate_of
-from hf_memopt.memory.settings import BatchShape, NotEstimableError
+from hf_memopt.prediction.memory import estimate_of
+from hf_memopt.prediction.memory.settings import BatchShape, NotEstimableError
+from hf_memopt.training.binding import checkpointing_arguments
 
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimate without a GPU also where there is one."""
     for module in ("estimation", "training_arguments"):
-        monkeypatch.setattr(f"hf_memopt.memory.{module}.current_gpu", lambda: None)
+        monkeypatch.setattr(f"hf_memopt.prediction.memory.{module}.current_gpu", lambda: None)
 
 
 READ: list[tuple[dict[str, Any], dict[str, Any]]] = [  # arguments, and settings; the rest as without

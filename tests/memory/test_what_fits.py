@@ -7,7 +7,7 @@ from math import log2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_memopt.memory import largest_that_fits
+from hf_memopt.prediction.memory import largest_that_fits
 
 LINES = {
     "fixed": st.integers(0, 1000),

@@ -61,7 +61,7 @@ def main(folder: str) -> None:
     """Write the error of each case."""
     found = {}
     for name, attempt in CASES.items():
-        with patch("hf_memopt.recipes.resolved_arguments.find_spec", lambda name: None):
+        with patch("hf_memopt.prediction.recipes.resolved_arguments.find_spec", lambda name: None):
             try:
                 attempt(f"{folder}/out")
             except Exception as error:

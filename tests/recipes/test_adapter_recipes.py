@@ -17,8 +17,8 @@ from five_lines import trainer_of
 
 import tiny
 from hf_memopt import OverflowCallback, Recipe, add_adapters, estimate, plan, recipe
-from hf_memopt.binding import versions
-from hf_memopt.devices import choose_precision
+from hf_memopt.training.binding import versions
+from hf_memopt.training.devices import choose_precision
 
 # peft 0.21 asks transformers 5.23 under the names of 5.17; recipes call it without this warning
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -32,10 +32,10 @@ T4 = replace(
 
 def answer_as(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this machine have a GPU that computes with a precision."""
-    for module in ("hf_memopt.devices", "hf_memopt.devices.precision_support"):
+    for module in ("hf_memopt.training.devices", "hf_memopt.training.devices.precision_support"):
         monkeypatch.setattr(f"{module}.choose_precision", lambda *, use_cpu=False: precision)
         monkeypatch.setattr(f"{module}.accelerator_type", lambda: "cuda")
-    monkeypatch.setattr("hf_memopt.recipes.own_parts.choose_precision", lambda *, use_cpu=False: precision)
+    monkeypatch.setattr("hf_memopt.prediction.recipes.own_parts.choose_precision", lambda *, use_cpu=False: precision)
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_gradient_release_takes_one_pass_and_clips_nothing() -> None:
 
 
 def test_gradient_release_refuses_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_memopt.devices.check_precision", lambda **_: None)
+    monkeypatch.setattr("hf_memopt.training.devices.check_precision", lambda **_: None)
     released = PLAIN.replace(gradient_release=True, per_device_train_batch_size=1)
     assert message_of(released.changes, fp16=True).startswith("gradient release and fp16 are incompatible: ")
 
@@ -255,7 +255,7 @@ def test_offload_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) 
     chosen = PLAIN.replace(checkpointing=True, offload=True)
     if versions.can_offload_checkpoints() and not torch.accelerator.is_available():
         assert message_of(chosen.changes).startswith("offload=True moves activations from an accelerator to the host, ")
-    monkeypatch.setattr("hf_memopt.binding.versions.can_offload_checkpoints", lambda: False)
+    monkeypatch.setattr("hf_memopt.training.binding.versions.can_offload_checkpoints", lambda: False)
     assert message_of(chosen.changes).startswith("offload=True is not known to transformers ")
 
 

@@ -45,6 +45,12 @@ def test_a_preset_names_known_gpus_of_its_size(name) -> None:
 def test_looking_a_preset_up_loads_neither_the_estimate_nor_the_plan() -> None:
     code = "import sys, hf_memopt; hf_memopt.recipe('4gb-gpu'); print('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    rooms = ("hf_memopt.memory", "hf_memopt.recipes.planning", "hf_memopt.recipes.running", "torch", "transformers")
+    rooms = (
+        "hf_memopt.prediction.memory",
+        "hf_memopt.prediction.recipes.planning",
+        "hf_memopt.prediction.recipes.running",
+        "torch",
+        "transformers",
+    )
     loaded = [name for name in done.stdout.splitlines() if name.startswith(rooms)]
     assert loaded == []

@@ -35,8 +35,8 @@ from hf_memopt import (
     read_memory,
     recipe,
 )
-from hf_memopt.binding import versions
-from hf_memopt.devices import GPUS, choose_precision
+from hf_memopt.training.binding import versions
+from hf_memopt.training.devices import GPUS, choose_precision
 
 NAMES = ["4gb-gpu", "6gb-gpu", "8gb-gpu", "12gb-gpu", "16gb-gpu", "24gb-gpu", "40gb-gpu", "80gb-gpu", "cpu"]
 PAGED_ON_CPU = "ignore:Paged optimizers are not supported on CPU:UserWarning"  # bitsandbytes 0.50 says so once
@@ -102,18 +102,20 @@ def test_printing_a_recipe_gives_every_choice_with_a_reason(name) -> None:
 )  # fmt: skip
 def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, chosen) -> None:
     gpu = replace(read_memory("cpu"), device="cuda:0", device_name="some GPU", device_total_bytes=round(gib * 2**30))
-    monkeypatch.setattr("hf_memopt.devices.readings.read_memory", lambda: gpu)
+    monkeypatch.setattr("hf_memopt.training.devices.readings.read_memory", lambda: gpu)
     found = recipe("auto")
     assert found.name == chosen
     assert "memory not yet measured on a GPU" in found.purpose
     assert found.purpose.startswith(f"chosen by recipe('auto') for some GPU with {gib:.2f} GiB: ")
     assert found.replace(purpose="") == PRESETS[chosen].replace(purpose="")
     on_mac = replace(gpu, device="mps")
-    monkeypatch.setattr("hf_memopt.devices.readings.read_memory", lambda: on_mac)
+    monkeypatch.setattr("hf_memopt.training.devices.readings.read_memory", lambda: on_mac)
     has_8_bit = PRESETS[chosen].optim.endswith("8bit")  # which bitsandbytes does not support there
     assert recipe("auto").optim == ("adamw_torch" if has_8_bit else PRESETS[chosen].optim)
     assert recipe("auto").reason_of("optim").startswith("bitsandbytes, which") is has_8_bit
-    monkeypatch.setattr("hf_memopt.devices.readings.read_memory", lambda: replace(gpu, device_total_bytes=None))
+    monkeypatch.setattr(
+        "hf_memopt.training.devices.readings.read_memory", lambda: replace(gpu, device_total_bytes=None)
+    )
     assert recipe("auto").name == "cpu"
 
 
@@ -121,7 +123,7 @@ def test_auto_takes_the_preset_of_the_size_that_a_card_is_sold_with(monkeypatch)
     sizes = {name: int(name.removesuffix("gb-gpu")) for name in NAMES if name != "cpu"}
     for card in GPUS.values():
         reading = replace(read_memory("cpu"), device_name=card.name, device_total_bytes=card.usable_bytes)
-        monkeypatch.setattr("hf_memopt.devices.readings.read_memory", lambda reading=reading: reading)
+        monkeypatch.setattr("hf_memopt.training.devices.readings.read_memory", lambda reading=reading: reading)
         largest = max(gib for gib in sizes.values() if gib <= max(card.memory_bytes // 2**30, 4))
         assert sizes[recipe("auto").name] == largest, card.name
 
@@ -180,7 +182,7 @@ def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path) -> None:
 
 def test_precision_follows_the_card_and_says_why(monkeypatch) -> None:
     made_up = replace(choose_precision(), name="fp32", reason="a made-up GPU")
-    monkeypatch.setattr("hf_memopt.devices.choose_precision", lambda **_: made_up)
+    monkeypatch.setattr("hf_memopt.training.devices.choose_precision", lambda **_: made_up)
     [change] = [c for c in recipe("16gb-gpu").changes() if c.name == "precision"]
     assert str(change) == "precision: 'auto' -> 'fp32' (a made-up GPU)"
 
@@ -217,12 +219,12 @@ def test_checkpointing_of_some_layers_is_stocks_own(tmp_path) -> None:
 
 def test_expandable_segments_are_asked_for_before_cuda_starts(monkeypatch, tmp_path) -> None:
     asked = []
-    monkeypatch.setattr("hf_memopt.techniques.use_expandable_segments", lambda: asked.append(1))
+    monkeypatch.setattr("hf_memopt.training.techniques.use_expandable_segments", lambda: asked.append(1))
     chosen = Recipe("mine", "a test", expandable_segments=True)
     assert chosen.step_settings().expandable_segments
     chosen.training_arguments(str(tmp_path))
     assert asked == []  # there is no GPU
-    monkeypatch.setattr("hf_memopt.devices.accelerator_type", lambda: "cuda")
+    monkeypatch.setattr("hf_memopt.training.devices.accelerator_type", lambda: "cuda")
     chosen.model_kwargs()
     assert asked == [1]
 

@@ -175,7 +175,7 @@ def test_a_script_runs_as_under_python(name: str, tmp_path: Path) -> None:
     assert ours.returncode == plain.returncode
     assert told(ours, tmp_path / "ours") == told(plain, tmp_path / "plain")
     assert script.says in ours.stderr
-    assert "hf_memopt/recipes" not in ours.stderr
+    assert "hf_memopt/prediction/recipes" not in ours.stderr
     assert "--allow" not in ours.stderr  # where a step fits nothing is changed
     if "Traceback" in plain.stderr:
         first, last = plain.stderr.index("Traceback"), plain.stderr.splitlines()[-1]

@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer
 
 import tiny
-from hf_memopt.recipes.running.assistant import assisted, diff_of
+from hf_memopt.prediction.recipes.running.assistant import assisted, diff_of
 
 OPTIONS: dict[str, Any] = {"gpu": None, "apply": None, "allow": (), "repair": None, "is_module": True}
 IDS = [5, 6, 7, 8]

@@ -15,7 +15,7 @@ import trained
 import transformers
 
 import language_models
-from hf_memopt.rehearsal import peaks_by_phase, recorded_events
+from hf_memopt.prediction.rehearsal import peaks_by_phase, recorded_events
 
 transformers.logging.set_verbosity_error()
 PADDED, PLAIN, ONES = "padded", "no mask", "a mask of ones"

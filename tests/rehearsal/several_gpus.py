@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import Trainer, TrainingArguments
 
-from hf_memopt.rehearsal import world
+from hf_memopt.prediction.rehearsal import world
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 4}
 SHARDED = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}

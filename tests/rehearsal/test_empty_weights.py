@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, modeling_utils
 from transformers.utils import hub
 
-from hf_memopt.rehearsal import empty_weights
+from hf_memopt.prediction.rehearsal import empty_weights
 
 pytestmark = pytest.mark.stand_in
 LLAMA = "meta-llama/Llama-3.2-1B"

@@ -13,7 +13,7 @@ from invoked import invoked
 
 import hf_memopt
 
-HOOK = Path(hf_memopt.__file__).parent / "rehearsal" / "hook"
+HOOK = Path(hf_memopt.__file__).parent / "prediction" / "rehearsal" / "hook"
 
 
 def _run(code: str, *folders: Path, **environment: str) -> str:
@@ -120,14 +120,17 @@ def test_a_call_that_cannot_be_rehearsed_ends_the_script_where_it_is(
     own = f'Traceback (most recent call last):\n  File "{packages}/train.py", line 2, in <module>\n    {call}\n'
     assert error.startswith(own)
     frame = r"  File .*, line \d+, in (get_kernel|refuse)\n    .*\n(?: +\^+\n)?"
-    assert re.sub(frame, "", error.removeprefix(own)) == f"hf_memopt.rehearsal.requirements.RehearsalError: {message}\n"
+    assert (
+        re.sub(frame, "", error.removeprefix(own))
+        == f"hf_memopt.prediction.rehearsal.requirements.RehearsalError: {message}\n"
+    )
 
 
 @pytest.mark.stand_in
 @pytest.mark.parametrize(
     ("script", "last"),
     [
-        (TRAINER, f"hf_memopt.rehearsal.requirements.RehearsalError: {DEEPSPEED}"),
+        (TRAINER, f"hf_memopt.prediction.rehearsal.requirements.RehearsalError: {DEEPSPEED}"),
         (ATTENTION, f"ValueError: An error occurred while trying to load from 'kernels-community/relu': {KERNEL}."),
     ],
     ids=["TrainingArguments", "attn_implementation"],

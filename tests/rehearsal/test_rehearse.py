@@ -17,8 +17,8 @@ from invoked import invoked
 from torch.utils.data import DataLoader
 
 from hf_memopt import Rehearsal, rehearse
-from hf_memopt.recipes.running.longest_rows import LongestRows
-from hf_memopt.rehearsal import RehearsalError
+from hf_memopt.prediction.recipes.running.longest_rows import LongestRows
+from hf_memopt.prediction.rehearsal import RehearsalError
 
 on_stand_in = pytest.mark.stand_in
 STORED = Path(__file__).with_name("rehearsed.json").read_text(encoding="utf-8")
@@ -205,7 +205,17 @@ def test_a_script_that_never_trains_is_an_error(folder: Path) -> None:
 
 def _on_a_t4(*words: str) -> subprocess.CompletedProcess[str]:
     """Run ``hf-memopt`` where a T4 stands in for the GPU of the machine."""
-    command = [sys.executable, "-m", "hf_memopt.rehearsal", "--gpu", "T4", "--", sys.executable, "-m", "hf_memopt"]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_memopt.prediction.rehearsal",
+        "--gpu",
+        "T4",
+        "--",
+        sys.executable,
+        "-m",
+        "hf_memopt",
+    ]
     return subprocess.run([*command, *words], capture_output=True, text=True, check=False)
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_memopt.rehearsal import RehearsalError, StandIn, read_counters, read_generated_calls
-from hf_memopt.rehearsal import library as library_module
-from hf_memopt.rehearsal.library import NAME, cache_key, generated_functions
-from hf_memopt.rehearsal.requirements import TorchBuild
+from hf_memopt.prediction.rehearsal import RehearsalError, StandIn, read_counters, read_generated_calls
+from hf_memopt.prediction.rehearsal import library as library_module
+from hf_memopt.prediction.rehearsal.library import NAME, cache_key, generated_functions
+from hf_memopt.prediction.rehearsal.requirements import TorchBuild
 
 VERSION = "__version__ = '{version}'\ndebug = False\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = {hip}\n"
 OF_CUDA = {"version": "2.14.1+cu130", "cuda": "'13.0'", "hip": "None"}
@@ -85,7 +85,8 @@ def test_no_counters_without_a_stand_in() -> None:
         with pytest.raises(RehearsalError) as error:
             function()
         assert str(error.value) == (
-            "no GPU stands in in this process; expected one. Start it by: python -m hf_memopt.rehearsal -- COMMAND"
+            "no GPU stands in in this process; expected one. Start it by: "
+            "python -m hf_memopt.prediction.rehearsal -- COMMAND"
         )
 
 
@@ -122,7 +123,7 @@ def test_generated_functions_count_their_calls_and_answer_numbers_and_sizes() ->
 
 
 def test_the_environment_of_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_memopt.rehearsal.stand_in.built_library", lambda: tmp_path / NAME)
+    monkeypatch.setattr("hf_memopt.prediction.rehearsal.stand_in.built_library", lambda: tmp_path / NAME)
     hook = str(Path(library_module.__file__).with_name("hook"))
     base = {"PATH": "/bin", "PYTHONPATH": "mine", "CUDA_VISIBLE_DEVICES": "", "LD_PRELOAD": "jemalloc.so"}
     assert StandIn.of("T4").environment(base) == {
@@ -155,7 +156,7 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_wrong_command_line_is_explained(name: str) -> None:
     arguments, message = COMMANDS[name]
-    command = [sys.executable, "-m", "hf_memopt.rehearsal", *arguments]
+    command = [sys.executable, "-m", "hf_memopt.prediction.rehearsal", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert message in done.stderr

@@ -10,8 +10,8 @@ import pynvml
 import pytest
 import torch
 
-from hf_memopt.devices.readings import read_memory
-from hf_memopt.rehearsal import read_counters, read_generated_calls
+from hf_memopt.prediction.rehearsal import read_counters, read_generated_calls
+from hf_memopt.training.devices.readings import read_memory
 
 pytestmark = pytest.mark.stand_in
 MIB = 2**20
@@ -110,7 +110,7 @@ def test_what_is_not_rehearsed_says_so(name: str, capfd: pytest.CaptureFixture[s
     with pytest.raises(RuntimeError) as error:
         function()
     assert message in str(error.value)
-    assert f"hf_memopt.rehearsal: {message}" in capfd.readouterr().err
+    assert f"hf_memopt.prediction.rehearsal: {message}" in capfd.readouterr().err
 
 
 def test_recurrent_layers_are_made_without_cudnn() -> None:

@@ -18,8 +18,8 @@ from transformers import Trainer
 
 import language_models
 import tiny
-from hf_memopt.binding.trials import untraced
-from hf_memopt.rehearsal import blocks_at_peak, failed_values, peaks_by_phase, recorded_events
+from hf_memopt.prediction.rehearsal import blocks_at_peak, failed_values, peaks_by_phase, recorded_events
+from hf_memopt.training.binding.trials import untraced
 
 pytestmark = pytest.mark.stand_in
 FAMILIES = ("bert", "llama-tied", "gpt2", "t5", "mixtral", "vit")

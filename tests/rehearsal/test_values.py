@@ -13,7 +13,7 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from operator_table import ROWS, inputs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_memopt.rehearsal import failed_values, recorded_events
+from hf_memopt.prediction.rehearsal import failed_values, recorded_events
 
 pytestmark = pytest.mark.stand_in
 LIMIT_BYTES = 1 << 20  # of a call, where the environment says nothing else

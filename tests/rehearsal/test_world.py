@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_memopt.rehearsal import world
+from hf_memopt.prediction.rehearsal import world
 
 pytestmark = pytest.mark.stand_in
 SCRIPT = Path(__file__).with_name("several_gpus.py")

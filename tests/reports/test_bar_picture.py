@@ -8,10 +8,10 @@ import pytest
 from ladders import bar_of
 
 from hand_made import MIB, SMALL, hand_made
-from hf_memopt.memory import Estimate
 from hf_memopt.plotting import LIGHT
-from hf_memopt.reports.pictures import Bar, Limit, bars_figure
-from hf_memopt.reports.pictures.bar_picture import MOST_OF_GPU
+from hf_memopt.prediction.memory import Estimate
+from hf_memopt.prediction.reports.pictures import Bar, Limit, bars_figure
+from hf_memopt.prediction.reports.pictures.bar_picture import MOST_OF_GPU
 
 pytest.importorskip("matplotlib")
 LARGE = hand_made(4)

@@ -8,8 +8,8 @@ import pytest
 from hand_made_runs import lost_run
 from html_page import EVIL, Page, with_text
 
-from hf_memopt.reports.plan import plan_page, read_plan_text
-from hf_memopt.reports.run import read_run, run_page
+from hf_memopt.prediction.reports.plan import plan_page, read_plan_text
+from hf_memopt.prediction.reports.run import read_run, run_page
 
 TEXT = f'"><img src=x onerror=alert(1)>\' " onload="alert(1)" {EVIL}'
 

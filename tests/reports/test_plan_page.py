@@ -17,8 +17,8 @@ from printed_errors import in_one_line
 
 from hf_memopt import Plan, plotting
 from hf_memopt.plotting import LIGHT
-from hf_memopt.reports import check_page
-from hf_memopt.reports.plan import plan_page, read_plan_text
+from hf_memopt.prediction.reports import check_page
+from hf_memopt.prediction.reports.plan import plan_page, read_plan_text
 from hf_memopt.units import format_bytes, to_gib
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -10,7 +10,7 @@ import pytest
 
 from hf_memopt import Plan
 from hf_memopt.plotting import DARK, LIGHT, Theme
-from hf_memopt.reports.plan import draw_plan, plan_picture, read_plan_text
+from hf_memopt.prediction.reports.plan import draw_plan, plan_picture, read_plan_text
 
 pytest.importorskip("matplotlib")
 

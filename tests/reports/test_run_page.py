@@ -13,7 +13,7 @@ from invoked import invoked
 from printed_errors import in_one_line
 
 from hf_memopt import plotting
-from hf_memopt.reports.run import read_run, run_page
+from hf_memopt.prediction.reports.run import read_run, run_page
 
 SECTIONS = {"peak", "timeline", "padding", "micro", "changes", "sure", "environment"}
 

@@ -14,7 +14,7 @@ from tables import tables
 from templates import CHATML, TOOLS, byte_tokenizer
 
 from hf_memopt import read_rows
-from hf_memopt.batching import data_file, file_lengths
+from hf_memopt.training.batching import data_file, file_lengths
 
 ROWS = [tuple(row) for row in tables(__file__)["rows"]]
 

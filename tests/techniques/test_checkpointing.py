@@ -30,8 +30,12 @@ from hf_memopt import (
     freeze,
     stream_layers,
 )
-from hf_memopt.binding import checkpointing_arguments, enable_checkpointing, versions
-from hf_memopt.techniques.checkpointing.selective import KEPT_ATTENTIONS, KEPT_PRODUCTS, activation_memory_budget
+from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing, versions
+from hf_memopt.training.techniques.checkpointing.selective import (
+    KEPT_ATTENTIONS,
+    KEPT_PRODUCTS,
+    activation_memory_budget,
+)
 from technique_table import same
 
 POLICIES = ("full", "every_2", "first_1", "selective")

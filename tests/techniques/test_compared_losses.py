@@ -19,9 +19,9 @@ from transformers.models.bert.modeling_bert import BertModel
 
 import tiny
 from hf_memopt import MicrobatchCallback, attach
-from hf_memopt.binding.trials import names_of_draws, without_dropout
-from hf_memopt.techniques.microbatching import backbones, whole_micro_batches
-from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
+from hf_memopt.training.binding.trials import names_of_draws, without_dropout
+from hf_memopt.training.techniques.microbatching import backbones, whole_micro_batches
+from hf_memopt.training.techniques.microbatching.not_splittable import NotSplittableError
 from scarcity import Pad, Scarcity, causal_rows, mixed_rows
 
 FLOAT32 = 2**-22

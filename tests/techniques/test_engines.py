@@ -15,8 +15,8 @@ from table_of_code import every_refusal
 
 import technique_table
 from hf_memopt import OverflowCallback, attach
-from hf_memopt.binding.checkpoint_manifest import MANIFEST
 from hf_memopt.technique_list import TECHNIQUES
+from hf_memopt.training.binding.checkpoint_manifest import MANIFEST
 from two_ranks import run_pair
 
 PARTS = ("optimizer", "pytorch_model_fsdp")  # of a checkpoint, as accelerate 1.15 names them

@@ -24,12 +24,12 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, defa
 
 import language_models
 import tiny
-from hf_memopt.batching.collation.collators import BucketedCollator
-from hf_memopt.batching.views import sorted_by_length
-from hf_memopt.binding import attach
-from hf_memopt.devices.readings import read_memory, read_process
-from hf_memopt.techniques.evaluation import outputs as kept_outputs
-from hf_memopt.techniques.evaluation.guard import (
+from hf_memopt.training.batching.collation.collators import BucketedCollator
+from hf_memopt.training.batching.views import sorted_by_length
+from hf_memopt.training.binding import attach
+from hf_memopt.training.devices.readings import read_memory, read_process
+from hf_memopt.training.techniques.evaluation import outputs as kept_outputs
+from hf_memopt.training.techniques.evaluation.guard import (
     EvaluationGuardCallback,
     class_predictions,
     guard_evaluation,

@@ -20,11 +20,11 @@ from transformers import Trainer
 
 import tiny
 import two_ranks
-from hf_memopt.batching.collation import BucketedCollator
-from hf_memopt.batching.views import bucketed
-from hf_memopt.binding.undo import override_method
-from hf_memopt.techniques.nonfinite import example_indices
-from hf_memopt.techniques.nonfinite.indices import COPIES_HAVE_THE_EPOCH
+from hf_memopt.training.batching.collation import BucketedCollator
+from hf_memopt.training.batching.views import bucketed
+from hf_memopt.training.binding.undo import override_method
+from hf_memopt.training.techniques.nonfinite import example_indices
+from hf_memopt.training.techniques.nonfinite.indices import COPIES_HAVE_THE_EPOCH
 
 FIRST = 5  # the first token of example i is FIRST + i
 EXAMPLES = 17

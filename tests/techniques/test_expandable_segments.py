@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_memopt.binding import versions
-from hf_memopt.techniques import expandable_segments as allocator_settings
-from hf_memopt.techniques import use_expandable_segments
+from hf_memopt.training.binding import versions
+from hf_memopt.training.techniques import expandable_segments as allocator_settings
+from hf_memopt.training.techniques import use_expandable_segments
 
 NEW, OLD, HIP = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 
@@ -105,7 +105,7 @@ def test_platforms_without_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 def test_the_allocator_of_a_card_follows() -> None:
     script = (
         "import torch\n"
-        "from hf_memopt.techniques.expandable_segments import use_expandable_segments\n"
+        "from hf_memopt.training.techniques.expandable_segments import use_expandable_segments\n"
         "use_expandable_segments()\n"
         "kept = torch.zeros(1, device='cuda')\n"
         "print({segment['is_expandable'] for segment in torch.cuda.memory_snapshot()})\n"

@@ -25,7 +25,7 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import Change, FreezeCallback, attach, freeze
-from hf_memopt.binding import checkpointing_arguments
+from hf_memopt.training.binding import checkpointing_arguments
 from two_ranks import run_pair
 
 pytestmark = [

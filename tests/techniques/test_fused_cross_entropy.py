@@ -12,7 +12,7 @@ from transformers import Trainer, default_data_collator
 
 import tiny
 from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, attach, gradient_release
-from hf_memopt.binding import checkpointing_arguments
+from hf_memopt.training.binding import checkpointing_arguments
 
 FUSED = (
     "cross entropy: 'logits of the whole batch' -> 'chunks of at most 1.6 KiB of logits' "

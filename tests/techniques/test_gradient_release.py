@@ -25,8 +25,8 @@ from transformers.optimization import Adafactor
 
 import tiny
 from hf_memopt import estimate, gradient_release, released_optimizer
-from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.technique_list import TECHNIQUES, Refusal
+from hf_memopt.training.binding import checkpointing_arguments
 from technique_table import same
 
 pytestmark = [

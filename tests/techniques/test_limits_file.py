@@ -11,10 +11,10 @@ import pytest
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding import attach
-from hf_memopt.binding.checkpoint_manifest import MANIFEST
-from hf_memopt.techniques.microbatching import MicrobatchCallback
-from hf_memopt.techniques.microbatching.microbatch import SAVED
+from hf_memopt.training.binding import attach
+from hf_memopt.training.binding.checkpoint_manifest import MANIFEST
+from hf_memopt.training.techniques.microbatching import MicrobatchCallback
+from hf_memopt.training.techniques.microbatching.microbatch import SAVED
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "per_device_train_batch_size": 2}
 

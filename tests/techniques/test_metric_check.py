@@ -21,12 +21,12 @@ from transformers import Trainer, default_data_collator
 
 import tiny
 from hf_memopt import EvaluationGuardCallback, attach, sorted_by_length
-from hf_memopt.devices.readings import read_memory
-from hf_memopt.techniques.evaluation import outputs as kept_outputs
-from hf_memopt.techniques.evaluation.metric_check import FOR_CLASSES
+from hf_memopt.training.devices.readings import read_memory
+from hf_memopt.training.techniques.evaluation import outputs as kept_outputs
+from hf_memopt.training.techniques.evaluation.metric_check import FOR_CLASSES
 from two_ranks import run_pair
 
-LOGGER = "hf_memopt.techniques.evaluation.outputs"
+LOGGER = "hf_memopt.training.techniques.evaluation.outputs"
 REMEDY = f"Let it take both: {FOR_CLASSES}; or pass EvaluationGuardCallback(reduce=None), or another reduce"
 
 

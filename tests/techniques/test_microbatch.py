@@ -25,13 +25,13 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt.batching.views import bucketed
-from hf_memopt.binding import attach
 from hf_memopt.changes import Change
-from hf_memopt.techniques.microbatching import MicrobatchCallback
-from hf_memopt.techniques.microbatching.limits import MOST_FAILED_TRIES, Limit, microbatch_limits
-from hf_memopt.techniques.microbatching.microbatch import SAVED, run_in_microbatches
-from hf_memopt.techniques.microbatching.splitting import cut, take_rows
+from hf_memopt.training.batching.views import bucketed
+from hf_memopt.training.binding import attach
+from hf_memopt.training.techniques.microbatching import MicrobatchCallback
+from hf_memopt.training.techniques.microbatching.limits import MOST_FAILED_TRIES, Limit, microbatch_limits
+from hf_memopt.training.techniques.microbatching.microbatch import SAVED, run_in_microbatches
+from hf_memopt.training.techniques.microbatching.splitting import cut, take_rows
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
 
 FLOAT32 = 2**-23  # one bit of a norm's weight, 1: the same gradients, added in another order and over shorter rows
@@ -324,7 +324,7 @@ def test_each_change_of_the_limit_is_one_line(tmp_path: Path, caplog: pytest.Log
         Change("max_tokens", 36, 18, "out of memory at step 1"),
     ]
     *lines, summary = [
-        record.getMessage() for record in caplog.records if record.name.startswith("hf_memopt.techniques")
+        record.getMessage() for record in caplog.records if record.name.startswith("hf_memopt.training.techniques")
     ]
     assert lines == [
         "step 1: out of memory with 6 x 12 tokens; repeated in 2 micro-batches of at most 36 tokens. Same loss and "
@@ -355,7 +355,7 @@ def test_memory_that_runs_out_while_rows_are_taken_is_recovered(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return take_rows(inputs, rows, **settings)
 
-    monkeypatch.setattr("hf_memopt.techniques.microbatching.whole_micro_batches.take_rows", take)
+    monkeypatch.setattr("hf_memopt.training.techniques.microbatching.whole_micro_batches.take_rows", take)
     trainer.model.register_forward_pre_hook(lambda *_: events.append("run"))
     trainer.train()
     assert tiny.largest_difference(whole.model, trainer.model) <= FLOAT32

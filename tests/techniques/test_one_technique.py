@@ -12,17 +12,17 @@ from transformers import Trainer
 import hf_memopt
 import tiny
 from hf_memopt import attach, custom_gpu, plan
-from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.memory import estimate_of
-from hf_memopt.memory.settings import BatchShape
-from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
+from hf_memopt.prediction.memory import estimate_of
+from hf_memopt.prediction.memory.settings import BatchShape
+from hf_memopt.prediction.recipes.planning.set_ups import ModelFacts, set_ups
 from hf_memopt.technique_list import TECHNIQUES, Technique
+from hf_memopt.training.binding.compatibility import refusal_of
 
 TOY = '''
 """Train a model without its embeddings: a toy."""
 
-from hf_memopt.binding.parameters.frozen_parameters import freeze
-from hf_memopt.techniques.technique_callback import ModelCallback
+from hf_memopt.training.binding.parameters.frozen_parameters import freeze
+from hf_memopt.training.techniques.technique_callback import ModelCallback
 
 
 def still_embeddings(model):

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_memopt.devices.precision_support import Precision
-from hf_memopt.techniques.optimizers import optimizer_state_bytes, sixteen_bit_weights
-from hf_memopt.techniques.optimizers.weight_slices import part_of, round_weights, widened
+from hf_memopt.training.devices.precision_support import Precision
+from hf_memopt.training.techniques.optimizers import optimizer_state_bytes, sixteen_bit_weights
+from hf_memopt.training.techniques.optimizers.weight_slices import part_of, round_weights, widened
 
 
 def rounded(value: float | torch.Tensor, count: int = 1, seed: int = 0) -> torch.Tensor:

@@ -19,10 +19,10 @@ from transformers import Trainer, TrainerCallback
 
 import tiny
 from hf_memopt import PrecisionCallback
-from hf_memopt.binding import attach
-from hf_memopt.binding.losses import KnownLoss
-from hf_memopt.techniques.microbatching import MicrobatchCallback
-from hf_memopt.techniques.nonfinite.overflow import OverflowCallback, read_flags
+from hf_memopt.training.binding import attach
+from hf_memopt.training.binding.losses import KnownLoss
+from hf_memopt.training.techniques.microbatching import MicrobatchCallback
+from hf_memopt.training.techniques.nonfinite.overflow import OverflowCallback, read_flags
 from scarcity import Scarcity
 from two_ranks import run_pair
 
@@ -295,7 +295,9 @@ def test_beside_micro_batching_it_sees_whole_batches_once(tmp_path: Any, monkeyp
         nonfinite_models.make_trainer(model, nonfinite_models.rows(16, bad=(5,)), tmp_path, **settings), callback
     )
     # the model has a hook, so that its loss is not looked up
-    monkeypatch.setattr("hf_memopt.techniques.microbatching.step.known_loss", lambda *_: KnownLoss("sum", __file__))
+    monkeypatch.setattr(
+        "hf_memopt.training.techniques.microbatching.step.known_loss", lambda *_: KnownLoss("sum", __file__)
+    )
     cutting = MicrobatchCallback(max_tokens=16)
     attach(trainer, cutting, recorder)  # bound later, it is none the less within
     trainer.train()

@@ -15,9 +15,15 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt.binding import attach, checkpointing_arguments
-from hf_memopt.binding.undo import RandomState
-from hf_memopt.techniques.nonfinite.overflow import OverflowCallback, OverflowReport, WindowStep, is_bad, repeat
+from hf_memopt.training.binding import attach, checkpointing_arguments
+from hf_memopt.training.binding.undo import RandomState
+from hf_memopt.training.techniques.nonfinite.overflow import (
+    OverflowCallback,
+    OverflowReport,
+    WindowStep,
+    is_bad,
+    repeat,
+)
 
 
 def found(model: nn.Module, dataset: Any, output_dir: Any, *callbacks: Any, **settings: Any) -> list[OverflowReport]:

@@ -18,9 +18,9 @@ from torch.nn import functional
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding import attach
-from hf_memopt.techniques.microbatching import MicrobatchCallback
-from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
+from hf_memopt.training.binding import attach
+from hf_memopt.training.techniques.microbatching import MicrobatchCallback
+from hf_memopt.training.techniques.microbatching.not_splittable import NotSplittableError
 from scarcity import Pad, Scarcity, mixed_rows
 
 FLOAT32 = 2**-22  # gradients of rows added in another order, over steps of 0.1

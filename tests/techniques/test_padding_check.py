@@ -12,8 +12,8 @@ from torch import nn
 
 import tiny
 from hf_memopt import MicrobatchCallback, attach
-from hf_memopt.binding.losses import KnownLoss
-from hf_memopt.techniques.microbatching import step
+from hf_memopt.training.binding.losses import KnownLoss
+from hf_memopt.training.techniques.microbatching import step
 from scarcity import Scarcity
 
 Head = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

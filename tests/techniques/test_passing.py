@@ -19,8 +19,8 @@ from transformers import Trainer, TrainingArguments
 
 import hf_memopt as m
 import tiny
-from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.technique_list import TECHNIQUES
+from hf_memopt.training.binding import checkpointing_arguments
 from technique_table import TABLE, Run, examples, make_trainer, run
 from two_ranks import run_pair
 

@@ -23,8 +23,8 @@ from transformers import Trainer, TrainerCallback
 
 import tiny
 from hf_memopt import Change, CheckpointingCallback, FreezeCallback, PrecisionCallback, attach, estimate
-from hf_memopt.binding import checkpointing_arguments, enable_checkpointing
-from hf_memopt.devices import against_float16, check_precision, choose_precision, precision_support
+from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing
+from hf_memopt.training.devices import against_float16, check_precision, choose_precision, precision_support
 from hf_memopt.units import format_bytes
 
 Play = Callable[..., None]
@@ -68,7 +68,7 @@ def test_a_precision_that_a_machine_cannot_train_in(play: Play, row: dict[str, s
 
 
 ROOT = Path(__file__).resolve().parents[2]
-OVERFLOWING = rows_of(ROOT / "hf_memopt/devices/float16_overflow.csv")
+OVERFLOWING = rows_of(ROOT / "hf_memopt/training/devices/float16_overflow.csv")
 
 
 @pytest.mark.parametrize("row", OVERFLOWING, ids=lambda row: row["name"])

@@ -12,9 +12,9 @@ from test_tiled_layers import Carrying, Choosing, Counting, Mixing, llama, of_ll
 from torch import nn
 
 from hf_memopt import checkpoint_layers, quantize_experts, tile_layers
-from hf_memopt.binding.model_changes import add_adapters
-from hf_memopt.memory.tracking import StorageTracker
-from hf_memopt.techniques.tiling.position_wise import find_places
+from hf_memopt.prediction.memory.tracking import StorageTracker
+from hf_memopt.training.binding.model_changes import add_adapters
+from hf_memopt.training.techniques.tiling.position_wise import find_places
 
 
 def cost(model: Any, ids: torch.Tensor) -> tuple[int, int]:

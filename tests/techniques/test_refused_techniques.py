@@ -31,10 +31,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_memopt
 import tiny
-from hf_memopt.binding import checkpointing_arguments
-from hf_memopt.binding.compatibility import refusal_of
-from hf_memopt.binding.trials import row_count
-from hf_memopt.techniques.checkpointing.selective import activation_memory_budget
+from hf_memopt.training.binding import checkpointing_arguments
+from hf_memopt.training.binding.compatibility import refusal_of
+from hf_memopt.training.binding.trials import row_count
+from hf_memopt.training.techniques.checkpointing.selective import activation_memory_budget
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),

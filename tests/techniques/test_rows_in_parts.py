@@ -22,12 +22,12 @@ from slow_cases import slow_except
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.binding.undo import RandomState
-from hf_memopt.techniques.microbatching import Backbones, Size
-from hf_memopt.techniques.microbatching import backbones as backbones_module
-from hf_memopt.techniques.microbatching.backbones import CutStep
-from hf_memopt.techniques.microbatching.module_call import DependentRowsError, ModuleCall
-from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError
+from hf_memopt.training.binding.undo import RandomState
+from hf_memopt.training.techniques.microbatching import Backbones, Size
+from hf_memopt.training.techniques.microbatching import backbones as backbones_module
+from hf_memopt.training.techniques.microbatching.backbones import CutStep
+from hf_memopt.training.techniques.microbatching.module_call import DependentRowsError, ModuleCall
+from hf_memopt.training.techniques.microbatching.rows_in_parts import PartsFailedError
 from two_ranks import run_pair
 
 PART = 3  # of 7 rows: the last part has one

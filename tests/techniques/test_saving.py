@@ -13,7 +13,7 @@ from test_sharded_checkpoints import CASES, llama
 from transformers import TrainerCallback
 
 import tiny
-from hf_memopt.memory.tracking import StorageTracker
+from hf_memopt.prediction.memory.tracking import StorageTracker
 
 
 class WatchSaving(TrainerCallback):

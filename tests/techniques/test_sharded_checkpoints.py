@@ -20,10 +20,10 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt.binding import attach
-from hf_memopt.memory.tracking import StorageTracker
-from hf_memopt.techniques.checkpoints import sharded as checkpoint_files
-from hf_memopt.techniques.checkpoints.sharded import (
+from hf_memopt.prediction.memory.tracking import StorageTracker
+from hf_memopt.training.binding import attach
+from hf_memopt.training.techniques.checkpoints import sharded as checkpoint_files
+from hf_memopt.training.techniques.checkpoints.sharded import (
     ShardedCheckpointCallback,
     load_optimizer_state,
     mapped_loading,

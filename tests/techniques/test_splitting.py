@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_memopt.techniques.microbatching import row_lengths, splittable_batch_reason, splittable_reason
-from hf_memopt.techniques.microbatching.splitting import cut, decoder_lengths, take_rows
+from hf_memopt.training.techniques.microbatching import row_lengths, splittable_batch_reason, splittable_reason
+from hf_memopt.training.techniques.microbatching.splitting import cut, decoder_lengths, take_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 LIMIT = st.none() | st.integers(1, 120)

@@ -28,7 +28,7 @@ from hf_memopt import (
     sixteen_bit_optimizer,
     stream_layers,
 )
-from hf_memopt.binding import checkpointing_arguments, enable_checkpointing
+from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing
 from technique_table import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")

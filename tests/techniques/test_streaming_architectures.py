@@ -13,7 +13,7 @@ from architectures import cases, head
 
 import tiny
 from hf_memopt import stream_layers
-from hf_memopt.binding import enable_checkpointing
+from hf_memopt.training.binding import enable_checkpointing
 from technique_table import same
 
 pytestmark = [

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import tiny
 from hf_memopt import prepare_quantized, stream_layers
-from hf_memopt.binding import enable_checkpointing
+from hf_memopt.training.binding import enable_checkpointing
 from technique_table import same
 
 pytestmark = [

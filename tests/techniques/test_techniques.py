@@ -21,9 +21,9 @@ from transformers import Trainer, TrainerCallback
 import technique_ranks
 import tiny
 from hf_memopt import FusedCrossEntropyCallback, attach
-from hf_memopt.binding import checkpointing_arguments
 from hf_memopt.plain_data import packaged_rows
 from hf_memopt.technique_list import LATE_LOSS, TECHNIQUES
+from hf_memopt.training.binding import checkpointing_arguments
 from technique_table import GROUPS, STEPS, TABLE, fits, make_trainer, model_of, run, tolerance
 from two_ranks import run_pair
 
@@ -290,7 +290,7 @@ def unattached(names: list[str], folder: Any, monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_every_name_in_a_refusal_is_known() -> None:
-    settings = {row["setting"] for row in packaged_rows("hf_memopt.binding.compatibility", "settings.csv")}
+    settings = {row["setting"] for row in packaged_rows("hf_memopt.training.binding.compatibility", "settings.csv")}
     for refusal in every_refusal():
         assert refusal.one in (*TECHNIQUES, *PARTS, LATE_LOSS)
         assert refusal.other in TECHNIQUES or refusal.other in settings

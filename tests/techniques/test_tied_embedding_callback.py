@@ -20,7 +20,7 @@ from hf_memopt import (
     gradient_release,
     sparse_tied_embedding,
 )
-from hf_memopt.binding import checkpointing_arguments
+from hf_memopt.training.binding import checkpointing_arguments
 
 SIZES = {"vocab_size": 500, "tie_word_embeddings": True}
 CHANGE = Change("gradient of the tied embeddings", "dense", "rows", "2 x 125.0 KiB less in the backward pass")

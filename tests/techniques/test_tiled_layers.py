@@ -17,7 +17,7 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt import TiledLayersCallback, attach, checkpoint_layers, stream_layers, tile_layers
-from hf_memopt.binding import enable_checkpointing
+from hf_memopt.training.binding import enable_checkpointing
 from language_models import distance, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")

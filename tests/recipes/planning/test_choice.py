@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hf_memopt import Recipe, custom_gpu
-from hf_memopt.recipes.planning.choice import best_of, fits_with_ease, rival_of, with_reason
-from hf_memopt.recipes.planning.set_ups import LEVERS, SetUp, Technique
-from hf_memopt.recipes.planning.simulated import Candidate
+from hf_memopt.prediction.recipes.planning.choice import best_of, fits_with_ease, rival_of, with_reason
+from hf_memopt.prediction.recipes.planning.set_ups import LEVERS, SetUp, Technique
+from hf_memopt.prediction.recipes.planning.simulated import Candidate
 
 GPU = custom_gpu("16GiB", "6.0")
 LEVER = {one.name: one for one in LEVERS}

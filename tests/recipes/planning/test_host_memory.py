@@ -95,7 +95,7 @@ def test_tiles_make_rows_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"batch_size": 1, "seq_len": one.seq_len, "gpu": found.gpu}
     assert estimate(found.simulation.model, recipe=one.recipe, **asked).total_bytes == one.total_bytes
     assert "hf_memopt.TiledLayersCallback()" in str(found.script())
-    monkeypatch.setattr("hf_memopt.recipes.planning.planner.can_tile", lambda *_: False)
+    monkeypatch.setattr("hf_memopt.prediction.recipes.planning.planner.can_tile", lambda *_: False)
     plain = longest().chosen
     assert one.seq_len > 1.3 * plain.seq_len
 

@@ -16,8 +16,8 @@ from tiny_plans import config, fitting_plan, gpu_of, is_easy, planned, shown
 
 import tiny
 from hf_memopt import GPUS, Plan, Recipe, custom_gpu, estimate, plan
-from hf_memopt.devices import against_float16
 from hf_memopt.technique_list import TECHNIQUES
+from hf_memopt.training.devices import against_float16
 from hf_memopt.units import format_bytes, parse_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -249,7 +249,7 @@ LINUX_ONLY = {"expandable segments", "paged AdamW", "paged 8-bit AdamW"}
 
 @pytest.mark.parametrize("system", slow_except(("windows",), ("windows", "linux", "wsl")))
 def test_what_does_not_work_on_a_system_is_left_out(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_memopt.recipes.planning.request.DESKTOP_BYTES", 0)
+    monkeypatch.setattr("hf_memopt.prediction.recipes.planning.request.DESKTOP_BYTES", 0)
     found = planned("76MiB", os=system, method="full")
     used = {technique.name for one in found.candidates for technique in one.techniques}
     assert bool(used & LINUX_ONLY) is (system == "linux")
@@ -421,7 +421,9 @@ def test_what_is_trained_with_pictures_is_evaluated_by_its_loss() -> None:
     assert recipe.fused_cross_entropy
 
 
-KNOWN = json.loads(files("hf_memopt.memory.models").joinpath("known_models.json").read_text(encoding="utf-8"))
+KNOWN = json.loads(
+    files("hf_memopt.prediction.memory.models").joinpath("known_models.json").read_text(encoding="utf-8")
+)
 NAMES = {facts["model_type"]: name for name, facts in reversed(KNOWN.items())}
 """The first name of each architecture."""
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 SMALL = ("--seq-len", "8", "--effective-batch", "1", "--method", "full")
 GPU = ("--gpu", "RTX 3060 12GB")
-SEARCH = "hf_memopt.recipes.planning.planner.facts_of"
+SEARCH = "hf_memopt.prediction.recipes.planning.planner.facts_of"
 """What a search begins with."""
 
 

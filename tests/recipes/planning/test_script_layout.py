@@ -19,11 +19,11 @@ import transformers
 
 import hf_memopt
 from hf_memopt import Plan
-from hf_memopt import batching as padding_costs
-from hf_memopt.binding.model import head_for
-from hf_memopt.devices import find_gpu
-from hf_memopt.recipes.planning.script import RowsFile, script_of
-from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
+from hf_memopt.prediction.recipes.planning.script import RowsFile, script_of
+from hf_memopt.prediction.recipes.planning.set_ups import ModelFacts, set_ups
+from hf_memopt.training import batching as padding_costs
+from hf_memopt.training.binding.model import head_for
+from hf_memopt.training.devices import find_gpu
 
 GPU = "RTX 3060 12GB"
 ENCODERS = ("masked-lm", "sequence-classification", "token-classification", "question-answering")

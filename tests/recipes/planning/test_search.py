@@ -14,13 +14,13 @@ from tiny_plans import config, gpu_of, planned
 
 from hf_memopt import Plan, custom_gpu, estimate
 from hf_memopt.components import verdict_of
-from hf_memopt.memory.recording import keeping_models
-from hf_memopt.recipes.planning import facts_of, print_plan
-from hf_memopt.recipes.planning.choice import best_of, fits_with_ease
-from hf_memopt.recipes.planning.model_and_rows import Texts
-from hf_memopt.recipes.planning.report_figures import settle
-from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
-from hf_memopt.recipes.planning.simulated import Candidate, Simulation, priced_on
+from hf_memopt.prediction.memory.recording import keeping_models
+from hf_memopt.prediction.recipes.planning import facts_of, print_plan
+from hf_memopt.prediction.recipes.planning.choice import best_of, fits_with_ease
+from hf_memopt.prediction.recipes.planning.model_and_rows import Texts
+from hf_memopt.prediction.recipes.planning.report_figures import settle
+from hf_memopt.prediction.recipes.planning.set_ups import ModelFacts, set_ups
+from hf_memopt.prediction.recipes.planning.simulated import Candidate, Simulation, priced_on
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 CONSENTS = ("release_clipping", "bf16_weights")
