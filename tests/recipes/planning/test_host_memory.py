@@ -87,6 +87,7 @@ def roomy() -> Plan:
 
 
 @pytest.mark.skipif(tiny.IS_BEFORE_5_17, reason="transformers before 5.17 does not offload")
+@pytest.mark.slow
 def test_tiles_make_rows_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     found = roomy()
     one = found.chosen

@@ -272,6 +272,7 @@ def test_what_works_on_linux_alone_is_told_where_it_is_used() -> None:
 T5 = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
 
 
+@pytest.mark.slow
 def test_a_plan_of_an_encoder_decoder_evaluates_as_its_script() -> None:
     model, gpu = transformers.T5Config(**T5, decoder_start_token_id=0), gpu_of("1GiB")
     found = plan(model, gpu=gpu, seq_len=24, effective_batch_size=16)
@@ -388,6 +389,7 @@ def test_of_a_gpu_without_known_rates_time_is_told_for_its_own_kind_alone(capabi
     assert (known in found.notes, unknown in found.notes) == (is_told, not is_told)
 
 
+@pytest.mark.slow
 def test_the_default_length_of_a_model_that_takes_tokens_one_by_one() -> None:
     """Of 512 tokens a plan of the smallest Mamba takes minutes."""
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
@@ -524,6 +526,7 @@ def test_no_longer_rows_than_those_of_the_data_are_looked_for() -> None:
     assert roomy.chosen.tokens == 2 * np.mean(LONGEST["lengths"])
 
 
+@pytest.mark.slow
 def test_rows_that_are_shorter_than_the_data_say_how_many_they_cut() -> None:
     cut = planned("66MiB", **LONGEST)
     assert (cut.texts.seq_len, cut.texts.cut) == (cut.chosen.seq_len, 10)
@@ -554,6 +557,7 @@ def test_json_has_every_candidate_with_bytes_seconds_verdict_and_reason() -> Non
         assert one["total_bytes"] == one["reserved_bytes"] + one["context_bytes"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_compares_rows_is_planned_in_one_batch() -> None:
     text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     parts = {"text_config": {**text, "vocab_size": 99}, "vision_config": {**text, "image_size": 32, "patch_size": 8}}
