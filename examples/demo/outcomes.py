@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from set_ups import LIMIT_BYTES, Demo, run_setup
 
-TEXTS, TEST_TEXTS = 768, 400
+TEXTS, TEST_TEXTS = 1536, 400
 TITLES = {
     "unlimited": "no limit",
     "stock": "(a) stock",
