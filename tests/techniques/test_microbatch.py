@@ -112,7 +112,8 @@ def test_weights_and_losses_are_those_of_the_unsplit_run(name: str, tmp_path: Pa
     split = run(CASES[name], tmp_path, callback, scarcity)
     assert scarcity.errors > 0
     assert scarcity.count > 6
-    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+    one_bit = 2 * FLOAT32 if name == "t5" else FLOAT32  # T5 draws embeddings with a deviation of 1: some are above 2
+    assert tiny.largest_difference(whole.model, split.model) <= one_bit
     assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6)
     assert split.state.global_step == whole.state.global_step == 3
     assert logged(split, "learning_rate") == logged(whole, "learning_rate")
