@@ -89,17 +89,17 @@ def read_json(text: str | bytes, formats: tuple[int, ...], *, path: str, what: s
         ValueError: it is something else, or of another version.
     """
     try:
-        told = parse_object(text)
-        check_format(told, *formats)
+        found = parse_object(text)
+        check_format(found, *formats)
     except ValueError as error:
         expected = f"expected what this version of hf-memopt writes. {remedy}"
         raise ValueError(f"path={path!r} cannot be read as {what} ({error}); {expected}") from None
-    return told
+    return found
 
 
-def check_format(told: Mapping[str, Any], *formats: int) -> None:
+def check_format(found: Mapping[str, Any], *formats: int) -> None:
     """Raise ValueError where JSON data has none of these formats."""
-    number, versions = told.get("format"), told.get("versions")
+    number, versions = found.get("format"), found.get("versions")
     if number not in formats:
         made_by = versions.get("hf-memopt", "another version") if isinstance(versions, dict) else "another version"
         raise ValueError(f"it has format {shown(number)}, written by hf-memopt {made_by}")
