@@ -33,6 +33,8 @@ from hf_memopt.prediction.rehearsal.phases import PhaseWatch
 from hf_memopt.prediction.rehearsal.result import Batch, Done, Held, OutOfMemory
 
 MOST_FAILURES = 60  # without a step between them: a script that goes on after each is not rescued by it
+# NCCL's watchdog looks every 0.1 s, and lets go of the buffers of a collective then; a step on a GPU takes longer
+WATCHDOG_SECONDS = 0.3
 
 
 class Watch(PhaseWatch):
@@ -121,9 +123,10 @@ class Watch(PhaseWatch):
         """Count an optimizer step."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.step_seconds.append(now - self._began)
-        self._began, self.failures_in_step = now, 0
+        self.step_seconds.append(time.perf_counter() - self._began)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            time.sleep(WATCHDOG_SECONDS)
+        self._began, self.failures_in_step = time.perf_counter(), 0
         self.steps += 1
         self.step_moments.append(len(self.names))
 
