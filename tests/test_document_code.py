@@ -1,7 +1,7 @@
 """The code of README and of docs/ runs as it stands: Python blocks page by page, and the commands of hf-memopt.
 
-A page may use what its reader has already: a model, its tokenizer, tokenised data and arguments. Names of the hub stand
-for tiny models, since tests have no network.
+A page may use what its reader has already: a model, its tokenizer, tokenised data, arguments and a Trainer. Names of
+the hub stand for tiny models, since tests have no network.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     LlamaForCausalLM,
+    Trainer,
     TrainingArguments,
 )
 from typer.testing import CliRunner
@@ -67,16 +68,19 @@ def reader(tmp_path, monkeypatch) -> dict[str, Any]:
     dataset = Dataset.from_dict(rows)
     Path("train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(64)), encoding="utf-8")
     Path("train.py").write_text("import sys\nprint(sys.argv)\n", encoding="utf-8")
+    model = tiny.bert()
+    args = TrainingArguments("out", num_train_epochs=1, disable_tqdm=True, save_strategy="no")
     return {
         "__name__": "__main__",
-        "model": tiny.bert(),
+        "model": model,
         "language_model": tiny.llama(),
         "tokenizer": tokenizer,
         "train_set": dataset,
         "dataset": Dataset.from_dict({"text": texts(16), "label": [row % 3 for row in range(16)]}),
         "eval_set": dataset.select(range(8)),
         "texts": dataset.remove_columns("labels"),
-        "args": TrainingArguments("out", num_train_epochs=1, disable_tqdm=True, save_strategy="no"),
+        "args": args,
+        "trainer": Trainer(model, args, train_dataset=dataset, processing_class=tokenizer),
     }
 
 
