@@ -41,7 +41,7 @@ LOOPS = {
     "function": "hand-written step",
 }
 VERDICTS = ("fits", "tight", "over")
-FAR_SHARE = 0.08  # from which error of reserved bytes on docs/estimator.md names the cause
+FAR_SHARE = 0.08  # from which error of reserved bytes on docs/accuracy.md names the cause
 
 Row = dict[str, Any]
 
@@ -290,7 +290,7 @@ def status(memory: Mapping[str, Any], seconds: Mapping[str, Any]) -> str:
         f"Seconds of {a100['rows']} steps on an A100 to which nothing was fitted are off by "
         f"{percent(a100['median'])} in "
         f"the median and {percent(a100['worst'])} at most, of {t4['rows']} on a T4 by {percent(t4['median'])} and "
-        f"{percent(t4['worst'])} ([how exact](docs/estimator.md)). What runs on a CPU is measured, and every "
+        f"{percent(t4['worst'])} ([how exact](docs/accuracy.md)). What runs on a CPU is measured, and every "
         f"figure has its "
         "command ([benchmarks](docs/benchmarks.md))."
     )
