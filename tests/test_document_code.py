@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from hf_memopt.training.batching.padding_costs import data_files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
-OF_LANGUAGE_MODELS = ("docs/large-models.md", "docs/larger-than-the-gpu.md", "docs/lora-and-qlora.md")
+OF_LANGUAGE_MODELS = ("docs/full-fine-tuning.md", "docs/larger-than-the-gpu.md", "docs/lora-and-qlora.md")
 DEEP = tiny.llama_config(tie_word_embeddings=True, num_hidden_layers=3)  # streamed layers need three
 OPTIONAL = ("trl",)  # packages that this environment may lack
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -57,6 +58,13 @@ def commands(page: str) -> list[str]:
 
 def texts(count: int) -> list[str]:
     return [" ".join(f"w{(row * 7 + i) % 95}" for i in range(3 + row % 20)) for row in range(count)]
+
+
+def tiny_or_from_folder(
+    name: str, load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained, **settings: Any
+) -> Any:
+    """Return the model of a folder, and a tiny one for a name of the hub."""
+    return load(name, **settings) if Path(name).is_dir() else tiny.llama(tie_word_embeddings=True)
 
 
 @pytest.fixture
@@ -92,14 +100,12 @@ def reader(tmp_path, monkeypatch) -> dict[str, Any]:
 def test_python_of_the_page_runs(page, reader, monkeypatch) -> None:
     if page in OF_LANGUAGE_MODELS or page == "README.md":
         monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: reader["tokenizer"])
-        monkeypatch.setattr(
-            AutoModelForCausalLM, "from_pretrained", lambda name, **settings: tiny.llama(tie_word_embeddings=True)
-        )
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", tiny_or_from_folder)
     if page in OF_LANGUAGE_MODELS:
         reader["model"] = LlamaForCausalLM(DEEP)
         reader["train_set"] = reader["train_set"].remove_columns("labels")
         reader["collator"] = DataCollatorForLanguageModeling(reader["tokenizer"], mlm=False)
-    if page == "docs/mixtures-of-experts.md":
+    if page == "docs/lora-and-qlora.md":
         reader["folder"] = "checkpoint"
         language_models.build("mixtral").save_pretrained("checkpoint")
     for text in blocks(page, "python"):
@@ -116,9 +122,9 @@ def test_python_of_the_readme_without_its_plan_runs(reader) -> None:
 
 
 def test_the_loss_of_the_page_weighs_each_label_of_a_step_the_same() -> None:
-    (text,) = (text for text in blocks("docs/lengths-and-padding.md", "python") if "def summed_loss" in text)
+    (text,) = (text for text in blocks("docs/cut-padding.md", "python") if "def summed_loss" in text)
     names: dict[str, Any] = {"BucketedCollator": BucketedCollator}
-    exec(compile(text.partition("\n\nweighted")[0], "docs/lengths-and-padding.md", "exec"), names)
+    exec(compile(text.partition("\n\nweighted")[0], "docs/cut-padding.md", "exec"), names)
     logits, labels = torch.randn(6, 4, 3), torch.randint(3, (6, 4))
     labels[0, 1:] = -100
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())

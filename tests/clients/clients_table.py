@@ -22,7 +22,7 @@ SHOWN = {
 }
 
 TEXT = """\
-# Clients
+# Other libraries
 
 Other people's trainings, run with the stock trainer and with this package. Each is 4 steps of a tiny model with random
 weights; compared are losses, gradient norms, everything else that is logged, evaluation metrics and weights.
@@ -38,7 +38,7 @@ weights; compared are losses, gradient norms, everything else that is logged, ev
 callbacks in `Trainer(callbacks=...)`, without `attach` and without a view.
 
 Of TRL's trainers `tests/clients/test_estimates.py` compares the estimate of each SFT, DPO and Reward row with what a
-run allocates; KTO, GRPO, RLOO and Distillation are refused by name ([the estimate](estimator.md#what-it-leaves-out)).
+run allocates; KTO, GRPO, RLOO and Distillation are refused by name ([the estimate](accuracy.md#what-it-leaves-out)).
 
 {date}, {versions}. Made by `make test-clients`.
 """
