@@ -141,7 +141,7 @@ def sentence(figures: Mapping[str, Any]) -> str:
     worst = percent(max(map(_largest_error, rows)), 1)
     return (
         f"The estimated peak equals that of PyTorch's own CUDA allocator in {sum(map(is_inside, rows))} of {len(rows)} "
-        f"set-ups; the worst is off by {worst} (`make test-cuda`, no GPU needed). *Equal* means within 0.1 % of "
+        f"set-ups (`make test-cuda`, no GPU needed). The worst is off by {worst}; *equal* means within 0.1 % of "
         "allocated and 0.5 % of reserved bytes."
     )
 

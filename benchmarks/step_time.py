@@ -190,7 +190,7 @@ def table(figures: dict[str, Any]) -> str:
             f"{found['held']} of {found['rows']}",
         )
         rows.append((name, str(found["rows"]), rank, *errors))
-    left_out = "; ".join(f"{number} ({reason})" for reason, number in figures["left_out"].items()) or "none"
+    left_out = "\n".join(f"- {number}: {reason}" for reason, number in figures["left_out"].items()) or "none"
     note = (
         "Errors of seconds per step, without sign. Other people timed the steps (`make bench-step-time`). These steps "
         "also decided how wide the printed ranges are."
@@ -199,7 +199,7 @@ def table(figures: dict[str, Any]) -> str:
         "| steps | number | Spearman | median error | worst | in the printed range |",
         rows,
         note,
-        f"Not predicted: {left_out}.",
+        f"Not predicted, with the number of steps:\n\n{left_out}",
     )
 
 
