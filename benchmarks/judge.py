@@ -89,7 +89,8 @@ def both_sides(rows: Sequence[Row]) -> str:
 def settings_of(row: Row) -> Iterator[str]:
     """Yield what a row counts among in the table: its method, and what it sets."""
     method = "QLoRA" if "load_in" in row else "LoRA"
-    yield f"{method} by {row['adapters']}".replace("peft", "PEFT").replace("ours", "hf_memopt") if "lora" in row else f"full, {row['precision']}"
+    by = {"peft": "PEFT", "ours": "hf_memopt"}
+    yield f"{method} by {by[row['adapters']]}" if "lora" in row else f"full, {row['precision']}"
     for field, value in row.items():
         if field not in _APART.split():
             yield f"`{field}={value}`" if isinstance(value, str) or value is False else f"`{field}`"
