@@ -23,7 +23,7 @@ BLOCK = re.compile(r"^```.*?^```$|<!--.*?-->", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(`+)[^`].*?\1(?!`)", re.DOTALL)
 LINK = re.compile(r"!\[[^]]*\]\([^)]*\)(?:\{[^}]*\})?|\[((?:[^][]|\[[^]]*\])*)\]\([^)\s]*\)|<https?:[^>]*>|</?\w+[^>]*>")
 ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
-END = re.compile(r"(?<=[.!?])[)\"*_]*\s+(?=[\"(*_]*[A-Z0-9§])")
+END = re.compile(r"(?<=[.!?])[)\"*_]*\s+")
 OF_STOCK = (
     r"\bstock(?:'s|(?=[.,;:)?]|$| (?:[0-9]|(?:is|are|was|does|do|has|keeps|gives|makes|reads|raised|saves|then|with|in|of|and|or|to|"
     r"from|as|by|at|for|would|cannot|may|can|will|on|that|which|alone|itself|without|trains|puts|leaves)\b)))"
