@@ -90,13 +90,14 @@ def lengths_table(row: dict[str, Any]) -> str:
         rows.append((arm, *cells, f"{review['microseconds_per_example']:.2f}", held))
     heads = " | ".join(f"{name}<br>budget {of_set['budget']}" for name, of_set in sets.items())
     note = (
-        "A cell is padding efficiency / fill (padded tokens of a batch over the budget, mean) / number of shapes. "
-        "`over budget` counts batches of all sets; the last four columns are of `review`. With a fixed batch size, "
-        "`safe` is the largest that keeps to the budget and `mean` the one that uses it on average. TRL packs several "
-        "texts into a row and so has another contract. `review`, `glue` and `heavy` are synthetic lengths, "
-        "`docstrings` those of the demo. `lag-1` is the correlation of the mean lengths of consecutive batches, 0 in "
-        "random order; "
-        "`straggler` how much the fullest of 8 processes has over their mean, in padded tokens. "
+        "A cell has padding efficiency / fill / number of shapes:\n\n"
+        "- *Fill* is the mean of a batch's padded tokens divided by the budget.\n"
+        "- *Over budget* counts batches of all data sets. The last four columns are of `review`.\n"
+        "- *Safe* is the largest fixed batch size that keeps to the budget; *mean* uses the budget on average.\n"
+        "- TRL packs several texts into a row, so its batches mean something else.\n"
+        "- `review`, `glue` and `heavy` are synthetic lengths, `docstrings` those of the demo.\n"
+        "- *Lag-1* is the correlation of the mean lengths of consecutive batches: 0 in random order.\n"
+        "- *Straggler* is how much the fullest of 8 processes has over their mean, in padded tokens.\n\n"
         f"On {MACHINE}; {versions_of(row, 'transformers', 'lhotse', 'trl')}."
     )
     return markdown(f"| | {heads} | over budget | lag-1 | straggler | µs/example | bytes/example |", rows, note)
@@ -111,10 +112,10 @@ def padding_sentence(row: dict[str, Any]) -> str:
     arms = row["figures"]["figures"]["review"]["arms"]
     ours, random = (arms[arm] for arm in ("hf_memopt max_tokens", "random, safe"))
     return (
-        f"On 100,000 synthetic lengths (log-normal, median 60 tokens, at most 512) "
-        f"{percent(ours['padding_efficiency'])} of the tokens in a batch are real, where random order has "
-        f"{percent(random['padding_efficiency'])}; making the batches takes "
-        f"{ours['microseconds_per_example']:.2f} µs per example."
+        f"{percent(ours['padding_efficiency'])} of the tokens in a batch are real, against "
+        f"{percent(random['padding_efficiency'])} in random order. Making the batches takes "
+        f"{ours['microseconds_per_example']:.2f} µs per example. The lengths are synthetic: 100,000, log-normal, "
+        "median 60 tokens, at most 512."
     )
 
 

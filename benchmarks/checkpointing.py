@@ -104,10 +104,10 @@ def table(figures: dict[str, Any]) -> str:
         if saved < plain_bytes
     )
     note = (
-        f"Estimated for one step in {figures['precision']} autocast with AdamW on the {figures['gpu']}; saved are "
-        "activations, logits and loss; the peak includes weights, gradients and optimizer state. Policies of "
-        "`torch.compile`, measured on a small compiled network, save of what it saves without a budget: "
-        f"{budgets} (`python benchmarks/checkpointing.py`)."
+        f"Estimated for one step in {figures['precision']} autocast with AdamW on the {figures['gpu']} "
+        "(`python benchmarks/checkpointing.py`). *Saved* counts activations, logits and loss. The peak also has "
+        "weights, gradients and optimizer state. On a small compiled network the policies of `torch.compile` keep "
+        f"these shares of the saved bytes: {budgets}."
     )
     return markdown(head, rows, note)
 

@@ -65,7 +65,7 @@ def table(figures: dict[str, Any]) -> str:
         for one in row["plans"]
     ]
     columns = ("model", "stock's 4 bits", "GPU", "experts", "batch", "GPU memory", "host", "tokens/s")
-    note = "Computed, not measured (`python benchmarks/experts.py`): QLoRA, 8 rows of 512 tokens a step."
+    note = "QLoRA with 8 examples of 512 tokens a step. Computed, not measured (`python benchmarks/experts.py`)."
     return markdown(f"| {' | '.join(columns)} |", rows, note)
 
 

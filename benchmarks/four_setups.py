@@ -57,13 +57,13 @@ MODEL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "
 GPU_MODEL = {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
 TITLES = {
     "baseline": "(a) naive",
-    "stock_best": "(b) stock at its best",
+    "stock_best": "(b) plain Trainer at its best",
     "memopt": "(c) hf_memopt",
     "memory_saver": "(d) memory saver",
 }
 SUMMARIES = {
     "baseline": "every text padded to 256 tokens",
-    "stock_best": "group_by_length, padded to the longest row",
+    "stock_best": "group_by_length, padded to the longest text",
     "memopt": 'recipe("auto"), bucketed',
     "memory_saver": 'recipe("4gb-gpu"), bucketed',
 }
@@ -84,7 +84,7 @@ def trainer_of(
     """Return the Trainer of a set-up.
 
     ``"baseline"`` is what many scripts do: every text padded to the maximum, 32-bit floats, the Trainer's defaults.
-    ``"stock_best"`` is the fastest that stock has: grouped by length, padded to the longest row, native precision,
+    ``"stock_best"`` is the fastest that stock has: grouped by length, padded to the longest text, native precision,
     fused AdamW; its rows are plain dicts in a list, since of a ``datasets.Dataset`` the sampler reads the lazy
     ``length`` column example by example (170 times slower at 100,000 examples). ``"memopt"`` is what
     ``recipe("auto")`` chooses for this machine, ``"memory_saver"`` the preset for the smallest GPUs.
@@ -311,22 +311,22 @@ def conclusions(figures: Figures) -> list[str]:
     texts = ours["test_texts"]
     error = (ours["accuracy"] * (1 - ours["accuracy"]) / texts) ** 0.5
     lines = [
-        _comparison("(c)", ours, "(b), stock at its best", stock),
+        _comparison("(c)", ours, "(b), the plain Trainer at its best", stock),
         _comparison("(c)", ours, "(a), naive", naive),
         f"{_comparison('(d)', saver, '(b)', stock)} Its optimizer state is {_ratio(saver, stock, STATE)} that of (b).",
-        f"The price of group_by_length in (b): it sorts up to 50 batches at a time from long to short texts, accuracy "
+        f"group_by_length in (b) sorts up to 50 batches at a time from long to short texts: accuracy "
         f"{stock['accuracy']:.3f}. (c) and (d) also batch texts of similar length, but take the batches in random "
-        f"order, accuracy {ours['accuracy']:.3f} and {saver['accuracy']:.3f}. The standard error of an accuracy is "
-        f"{error:.3f} ({texts} unseen texts), and this is one seed.",
+        f"order: accuracy {ours['accuracy']:.3f} and {saver['accuracy']:.3f}. This is one seed; the standard error of "
+        f"an accuracy is {error:.3f} ({texts} unseen texts).",
     ]
     return lines + ([*NOTES_ON_A_CPU] if _on_cpu(figures) else [])
 
 
 NOTES_ON_A_CPU = (
-    "Peaks: weights, gradients, optimizer state and activations of a step with 256 tokens per text, measured in "
-    "torch's allocator apart from the timed run. The prediction is made for a GPU; its matrix workspaces are "
-    "subtracted, its reduction buffers are not.",
-    "On a CPU the 8-bit optimizer step of bitsandbytes is much slower than the fused one; it is written for GPUs.",
+    "Peaks count weights, gradients, optimizer state and activations of a step with 256 tokens per text. They are "
+    "measured in torch's allocator, apart from the timed run. The prediction is made for a GPU: its matrix workspaces "
+    "are subtracted, its reduction buffers are not.",
+    "The 8-bit optimizer of bitsandbytes is written for GPUs; on a CPU its step is much slower than the fused one.",
 )
 STATE, PEAK, SPEED = "optimizer_state_bytes", "measured_peak_bytes", "examples_per_second"
 

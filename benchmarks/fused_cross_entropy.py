@@ -77,9 +77,9 @@ def table(figures: dict[str, Any]) -> str:
     ]
     logits = last_row("large_models")["figures"]["logits_and_loss"]["16-bit weights"]
     note = (
-        f"CPU seconds on {MACHINE} (`python benchmarks/fused_cross_entropy.py`). Logits and loss of Llama-3.2-1B, "
-        f"2 x 512 tokens, 16-bit weights: {format_bytes(logits['fused'])} instead of {format_bytes(logits['stock'])} "
-        "(computed)."
+        f"CPU seconds on {MACHINE} (`python benchmarks/fused_cross_entropy.py`). For Llama-3.2-1B with 16-bit weights "
+        f"and 2 x 512 tokens, logits and loss take {format_bytes(logits['fused'])} instead of "
+        f"{format_bytes(logits['stock'])} (computed)."
     )
     return markdown("| training step | stock | fused | ratio |", rows, note)
 

@@ -101,8 +101,7 @@ def estimate_errors() -> str:
     rows = [row for row in latest(read_rows(paths)) if row["figures"]["device"] == "cuda"]
     if not rows:
         return (
-            "The figures of a GPU are still to come: no CUDA GPU was available when this was written. "
-            "`make bench-gpu` measures them on yours."
+            "No figures yet: no CUDA GPU was available when this was written. `make bench-gpu` measures them on yours."
         )
     return errors_table(rows)
 
@@ -116,8 +115,8 @@ def errors_table(rows: list[dict[str, Any]]) -> str:
     lines = [_errors_of_gpu(gpu, rows) for gpu in sorted({row["figures"]["gpu"] for row in rows})]
     versions = sorted({results_file.versions_of(row["figures"], "torch", "transformers", "cuda") for row in rows})
     note = (
-        "Errors of the prediction in percent of what was measured; all but `worst under` without sign. `total` is what "
-        "the GPU holds for the process, predicted as reserved bytes and the context measured after a first kernel. "
+        "Errors of the prediction in percent of the measurement; all but `worst under` without sign. `total` is the "
+        "memory of the process, predicted as reserved bytes and the context measured after a first kernel. "
         f"With {'; '.join(versions)} (`make bench-gpu`)."
     )
     return results_file.markdown(head, lines, note)

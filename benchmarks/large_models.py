@@ -126,10 +126,10 @@ def table(figures: dict[str, Any]) -> str:
         for name, found in steps.items()
     ]
     note = (
-        "Computed, not measured (`python benchmarks/large_models.py`); in all: reserved bytes and the CUDA context. "
-        "Released gradients are neither accumulated nor clipped by their global norm."
+        "Computed, not measured (`python benchmarks/large_models.py`). *Needed* is reserved bytes and the CUDA "
+        "context. Released gradients are neither accumulated nor clipped by their global norm."
     )
-    return markdown("| rows x tokens, GPU | set-up | in all | to spare | effective batch |", rows, note)
+    return markdown("| examples x tokens, GPU | set-up | needed | free | effective batch |", rows, note)
 
 
 def _signed(size_bytes: int) -> str:

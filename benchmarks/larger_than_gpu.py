@@ -81,7 +81,10 @@ def table(figures: dict[str, Any]) -> str:
         "hidden from",
         "tokens/s",
     )
-    note = "Computed, not measured (`python benchmarks/larger_than_gpu.py`); copied in and hidden from: see below."
+    note = (
+        "Computed, not measured (`python benchmarks/larger_than_gpu.py`). *Copied in* and *hidden from* are explained "
+        "below."
+    )
     return markdown(f"| {' | '.join(columns)} |", rows, note)
 
 

@@ -120,8 +120,8 @@ def table(figures: dict[str, Any]) -> str:
         for name, found in figures["mlp_seconds"].items()
     )
     note = (
-        f"A Llama of 4 layers, {TOKENS:,} tokens in tiles of {TILE}, counted. CPU seconds of one MLP in tiles over "
-        f"those of one that is checkpointed whole: {ratios} (`python benchmarks/long_rows.py`)."
+        f"Counted for a Llama of 4 layers, {TOKENS:,} tokens in tiles of {TILE} (`python benchmarks/long_rows.py`). "
+        f"CPU seconds of one MLP in tiles, divided by those of one that is checkpointed whole: {ratios}."
     )
     return markdown("| forward and backward pass | operations | operators | peak |", rows, note)
 

@@ -59,7 +59,7 @@ def table(figures: dict[str, Any]) -> str:
         )
         for found in figures["rows"]
     ]
-    note = "Computed, not measured (`python benchmarks/longest_rows.py`); 64 GB of host memory."
+    note = "Computed with 64 GB of host memory, not measured (`python benchmarks/longest_rows.py`)."
     return markdown("| model | GPU | checkpointing alone | longest row | a step | with |", rows, note)
 
 

@@ -86,8 +86,8 @@ def real_step_seconds(device: torch.device) -> float:
 def table(figures: dict[str, Any]) -> str:
     """Return the cost in a sentence."""
     return (
-        f"`MemoryReportCallback` costs {figures['callback_step_and_log_microseconds']:.0f} microseconds per step with "
-        f"a log at every step: {figures['overhead_with_log_percent']:.2f} % of a "
+        f"`MemoryReportCallback` costs {figures['callback_step_and_log_microseconds']:.0f} microseconds per step when "
+        f"every step is logged: {figures['overhead_with_log_percent']:.2f} % of a "
         f"{figures['real_step_milliseconds']:.0f} ms step."
     )
 

@@ -204,11 +204,11 @@ def table(figures: dict[str, Any]) -> str:
     return markdown(
         "| 32 docstrings a step, BERT-mini | seconds per step | padded tokens | speed |",
         rows,
-        f"With nothing to cut the callback costs {1e6 * cost['callback_seconds']:.0f} microseconds per step, "
+        f"Where nothing is cut, the callback costs {1e6 * cost['callback_seconds']:.0f} microseconds per step: "
         f"{percent(cost['fraction'], 2)} of a {1e3 * cost['step_seconds']:.0f} ms step of BERT-tiny. On {MACHINE} "
         "(`python benchmarks/microbatch.py`).",
-        f"A loss that is not known, 32 rows of BERT-mini: {name} take {parts / whole:.2f} times the CPU time of "
-        f"stock's whole batch; with nothing to cut, {attached / whole:.2f} times.",
+        f"An unknown loss costs more. For 32 examples of BERT-mini, {name} take {parts / whole:.2f} times the CPU time "
+        f"of the whole batch in the plain Trainer; where nothing is cut, {attached / whole:.2f} times.",
     )
 
 

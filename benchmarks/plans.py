@@ -48,7 +48,6 @@ CONSENTS = ("release_clipping", "bf16_weights")
 
 STAGES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 SIZES = {"RTX 4060": 8, "T4": 16, "RTX 3090": 24}  # GB, of GPUs whose names have none
-MARKS = {"computed": "c", "measured": "m"}
 
 
 @dataclass(frozen=True)
@@ -165,11 +164,11 @@ def plans_table() -> str:
         for model, seq_len in MODELS
     ]
     note = (
-        f"What `plan` chooses with nothing allowed that changes the training but LoRA and QLoRA: micro-batch x "
-        f"accumulation steps of {EFFECTIVE_BATCH} examples, GiB of the GPU, predicted tokens (images) per second; "
-        "whisper: tokens of the labels. Streamed: it does not fit the GPU alone, and the weights of the layers wait in "
-        f"host memory, of which {HOST_MEMORY.replace('GiB', ' GiB')} are assumed. c: computed, m: measured "
-        "(`python benchmarks/plans.py`)."
+        "- All figures are computed, none was measured on a GPU. Only LoRA and QLoRA may change the training.\n"
+        f"- `4 x 8`: 4 examples at a time, 8 times a step; always {EFFECTIVE_BATCH} examples per optimizer step\n"
+        "- then the GPU memory needed, and tokens per second (ViT: images, Whisper: tokens of the labels)\n"
+        "- *streamed*: too large for the GPU alone, so the layers' weights wait in host memory "
+        f"({HOST_MEMORY.replace('GiB', ' GiB')} assumed)"
     )
     return results_file.markdown(f"| model, tokens | {' | '.join(heads)} |", lines, note)
 
@@ -180,9 +179,9 @@ def _cell(rows: dict[str, dict[str, Any]], cell: Cell) -> str:
         return "-"
     size = f"{to_gib(found['total_bytes']):.1f} GiB"
     speed = "" if found["per_second"] is None else f", {_rounded(found['per_second'])}/s"
-    host = f" + {to_gib(found['host_bytes']):.1f} of the host" if "host_bytes" in found else ""
+    host = f" + {to_gib(found['host_bytes']):.1f} in host memory" if "host_bytes" in found else ""
     streamed = "streamed " * bool(host)
-    return f"{streamed}{STAGES[found['stage']]} {found['batch']}<br>{size}{host}{speed} {MARKS[found['basis']]}"
+    return f"{streamed}{STAGES[found['stage']]} {found['batch']}<br>{size}{host}{speed}"
 
 
 def _figures(rows: dict[str, dict[str, Any]], cell: Cell) -> dict[str, Any]:
@@ -214,8 +213,8 @@ def largest_full() -> str:
         lines.append((*cells, _rounded(found["per_second"])))
     words = ", ".join(f'"{word}"' for word in CONSENTS)
     note = (
-        f'Every parameter trained by the stock `Trainer`: `plan(model, gpu=..., method="full", allow=[{words}], '
-        f"effective_batch_size=...)` chooses {found['set_up'].removeprefix('full, ')}; gradients are neither "
+        f'`plan(model, gpu=..., method="full", allow=[{words}], effective_batch_size=...)` chooses these set-ups: '
+        f"{found['set_up'].removeprefix('full, ')}. The stock `Trainer` trains every parameter. Gradients are neither "
         "accumulated nor clipped by their global norm. Computed, not measured (`python benchmarks/plans.py`)."
     )
     return results_file.markdown("| model, tokens, GPU | batch | clipping | GiB of usable | tokens/s |", lines, note)

@@ -15,7 +15,7 @@ import os
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,7 +41,7 @@ LOOPS = {
     "function": "hand-written step",
 }
 VERDICTS = ("fits", "tight", "over")
-FAR_SHARE = 0.08  # from which error of reserved bytes on docs/estimator.md names the cause
+FAR_SHARE = 0.08  # from which error of reserved bytes on docs/accuracy.md names the cause
 
 Row = dict[str, Any]
 
@@ -214,44 +214,59 @@ def beyond_margin(rows: Sequence[Row]) -> tuple[int, int]:
 # ---- Tables ---------------------------------------------------------------------------------------------------------
 
 
+def outcomes(figures: Mapping[str, Any]) -> str:
+    """Return how often each verdict was given to runs that trained and to runs that ran out of memory."""
+    measured, beyond = figures["beyond_margin"]
+    return markdown(
+        "| what happened | runs | predicted: fits | tight | over |",
+        [(name, *map(str, (sum(found.values()), *found.values()))) for name, found in figures["verdicts"].items()],
+        f"*Tight* leaves less than {percent(1 / MARGIN_SHARE)} of the GPU free. Of {measured} runs whose reserved "
+        f"bytes torch measured, {beyond} reserved that much more than was predicted.",
+    )
+
+
 def table(figures: Mapping[str, Any]) -> str:
-    """Return the errors by source and kind of loop, the summaries, and what was put in place."""
+    """Return the summaries, the errors by source and kind of loop, and what was put in place."""
     rows = [row for row in figures["rows"] if row["measured_bytes"] is not None and row["is_solid"]]
     groups = list(dict.fromkeys((row["source"], row["loop"]) for row in rows))
     sources = markdown(
-        "| measured by | on | loop | what | runs | as is: median | worst | matched: median | worst | worst under |",
+        "| measured by | runs | matched: worst | worst under | median | as is: median | worst | what | loop | on |",
         [_cells([row for row in rows if (row["source"], row["loop"]) == group]) for group in groups],
     )
-    errors = [
-        (name, str(found["cases"]), *(f"{100 * found[key]:.2f}" for key in ("median", "worst", "worst_under")))
-        for name, found in figures["summaries"].items()
-        if found["cases"]
-    ]
+    errors = markdown(
+        "| memory, errors in percent | figures | worst | worst under | median |",
+        [
+            (name, str(found["cases"]), *(f"{100 * found[key]:.2f}" for key in ("worst", "worst_under", "median")))
+            for name, found in figures["summaries"].items()
+            if found["cases"]
+        ],
+        "An error is predicted / measured - 1, without sign (`make bench-published`, on a CPU):",
+        "- *worst under*: the largest error of a prediction that was too low\n"
+        "- *as is*: the estimate for today's software\n"
+        "- *matched*: with what the measured versions did differently, listed below\n"
+        "- *the GPU's usual context*: NVML counts everything on the GPU, so the context is added to reserved bytes\n"
+        "- *the environment's own memory*: what a harness holds outside torch's allocator, the same in all its runs. "
+        "It is taken from the smallest run, which is not counted.",
+    )
     counts = Counter(name for row in rows for name in row["behaviours"])
-    kept = "; ".join(f"{name} ({count})" for name, count in counts.most_common())
-    left_out = "; ".join(f"{count}: {reason.split(';')[0]}" for reason, count in figures["left_out"].items()) or "none"
-    note = (
-        "None of this was measured by this project: the runs are other people's, with their source, in "
-        "`benchmarks/published/`. An error is predicted / measured - 1, in percent. *As is* is the estimate for "
-        "today's software; *matched* has what the measured versions did differently, from one table by library, "
-        "version and kind of loop (`benchmarks/published_behaviours.py`; in brackets the runs): "
-        f"{kept}. NVML shows all that is on the GPU. Besides torch's reserved bytes and a usual context, an "
-        "environment holds memory of its own outside of torch's allocator, the same in all runs of one harness; it is "
-        f"taken from the smallest run, which is not counted. Not compared: {left_out}. "
-        "`make bench-published` runs it, on a CPU."
+    changes = _listed(f"{name} ({count})" for name, count in counts.most_common())
+    left_out = _listed(f"{count}: {reason.split(';')[0]}" for reason, count in figures["left_out"].items())
+    return "\n\n".join(
+        [
+            errors,
+            far_off(rows),
+            "Other people measured all of these runs; their sources are in `benchmarks/published/`:",
+            sources,
+            "What the measured versions did differently, with the number of runs (`published_behaviours.py`):",
+            changes,
+            "Not compared, with the number of runs:",
+            left_out or "none",
+        ]
     )
-    measured, beyond = figures["beyond_margin"]
-    outcomes = markdown(
-        "| outcome | runs | fits | tight | over |",
-        [(name, *map(str, (sum(found.values()), *found.values()))) for name, found in figures["verdicts"].items()],
-        f"*Tight* leaves less than {percent(1 / MARGIN_SHARE)} of the GPU: of {measured} runs whose reserved "
-        f"bytes torch "
-        f"measured, {beyond} reserved so much more than was predicted.",
-    )
-    errors_table = markdown(
-        "| errors without sign, in percent | figures | median | worst | worst under |", errors, note
-    )
-    return f"{sources}\n\n{outcomes}\n\n{errors_table}\n\n{far_off(rows)}"
+
+
+def _listed(items: Iterable[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)
 
 
 def far_off(rows: Sequence[Row]) -> str:
@@ -266,49 +281,34 @@ def far_off(rows: Sequence[Row]) -> str:
 
 
 def status(memory: Mapping[str, Any], seconds: Mapping[str, Any]) -> str:
-    """Return what is computed, and how far it is from what others measured."""
-    today, allocated, reserved, total = (
-        memory["summaries"][name]
-        for name in (
-            "stock Trainer since 4.40, as is",
-            "allocated, matched",
-            "reserved by torch's meter, matched",
-            "reserved and the GPU's usual context, matched",
-        )
+    """Return how far predictions are from what others measured, the worst included, and what was not measured."""
+    found, total = (
+        memory["summaries"][name] for name in ("all, matched", "reserved and the GPU's usual context, matched")
     )
-    a100, t4 = (seconds["summaries"][name] for name in (step_time.A100, step_time.NOT_FITTED["T4"]))
+    unfitted = [seconds["summaries"][name] for name in (step_time.A100, *step_time.NOT_FITTED.values())]
+    steps, worst = sum(group["rows"] for group in unfitted), max(group["worst"] for group in unfitted)
     return (
-        "Status: memory and seconds are *computed*; this project has measured none on a GPU yet (`make bench-gpu` "
-        "measures yours). Against what other people measured on GPUs: "
-        f"{today['cases']} figures of small float32 runs of the stock `Trainer` (2 texts of 16 tokens or 2 images; "
-        f"transformers 4.4x) are within {percent(today['worst'], 2)}; with what older versions did otherwise put in "
-        f"place, {allocated['cases']} figures of allocated bytes are within {percent(allocated['worst'], 2)} and "
-        f"{reserved['cases']} of reserved bytes within {percent(reserved['worst'], 1)} (median "
-        f"{percent(reserved['median'], 1)}). The total with CUDA's context, which decides whether a step fits, was "
-        f"compared with NVML for {total['cases']} runs on A100: off by {percent(total['median'], 1)} in the median, "
-        f"and up to {percent(total['worst_under'], 1)} too low. "
-        f"Seconds of {a100['rows']} steps on an A100 to which nothing was fitted are off by "
-        f"{percent(a100['median'])} in "
-        f"the median and {percent(a100['worst'])} at most, of {t4['rows']} on a T4 by {percent(t4['median'])} and "
-        f"{percent(t4['worst'])} ([how exact](docs/estimator.md)). What runs on a CPU is measured, and every "
-        f"figure has its "
-        "command ([benchmarks](docs/benchmarks.md))."
+        f"Against {found['cases']} GPU memory figures of other people, corrected for library versions, the median "
+        f"error is {percent(found['median'], 1)} and the worst {percent(found['worst'], 1)}. Totals with CUDA's "
+        f"context are up to {percent(total['worst_under'], 1)} too low, seconds of {steps} published steps off by up "
+        f"to {percent(worst)}. "
+        "**This project has measured neither memory nor seconds on a GPU yet**; `make bench-gpu` measures yours."
     )
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the line of one source."""
     first = rows[0]
-    cells = [
-        _link(first["source"]),
-        ", ".join(dict.fromkeys(row["gpu"] for row in rows)),
-        LOOPS[first["loop"]],
-        ", ".join(dict.fromkeys(row["what"].replace("card", "GPU") for row in rows)),
-        str(len(rows)),
-    ]
     as_is, matched = (summary([error_of(row, which) for row in rows]) for which in ("as_is", "matched"))
-    figures = [as_is["median"], as_is["worst"], matched["median"], matched["worst"], matched["worst_under"]]
-    return [*cells, *(f"{100 * figure:.2f}" for figure in figures)]
+    figures = [matched["worst"], matched["worst_under"], matched["median"], as_is["median"], as_is["worst"]]
+    return [
+        _link(first["source"]),
+        str(len(rows)),
+        *(f"{100 * figure:.2f}" for figure in figures),
+        ", ".join(dict.fromkeys(row["what"].replace("card", "GPU") for row in rows)),
+        LOOPS[first["loop"]],
+        ", ".join(dict.fromkeys(row["gpu"] for row in rows)),
+    ]
 
 
 def _link(source: str) -> str:
@@ -336,9 +336,9 @@ def main(arguments: list[str] | None = None) -> None:
         "left_out": dict(left_out),
     }
     if given.cases is None:
-        show("published", figures, table(figures))
+        show("published", figures, f"{outcomes(figures)}\n\n{table(figures)}")
     else:
-        print(table(figures))
+        print(outcomes(figures), table(figures), sep="\n\n")
 
 
 if __name__ == "__main__":

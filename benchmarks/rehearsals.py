@@ -135,12 +135,12 @@ def table(rows: Mapping[str, Any]) -> str:
         lines.append([*cells, needed, figures["peak_phase"], f"{figures['seconds']:.0f}"])
     true = sum(holds(row["figures"]) for row in rows.values())
     note = (
-        f"Rehearsed without a GPU (`python benchmarks/rehearsals.py`), PyTorch {of_torch.partition('+')[0]}; seconds "
-        f"on 2 CPU cores that other work shared. For {true} of {len(rows)} programs two rehearsals are equal to the "
-        "byte, 1 % more than the need fits, and 1 % less runs out in the named phase."
+        f"Rehearsed without a GPU (`python benchmarks/rehearsals.py`), PyTorch {of_torch.partition('+')[0]}. The "
+        f"seconds are of 2 CPU cores that other work shared. For {true} of {len(rows)} programs two rehearsals are "
+        "equal to the byte. With 1 % more memory than needed they fit; with 1 % less they run out in the named phase."
     )
     if others := [name for name, row in rows.items() if not holds(row["figures"])]:
-        note += f" Not all of it for: {'; '.join(others)}."
+        note += f" Exceptions: {'; '.join(others)}."
     return markdown("| program | GPU | needed | phase of the peak | seconds |", lines, note)
 
 

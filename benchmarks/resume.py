@@ -117,7 +117,7 @@ def table(figures: dict[str, Any]) -> str:
         (name, *map(format_bytes, (found["state_bytes"], *(found[way]["host_bytes"] for way in WAYS))))
         for name, found in figures.items()
     ]
-    note = "Host memory above the start, of a state that belongs on a GPU (`python benchmarks/resume.py`)."
+    note = "Host memory above the start, for a state that belongs on a GPU (`python benchmarks/resume.py`)."
     return markdown("| optimizer | its state | extra, stock | extra, `ShardedCheckpointCallback` |", rows, note)
 
 

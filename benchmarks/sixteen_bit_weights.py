@@ -198,8 +198,8 @@ def table(tasks: dict[str, dict[str, Any]]) -> str:
             rows.append((*cells, differences[1], f"{weight:.0f} + {weight:.0f} + {state:.2f}"))
     seeds = next(iter(tasks.values()))["seeds"]
     note = (
-        f"Means of {seeds} seeds with 95 % intervals of the difference; bytes of a parameter: weight, "
-        "gradient, 8-bit AdamW's state with embeddings in 32 bits (`python benchmarks/sixteen_bit_weights.py`)."
+        f"Means of {seeds} seeds, with 95 % intervals of the difference (`python benchmarks/sixteen_bit_weights.py`). "
+        "*Bytes* are those of a parameter: weight, gradient, and 8-bit AdamW's state with embeddings in 32 bits."
     )
     return markdown("| task | weights | loss | against float32 weights | accuracy | against | bytes |", rows, note)
 

@@ -190,12 +190,17 @@ def table(figures: dict[str, Any]) -> str:
             f"{found['held']} of {found['rows']}",
         )
         rows.append((name, str(found["rows"]), rank, *errors))
-    left_out = "; ".join(f"{number}: {reason}" for reason, number in figures["left_out"].items()) or "none"
+    left_out = "\n".join(f"- {number}: {reason}" for reason, number in figures["left_out"].items()) or "none"
     note = (
-        "Seconds per step, errors without sign; the rows are other people's (`make bench-step-time`). How wide a "
-        f"printed range is was chosen by these rows. Not predicted: {left_out}."
+        "Errors of seconds per step, without sign. Other people timed the steps (`make bench-step-time`). These steps "
+        "also decided how wide the printed ranges are."
     )
-    return markdown("| steps | rows | Spearman | median error | worst | in the printed range |", rows, note)
+    return markdown(
+        "| steps | number | Spearman | median error | worst | in the printed range |",
+        rows,
+        note,
+        f"Not predicted, with the number of steps:\n\n{left_out}",
+    )
 
 
 def print_errors_after_a_row(rows: list[Row]) -> None:

@@ -41,7 +41,7 @@ import sixteen_bit_weights
 import step_time
 from results_file import last_row
 from table_of_code import cli_help, compatibility, presets, tested_versions
-from table_of_demo import demo_results, demo_table, rescue_log
+from table_of_demo import demo_results, rescue_log
 from table_pictures import stale_pictures, write_pictures
 
 from hf_memopt import GPUS
@@ -67,7 +67,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "status": lambda: published.status(last_row("published")["figures"], last_row("step_time")["figures"]),
     "rescue-log": rescue_log,
     "demo-results": demo_results,
-    "demo-table": demo_table,
     "four-setups": four_setups.stored_table,
     "accuracy": _of(accuracy.table, "accuracy"),
     "cli-help": cli_help,
@@ -75,9 +74,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "plan-example": plans.plan_example,
     "plans": plans.plans_table,
     "largest-full": plans.largest_full,
+    "outcomes": _of(published.outcomes, "published"),
     "published-errors": _of(published.table, "published"),
     "estimate-errors": gpu_figures.estimate_errors,
     "judge": _of(judge.table, "judge"),
+    "judge-worst": _of(judge.worst_table, "judge"),
     "judge-sentence": _of(judge.sentence, "judge"),
     "rehearsals": lambda: rehearsals.table(rehearsals.stored()),
     "rehearsal-example": rehearsals.example,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import demo_task  # the path of the demo
@@ -21,23 +20,12 @@ FILE = "demo-cpu-2core.json"
 def demo_results() -> str:
     """Return what the demo printed, with what it ran on."""
     from outcomes import print_results
-
-    return f"{_printed(print_results)}\n\nOn {MACHINE}; {_versions()}."
-
-
-def demo_table() -> str:
-    """Return the table of the demo alone."""
-    from outcomes import figures_table
-
-    return _printed(lambda figures, console: console.print(figures_table(figures)))
-
-
-def _printed(function: Callable[[Any, Any], Any]) -> str:
     from rich.console import Console
 
     printed = io.StringIO()
-    function(_figures(), Console(file=printed, width=100, record=False))
-    return "\n".join(["```text", *(line.rstrip() for line in printed.getvalue().splitlines()), "```"])
+    print_results(_figures(), Console(file=printed, width=100, record=False))
+    lines = ["```text", *(line.rstrip() for line in printed.getvalue().splitlines()), "```"]
+    return "\n".join([*lines, "", f"On {MACHINE}; {_versions()}."])
 
 
 def _figures() -> dict[str, Any]:

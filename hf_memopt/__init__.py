@@ -15,7 +15,7 @@ __version__ = "0.5.0"
 _loaded, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 _RENAMED = {"DynamicPaddingCollator": "BucketedCollator"}  # the old names work for one version
 _GONE = {  # and what to use
-    "exact_loss": "the loss of 15 lines in docs/lengths-and-padding.md, passed as compute_loss_func=",
+    "exact_loss": "the loss of 15 lines in docs/cut-padding.md, passed as compute_loss_func=",
     "GradualUnfreezeCallback": "FreezeCallback, or a TrainerCallback that sets requires_grad",
     "LeanCheckpointCallback": "ShardedCheckpointCallback, its other name",
     **dict.fromkeys(("measure", "Measurement"), "hf-memopt rehearse train.py, on the GPU that trains"),

@@ -75,7 +75,7 @@ def test_rows_of_reserved_bytes_that_are_far_off_are_named_and_explained() -> No
         "Reserved bytes are off by more than 8 % in `91` by -9.0 % (-9 MiB) and `109` by +9.0 % (+9 MiB)."
     )
     assert published.far_off(rows[:1]) == "Reserved bytes are off by more than 8 % in none."
-    page = (Path(__file__).parents[1] / "docs/estimator.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/accuracy.md").read_text(encoding="utf-8")
     (line,) = [line for line in page.splitlines() if line.startswith("Reserved bytes are off")]
     assert line.split("`")[1::2] == [  # those whose causes follow
         "fitcheck/TinyLlama-1.1B/eager/nf4/r32/2x512/reserved",

@@ -1,7 +1,7 @@
 """The code of README and of docs/ runs as it stands: Python blocks page by page, and the commands of hf-memopt.
 
-A page may use what its reader has already: a model, its tokenizer, tokenised data and arguments. Names of the hub stand
-for tiny models, since tests have no network.
+A page may use what its reader has already: a model, its tokenizer, tokenised data, arguments and a Trainer. Names of
+the hub stand for tiny models, since tests have no network.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     LlamaForCausalLM,
+    Trainer,
     TrainingArguments,
 )
 from typer.testing import CliRunner
@@ -32,14 +34,15 @@ import language_models
 import tiny
 from hf_memopt import BucketedCollator
 from hf_memopt.cli.app import app
-from hf_memopt.training.batching.padding_costs import data_files
+from hf_memopt.training.batching.padding_costs import counted_lengths
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
-OF_LANGUAGE_MODELS = ("docs/large-models.md", "docs/larger-than-the-gpu.md", "docs/lora-and-qlora.md")
+OF_LANGUAGE_MODELS = ("docs/full-fine-tuning.md", "docs/larger-than-the-gpu.md", "docs/lora-and-qlora.md")
 DEEP = tiny.llama_config(tie_word_embeddings=True, num_hidden_layers=3)  # streamed layers need three
 OPTIONAL = ("trl",)  # packages that this environment may lack
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CUDA_BUILD = torch.version.cuda is not None
 COMMAND_ANSWERS = (0, 1)  # it fits, or it does not
 
 
@@ -58,6 +61,13 @@ def texts(count: int) -> list[str]:
     return [" ".join(f"w{(row * 7 + i) % 95}" for i in range(3 + row % 20)) for row in range(count)]
 
 
+def tiny_or_from_folder(
+    name: str, load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained, **settings: Any
+) -> Any:
+    """Return the model of a folder, and a tiny one for a name of the hub."""
+    return load(name, **settings) if Path(name).is_dir() else tiny.llama(tie_word_embeddings=True)
+
+
 @pytest.fixture
 def reader(tmp_path, monkeypatch) -> dict[str, Any]:
     """Return the names that a reader of the pages has, in an empty folder with a file of texts."""
@@ -67,16 +77,19 @@ def reader(tmp_path, monkeypatch) -> dict[str, Any]:
     dataset = Dataset.from_dict(rows)
     Path("train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(64)), encoding="utf-8")
     Path("train.py").write_text("import sys\nprint(sys.argv)\n", encoding="utf-8")
+    model = tiny.bert()
+    args = TrainingArguments("out", num_train_epochs=1, disable_tqdm=True, save_strategy="no")
     return {
         "__name__": "__main__",
-        "model": tiny.bert(),
+        "model": model,
         "language_model": tiny.llama(),
         "tokenizer": tokenizer,
         "train_set": dataset,
         "dataset": Dataset.from_dict({"text": texts(16), "label": [row % 3 for row in range(16)]}),
         "eval_set": dataset.select(range(8)),
         "texts": dataset.remove_columns("labels"),
-        "args": TrainingArguments("out", num_train_epochs=1, disable_tqdm=True, save_strategy="no"),
+        "args": args,
+        "trainer": Trainer(model, args, train_dataset=dataset, processing_class=tokenizer),
     }
 
 
@@ -88,17 +101,17 @@ def reader(tmp_path, monkeypatch) -> dict[str, Any]:
 def test_python_of_the_page_runs(page, reader, monkeypatch) -> None:
     if page in OF_LANGUAGE_MODELS or page == "README.md":
         monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: reader["tokenizer"])
-        monkeypatch.setattr(
-            AutoModelForCausalLM, "from_pretrained", lambda name, **settings: tiny.llama(tie_word_embeddings=True)
-        )
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", tiny_or_from_folder)
     if page in OF_LANGUAGE_MODELS:
         reader["model"] = LlamaForCausalLM(DEEP)
         reader["train_set"] = reader["train_set"].remove_columns("labels")
         reader["collator"] = DataCollatorForLanguageModeling(reader["tokenizer"], mlm=False)
-    if page == "docs/mixtures-of-experts.md":
+    if page == "docs/lora-and-qlora.md":
         reader["folder"] = "checkpoint"
         language_models.build("mixtral").save_pretrained("checkpoint")
     for text in blocks(page, "python"):
+        if page == "docs/rehearse.md" and (not CUDA_BUILD or "from_pretrained" in text):
+            continue  # the script that the page rehearses, in bf16 on a GPU
         if any(f"from {name} import" in text and find_spec(name) is None for name in OPTIONAL):
             continue
         exec(compile(text, page, "exec"), reader)
@@ -112,9 +125,9 @@ def test_python_of_the_readme_without_its_plan_runs(reader) -> None:
 
 
 def test_the_loss_of_the_page_weighs_each_label_of_a_step_the_same() -> None:
-    (text,) = (text for text in blocks("docs/lengths-and-padding.md", "python") if "def summed_loss" in text)
+    (text,) = (text for text in blocks("docs/cut-padding.md", "python") if "def summed_loss" in text)
     names: dict[str, Any] = {"BucketedCollator": BucketedCollator}
-    exec(compile(text.partition("\n\nweighted")[0], "docs/lengths-and-padding.md", "exec"), names)
+    exec(compile(text.partition("\n\nweighted")[0], "docs/cut-padding.md", "exec"), names)
     logits, labels = torch.randn(6, 4, 3), torch.randint(3, (6, 4))
     labels[0, 1:] = -100
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -131,8 +144,10 @@ def test_the_loss_of_the_page_weighs_each_label_of_a_step_the_same() -> None:
 @pytest.mark.parametrize(("page", "command"), [(page, line) for page in PAGES for line in commands(page)])
 def test_command_of_the_page_answers(page, command, reader, monkeypatch) -> None:
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **settings: reader["tokenizer"])
-    monkeypatch.setattr(data_files, "hub_answers", lambda: False)
+    monkeypatch.setattr(counted_lengths, "hub_answers", lambda: False)
     words = shlex.split(command)[1:]
+    if words[0] == "rehearse" and not CUDA_BUILD:
+        pytest.skip("a rehearsal needs a CUDA build of torch")
     if words[0] == "run":  # ends its process with the script
         subprocess.run([sys.executable, "-m", "hf_memopt", *words], check=True, timeout=600)
         return

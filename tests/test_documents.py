@@ -9,11 +9,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sentences
 import table
+import yaml
 from table_of_code import RUN, compatibility_pairs
 
 import hf_memopt
@@ -41,6 +45,34 @@ def test_generated_parts_of_the_pages_are_current() -> None:
         del texts["cli.md"]  # other versions lay the help out differently
     stale = [name for name, text in texts.items() if table.rendered(text) != text]
     assert stale == [], "run: python benchmarks/table.py"
+
+
+def test_few_sentences_of_the_pages_are_long_and_no_word_is_to_be_left_out() -> None:
+    paths = [page for page in table.PAGES if page.name not in sentences.GENERATED]
+    found = sentences.joined(sentences.read(path.read_text(encoding="utf-8")) for path in paths)
+    assert found.words == [], "run: python benchmarks/sentences.py --show"
+    assert len(found.long) <= sentences.LONG_SHARE * len(found.sentences), "run: python benchmarks/sentences.py --show"
+
+
+def test_sentences_are_counted_by_words_outside_of_code_and_tables() -> None:
+    long = " ".join(["word"] * 24)
+    text = f"""# {long} one two\n\n{long} `a b c` [d](e).\n{long} 4 + 4. What we were told is.\n
+- {long} of our own
+| {long} to spare | that |\n\n```sh\n{long} stock.\n```\n<!-- judge:begin -->\n{long} 4 4\n<!-- judge:end -->\n"""
+    found = sentences.read(text)
+    assert [len(one.split()) for one in found.sentences] == [26, 27, 5, 27]
+    assert [len(one.split()) for one in found.long] == [26, 27, 27]
+    assert [what for what, _ in found.words] == ["what ... is", "told", "of one's own", "to spare"]
+
+
+def test_each_page_is_called_as_in_the_navigation() -> None:
+    def entries(part: Any) -> Iterator[tuple[str, str]]:
+        for label, found in ((label, found) for one in part for label, found in one.items()):
+            yield from entries(found) if isinstance(found, list) else [(found, label)]
+
+    nav = dict(entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    pages = {page.name: page.read_text(encoding="utf-8").partition("\n")[0] for page in table.PAGES[1:]}
+    assert {page: f"# {label}" for page, label in nav.items() if page.endswith(".md")} == pages
 
 
 def test_counts_of_models_and_gpus_are_generated() -> None:
@@ -127,6 +159,9 @@ def test_the_documentation_builds(tmp_path) -> None:
     )
     assert found.returncode == 0, found.stderr
     assert (tmp_path / "api.html").exists()
+    pages = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")}
+    loads = re.compile(r"""<(?:script|link rel="?stylesheet)[^>]*(?:src|href)="?https?:""")
+    assert [name for name, text in pages.items() if loads.search(text)] == []  # they work without a network
 
 
 def test_the_table_of_exceptions_tells_what_is_refused() -> None:

@@ -22,28 +22,28 @@ TITLES = {
     "streamed": "(e) streamed",
 }
 SENTENCES = {
-    "unlimited": "{planned_steps} steps of {batch_size} texts by the stock Trainer, where memory does not end",
+    "unlimited": "{planned_steps} steps of {batch_size} texts by the stock Trainer, with enough memory",
     "stock": "{limit} MiB were enough",
     "auto_find_batch_size": (
-        "{times_out_of_memory} new beginnings with smaller batches, then {planned_steps} steps of {batch_size} texts "
-        "in place of {whole[planned_steps]} of {whole[batch_size]}: another training, cut off after {steps} steps"
+        "{times_out_of_memory} restarts with smaller batches, then {planned_steps} steps of {batch_size} texts instead "
+        "of {whole[planned_steps]} of {whole[batch_size]}. That is another training; it was cut off after {steps} steps"
     ),
     "memopt": (
-        "{steps} of {planned_steps} steps, memory {ran_out}; against the run without a limit every loss differs by at "
-        "most {loss_difference:.0e} of it, every weight by {weight_difference:.0e} (but for biases of keys, which "
+        "{steps} of {planned_steps} steps, memory {ran_out}. Against the run without a limit every loss differs by at "
+        "most {loss_difference:.0e} of it, every weight by {weight_difference:.0e} (except biases of keys, which "
         "change nothing)"
     ),
     "planned": "{plan}, texts of similar length together: memory {ran_out}",
     "streamed": (
-        "{layers} MiB of layers on a GPU with {limit} MiB: {steps} of {planned_steps} steps, every loss and weight "
-        "{equal} to the bit to those of stock with checkpointing where memory does not end, which needs {needed} MiB"
+        "{layers} MiB of layers on a GPU with {limit} MiB: {steps} of {planned_steps} steps. Every loss and weight is "
+        "{equal} to the bit to those of plain checkpointing without a limit, which needs {needed} MiB"
     ),
     "failed": "ended in step {failed_step} of {planned_steps}, for which {predicted} MiB are predicted: {message}",
 }
 NOTE = (
-    "Peaks are allocated MiB; predicted is the peak of the set-up as given, with its longest texts. OOM: how often "
-    "memory ran out. (e) is another model, with fewer steps and shorter texts. Accuracy is that of one seed on 400 "
-    "unseen texts, and has a standard error of 0.02."
+    "Peaks are allocated MiB. Predicted is the peak of the set-up as given, with its longest texts. OOM counts how "
+    "often memory ran out. (e) is another model, with fewer steps and shorter texts. Accuracy is of one seed on 400 "
+    "unseen texts, with a standard error of 0.02."
 )
 TABLE_COLUMNS = 60  # what the table needs
 

@@ -266,7 +266,7 @@ def test_packed_texts_have_the_losses_and_gradients_of_each_alone(name, tmp_path
 
 
 def test_the_docs_say_which_models_are_which():
-    text = (Path(__file__).parents[2] / "docs" / "lengths-and-padding.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "cut-padding.md").read_text(encoding="utf-8")
     rows = [
         set(re.findall(r"`([\w-]+)`", row.split("|")[2]))
         for row in re.findall(r"^\| .*`(?:llama|opt|mamba)`.*$", text, re.M)

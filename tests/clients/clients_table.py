@@ -22,23 +22,33 @@ SHOWN = {
 }
 
 TEXT = """\
-# Clients
+# Other libraries
 
-Other people's trainings, run with the stock trainer and with this package. Each is 4 steps of a tiny model with random
-weights; compared are losses, gradient norms, everything else that is logged, evaluation metrics and weights.
+Other people's trainings give the same results with this package, or it refuses them with a message. This is what was tried:
 
-- **same**: bit for bit what stock gives. A bucketed view is compared with stock on the same examples in the same order.
+```python
+from hf_memopt import EvaluationGuardCallback, MicrobatchCallback, OverflowCallback, attach
+
+attach(trainer, MicrobatchCallback(), OverflowCallback(), EvaluationGuardCallback())  # a Trainer of any library
+trainer.train()
+```
+
+Each training is 4 steps of a tiny model with random weights, run with the plain trainer and with this package. Losses,
+gradient norms, everything else that is logged, evaluation metrics and weights are compared:
+
+- **same**: bit for bit. A bucketed view is compared with the plain trainer on the same examples in the same order.
 - **equal**: a batch was cut, so sums run in another order: within {relative:g} of each value (or {absolute:g}).
   Other metrics of training steps are left out of this one comparison: TRL's are means over forward passes.
-- **refused (n)**: by message n below, whole but for its figures. **by design (n)**: differs for reason n.
-  **- (n)**: means nothing, for reason n.
+- **refused (n)**: by message n below, complete but for its figures.
+- **by design (n)**: differs for reason n.
+- **- (n)**: means nothing, for reason n.
 - **fails (n)**: wrong, and known.
 
-`all` is memory report, micro-batching, overflow, evaluation guard and a bucketed view together; `passed` is the same
+`all` is memory report, micro-batching, overflow, evaluation guard and a bucketed view together. `passed` is the same
 callbacks in `Trainer(callbacks=...)`, without `attach` and without a view.
 
-Of TRL's trainers `tests/clients/test_estimates.py` compares the estimate of each SFT, DPO and Reward row with what a
-run allocates; KTO, GRPO, RLOO and Distillation are refused by name ([the estimate](estimator.md#what-it-leaves-out)).
+For TRL's SFT, DPO and Reward rows `tests/clients/test_estimates.py` compares the estimate with what a run allocates.
+KTO, GRPO, RLOO and Distillation are refused by name ([what the estimate leaves out](accuracy.md#what-it-leaves-out)).
 
 {date}, {versions}. Made by `make test-clients`.
 """
@@ -46,24 +56,29 @@ run allocates; KTO, GRPO, RLOO and Distillation are refused by name ([the estima
 PATTERNS = """
 ## Patterns
 
-Losses, training steps, models, collators and evaluations as people write them, tried in the same way: {count}. Memory
-runs out at an operation of the model that has more rows than half a batch, once in the second step, or in evaluation
-each time. **refused (n), then equal**: by message n, and what it says to do was done: that came out as with stock.
-**whole**: the batch of the last step was not cut, though it was to be.
-In bfloat16, **equal** is within {narrow:g}.
+Losses, training steps, models, collators and evaluations as people write them, tried in the same way. Result: {count}.
+
+- Memory runs out once, in the second step, or at each evaluation. It runs out at an operation of the model that has
+  more rows than half a batch.
+- **refused (n), then equal**: message n says what to do; with that done, the results are those of the plain trainer.
+- **whole**: the batch of the last step was not cut, although it should have been.
+- In bfloat16, **equal** is within {narrow:g}.
 """
 
 UPSTREAM = """
 ## transformers' own tests
 
-Its Trainer and data-collator tests (`tests/trainer`), run with stock and with every Trainer attached, without and with
-`MicrobatchCallback`, `OverflowCallback` and `EvaluationGuardCallback`:
-`make test-upstream TRANSFORMERS_SRC=checkout`, less the import of names that later versions lack. Most failures with
-stock need the Hub or a name that is gone, most skips are slow tests, DeepSpeed's and a GPU's;
-`tests/upstream/known_differences.py` has the reason for each that fails attached only. The last three rows
-were run while micro-batching still examined the loss before the first step and refused two tests with random losses.
+transformers' Trainer and data-collator tests (`tests/trainer`) run three times: with the plain Trainer, with every
+Trainer attached, and attached with `MicrobatchCallback`, `OverflowCallback` and `EvaluationGuardCallback`.
+`make test-upstream TRANSFORMERS_SRC=checkout` runs them, without the import of names that later versions lack.
 
-| passed / failed / skipped, against | tests of | stock | attached | attached with callbacks | run on |
+- Most failures of the plain Trainer need the Hub or a name that is gone. Most skips are slow tests, DeepSpeed's, and
+  tests for a GPU.
+- `tests/upstream/known_differences.py` has the reason for each test that fails attached only.
+- The last three rows are of an older state. It examined the loss before the first step, and refused two tests with
+  random losses.
+
+| passed / failed / skipped, against | tests of | plain | attached | attached with callbacks | run on |
 |---|---|---|---|---|---|
 | transformers 5.23.0 | 4.57.5 | 202 / 31 / 67 | 200 / 33 / 67 | 198 / 35 / 67 | 2026-11-27 |
 | transformers 5.23.0 | 5.0.0.dev0 (4d0b6758b9) | 183 / 30 / 67 | 182 / 31 / 67 | 180 / 33 / 67 | 2026-11-27 |

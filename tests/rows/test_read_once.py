@@ -73,7 +73,7 @@ def test_without_a_tokenizer_words_of_what_is_read_are_counted(tmp_path: Any, fo
 
 def test_the_page_has_every_format_and_column() -> None:
     top = Path(__file__).parents[2]
-    page = top.joinpath("docs", "lengths-and-padding.md").read_text(encoding="utf-8")
+    page = top.joinpath("docs", "cut-padding.md").read_text(encoding="utf-8")
     rows = {row.split(" | ")[0].strip("| "): row for row in page.splitlines() if row.startswith("| ")}
     with top.joinpath("hf_memopt", "training", "rows", "formats.csv").open(encoding="utf-8", newline="") as file:
         formats = list(csv.DictReader(file))

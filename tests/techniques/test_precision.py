@@ -79,7 +79,7 @@ def test_what_overflows_in_float16_is_known_has_a_source_and_is_documented(row: 
         assert against_float16("NVIDIA GeForce GTX 1650") == said
     else:
         assert against_float16(config=transformers.AutoConfig.for_model(row["name"])) == said
-    page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "nan-and-precision.md").read_text(encoding="utf-8")
     assert row["source"] in next(line for line in page.splitlines() if f"| {row['name']} " in line)
 
 

@@ -60,7 +60,7 @@ def estimate(
     lengths: ArrayLike | None = None,
     **overrides: Any,
 ) -> Estimate:
-    """Return the memory that a training step of the stock ``Trainer`` needs on a GPU, without the GPU.
+    """Predict the memory of a training step of the stock ``Trainer`` on a GPU, without the GPU.
 
     Args:
         model: a module (real or meta), a configuration, a folder or hub id with ``config.json``, or a well-known name

@@ -83,7 +83,7 @@ def estimate_from_arguments(
     gpu: str | Gpu | None = None,
     **overrides: Any,
 ) -> Estimate:
-    """Return the memory of a training step that existing ``TrainingArguments`` describe.
+    """Predict the memory of a training step from existing ``TrainingArguments``.
 
     Args:
         model: as for ``estimate``.

@@ -38,7 +38,7 @@ COVERED_FRACTION = 0.92
 
 
 def recipe(name: str | os.PathLike[str]) -> Recipe:
-    """Return a preset as a ``Recipe``; ``"auto"`` looks at the machine and returns the one that suits it.
+    """Return a preset as a ``Recipe``; ``"auto"`` chooses the one for this machine.
 
     ``plan(model, gpu=...).recipe`` is one that is chosen for a model.
 

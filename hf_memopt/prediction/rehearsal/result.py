@@ -68,7 +68,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rehearsal of a script found. Bytes of phases and blocks are torch's, without CUDA's context.
+    """The result of a rehearsal. Bytes of phases and blocks are torch's, without CUDA's context.
 
     Attributes:
         verdict: "fits", "runs out", "failed" (the script did, by itself) or "never trained".

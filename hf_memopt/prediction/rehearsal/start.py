@@ -40,7 +40,7 @@ def rehearse(
     module: bool = False,
     timeline: bool = False,
 ) -> Rehearsal:
-    """Run the beginning of a script's training on a GPU that is not there, and return what it says of its memory.
+    """Run the first training steps of a script on a GPU that is not there, and return their memory.
 
     The script runs unchanged in a process of its own, with torch's own CUDA code, and ends inside its training. What it
     prints goes to standard error, what it writes by itself is written; a Trainer saves, reports and pushes nothing. The

@@ -36,7 +36,7 @@ ALIASES = {"regression": "regression", "multi-label-classification": "multi_labe
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as a model takes them.
+    """The examples of a data set as a model takes them.
 
     Attributes:
         train: the rows to train on.
@@ -68,7 +68,7 @@ def read_rows(
     max_length: int | None = None,
     prefix: str = "",
 ) -> Rows:
-    """Return the rows of a data set as token ids and labels, and what a head and its metric are made from.
+    """Read a data set as token ids and labels, with the settings of a new head and its metric.
 
     Conversations are written by the chat template, and what the assistant says is learned; of prompt and completion the
     completion is. Every example of a causal model ends with one end-of-text token, which is learned. Classes are told

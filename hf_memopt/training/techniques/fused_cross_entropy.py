@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class FusedCrossEntropyCallback(ModelCallback):
-    """Fuse the head of the model with its loss when the ``Trainer`` is built, and again when ``train()`` starts.
+    """Compute the training loss without the logits: call ``fuse_cross_entropy`` for each model of the ``Trainer``.
 
-    By then ``model_init`` has made another model. It logs no keys. What was fused, and each operation that made real
-    logits in training, is in ``changes``, and in ``trainer.memopt_changes`` after ``attach(trainer)``; a first step in
-    which no loss was fused warns.
+    It does so when the ``Trainer`` is built, and when ``train()`` starts with a model of ``model_init``. It logs no
+    keys. What was fused, and each operation that made real logits in training, is in ``changes``, and in
+    ``trainer.memopt_changes`` after ``attach(trainer)``; a first step in which no loss was fused warns.
 
     Args:
         chunk_bytes: as ``fuse_cross_entropy`` takes it.

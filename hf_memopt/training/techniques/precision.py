@@ -121,7 +121,7 @@ def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 class PrecisionCallback(BoundCallback):
-    """Call ``disable_autocast_cache`` and ``keep_master_weights`` where a run needs them.
+    """Drop autocast's copies of the weights, and keep float32 weights, where a run needs it.
 
     With ``FreezeCallback``, name that first: weights that are frozen by then stay in 16 bits. On a CPU, whose layer
     norms compute in one dtype, freeze the embeddings together with the first layers. What is saved

@@ -18,7 +18,7 @@ __all__ = ["TiedEmbeddingCallback", "sparse_tied_embedding", "tied_embeddings"]
 
 
 class TiedEmbeddingCallback(ModelCallback):
-    """Call ``sparse_tied_embedding`` for the ``Trainer``'s model, and again when ``train()`` starts with a new one.
+    """Keep one gradient of tied embeddings: call ``sparse_tied_embedding`` for each model of the ``Trainer``.
 
     It logs no keys.
 

@@ -74,7 +74,7 @@ class PhasePeaks:
 
 
 class MemoryReportCallback(TrainerCallback):
-    """Write the memory peaks of each phase to the Trainer's log, so that every ``report_to`` sink sees them.
+    """Log the memory peaks of each phase, for every ``report_to`` sink.
 
     Phases: ``load`` (everything before the first step: model, optimizer, checkpoint), ``forward_backward`` (all
     forward and backward passes of a step), ``optimizer`` (its step), ``evaluation`` (including the gathering of

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_gpu_utilization(device: torch.device | str | int | None = None) -> None:
-    """Print in one line how much memory is in use now, on the whole GPU and by this process.
+    """Print the memory in use now, on the whole GPU and by this process, in one line.
 
     Without an accelerator it prints the host's memory and says so. ``device`` is as in ``read_memory``.
 

@@ -78,7 +78,7 @@ def plan(
     announce: Callable[[str], object] = lambda text: None,
     **removed: Never,
 ) -> Plan:
-    """Return the set-up that suits the goal best of those whose predicted memory fits a GPU.
+    """Find the best set-up for a goal, among those whose predicted memory fits a GPU.
 
     Nothing that changes the training is used without consent: freezing and shorter rows need their word in ``allow``,
     adapters ``method``. The simplest set-up wins to which no other adds more than 5 % of speed for each technique that

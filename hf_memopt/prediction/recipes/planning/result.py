@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What ``plan`` found.
+    """The result of ``plan``.
 
     Attributes:
         model: its display name.

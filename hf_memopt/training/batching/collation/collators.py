@@ -66,7 +66,7 @@ LabelId = Annotated[int, range(-(2**31), 2**31)]
 
 
 class BucketedCollator:
-    """Pad examples to the longest of them and return a plain dict of tensors.
+    """Pad a batch to its longest example, and return a plain dict of tensors.
 
     An item that is a list of examples, as in the views of ``bucketed(max_tokens=)``, is replaced by these examples. An
     item of a ``packed`` view becomes one row of its texts, with ``position_ids`` that begin anew with each, what they

@@ -134,7 +134,7 @@ def padding_report(
     seed: int = 0,
     unit: str = "tokens",
 ) -> PaddingReport:
-    """Return what each way of batching would waste on examples of these lengths, and what to set.
+    """Compare how much padding each way of batching wastes on these lengths, and suggest settings.
 
     Args:
         lengths: tokens per example, shape (examples,); see ``token_lengths``.

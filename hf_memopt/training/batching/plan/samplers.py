@@ -21,7 +21,7 @@ from hf_memopt.training.batching.plan.checks import check_settings, plain_number
 
 
 class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
-    """Batches of example indices of similar length, for ``DataLoader(dataset, batch_sampler=...)``.
+    """Yield batches of examples of similar length, for ``DataLoader(dataset, batch_sampler=...)``.
 
     Args:
         lengths: tokens per example, shape (examples,).
@@ -139,7 +139,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
 
 
 class LengthBucketedSampler(LengthBucketedBatchSampler):
-    """Example indices of which ``batch_size`` neighbours are of similar length, for ``DataLoader(..., sampler=...)``.
+    """Yield examples so that ``batch_size`` neighbours have similar lengths, for ``DataLoader(..., sampler=...)``.
 
     Args:
         lengths: tokens per example, shape (examples,).

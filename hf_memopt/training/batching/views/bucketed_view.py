@@ -64,7 +64,7 @@ def bucketed(
     pad_to_multiple_of: int = 8,
     too_long: Literal["error", "drop"] = "error",
 ) -> BucketedView:
-    """Return a view of a dataset in length-bucketed order, reshuffled every epoch.
+    """Return a view of a dataset that batches examples of similar length, reshuffled every epoch.
 
     It is read in order: an attached Trainer makes its DataLoaders with ``train_sampling_strategy="sequential"``.
     Without ``attach`` set it yourself, or use a DataLoader without shuffle.

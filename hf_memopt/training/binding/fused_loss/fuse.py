@@ -81,7 +81,7 @@ class FusedHandle(UndoHandle):
 
 
 def fuse_cross_entropy(model: nn.Module, *, chunk_bytes: int | None = None) -> FusedHandle:
-    """Compute the model's cross entropy in training without its logits, chunk by chunk over the labelled rows.
+    """Compute the cross entropy in training without the logits, chunk by chunk over the labelled positions.
 
     In evaluation the head makes logits, unless a ``Trainer`` that is attached asks for the loss alone.
 

@@ -46,7 +46,7 @@ def add_adapters(
     lora_alpha: int | None = None,
     lora_targets: str | tuple[str, ...] = AUTO_TARGETS,
 ) -> nn.Module:
-    """Return the model with LoRA adapters, all else frozen, as ``plan`` and ``Recipe.prepare_model`` add them.
+    """Return the model with LoRA adapters and all other weights frozen, as ``plan`` adds them.
 
     ``peft.get_peft_model`` with ``target_modules="all-linear"`` does the same for most models. It stops at projections
     that a kernel of Mamba reads, and takes routers and experts in 4 bits, which cannot be adapted: these are left out.

@@ -76,7 +76,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def prepare_quantized(model: nn.Module) -> UndoHandle:
-    """Freeze a quantised model, keep its embeddings, norms and head in 16 bits, and make what is trained float32.
+    """Freeze a quantised model, keep its embeddings, norms and head in 16 bits, and make trained weights float32.
 
     Call it in place of PEFT's ``prepare_model_for_kbit_training``, before the optimizer is built. It may be called
     before ``get_peft_model`` or, which is better, after it: then copies of whole modules that PEFT trains

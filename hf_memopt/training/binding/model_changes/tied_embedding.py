@@ -36,7 +36,7 @@ _Rows = tuple[torch.Tensor, torch.Tensor]  # distinct tokens (distinct,), their 
 
 
 def sparse_tied_embedding(model: nn.Module) -> UndoHandle:
-    """Add the gradient of tied input embeddings into the head's in place, as rows of the tokens that occur.
+    """Add the gradient of tied input embeddings to the head's in place, only for the tokens that occur.
 
     What arrives in ``weight.grad`` is dense, as in stock, once per backward pass, for any optimizer: with accumulation,
     gradient release, checkpointing, mixed precision and several processes. A second call changes nothing. A copy of the

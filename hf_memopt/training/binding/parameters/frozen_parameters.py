@@ -17,7 +17,7 @@ from hf_memopt.training.binding.undo import UndoHandle
 
 
 def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
-    """Set ``requires_grad`` to False for every parameter that one of ``patterns`` matches, and drop its gradient.
+    """Freeze every parameter that one of ``patterns`` matches, and drop its gradient.
 
     A pattern is one of:
 

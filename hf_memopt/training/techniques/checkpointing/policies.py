@@ -48,7 +48,7 @@ _STATE = ("gradient_checkpointing", "_gradient_checkpointing_func")  # transform
 
 
 def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False, compiled: bool = False) -> UndoHandle:
-    """Switch non-reentrant checkpointing on in the layers, and for the operations, that ``policy`` names.
+    """Recompute activations in the backward pass, in the layers and for the operations that ``policy`` names.
 
     A policy is one of:
 
@@ -130,7 +130,7 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
 
 
 class CheckpointingCallback(TechniqueCallback):
-    """Call ``checkpoint_layers`` when training begins, for the model that the ``Trainer`` has by then.
+    """Recompute activations in the backward pass: call ``checkpoint_layers`` when training begins.
 
     ``TrainingArguments(activation_checkpointing=...)`` stays False; if it is set, this policy replaces it. The model
     keeps the policy after training, as it does with stock; ``handle.remove()`` undoes it. It logs no keys.

@@ -29,7 +29,7 @@ METHOD = "hf_memopt_experts"
 
 @register_quantization_config(METHOD)
 class ExpertsConfig(BitsAndBytesConfig):
-    """``BitsAndBytesConfig`` with ``load_in_4bit``, for the experts of a mixture too; it takes the same arguments.
+    """Load the experts of a mixture in 4 bits too: ``BitsAndBytesConfig``, with the same arguments.
 
     Raises:
         ValueError: ``load_in_4bit`` is not True, or another type than ``"nf4"`` is asked for.

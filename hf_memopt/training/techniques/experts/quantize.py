@@ -32,7 +32,7 @@ class QuantizedExpertsHandle(UndoHandle):
 
 
 def quantize_experts(model: Any, double_quant: bool = False) -> QuantizedExpertsHandle:
-    """Put the weights of fused experts into 4 bits, one expert at a time, and freeze them.
+    """Quantise the weights of fused experts to 4 bits, one expert at a time, and freeze them.
 
     Loading a model with ``quantization_config=ExpertsConfig(load_in_4bit=True)`` does so while it is read, and never
     has the experts in 16 bits. Losses and gradients are those of the dequantised weights in 16 bits, to the bit those

@@ -110,7 +110,7 @@ def _names_of(backbone: Any) -> tuple[str, ...]:
 
 
 class MicrobatchCallback(BoundCallback):
-    """Call ``run_in_microbatches``, save the limits in checkpoints and restore them in a resumed run.
+    """Repeat a step that runs out of memory in micro-batches, with the same loss; a resumed run keeps the limits.
 
     A checkpoint has the limits in ``trainer_state.json`` (with several processes, those of the process that saves); a
     resumed run starts with them unless ``max_tokens`` or ``max_examples`` differ from the saved run's. It logs no keys:

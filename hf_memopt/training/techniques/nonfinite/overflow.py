@@ -92,7 +92,7 @@ class WindowStep:
 
 
 class OverflowCallback(TechniqueCallback):
-    """Drop steps that are not finite, report where they began and in which examples, and stop if it goes on.
+    """Drop steps with NaN or infinity, report the module and examples where they began, and stop if they continue.
 
     It overrides ``training_step`` of its one Trainer. A finding is logged as a warning. It adds no keys to the
     Trainer's logs: in a dropped step ``grad_norm`` is not finite, and ``loss`` is what stock's

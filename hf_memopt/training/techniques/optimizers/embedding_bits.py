@@ -41,7 +41,7 @@ _QUANTISATION_TABLES = ("qmap1", "qmap2")
 
 
 def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, bits: int = 32) -> UndoHandle:
-    """Make ``optimizer`` keep the state of every ``nn.Embedding`` weight of ``model`` in 32 bits.
+    """Keep the optimizer state of every ``nn.Embedding`` weight of ``model`` in 32 bits.
 
     Works before the first step and after it: an 8-bit state, resumed or trained, is dequantised with its values.
     Overrides of other parameters of this model that were registered with bitsandbytes' ``GlobalOptimManager`` go on
@@ -98,7 +98,7 @@ def _register(optimizer: Any, configs: dict[int, dict[str, Any]]) -> None:
 
 
 class EmbeddingBitsCallback(TechniqueCallback):
-    """Call ``override_embedding_bits`` when training begins, and check the dtypes after the first optimizer step.
+    """Keep the optimizer state of embeddings in 32 bits, and check the dtypes after the first optimizer step.
 
     The result is logged in one line, with the bytes of the whole optimizer state. It adds no keys to the Trainer's
     logs. A model without embeddings, as of images, is left as it is.

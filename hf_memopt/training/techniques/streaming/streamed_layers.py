@@ -78,7 +78,7 @@ def stream_layers(
     device: torch.device | str | None = None,
     lanes: Lanes | None = None,
 ) -> StreamedHandle:
-    """Keep the weights of a model's layers on the host, and let each call of a layer fetch them.
+    """Keep the weights of a model's layers in host memory; each call of a layer fetches them.
 
     The layers are those of ``layer_stacks``. Their parameters stay the same objects, on the host for good: optimizers,
     ``state_dict``, saving, merging and copies of the model see nothing of this. Adapters in the layers
@@ -158,7 +158,7 @@ def stream_layers(
 
 
 class StreamedLayersCallback(ModelCallback):
-    """Call ``stream_layers`` for the ``Trainer``'s model, unless that was done before, and again for a new one.
+    """Keep the weights of the layers in host memory: call ``stream_layers`` for each model not streamed yet.
 
     The callback alone comes too late for a model that does not fit the GPU, where the ``Trainer`` moves it when it is
     built: call ``stream_layers`` before. With a released optimizer class each layer steps on the device.

@@ -57,7 +57,7 @@ class TileHandle(UndoHandle):
 
 
 def tile_layers(model: Any, tile_tokens: int | None = None) -> TileHandle:
-    """Run the modules that work on each position alone over tiles of positions, each recomputed in the backward pass.
+    """Run position-wise modules over tiles of positions, each recomputed in the backward pass.
 
     Losses and gradients are stock's up to the order of sums. Which modules, the model itself is asked: MLPs and experts
     of any architecture (``position_wise``). Of the first batch too, the first 8 tiles of each kind are compared.
@@ -138,7 +138,7 @@ _tiled: weakref.WeakKeyDictionary[nn.Module, _Tiles] = weakref.WeakKeyDictionary
 
 
 class TiledLayersCallback(ModelCallback):
-    """Call ``tile_layers`` when the ``Trainer`` is built, and again when ``train()`` starts with a new model.
+    """Run MLPs and experts over tiles of positions: call ``tile_layers`` for each model of the ``Trainer``.
 
     Checkpointing becomes non-reentrant when training begins. It logs no keys.
 
