@@ -35,10 +35,10 @@ def check_what_is_said(found: Plan) -> None:
     one = found.chosen
     said, fitting = " ".join(str(found).split()), [other for other in found.candidates if other.fits]
     is_beaten = any(other.cost < one.cost and not equally_fast(other.cost, one.cost) for other in fitting)
-    kind = f"of {'full training' if one.stage == 'full' else 'LoRA'} that fit"
-    assert not is_beaten or any(why in said for why in (kind, "more techniques, less than 5 % each", "only make room"))
+    kind = f"{'full fine-tuning' if one.stage == 'full' else 'LoRA'} set-up that fits"
+    assert not is_beaten or any(why in said for why in (kind, "of the time, less than 5 % each", "only free memory"))
     allocated = {name: peak["allocated_bytes"] for name, peak in one.phases.items()}
-    reserves = f"The {one.phase} phase decides its {format_bytes(one.total_bytes)}: the allocator reserves more in it"
+    reserves = "the allocator reserves more in it than for the "
     assert (reserves in said) is (allocated[one.phase] < max(allocated.values()))
 
 
@@ -57,8 +57,8 @@ def test_full_training_is_recommended_where_it_fits_with_ease(memory: str) -> No
     assert not harder or any(one.stage == "full" and one.fits for one in shown(found))
     if found.chosen.stage == "lora" and harder:
         [note] = [one for one in found.notes if "method='full'" in one]
-        assert note.startswith(("full training needs ", "full training leaves "))
-        assert note.endswith(" x the time of the chosen: LoRA was chosen; method='full' plans it")
+        assert note.startswith(("full fine-tuning needs ", "full fine-tuning leaves "))
+        assert note.endswith(" x the time of the chosen; method='full' plans it")
 
 
 def test_a_technique_is_not_used_for_ease_alone() -> None:
@@ -66,7 +66,7 @@ def test_a_technique_is_not_used_for_ease_alone() -> None:
     found = planned("96MiB", effective_batch_size=4)
     assert (found.chosen.name, found.chosen.batch) == ("full, fp32, 8-bit AdamW", "4 x 1")
     assert 0.05 < found.chosen.spare_bytes / found.chosen.usable_bytes < 0.08
-    why = "full training fits with ease, and as many rows fit without checkpointing, which would only make room"
+    why = "full fine-tuning fits, and checkpointing would only free memory that no larger batch needs"
     assert found.chosen.reason == why
     eased = [one for one in found.candidates if one.name == f"{found.chosen.name}, checkpointing" and one.rows == 4]
     assert [is_easy(one) for one in eased] == [True]
@@ -74,9 +74,9 @@ def test_a_technique_is_not_used_for_ease_alone() -> None:
 
 
 LADDER = [
-    ("66MiB", "lora", "full training does not fit with 5 % to spare, so LoRA was chosen"),
+    ("66MiB", "lora", "full fine-tuning does not fit"),
     ("500MiB", "full", ""),
-    ("62MiB", "qlora", "neither full training nor LoRA fits with 5 % to spare, so QLoRA was chosen"),
+    ("62MiB", "qlora", "neither full fine-tuning nor LoRA fits"),
 ]
 
 
@@ -138,7 +138,7 @@ def test_an_expert_would_take_the_plan(line: str) -> None:
     assert any(one.stage == "lora" for one in found.candidates)
     easy = [one for one in found.candidates if one.stage == "full" and is_easy(one)]
     assert found.chosen.stage != "full" or any(one.rows == found.chosen.rows for one in easy)
-    computes = any(note.startswith("full training computes in fp32, and LoRA r16, ") for note in found.notes)
+    computes = any(note.startswith("full fine-tuning computes in fp32, and LoRA r16, ") for note in found.notes)
     assert computes is (found.chosen.stage == "lora" and bool(easy))
 
 
@@ -380,11 +380,11 @@ def test_of_a_gpu_without_known_rates_time_is_told_for_its_own_kind_alone(capabi
     gpu = custom_gpu("12GB", capability)
     found = plan(config(), gpu=gpu, seq_len=64, effective_batch_size=8, method="full")
     assert (found.chosen.seconds is not None) is is_told
-    assert ("Speed" in str(found)) is is_told
-    known = "times are those of RTX 3060 12GB: custom 12.00 GiB has no known rates"
+    assert ("\nSpeed " in str(found)) is is_told
+    known = "speed is that of RTX 3060 12GB: for custom 12.00 GiB no rates are known"
     unknown = (
-        "time is not predicted: custom 12.00 GiB has no known bandwidth and rate of products; set-ups are ranked by an "
-        "assumed time, that of RTX 3060 12GB"
+        "speed is not predicted: custom 12.00 GiB has no known bandwidth and rate of products; set-ups are ranked by "
+        "an assumed time, that of RTX 3060 12GB"
     )
     assert (known in found.notes, unknown in found.notes) == (is_told, not is_told)
 
@@ -394,7 +394,7 @@ def test_the_default_length_of_a_model_that_takes_tokens_one_by_one() -> None:
     """Of 512 tokens a plan of the smallest Mamba takes minutes."""
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
     found = plan(transformers.AutoConfig.for_model("mamba", **sizes), gpu="T4")
-    assert "seq_len=64 by default; better that of your rows: lengths, or --data FILE" in found.notes
+    assert "64 tokens are assumed; give the length of your examples (seq_len, or --data FILE)" in found.notes
 
 
 @pytest.mark.parametrize("given", [{"images": 2}, {"image_size": 224}, {"audio_seconds": 5.0}])
@@ -449,9 +449,12 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     assert short.gpu
     assert short.longest is None
     assert 0 < short.parameters < found.parameters
-    assert "Nothing fits. The nearest: " in str(found)
-    assert "tok/s" not in str(found)
-    assert str(found).endswith("Memory is predicted: nothing of it was measured on this GPU.")
+    text = str(found).splitlines()
+    assert text[1].startswith("DOES NOT FIT: the smallest set-up needs ")
+    assert "tokens/s" not in str(found)
+    labels = [line.split()[0] for line in text[text.index("", 4) :] if line[:1].strip()]
+    assert labels == ["Fails", "Nearest", "Fits", "Trust", "Next"]
+    assert text[-1].startswith("Next     call plan with ")
     with pytest.raises(ValueError, match="has no plan that fits a GPU with 14MiB; expected one that does"):
         _ = found.recipe
 
@@ -473,7 +476,7 @@ def test_the_batch_that_would_fit_fits_and_the_next_does_not() -> None:
     found = planned("150MiB", effective_batch_size=64, **options)
     batch = found.shortfall.batch or 0
     assert 1 < batch < 64
-    assert f"an effective batch of {batch}" in str(found)
+    assert f"{batch} examples per step" in str(found)
     fitting = planned("150MiB", effective_batch_size=batch, **options).chosen
     assert fitting.fits
     assert fitting.recipe.gradient_release
