@@ -57,7 +57,7 @@ def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -
     found = texts(drawn(hand_made(), monkeypatch, tmp_path))
     for text in (
         "bert-large: batch 32 x 128, fp32, adamw_torch_fused\nFITS GPU 4GB: 1.99 of 3.80 GiB, 1.81 GiB free",
-        "decides the total: 1.59 GiB allocated, backward\nbert.encoder.layer.23",
+        "peak here: 1.59 GiB allocated, backward\nbert.encoder.layer.23",
         "usable on GPU 4GB: 3.80 GiB",
         "reserved and context, 1.99 GiB at most",
         "1.59 GiB allocated where the total is decided; of components, there / at most:",

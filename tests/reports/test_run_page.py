@@ -31,7 +31,7 @@ def test_it_says_what_the_run_says() -> None:
     assert [where for where in read.loaded if not where.startswith("#")] == ["data:,"]
     said = read.words
     assert "LlamaForCausalLM on NVIDIA GeForce RTX 4060 4 x 4 examples of up to 512 tokens Trained" in said
-    assert "Memory at the peak 6.92 of 8.00 GiB" in said  # 6670 MiB reserved and 412 MiB of context
+    assert "Peak memory 6.92 of 8.00 GiB" in said  # 6670 MiB reserved and 412 MiB of context
     assert "Predicted 6.98 of 7.71 GiB batch 4 x 512" in said
     assert "Steps 40 1 to 40" in said
     assert "Padding 26.7 % of 245,760 tokens" in said

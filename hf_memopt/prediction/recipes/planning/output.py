@@ -253,7 +253,7 @@ def _heading(found: Plan, gpus: str = "") -> Iterator[str]:
         what.append(f"{texts.rows:,} examples, mean {texts.tokens:.0f} tokens, padded {texts.width}")
     if texts.seq_len is not None:
         what.append(f"{'planned for ' * bool(what)}{texts.seq_len} tokens")
-    what.append(f"{found.effective_batch_size} examples per step")
+    what.append(f"{found.effective_batch_size} example{'s' * (found.effective_batch_size != 1)} per step")
     what += filter(None, [_precision(found)])
     what += [f"goal: {GOALS[found.goal]}"] if found.goal != "speed" else []
     yield f"{found.model} ({format_count(found.parameters)}) on {gpus or gpu.name}: {', '.join(what)}"
