@@ -78,7 +78,8 @@ def test_a_folder_makes_the_page_and_the_newest_process_is_taken(
     page = tmp_path / "memopt_run.html"
     assert (done.exit_code, done.output) == (0, f"Report: {page}\n")
     assert page.read_text(encoding="utf-8") == page_of(finished_run())
-    again = invoked("report", tmp_path)
+    assert invoked("report", tmp_path).exit_code == 0  # as the run itself may have written it
+    again = invoked("report", tmp_path, "--output", page)
     assert again.exit_code == 2
     assert f"{page} exists already; expected a new file. Pass another name, or --force to replace it" in in_one_line(
         again.output
@@ -110,3 +111,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: Any, says: str) -> N
     assert found.exit_code == 2
     assert says.rstrip(".") in in_one_line(found.output)
     assert list(tmp_path.glob("*.html")) == []
+
+
+def test_the_page_ends_with_what_to_do_next() -> None:
+    told = finished_run()
+    told["batches"] |= {"padded_tokens": 1000, "tokens": 350, "largest_rows": 8}
+    said = Page(page_of(told)).words
+    assert "65.0 % of all tokens are padding; batch examples of like lengths: train_dataset=bucketed(" in said
+    told["batches"] |= {"tokens": 990}
+    told["micro_batching"] = None
+    assert Page(page_of(told)).words.rstrip().endswith("Do next Nothing: little padding, and memory never ran out.")

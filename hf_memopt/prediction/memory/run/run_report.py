@@ -88,7 +88,7 @@ def write_report(trainer: Any, peaks: Peaks, record: RunRecord, state: str, *, p
         page = _write(trainer, told, record.unwritten, with_page=state == "finished")
         if page is not None and state == "finished":
             logger.info("report of this run: %s", page)
-    except RuntimeError as error:  # of a device or a driver; a report must not cost a training its result
+    except Exception as error:  # of a device, a driver or a picture; a report must not cost a training its result
         notify(logger, f"there is no report of this run ({error})")
 
 

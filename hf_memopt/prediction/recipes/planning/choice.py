@@ -140,8 +140,7 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     if one.recipe.streamed:
         hides = "" if one.hiding_tokens is None else f", copies hidden from {one.hiding_tokens:,.0f} tokens a pass on"
         longest += f"nothing fits on the GPU alone: layers wait in {format_bytes(one.host_bytes)} of RAM{hides}; "
-    most = "the fastest" if one.seconds is not None else "by an assumed time the fastest"
-    first = f"{most} {kind}set-up that fits{ease}"
+    first = f"the fastest {kind}set-up that fits{ease}{' by an assumed time' if one.seconds is None else ''}"
     if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):
         return f"{longest}{first}"
     if equally_fast(fastest.cost, one.cost):
