@@ -129,7 +129,7 @@ def table(figures: dict[str, Any]) -> str:
         "Computed, not measured (`python benchmarks/large_models.py`); in all: reserved bytes and the CUDA context. "
         "Released gradients are neither accumulated nor clipped by their global norm."
     )
-    return markdown("| rows x tokens, GPU | set-up | in all | to spare | effective batch |", rows, note)
+    return markdown("| rows x tokens, GPU | set-up | in all | free | effective batch |", rows, note)
 
 
 def _signed(size_bytes: int) -> str:

@@ -15,7 +15,7 @@ from printed_errors import in_one_line
 from hf_memopt import plotting
 from hf_memopt.prediction.reports.run import read_run, run_page
 
-SECTIONS = {"peak", "timeline", "padding", "micro", "changes", "sure", "environment"}
+SECTIONS = {"next", "peak", "timeline", "padding", "micro", "changes", "sure", "environment"}
 
 
 def page_of(told: dict[str, Any]) -> str:

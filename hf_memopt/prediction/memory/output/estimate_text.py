@@ -61,8 +61,11 @@ def print_estimate(
     lines += [("Note", note) for note in estimate.notes if verbose or not isinstance(note, Aside)]
     lines.append(("Trust", TRUST))
     for label, text in lines:
-        indented = {"initial_indent": f"{label:<9}", "subsequent_indent": " " * 9}
-        plain(fill(wording(text), console.width, break_on_hyphens=False, **indented), soft_wrap=True)
+        begin = f"{label:<9}"
+        filled = fill(
+            wording(text), console.width, initial_indent=begin, subsequent_indent=" " * 9, break_on_hyphens=False
+        )
+        plain(filled, soft_wrap=True)
     if estimate.verdict not in (None, "fits"):
         plain(f"{'Next':<9}{plan or _plan_call(estimate)}", soft_wrap=True)
 

@@ -143,7 +143,9 @@ class _Watch(TrainerCallback):
 
     @staticmethod
     def _what(shape: BatchShape) -> str:
-        return f"{shape.rows} example{'s' * (shape.rows != 1)}" + ("" if shape.seq_len is None else f" of {shape.seq_len} tokens")
+        return f"{shape.rows} example{'s' * (shape.rows != 1)}" + (
+            "" if shape.seq_len is None else f" of {shape.seq_len} tokens"
+        )
 
     def changes_that_fit(self) -> tuple[str, ...]:
         """Return the first of ``EXACT`` with which the predicted step fits, or that needs least; nothing if it fits."""
