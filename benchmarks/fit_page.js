@@ -2,7 +2,8 @@
 const UNIT = 2 ** 16, GIB = 2 ** 30;
 const [CONTEXT, UNUSED] = ["CUDA context", "reserved, not in use"];
 const TITLES = {full: "full fine-tuning", lora: "LoRA", qlora: "QLoRA"};
-const WORDS = {fits: "It fits", tight: "Too close to tell", over: "It does not fit the GPU alone"};
+const WORDS = {fits: "Yes", tight: "Too close to tell", over: "Not on the GPU alone"};
+const SIGNS = {fits: "✓", tight: "~", over: "✗"};
 const at = (id) => document.getElementById(id);
 const gib = (size) => (size / GIB).toFixed(2);
 const three = (value) => Number(value.toPrecision(3)).toLocaleString("en");
@@ -119,27 +120,32 @@ async function started() {
     const [low, high] = [lengths[0] ?? 0, lengths.at(-1) ?? 0];
     const given = Math.round(Number(asked.length)) || low;
     const length = hasText ? Math.min(Math.max(given, low), high) : null;
-    at("model").value = model;
-    at("gpu").value = gpu;
+    for (const name of ["model", "gpu"]) if (document.activeElement !== at(name)) at(name).value = asked[name];
     document.querySelector(`input[value="${method}"]`).checked = true;
     if (document.activeElement !== at("length")) at("length").value = length ?? "";
     Object.assign(at("length"), {min: low, max: high, disabled: !hasText});
     at("length-note").textContent = !hasText ? "Its inputs have one size; there is no length to choose."
       : given === length ? `${low} to ${high.toLocaleString("en")} tokens.`
-      : `${given.toLocaleString("en")} is outside ${low} to ${high.toLocaleString("en")} tokens, which were simulated; shown for ${length.toLocaleString("en")}.`;
+      : `${given.toLocaleString("en")} is outside ${low} to ${high.toLocaleString("en")} tokens${high < 4096 ? ", all that the model takes" : ""}; shown for ${length.toLocaleString("en")}.`;
     history.replaceState(null, "", `#${new URLSearchParams({...asked, length: length ?? ""})}`);
 
     const found = answer(model, gpu, method, length);
-    const what = `${model}, ${TITLES[method]}${hasText ? `, rows of ${length.toLocaleString("en")} tokens` : ""}, on ${gpu}`;
+    const what = `${model}, ${TITLES[method]}${hasText ? `, examples of ${length.toLocaleString("en")} tokens` : ""}, on ${gpu}`;
     at("headline").textContent = what;
+    const sizes = found ? `: ${gib(found.total)} of ${gib(card.usable)} GiB` : "";
     const verdict = found?.verdict ?? "tight";
     at("verdict").className = `verdict is-${verdict}`;
-    at("badge").className = `badge ${verdict}`;
-    at("badge").textContent = found ? WORDS[verdict] : "Not simulated";
-    document.title = `${found ? WORDS[verdict] : "Not simulated"}: ${what}`;
+    at("answer").textContent = (found ? WORDS[verdict] : "Not simulated") + sizes;
+    at("methods").replaceChildren(...known.methods.map((one) => {
+      const other = answer(model, gpu, one, length), item = document.createElement("li");
+      item.className = `badge ${other?.verdict ?? ""}${one === method ? " chosen" : ""}`;
+      item.textContent = other ? `${SIGNS[other.verdict]} ${TITLES[one]} ${gib(other.total)} GiB` : `? ${TITLES[one]}`;
+      return item;
+    }));
+    document.title = `${found ? WORDS[verdict] : "Not simulated"}${sizes}: ${what}`;
     at("total").textContent = found ? `${gib(found.total)} of ${gib(card.usable)} GiB` : "-";
     at("spare").textContent = !found ? (row?.reason ?? "This set-up was not simulated.")
-      : `${gib(Math.abs(found.spare))} GiB ${found.spare < 0 ? "too much" : "to spare"}`;
+      : `${gib(Math.abs(found.spare))} GiB ${found.spare < 0 ? "too much" : "free"}`;
     const seconds = found && secondsOf(model, gpu, method, length);
     at("seconds").textContent = seconds ? `${three(seconds)} s` : "-";
     at("speed").textContent = !seconds ? "not predicted for this model"
@@ -147,11 +153,13 @@ async function started() {
     at("parameters").textContent = first ? `${three(first.parameters / 1e9)} B` : "-";
     at("precision").textContent = found ? `computed in ${row.precision}` : "";
     at("micro").textContent = found ? `${row.rows} x ${known.examples / row.rows}` : "-";
-    at("steps").textContent = found ? "rows x accumulation steps" : "";
+    at("steps").textContent = found ? "examples at a time x times a step" : "";
     draw(found, card, gpu);
     map(model, gpu, method, length, lengths);
     const fitting = Object.keys(known.gpus).filter((name) => answer(model, name, method, length)?.verdict === "fits");
     fitting.sort((one, other) => known.gpus[one].usable - known.gpus[other].usable);
+    const smallest = fitting[0] ? `The smallest GPU that fits it is ${fitting[0]}.` : "No GPU of this page fits it.";
+    at("instead").textContent = verdict === "fits" ? "" : `${smallest} With layers in RAM it may fit ${gpu} too:`;
     at("others").textContent = fitting.slice(0, 8).join(", ") || "None of the GPUs of this page.";
     const option = hasText ? ` -s ${length}` : "";
     at("command").firstElementChild.textContent = `hf-memopt plan ${model} --gpu "${gpu}"${option} --method ${method}`;
@@ -186,7 +194,7 @@ async function started() {
       row.append(cell("td", TITLES[one]), ...powers.map((tokens) => {
         const found = answer(model, gpu, one, tokens);
         const here = one === method && tokens === length ? " here" : "";
-        return cell("td", found ? gib(found.total) : "-", `n ${found?.verdict ?? ""}${here}`);
+        return cell("td", found ? `${SIGNS[found.verdict]} ${gib(found.total)}` : "-", `n ${found?.verdict ?? ""}${here}`);
       }));
       return row;
     }));
@@ -194,9 +202,16 @@ async function started() {
 
   at("asked").addEventListener("input", (event) => {
     const {id, name, value} = event.target;
+    const isKnown = {model: () => known.rows.some((row) => row.model === value), gpu: () => value in known.gpus}[id];
+    if (isKnown && !isKnown()) return;  // a name that is being typed
     asked[name || id] = value;
     show();
   });
+  for (const name of ["model", "gpu"]) {
+    at(name).addEventListener("focus", () => at(name).select());
+    at(name).addEventListener("blur", show);  // what is no name gives way to the last one
+  }
+  at("asked").hidden = at("answers").hidden = false;
   at("length").addEventListener("change", show);
   at("asked").addEventListener("submit", (event) => event.preventDefault());
   window.fit = {answer, secondsOf, known};

@@ -26,6 +26,7 @@ from fit_points import (
     between,
     has_large_workspace,
     kernels_of,
+    parts_at,
 )
 
 import hf_memopt
@@ -38,6 +39,7 @@ from hf_memopt.prediction.reports.pictures import colours_of
 from hf_memopt.training.binding.fused_loss.chunked_loss import CHUNK_BYTES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+PLAIN_GPU, PLAIN_LENGTH = GPUS["RTX 3060 12GB"], 512  # of the table without JavaScript
 PAGE, DATA = DOCS / "does-it-fit.html", DOCS / "does-it-fit.parquet"
 SAME = {
     **dict.fromkeys(("model", "task", "method", "kernels", "precision", "reason"), pa.string()),
@@ -145,6 +147,10 @@ def page_of(rows: Sequence[Row]) -> str:
         seconds=packed(seconds.tobytes()),
         organisations=by_organisation({row["model"] for row in rows}),
         sizes=by_size(),
+        methods=METHODS,
+        plain=least_memory(rows),
+        plain_gpu=PLAIN_GPU,
+        plain_length=PLAIN_LENGTH,
         published=results_file.last_row("published")["figures"]["summaries"],
         checked=results_file.last_row("fit_data")["figures"],
     )
@@ -159,6 +165,18 @@ def packed(data: bytes) -> str:
 def shown_models() -> set[str]:
     """Return the models of the page."""
     return set(pq.read_table(DATA, columns=["model"])["model"].to_pylist())
+
+
+def least_memory(rows: Sequence[Row]) -> dict[str, list[int | None]]:
+    """Return the bytes of each model by method, for a reader without JavaScript; None where none were simulated."""
+    found: dict[str, list[int | None]] = {}
+    for row in rows:
+        if row["kernels"] == kernels_of(PLAIN_GPU).name:
+            sizes = found.setdefault(row["model"], [None] * len(METHODS))
+            if "reason" not in row:
+                length = None if row["lengths"][0] is None else min(PLAIN_LENGTH, row["lengths"][-1])
+                sizes[[*METHODS].index(row["method"])] = round(sum(parts_at(row, PLAIN_GPU, length).values()))
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
 def by_organisation(names: set[str]) -> dict[str, list[str]]:

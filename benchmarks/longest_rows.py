@@ -41,7 +41,7 @@ def figures_of(model: str, method: str, allow: tuple[str, ...], gpu: str) -> dic
 
 
 def longest(recipe: Recipe, simulation: Any, lengths: range) -> int:
-    """Return the longest row that fits with 5 % to spare."""
+    """Return the longest row that fits with 5 % free."""
     return largest_that_fits(lengths, lambda tokens: simulation.spare_bytes(recipe, tokens), first=(512, 4096)) or 0
 
 

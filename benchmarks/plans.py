@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -109,8 +109,13 @@ def figures_of(cell: Cell, found: Plan) -> dict[str, Any]:
         "trains_all": recipe.lora is None and not recipe.freeze,
         "clipping": not recipe.gradient_release,
         **({"host_bytes": shown.host_bytes} if recipe.streamed else {}),
-        **({"text": found.table(80)} if cell == EXAMPLE else {}),
+        **({"text": as_typed(found).table(80)} if cell == EXAMPLE else {}),
     }
+
+
+def as_typed(found: Plan) -> Plan:
+    """Return a plan as the command line makes it, whose last line is for a terminal."""
+    return replace(found, command=f"hf-memopt plan {found.model}")
 
 
 def pictured(found: Plan) -> str:

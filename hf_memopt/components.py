@@ -29,7 +29,7 @@ def parts_of(components: Mapping[str, int], reserved_bytes: int, context_bytes: 
 Verdict = Literal["fits", "tight", "over"]
 
 MARGIN_SHARE = 20
-"""A set-up fits with a twentieth of the GPU to spare: so much more, and rarely more, published runs reserved than was
+"""A set-up fits with a twentieth of the GPU free: so much more, and rarely more, published runs reserved than was
 predicted (``benchmarks/published.py`` counts them). What leaves less is too close to tell."""
 
 

@@ -36,6 +36,12 @@ def quoted(word: str) -> str:
     return subprocess.list2cmdline([word]) if os.name == "nt" else shlex.quote(word)
 
 
+class Aside(str):
+    """A note that a table shows only where it is asked for every detail (``--verbose``)."""
+
+    __slots__ = ()
+
+
 class PrintableRecord(logging.LogRecord):
     """A log record whose message is printable; for ``logging.setLogRecordFactory`` of a program."""
 

@@ -45,9 +45,9 @@ class Theme:
         strong: of what is always there, such as CUDA's context.
         limit: of the line of a GPU, and of what is beyond it.
         fits: of text about what fits.
-        tight: of text about what fits with little to spare.
+        tight: of text about what fits with little free.
         fits_area: of a cell that fits.
-        tight_area: of a cell that fits with little to spare.
+        tight_area: of a cell that fits with little free.
     """
 
     paper: str

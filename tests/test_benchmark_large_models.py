@@ -20,7 +20,7 @@ def test_every_parameter_of_a_1b_model_is_trained_on_4_gb() -> None:
 
 @pytest.mark.slow
 def test_every_aim_is_reached() -> None:
-    """The last step of each row: at most 3.5 GiB on 4 GB, 2 GiB to spare on 12 GB, at most 17 GiB on 24 GB."""
+    """The last step of each row: at most 3.5 GiB on 4 GB, 2 GiB free on 12 GB, at most 17 GiB on 24 GB."""
     figures = large_models.model_figures()
     small, middle, large = (list(steps.values())[-1] for steps in figures.values())
     assert small["total_bytes"] <= 3.5 * 2**30

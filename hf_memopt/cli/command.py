@@ -304,8 +304,8 @@ def wrapped(text: str, console: Console) -> str:
 
 
 STYLES = {
-    r"^It fits\b|^Recommended\b": "bold green",
-    r"^Nothing fits\b|^Out of memory\b|^error:": "bold red",
+    r"^FITS\b": "bold green",
+    r"^RUNS OUT\b|^error:": "bold red",
     r"^hint:": "bold cyan",
 }
 

@@ -54,7 +54,7 @@ def run(options: EstimateOptions, context: Any) -> int:
         console.out(json.dumps(as_dict(found), indent=2), highlight=False)
         return EXIT_CODES[found.verdict]
     wording = partial(in_flags, flags=flags_of(context.command.params))
-    print_estimate(found, console, wording, _plan_line(given, found))
+    print_estimate(found, console, wording, _plan_line(given, found), verbose=options.verbose)
     if options.plot is not None:
         console.out(f"Picture: {options.plot}", highlight=False)
     return EXIT_CODES[found.verdict]

@@ -1,4 +1,4 @@
-"""What ``hf-memopt gpus`` does: list the GPUs that are known by name, all or those of some words."""
+"""What ``hf-memopt gpus`` does: list the known GPUs by memory, all or those of some words."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 NOTE = (
-    "GiB: what it is sold with, and what of it all processes together can use. bf16: computed natively. sm: compute "
-    "capability. TFLOP/s: of 16-bit matrix products, by the specification; -: not published. GB/s: of its memory. "
-    "A plan: hf-memopt plan MODEL --gpu NAME"
+    "GiB: memory as sold; usable: by all processes together. bf16: native. sm: compute capability. TFLOP/s: 16-bit "
+    "matrix products, as specified (-: not published). GB/s: memory bandwidth.\nNext: hf-memopt plan MODEL --gpu NAME"
 )
 
 
@@ -46,7 +45,7 @@ def run(options: GpusOptions, context: Any) -> None:
     table = Table("GPU", box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="")
     for heading in ("GiB", "usable", "bf16", "sm", "TFLOP/s", "GB/s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for gpu in found:
+    for gpu in sorted(found, key=lambda gpu: gpu.memory_bytes):
         rate, bandwidth = gpu.peak_flops_per_second.fp16, gpu.bandwidth_bytes_per_second
         table.add_row(
             gpu.name,

@@ -51,7 +51,7 @@ def _task(group: str) -> Any:
 
 
 def _field(group: str, of: str = "--data") -> Any:
-    return _option(None, f"The field that holds the rows, where {of} is one JSON object.", "NAME", group=group)
+    return _option(None, f"The field that holds the examples, where {of} is one JSON object.", "NAME", group=group)
 
 
 def _column(group: str) -> Any:
@@ -74,9 +74,13 @@ def _json(group: str | None = None) -> Any:
     return _option(False, "Print JSON instead of a table.", None, "--json", group=group)
 
 
+def _verbose() -> Any:
+    return _option(False, "Show every row and note.", None, "-v", "--verbose", group=OUTPUT)
+
+
 @dataclass(frozen=True)
 class GpusOptions:
-    """List the GPUs that are known by name.
+    """List the known GPUs by memory.
 
     Examples:
       hf-memopt gpus
@@ -105,7 +109,7 @@ class PresetsOptions:
 class LengthsOptions:
     """Show what padding wastes on a data file.
 
-    How long its examples are, what each way of padding wastes, and what to set.
+    It prints how long examples are, what each way of padding wastes, and what to set.
 
     Examples:
       hf-memopt lengths train.jsonl
@@ -164,10 +168,10 @@ class EstimateOptions:
     compute_capability: str | None = _option(None, "Of that GPU, such as 7.5.", "X.Y", group=GPU)
     batch_size: int | None = _count("Examples of one forward pass; the preset's or 8 by default.", "-b", group=STEP)
     seq_len: int | None = _count(
-        "Tokens of a row, padding included; 512 by default, or what the model takes.", "-s", group=STEP
+        "Tokens of an example, padding included; 512 by default, or what the model takes.", "-s", group=STEP
     )
     data: Path | None = _option(
-        None, "Take --seq-len from the rows of a file: 99 % of them are not longer.", "FILE", "-d", group=STEP
+        None, "Take --seq-len from the examples of a file: 99 % are not longer.", "FILE", "-d", group=STEP
     )
     column: str | None = _column(STEP)
     field: str | None = _field(STEP)
@@ -177,6 +181,7 @@ class EstimateOptions:
     """Those of ``StepSettings`` that were given, each an option of its own."""
     plot: Path | None = _picture()
     theme: str = _theme()
+    verbose: bool = _verbose()
     json_output: bool = _json(OUTPUT)
     list_models: bool = _option(
         False, "Print the well-known names and stop.", group=OUTPUT, callback=_list_models, is_eager=True
@@ -199,16 +204,16 @@ class PlanOptions:
 
     model: str = _model(DATA)
     data: Path | None = _option(
-        None, "Plan for the rows of a file, and read them in --write.", "FILE", "-d", group=DATA
+        None, "Plan for the examples of a file, and read them in --write.", "FILE", "-d", group=DATA
     )
     column: str | None = _column(DATA)
     field: str | None = _field(DATA)
     tokenizer: str | None = _tokenizer(DATA)
     seq_len: int | None = _count(
-        "Tokens where rows are cut; the longest row by default, 512 without --data.", "-s", group=DATA
+        "Cut longer examples; to the longest by default, to 512 without --data.", "-s", group=DATA
     )
     effective_batch: int = _option(
-        32, "Examples of an optimizer step, which stays as it is; 32 by default.", "N", group=DATA, min=1, max=10**5
+        32, "Examples per optimizer step, never changed; 32 by default.", "N", group=DATA, min=1, max=10**5
     )
     task: str | None = _task(DATA)
     images: int | None = _option(None, "Pictures of an example.", "N", group=DATA, min=0)
@@ -227,7 +232,7 @@ class PlanOptions:
         "SIZE",
         group=GPU,
     )
-    goal: str = _option("speed", "speed, memory or longest (rows); speed by default.", "NAME", group=CHANGE)
+    goal: str = _option("speed", "speed, memory or longest (examples); speed by default.", "NAME", group=CHANGE)
     method: str = _option(
         "auto",
         "full, lora, qlora, or auto: full if it fits with 8 % free, else LoRA, else QLoRA.",
@@ -235,13 +240,14 @@ class PlanOptions:
         group=CHANGE,
     )
     allow: list[str] | None = _option(
-        None, "release_clipping, bf16_weights, freeze or shorter (rows); may be repeated.", "WORD", group=CHANGE
+        None, "release_clipping, bf16_weights, freeze or shorter (examples); may be repeated.", "WORD", group=CHANGE
     )
     write: Path | None = _option(None, "Write train.py and recipe.json to this folder.", "DIR", "-w", group=OUTPUT)
     report: Path | None = _option(None, "Also write one HTML file with pictures.", "FILE", group=OUTPUT)
     plot: Path | None = _picture()
     theme: str = _theme()
     force: bool = _option(False, "Replace files that are there.", group=OUTPUT)
+    verbose: bool = _verbose()
     json_output: bool = _json(OUTPUT)
 
 
@@ -249,8 +255,8 @@ class PlanOptions:
 class ReportOptions:
     """Make one HTML file with pictures of a run or a plan.
 
-    It is made of the output folder of a run with a MemoryReportCallback, or of the JSON of plan. No network is needed,
-    and neither the model nor the data.
+    Pass the output folder of a run with a MemoryReportCallback, or the JSON of plan. No network, model or data is
+    needed.
 
     Examples:
       hf-memopt plan gpt2 -g "RTX 4060" --report plan.html --json > plan.json
@@ -266,11 +272,11 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class RehearseOptions:
-    """Rehearse a script, unchanged, on a GPU that is not there.
+    """Run a script, unchanged, on a GPU that is not there, and print its peak memory.
 
-    It runs with torch's own CUDA code up to a few optimizer steps and two batches of an evaluation, and ends there.
-    Without --gpu and --memory the same steps run for real on the GPU of this machine. Exit code 0 if it fits, 1 if
-    memory runs out, 2 on errors; a script that fails by itself keeps its own.
+    PyTorch's own CUDA code runs a few optimizer steps and two batches of evaluation. Without --gpu and --memory the
+    same steps run for real on this machine's GPU. Exit code 0 if it fits, 1 if memory runs out, 2 on errors; a script
+    that fails by itself keeps its own.
 
     Examples:
       hf-memopt rehearse --gpu "RTX 3060 12GB" train.py --learning_rate 1e-4
@@ -297,9 +303,8 @@ class RehearseOptions:
 class RunOptions:
     """Run a script unchanged, with what saves memory and does not change its result.
 
-    Each Trainer.train() gets micro-batching, which acts when memory runs out, and the guard of evaluations. Before the
-    first step it is said what a step needs, then how far the run is, at the end which lines do the same. What the
-    script prints and its exit code stay its own. With torchrun: torchrun -m hf_memopt run train.py.
+    It predicts memory before the first step, splits a step or an evaluation that does not fit, and prints the lines to
+    add at the end. The script's output and exit code stay its own. With torchrun: torchrun -m hf_memopt run train.py.
 
     Examples:
       hf-memopt run train.py --learning_rate 1e-4

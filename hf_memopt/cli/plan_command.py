@@ -46,9 +46,9 @@ def run(options: PlanOptions, context: Any) -> int:
     if options.json_output:
         console.out(texts[0] if len(plans) == 1 else f"[{', '.join(texts)}]", highlight=False)
     elif len(plans) > 1:
-        print_plans(plans, console, wording)
+        print_plans(plans, console, wording, verbose=options.verbose)
     else:
-        print_plan(found, console, wording)
+        print_plan(found, console, wording, verbose=options.verbose, is_written=options.write is not None)
     said = errors if options.json_output else console  # standard output is JSON alone
     if options.write is not None:
         written = f"Nothing was written to {options.write}: no set-up fits."
@@ -74,7 +74,7 @@ def _plans(options: PlanOptions, words: Sequence[str], context: Any, announce: C
         lengths = lengths_of_data(options.model, rows, task)[1]
         unread = [*filter(None, [rows.read(task).note])]
     given = {name: getattr(options, name) for name in AS_TYPED}
-    typed = typed_command(context, without=("gpu", "write", "report", "plot", "force", "json_output"))
+    typed = typed_command(context, without=("gpu", "write", "report", "plot", "force", "json_output", "verbose"))
     gpus: Sequence[str | None] = options.gpu or [None]
     plans: list[Plan] = []
     for gpu in gpus:

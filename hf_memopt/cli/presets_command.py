@@ -54,9 +54,9 @@ def _explained(chosen: Recipe, *, is_narrow: bool) -> str:
     width, most = (max(len(row[column]) for row in found) for column in (0, 1))
     break_ = "\n    " if is_narrow else "  "
     lines = [
-        f"  {name} = {value}{break_}{why} (stock: {STOCK[name]!r})"
+        f"  {name} = {value}{break_}{why} (default: {STOCK[name]!r})"
         if is_narrow
-        else f"  {name:<{width}}  {value:<{most}}  {why} (stock: {STOCK[name]!r})"
+        else f"  {name:<{width}}  {value:<{most}}  {why} (default: {STOCK[name]!r})"
         for name, value, why in found
     ]
     return "\n".join([f"{chosen.name}: {chosen.purpose}", *lines, "Everything else is as the Trainer has it."])

@@ -39,7 +39,8 @@ def run(options: ReportOptions, context: Any) -> None:
             f"Make a page of each: hf-memopt report {quoted(str(path))}"
         )
     page = options.output or found.with_suffix(".html")
-    check_page(page, force=options.force)
+    # the page that the run itself wrote beside its report is made again
+    check_page(page, force=options.force or (options.output is None and found != path))
     write_page(draw(), page)
     Console().out(f"Report: {page}", highlight=False)
 

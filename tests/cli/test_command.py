@@ -88,15 +88,15 @@ def test_frequent_options_have_a_letter(command: str, options: list[str]) -> Non
 @pytest.mark.parametrize("settings", [{}, {"force_terminal": True, "color_system": "truecolor"}])
 def test_only_a_terminal_gets_colours(settings: dict[str, Any], monkeypatch: Any) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    text = "plan\n > LoRA  4 x 8\n x full\n\nRecommended: LoRA, since it fits.\nNothing fits: no."
+    text = "plan\n > LoRA  4 x 8\n x full\n\nFITS: 1 of 2 GiB\nRUNS OUT in step 1"
 
     def printed() -> str:
         print_coloured(text, console := Console(file=io.StringIO(), width=20, **settings))
         return console.file.getvalue()
 
     assert re.sub(r"\x1b\[[\d;]*m", "", printed()) == f"{text}\n"  # no line is wrapped
-    assert ("\x1b[1;32mRecommended\x1b[0m: LoRA" in printed()) is bool(settings)
-    assert ("\x1b[1;31mNothing fits" in printed()) is bool(settings)
+    assert ("\x1b[1;32mFITS\x1b[0m: 1" in printed()) is bool(settings)
+    assert ("\x1b[1;31mRUNS OUT" in printed()) is bool(settings)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[1;32m" not in printed()
 
@@ -132,7 +132,7 @@ def test_the_length_ends_where_the_model_does(folder) -> None:
         "3 longer rows have to be truncated",
     )
     shown = runner.invoke(app, ["estimate", "model", "--data", "rows.jsonl"], env={"COLUMNS": "200"}).stdout
-    assert "\nNote: --seq-len 64 from 3 rows of rows.jsonl: p99 90, " in shown
+    assert "\nNote     --seq-len 64 from 3 rows of rows.jsonl: p99 90, " in shown
 
 
 UNCOUNTED = (

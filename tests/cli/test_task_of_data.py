@@ -174,7 +174,7 @@ def test_the_written_script_trains_what_the_first_line_says(
     options = tuple(option for option in options if option != "TSV")
     assert planned(folders / own, "--write", "run", *options, data=file)[0].startswith(said)
     script = Path("run/train.py")
-    script.write_text(script.read_text().replace("bf16=True,", "bf16=True, use_cpu=True,").replace("tf32=True,", ""))
+    script.write_text(script.read_text().replace("bf16=cuda,", "bf16=True, use_cpu=True,").replace("tf32=cuda,", ""))
     trainer = runpy.run_path(str(script), run_name="__main__")["trainer"]
     assert type(trainer.model).__name__ == kind
     assert trainer.state.global_step == 9

@@ -56,8 +56,8 @@ def test_the_picture_is_a_file_with_every_component(tmp_path) -> None:
 def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -> None:
     found = texts(drawn(hand_made(), monkeypatch, tmp_path))
     for text in (
-        "bert-large: batch 32 x 128, fp32, adamw_torch_fused\nfits GPU 4GB: 1.99 GiB of 3.80 GiB, 1.81 GiB to spare",
-        "decides the total: 1.59 GiB allocated, backward\nbert.encoder.layer.23",
+        "bert-large: batch 32 x 128, fp32, adamw_torch_fused\nFITS GPU 4GB: 1.99 of 3.80 GiB, 1.81 GiB free",
+        "peak here: 1.59 GiB allocated, backward\nbert.encoder.layer.23",
         "usable on GPU 4GB: 3.80 GiB",
         "reserved and context, 1.99 GiB at most",
         "1.59 GiB allocated where the total is decided; of components, there / at most:",

@@ -85,7 +85,9 @@ def test_a_run_leaves_what_its_report_shows(tmp_path: Path) -> None:
     assert told["micro_batching"]["limits"] == {name: limit.limit for name, limit in callback.limits.items()}
     assert (told["predicted"], told["out_of_memory"]) == (None, None)
     assert told["arguments"]["optim"] == "adamw_torch"
-    assert not (tmp_path / "memopt_run.html").exists()
+    page = (tmp_path / "memopt_run.html").read_text(encoding="utf-8")
+    limits = ", ".join(f"{name}={one.limit}" for name, one in callback.limits.items() if one.limit is not None)
+    assert f"cut them from the start: <code>MicrobatchCallback({limits})</code>" in page
 
 
 def test_an_out_of_memory_that_ends_the_run_leaves_what_was_alive(tmp_path: Path, monkeypatch: Any) -> None:

@@ -163,7 +163,7 @@ def test_a_plan_for_several_processes_is_for_one_gpu(monkeypatch: pytest.MonkeyP
     assert tuple(notes) == alone.notes
     assert told.startswith("for one GPU; under DDP each of 2 holds gradient buckets of ")
     assert told.endswith(f"To count everything: {REHEARSE}")
-    assert f"Note: {told}." in found.table(1000)
+    assert f"Note     {told}\n" in found.table(1000)
     many = plan(tiny.llama_config(num_hidden_layers=4), **{**PLANNED, "gpu": "150MiB", "effective_batch_size": 32})
     steps = (many.chosen or many.shortfall.nearest).accumulation_steps  # type: ignore[union-attr]
     assert steps > 1

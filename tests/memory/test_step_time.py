@@ -79,7 +79,7 @@ def test_more_work_takes_longer_and_a_faster_gpu_is_faster() -> None:
 def test_the_estimate_shows_the_time() -> None:
     found = small()
     time: Any = found.step_time
-    assert f"Time of a step, predicted: {time.seconds:.3g} s" in found.table()
+    assert f" tokens/s, {time.seconds:.3g} s (" in " ".join(found.table().split())
     assert json.loads(found.to_json())["step_time"]["seconds"] == time.seconds
     assert "step_costs" not in json.loads(found.to_json())
 
@@ -111,12 +111,12 @@ def test_a_time_that_cannot_be_predicted_is_not_guessed(monkeypatch: pytest.Monk
     assert by_size.step_time is None
     assert by_size.step_costs is not None
     assert by_size.time_unknown == "custom 8.00 GiB has no known bandwidth and rate of products"
-    assert "Time of a step: not predicted, custom 8.00 GiB has no known bandwidth" in by_size.table()
+    assert "Speed    not predicted, custom 8.00 GiB has no known bandwidth" in by_size.table()
     assert small(optim="stable_adamw").time_unknown == "the step of optim='stable_adamw' is not counted"
     monkeypatch.setattr("hf_memopt.prediction.memory.estimation.current_gpu", lambda: None)
     found: Any = small(gpu=None)
     assert (found.step_time, found.time_unknown) == (None, "")
-    assert "Time of a step" not in found.table()
+    assert "predicted" not in found.table()
     assert found.step_costs.on(GPUS[A100]).seconds > 0
     with pytest.raises(ValueError, match=r"expected a GPU of the table\. Pass gpu='RTX 3060 12GB'"):
         found.step_costs.on(custom_gpu("8GB"))

@@ -207,7 +207,7 @@ def test_where_a_step_does_not_fit(word: str, tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines() == [ALLOWED[word], str(word != "freeze")]
     said = found.stderr
-    needs = r"\[memopt\] 256 rows of 12 tokens need [\d.]+ GiB of 3\.\d+ GiB on RTX 3050 4GB: steps"
+    needs = r"\[memopt\] 256 examples of 12 tokens need [\d.]+ GiB of 3\.\d+ GiB on RTX 3050 4GB: steps"
     assert re.search(needs, said)
     micro = "" if word == "release_clipping" else "MicrobatchCallback(), "  # which do not go together
     order = [

@@ -307,7 +307,7 @@ def test_the_text_at_80_columns() -> None:
         optimizer          9.71      14.62
         evaluation        12.31      18.54
 
-        At the peak these held it:
+        At peak memory these held it:
             4.60 GiB   438 x  state of AdamW
             2.30 GiB   148 x  weights of LlamaForCausalLM
             2.30 GiB   146 x  gradients

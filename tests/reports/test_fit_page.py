@@ -69,8 +69,8 @@ def test_readme_and_the_page_give_one_answer(rows: list[Row]) -> None:
         assert figures["total_bytes"] <= gpu.usable_bytes - margin_of(gpu)
     assert streamed == [("Llama-3.1-8B", "RTX 3050 4GB")]
     page = fit_page.PAGE.read_text(encoding="utf-8")
-    assert 'over: "It does not fit the GPU alone"' in page
-    assert '<span class="badge over">does not fit the GPU alone</span>' in page
+    assert 'over: "Not on the GPU alone"' in page
+    assert '<span class="badge over">✗ does not fit the GPU alone</span>' in page
 
 
 def test_the_script_answers_as_the_points_say(browser: Chromium, rows: list[Row]) -> None:
@@ -95,4 +95,15 @@ def test_what_is_chosen_is_in_the_address(browser: Chromium, rows: list[Row]) ->
     browser.value(f"(() => {{ {choose.format('length', '100000')} }})()")
     assert "gpu=T4" in browser.value("location.hash")
     assert "outside 128 to 4,096 tokens" in browser.value("document.getElementById('length-note').textContent")
-    assert browser.value("document.getElementById('headline').textContent").endswith("rows of 4,096 tokens, on T4")
+    assert browser.value("document.getElementById('headline').textContent").endswith("examples of 4,096 tokens, on T4")
+    browser.value(f"(() => {{ {choose.format('model', 'no such model')} }})()")
+    assert "model=Qwen2.5-1.5B" in browser.value("location.hash")  # a name that is being typed changes nothing
+
+
+def test_without_javascript_there_is_a_plain_table(rows: list[Row]) -> None:
+    page = fit_page.PAGE.read_text(encoding="utf-8")
+    plain = page.partition("<noscript>")[2].partition("</noscript>")[0]
+    for row in rows:
+        if row["kernels"] == kernels_of(fit_page.PLAIN_GPU).name:
+            assert f"<tr><td>{row['model']}</td>" in plain
+    assert page.count(" hidden>") == 2  # the form and the answers, which the script shows

@@ -15,7 +15,7 @@ from printed_errors import in_one_line
 from hf_memopt import plotting
 from hf_memopt.prediction.reports.run import read_run, run_page
 
-SECTIONS = {"peak", "timeline", "padding", "micro", "changes", "sure", "environment"}
+SECTIONS = {"next", "peak", "timeline", "padding", "micro", "changes", "sure", "environment"}
 
 
 def page_of(told: dict[str, Any]) -> str:
@@ -31,7 +31,7 @@ def test_it_says_what_the_run_says() -> None:
     assert [where for where in read.loaded if not where.startswith("#")] == ["data:,"]
     said = read.words
     assert "LlamaForCausalLM on NVIDIA GeForce RTX 4060 4 x 4 examples of up to 512 tokens Trained" in said
-    assert "Memory at the peak 6.92 of 8.00 GiB" in said  # 6670 MiB reserved and 412 MiB of context
+    assert "Peak memory 6.92 of 8.00 GiB" in said  # 6670 MiB reserved and 412 MiB of context
     assert "Predicted 6.98 of 7.71 GiB batch 4 x 512" in said
     assert "Steps 40 1 to 40" in said
     assert "Padding 26.7 % of 245,760 tokens" in said
@@ -78,7 +78,8 @@ def test_a_folder_makes_the_page_and_the_newest_process_is_taken(
     page = tmp_path / "memopt_run.html"
     assert (done.exit_code, done.output) == (0, f"Report: {page}\n")
     assert page.read_text(encoding="utf-8") == page_of(finished_run())
-    again = invoked("report", tmp_path)
+    assert invoked("report", tmp_path).exit_code == 0  # as the run itself may have written it
+    again = invoked("report", tmp_path, "--output", page)
     assert again.exit_code == 2
     assert f"{page} exists already; expected a new file. Pass another name, or --force to replace it" in in_one_line(
         again.output
@@ -110,3 +111,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: Any, says: str) -> N
     assert found.exit_code == 2
     assert says.rstrip(".") in in_one_line(found.output)
     assert list(tmp_path.glob("*.html")) == []
+
+
+def test_the_page_ends_with_what_to_do_next() -> None:
+    told = finished_run()
+    told["batches"] |= {"padded_tokens": 1000, "tokens": 350, "largest_rows": 8}
+    said = Page(page_of(told)).words
+    assert "65.0 % of all tokens are padding; batch examples of like lengths: train_dataset=bucketed(" in said
+    told["batches"] |= {"tokens": 990}
+    told["micro_batching"] = None
+    assert Page(page_of(told)).words.rstrip().endswith("Do next Nothing: little padding, and memory never ran out.")

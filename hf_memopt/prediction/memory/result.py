@@ -99,18 +99,18 @@ class Estimate:
 
     @property
     def verdict(self) -> Verdict | None:
-        """``"fits"`` with 5 % of the GPU to spare, ``"tight"`` with less, which is too close to tell, or ``"over"``.
+        """``"fits"`` with 5 % of the GPU free, ``"tight"`` with less, which is too close to tell, or ``"over"``.
 
         The margin is that of a plan; published runs reserved up to so much more than was predicted. None without a GPU.
         """
         gpu = self.gpu
         return None if gpu is None else verdict_of(gpu.usable_bytes - self.total_bytes, margin_of(gpu))
 
-    def table(self) -> str:
-        """Return the estimate as plain text of at most 80 columns, with the verdict at the end."""
+    def table(self, *, verbose: bool = False) -> str:
+        """Return the estimate as text of at most 80 columns; ``verbose`` shows the phases and every note."""
         from hf_memopt.terminal import printed_text
 
-        return printed_text(partial(print_estimate, self))
+        return printed_text(partial(print_estimate, self, verbose=verbose))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the timeline, stacked by component, to a PNG, SVG or PDF file.

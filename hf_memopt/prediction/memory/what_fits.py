@@ -29,7 +29,7 @@ def largest_that_fits(
     first: Sequence[int] = (),
     is_worth: Callable[[int], bool] = lambda number: True,
 ) -> int | None:
-    """Return the largest number that leaves bytes to spare, where the next one does not; None where none does.
+    """Return the largest number that leaves bytes free, where the next one does not; None where none does.
 
     Args:
         numbers: to choose from, ascending.
@@ -66,7 +66,7 @@ def largest_that_fits(
 
 
 def _guess(numbers: Sequence[int], known: Mapping[int, int], low: int, high: int) -> int:
-    """Return the place between two others where the line through the two nearest known numbers has nothing to spare."""
+    """Return the place between two others where the line through the two nearest known numbers leaves nothing."""
     nearest = sorted(known, key=lambda place: min(abs(place - low), abs(place - high)))[:2]
     if len(nearest) == 2:
         one, other = sorted(nearest)

@@ -68,7 +68,7 @@ def _held(found: Rehearsal, width: int) -> list[str]:
     shown, rest = found.held[:MOST_PLACES], found.held[MOST_PLACES:]
     rows = [(one.size_bytes, one.blocks, _short(one.place) + (one.code and f": {one.code}")) for one in shown]
     rows += [(sum(one.size_bytes for one in rest), sum(one.blocks for one in rest), "other places")] if rest else []
-    heading = "At the peak" if found.out_of_memory is None else "When memory ran out"
+    heading = "At peak memory" if found.out_of_memory is None else "When memory ran out"
     lines = (f"  {format_bytes(size):>10} {blocks:>5} x  {where}"[:width] for size, blocks, where in rows)
     return [f"{heading} these held it:", *map(str.rstrip, lines)]
 

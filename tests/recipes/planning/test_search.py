@@ -126,9 +126,9 @@ def test_verdicts_have_colours_in_a_terminal_alone(found: Plan) -> None:
     terminal = {"force_terminal": True, "color_system": "standard"}
     coloured = printed(**terminal).splitlines()
     # rich 13 ends the colour of a line at the beginning of the next
-    assert [line for line in coloured if "\33[1;32m > full, " in line]
-    assert [line for line in coloured if "\33[1;32mRecommended: full, " in line]
-    assert [line for line in coloured if "\33[31m x full, " in line]
+    assert [line for line in coloured if "\33[1;32m > full fine-tuning" in line]
+    assert [line for line in coloured if "\33[1;32mFITS with full fine-tuning" in line]
+    assert [line for line in coloured if "\33[31m x full fine-tuning" in line]
     assert re.sub("\33\\[[01]m", "", printed(**terminal, no_color=True)) == plain  # bold is no colour
 
 

@@ -79,8 +79,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def on_cpu(path: Path) -> Path:
-    """Add to a script what stock asks for where there is no GPU, and return its path."""
-    path.write_text(path.read_text().replace("bf16=True,", "bf16=True, use_cpu=True,").replace("tf32=True,", ""))
+    """Let a script train here as on a GPU, with what stock asks for besides, and return its path."""
+    text = path.read_text().replace("bf16=cuda,", "bf16=True, use_cpu=True,").replace("tf32=cuda,", "")
+    path.write_text(text.replace("torch.cuda.is_available()", "True"))
     return path
 
 
@@ -160,11 +161,25 @@ def test_the_script_of_a_lora_plan_runs_as_it_is(model: Path, work: Path) -> Non
     least = min(log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log)
     assert trainer.state.best_metric == least
     assert (work / "run/out/final/adapter_model.safetensors").is_file()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(work / "run/out/merged", dtype="auto")
+    assert merged.dtype == torch.bfloat16
     chosen, told = recipe("run/recipe.json"), json.loads(done.stdout)["chosen"]
     assert json.loads(chosen.to_json()) == told["recipe"]
     assert ("PYTORCH_ALLOC_CONF" in os.environ) is chosen.expandable_segments
     check_against_recipe(trainer, chosen)
     check_memory(trainer, chosen, told, GPU)
+
+
+def test_on_a_cpu_a_script_says_so_and_trains_in_float32(
+    model: Path, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = plan(model, gpu=GPU, seq_len=24, effective_batch_size=8, method="lora").write("run", data="train.jsonl")
+    text = written.script.read_text()
+    assert len(text.splitlines()) <= 60, text
+    written.script.write_text(text.replace("num_train_epochs=3", "num_train_epochs=1"))
+    trainer = runpy.run_path(str(written.script), run_name="__main__")["trainer"]
+    assert capsys.readouterr().out.startswith("No GPU found: training on the CPU in float32.\n")
+    assert (trainer.args.bf16, trainer.model.dtype) == (False, torch.float32)
 
 
 # ---- Other set-ups and tasks

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from functools import partial
 from itertools import chain
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.components import COLOURS, COMPONENTS, CONTEXT, MARGIN_SHARE, parts_of
-from hf_memopt.notices import quoted
+from hf_memopt.notices import Aside, quoted
 from hf_memopt.technique_list import asked_by
-from hf_memopt.units import format_bytes, format_count, format_number, percent
+from hf_memopt.units import format_bytes, format_count, format_number, percent, to_gib
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 FORMAT = 2  # of the JSON; raised when a field changes its meaning or goes
 BAR_COLUMNS = 20
 PHASES_FROM = 74  # columns, in which a line holds all of a phase
+NOTHING = 0.0005  # of the total, which a table leaves out
+TRUST = "simulated, not measured on a GPU; an estimate may be 5 % of the GPU off"
 COLOUR = {"fits": "green", "tight": "yellow", "over": "red"}
 
 
@@ -30,42 +33,51 @@ COLOUR = {"fits": "green", "tight": "yellow", "over": "red"}
 
 
 def print_estimate(
-    estimate: Estimate, console: Console, wording: Callable[[str], str] = lambda text: text, plan: str = ""
+    estimate: Estimate,
+    console: Console,
+    wording: Callable[[str], str] = lambda text: text,
+    plan: str = "",
+    *,
+    verbose: bool = False,
 ) -> None:
-    """Print the table to a terminal, the verdict in colour; ``wording`` changes notes and verdict.
+    """Print set-up and verdict, the table, then a line for each of peak, speed and notes; ``wording`` changes notes.
 
     ``plan``: what to type to find what fits, the last line where it does not surely; a call of ``plan`` by default.
+    ``verbose`` shows components of nothing, the phases and every note too.
     """
-    flops = f"{format_number(estimate.flops / 1e12)} TFLOP per optimizer step"
-    heading = f"{describe(estimate)}\n{_parameters(estimate)}; {flops}"
-    lines = []
-    if estimate.host_bytes:
-        lines.append(f"Moved to the host: {format_bytes(estimate.host_bytes)}.")
-    lines += _time(estimate)
-    lines += [f"Note: {wording(note)}" for note in estimate.notes]
     plain = partial(console.print, markup=False, highlight=False, emoji=False)
-    plain(heading)
-    console.print(_components(estimate, "█" if console.encoding.lower().startswith("utf") else "#"))
-    plain(decides(estimate))
-    console.print(_phases(estimate, console.width))
-    if lines:
-        plain("\n".join(lines))
-    style = f"bold {COLOUR[estimate.verdict]}" if estimate.verdict else "bold"
-    if estimate.verdict in (None, "fits"):
-        plain(wording(verdict(estimate)), style=style)
-        return
-    plain(wording(f"{verdict(estimate)}. To find what fits:"), style=style)
-    plain(plan or _plan_call(estimate), soft_wrap=True)
+    plain(f"{describe(estimate)}\n{_parameters(estimate)}")
+    plain(wording(verdict(estimate)), style=f"bold {COLOUR[estimate.verdict]}" if estimate.verdict else "bold")
+    console.print(_components(estimate, "█" if console.encoding.lower().startswith("utf") else "#", verbose=verbose))
+    if verbose:
+        console.print(_phases(estimate, console.width))
+    lines = [("Peak", decides(estimate))]
+    if not verbose:
+        peaks = (f"{name} {format_bytes(peak.reserved_bytes)}" for name, peak in estimate.phases.items())
+        lines.append(("Reserved", ", ".join(peaks)))
+    if estimate.host_bytes:
+        lines.append(("Host", f"{format_bytes(estimate.host_bytes)} are moved to host memory"))
+    lines += [("Speed", text) for text in _time(estimate)]
+    lines += [("Note", note) for note in estimate.notes if verbose or not isinstance(note, Aside)]
+    lines.append(("Trust", TRUST))
+    for label, text in lines:
+        begin = f"{label:<9}"
+        filled = fill(
+            wording(text), console.width, initial_indent=begin, subsequent_indent=" " * 9, break_on_hyphens=False
+        )
+        plain(filled, soft_wrap=True)
+    if estimate.verdict not in (None, "fits"):
+        plain(f"{'Next':<9}{plan or _plan_call(estimate)}", soft_wrap=True)
 
 
-def _components(estimate: Estimate, block: str) -> RenderableType:
+def _components(estimate: Estimate, block: str, *, verbose: bool) -> RenderableType:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("component", no_wrap=True)
-    for heading in ("at the peak", "share"):
+    for heading in ("memory", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     parts = parts_of(estimate.components, estimate.peak_reserved_bytes, estimate.context_bytes)
@@ -75,6 +87,8 @@ def _components(estimate: Estimate, block: str) -> RenderableType:
         share = size_bytes / max(estimate.total_bytes, 1)
         bar = Text(block * round(share * BAR_COLUMNS), style=COLOURS.get(name, ""))
         style, is_unknown = "bold" if name == largest else None, name == CONTEXT and estimate.context_bytes is None
+        if size_bytes < NOTHING * estimate.total_bytes and not (verbose or name == CONTEXT):
+            continue
         cells = ("unknown", "") if is_unknown else (format_bytes(size_bytes), percent(share, 1))
         table.add_row(name, *cells, bar, end_section=name == CONTEXT, style=style)
     table.add_row("total", format_bytes(estimate.total_bytes), style="bold")
@@ -100,31 +114,31 @@ def _phases(estimate: Estimate, columns: int) -> RenderableType:
 
 
 def decides(estimate: Estimate) -> str:
-    """Return in a sentence which phase decides the total: by what tensors hold, or by what the allocator has to."""
-    place = f", in {estimate.module}" if estimate.module else ""
-    said, most = f"The {estimate.phase} phase decides the total{place}", estimate.peak_allocated_bytes
+    """Return in which phase memory peaks: by what tensors hold, or by what the allocator has to."""
+    place = f", at {estimate.module}" if estimate.module else ""
+    said, most = f"in the {estimate.phase} phase{place}", estimate.peak_allocated_bytes
     if estimate.phases[estimate.phase].allocated_bytes == most:
-        return f"{said}: most is allocated in it."
+        return f"{said}, where most is allocated"
     fullest = max(estimate.phases, key=lambda name: estimate.phases[name].allocated_bytes)
-    return f"{said}: the allocator reserves more in it than for the {format_bytes(most)} of the {fullest} phase."
+    return f"{said}, where the allocator reserves more than for the {format_bytes(most)} of the {fullest} phase"
 
 
 def _time(estimate: Estimate) -> list[str]:
-    """Return the line about the time of a step; none without a GPU."""
-    time = estimate.step_time
+    """Return the line about speed; none without a GPU."""
+    time, work = estimate.step_time, f"{format_number(estimate.flops / 1e12)} TFLOP per optimizer step"
     if time is None:
-        return [f"Time of a step: not predicted, {estimate.time_unknown}."] if estimate.time_unknown else []
+        return [f"not predicted, {estimate.time_unknown}; {work}"] if estimate.time_unknown else [work]
     speed = f"{format_number(time.examples_per_second)} examples/s"
     seconds, low, high = map(format_number, (time.seconds, time.low, time.high))
     tokens = time.tokens_per_second()
     if tokens is not None:
         speed = f"{tokens:,.0f} tokens/s"
     bound = (
-        f"; {percent(time.shares['launches'])} of it are launches, which the host decides"
+        f"; {percent(time.shares['launches'])} of it are launches, which depend on the CPU"
         if time.is_launch_bound
         else ""
     )
-    return [f"Time of a step, predicted: {seconds} s ({low} to {high} s), {speed}{bound}."]
+    return [f"{speed}, {seconds} s ({low} to {high} s) per optimizer step{bound}; {work}"]
 
 
 def _parameters(estimate: Estimate) -> str:
@@ -208,21 +222,21 @@ def _call_text(options: Mapping[str, Any]) -> str:
 
 def verdict(estimate: Estimate) -> str:
     """Return one sentence: whether the GPU can hold it, by how much, and if not surely, what is largest."""
-    gpu, total = estimate.gpu, format_bytes(estimate.total_bytes)
+    gpu, total = estimate.gpu, to_gib(estimate.total_bytes)
     if gpu is None:
         context = " and CUDA's context" if estimate.context_bytes is None else ""
-        return f"needs {total}{context}; name a GPU to see whether it fits, for example gpu='RTX 3050 4GB'"
+        return f"NEEDS {total:.2f} GiB{context}; name a GPU to see whether it fits, for example gpu='RTX 3050 4GB'"
     spare_bytes = gpu.usable_bytes - estimate.total_bytes
     context = " (and CUDA's context, whose size is unknown)" if estimate.context_bytes is None else ""
-    figures = f"{gpu.name}: {total}{context} of {format_bytes(gpu.usable_bytes)}"
+    figures = f"{gpu.name}: {total:.2f}{context} of {to_gib(gpu.usable_bytes):.2f} GiB"
     if estimate.verdict == "fits":
-        return f"fits {figures}, {format_bytes(spare_bytes)} to spare"
-    said = f"does not fit {figures}, {format_bytes(-spare_bytes)} over"
+        return f"FITS {figures}, {format_bytes(spare_bytes)} free"
+    said = f"DOES NOT FIT {figures}, {format_bytes(-spare_bytes)} too much"
     if estimate.verdict == "tight":
-        wrong = f"less than the {100 // MARGIN_SHARE} % that an estimate may be wrong by"
-        said = f"tight on {figures}, too close to tell: {format_bytes(spare_bytes)} to spare, {wrong}"
+        wrong = f"an estimate may be {100 // MARGIN_SHARE} % of the GPU off"
+        said = f"TOO CLOSE TO TELL on {figures}, {format_bytes(spare_bytes)} free, and {wrong}"
     largest = max(COMPONENTS, key=lambda name: estimate.components[name])
-    return f"{said}; {format_bytes(estimate.components[largest])} of the peak are {largest}"
+    return f"{said}; most are {largest}, {format_bytes(estimate.components[largest])}"
 
 
 def plan_line(model: str, **given: Any) -> str:

@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from hf_memopt.notices import Aside
 from hf_memopt.prediction.memory.cuda import CudaSemantics, hidden_bytes, unknown_operators
 from hf_memopt.prediction.memory.models import LoadedModel, assumed_inputs, example_batch, load_model, rest_to_meta
 from hf_memopt.prediction.memory.optimizers import ParameterFacts, parameter_facts
@@ -134,7 +135,7 @@ class Session:
         unknown = ", ".join(unknown_operators(trace.tracker.functions))
         uncounted = (f"what the kernels of {unknown} allocate beside their outputs is not counted",) if unknown else ()
         is_assumed = settings.padding is None and trace.tracker.padding and trace.tracker.padding_decides
-        padded = ("batches with padding: give padding=False where all rows have one length, which need no mask",)
+        padded = (Aside("batches with padding: give padding=False where all rows have one length, which need no mask"),)
         trace.notes = *prepared.notes, *trace.notes, *uncounted, *(padded if is_assumed else ())
         if key is not None:
             self.traces[key] = trace

@@ -104,10 +104,10 @@ class MemoryReportCallback(TrainerCallback):
     One device is read, ``args.device`` of this process. A model card that an attached Trainer writes gets the section
     "Training memory", the text of ``model_card()``.
 
-    Bound, it also leaves a report in the output folder, ``memopt_run.json``, at each checkpoint and at the end;
-    ``hf-memopt report OUTPUT_DIR`` makes a page of it. An out-of-memory that ends the run leaves the page itself,
-    ``memopt_run.html``, with what was alive, what the step was predicted to need, and what fits. The error goes on and
-    has the path of the page as a note. Every process writes a file of its own then (``memopt_run-rank1.html``).
+    Bound, it also leaves a report in the output folder, ``memopt_run.json``, at each checkpoint and at the end. When
+    training ends it writes the page of it, ``memopt_run.html``, and logs the path. An out-of-memory that ends the run
+    leaves a page with what was alive, what the step was predicted to need, and what fits. The error goes on and has the
+    path of the page as a note. Every process writes a file of its own then (``memopt_run-rank1.html``).
 
     Args:
         plot: a PNG, SVG or PDF file to draw at the end of ``train()``: the peak of every step and phase, beside what is

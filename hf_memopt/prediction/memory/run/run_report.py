@@ -72,8 +72,9 @@ def begin_report(trainer: Any, peaks: Peaks, record: RunRecord) -> None:
     """Put the report of a run that begins in place of an earlier one's, whose page of an out-of-memory goes with it."""
     path = Path(trainer.args.output_dir or "") / run_name(trainer.args.process_index)
     with suppress(OSError, ValueError):
-        if parse_object(path.read_bytes()).get("state") == "out of memory":
-            path.with_suffix(".html").unlink(missing_ok=True)
+        state = parse_object(path.read_bytes()).get("state")
+        path.with_suffix(".html").unlink(missing_ok=True)
+        if state == "out of memory":
             path.unlink()
     if trainer.args.should_save:
         write_report(trainer, peaks, record, "training")
@@ -83,8 +84,11 @@ def write_report(trainer: Any, peaks: Peaks, record: RunRecord, state: str, *, p
     """Write the report of a run whose state is "training" or "finished"; ``predict`` simulates the largest batch."""
     try:
         predicted, reason = _prediction(trainer, record.largest, eval_batch_size=None) if predict else (None, "")
-        _write(trainer, _as_dict(trainer, peaks, record, state, predicted, reason), record.unwritten)
-    except RuntimeError as error:  # of a device or a driver; a report must not cost a training its result
+        told = _as_dict(trainer, peaks, record, state, predicted, reason)
+        page = _write(trainer, told, record.unwritten, with_page=state == "finished")
+        if page is not None and state == "finished":
+            logger.info("report of this run: %s", page)
+    except Exception as error:  # of a device, a driver or a picture; a report must not cost a training its result
         notify(logger, f"there is no report of this run ({error})")
 
 
@@ -111,7 +115,7 @@ def write_failure(trainer: Any, error: BaseException, peaks: Peaks, record: RunR
 
 
 def _write(trainer: Any, told: dict[str, Any], unwritten: set[str], *, with_page: bool = False) -> Path | None:
-    """Write JSON, and the page of it where asked for; return the last path, None where nothing was written."""
+    """Write JSON, and the page of it where asked for; return the last path, None where one was not written."""
     path = Path(trainer.args.output_dir or "") / run_name(trainer.args.process_index)
     try:
         write_whole(path, json.dumps(told) + "\n")

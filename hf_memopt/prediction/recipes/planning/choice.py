@@ -100,7 +100,7 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
         words = ", ".join(map(repr, one.consents))
         return f"{one.says()}; needs your consent: allow=({words},)"
     if one.verdict == "tight":
-        return f"{one.says()}: less than the {format_bytes(one.margin_bytes)} that an estimate may be wrong by"
+        return f"{one.says()}: an estimate may be wrong by {format_bytes(one.margin_bytes)}"
     if chosen is None:
         return one.says()
     if waste := _buys_nothing(one, candidates, goal):
@@ -113,43 +113,40 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
     if goal == "memory" and not equally_fast(one.total_bytes, chosen.total_bytes):
         return f"needs {format_bytes(one.total_bytes - chosen.total_bytes)} more than the chosen"
     if goal == "longest" and one.seq_len != chosen.seq_len:
-        return f"rows of {one.seq_len} tokens, and {chosen.seq_len} fit"
+        return f"examples of {one.seq_len} tokens, and {chosen.seq_len} fit"
     if equally_fast(one.cost, chosen.cost):
         return f"within 5 % of the chosen, which is {'simpler' if chosen.simplicity < one.simplicity else 'faster'}"
     if one.cost < chosen.cost:
-        return f"{times}: less than 5 % for each of the {_beyond(one, chosen)} techniques that it has beyond"
+        return f"{times}: less than 5 % for each of its {_beyond(one, chosen)} more techniques"
     return times
 
 
 def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> str:
     fitting = _considered(candidates, one, goal)
     if not fitting:
-        return "nothing fits with 5 % to spare, and this leaves most"
+        return "nothing fits with 5 % free, and this leaves most"
     if one not in fitting:
         same = [
             other.techniques for other in fitting if other.rows == one.rows and {*one.techniques} < {*other.techniques}
         ]
         names = " and ".join(technique.name for technique in min(same, key=len) if technique not in one.techniques)
-        return f"full training fits with ease, and as many rows fit without {names}, which would only make room"
+        return f"full fine-tuning fits, and {names} would only free memory that no larger batch needs"
     fastest = min(fitting, key=lambda other: other.cost)
     if goal == "memory":
-        return "the least memory that fits; of set-ups within 5 % of it the fastest"
-    longest = f"the longest rows that fit, {one.seq_len} tokens; " if goal == "longest" else ""
+        return "the fastest of the set-ups within 5 % of the least memory"
+    longest = f"the longest examples that fit, {one.seq_len} tokens; " if goal == "longest" else ""
     is_not_all = any(other.fits and other.cost < fastest.cost for other in candidates)
-    kind, ease = (f" of {NAMES[one.stage]}", " with ease" * (one.stage == "full")) if is_not_all else ("", "")
+    kind, ease = (f"{NAMES[one.stage]} ", " with 8 % free" * (one.stage == "full")) if is_not_all else ("", "")
     if one.recipe.streamed:
-        hides = "" if one.hiding_tokens is None else f", and copies hide from {one.hiding_tokens:,.0f} tokens a pass on"
-        longest += f"nothing fits without host memory, of which this takes {format_bytes(one.host_bytes)}{hides}; "
-    most = "the fastest" if one.seconds is not None else "the least assumed time"
-    first = f"{most} of the {len(fitting)}{kind} that fit{ease}"
+        hides = "" if one.hiding_tokens is None else f", copies hidden from {one.hiding_tokens:,.0f} tokens a pass on"
+        longest += f"nothing fits on the GPU alone: layers wait in {format_bytes(one.host_bytes)} of RAM{hides}; "
+    first = f"the fastest {kind}set-up that fits{ease}{' by an assumed time' if one.seconds is None else ''}"
     if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):
         return f"{longest}{first}"
     if equally_fast(fastest.cost, one.cost):
-        return f"{longest}within 5 % of {first}, and simpler"
+        return f"{longest}nearly as fast as {first}, and simpler"
     saved, more = percent(1 - fastest.cost / one.cost), _beyond(fastest, one)
-    return (
-        f"{longest}simpler than {first}, which saves {saved} of the time by {more} more techniques, less than 5 % each"
-    )
+    return f"{longest}simpler than {first}, whose {more} more techniques save {saved} of the time, less than 5 % each"
 
 
 def _considered(candidates: Sequence[Candidate], chosen: Candidate, goal: str) -> list[Candidate]:

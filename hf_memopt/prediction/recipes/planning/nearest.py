@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_memopt.prediction.recipes.planning.set_ups import SetUp
     from hf_memopt.prediction.recipes.planning.simulated import Candidate, Simulation
 
-NAMES = {"full": "full training", "freeze": "freezing", "lora": "LoRA", "qlora": "QLoRA"}
+NAMES = {"full": "full fine-tuning", "freeze": "freezing", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 @dataclass(frozen=True)

@@ -4,85 +4,225 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.notices import Aside, quoted
 from hf_memopt.prediction.memory.step_time import equally_fast
 from hf_memopt.prediction.recipes.planning.choice import best_of
+from hf_memopt.prediction.recipes.planning.nearest import NAMES
 from hf_memopt.prediction.recipes.planning.report_figures import report_figures
 from hf_memopt.prediction.recipes.planning.request import GOALS
 from hf_memopt.prediction.recipes.planning.set_ups import CHECKPOINTING
 from hf_memopt.prediction.reports.plan import FORMAT
-from hf_memopt.units import format_bytes, format_count, to_gib
+from hf_memopt.training.binding.model import head_for
+from hf_memopt.units import format_bytes, format_count, percent, to_gib
 from hf_memopt.units import format_duration as _duration
 from hf_memopt.units import format_number as _number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_memopt.prediction.recipes.planning.model_and_rows import Texts
     from hf_memopt.prediction.recipes.planning.result import Plan
     from hf_memopt.prediction.recipes.planning.simulated import Candidate
 
 SHOWN_FITTING, SHOWN_OVER = 4, 2  # rows of a table beside the chosen one
+SHORT_ROWS = 5  # of a table that is not verbose
 MARKS = {">": "recommended", "~": "tight", "x": "does not fit", "?": "needs consent"}
 STYLES = {">": "bold green", "~": "yellow", "x": "red", "?": "yellow"}  # of rich, in a terminal alone
+VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "over": "bold red"}
 BAR_FROM, WIDE_FROM = 76, 100  # columns of a terminal
 LEAST_COLUMNS = 40
+LABEL_COLUMNS = 9
 NO_BREAK = "\N{NO-BREAK SPACE}"
+
+Wording = Callable[[str], str]
 
 
 # ---- Text
 
 
-def plan_text(found: Plan, width: int = 80) -> str:
+def plan_text(found: Plan, width: int = 80, *, verbose: bool = False) -> str:
     """Return the plan as text of at most ``width`` columns (at least 40)."""
-    return "\n".join(line for line, _ in _lines(found, width, lambda text: text))
+    return "\n".join(line for line, _ in _lines(found, width, lambda text: text, _next(found), verbose=verbose))
 
 
-def print_plan(found: Plan, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:
+def print_plan(
+    found: Plan,
+    console: Console,
+    wording: Wording = lambda text: text,
+    *,
+    verbose: bool = False,
+    is_written: bool = False,
+) -> None:
     """Print the plan, in a terminal with its verdicts in colour unless NO_COLOR is set; ``wording`` changes notes."""
     bars = {} if console.encoding.lower().startswith("utf") else str.maketrans("█░", "#.")
-    for line, style in _lines(found, console.width, wording):
+    ends = () if is_written and found.fits else _next(found)
+    for line, style in _lines(found, console.width, wording, ends, verbose=verbose):
         console.out(line.translate(bars), style=style or None, highlight=False)
 
 
-def print_plans(plans: Sequence[Plan], console: Console, wording: Callable[[str], str]) -> None:
+def print_plans(plans: Sequence[Plan], console: Console, wording: Wording, *, verbose: bool = False) -> None:
     """Print the plans of one model for several GPUs, a row a GPU: the chosen set-up, or the nearest where none fits."""
     width, texts, rows = max(console.width, LEAST_COLUMNS), plans[0].texts, []
     for found in plans:
         one = found.shortfall.nearest if found.shortfall else found.chosen
         assert one is not None
         mark = {"fits": " ", "tight": "~", "over": "x"}[one.verdict]
-        rows.append((mark, f"{found.gpu.name}: {_name(one, texts)}", one))
+        rows.append((mark, f"{found.gpu.name}: {_name(one, found)}", one))
     shared = [note for note in plans[0].notes if all(note in found.notes for found in plans)]
     of_gpus = [f"{found.gpu.name}: {note}" for found in plans for note in found.gpu.notes if note not in shared]
-    notes = [wording(f"Note: {note}.") for note in (*shared, *of_gpus)]
-    ends = "* predicted, and so is the memory. With one GPU a plan has its reasons, and --write its script."
+    notes = [wording(f"{note}.") for note in (*_shown_notes(shared, verbose=verbose), *of_gpus)]
     heading = _filled(_heading(plans[0], f"{len(plans)} GPUs"), width)
-    table = _laid_out(rows, width, texts.rows, 0, ("GPU: plan", "free"))
-    for line, style in (*heading, ("", ""), *table, ("", ""), *_filled([*notes, ends], width)):
+    table = _laid_out(rows, width, texts.rows, 0, "GPU: set-up")
+    ends = [("Note", note) for note in notes]
+    ends += [("Trust", TRUST), ("Next", "a plan for one GPU has its reasons, and --write its script")]
+    for line, style in (*heading, ("", ""), *table, ("", ""), *_labelled(ends, width)):
         console.out(line, style=style or None, highlight=False)
 
 
-def _lines(found: Plan, width: int, wording: Callable[[str], str]) -> Iterator[tuple[str, str]]:
+TRUST = "simulated, not measured on this GPU"
+
+
+def _lines(
+    found: Plan, width: int, wording: Wording, ends: Iterable[tuple[str, str]], *, verbose: bool
+) -> Iterator[tuple[str, str]]:
     width = max(width, LEAST_COLUMNS)
     yield from _filled(_heading(found), width)
+    one = found.chosen
+    style = VERDICT_STYLES["over" if one is None else one.verdict]
+    yield from ((line, style) for line, _ in _filled([_verdict(found)], width))
     yield "", ""
-    yield from _table(found, width)
+    yield from _table(found, width, verbose=verbose)
     yield "", ""
-    yield from _filled(_recommended(found), width, "bold green")
-    yield from _filled(map(wording, _short(found)), width, "bold red")
-    yield from _filled(map(wording, _with_consent(found)), width)
-    yield from _filled(_epochs(found), width)
-    yield from _filled((wording(f"Note: {note}.") for note in found.notes), width)
-    what = "* predicted, and so is the memory" if _is_timed(shown_candidates(found)) else "Memory is predicted"
-    yield from _filled([f"{what}: nothing of it was measured on this GPU."], width)
+    labelled = [*(_of_shortfall(found) if one is None else _of_chosen(found, one, verbose=verbose)), *_epochs(found)]
+    labelled += _with_consent(found)
+    labelled += [("Note", f"{note}") for note in _shown_notes(found.notes, verbose=verbose)]
+    labelled += [("Trust", f"{TRUST}; 5 % of it is kept free"), *ends]
+    yield from _labelled(((label, wording(text)) for label, text in labelled), width)
 
 
-def _epochs(found: Plan) -> Iterator[str]:
+def _shown_notes(notes: Iterable[str], *, verbose: bool) -> list[str]:
+    return [note for note in notes if verbose or not isinstance(note, Aside)]
+
+
+def _labelled(rows: Iterable[tuple[str, str]], width: int) -> Iterator[tuple[str, str]]:
+    """Yield the lines of texts, each behind its label."""
+    for label, text in rows:
+        for number, (line, _) in enumerate(_filled([text], width - LABEL_COLUMNS)):
+            yield f"{'' if number else label:<{LABEL_COLUMNS}}{line}", ""
+
+
+def _verdict(found: Plan) -> str:
+    """Return in one sentence whether it fits, with what, and what it needs."""
+    one = found.chosen
+    near = one or (found.shortfall.nearest if found.shortfall else found.candidates[0])
+    sizes = f"{to_gib(near.total_bytes):.2f} of {to_gib(near.usable_bytes):.2f} GiB"
+    if one is None:
+        return f"DOES NOT FIT: the smallest set-up needs {sizes}"
+    if one.seconds is not None:
+        amount, unit = (one.tokens, "tokens/s") if one.tokens else (float(one.examples), "examples/s")
+        sizes += f", about {_number(float(f'{amount / one.seconds:.3g}'))} {unit}"
+    word = "FITS" if one.fits else "TIGHT"
+    return f"{word} with {_name(one, found)}, batch {one.batch}: {sizes}"
+
+
+def _of_chosen(found: Plan, one: Candidate, *, verbose: bool) -> Iterator[tuple[str, str]]:
+    yield "Why", f"{one.reason}{f'; {found.passed_over}' if found.passed_over else ''}"
+    parts = sorted(one.components.items(), key=lambda item: -item[1])[:2]
+    most = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+    allocated = {name: peak["allocated_bytes"] for name, peak in one.phases.items()}
+    fullest = max(allocated, key=allocated.__getitem__, default=one.phase)
+    if one.phase in allocated and allocated[one.phase] < allocated[fullest]:
+        most = f"the allocator reserves more in it than for the {format_bytes(allocated[fullest])} of {_in(fullest)}"
+    yield "Peak", f"in {_in(one.phase)}: {most}"
+    if verbose:
+        yield "Phases", ", ".join(f"{name} {format_bytes(size)}" for name, size in allocated.items()) + ", allocated"
+    if one.seconds is not None and one.low and one.high:
+        amount, unit = (one.tokens, "tokens/s") if one.tokens else (float(one.examples), "examples/s")
+        speeds = f"{_number(amount / one.high)} to {_number(amount / one.low)} {unit}"
+        yield "Speed", f"{speeds}, {_number(one.seconds)} s per optimizer step"
+
+
+def _in(phase: str) -> str:
+    names = {"load": "loading", "optimizer": "the optimizer step", "evaluation": "evaluation"}
+    return names.get(phase, f"the {phase} pass")
+
+
+def _of_shortfall(found: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what fails first of the smallest set-up, and what would fit."""
+    short = found.shortfall
+    assert short is not None
+    near = short.nearest
+    room = near.usable_bytes - near.context_bytes
+    over = [(name, peak) for name, peak in near.phases.items() if peak["reserved_bytes"] > room]
+    name, peak = over[0] if over else (near.phase, {"reserved_bytes": near.reserved_bytes, "components": {}})
+    parts = peak["components"] or near.components
+    largest = max(parts, key=parts.__getitem__)
+    where = name if name in ("load", "evaluation") else f"step 1, {name}"
+    reach = (
+        f"{where}: {largest} reach {format_bytes(parts[largest])}, {format_bytes(short.lacks_bytes)} too much in all"
+    )
+    yield "Fails", reach if over else near.says()
+    yield "Nearest", f"{_name(near, found)}, batch {near.batch}"
+    what = []
+    if short.consents:
+        what.append(f"with your consent, allow={','.join(short.consents)}")
+    if short.longest is not None:
+        what.append(f"examples of {short.longest} tokens")
+    if short.batch is not None:
+        what.append(f"{short.batch} example{'s' * (short.batch != 1)} per step")
+    if short.gpu:
+        what.append(f"a larger GPU: {short.gpu}")
+    if short.parameters >= 10**6:
+        what.append(f"a model of about {format_count(short.parameters)} parameters")
+    if what:
+        yield "Fits", "; ".join(what)
+
+
+def _next(found: Plan) -> tuple[tuple[str, str], ...]:
+    """Return what to do next: write the script, or plan what would fit."""
+    short, is_typed = found.shortfall, bool(found.command)
+    if short is None:
+        has_script = "script" in head_for(found.task).traits
+        made = "makes run/train.py for this set-up" if has_script else "writes the recipe to run/"
+        return (("Next", f"add --write run      {made}" if is_typed else f"plan.write('run')      {made}"),)
+    changed: dict[str, Any] = {}
+    if short.consents:
+        changed = {"allow": ",".join(short.consents)}
+    elif short.longest is not None:
+        changed = {"seq_len": short.longest}
+    elif short.batch is not None:
+        changed = {"effective_batch": short.batch}
+    elif short.gpu:
+        changed = {"gpu": short.gpu}
+    if not changed:
+        return ()
+    ((name, value),) = changed.items()
+    if not is_typed:
+        name = name.replace("effective_batch", "effective_batch_size")
+        return (("Next", f"call plan with {name}={value!r}"),)
+    return (("Next", with_option(found.command, f"--{name.replace('_', '-')}", str(value))),)
+
+
+def with_option(command: str, option: str, value: str) -> str:
+    """Return a command with an option, in place of those of the same name.
+
+    Examples:
+        >>> with_option("hf-memopt plan gpt2 --gpu T4 --seq-len 512", "--gpu", "RTX 4090")
+        "hf-memopt plan gpt2 --seq-len 512 --gpu 'RTX 4090'"
+    """
+    words = shlex.split(command, posix=os.name != "nt")
+    drop = {place + step for place, word in enumerate(words) if word == option for step in (0, 1)}
+    kept = [word for place, word in enumerate(words) if place not in drop]
+    return " ".join(map(quoted, [*kept, option, value]))
+
+
+def _epochs(found: Plan) -> Iterator[tuple[str, str]]:
     """Yield what an epoch of the given data costs padded, in buckets and packed."""
     padding = report_figures(found, simulate=False)["padding"]
     if padding is None:
@@ -92,28 +232,37 @@ def _epochs(found: Plan) -> Iterator[str]:
     costs = []
     for way in kept:
         time = "" if way["epoch_seconds"] is None else f", {_duration(way['epoch_seconds'])}"
-        costs.append(f"{way['name']}: {way['epoch_tokens']:,} tokens{time}")
-    yield f"An epoch of your data: {'; '.join(costs)}."
+        costs.append(f"{way['name']} {way['epoch_tokens']:,} tokens{time}")
+    yield "Epoch", "; ".join(costs)
 
 
-def _filled(paragraphs: Iterable[str], width: int, style: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the lines of paragraphs, the first paragraph in a style; "32 x 1" and "1.5 GiB" stay in one line."""
-    for number, text in enumerate(paragraphs):
+def _filled(paragraphs: Iterable[str], width: int) -> Iterator[tuple[str, str]]:
+    """Yield the lines of paragraphs; "32 x 1" and "1.5 GiB" stay in one line."""
+    for text in paragraphs:
         kept = re.sub(r"(?<=\d) (?=(x \d|[KMG]iB\b|%))|(?<=\d x) (?=\d)", NO_BREAK, text)
+        kept = kept.replace("      ", NO_BREAK * 6)
         for line in wrap(kept, width, break_on_hyphens=False):
-            yield line.replace(NO_BREAK, " "), "" if number else style
+            yield line.replace(NO_BREAK, " "), ""
 
 
 def _heading(found: Plan, gpus: str = "") -> Iterator[str]:
     gpu, texts = found.gpu, found.texts
     yield from filter(None, [found.task_note])
-    where = f"{gpu.name}: {format_bytes(gpu.usable_bytes)} usable, {'bf16' if gpu.bf16 else 'no bf16'}"
-    yield f"{found.model}, {format_count(found.parameters)} parameters, on {gpus or where}"
-    rows = ""
+    what = []
     if texts.lengths is not None:
-        rows = f"{texts.rows:,} rows, mean {texts.tokens:.0f} tokens, padded {texts.width}; "
-    length = "" if texts.seq_len is None else f"planned for {texts.seq_len} tokens, "
-    yield f"{rows}{length}{found.effective_batch_size} examples a step; goal: {GOALS[found.goal]}"
+        what.append(f"{texts.rows:,} examples, mean {texts.tokens:.0f} tokens, padded {texts.width}")
+    if texts.seq_len is not None:
+        what.append(f"{'planned for ' * bool(what)}{texts.seq_len} tokens")
+    what.append(f"{found.effective_batch_size} example{'s' * (found.effective_batch_size != 1)} per step")
+    what += filter(None, [_precision(found)])
+    what += [f"goal: {GOALS[found.goal]}"] if found.goal != "speed" else []
+    yield f"{found.model} ({format_count(found.parameters)}) on {gpus or gpu.name}: {', '.join(what)}"
+
+
+def _precision(found: Plan) -> str:
+    """Return the precision that the names of all set-ups have, where it is one; else ""."""
+    named = {one.recipe.precision for one in found.candidates if one.recipe.precision in one.name.split(", ")}
+    return named.pop() if len(named) == 1 else ""
 
 
 def shown_candidates(found: Plan) -> list[Candidate]:
@@ -203,45 +352,65 @@ def _place(one: Candidate) -> tuple[Any, ...]:
     return ("fits", "tight").index(one.verdict), bool(one.consents), one.cost
 
 
-def _table(found: Plan, width: int) -> Iterator[tuple[str, str]]:
-    rows = [(_mark(one, found), _name(one, found.texts), one) for one in shown_candidates(found)]
+def _table(found: Plan, width: int, *, verbose: bool) -> Iterator[tuple[str, str]]:
+    shown = shown_candidates(found)
+    kept = shown if verbose else _most_telling(found, shown)
+    rows = [(_mark(one, found), _name(one, found), one) for one in shown if one in kept]
     bar_columns = 0 if width < BAR_FROM else 10 if width < WIDE_FROM else 16
     examples = found.texts.rows if width >= BAR_FROM else None  # of an epoch, whose time is shown
-    yield from _laid_out(rows, width, examples, bar_columns, ("plan", "to spare"))
+    yield from _laid_out(rows, width, examples, bar_columns, "set-up")
 
 
-def _name(one: Candidate, texts: Texts) -> str:
-    return one.name + (f", {one.seq_len} tokens" if one.seq_len != texts.seq_len else "")
+def _most_telling(found: Plan, shown: Sequence[Candidate]) -> list[Candidate]:
+    """Return the rows of a short table: the chosen one, then one of each reason to show more."""
+    reasons = _Shown(found)
+    order = [*shown[:1], *reasons.best_of_stages(), *reasons.simplest_over()[:1], *reasons.worth_asking()]
+    order += [*reasons.recomputed(), *reasons.tight()[:1], *shown]
+    return list({id(one): one for one in order}.values())[:SHORT_ROWS]
+
+
+def _name(one: Candidate, found: Plan) -> str:
+    """Return the name of a set-up, without the precision of the heading, and with a length that is another one."""
+    method, *techniques = one.name.split(", ")
+    kept = [NAMES.get(method, method), *(name for name in techniques if name != _precision(found))]
+    return ", ".join(kept) + (f", {one.seq_len} tokens" if one.seq_len != found.texts.seq_len else "")
 
 
 def _laid_out(
-    rows: Sequence[tuple[str, str, Candidate]], width: int, examples: int | None, bar_columns: int, names: Sequence[str]
+    rows: Sequence[tuple[str, str, Candidate]], width: int, examples: int | None, bar_columns: int, name_heading: str
 ) -> Iterator[tuple[str, str]]:
     """Yield the lines of a table of candidates with their marks and names, and of the marks' meanings."""
     timed = _is_timed(one for _, _, one in rows)
     text = any(one.tokens is not None for _, _, one in rows)
     epoch = timed and examples is not None
-    headings = ["batch", *(["at peak"] if bar_columns else [])]
-    headings += ["GiB", names[1], *(["tok/s*" if text else "ex/s*"] if timed else []), *(["epoch*"] if epoch else [])]
+    headings = ["batch", "memory, GiB" if bar_columns else "GiB", "free"]
+    headings += [*(["tokens/s" if text else "examples/s"] if timed else []), *(["epoch"] if epoch else [])]
     table = [[one.batch, *_figures(one, bar_columns, timed, examples if epoch else None)] for _, _, one in rows]
     columns = [max(len(headings[i]), *(len(row[i]) for row in table)) for i in range(len(headings))]
     name_columns = min(width - 3 - sum(columns) - 2 * len(columns), max(len(name) for _, name, _ in rows))
     name_columns = max(name_columns, 12)
+    if bar_columns and any(len(name) > name_columns for _, name, _ in rows):
+        yield from _laid_out(rows, width, examples, 0, name_heading)
+        return
 
     def line(mark: str, name: str, cells: Sequence[str]) -> str:
         left = {0, 1} if bar_columns else {0}
         shown = [f"{c:<{n}}" if i in left else f"{c:>{n}}" for i, (c, n) in enumerate(zip(cells, columns, strict=True))]
         return "  ".join([f" {mark} {name:<{name_columns}}", *shown]).rstrip()
 
-    yield line(" ", names[0], headings), "bold"
+    yield line(" ", name_heading, headings), "bold"
     for (mark, name, _), row in zip(rows, table, strict=True):
         first, *rest = wrap(name, name_columns)
         yield line(mark, first, row), STYLES.get(mark, "")
         yield from ((f"     {more}", STYLES.get(mark, "")) for more in rest)
     marks = {mark for mark, _, _ in rows}
-    legend = "   ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in marks)
-    if legend and len(legend) < width:
-        yield f" {legend}", ""
+    legend = [f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in marks]
+    one = rows[0][2]
+    legend += [f"{one.batch}: {one.rows} at a time, {one.accumulation_steps} times a step"]
+    while len(text := "   ".join(legend)) >= width:
+        legend.pop()
+    if legend:
+        yield f" {text}", ""
 
 
 def _is_timed(rows: Iterable[Candidate]) -> bool:
@@ -255,13 +424,13 @@ def _mark(one: Candidate, found: Plan) -> str:
 
 
 def _figures(one: Candidate, bar_columns: int, timed: bool, examples: int | None) -> list[str]:
-    cells = []
+    cells, bar = [], ""
     if bar_columns:
         share = one.total_bytes / max(one.usable_bytes, 1)
         full = min(round(share * bar_columns), bar_columns)
         bar = "█" * full + "░" * (bar_columns - full)
-        cells.append(bar[:-1] + "+" if share > 1 else bar)
-    cells += [f"{to_gib(one.total_bytes):.2f}", f"{to_gib(one.spare_bytes):.2f}"]
+        bar = f"{bar[:-1]}+ " if share > 1 else f"{bar} "
+    cells += [f"{bar}{to_gib(one.total_bytes):{6 if bar_columns else 0}.2f}", f"{to_gib(one.spare_bytes):.2f}"]
     if timed:
         speed = "-"
         if one.seconds is not None and one.verdict != "over":
@@ -273,62 +442,18 @@ def _figures(one: Candidate, bar_columns: int, timed: bool, examples: int | None
     return cells
 
 
-def _recommended(found: Plan) -> Iterator[str]:
-    one = found.chosen
-    if one is None:
-        return
-    parts = sorted(one.components.items(), key=lambda item: -item[1])[:2]
-    most = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
-    allocated = {name: peak["allocated_bytes"] for name, peak in one.phases.items()}
-    fullest = max(allocated, key=allocated.__getitem__, default=one.phase)
-    if one.phase in allocated and allocated[one.phase] < allocated[fullest]:
-        most = (
-            f"the allocator reserves more in it than for the {format_bytes(allocated[fullest])} of the {fullest} phase"
-        )
-    peak = f"The {one.phase} phase decides its {format_bytes(one.total_bytes)}: {most}"
-    yield f"Recommended: {one.name}, {one.batch}: {one.reason}. {peak}."
-    by_phase = (f"{name} {format_bytes(size)}" for name, size in allocated.items())
-    yield f"Allocated at most: {', '.join(by_phase)}."
-    if one.seconds is not None and one.low and one.high:
-        unit, amount = ("tokens/s", one.tokens) if one.tokens else ("examples/s", float(one.examples))
-        slow, fast = _number(amount / one.high), _number(amount / one.low)
-        yield f"Speed: {_number(amount / one.seconds)} {unit} ({slow} to {fast}), {_number(one.seconds)} s a step."
-
-
-def _with_consent(found: Plan) -> Iterator[str]:
+def _with_consent(found: Plan) -> Iterator[tuple[str, str]]:
     chosen, totals = found.chosen, {(one.techniques, one.rows): one.total_bytes for one in reversed(found.candidates)}
     for one in (lever for lever in shown_candidates(found) if lever.consents):
-        times = less = ""
+        gains = []
         if chosen is not None:
-            times = "" if one.seconds is None else f", {one.cost / chosen.cost:.2f} x its time"
+            ratio = 1.0 if one.seconds is None else one.cost / chosen.cost
+            gains += [f"{percent(1 - ratio)} less time"] if ratio < 1 else []
+            gains += [f"{percent(ratio - 1)} more time"] if ratio > 1 else []
             freed = chosen.total_bytes - totals.get((one.techniques, chosen.rows), chosen.total_bytes)
-            less = f", {format_bytes(freed)} less with as many rows" if freed > 0 else ""
-        words = ",".join(one.consents)
-        yield f"? Bigger lever, with your consent: allow={words}: {one.name}, {one.batch}{times}{less}."
-
-
-def _short(found: Plan) -> Iterator[str]:
-    short = found.shortfall
-    if short is None:
-        return
-    near = short.nearest
-    yield (
-        f"Nothing fits. The nearest: {near.name}, {near.batch}, needs {format_bytes(near.total_bytes)}: "
-        f"{format_bytes(short.lacks_bytes)} too much."
-    )
-    what = []
-    if short.consents:
-        what.append(f"with your consent, allow={','.join(short.consents)}")
-    if short.longest is not None:
-        what.append(f"rows of {short.longest} tokens")
-    if short.batch is not None:
-        what.append(f"an effective batch of {short.batch}")
-    if short.parameters >= 10**6:
-        what.append(f"a model of about {format_count(short.parameters)} parameters")
-    if short.gpu:
-        what.append(f"a larger GPU: {short.gpu}")
-    if what:
-        yield f"What would fit: {'; '.join(what)}."
+            gains += [f"{format_bytes(freed)} less with as many examples"] if freed > 0 else []
+        what = " and ".join(gains) or "fits"
+        yield "Option", f"allow={','.join(one.consents)} changes training: {_name(one, found)}, {one.batch}: {what}"
 
 
 # ---- JSON

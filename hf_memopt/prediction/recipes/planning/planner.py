@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Never
 
+from hf_memopt.notices import Aside
 from hf_memopt.plain_data import Count, check_value, check_word
 from hf_memopt.prediction.memory import launched, notes_for_one_gpu
 from hf_memopt.prediction.memory.models import checked_task
@@ -162,10 +163,9 @@ def plan(
         assumed = assumptions(source, own_task, StepSettings(**media))
         of_several = tuple(_of_several(simulation, shown, *launched(counts_gpus=gpu is None)))
     used = () if chosen is None or os else [one.name for one in chosen.techniques if one in LINUX_ONLY]
-    of_linux = (
-        f"the plan uses {name}, which Linux alone has, as this machine; os='windows' plans without" for name in used
-    )
-    notes = _notes(simulation, texts, chosen, method, lengths is None and seq_len is None)
+    of_linux = (f"{name} needs Linux, which this machine has; os='windows' plans without it" for name in used)
+    passed_over = "" if chosen is None or method != "auto" else _passed_over(chosen, candidates)
+    notes = _notes(simulation, texts, chosen, lengths is None and seq_len is None)
     named = None if gpu is None and budget is not None else found_gpu.name
     asked = {"gpu": named, "budget": budget, "task": task, **media, "host_memory": host_memory}
     reasoned = tuple(with_reason(one, chosen, candidates, goal, found_gpu) for one in candidates)
@@ -181,7 +181,8 @@ def plan(
         candidates=reasoned,
         chosen=None if chosen is None else reasoned[candidates.index(chosen)],
         shortfall=shortfall,
-        notes=(*notes, *assumed, *of_linux, *of_several),
+        notes=(*notes, *map(Aside, filter(None, [passed_over])), *assumed, *of_linux, *of_several),
+        passed_over=passed_over,
         simulations=simulation.count,
         source=name_to_load(model),
         task=facts.task,
@@ -191,61 +192,59 @@ def plan(
     )
 
 
-def _notes(
-    simulation: Simulation, texts: Texts, chosen: Candidate | None, method: str, is_default: bool
-) -> Iterable[str]:
+def _passed_over(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
+    """Return why the methods before that of the chosen one were not chosen; "" where there are none."""
+    tried = list(NAMES)[: list(NAMES).index(chosen.stage)]
+    tried = [stage for stage in dict.fromkeys(one.stage for one in candidates) if stage in tried]
+    full = [one for one in candidates if one.stage == "full"] if "full" in tried else []
+    harder = best_of(filter(fits_with_ease, full)) or best_of(full)
+    if harder is not None:
+        return f"{NAMES['full']} {why_not_full(harder, chosen, candidates)}; method='full' plans it"
+    names = " nor ".join(NAMES[stage] for stage in tried)
+    free = " with 5 % free" * any(one.verdict == "tight" for one in candidates if one.stage in tried)
+    return f"neither {names} fits{free}" if len(tried) > 1 else f"{names} does not fit{free}" * bool(tried)
+
+
+def _notes(simulation: Simulation, texts: Texts, chosen: Candidate | None, is_default: bool) -> Iterable[str]:
     planned, candidates = simulation.texts, simulation.candidates
     if is_default and texts.seq_len is not None and planned.seq_len == texts.seq_len:
-        yield f"seq_len={texts.seq_len} by default; better that of your rows: lengths, or --data FILE"
+        yield f"{texts.seq_len} tokens are assumed; give the length of your examples (seq_len, or --data FILE)"
     if planned.cut and planned.rows:
-        yield f"rows are cut to {planned.seq_len} tokens, which cuts {percent(planned.cut / planned.rows, 1)} of them"
+        yield f"{percent(planned.cut / planned.rows, 1)} of the examples are cut to {planned.seq_len} tokens"
     elif shorter := planned.shorter():
         yield (
-            f"planned for the longest row, {planned.seq_len} tokens, so that none is cut; seq_len={shorter[0]} needs "
-            f"less memory and cuts {percent(shorter[1], 1)} of the rows"
+            f"the longest example has {planned.seq_len} tokens, and none is cut; seq_len={shorter[0]} needs less "
+            f"memory and cuts {percent(shorter[1], 1)} of the examples"
         )
-    if chosen is not None and method == "auto":
-        tried = list(NAMES)[: list(NAMES).index(chosen.stage)]
-        tried = [stage for stage in dict.fromkeys(one.stage for one in candidates) if stage in tried]
-        full = [one for one in candidates if one.stage == "full"] if "full" in tried else []
-        harder = best_of(filter(fits_with_ease, full)) or best_of(full)
-        if harder is not None:
-            why = why_not_full(harder, chosen, candidates)
-            yield f"full training {why}: {NAMES[chosen.stage]} was chosen; method='full' plans it"
-        elif tried:
-            without = " nor ".join(NAMES[stage] for stage in tried)
-            neither = "neither " if len(tried) > 1 else ""
-            does = "fits" if len(tried) > 1 else "does not fit"
-            yield f"{neither}{without} {does} with 5 % to spare, so {NAMES[chosen.stage]} was chosen"
     if chosen is not None and chosen.verdict == "tight":
-        yield f"tight: {format_bytes(chosen.spare_bytes)} to spare, less than the 5 % that an estimate may be wrong by"
+        yield f"too close to tell: {format_bytes(chosen.spare_bytes)} free, and an estimate may be 5 % of the GPU off"
     if chosen is not None and chosen.stage == "qlora":
-        yield "planned with prepare_quantized; for PEFT's own preparation: hf-memopt estimate --prepare peft"
+        yield Aside("planned with prepare_quantized; for PEFT's own preparation: hf-memopt estimate --prepare peft")
     share = 1 if chosen is None else chosen.examples
     if chosen is not None and chosen.rows == 1 and share > 3 and all(share % rows for rows in range(2, share)):
-        yield f"{share} examples cannot be cut evenly but into single ones; effective_batch_size={share + 1} can"
+        yield Aside(f"{share} examples per step can only be cut into single ones; try effective_batch_size={share + 1}")
     yield from _of_host(simulation, candidates, chosen)
     if simulation.facts.compares_rows and simulation.share > 1:
         yield (
-            f"the loss of {simulation.model_name} compares the rows of a batch with each other, so all "
-            f"{simulation.share} examples of a step are planned at once: in accumulation steps each meets fewer others"
+            f"the loss of {simulation.model_name} compares the examples of a batch, so all {simulation.share} of a "
+            "step are computed at once: in accumulation steps each would meet fewer others"
         )
     if simulation.time_unknown and (chosen is None or chosen.seconds is None):
-        yield f"time is not predicted: {simulation.time_unknown}"
+        yield f"speed is not predicted: {simulation.time_unknown}"
     elif simulation.priced_on.name != simulation.gpu.name:
-        yield f"times are those of {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"
+        yield f"speed is that of {simulation.priced_on.name}: for {simulation.gpu.name} no rates are known"
     if simulation.not_generated:
-        yield f"what evaluation generates is not in the figures: {simulation.not_generated}"
+        yield f"texts that evaluation generates are not counted: {simulation.not_generated}"
     yield from simulation.facts.notes
     if simulation.gpu.context_bytes is None:
-        yield f"the size of the CUDA context on {simulation.gpu.name} is unknown and not in the figures"
+        yield f"the CUDA context on {simulation.gpu.name} is not counted: its size is unknown"
     yield from simulation.gpu.notes
     refused: dict[str, list[str]] = {}
     for one, why in simulation.refused.items():
         if simulation.allows(one):
             refused.setdefault(why.rstrip("."), []).append(one.name)
     for why, names in refused.items():
-        yield f"{'; '.join(names)} {'were' if len(names) > 1 else 'was'} not simulated: {why}"
+        yield Aside(f"{'; '.join(names)} {'were' if len(names) > 1 else 'was'} not simulated: {why}")
     if problem := simulation.facts.against_float16(simulation.gpu):
         yield problem
 
@@ -267,7 +266,7 @@ def _of_host(simulation: Simulation, candidates: Sequence[Candidate], chosen: Ca
     lacking = [one for one in candidates if one.host_lacks_bytes and not one.consents]
     is_much = chosen is not None and chosen.host_bytes > simulation.host_memory_bytes / 10 > 0
     if chosen is not None and (chosen.recipe.streamed or is_much):
-        yield f"{format_bytes(chosen.host_bytes)} of {has} of host memory are used, {where}"
+        yield f"uses {format_bytes(chosen.host_bytes)} of {has} of host memory, {where}"
     elif chosen is None and lacking:
         least = min(lacking, key=lambda one: (one.spare_bytes < one.margin_bytes, one.host_bytes))
-        yield f"{least.name} needs {format_bytes(least.host_bytes)} of host memory, and there are {has}, {where}"
+        yield f"{least.name} needs {format_bytes(least.host_bytes)} of host memory; there is {has}, {where}"

@@ -16,11 +16,11 @@ from hf_memopt.units import format_bytes
 
 GOALS: Mapping[str, str] = {
     "speed": "the least time per example",
-    "memory": "the least memory; of set-ups within 5 % of it the fastest",
-    "longest": "the longest rows; at that length the least time per example",
+    "memory": "the least memory, then (within 5 %) the least time",
+    "longest": "the longest examples, then the least time for each",
 }
 METHODS: Mapping[str, str] = {
-    "auto": "full training where it fits with ease, else LoRA, else QLoRA",
+    "auto": "full fine-tuning if it fits with 8 % free, else LoRA, else QLoRA",
     "full": "every weight is trained",
     "lora": "adapters are trained, on 16-bit weights",
     "qlora": "adapters are trained, on 4-bit weights",
@@ -112,7 +112,7 @@ def read_gpu(gpu: str | Gpu | None, budget: int | str | None, os: str | None = N
 def _beside_desktop(gpu: Gpu) -> Gpu:
     """Return a GPU without what a desktop may take of it."""
     kept, whole = min(DESKTOP_BYTES, gpu.usable_bytes // 4), f"budget='{gpu.usable_bytes // 2**20}MiB'"
-    note = f"{format_bytes(kept)} of {gpu.name} are left to the desktop; {whole} plans with all of it"
+    note = f"{format_bytes(kept)} of {gpu.name} are left for the desktop; {whole} plans with all of it"
     return replace(gpu, usable_bytes=gpu.usable_bytes - kept, notes=(*gpu.notes, note))
 
 

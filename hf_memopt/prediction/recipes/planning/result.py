@@ -44,6 +44,7 @@ class Plan:
         command: what made it, for reports and scripts; "" for a call of ``plan``.
         rows: the file of its rows, for the script; None for a call of ``plan``.
         system: the word of ``os`` that was asked for; None for none.
+        passed_over: why full fine-tuning, or LoRA, was not chosen; "" where nothing was passed over.
         task_note: a sentence on the task, where the rows and the model or ``--task`` do not agree on it; "" elsewhere.
     """
 
@@ -68,6 +69,7 @@ class Plan:
     system: str | None = None
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
     task_note: str = ""
+    passed_over: str = ""
 
     @property
     def fits(self) -> bool:
@@ -88,12 +90,12 @@ class Plan:
             )
         return self.chosen.recipe
 
-    def table(self, width: int = 80) -> str:
-        """Return the plan as text of at most ``width`` columns."""
+    def table(self, width: int = 80, *, verbose: bool = False) -> str:
+        """Return the plan as text of at most ``width`` columns; ``verbose`` shows every row and note worth a look."""
         from hf_memopt.prediction.recipes.planning.output import plan_text
 
         check_value("width", width, Annotated[int, range(1, 10**4)], 80)
-        return plan_text(self, width)
+        return plan_text(self, width, verbose=verbose)
 
     @cached_property
     def figures(self) -> dict[str, Any]:

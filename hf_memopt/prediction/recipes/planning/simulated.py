@@ -114,7 +114,7 @@ class Candidate:
             return f"needs {format_bytes(self.host_bytes)} of host memory, which has {has}"
         if self.verdict == "over":
             return f"over by {format_bytes(-self.spare_bytes)}"
-        return f"{self.verdict}, {format_bytes(self.spare_bytes)} to spare"
+        return f"{self.verdict}, {format_bytes(self.spare_bytes)} free"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the candidate for JSON, bytes as integers."""

@@ -143,7 +143,9 @@ class _Watch(TrainerCallback):
 
     @staticmethod
     def _what(shape: BatchShape) -> str:
-        return f"{shape.rows} rows" + ("" if shape.seq_len is None else f" of {shape.seq_len} tokens")
+        return f"{shape.rows} example{'s' * (shape.rows != 1)}" + (
+            "" if shape.seq_len is None else f" of {shape.seq_len} tokens"
+        )
 
     def changes_that_fit(self) -> tuple[str, ...]:
         """Return the first of ``EXACT`` with which the predicted step fits, or that needs least; nothing if it fits."""
@@ -161,7 +163,7 @@ class _Watch(TrainerCallback):
                 break
         self._predicted, names, self._changes = min(found, key=lambda one: one[0].total_bytes)
         if names:
-            self._say(f"with {' and '.join(names)}, by which batch and loss stay, it {self._needs(self._predicted)}")
+            self._say(f"with {' and '.join(names)}, for the same batch and loss, it {self._needs(self._predicted)}")
         return names
 
     def allow(self, words: Sequence[str]) -> list[str]:
@@ -188,7 +190,7 @@ class _Watch(TrainerCallback):
                 self._shape = shape
                 self._predict(shape)
         elif self._shape is not None and shape.padded_tokens > self._shape.padded_tokens:
-            self._say(f"{self._what(shape)}: a larger batch than any before, and than {self._what(self._shape)}")
+            self._say(f"{self._what(shape)}: larger than any batch before ({self._what(self._shape)})")
             self._shape = shape
         return before(model, inputs, *args, **kwargs)
 
@@ -226,8 +228,9 @@ class _Watch(TrainerCallback):
         tally: Any = next((one.tally for one in added if hasattr(one, "tally")), None)
         if tally is not None and tally.failures:
             self._say(
-                f"memory ran out {tally.failures} times, and {tally.cut_steps} of {tally.steps} steps ran in parts, "
-                "each with the loss and the gradients of its whole batch, up to rounding and the draws of dropout"
+                f"memory ran out {'once' if tally.failures == 1 else f'{tally.failures} times'}; {tally.cut_steps} of "
+                f"{tally.steps} steps ran in parts, with the loss and gradients of the whole batch up to rounding and "
+                "dropout's draws"
             )
         if peaks := self._peaks():
             self._say(f"the run is over{peaks}")
@@ -243,7 +246,7 @@ def _change_training(trainer: Trainer, word: str, used: Sequence[str]) -> None:
     is_own = trainer.optimizer_cls_and_kwargs is not None and len(asked) == 1  # else the other word made it
     if trainer.optimizer is not None or is_own:
         raise ValueError(
-            f"the script makes an optimizer of its own; expected that of TrainingArguments. Leave --allow {word} out"
+            f"the script makes its own optimizer; expected that of TrainingArguments. Leave --allow {word} out"
         )
     sets = {name: value for one in asked for name, value in one.sets.items()}
     norm = args.max_grad_norm

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 INCHES_OF_A_ROW = 0.27
 MOST_OF_GPU = 2.5  # how far the axis goes beyond the GPU's line, at most
 ROOM = 1.13  # for the figure behind the longest bar
+INSIDE_SHARE = 0.2  # of the axis, from which on a bar has room for its figure
 TITLE_COLUMNS, NAME_COLUMNS = 100, 50
 VERDICTS = {"fits": "fits", "tight": "tight", "over": "too large", "": ""}
 ALIKE = {
@@ -116,7 +117,7 @@ def _stacked_bars(axes: Axes, bars: Sequence[Bar], limit: Limit | None, theme: T
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= most_gib])
     axes.set_ylim(len(bars) - 0.4, -0.7)
     axes.set_yticks([])
-    axes.set_xlabel("GiB at the peak")
+    axes.set_xlabel("peak memory, GiB")
     plotting.bare(axes, "top", "right", "left")
     for row, bar in enumerate(bars):
         _draw_bar(axes, row, bar, most_gib, theme)
@@ -128,7 +129,8 @@ def _legend_of(axes: Axes, bars: Sequence[Bar], limit: Limit | None, theme: Them
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    colours, found = colours_of(theme), dict.fromkeys(name for bar in bars for name, size in bar.parts.items() if size)
+    colours, least = colours_of(theme), max(bar.total_bytes for bar in bars) / 1000  # less is no area
+    found = dict.fromkeys(name for bar in bars for name, size in bar.parts.items() if size > least)
     order = [name for name in colours if name in found]
     handles: list[Any] = [
         Patch(color=colours.get(name, theme.strong), label=fill(name, plotting.columns(NAME_COLUMNS)))
@@ -168,8 +170,11 @@ def _draw_bar(axes: Axes, row: int, bar: Bar, most_gib: float, theme: Theme) -> 
         axes.plot(where, row, marker="D", color=theme.ink, markersize=5, markeredgecolor=theme.paper, zorder=4)
     total, cut = to_gib(bar.total_bytes), "» " if to_gib(bar.total_bytes) > most_gib else ""
     look = {"ha": "left", "va": "center", "fontsize": 8.5, "weight": weight, "zorder": 5}
-    box = {"facecolor": theme.paper, "edgecolor": "none", "pad": 0.6}  # above the line of the GPU
-    axes.text(left + 0.01 * most_gib, row, f"{cut}{total:.{2 if total < 10 else 1}f}", bbox=box, **look)
+    box = {"facecolor": theme.paper, "edgecolor": "none", "pad": 0.6}  # above the parts of the bar
+    if left > INSIDE_SHARE * most_gib:
+        look["ha"] = "right"  # inside the bar, where the line of the GPU does not strike it through
+    where = left + (-0.01 if left > INSIDE_SHARE * most_gib else 0.01) * most_gib
+    axes.text(where, row, f"{cut}{total:.{2 if total < 10 else 1}f}", bbox=box, **look)
     measured = "" if bar.measured_bytes is None else f"{to_gib(bar.measured_bytes):.2f} measured"
     words = ", ".join(word for word in (VERDICTS[bar.verdict], bar.note, measured) if word)
     words = VERDICTS[bar.verdict] if plotting.is_narrow() else words

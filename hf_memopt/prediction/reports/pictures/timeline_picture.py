@@ -202,7 +202,7 @@ class TimelinePicture:
             [part] = panel.bar(0, size * scale, bottom=bottom * scale, color=colours[name])
             plotting.explain(part, f"{name}: {format_bytes(size)}")
             bottom += size
-        text = f"decides the total: {format_bytes(peak['allocated_bytes'])} allocated, {peak['phase']}"
+        text = f"peak here: {format_bytes(peak['allocated_bytes'])} allocated, {peak['phase']}"
         text = fill(text, plotting.columns(TITLE_COLUMNS // 2))
         text += f"\n{fill(peak['module'], plotting.columns(TITLE_COLUMNS // 2))}" if peak["module"] else ""
         arrow = {"arrowstyle": "->", "color": theme.ink, "linewidth": 1.2}

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from hf_memopt.plotting import Theme
 
+MUCH_PADDING = 0.2  # of the tokens, from which on buckets pay
 UNPREDICTED = "not predicted: "
 HEADLINES = {"training": "Still training", "finished": "Trained", "out of memory": "Out of memory"}
 
@@ -89,11 +90,25 @@ def _view(told: RunData) -> dict[str, Any]:
         "steps": _steps_text(told),
         "curve": told.get("curve"),
         "padding": "" if padding is None else percent(padding, 1),
+        "next": list(_next(told, padding)),
         "kinds": {kind for of_phase in told["peaks"].values() for kind in of_phase},
         "unpredicted": next(
             (note for note in told["notes"] if note.startswith(UNPREDICTED)), "not asked for"
         ).removeprefix(UNPREDICTED),
     }
+
+
+def _next(told: RunData, padding: float | None) -> Iterator[tuple[str, str]]:
+    """Yield what to change, each with its reason and its code."""
+    micro, rows = told["micro_batching"], told["batches"]["largest_rows"]
+    if told["out_of_memory"] is not None and told["plan"]:
+        yield "Memory ran out; find what fits", told["plan"]
+    if padding is not None and padding >= MUCH_PADDING:
+        is_cut = f"train_dataset=bucketed(train_dataset, batch_size={rows})"
+        yield f"{percent(padding, 1)} of all tokens are padding; batch examples of like lengths", is_cut
+    limits = {} if micro is None or not micro["failures"] else micro["limits"]
+    if given := ", ".join(f"{name}={limit}" for name, limit in limits.items() if limit is not None):
+        yield "Steps were repeated after memory ran out; cut them from the start", f"MicrobatchCallback({given})"
 
 
 def _verdict(told: RunData) -> str:

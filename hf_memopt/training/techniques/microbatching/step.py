@@ -150,7 +150,8 @@ class MicrobatchedStep:
             raise
         self._tally.seconds = time.perf_counter() - begin
         self._tally.check_seconds = self._backbones.seconds
-        if self._tally.failures or self._tally.check_seconds:
+        is_asked = any(limit.maximum is not None for limit in self._limits.values())
+        if self._tally.failures or self._tally.check_seconds or is_asked:
             notify(logger, self._tally.summary(self._limits))
         return output
 

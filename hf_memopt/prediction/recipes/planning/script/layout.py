@@ -1,8 +1,7 @@
-"""Lay out a script that people read and edit, stable under ``ruff format`` from 88 columns on.
+"""Lay out a script that people read and edit, in lines of 88 columns.
 
-A call stands in one line where it fits, else each argument has a line of its own that ends in a comma. Arguments that
-stand in one line of the template share its reason: there ``# fmt: skip`` keeps formatters from pulling them apart. A
-reason stands behind its line where both fit, else above it.
+A call stands in one line where it fits. Else arguments that stand in one line of the template share a line and its
+reason; a formatter would give each a line of its own. A reason stands behind its line where both fit, else above it.
 """
 
 from __future__ import annotations
@@ -80,15 +79,14 @@ def _call(head: str, inner: Sequence[str], end: str, reason: str) -> list[str]:
     line = head + " ".join(code.strip() for code, _ in groups).removesuffix(",") + end
     if len(line) <= COLUMNS and not any(why or code.endswith("[") for code, why in groups):
         return _commented(line, reason)
-    found, several = [*_above(reason, ""), head], False
+    found = [*_above(reason, ""), head]
     for code, why in groups:
         indent = code[: len(code) - len(code.lstrip())]
         arguments = [] if code.endswith("[") or code.strip() == "]," else _arguments(code)
         first, *more = _filled(arguments, indent) or [code]
         found += [*_above(why, indent), first] if more else _commented(first, why, indent)
         found += more
-        several = several or len(arguments) > 1
-    return [*found, f"{end}  # fmt: skip" if several else end]
+    return [*found, end]
 
 
 def _arguments(code: str) -> list[str]:

@@ -75,6 +75,7 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         "stock": list(_stock(recipe)),
         "optimizer": next((one for one in asked_by(recipe).values() if one.optimizer), None),
         "left_out": "",
+        "on_cpu": recipe.step_settings().precision != "fp32" or (dtype != "float32" and recipe.load_in is None),
         "callbacks": list(_callbacks(found)),
     }
     new = None if facts is None else facts.new_parts
@@ -117,7 +118,13 @@ def _template() -> Any:
         keep_trailing_newline=True,
     )
     environment.filters |= {"bytes": format_bytes, "heading": heading_of, "literal": literal, "options": _options}
+    environment.filters["brief"] = brief
     return environment.get_template("train.py.jinja")
+
+
+def brief(reason: str) -> str:
+    """Return the first clause of a reason; the whole of one that names its source."""
+    return reason if "://" in reason else re.split("[,;] ", reason)[0]
 
 
 def _columns(task: str, file: DataFile) -> dict[str, str]:
@@ -138,11 +145,11 @@ def _stock(recipe: Recipe) -> Iterator[tuple[dict[str, Any], str]]:
     for name, value in stock.items():
         is_clipping = name == "max_grad_norm"
         why = "released gradients have no common norm to clip by" if is_clipping else recipe.reason_of(name)
-        yield {name: value}, why
+        yield {name: value}, brief(why)
     if checkpointing:
-        yield checkpointing, recipe.reason_of("offload" if recipe.offload else "checkpointing")
+        yield checkpointing, brief(recipe.reason_of("offload" if recipe.offload else "checkpointing"))
     if of_evaluation:
-        yield of_evaluation, recipe.reason_of(next(reversed(of_evaluation)))
+        yield of_evaluation, brief(recipe.reason_of(next(reversed(of_evaluation))))
 
 
 def _default(name: str) -> Any:
@@ -184,8 +191,8 @@ def _reason_of_callback(recipe: Recipe, callback: Any) -> str:
     if name == "PrecisionCallback":
         return "a new head is updated in float32" if recipe.autocast_cache else "no 16-bit copies are kept"
     if name == "OverflowCallback":
-        return "a step with values beyond fp16 is dropped, and reported"
-    return recipe.reason_of(TECHNIQUES[callback.technique].field_in(recipe) or "embedding_bits")
+        return "a step with values beyond fp16 is dropped"
+    return brief(recipe.reason_of(TECHNIQUES[callback.technique].field_in(recipe) or "embedding_bits"))
 
 
 def _has_autocast(recipe: Recipe, task: str | None, precision: str) -> bool:
