@@ -1,10 +1,9 @@
-"""FlashAttention-2's stand-in: the shapes it returns, what it allocates, and which models and dtypes it refuses."""
+"""FlashAttention-2's stand-in: what it allocates and keeps."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import nn
@@ -28,19 +27,6 @@ def module(causal: bool = False) -> nn.Module:
     made = nn.Module()
     made.is_causal = causal
     return made
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("key_heads", "keys"), [(HEADS, SEQ), (2, SEQ), (1, SEQ), (HEADS, 24)])
-def test_shape_dtype_and_gradients(padded: bool, causal: bool, key_heads: int, keys: int) -> None:
-    mask = torch.empty(BATCH, SEQ, dtype=torch.int64, device="meta") if padded and keys == SEQ else None
-    inputs = tensors(key_heads=key_heads, keys=keys)
-    with CudaSemantics():
-        out, weights = attend(module(causal), *inputs, mask)
-        out.backward(torch.empty_like(out))
-    assert (out.shape, out.dtype, weights) == ((BATCH, SEQ, HEADS, WIDTH), torch.bfloat16, None)
-    assert [tensor.grad.shape for tensor in inputs] == [tensor.shape for tensor in inputs]
 
 
 def allocations(inputs: tuple[torch.Tensor, ...], mask: torch.Tensor | None, autocast: Any = None) -> list[list[int]]:

@@ -145,16 +145,6 @@ def test_every_known_model_is_estimated(name: str) -> None:
     assert found.peak_allocated_bytes > 8 * found.parameters  # weights and gradients in float32
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_architecture_trains_on_its_batch(model_type: str) -> None:
-    model = _built(model_type)
-    assert _is_all_meta(model)
-    loss = _step(model, seq_len=None if model_type == "vit" else 16)
-    assert (loss.shape, loss.dtype) == ((), torch.float32)
-    without = {name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None}
-    assert without <= {"roberta.pooler.dense.weight"}  # every trainable parameter takes part
-
-
 HEADS_OF_TASKS: list[tuple[str, dict[str, Any], str | None, str]] = TABLES["heads"]
 
 

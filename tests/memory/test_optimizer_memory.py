@@ -101,20 +101,6 @@ def test_groups_of_a_step(facts: Any, optim: str, settings: dict[str, Any], step
     assert memory.first_step == (() if optim == "schedule_free_radam" else step)  # it divides by nothing yet
 
 
-def test_gradient_release_has_the_memory_of_each_parameter() -> None:
-    facts = parameter_facts(model_of(torch.float32))
-    of_torch, quantised = ("adamw_torch", "adamw_torch_fused"), ("adamw_bnb_8bit", "paged_ademamix_8bit", "lion_8bit")
-    for optim in (*of_torch, "adafactor", *quantised):
-        released = memory_of(facts, optim, gradient_release=True)
-        whole = memory_of(facts, optim)
-        assert (released.state, released.host_state_bytes) == (whole.state, whole.host_state_bytes)
-        assert (released.releases_gradients, whole.releases_gradients) == (True, False)
-        assert [one.step for one in released.alone] == [memory_of([fact], optim).step for fact in facts]
-        assert sorted(size for one in released.alone for size in one.state) == sorted(whole.state)
-        assert sum(one.host_state_bytes for one in released.alone) == whole.host_state_bytes
-        assert whole.alone == ()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_clipping_takes_norms_and_no_gradient(dtype: torch.dtype) -> None:
     model = model_of(dtype)

@@ -80,14 +80,6 @@ def test_a_word_names_the_same_part_of_each_architecture(kind: str, word: str, n
     assert frozen(model) == expected != set()
 
 
-def test_layers_of_vision_models_by_any_name() -> None:
-    model = build("vit")  # vit.encoder.layer in transformers 5.8, vit.layers in 5.23
-    freeze(model, "layers:1")
-    [stack] = {name.partition(".1.")[0] for name in frozen(model)}
-    assert frozen(model) == under(model, [f"{stack}.1."])
-    assert under(model, [f"{stack}.0."])
-
-
 class Plain(nn.Module):
     """Of no library."""
 

@@ -552,21 +552,6 @@ def test_a_forward_of_the_user_that_fails_with_all_rows_says_what_to_set(tmp_pat
         run(case, tmp_path, MicrobatchCallback())
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"max_tokens": 0}, "an integer of 1 or more, or 'auto', or None. Pass max_tokens=4096"),
-        ({"max_examples": "auto"}, "an integer of 1 or more, or None. Pass max_examples=8"),
-    ],
-)
-def test_limits_are_validated_at_once(settings: dict[str, Any], expected: str) -> None:
-    assert MicrobatchCallback("auto").limits == {"max_tokens": Limit(), "max_examples": Limit()}
-    with pytest.raises(ValueError) as error:
-        MicrobatchCallback(**settings)
-    [(name, value)] = settings.items()
-    assert str(error.value) == f"{name}={value!r} is invalid; expected {expected}"
-
-
 def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:
     whole, split, changes = run(CASES["bert"], tmp_path), make(CASES["bert"], tmp_path), []
     scarcity = Scarcity(limit=30)
