@@ -243,6 +243,7 @@ def test_importing_the_package_is_light_and_changes_nothing() -> None:
     assert run(WATCH.format(before="math", after="")) == ""
 
 
+@pytest.mark.slow
 def test_loading_every_public_name_changes_no_global_state() -> None:
     """Beyond what torch, transformers and bitsandbytes themselves do when they are imported."""
     before = "torch, transformers, transformers.trainer, bitsandbytes, datasets, tqdm.auto"
@@ -272,6 +273,7 @@ print(loaded, [name for name in never if name in sys.modules])
 """
 
 
+@pytest.mark.slow
 def test_a_plain_estimate_imports_neither_the_trainer_nor_a_compiler() -> None:
     """Nothing beyond what transformers imports with the class of the model.
 

@@ -48,7 +48,7 @@ def bert_trainer(tmp_path: Any, trainer_class: type[Trainer] = Trainer, **settin
 @pytest.mark.parametrize(
     ("name", "smoothing"),
     slow_except(
-        [(name, 0.0) for name in HEADS],
+        [(name, 0.0) for name in [*HEADS][::4]],
         # stock asks for the configuration of a model whose labels it smooths, and one of its own has none
         [(name, smoothing) for name in HEADS for smoothing in (0.0, 0.1) if not (smoothing and "own" in name)],
     ),
@@ -84,6 +84,7 @@ def test_the_split_of_a_batch_changes_neither_gradient_nor_weights(name, smoothi
     print(f"\n{name:16} smoothing {smoothing}: stock {factors}, attached {norms[0] / whole[0]:.6f} at 2x4")
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_gradient_of_one(tmp_path):
     results, _ = run_pair(tmp_path, heads.__file__, str(tmp_path))
     assert set(results) == set(HEADS)

@@ -29,20 +29,6 @@ def test_checkpointing_arguments_switch_it_on(tmp_path) -> None:
     assert versions.is_checkpointing(model)
 
 
-@pytest.mark.parametrize(
-    ("release", "name"),
-    [
-        ("2.6.0+cu124", "PYTORCH_CUDA_ALLOC_CONF"),
-        ("2.10.0", "PYTORCH_CUDA_ALLOC_CONF"),
-        ("2.11.0", "PYTORCH_ALLOC_CONF"),
-        ("2.13.0+cpu", "PYTORCH_ALLOC_CONF"),
-    ],
-)
-def test_the_allocators_variable_follows_torch(monkeypatch, release, name) -> None:
-    monkeypatch.setattr(versions, "version", {"torch": release}.__getitem__)
-    assert versions.allocator_variable() == name
-
-
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of 5.23, for the old name
 def test_checkpointing_is_read_off_arguments_under_either_name(tmp_path) -> None:
     old, options = "gradient_checkpointing", {"use_reentrant": False, "preserve_rng_state": False}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import transformers
 from peft import LoraConfig, get_peft_model
+from slow_cases import slow_except
 from transformers import BitsAndBytesConfig
 
 import tiny
@@ -42,7 +43,7 @@ def figures(found: Estimate) -> tuple[Any, ...]:
 
 
 @peft_reads_old_name
-@pytest.mark.parametrize("checkpointing", [False, True, {"use_reentrant": True}])
+@pytest.mark.parametrize("checkpointing", slow_except([True], [False, True, {"use_reentrant": True}]))
 @pytest.mark.parametrize("load_in", [None, "nf4", "int8"])
 def test_settings_of_adapters_are_what_functions_of_prepare_did(load_in: str | None, checkpointing: Any) -> None:
     config = llama_config()

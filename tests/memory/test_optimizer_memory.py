@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recorded import peak_bytes
+from slow_cases import slow_except
 from test_optimizer_state import CASES, WARNINGS, gradients, model_of, state_sizes, stepped, tensors
 from torch import nn
 from transformers import Trainer
@@ -135,7 +136,7 @@ def rounded(model: nn.Module, case: str, rounding: Any, tmp_path: Any) -> Any:
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-@pytest.mark.parametrize("case", ROUNDED)
+@pytest.mark.parametrize("case", slow_except([*ROUNDED][::3], ROUNDED))
 def test_step_of_rounded_weights(case: str, rounding: str, tmp_path: Any, monkeypatch: Any) -> None:
     """Slices are small, one layer is frozen, and vectors are float32."""
     assert optimizer_module.SLICE_ELEMENTS == sixteen_bit_weights.SLICE_ELEMENTS

@@ -21,6 +21,7 @@ BIG_BIRD = transformers.BigBirdConfig(  # draws the blocks that it attends to
 OPT = transformers.OPTConfig(**TINY, ffn_dim=8, word_embed_proj_dim=8, layerdrop=0.5)  # draws which layers it drops
 
 
+@pytest.mark.slow
 def test_a_training_in_another_thread_draws_what_it_draws_alone() -> None:
     """Models that draw on the host (a dropped layer, masked time steps) and checkpoints, while another thread draws."""
     drawn: list[tuple[float, float, float]] = []

@@ -155,6 +155,7 @@ def test_run_says_that_its_prediction_is_for_one_gpu(tmp_path: Path, monkeypatch
 PLANNED: dict[str, Any] = {"gpu": "T4", "seq_len": 8, "effective_batch_size": 2, "method": "full"}
 
 
+@pytest.mark.slow
 def test_a_plan_for_several_processes_is_for_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = plan(tiny.llama_config(), **PLANNED)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -126,6 +126,7 @@ def test_an_estimate_counts_pairs_and_the_reference_and_leaves_the_trainer(tmp_p
     assert found.parameters == sum(weight.numel() for weight in trainer.model.parameters())
     plain = estimate(llama(), batch_size=2 * EXAMPLES, seq_len=LENGTH, gpu="T4")
     assert found.components["weights"] == 2 * plain.components["weights"]
+    assert found.flops == pytest.approx(4 / 3 * plain.flops, rel=0.01)  # the reference has a forward pass alone
     assert before == [dict(vars(one)) for one in (trainer, trainer.model, trainer.ref_model)]
     assert trainer._metrics == {"train": {"least": [], "margin": []}}
 

@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
+from slow_cases import slow_except
 
 import tiny
 from hf_memopt import OverflowCallback, Recipe, add_adapters, estimate, plan
@@ -53,7 +54,10 @@ def precision_of(chosen: Recipe) -> Any:
 # ---- Estimates ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changed", [{}, {"gradient_release": True}, {"lora": 4, "weights_dtype": "float16"}])
+CHANGED: list[dict[str, Any]] = [{}, {"gradient_release": True}, {"lora": 4, "weights_dtype": "float16"}]
+
+
+@pytest.mark.parametrize("changed", slow_except(CHANGED[2:], CHANGED))
 def test_the_precision_of_an_estimate_is_that_of_the_run(changed: dict[str, Any], on_t4: None) -> None:
     chosen = PLAIN.replace(**changed)
     found = estimate(tiny.llama_config(), batch_size=2, seq_len=8, recipe=chosen, gpu="T4")
@@ -231,12 +235,6 @@ def test_gradient_release_takes_one_pass_and_clips_nothing() -> None:
         assert args.max_grad_norm == 0
 
 
-def test_gradient_release_refuses_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_memopt.training.devices.check_precision", lambda **_: None)
-    released = PLAIN.replace(gradient_release=True, per_device_train_batch_size=1)
-    assert message_of(released.changes, fp16=True).startswith("gradient release and fp16 are incompatible: ")
-
-
 def test_offload_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = PLAIN.replace(checkpointing=True, offload=True)
     if versions.can_offload_checkpoints() and not torch.accelerator.is_available():
@@ -261,7 +259,7 @@ LACKING: list[tuple[str, str, dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "checkpoint", "sizes", "lacking"), LACKING)
+@pytest.mark.parametrize(("kind", "checkpoint", "sizes", "lacking"), slow_except(LACKING[::8], LACKING))
 def test_what_a_checkpoint_lacks_is_trained_whole_and_not_quantised(
     kind: str, checkpoint: str, sizes: dict[str, Any], lacking: set[str], tmp_path: Path
 ) -> None:

@@ -185,11 +185,6 @@ def test_precision_follows_the_card_and_says_why(monkeypatch) -> None:
     assert str(change) == "precision: 'auto' -> 'fp32' (a made-up GPU)"
 
 
-def test_an_explicit_precision_is_kept() -> None:
-    assert preset("cpu", "out", bf16=True, use_cpu=True).bf16
-    assert preset("cpu", "out", bf16=False).bf16 is False
-
-
 def test_tf32_is_used_where_the_machine_has_it(monkeypatch, tmp_path) -> None:
     chosen = Recipe("mine", "a test", precision="tf32")
     assert chosen.step_settings().precision == "tf32"

@@ -193,7 +193,7 @@ def test_a_script_runs_as_under_python(name: str, tmp_path: Path) -> None:
         assert told(again, tmp_path / "changed") == told(ours, tmp_path / "ours")
 
 
-@pytest.mark.parametrize("word", slow_except(("bf16_weights",), ALLOWED))
+@pytest.mark.parametrize("word", slow_except((), ALLOWED))
 def test_where_a_step_does_not_fit(word: str, tmp_path: Path) -> None:
     """The estimate comes first, then ``--apply exact``, then a word of consent; a nameless Trainer gets no diff."""
     stops = (

@@ -642,19 +642,6 @@ def test_classes_of_spans_and_mappings_but_not_of_what_is_no_logits(logits: Any,
     )
 
 
-def test_an_evaluation_needs_a_bound_callback_or_one_that_was_taken_off(tmp_path: Path) -> None:
-    callback = EvaluationGuardCallback()
-    trainer = token_trainer(tmp_path)
-    trainer.add_callback(callback)
-    with pytest.raises(RuntimeError, match=r"^EvaluationGuardCallback is not bound to this Trainer"):
-        trainer.evaluate()
-    attach(trainer)
-    callback.handle.remove()
-    trainer.evaluate()  # unguarded, and no error
-    attach(trainer)
-    assert "prediction_step" in vars(trainer)
-
-
 def test_argmax_of_one_label_is_refused(tmp_path: Path) -> None:
     trainer = attach(Trainer(tiny.bert(num_labels=1), tiny.arguments(tmp_path)), EvaluationGuardCallback("argmax"))
     with pytest.raises(ValueError, match=r"For one label write EvaluationGuardCallback\(reduce=None\)"):
@@ -683,6 +670,7 @@ def test_predictions_that_no_metric_checks_are_said_to_be_reduced(
     ] * (reduce is not None)
 
 
+@pytest.mark.slow
 def test_one_process_of_two_recovers(tmp_path: Path) -> None:
     for found in run_pair(tmp_path, __file__, str(tmp_path)):
         assert found["failures"] == [0, 2]  # 7 rows and 4; the last batch has 2

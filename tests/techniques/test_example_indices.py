@@ -146,6 +146,7 @@ def test_nothing_is_told_where_nobody_can_know(tmp_path: Path, case: str) -> Non
     assert len(pairs) in (3, 6)
 
 
+@pytest.mark.slow
 def test_each_of_two_processes_is_told_its_own(tmp_path: Path) -> None:
     for rank, found in enumerate(two_ranks.run_pair(tmp_path, __file__, str(tmp_path))):
         assert_all_told(found["random"], 2 * 3), rank

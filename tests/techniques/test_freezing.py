@@ -309,6 +309,7 @@ def test_a_run_that_froze_others_is_not_resumed(tmp_path: Path, before, now: str
     trainer(now, max_steps=2).train(resume_from_checkpoint=asked)  # weights alone go to their names
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_rest_of_a_model_that_training_makes(tmp_path: Path) -> None:
     """DDP waits for the gradient of each weight that was trained when it was built."""
     first, second = run_pair(tmp_path, __file__, str(tmp_path))

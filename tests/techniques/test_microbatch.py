@@ -29,7 +29,7 @@ from hf_memopt.changes import Change
 from hf_memopt.training.batching.views import bucketed
 from hf_memopt.training.binding import attach
 from hf_memopt.training.techniques.microbatching import MicrobatchCallback
-from hf_memopt.training.techniques.microbatching.limits import MOST_FAILED_TRIES, Limit, microbatch_limits
+from hf_memopt.training.techniques.microbatching.limits import Limit, microbatch_limits
 from hf_memopt.training.techniques.microbatching.microbatch import SAVED, run_in_microbatches
 from hf_memopt.training.techniques.microbatching.splitting import cut, take_rows
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
@@ -410,18 +410,6 @@ def test_the_limit_rises_after_steps_that_fit_and_falls_back(tmp_path: Path) -> 
     ]
     assert callback.limits["max_tokens"].wait_steps == 4
     assert tiny.largest_difference(whole.model, split.model) <= 2 * FLOAT32  # twice the steps
-
-
-def test_a_limit_stops_rising_after_three_failed_tries() -> None:
-    limit = Limit()
-    limit.lower(4096)
-    waits = []
-    for _ in range(MOST_FAILED_TRIES):
-        waits.append(next(step for step in range(1, 10**4) if limit.note_step(was_split=True)))
-        limit.lower(3000)
-    assert waits == [200, 400, 800]
-    assert limit.limit == 2048
-    assert not any(limit.note_step(was_split=True) for _ in range(10**4))
 
 
 @given(

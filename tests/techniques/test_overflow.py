@@ -285,6 +285,7 @@ def test_beside_micro_batching_it_sees_whole_batches_once(tmp_path: Any, monkeyp
     assert all(4 < loss < 5 for loss in logged_losses(trainer))  # log(100) = 4.6: each accumulation step once
 
 
+@pytest.mark.slow
 def test_all_processes_drop_what_one_finds(tmp_path: Path) -> None:
     one, other = run_pair(tmp_path, __file__, str(tmp_path))
     for kind in ("forward", "gradient", "gathers"):
