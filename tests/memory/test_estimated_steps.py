@@ -82,6 +82,8 @@ def test_padding_costs_flash_attention_2_what_is_gathered_and_scattered() -> Non
     tokens, hidden, layers = 4 * 64, 32, 2
     more_bytes = padded.components["activations"] - full.components["activations"]
     assert more_bytes == layers * (tokens * hidden * 2 + tokens * 8)  # the scattered output, the indices of tokens
+    torchs = estimate(tiny.llama_config(), **{**sizes, "attn_implementation": "sdpa"}, padding=False)
+    assert torchs.components == full.components  # its kernel is the same one
 
 
 SET_UPS: dict[str, dict[str, Any]] = {

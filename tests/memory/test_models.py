@@ -12,7 +12,6 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, get_peft_model
 from slow_cases import slow_except
 from tables import tables
 from test_refusals import TASKS
@@ -196,19 +195,6 @@ def test_tied_weights_stay_tied_and_a_copy_of_a_meta_module_is_private() -> None
     assert len(list(copied.parameters())) == len(list(model.parameters()))
     _step(copied)
     assert all(weight.grad is None for weight in model.parameters())
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # asked by peft 0.21
-def test_peft_model_keeps_its_adapters() -> None:
-    model = get_peft_model(tiny.llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    loaded = load_model(model)
-    assert loaded.name == "LlamaForCausalLM"
-    assert type(loaded.model) is type(model)
-    assert loaded.model.config.use_cache is False
-    _step(loaded.model)
-    with_gradient = {name for name, weight in loaded.model.named_parameters() if weight.grad is not None}
-    assert with_gradient == {name for name, weight in model.named_parameters() if "lora_" in name}
-    assert len(with_gradient) == 8
 
 
 def test_autocast_that_accelerate_hangs_around_forward_is_taken_off() -> None:

@@ -96,16 +96,6 @@ def test_a_model_that_needs_values_is_not_estimable_and_left_as_it_was(way: str)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_model_without_a_trainable_parameter_is_refused_first() -> None:
-    with pytest.raises(ValueError) as error:
-        record(on_meta(lambda: Reads("number")).requires_grad_(False), {"y": ids(2)}, FP32)
-    assert not isinstance(error.value, NotEstimableError)
-    assert str(error.value) == (
-        "model=<Reads> has no trainable parameter; expected one or more with requires_grad=True. Call "
-        "model.requires_grad_(True)"
-    )
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_changes_nothing_but_leaves_the_model_in_training_mode(precision: str) -> None:
     settings = StepSettings(precision=precision, label_smoothing_factor=0.1, checkpointing=True)

@@ -18,16 +18,6 @@ def long_timeline(events: int, seed: int) -> Timeline:
     return Timeline(components, generator.integers(8000, 9000, events) * MIB, phases, ((7, 1),))
 
 
-def test_a_long_timeline_keeps_the_extremes_of_each_stretch() -> None:
-    allocated = [5, 3, 9, 4, 4, 1, 6, 2, 7, 8, 8, 3]
-    reserved = [9, 9, 9, 9, 9, 9, 9, 12, 12, 12, 12, 12]
-    components = np.zeros((12, len(COMPONENTS)), dtype=np.int64)
-    components[:, 3] = allocated
-    timeline = Timeline(components, np.array(reserved), ((0, "forward"), (8, "backward")), ((0, 1),))
-    # stretches 0-5 and 6-11: most at 2 and 9, fewest at 5 and 7, most reserved at 0 and 7, last 5 and 11; phases 0, 8
-    assert drawn_events(timeline, stretches=2).tolist() == [0, 2, 5, 7, 8, 9, 11]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_no_peak_is_lost_in_a_long_timeline(seed) -> None:
     timeline = long_timeline(20_000, seed)
