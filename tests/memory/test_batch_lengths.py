@@ -38,6 +38,7 @@ def large_config() -> transformers.BertConfig:
     return tiny.bert_config(hidden_size=256, intermediate_size=1024, vocab_size=3000, num_hidden_layers=4)
 
 
+@pytest.mark.slow
 def test_rising_lengths_add_gaps_and_the_longest_batch_first_adds_none() -> None:
     longest = estimate(large_config(), seq_len=64, **LARGE)
     rising = estimate(large_config(), lengths=RISING, **LARGE)

@@ -96,7 +96,7 @@ def _built(model_type: str, task: str | None = None, **settings: Any) -> Any:
     return load_model(_config(model_type, **settings), task=task).model
 
 
-@pytest.mark.parametrize("name", slow_except([*PUBLISHED][::12], PUBLISHED))
+@pytest.mark.parametrize("name", slow_except([*PUBLISHED][::24], PUBLISHED))
 def test_known_model_is_the_published_one_and_gives_a_batch(name: str) -> None:
     loaded, facts = load_model(name), known_models()[name]
     model: Any = loaded.model

@@ -213,7 +213,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
     return cuda_kernels()
 
 
-FAST_4BIT = (("nf4", True, (64, 96)), ("nf4", False, (33, 7)), ("fp4", True, (100, 36)))
+FAST_4BIT = (("nf4", True, (33, 7)), ("fp4", False, (64, 96)))
 ALL_4BIT = product(("nf4", "fp4"), (False, True), ((64, 96), (100, 36), (33, 7)))
 
 

@@ -184,6 +184,7 @@ def test_fp16_is_watched_and_the_watch_is_not_doubled(on_t4: None) -> None:
     assert [watches(one) for one in wide] == [0, 0]
 
 
+@pytest.mark.slow
 def test_quantised_weights_compute_in_float32_where_nothing_is_narrow(on_t4: None) -> None:
     chosen = PLAIN.replace(lora=4, load_in="nf4", precision="fp32")
     keywords = chosen.model_kwargs()

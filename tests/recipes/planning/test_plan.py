@@ -91,7 +91,6 @@ def test_auto_climbs_its_ladder_and_says_so(memory: str, stage: str, says: str) 
     assert found.chosen.spare_bytes >= found.chosen.margin_bytes
 
 
-QUICK = ("vit-base-patch16-224, -, RTX 4060: full, bf16, 32 x 1",)
 PLANS = """
 roberta-base, 128, RTX 3060 12GB: full, bf16, 32 x 1
 roberta-base, 128, RTX 4060: full, bf16, 32 x 1
@@ -127,7 +126,8 @@ t5-large, 512, RTX 4060 Laptop: LoRA r16, bf16, 2 x 16
 ORGANISATIONS = {"roberta-base": "FacebookAI/roberta-base", "vit-base-patch16-224": "google/vit-base-patch16-224"}
 
 
-@pytest.mark.parametrize("line", slow_except(QUICK, PLANS.split("\n")[1:-1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("line", PLANS.split("\n")[1:-1])
 def test_an_expert_would_take_the_plan(line: str) -> None:
     asked, expected = line.split(": ")
     model, seq_len, gpu = asked.split(", ")
@@ -311,7 +311,8 @@ EXPERTS = {"hidden_size": 2048, "intermediate_size": 2048, "num_attention_heads"
 OF_EXPERTS = [("A100 80GB", "tf32"), ("RTX 3060 12GB", "bf16"), ("T4", "fp16"), ("P100", "fp32")]
 
 
-@pytest.mark.parametrize(("gpu", "precision"), slow_except((), OF_EXPERTS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpu", "precision"), OF_EXPERTS)
 def test_of_a_mixture_of_experts_no_time_is_told(gpu: str, precision: str) -> None:
     """Autocast leaves experts' products in float32, so TF32 ranks first where it is faster than float32."""
     sizes = {**EXPERTS, "vocab_size": 4000, "num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
