@@ -42,6 +42,7 @@ def test_layers_wait_on_the_host_where_nothing_else_fits() -> None:
     assert "MicrobatchCallback" not in script
 
 
+@pytest.mark.slow
 def test_too_little_host_memory_is_said() -> None:
     found = streamed("56MiB", host_memory="50MB")
     assert found.chosen is None

@@ -136,8 +136,7 @@ METHODS = ("full", "freeze", "lora", "qlora")
 RUFF = ("check", "check --select E4,E5,E7,E9,F,W,I,UP,B,C4,SIM,RUF --line-length 120", "format --check")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [23, 1])
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_scripts_are_short_and_pass_ruff_at_any_length_of_line(every: int, found: Plan, tmp_path: Path) -> None:
     ruff = pytest.importorskip("ruff")
     for number, (path, text) in enumerate(scripts_of_all_set_ups(found, every)):
