@@ -30,10 +30,10 @@ T4 = replace(
 
 def answer_as(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this machine have a GPU that computes with a precision."""
+    monkeypatch.setattr("hf_memopt.prediction.recipes.own_parts.choose_precision", lambda *, use_cpu=False: precision)
     for module in ("hf_memopt.training.devices", "hf_memopt.training.devices.precision_support"):
         monkeypatch.setattr(f"{module}.choose_precision", lambda *, use_cpu=False: precision)
         monkeypatch.setattr(f"{module}.accelerator_type", lambda: "cuda")
-    monkeypatch.setattr("hf_memopt.prediction.recipes.own_parts.choose_precision", lambda *, use_cpu=False: precision)
 
 
 @pytest.fixture
