@@ -35,6 +35,7 @@ MODULES = sorted(
 )
 
 
+@pytest.mark.slow
 def test_examples_in_docstrings_run() -> None:
     assert [name for name in MODULES if doctest.testmod(importlib.import_module(name)).failed] == []
 

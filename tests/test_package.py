@@ -182,42 +182,6 @@ USED = used_names(modules())
 USED_BY_TESTS = used_names(path for folder in ("tests", "examples") for path in (PACKAGE.parent / folder).rglob("*.py"))
 
 
-IN_WINGS = [[wing] for wing in WINGS]
-
-
-def depth(path: Path) -> int:
-    """Return how deep a test reaches into the package: 0 for its public names, 1 for a folder's face, 2 or more."""
-    found = 0
-    for node in import_nodes(path):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif node.module:
-            folder = PACKAGE.parent.joinpath(*node.module.split("."))
-            names = [alias.name for alias in node.names]
-            inside = [name for name in names if (folder / name).is_dir() or (folder / f"{name}.py").is_file()]
-            modules = [node.module, *(f"{node.module}.{name}" for name in inside)]
-        else:
-            continue
-        found = max(
-            [
-                found,
-                *(
-                    name.count(".") - (name.split(".")[1:2] in IN_WINGS)
-                    for name in modules
-                    if name.partition(".")[0] == "hf_memopt"
-                ),
-            ]
-        )
-    return found
-
-
-def test_most_lines_of_tests_go_through_public_names_and_faces() -> None:
-    """So that files inside a folder can be drawn anew; at most two fifths of the lines know a file inside one."""
-    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in Path(__file__).parent.rglob("*.py")}
-    inner = sum(count for path, count in lines.items() if depth(path) >= 2)
-    assert inner <= 0.4 * sum(lines.values())
-
-
 def test_no_module_on_the_ground_floor_bears_the_name_of_a_public_function() -> None:
     taken = {path.stem for path in PACKAGE.iterdir()}
     assert taken.isdisjoint(hf_memopt.__all__)
@@ -279,6 +243,7 @@ def test_importing_the_package_is_light_and_changes_nothing() -> None:
     assert run(WATCH.format(before="math", after="")) == ""
 
 
+@pytest.mark.slow
 def test_loading_every_public_name_changes_no_global_state() -> None:
     """Beyond what torch, transformers and bitsandbytes themselves do when they are imported."""
     before = "torch, transformers, transformers.trainer, bitsandbytes, datasets, tqdm.auto"
@@ -308,6 +273,7 @@ print(loaded, [name for name in never if name in sys.modules])
 """
 
 
+@pytest.mark.slow
 def test_a_plain_estimate_imports_neither_the_trainer_nor_a_compiler() -> None:
     """Nothing beyond what transformers imports with the class of the model.
 

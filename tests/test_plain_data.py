@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-import pytest
 from tables import refusals
 
 import hf_memopt
@@ -22,7 +21,6 @@ from hf_memopt.plain_data import (
     checked_array,
     checked_path,
     from_object,
-    parse_object,
 )
 
 
@@ -42,28 +40,6 @@ class Plan:
 
 class Sizes(enum.IntEnum):
     SMALL = 4
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
-        ("[1]", "it is not an object but [1]"),
-        ("null", "it is not an object but None"),
-        (b'{"a": "\xff"}', "it is not JSON: 'utf-8' codec can't decode byte 0xff in position 7: invalid start byte"),
-        (5, "it is not JSON: the JSON object must be str, bytes or bytearray, not int"),
-    ],
-    ids=range(5),
-)
-def test_what_is_no_json_object_is_refused(text, reason) -> None:
-    with pytest.raises(ValueError) as error:
-        parse_object(text)
-    assert str(error.value) == reason
-
-
-@pytest.mark.parametrize("text", [b'\xef\xbb\xbf{"a": 1.5}', '{"a": 1.5}', '\n{"a": 15e-1}\n'])
-def test_objects_are_read(text) -> None:
-    assert parse_object(text) == {"a": 1.5}
 
 
 def test_what_does_not_fit_is_refused() -> None:

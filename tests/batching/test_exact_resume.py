@@ -168,6 +168,7 @@ def test_one_process(cases, tmp_path):
     check([run(picked(cases, 1), tmp_path)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", SETS)
 def test_two_processes(cases, tmp_path):
     check(run_pair(tmp_path, __file__, str(tmp_path), cases, timeout_seconds=1200))

@@ -16,7 +16,6 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from five_lines import trainer_of
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -25,7 +24,7 @@ from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput
 
 import tiny
-from hf_memopt import BucketedCollator, attach, bucketed, packed, recipe
+from hf_memopt import BucketedCollator, attach, bucketed, packed
 from hf_memopt.training.binding import enable_checkpointing
 
 ROW = 48
@@ -338,22 +337,6 @@ def test_a_resumed_run_is_the_straight_one(tmp_path):
     assert tiny.largest_difference(straight.model, resumed.model) == 0.0
 
 
-def test_a_recipes_trainer_takes_packed_rows(tmp_path):
-    view = packed(Dataset.from_list(examples()), ROW)
-    settings = {"output_dir": str(tmp_path), "max_steps": 2, "use_cpu": True, "report_to": "none"}
-    settings |= {"per_device_train_batch_size": 1, "effective_batch_size": 4}
-    trainer = trainer_of(
-        recipe("auto").replace(bucketing=False),
-        model=tiny.llama(),
-        train_dataset=view,
-        processing_class=tiny.tokenizer(),
-        training_arguments=settings,
-        causal_lm=True,
-    )
-    trainer.train()
-    assert trainer.args.per_device_train_batch_size == 1
-
-
 def train_and_note(folder: Path, rows: Any) -> list[list[int]]:
     """Train for an epoch; return the ids of every row that this process was given."""
     model, seen = tiny.llama(), []
@@ -409,14 +392,6 @@ def test_rows_that_no_trainer_is_attached_to_are_told_of_once(tmp_path, caplog):
     trainer = attach(make_trainer(tmp_path, tiny.llama(), source, BucketedCollator(tiny.tokenizer()), max_steps=1))
     next(iter(trainer.get_train_dataloader()))
     assert caplog.messages == []
-
-
-def test_rows_that_were_added_are_missed():
-    rows = examples(8)
-    view = packed(rows, 20)
-    rows += examples(8)
-    with pytest.raises(RuntimeError, match=r"had 8 when the view was built.*packed\(dataset, ...\)"):
-        view[0]
 
 
 class Calling(transformers.LlamaForCausalLM):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import astuple
@@ -207,28 +206,3 @@ def test_the_text_fits_into_80_columns_and_says_everything(unit, longest):
         assert found.code in text
     assert ("Counted in words, not in tokens: a text has more tokens than words." in text) == (unit == "words")
     assert [bool(found.code) for found in report.suggestions] == [unit == "tokens"] * 2  # a line that sets tokens
-
-
-def test_the_report_as_json_says_the_same():
-    report = padding_report(review(), max_length=256)
-    read = json.loads(json.dumps(report.as_dict()))
-    assert read["percentiles"] == report.percentiles
-    assert read["histogram"]["counts"] == list(report.histogram.counts)
-    assert [found["wasted_fraction"] for found in read["strategies"]] == [s.wasted_fraction for s in report.strategies]
-    assert [found["code"] for found in read["suggestions"]] == [found.code for found in report.suggestions]
-    assert read["cuts"][0]["max_length"] == report.cuts[0].max_length
-
-
-def test_the_picture_shows_two_panels(tmp_path):
-    pytest.importorskip("matplotlib")
-    image_reader = pytest.importorskip("PIL.Image")  # comes with matplotlib
-    picture = tmp_path / "lengths.png"
-    picture.write_text("an older one")
-    padding_report(review()).plot(picture)
-    with image_reader.open(picture) as image:
-        assert (image.format, image.width) == ("PNG", 1200)
-        pixels = np.asarray(image.convert("RGB"))
-    bars, ours = ((pixels == colour).all(axis=-1) for colour in ((158, 202, 225), (0, 158, 115)))
-    assert min(bars.sum(), ours.sum()) > 5000  # of the histogram, and of the bucketed ways below it
-    assert np.nonzero(bars)[0].max() < np.nonzero(ours)[0].min()
-    assert list(tmp_path.iterdir()) == [picture]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tables import refuses, whole
 from torch.utils.data import DataLoader
 
-from hf_memopt import LengthBucketedBatchSampler, LengthBucketedSampler, LengthBuckets
+from hf_memopt import LengthBucketedBatchSampler, LengthBucketedSampler
 
 LENGTHS = [(7 * i) % 23 + 1 for i in range(37)]
 SAMPLERS = {
@@ -58,15 +58,6 @@ def test_the_ranks_share_every_example_in_equal_steps(kind, lengths, world_size,
         plan = one.buckets.plan(epoch)
         largest = max(4, *(len(plan.batch(i)) for i in range(len(plan))))
         assert repeated <= world_size * largest  # only what fills the last step up is read twice
-
-
-def test_the_batches_are_those_of_the_plan():
-    sampler = make("tokens", seed=3)
-    plan = LengthBuckets(LENGTHS, max_tokens=96, seed=3).plan(2)
-    sampler.set_epoch(2)
-    assert list(sampler) == [plan.batch(i).tolist() for i in range(len(plan))]
-    flat = make("examples", seed=3)
-    assert list(flat) == LengthBuckets(LENGTHS, batch_size=4, seed=3).plan(0).flat().tolist()
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)

@@ -339,6 +339,7 @@ def run_cases(output_dir: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_results_of_each_example_alone(tmp_path):
     one, other = run_pair(tmp_path, __file__, str(tmp_path))
     assert one == other

@@ -392,6 +392,7 @@ def test_two_runs_that_save_at_the_same_time_leave_no_checkpoint_of_both(tmp_pat
     assert why_not_whole(tmp_path / "out/checkpoint-4") is None
 
 
+@pytest.mark.slow
 @resumes_on_a_cpu
 def test_two_processes_go_back_to_the_same_whole_checkpoint(tmp_path) -> None:
     for rank in run_pair(tmp_path, __file__, str(tmp_path)):

@@ -330,6 +330,7 @@ def main(folder: str) -> None:
     Path(folder, f"rank{rank}.json").write_text(json.dumps(outcomes), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_two_processes_decide_together(tmp_path: Path) -> None:
     """Also where the loss or the number of rows of one is another."""
     one, other = run_pair(tmp_path, __file__, str(tmp_path))

@@ -19,24 +19,6 @@ EVERY_N_LAYERS_SINCE = OFFLOAD_SINCE = (5, 17)
 peft_reads_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
-def test_the_installed_version_is_a_supported_one() -> None:
-    assert (5, 8) <= VERSION < (6, 0)
-
-
-def test_no_renamed_argument_is_still_a_field_apart_from_those_that_warn() -> None:
-    still_there = set(versions.RENAMED_ARGUMENTS) & versions.training_argument_names()
-    # 5.8.1 still takes these two, with a deprecation warning
-    assert still_there == ({"warmup_ratio", "logging_dir"} if VERSION < (5, 17) else set())
-
-
-def test_replacements_that_are_fields_exist() -> None:
-    names = versions.training_argument_names()
-    for old, new in versions.RENAMED_ARGUMENTS.items():
-        first_word = new.split("=")[0].split(" ")[0].rstrip(",:")
-        if first_word.isidentifier() and first_word not in ("nothing", "the", "processing_class"):
-            assert first_word in names, (old, new)
-
-
 def test_checkpointing_arguments_switch_it_on(tmp_path) -> None:
     chosen = versions.checkpointing_arguments()
     prefix = "activation" if VERSION >= (5, 18) else "gradient"
@@ -45,20 +27,6 @@ def test_checkpointing_arguments_switch_it_on(tmp_path) -> None:
     assert not versions.is_checkpointing(model)
     tiny.train(model, tiny.rows(8), tmp_path, **chosen)
     assert versions.is_checkpointing(model)
-
-
-@pytest.mark.parametrize(
-    ("release", "name"),
-    [
-        ("2.6.0+cu124", "PYTORCH_CUDA_ALLOC_CONF"),
-        ("2.10.0", "PYTORCH_CUDA_ALLOC_CONF"),
-        ("2.11.0", "PYTORCH_ALLOC_CONF"),
-        ("2.13.0+cpu", "PYTORCH_ALLOC_CONF"),
-    ],
-)
-def test_the_allocators_variable_follows_torch(monkeypatch, release, name) -> None:
-    monkeypatch.setattr(versions, "version", {"torch": release}.__getitem__)
-    assert versions.allocator_variable() == name
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of 5.23, for the old name

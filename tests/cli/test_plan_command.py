@@ -38,6 +38,7 @@ def run(*arguments: str, width: int = 80) -> Any:
     return CliRunner(env={"COLUMNS": str(width)}).invoke(app, ["plan", *arguments])
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_file_of_lengths(model: str, tmp_path: Path) -> None:
     rows = [{"input_ids": [1] * length, "url": "a"} for length in [8] * 60 + [40] * 39 + [64]]
     data = tmp_path / "rows.jsonl"
@@ -71,6 +72,7 @@ def test_json_and_the_exit_code_of_what_does_not_fit(model: str) -> None:
     assert told["shortfall"]["lacks_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_json_and_report_are_of_one_plan(model: str, tmp_path: Path) -> None:
     page, picture = tmp_path / "plan.html", tmp_path / "plan.svg"
     options = ("--gpu", "RTX 3060 12GB", "--effective-batch", "2", "--seq-len", "16", "--method", "full")
@@ -151,6 +153,7 @@ def test_several_gpus_are_a_row_each(compared: list[Plan], columns: int) -> None
     assert "Note custom 150.0 MiB: assumed of custom 150.0 MiB: compute capability 8.6 " in text
 
 
+@pytest.mark.slow
 def test_several_gpus_as_json_are_a_list_of_plans(model: str) -> None:
     found = run(model, *several("150MiB", "T4"), *SMALL, "--seq-len", "8", "--json")
     assert found.exit_code == 0, found.output  # of the one that fits

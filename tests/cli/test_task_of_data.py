@@ -13,6 +13,7 @@ import datasets
 import pytest
 import transformers
 from invoked import invoked
+from slow_cases import slow_except
 
 import tiny
 from hf_memopt import read_rows
@@ -144,23 +145,19 @@ FILES: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
+SCRIPTS: list[tuple[str, tuple[str, ...], str, str]] = [
+    ("masked-lm", (), "Task: sequence-classification, by the columns", "BertForSequenceClassification"),
+    ("masked-lm", ("TSV",), "Task: sequence-classification, by the columns", "BertForSequenceClassification"),
+    ("masked-lm", ("--field", "data"), "Task: sequence-classification, by", "BertForSequenceClassification"),
+    ("masked-lm", ("--task", "fill-mask"), "Task: masked-lm, as --task says; label", "BertForMaskedLM"),
+    ("causal-lm", (), "Task: sequence-classification, by", "LlamaForSequenceClassification"),
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*pin_memory.* argument is set as true but no accelerator:UserWarning")
 @pytest.mark.parametrize(
     ("own", "options", "said", "kind"),
-    [
-        ("masked-lm", (), "Task: sequence-classification, by the columns", "BertForSequenceClassification"),
-        ("masked-lm", ("TSV",), "Task: sequence-classification, by the columns", "BertForSequenceClassification"),
-        ("masked-lm", ("--field", "data"), "Task: sequence-classification, by", "BertForSequenceClassification"),
-        pytest.param(
-            *("masked-lm", ("--task", "fill-mask")),
-            *("Task: masked-lm, as --task says; label", "BertForMaskedLM"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("causal-lm", (), "Task: sequence-classification, by", "LlamaForSequenceClassification"),
-            marks=pytest.mark.slow,
-        ),
-    ],
+    slow_except(SCRIPTS[:1], SCRIPTS),
 )
 def test_the_written_script_trains_what_the_first_line_says(
     own: str, options: tuple[str, ...], said: str, kind: str, folders: Path, tmp_path: Path, monkeypatch: Any

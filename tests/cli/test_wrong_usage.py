@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from printed_errors import stopped
+from slow_cases import slow_except
 from tables import tables
 from terminal_runs import on_terminal
 from typer.testing import CliRunner
@@ -45,7 +46,7 @@ def test_a_value_that_cannot_be_is_answered_in_whole(line: str, folder: Path) ->
     assert stopped(done) == WHOLE[line]
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("columns", slow_except([60], [60, 80, 120]))
 def test_an_error_fits_the_terminal_in_colours(columns: int, folder: Path) -> None:
     code, printed = on_terminal(["plan", "gpt2", "--gpu", "RTX-3065"], folder, columns)
     plain = re.sub(r"\x1b\[[\d;]*m", "", printed)
@@ -62,7 +63,7 @@ def test_an_error_fits_the_terminal_in_colours(columns: int, folder: Path) -> No
 # ---- gpus
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("columns", slow_except([60], [60, 80, 120]))
 def test_the_gpus_of_some_words_fit_a_terminal(columns: int, folder: Path) -> None:
     code, printed = on_terminal(["gpus", "rtx", "3060"], folder, columns)
     lines = [line.rstrip() for line in printed.splitlines()]

@@ -56,6 +56,7 @@ def figures(run: tuple[Any, str]) -> Any:
     return run[0]
 
 
+@pytest.mark.slow
 def test_the_figures_have_every_set_up(figures: Any) -> None:
     assert list(figures) == ["unlimited", "stock", "auto_find_batch_size", "memopt", "planned", "streamed"]
     for name, one in figures.items():
@@ -63,6 +64,7 @@ def test_the_figures_have_every_set_up(figures: Any) -> None:
         assert name == "unlimited" or one["peak_bytes"] <= one["limit_bytes"] == LIMIT_BYTES
 
 
+@pytest.mark.slow
 def test_stock_runs_out_of_memory_and_says_what_cuda_says(figures: Any) -> None:
     stock = figures["stock"]
     assert (stock["steps"], stock["times_out_of_memory"], stock["accuracy"]) == (0, 1, None)
@@ -70,6 +72,7 @@ def test_stock_runs_out_of_memory_and_says_what_cuda_says(figures: Any) -> None:
     assert stock["predicted_peak_bytes"] > stock["limit_bytes"]  # it was known before
 
 
+@pytest.mark.slow
 def test_stock_that_finds_a_batch_size_begins_another_training_and_is_cut_off(figures: Any) -> None:
     found, whole = figures["auto_find_batch_size"], figures["unlimited"]
     assert found["batch_size"] < whole["batch_size"]
@@ -78,6 +81,7 @@ def test_stock_that_finds_a_batch_size_begins_another_training_and_is_cut_off(fi
     assert found["times_out_of_memory"] >= 1
 
 
+@pytest.mark.slow
 def test_micro_batches_train_what_the_run_without_a_limit_trains(figures: Any) -> None:
     ours, whole = figures["memopt"], figures["unlimited"]
     assert ours["steps"] == whole["steps"] == 3
@@ -87,12 +91,14 @@ def test_micro_batches_train_what_the_run_without_a_limit_trains(figures: Any) -
     assert ours["accuracy"] == whole["accuracy"]
 
 
+@pytest.mark.slow
 def test_what_plan_chooses_never_runs_out(figures: Any) -> None:
     planned = figures["planned"]
     assert planned["times_out_of_memory"] == 0
     assert planned["steps"] == planned["planned_steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_the_gpu_trains_as_the_whole_one(figures: Any) -> None:
     streamed = figures["streamed"]
     assert streamed["layer_bytes"] > streamed["limit_bytes"]
@@ -100,6 +106,7 @@ def test_a_model_larger_than_the_gpu_trains_as_the_whole_one(figures: Any) -> No
     assert streamed["is_equal_to_whole"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", ["unlimited", "planned", "streamed"])
 def test_the_predicted_peak_is_near_the_measured_one(setup: str, figures: Any) -> None:
     # the prediction has the buffers of a GPU's reductions, up to 12 MiB, and the host's kernels other temporaries
@@ -107,6 +114,7 @@ def test_the_predicted_peak_is_near_the_measured_one(setup: str, figures: Any) -
     assert 0.9 * one["peak_bytes"] <= one["predicted_peak_bytes"] <= 1.1 * one["peak_bytes"] + 12 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_results_fit_into_the_terminal(width: int, run: tuple[Any, str]) -> None:
     figures, printed = run

@@ -306,40 +306,6 @@ def test_mps_tells_what_is_held_now_but_no_peaks(monkeypatch):
 # ---- spans
 
 
-def test_meter_gives_each_span_its_own_peak_with_one_question_per_span(monkeypatch):
-    gpu = FakeGpu(monkeypatch)
-    meter = PeakMeter(torch.device("cuda", 1))
-    gpu.hold(100)
-    assert meter.read() == {"peak_allocated_bytes": 100, "peak_reserved_bytes": 100}
-    gpu.hold(50)
-    gpu.free(50)
-    gpu.hold(20)
-    assert meter.read() == {"peak_allocated_bytes": 150, "peak_reserved_bytes": 150}
-    assert meter.read() == {"peak_allocated_bytes": 120, "peak_reserved_bytes": 150}
-    gpu.hold(1000)
-    gpu.free(1000)
-    meter.skip()
-    assert meter.read() == {"peak_allocated_bytes": 120, "peak_reserved_bytes": 1120}
-    assert gpu.calls.count(("stats", 1)) == 4
-    assert gpu.calls.count(("reset", 1)) == 5
-    assert not meter.only_samples
-
-
-def test_meter_of_the_host_gives_the_peak_to_the_span_in_which_it_rose(monkeypatch):
-    moments = iter([(90, 100), (80, 100), (95, 150), (70, 150), (70, 400), (60, 400)])
-    monkeypatch.setattr(reading, "read_process", lambda: next(moments))
-    meter = PeakMeter(torch.device("cpu"))
-    assert pickle.loads(pickle.dumps(meter)).device == meter.device
-    spans = [meter.read() for _ in range(4)]
-    assert spans == [{"rss_bytes": 100}, {"rss_bytes": 80}, {"rss_bytes": 150}, {"rss_bytes": 70}]
-    meter.skip()  # a rise that belongs to nobody
-    assert meter.read() == {"rss_bytes": 60}
-    monkeypatch.setattr(reading, "read_process", lambda: (70, None))  # a system without a peak
-    assert meter.read() == {"rss_bytes": 70}
-    meter.skip()
-    assert meter.read() == {"rss_bytes": 70}
-
-
 # ---- a real GPU
 
 

@@ -1,4 +1,4 @@
-"""Attention on CUDA: the kernels' hidden buffers, worked out by hand from the source, and the choice of the kernel."""
+"""Attention on CUDA: the choice of the kernel."""
 
 from __future__ import annotations
 
@@ -7,73 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import A100, BF16, FP16, FP32, H100, L4, P100, RTX_3090, T4, V100, Blocks, empty
+from blocks import A100, BF16, FP16, FP32, H100, L4, P100, RTX_3090, T4, empty
 from recorded import under_cuda
-
-aten = torch.ops.aten
-
-
-def heads(batch: int, heads: int, length: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return (batch, heads, length, width) as a model's projection gives it: the heads of a token lie together."""
-    return empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
-
-
-def backward(
-    name: str, query: torch.Tensor, key: torch.Tensor, capability: tuple[int, int], dropout: float = 0.0
-) -> Any:
-    """Run an attention operator forward and backward on meta tensors; return the blocks of its backward."""
-    query, key, value = query.requires_grad_(), key.requires_grad_(), key.detach().clone().requires_grad_()
-    with Blocks(capability) as blocks:
-        if name == "flash":
-            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout)[0]
-        else:
-            out = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout)[0]
-        out.backward(torch.empty_like(out))
-    return blocks.seen[f"aten._scaled_dot_product_{name}_attention_backward.default"][0]
-
-
-BERT = 32 * 16 * 128  # rows of all heads: batch 32, 16 heads, 128 tokens
-ROWS, EXPANDED = 2 * 8 * 256, 2 * 200 * 8 * 64 * 2  # 200 queries round up to 256
-PRODUCT = 256 * 256 * 4
-BERTS, ALONE, SMALL, FEW = (32, 16, 128), (1, 2, 128), (2, 4, 100), (2, 8, 200)
-BACKWARD: list[tuple[str, tuple[int, int, int], int, torch.dtype, tuple[int, int], float, tuple[int, ...]]] = [
-    # flash adds dq up in float32 and expands grouped heads (here 2 of keys), and pads the head
-    ("flash", FEW, 64, BF16, A100, 0.0, (ROWS * 4, ROWS * 64 * 4, EXPANDED, EXPANDED)),
-    *(
-        ("flash", ALONE, width, BF16, A100, 0.0, (256 * 4, 256 * padded * 4))
-        for width, padded in ((80, 96), (128, 128), (160, 192))
-    ),
-    # 16 bits, width 64: tiles of 64 x 64 floats and 16 bytes; 2 of them for each of 512 heads
-    ("efficient", BERTS, 64, BF16, A100, 0.1, (BERT * 4, 512 * 2 * (64 * 64 + 4) * 4)),
-    ("efficient", BERTS, 64, FP16, T4, 0.1, (BERT * 4, 512 * 2 * (64 * 64 + 4) * 4)),
-    # float32: the product of gradient and output is larger than the workspace that follows
-    ("efficient", BERTS, 64, FP32, A100, 0.1, (BERT * 64 * 4, BERT * 4, BERT * 4)),
-    ("efficient", BERTS, 64, FP32, T4, 0.0, (BERT * 64 * 4, BERT * 4, BERT * 4)),
-    ("efficient", BERTS, 64, FP32, P100, 0.0, (BERT * 64 * 4, BERT * 4, BERT * 4)),  # no workspace before Volta
-    # 2 tiles for 100 queries: 8 heads x 2 x 4100 floats, against 800 rows x 64 floats of the product
-    ("efficient", SMALL, 64, FP32, A100, 0.0, (800 * 4, 8 * 2 * 4100 * 4)),
-    # width 128: one tile of 128 x 128 where shared memory is large
-    ("efficient", BERTS, 128, BF16, A100, 0.0, (BERT * 4, 512 * (128 * 128 + 4) * 4)),
-    ("efficient", BERTS, 128, BF16, H100, 0.1, (BERT * 4, 512 * (128 * 128 + 4) * 4)),
-    # else 2 x 2 tiles of 64 x 64, and dk and dv outside of the registers, without splits (512 heads)
-    ("efficient", BERTS, 128, BF16, RTX_3090, 0.0, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
-    ("efficient", BERTS, 128, BF16, (12, 0), 0.0, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
-    # 8.6 and 8.9 have a kernel for 65 to 96 without dropout
-    ("efficient", BERTS, 96, BF16, L4, 0.0, (BERT * 4, 512 * 2 * (128 * 64 + 4) * 4)),
-    ("efficient", BERTS, 96, BF16, L4, 0.1, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
-    # Volta splits the keys of few heads: casts of gradient and output and their product are more than
-    # 2 heads x (4 tiles of 128 x 64; 2 splits of dk, dv)
-    ("efficient", ALONE, 256, FP16, V100, 0.0, (PRODUCT, PRODUCT, PRODUCT, 1024, 1024)),
-]
-
-
-@pytest.mark.parametrize(("name", "shape", "width", "dtype", "capability", "dropout", "blocks"), BACKWARD)
-def test_blocks_of_backward(
-    name: str, shape: Any, width: int, dtype: Any, capability: Any, dropout: float, blocks: Any
-) -> None:
-    batch, rows, length = shape
-    keys = heads(batch, 2 if shape == FEW else rows, length, width, dtype)
-    assert backward(name, heads(batch, rows, length, width, dtype), keys, capability, dropout) == blocks
 
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any) -> str:

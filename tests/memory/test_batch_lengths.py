@@ -38,6 +38,7 @@ def large_config() -> transformers.BertConfig:
     return tiny.bert_config(hidden_size=256, intermediate_size=1024, vocab_size=3000, num_hidden_layers=4)
 
 
+@pytest.mark.slow
 def test_rising_lengths_add_gaps_and_the_longest_batch_first_adds_none() -> None:
     longest = estimate(large_config(), seq_len=64, **LARGE)
     rising = estimate(large_config(), lengths=RISING, **LARGE)
@@ -82,13 +83,6 @@ def test_the_figures_are_in_a_note_and_in_json() -> None:
         "segments",
         found.notes[0],
     )
-
-
-@pytest.mark.parametrize("setting", [{"gradient_release": True, "max_grad_norm": 0.0}, {"micro_batch_size": 1}])
-def test_techniques_with_differing_lengths(setting: dict[str, Any]) -> None:
-    found = estimate(tiny.bert_config(), lengths=[16, 32, 24], **SIZES, **setting)
-    plain = estimate(tiny.bert_config(), seq_len=32, **SIZES, **setting)
-    assert found.peak_allocated_bytes >= plain.peak_allocated_bytes
 
 
 def test_the_widths_of_a_bucketed_view_are_lengths() -> None:

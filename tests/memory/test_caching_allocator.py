@@ -1,4 +1,4 @@
-"""``CachingAllocator`` against ``torch_allocator``, which follows torch's C++, figures of real GPUs, and by hand."""
+"""``CachingAllocator`` against ``torch_allocator``, which follows torch's C++."""
 
 from __future__ import annotations
 
@@ -144,78 +144,6 @@ def test_the_rule_is_that_of_the_installed_torch(monkeypatch: pytest.MonkeyPatch
     assert CachingAllocator()._takes_oldest == (module.TORCH_RELEASE >= (2, 12))
     monkeypatch.setattr(module, "TORCH_RELEASE", (2, 11))
     assert not CachingAllocator()._takes_oldest
-
-
-def filled(*sizes: int, **arguments: Any) -> CachingAllocator:
-    """Return an allocator with a block of each size, under the keys 0, 1, 2 ..."""
-    allocator = CachingAllocator(**arguments)
-    for key, size in enumerate(sizes):
-        allocator.malloc(key, size)
-    return allocator
-
-
-@pytest.mark.parametrize(
-    ("size", "reserved", "reserved_by_b", "expandable", "expandable_by_b"),
-    [
-        (512, 2, 2, 2, 2),
-        (MIB, 4, 2, 4, 2),
-        (MIB + 512, 20, 20, 20, 20),
-        (10 * MIB - 512, 40, 20, 40, 40),
-        (10 * MIB + 512, 36, 12, 40, 20),
-    ],
-)
-def test_the_figures_of_torchs_own_test_on_a_gpu(
-    size: int, reserved: int, reserved_by_b: int, expandable: int, expandable_by_b: int
-) -> None:
-    """MiB while ``b = a.clone()`` and five times ``b = b.clone() + 1`` run in an empty pool, and when only b is left.
-
-    Of test_graph_memory_stats_and_use_result_after_destroy_graph of torch's test/test_cuda.py, which
-    test_cuda_expandable_segments.py runs once more, where it matters which block b ends in.
-    """
-    for by_pages, expected, expected_by_b in ((False, reserved, reserved_by_b), (True, expandable, expandable_by_b)):
-        allocator = filled(size, expandable_segments=by_pages)
-        for step in range(5):
-            allocator.malloc("clone", size)
-            allocator.malloc(step + 1, size)
-            allocator.free("clone")
-            allocator.free(step)
-        assert allocator.reserved == expected * MIB
-        allocator.empty_cache()
-        assert allocator.reserved == expected_by_b * MIB
-        assert allocator.allocated == size
-
-
-def test_small_segments_are_cut_to_the_last_512_bytes() -> None:
-    allocator = filled(MIB, MIB - 512, 512)
-    assert (allocator.allocated, allocator.reserved) == (2 * MIB, 2 * MIB)
-    allocator.malloc("more", 1)
-    assert (allocator.allocated, allocator.reserved) == (2 * MIB + 512, 4 * MIB)
-
-
-def test_a_run_may_fit_a_gpu_smaller_than_its_reserved_peak() -> None:
-    """One after the other 30, 40 and 50 MiB. Unlimited, each is a new segment: 120 MiB; or the end grows: 60 MiB."""
-
-    def run(expandable: bool, limit_bytes: int | None) -> CachingAllocator:
-        allocator = CachingAllocator(expandable, limit_bytes)
-        for size in (30 * MIB, 40 * MIB, 50 * MIB):
-            allocator.malloc("a", size)
-            allocator.free("a")
-        return allocator
-
-    for expandable, peak, needed, retries in ((False, 120 * MIB, 50 * MIB, 2), (True, 60 * MIB, 60 * MIB, 0)):
-        assert run(expandable, None).peak_reserved == peak
-        assert figures(run(expandable, needed))[3:] == [needed, retries]
-        with pytest.raises(AllocationError):
-            run(expandable, needed - 1)
-
-
-def test_a_full_gpu_says_so_and_goes_on() -> None:
-    allocator = filled(10 * MIB, 5 * MIB, limit_bytes=30 * MIB)
-    allocator.free(1)
-    with pytest.raises(AllocationError, match="20971521 bytes do not fit: 10485760 of 31457280 are reserved"):
-        allocator.malloc("a", 20 * MIB + 1)
-    allocator.malloc("a", 20 * MIB)
-    assert (allocator.allocated, allocator.reserved, allocator.retries) == (30 * MIB, 30 * MIB, 1)
 
 
 def test_examples_in_the_docstrings_hold() -> None:

@@ -13,7 +13,6 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from slow_cases import slow_except
 from tables import refuses, tables
 from transformers import T5Config
 
@@ -143,12 +142,6 @@ def test_a_batch_of_one_row_has_no_padding() -> None:
     assert of_bert(padding=True).peak_allocated_bytes == of_bert().peak_allocated_bytes
 
 
-def test_a_recipe_brings_its_batch() -> None:
-    chosen = recipe("8gb-gpu")
-    found = estimate(tiny.bert_config(), seq_len=8, recipe=chosen, gpu="T4")
-    assert found.batch_size == chosen.per_device_train_batch_size != 8
-
-
 def test_evaluation_gathers_logits() -> None:
     sizes = {"batch_size": 1, "seq_len": 16, "task": "masked-lm", "eval_batch_size": 8, "eval_batches": 6}
     config = bert_config(vocab_size=8000)
@@ -166,25 +159,6 @@ def test_evaluation_gathers_logits() -> None:
     assert by_batch.peak_allocated_bytes == one.peak_allocated_bytes < listed.peak_allocated_bytes
     assert loss.peak_allocated_bytes < some.peak_allocated_bytes < every.peak_allocated_bytes
     assert "evaluation not included: give eval_batch_size" not in every.notes
-
-
-KNOWN = (
-    *("bert-base-uncased", "chinese-macbert-base", "all-MiniLM-L6-v2", "roberta-base", "xlm-roberta-base"),
-    *("deberta-v3-small", "distilbert-base-uncased", "ModernBERT-base", "electra-small-discriminator"),
-    *("albert-base-v2", "gpt2", "t5-small", "flan-t5-base", "Llama-3.2-1B", "Qwen3-0.6B", "Qwen2.5-0.5B"),
-    *("gemma-3-270m", "SmolLM2-135M", "vit-base-patch16-224", "whisper-tiny", "pythia-70m", "opt-125m"),
-    *("deberta-v3-xsmall", "gpt-neo-125m"),
-)
-AGAIN = ("chinese-macbert-base", "all-MiniLM-L6-v2", "xlm-roberta-base", "flan-t5-base", "deberta-v3-xsmall")
-"""Of the same architecture as others."""
-
-
-@pytest.mark.parametrize("name", slow_except(set(KNOWN) - {*AGAIN}, KNOWN))
-def test_well_known_architectures(name: str) -> None:
-    found = checked(estimate(name, batch_size=2, seq_len=None if name.startswith("vit") else 16, precision="bf16"))
-    assert found.model == name
-    assert 4 * found.parameters <= found.components["weights"] < 4.5 * found.parameters + MIB  # with buffers, in blocks
-    assert found.peak_allocated_bytes > 3 * 4 * found.parameters  # weights and two averages
 
 
 @pytest.mark.parametrize(("positions", "length", "why"), [(600, 512, ""), (64, 64, ", all that the model takes")])

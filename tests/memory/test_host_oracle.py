@@ -1,30 +1,24 @@
-"""The simulation against a run of the real ``Trainer`` on the host, and against another program of the same idea."""
+"""The simulation against a run of the real ``Trainer`` on the host."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import transformers
 from host_semantics import HostSemantics
 from recorded import allocator_peak, replayed_peak
-from slow_cases import slow_except
 from transformers import Trainer
 
 import tiny
-from hf_memopt import StepSettings, estimate
-from hf_memopt.prediction.memory.allocator import replay as allocator_replay
-from hf_memopt.prediction.memory.allocator.replay import replay
+from hf_memopt import StepSettings
 from hf_memopt.prediction.memory.models import example_batch, load_model
 from hf_memopt.prediction.memory.optimizers import optimizer_memory, parameter_facts
-from hf_memopt.prediction.memory.recording import sessions
 from hf_memopt.prediction.memory.recording.step import record_step
-from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing, versions
+from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing
 
 # torch 2.13 says so whenever the state of oneDNN is read
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
-MIB = 2**20
 
 
 def simulated_on_the_host(model: Any, *, batch_size: int, seq_len: int, **changed: Any) -> int:
@@ -68,54 +62,3 @@ def test_a_real_trainer_on_the_host_takes_what_was_simulated(tmp_path: Any, opti
     )
     # what the simulation does not have: numbers of the loss and the random sampler
     assert simulated == pytest.approx(measured_on_the_host(trainer), rel=0.012)
-
-
-SIMULATED = [
-    ({}, 10249),
-    ({"precision": "bf16"}, 8474),
-    ({"precision": "bf16", "checkpointing": True}, 5137),
-    ({"precision": "bf16", "optim": "adamw_bnb_8bit"}, 6749),
-    ({"precision": "bf16", "optim": "adamw_bnb_8bit", "checkpointing": True}, 3411),
-]
-
-
-@pytest.mark.parametrize(("set_up", "allocated_mib"), slow_except((SIMULATED[0], SIMULATED[4]), SIMULATED))
-def test_bert_large_is_what_an_independent_simulation_gave(
-    monkeypatch: pytest.MonkeyPatch, set_up: dict[str, Any], allocated_mib: int
-) -> None:
-    """The figures are those of another program of the same idea that knows nothing of what kernels take inside
-    themselves; with that, the peak is 24 to 34 MiB higher.
-    """
-    monkeypatch.setattr(sessions, "_hidden_of", lambda chip: None)
-    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-    config = transformers.BertConfig(vocab_size=21128, **sizes)
-    found = estimate(config, batch_size=32, seq_len=128, **{"precision": "fp32", **set_up})
-    assert round(found.peak_allocated_bytes / MIB) == allocated_mib
-    assert found.parameters == 325_524_482
-
-
-@pytest.mark.parametrize(
-    ("retries", "places"),
-    [((2, 0), "2 time(s) in three steps"), ((2, 7), "2 time(s) in three steps and 7 time(s) in the evaluation")],
-)
-def test_the_note_says_where_the_allocator_gives_back(
-    monkeypatch: pytest.MonkeyPatch, retries: tuple[int, int], places: str
-) -> None:
-    def retried(*args: Any) -> Any:
-        return dataclasses.replace(replay(*args), retries=retries)
-
-    monkeypatch.setattr(allocator_replay, "replay", retried)
-    note = f"it fits because the allocator returns unused blocks to the driver {places}, which costs time"
-    for segments, advice in (
-        (False, f"; {versions.allocator_variable()}=expandable_segments:True may avoid it"),
-        (True, ""),
-    ):
-        given = {
-            "batch_size": 2,
-            "seq_len": 8,
-            "padding": False,
-            "gpu": "T4",
-            "eval_batch_size": 4,
-            "expandable_segments": segments,
-        }
-        assert estimate(tiny.bert_config(), **given).notes == (f"{note}{advice}",)

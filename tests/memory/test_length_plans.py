@@ -31,11 +31,3 @@ def test_every_batch_counts_as_the_next_longer_recorded_length(lengths: list[int
     assert len(steps) >= 3
     assert set(steps) <= set(expected)
     assert max(chain.from_iterable(steps)) == max(lengths)
-
-
-def test_the_step_with_the_longest_batch_is_replayed_wherever_it_is() -> None:
-    lengths = np.full(500, 10)
-    lengths[301] = 20
-    plan = plan_lengths(lengths, 2)
-    assert plan.recorded == (20, 10)
-    assert plan.steps == ((1, 1),) * 32 + ((1, 0),)

@@ -61,7 +61,7 @@ def real_peak(family: str, settings: StepSettings) -> int:
 
 
 @pytest.mark.parametrize("batches", slow_except((3,), (1, 3)))
-@pytest.mark.parametrize("to_none", [True, False], ids=["freed", "kept"])
+@pytest.mark.parametrize("to_none", slow_except([True], [True, False]), ids=["freed", "kept"])
 @pytest.mark.parametrize("loop", ["manual", "trainer", "function"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_loop_has_the_peak_of_the_cpu_allocator(family: str, loop: str, to_none: bool, batches: int) -> None:

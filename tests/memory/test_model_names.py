@@ -48,21 +48,6 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
     return failures
 
 
-@pytest.mark.parametrize(
-    ("name", "task"),
-    [
-        *[("text-classification", "sequence-classification"), ("sentiment-analysis", "sequence-classification")],
-        *[("zero-shot-classification", "sequence-classification"), ("ner", "token-classification")],
-        *[("fill-mask", "masked-lm"), ("text-generation", "causal-lm")],
-        *[("text2text-generation", "seq2seq"), ("summarization", "seq2seq"), ("translation", "seq2seq")],
-        *[("image-to-text", "image-text-to-text"), ("image-segmentation", "semantic-segmentation")],
-        *[("automatic-speech-recognition", "speech-seq2seq"), ("question-answering", "question-answering")],
-    ],
-)
-def test_the_hubs_name_of_a_task_is_understood(name: str, task: str) -> None:
-    assert hub.task_by_name(name, ["multiple-choice", task]) == task
-
-
 def test_the_hubs_names_are_understood_wherever_a_task_is_asked_for() -> None:
     config, rows = tiny.bert_config(), datasets.Dataset.from_list([{"text": "w1", "label": at % 2} for at in range(8)])
     assert of(config, task="fill-mask").model == "BertForMaskedLM"
@@ -85,6 +70,7 @@ def test_a_known_name_never_touches_the_network(unreachable: list[Exception]) ->
         assert of(name).model == known
 
 
+@pytest.mark.slow
 def test_notes_of_published_weights_and_of_kernels_that_are_not_simulated() -> None:
     published = (
         "its published weights are MXFP4, 4 bits each, which transformers runs but does not train "

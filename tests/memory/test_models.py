@@ -12,7 +12,6 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, get_peft_model
 from slow_cases import slow_except
 from tables import tables
 from test_refusals import TASKS
@@ -97,7 +96,7 @@ def _built(model_type: str, task: str | None = None, **settings: Any) -> Any:
     return load_model(_config(model_type, **settings), task=task).model
 
 
-@pytest.mark.parametrize("name", slow_except([*PUBLISHED][::4], PUBLISHED))
+@pytest.mark.parametrize("name", slow_except([*PUBLISHED][::24], PUBLISHED))
 def test_known_model_is_the_published_one_and_gives_a_batch(name: str) -> None:
     loaded, facts = load_model(name), known_models()[name]
     model: Any = loaded.model
@@ -145,20 +144,10 @@ def test_every_known_model_is_estimated(name: str) -> None:
     assert found.peak_allocated_bytes > 8 * found.parameters  # weights and gradients in float32
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_architecture_trains_on_its_batch(model_type: str) -> None:
-    model = _built(model_type)
-    assert _is_all_meta(model)
-    loss = _step(model, seq_len=None if model_type == "vit" else 16)
-    assert (loss.shape, loss.dtype) == ((), torch.float32)
-    without = {name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None}
-    assert without <= {"roberta.pooler.dense.weight"}  # every trainable parameter takes part
+HEADS_OF_TASKS: list[tuple[str, dict[str, Any], str | None, str]] = [*map(tuple, TABLES["heads"])]
 
 
-HEADS_OF_TASKS: list[tuple[str, dict[str, Any], str | None, str]] = TABLES["heads"]
-
-
-@pytest.mark.parametrize(("model_type", "settings", "task", "head"), HEADS_OF_TASKS)
+@pytest.mark.parametrize(("model_type", "settings", "task", "head"), slow_except(HEADS_OF_TASKS[::4], HEADS_OF_TASKS))
 def test_task_and_architectures_pick_the_head(
     model_type: str, settings: dict[str, Any], task: str | None, head: str
 ) -> None:
@@ -206,19 +195,6 @@ def test_tied_weights_stay_tied_and_a_copy_of_a_meta_module_is_private() -> None
     assert len(list(copied.parameters())) == len(list(model.parameters()))
     _step(copied)
     assert all(weight.grad is None for weight in model.parameters())
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # asked by peft 0.21
-def test_peft_model_keeps_its_adapters() -> None:
-    model = get_peft_model(tiny.llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    loaded = load_model(model)
-    assert loaded.name == "LlamaForCausalLM"
-    assert type(loaded.model) is type(model)
-    assert loaded.model.config.use_cache is False
-    _step(loaded.model)
-    with_gradient = {name for name, weight in loaded.model.named_parameters() if weight.grad is not None}
-    assert with_gradient == {name for name, weight in model.named_parameters() if "lora_" in name}
-    assert len(with_gradient) == 8
 
 
 def test_autocast_that_accelerate_hangs_around_forward_is_taken_off() -> None:
@@ -271,7 +247,7 @@ BATCHES: list[tuple[str, str | None, dict[str, Any], dict[str, Any], dict[str, A
 ]
 
 
-@pytest.mark.parametrize(("model_type", "task", "settings", "sizes", "entries"), BATCHES)
+@pytest.mark.parametrize(("model_type", "task", "settings", "sizes", "entries"), slow_except(BATCHES[::3], BATCHES))
 def test_entries_of_a_batch(model_type: str, task: Any, settings: Any, sizes: Any, entries: dict[str, Any]) -> None:
     model = _built(model_type, task, **settings)
     sizes = {"seq_len": 8, **sizes}

@@ -3,106 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from blocks import empty as meta
 from torch import nn
 
 from hf_memopt import GPUS, StepSettings
 from hf_memopt.prediction.memory.optimizers import ParameterFacts, optimizer_memory
-from hf_memopt.prediction.memory.quantized import stand_ins  # registers its operators with torch
-from hf_memopt.prediction.memory.recording.step import recording
 from hf_memopt.prediction.memory.step_time import Operation, Prices, StepCosts
 from hf_memopt.prediction.memory.step_time import prices as module
 from hf_memopt.prediction.memory.step_time.operations import _Counting, optimizer_operations
-from hf_memopt.prediction.memory.step_time.prices import PARTS, step_time
+from hf_memopt.prediction.memory.step_time.prices import step_time
 from hf_memopt.prediction.memory.step_time.streaming import (
     HOST_BYTES_PER_SECOND,
     Streaming,
 )
-from hf_memopt.prediction.memory.tracking import StorageTracker
 
 A100 = "A100 80GB"
 aten = torch.ops.aten
 
 
-def counted(run: Callable[[], torch.Tensor], *, backward: bool = False) -> list[Operation]:
-    """Return the operations of ``run`` that have a kernel, or those of its backward pass."""
-    tracker = StorageTracker()
-    with recording(tracker):
-        if not backward:
-            with tracker.counting():
-                run()
-        else:
-            out = run()
-            gradient = torch.empty_like(out)
-            with tracker.backward(), tracker.counting():
-                torch.autograd.backward(out, gradient)
-    tracker.close()
-    return [cost for cost in tracker.operations[0].elements() if cost.kernels]
-
-
 def moved(operations: Counter[Operation]) -> float:
     return sum(number * cost.moved_bytes for cost, number in operations.items())
-
-
-def test_a_linear() -> None:
-    x, weight, bias = meta(5, 8, requires_grad=True), meta(4, 8, requires_grad=True), meta(4, requires_grad=True)
-    flops = 2 * 5 * 8 * 4
-    [product] = counted(lambda: F.linear(x, weight, bias))
-    assert product == Operation("product", flops=flops, moved_bytes=4 * (5 * 8 + 4 * 8 + 4 + 5 * 4))
-    ran = Counter(counted(lambda: F.linear(x, weight, bias), backward=True))
-    of_input = Operation("product", in_backward=True, flops=flops, moved_bytes=4 * (5 * 4 + 4 * 8 + 5 * 8))
-    of_weight = of_input._replace(moved_bytes=4 * (5 * 4 + 5 * 8 + 4 * 8))
-    of_bias = Operation("memory", in_backward=True, moved_bytes=4 * (5 * 4 + 4))
-    assert ran == Counter([of_input, of_weight, of_bias])
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_fused_attention(is_causal: bool) -> None:
-    shape = (2, 3, 16, 8)
-    query, key, value = (meta(*shape, dtype=torch.bfloat16) for _ in range(3))
-    [kernel] = counted(
-        lambda: torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False)[0]
-    )
-    whole = 2 * (2 * 2 * 3 * 16 * 16 * 8)  # scores, and their product with the values
-    assert (kernel.kind, kernel.dtype) == ("attention", "bf16")
-    assert kernel.flops == (whole / 2 if is_causal else whole)
-    logsumexp = 4 * 2 * 3 * 16
-    assert kernel.moved_bytes == pytest.approx(4 * 2 * query.numel() + logsumexp, abs=32)  # seed and offset
-
-
-@pytest.mark.parametrize(
-    ("run", "bytes_"),
-    [
-        (lambda x: x.add_(1), 2 * 64),
-        (lambda x: x.zero_(), 64),
-        (lambda x: x.copy_(torch.empty_like(x)), 2 * 64),
-        (lambda x: x.new_zeros(4), 16),
-        (lambda x: x + x, 2 * 64),
-        (lambda x: x + x[:1].expand(4, 4), 64 + 16 + 64),
-        (lambda x: x.to(torch.bfloat16), 64 + 32),
-        # rows of a table are read and not the table
-        (lambda x: F.embedding(torch.empty(3, dtype=torch.int64, device="meta"), x), 2 * 3 * 16 + 3 * 8),
-        # dequantising reads the packed weight
-        (
-            lambda x: stand_ins._OPERATORS.dequantized(
-                meta(64 * 32 // 2, 1, dtype=torch.uint8), meta(32, dtype=torch.uint8), (64, 32), torch.bfloat16
-            ),
-            64 * 32 // 2 + 32 + 2 * 64 * 32,
-        ),
-    ],
-)
-def test_bytes_of_kernels(run: Callable[[torch.Tensor], torch.Tensor], bytes_: int) -> None:
-    x = meta(4, 4)
-    [kernel] = counted(lambda: run(x))
-    assert (kernel.kind, kernel.moved_bytes) == ("memory", bytes_)
 
 
 FACTS = [
@@ -139,31 +66,6 @@ def test_the_run_of_different_shapes_is_that_of_all_tensors(optim: str) -> None:
 
 def costs_of(*operations: Operation, micro_batches: int = 1) -> StepCosts:
     return StepCosts(((1.0, Counter(operations)),), Counter(), micro_batches, examples=8, tokens=1024)
-
-
-def test_prices_by_hand() -> None:
-    prices = Prices.of(GPUS[A100])
-    flops, bytes_ = 10**12, 10**9
-    product = flops / (GPUS[A100].peak_flops_per_second.bf16 * module.HALF_FRACTION) + module.KERNEL_SECONDS
-    memory = bytes_ / (GPUS[A100].bandwidth_bytes_per_second * module.MEMORY_FRACTION) + module.KERNEL_SECONDS
-    launch = module.LAUNCH_SECONDS * module.BACKWARD_LAUNCH_FRACTION
-    found = step_time(
-        costs_of(
-            Operation("product", "bf16", flops=flops, moved_bytes=bytes_),
-            Operation("memory", moved_bytes=bytes_),
-            Operation("memory", in_backward=True, moved_bytes=1000),
-        ),
-        prices,
-    )
-    launches = launch + module.MICRO_BATCH_SECONDS
-    assert found.seconds == pytest.approx(product + memory + launches)
-    assert found.shares["products"] * found.seconds == pytest.approx(product)
-    assert found.shares["launches"] * found.seconds == pytest.approx(launches)
-    assert sum(found.shares.values()) == pytest.approx(1)
-    assert set(found.shares) == set(PARTS)
-    assert found.tokens_per_second() == pytest.approx(1024 / found.seconds)
-    assert found.tokens_per_second(real_fraction=0.5) == pytest.approx(512 / found.seconds)
-    assert found.examples_per_second == pytest.approx(8 / found.seconds)
 
 
 def test_the_range_of_a_gpu_holds_its_published_rows_and_is_wider_where_less_is_known() -> None:

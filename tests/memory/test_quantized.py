@@ -7,10 +7,10 @@ modules run on the CPU with every allocation of the CUDA path, and a tracker see
 from __future__ import annotations
 
 import copy
-import itertools
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 import torch
 import transformers
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
+from slow_cases import slow_except
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -175,7 +176,7 @@ def passes(
 
 def in_order(events: list[int]) -> list[int]:
     """Return events with the deaths that no birth divides sorted: an allocator ends the same in any order of them."""
-    groups = [list(group) for _, group in itertools.groupby(events, key=lambda size_bytes: size_bytes > 0)]
+    groups = [list(group) for _, group in groupby(events, key=lambda size_bytes: size_bytes > 0)]
     return [size_bytes for group in groups for size_bytes in (group if group[0] > 0 else sorted(group))]
 
 
@@ -212,11 +213,13 @@ def kernels() -> dict[str, Callable[..., Any]]:
     return cuda_kernels()
 
 
-@pytest.mark.parametrize("features", [(64, 96), (100, 36), (33, 7)])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+FAST_4BIT = (("nf4", True, (33, 7)), ("fp4", False, (64, 96)))
+ALL_4BIT = product(("nf4", "fp4"), (False, True), ((64, 96), (100, 36), (33, 7)))
+
+
+@pytest.mark.parametrize(("quant_type", "nested", "features"), slow_except(FAST_4BIT, ALL_4BIT))
 def test_4bit_bytes_are_those_of_the_cuda_sources(kernels, quant_type, nested, features):
-    settings = itertools.product((None, *FLOATS), FLOATS, (torch.float32, torch.bfloat16), (False, True))
+    settings = product((None, *FLOATS), FLOATS, (torch.float32, torch.bfloat16), (False, True))
     for compute_dtype, dtype, weight_dtype, bias in settings:
         options = {"quant_type": quant_type, "compress_statistics": nested, "compute_dtype": compute_dtype}
         linear = quantized_linear(features, bias, weight_dtype, **options)
@@ -230,10 +233,10 @@ def test_4bit_rows(kernels, shape, dtype, grad):
     same(quantized_linear(compress_statistics=True), shape, dtype, grad=grad, **kernels)
 
 
-@pytest.mark.parametrize("features", [(64, 96), (36, 100), (33, 7)])
+@pytest.mark.parametrize("features", slow_except([((33, 7),)], [((64, 96),), ((36, 100),), ((33, 7),)]))
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
 def test_8bit_bytes_are_those_of_the_cuda_sources(kernels, threshold, features):
-    for dtype, bias, shape, grad in itertools.product(FLOATS, (False, True), ((5,), (2, 7), (1,)), (True, False)):
+    for dtype, bias, shape, grad in product(FLOATS, (False, True), ((5,), (2, 7), (1,)), (True, False)):
         linear = quantized_linear(features, bias, torch.float16, bits=8, threshold=threshold)
         # training on the CPU takes a path of its own (MatMul8bitFp); evaluation takes that of CUDA
         same(linear.eval(), (*shape, features[0]), dtype, grad=grad, **kernels)
@@ -282,8 +285,12 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("prepares", [False, True], ids=["as loaded", "prepared"])
-@pytest.mark.parametrize(("mode", "dtype"), [*((mode, torch.bfloat16) for mode in MODES), ("nf4", torch.float32)])
+FAST_QLORA = (("nf4 nested bf16", torch.bfloat16), ("8 bits", torch.bfloat16))
+ALL_QLORA = (*((mode, torch.bfloat16) for mode in MODES), ("nf4", torch.float32))
+
+
+@pytest.mark.parametrize("prepares", slow_except([True], [False, True]))
+@pytest.mark.parametrize(("mode", "dtype"), slow_except(FAST_QLORA, ALL_QLORA))
 def test_qlora_has_the_bytes_of_the_real_model(tmp_path, cuda_training, kernels, mode, dtype, prepares):
     """Also after PEFT's own ``prepare_model_for_kbit_training``."""
     models = [quantized_llama(tmp_path, dtype, MODES[mode]), quantize(meta_llama(dtype), MODES[mode])]
@@ -334,7 +341,7 @@ def test_quantize_replaces_what_from_pretrained_replaces(tmp_path, config, setti
 
 
 def test_private_names():
-    for product, dtype in ((torch._int_mm, torch.int8), (torch.ops.aten.matmul, torch.float32)):
-        assert product(torch.ones(2, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype)).tolist() == [[4] * 3] * 2
+    for multiplied, dtype in ((torch._int_mm, torch.int8), (torch.ops.aten.matmul, torch.float32)):
+        assert multiplied(torch.ones(2, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype)).tolist() == [[4] * 3] * 2
     names = {"gemm_4bit", "dequantize_4bit", "dequantize_blockwise", "int8_vectorwise_quant", "int8_linear_matmul"}
     assert names <= set(cuda_kernels())

@@ -12,6 +12,7 @@ import bitsandbytes
 import pytest
 import torch
 from html_page import Page
+from slow_cases import slow_except
 from transformers import Trainer
 
 import scarcity
@@ -246,7 +247,7 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], Any, dict[str, Any]]] = [
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
-@pytest.mark.parametrize(("how", "named", "given", "expected"), OPTIMIZERS)
+@pytest.mark.parametrize(("how", "named", "given", "expected"), slow_except(OPTIMIZERS[::3], OPTIMIZERS))
 def test_an_optimizer_that_the_user_brings_is_the_one_that_is_estimated(
     how: str, named: dict[str, Any], given: Any, expected: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_the_estimate_shows_the_time() -> None:
     assert "step_costs" not in json.loads(found.to_json())
 
 
+@pytest.mark.slow
 def test_convolutional_networks_and_experts_are_ranked_and_not_predicted() -> None:
     images = {"batch_size": 2, "gpu": A100, "precision": "fp16"}
     attention: Any = estimate("vit-base-patch16-224", **images)

@@ -150,23 +150,6 @@ def test_a_spelling_means_what_training_arguments_mean_by_it(given: dict[str, An
     assert StepSettings(precision="fp32", optim=expected.optim).replace(**given) == expected
 
 
-OPTIONS = {"use_reentrant": True}
-
-
-@pytest.mark.parametrize(
-    ("given", "own"),
-    [
-        ({"activation_checkpointing": True, "activation_checkpointing_kwargs": OPTIONS}, {"checkpointing": OPTIONS}),
-        ({"activation_checkpointing": False}, {"checkpointing": False}),
-        ({"tf32": True}, {"precision": "tf32"}),
-        ({"tf32": True, "bf16": True}, {"precision": "bf16"}),  # of what autocast leaves in float32
-        ({"bf16": None, "optim": "sgd"}, {"optim": "sgd"}),
-    ],
-)
-def test_other_names_of_a_setting(given: dict[str, Any], own: dict[str, Any]) -> None:
-    assert StepSettings().replace(**given) == StepSettings(**own)
-
-
 def test_estimate_takes_the_batch_by_either_name_and_8_by_default() -> None:
     given: tuple[dict[str, Any], ...] = ({}, {"batch_size": 2}, {"per_device_train_batch_size": 2})
     assert [estimate(tiny.bert_config(), seq_len=8, **one).batch_size for one in given] == [8, 2, 2]

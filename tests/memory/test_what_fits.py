@@ -44,29 +44,7 @@ def test_it_is_the_largest_of_all_and_each_is_simulated_once(numbers, share, fir
     assert len(asked) == len(set(asked)) <= 4 + 3 * log2(len(ordered) + 1)
 
 
-def test_a_straight_line_takes_four_simulations_of_a_thousand_numbers() -> None:
-    asked: list[int] = []
-
-    def simulate(number: int) -> int:
-        asked.append(number)
-        return 8_000 - 100 - 30 * number
-
-    assert largest_that_fits(range(1, 1001), simulate, first=(1, 1000)) == 263
-    assert asked == [1, 1000, 263, 264]
-
-
 def test_what_cannot_be_simulated_counts_as_missing() -> None:
     assert largest_that_fits(range(1, 33), lambda rows: None if rows > 7 else 5) == 7
     assert largest_that_fits(range(1, 33), lambda rows: None) is None
     assert largest_that_fits([], lambda rows: 1) is None
-
-
-def test_a_smaller_number_is_not_tried_where_it_is_of_no_use() -> None:
-    asked: list[int] = []
-
-    def simulate(number: int) -> int:
-        asked.append(number)
-        return 3 - number
-
-    assert largest_that_fits([1, 2, 4, 8], simulate, first=(8,), is_worth=lambda number: number < 8) is None
-    assert asked == [8]

@@ -12,18 +12,16 @@ import peft
 import pytest
 import torch
 import transformers
-from datasets import Dataset
-from five_lines import trainer_of
+from slow_cases import slow_except
 
 import tiny
-from hf_memopt import OverflowCallback, Recipe, add_adapters, estimate, plan, recipe
+from hf_memopt import OverflowCallback, Recipe, add_adapters, estimate, plan
 from hf_memopt.training.binding import versions
 from hf_memopt.training.devices import choose_precision
 
 # peft 0.21 asks transformers 5.23 under the names of 5.17; recipes call it without this warning
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 PLAIN = Recipe("plain", "a test")
-ROWS = Dataset.from_list([{"input_ids": [5, 6, 7]}] * 8)
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # bitsandbytes quantises blocks of 64
 T4 = replace(
     choose_precision(), name="fp16", reason="a T4 (compute capability 7.5) only emulates bfloat16", emulates_bf16=True
@@ -32,10 +30,10 @@ T4 = replace(
 
 def answer_as(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this machine have a GPU that computes with a precision."""
+    monkeypatch.setattr("hf_memopt.prediction.recipes.own_parts.choose_precision", lambda *, use_cpu=False: precision)
     for module in ("hf_memopt.training.devices", "hf_memopt.training.devices.precision_support"):
         monkeypatch.setattr(f"{module}.choose_precision", lambda *, use_cpu=False: precision)
         monkeypatch.setattr(f"{module}.accelerator_type", lambda: "cuda")
-    monkeypatch.setattr("hf_memopt.prediction.recipes.own_parts.choose_precision", lambda *, use_cpu=False: precision)
 
 
 @pytest.fixture
@@ -56,7 +54,10 @@ def precision_of(chosen: Recipe) -> Any:
 # ---- Estimates ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changed", [{}, {"gradient_release": True}, {"lora": 4, "weights_dtype": "float16"}])
+CHANGED: list[dict[str, Any]] = [{}, {"gradient_release": True}, {"lora": 4, "weights_dtype": "float16"}]
+
+
+@pytest.mark.parametrize("changed", slow_except(CHANGED[2:], CHANGED))
 def test_the_precision_of_an_estimate_is_that_of_the_run(changed: dict[str, Any], on_t4: None) -> None:
     chosen = PLAIN.replace(**changed)
     found = estimate(tiny.llama_config(), batch_size=2, seq_len=8, recipe=chosen, gpu="T4")
@@ -183,6 +184,7 @@ def test_fp16_is_watched_and_the_watch_is_not_doubled(on_t4: None) -> None:
     assert [watches(one) for one in wide] == [0, 0]
 
 
+@pytest.mark.slow
 def test_quantised_weights_compute_in_float32_where_nothing_is_narrow(on_t4: None) -> None:
     chosen = PLAIN.replace(lora=4, load_in="nf4", precision="fp32")
     keywords = chosen.model_kwargs()
@@ -234,46 +236,12 @@ def test_gradient_release_takes_one_pass_and_clips_nothing() -> None:
         assert args.max_grad_norm == 0
 
 
-def test_gradient_release_refuses_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_memopt.training.devices.check_precision", lambda **_: None)
-    released = PLAIN.replace(gradient_release=True, per_device_train_batch_size=1)
-    assert message_of(released.changes, fp16=True).startswith("gradient release and fp16 are incompatible: ")
-
-
-def test_the_optimizer_of_a_recipe_is_released_or_rounded_or_the_trainers(tmp_path: Path) -> None:
-    released = PLAIN.replace(gradient_release=True, per_device_train_batch_size=4)
-    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
-    settings = {"train_dataset": ROWS, "processing_class": tiny.tokenizer(), "training_arguments": arguments}
-    trainer: Any = trainer_of(released, model=tiny.llama(), **settings)
-    assert trainer.optimizer_cls_and_kwargs[0].__name__ == "ReleasedAdamW"
-    args, rounded = PLAIN.training_arguments(**arguments), PLAIN.replace(weights_dtype="bfloat16", rounding="kahan")
-    assert rounded.optimizer(args, tiny.llama())[0].technique == "16-bit weights"
-    assert PLAIN.optimizer(args, tiny.llama()) is None
-
-
 def test_offload_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = PLAIN.replace(checkpointing=True, offload=True)
     if versions.can_offload_checkpoints() and not torch.accelerator.is_available():
         assert message_of(chosen.changes).startswith("offload=True moves activations from an accelerator to the host, ")
     monkeypatch.setattr("hf_memopt.training.binding.versions.can_offload_checkpoints", lambda: False)
     assert message_of(chosen.changes).startswith("offload=True is not known to transformers ")
-
-
-@pytest.mark.skipif(not versions.can_offload_checkpoints(), reason="transformers before 5.17")
-def test_what_is_offloaded_is_estimated_on_the_host() -> None:
-    config = tiny.llama_config(num_hidden_layers=3)
-    chosen = PLAIN.replace(checkpointing=True, precision="fp32")
-    sizes = {"batch_size": 4, "seq_len": 16}
-    assert estimate(config, **sizes, recipe=chosen).host_bytes == 0
-    found = estimate(config, **sizes, recipe=chosen.replace(offload=True))
-    assert found.host_bytes == 3 * 4 * 16 * 32 * 4  # layers, rows, tokens, hidden size, bytes
-
-
-def test_the_reasons_of_new_fields_are_printed() -> None:
-    lines = {line.split()[0]: line for line in str(recipe("8gb-gpu")).splitlines()[1:]}
-    assert lines["lora"].endswith("all weights are trained, no adapters")
-    changed = PLAIN.replace(lora=16, reasons={"lora": "full training needs 20 GiB"})
-    assert str(changed).count("full training needs 20 GiB") == 1
 
 
 BASE = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
@@ -292,7 +260,7 @@ LACKING: list[tuple[str, str, dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "checkpoint", "sizes", "lacking"), LACKING)
+@pytest.mark.parametrize(("kind", "checkpoint", "sizes", "lacking"), slow_except(LACKING[::8], LACKING))
 def test_what_a_checkpoint_lacks_is_trained_whole_and_not_quantised(
     kind: str, checkpoint: str, sizes: dict[str, Any], lacking: set[str], tmp_path: Path
 ) -> None:
@@ -367,19 +335,6 @@ def test_a_new_head_of_any_classifier_is_trained_and_saved_whole(
     assert whole == {*(expected or ())}
 
 
-@pytest.mark.parametrize("load_in", ["nf4", "int8"])
-def test_a_lacking_layer_that_is_quantised_is_refused(load_in: str, tmp_path: Path) -> None:
-    transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)).save_pretrained(tmp_path)
-    qlora = PLAIN.replace(lora=4, load_in=load_in)
-    keywords = qlora.model_kwargs("sequence-classification")
-    keywords["quantization_config"].llm_int8_skip_modules = ["classifier"]
-    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, **keywords)
-    assert message_of(qlora.prepare_model, loaded) == (
-        "model=<BertForSequenceClassification> has a quantised head (bert.pooler.dense), which cannot be trained; "
-        "expected it in 16 bits. Load the model with **recipe.model_kwargs(task='sequence-classification')"
-    )
-
-
 def test_a_lacking_layer_of_the_base_model_is_no_head(tmp_path: Path) -> None:
     """As all layers of Llama are for questions, whose names are others than those for texts."""
     transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)).save_pretrained(tmp_path)
@@ -408,24 +363,3 @@ def test_a_stored_quantisation_of_a_new_head_is_refused(tmp_path: Path) -> None:
     config.quantization_config["llm_int8_skip_modules"] = ["classifier", "bert.pooler"]
     asked = estimate(transformers.BertConfig(**ENCODER), batch_size=1, lora=4, load_in="nf4", **task)
     assert estimate(config, batch_size=1, lora=4, **task).trainable_parameters == asked.trainable_parameters
-
-
-def test_each_part_of_a_new_head_is_trained_and_saved_whole() -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    bird = transformers.BigBirdConfig(**sizes)
-    xlnet = transformers.XLNetConfig(vocab_size=64, d_model=16, n_layer=1, n_head=2, d_inner=32)
-    of_llama = {"num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0}
-    squeezebert = transformers.SqueezeBertConfig(**sizes, embedding_size=sizes["hidden_size"])
-    eurobert = transformers.EuroBertConfig(**sizes, **of_llama, eos_token_id=1, bos_token_id=1, mask_token_id=2)
-    for model, parts in [
-        (transformers.BigBirdForQuestionAnswering(bird), {"qa_classifier"}),
-        (transformers.BertForMultipleChoice(tiny.bert_config()), {"bert", "classifier"}),  # bert.pooler
-        (transformers.BertForTokenClassification(tiny.bert_config()), {"classifier"}),
-        (transformers.BigBirdForSequenceClassification(bird), {"classifier"}),  # which does not read the pooler
-        (transformers.XLNetForSequenceClassification(xlnet), {"sequence_summary", "logits_proj"}),
-        (transformers.EuroBertForSequenceClassification(eurobert), {"classifier", "dense"}),
-        (transformers.SqueezeBertForSequenceClassification(squeezebert), {"classifier"}),  # adapters need a place
-    ]:
-        adapted: Any = PLAIN.replace(lora=4).prepare_model(model)
-        whole = {name.split(".")[2] for name in peft.get_peft_model_state_dict(adapted) if "lora_" not in name}
-        assert whole == parts

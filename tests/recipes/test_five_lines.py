@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import transformers
-from datasets import Dataset
 from five_lines import trainer_of
-from tables import refuses, whole
+from tables import refuses
 from test_recipe import dataset
 
 import tiny
@@ -19,10 +17,8 @@ from hf_memopt import (
     MemoryReportCallback,
     MicrobatchCallback,
     Recipe,
-    bucketed,
     gradient_release,
     recipe,
-    sorted_by_length,
 )
 
 
@@ -52,41 +48,12 @@ def test_the_trainer_is_stock_and_everything_is_wired(tmp_path) -> None:
     assert [change.name for change in trainer.memopt_changes] == of_attach
 
 
-def test_evaluation_is_sorted_by_length_and_its_results_are_in_dataset_order(tmp_path) -> None:
-    rows = [{"input_ids": [5] * (1 + 5 * i % 17), "labels": i % 3} for i in range(20)]
-    trainer = wired(tmp_path, recipe("cpu"), dataset(), eval_dataset=sorted_by_length(rows))
-    plain = wired(tmp_path, recipe("cpu"), dataset(), model=trainer.model, eval_dataset=rows)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
-    expected, found = plain.predict(rows), trainer.predict(trainer.eval_dataset)
-    assert (found.label_ids == expected.label_ids).all()
-    assert found.predictions == pytest.approx(expected.predictions, abs=1e-6)
-
-
-def test_a_bucketed_view_as_evaluation_data_is_refused(tmp_path) -> None:
-    view = bucketed(dataset(), batch_size=4)
-    refuses(ValueError, whole("dataset=<BucketedView>"), wired, tmp_path, recipe("cpu"), dataset(), eval_dataset=view)
-
-
-def test_a_stream_trains_in_its_own_order(tmp_path) -> None:
-    stream = Dataset.from_list([{"input_ids": [5] * (1 + i % 9), "labels": i % 3} for i in range(40)])
-    chosen, steps = recipe("cpu").replace(effective_batch_size=4, bucketing=False), {"max_steps": 3}
-    trainer = wired(tmp_path, chosen, data := stream.to_iterable_dataset(), training_arguments=steps)
-    assert trainer.train_dataset is data
-    assert trainer.train().global_step == 3
-
-
 def test_a_causal_model_learns_the_tokens_of_rows_without_labels_and_labels_of_the_data_win(tmp_path) -> None:
     rows, steps = dataset().remove_columns("labels"), {"max_steps": 1}
     trainer = wired(tmp_path, recipe("cpu"), rows, model=tiny.llama(), causal_lm=True, training_arguments=steps)
     assert trainer.train().training_loss > 0
     labelled = [{"input_ids": [5, 6], "labels": [-100, 6]}]
     assert trainer.data_collator(labelled)["labels"][0, :2].tolist() == [-100, 6]
-
-
-def test_weights_of_another_dtype_than_the_recipes_are_refused() -> None:
-    sixteen = recipe("cpu").replace(weights_dtype="bfloat16", rounding="stochastic")
-    with pytest.raises(ValueError, match="has float32 weights, and weights_dtype='bfloat16'"):
-        sixteen.prepare_model(tiny.bert())
 
 
 def test_a_model_of_images_needs_no_processing_class(tmp_path) -> None:
@@ -126,20 +93,3 @@ def test_micro_batching_is_left_out_beside_what_it_does_not_work_with_and_refuse
     plain = recipe("cpu").replace(micro_batching=False)
     trainer = wired(tmp_path, plain, dataset(), **own, training_arguments={"max_grad_norm": 0, "max_steps": 1})
     assert trainer.train().global_step == 1
-
-
-def test_a_method_that_is_gone_names_what_to_use() -> None:
-    with pytest.raises(AttributeError) as error:
-        recipe("cpu").trainer(model=tiny.bert())
-    assert str(error.value) == (
-        "Recipe.trainer was removed after 0.5.0; expected the lines that build a Trainer. Call: "
-        "print(plan(model, gpu=...).script()), or see docs/getting-started.md"
-    )
-    with pytest.raises(AttributeError) as error:
-        recipe("cpu").distributed(2)
-    assert str(error.value) == (
-        "Recipe.distributed was removed after 0.5.0; expected a launcher's own options. Call: torchrun "
-        "--nproc_per_node=2 train.py; what it needs, hf-memopt rehearse --gpus 2 train.py tells"
-    )
-    with pytest.raises(AttributeError, match="'Recipe' object has no attribute 'train'"):
-        _ = recipe("cpu").train

@@ -20,7 +20,7 @@ SMALLEST_GPUS = {
     "40gb-gpu": ("A100 40GB",),
     "80gb-gpu": ("H100",),
 }
-QUICK = ("GTX 1650", "RTX 3050 8GB", "T4")  # checkpointing and paged state, 8-bit state, the full state
+QUICK = ("GTX 1650",)  # checkpointing and paged state
 PAIRS = [(name, gpu) for name, gpus in SMALLEST_GPUS.items() for gpu in gpus]
 
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import tiny
-from hf_memopt import Recipe, preset, recipe
+from hf_memopt import Recipe, plan, preset, recipe
 
 PLAIN = Recipe("plain", "a test")
 
@@ -18,6 +18,7 @@ def read(**fields: Any) -> Recipe:
 
 NAMES: dict[str, Any] = {
     "Recipe": Recipe,
+    "plan": plan,
     "preset": preset,
     "recipe": recipe,
     "read": read,
@@ -32,4 +33,4 @@ def test_every_call_is_refused_with_its_whole_message() -> None:
     """Lines may be broken anywhere; ``...`` stands for names that depend on the version."""
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     found = doctest.testfile("refused_recipes.txt", globs=dict(NAMES), optionflags=flags, encoding="utf-8")
-    assert (found.failed, found.attempted) == (0, 46)
+    assert (found.failed, found.attempted) == (0, 52)

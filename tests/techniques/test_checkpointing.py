@@ -23,11 +23,9 @@ import tiny
 from hf_memopt import (
     Change,
     CheckpointingCallback,
-    StepSettings,
     attach,
     checkpoint_layers,
     estimate,
-    freeze,
     stream_layers,
 )
 from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing, versions
@@ -160,18 +158,6 @@ def test_bytes_saved_by_layers() -> None:
     assert saved["every_4"] == saved["first_1"]
 
 
-@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # torch 2.15
-@pytest.mark.parametrize("policy", ["full", "selective"])
-def test_a_frozen_prefix_saves_nothing_under_checkpointing(policy: str) -> None:
-    model = tiny.bert(num_hidden_layers=4).train()
-    freeze(model, ["embeddings", "layers:0-2"])
-    checkpoint_layers(model, policy)
-    ours = saved_bytes(model, examples())
-    enable_checkpointing(model, {"use_reentrant": False})  # as stock does, with a hook on the embeddings
-    assert ours < saved_bytes(model, examples())
-    assert [layer.gradient_checkpointing for layer in model.bert.encoder.layer] == [True] * 4
-
-
 def test_every_second_layer_is_the_one_that_stock_counts() -> None:
     for name in ("bert", "t5", "bart"):
         model, stock = build(name), build(name)
@@ -191,25 +177,6 @@ def test_the_handle_puts_a_model_that_was_checkpointed_back_as_it_was(policy: st
     assert attributes(model) != before
     handle.remove()
     assert attributes(model) == before
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
-def test_offload_needs_an_accelerator() -> None:
-    says = "no accelerator" if versions.can_offload_checkpoints() else "is not known to transformers"
-    with pytest.raises(ValueError, match=f"^offload=.*{says}.*; expected .* "):
-        checkpoint_layers(build("bert"), "full", offload=True)
-
-
-def test_overlapped_offload_is_gone() -> None:
-    options = {"offload": "overlapped"}
-    for call in (
-        lambda: checkpoint_layers(build("bert"), **options),
-        lambda: CheckpointingCallback(**options),
-        lambda: StepSettings(checkpointing=options),
-    ):
-        with pytest.raises(ValueError) as error:
-            call()
-        assert str(error.value) == "offload='overlapped' is gone; expected stock's offload, or none. Pass offload=True"
 
 
 def forward_end_bytes(config: Any, policy: str | None, **settings: Any) -> tuple[int, int]:

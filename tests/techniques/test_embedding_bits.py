@@ -11,6 +11,7 @@ import bitsandbytes
 import pytest
 import torch
 from bitsandbytes.optim.optimizer import GlobalOptimManager
+from slow_cases import slow_except
 from torch import nn
 from transformers import Trainer
 
@@ -114,7 +115,7 @@ def dequantised_slowly(state: dict[str, Any], number: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(200, 64), (199, 63)], ids=["whole blocks", "a broken last block"])
-@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", slow_except([*OPTIMIZERS][::3], OPTIMIZERS), ids=lambda kind: kind.__name__)
 def test_a_trained_8_bit_state_is_dequantised_as_it_stands(kind: Any, shape: tuple[int, int]) -> None:
     """AdEMAMix keeps two averages in one state, of shape (2, rows, columns)."""
     model = Words(*shape)
@@ -221,7 +222,7 @@ WAYS = MISSED_BY_STOCK | {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_except([*WAYS][::4], WAYS))
 def test_every_way_of_passing_an_8_bit_optimizer(way: str, tmp_path: Path) -> None:
     """Bit for bit what stock trains, but for what stock misses, which is the reason for it: where stock has learnt one
     of these, the last line fails.

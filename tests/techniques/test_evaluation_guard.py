@@ -474,12 +474,6 @@ def test_sorted_views_and_recovery(tmp_path: Path) -> None:
         assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=TOLERANCE)
 
 
-def test_nested_outputs_are_counted() -> None:
-    nested = {"a": torch.rand(2, 5, 3), "b": (torch.arange(2), torch.rand(2, 4).bfloat16()), "c": None}
-    assert kept_outputs.tensor_bytes(nested) == 2 * (5 * 3 * 4 + 8 + 4 * 2)
-    assert kept_outputs.tensor_bytes(nested, on_host=True) == 2 * (5 * 3 * 4 + 8 + 4 * 4)
-
-
 def test_outputs_are_moved_before_the_card_is_full() -> None:
     """On the CPU there is no card to move them from, so the device is a fake one here."""
     args = SimpleNamespace(
@@ -648,28 +642,6 @@ def test_classes_of_spans_and_mappings_but_not_of_what_is_no_logits(logits: Any,
     )
 
 
-def test_an_unknown_reduction_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="is not a reduction of logits") as error:
-        EvaluationGuardCallback(reduce="mean")
-    assert str(error.value) == (
-        "reduce='mean' is not a reduction of logits; expected None, 'argmax' or a callable that takes logits and "
-        "labels. Write: EvaluationGuardCallback(reduce='argmax')"
-    )
-
-
-def test_an_evaluation_needs_a_bound_callback_or_one_that_was_taken_off(tmp_path: Path) -> None:
-    callback = EvaluationGuardCallback()
-    trainer = token_trainer(tmp_path)
-    trainer.add_callback(callback)
-    with pytest.raises(RuntimeError, match=r"^EvaluationGuardCallback is not bound to this Trainer"):
-        trainer.evaluate()
-    attach(trainer)
-    callback.handle.remove()
-    trainer.evaluate()  # unguarded, and no error
-    attach(trainer)
-    assert "prediction_step" in vars(trainer)
-
-
 def test_argmax_of_one_label_is_refused(tmp_path: Path) -> None:
     trainer = attach(Trainer(tiny.bert(num_labels=1), tiny.arguments(tmp_path)), EvaluationGuardCallback("argmax"))
     with pytest.raises(ValueError, match=r"For one label write EvaluationGuardCallback\(reduce=None\)"):
@@ -698,16 +670,7 @@ def test_predictions_that_no_metric_checks_are_said_to_be_reduced(
     ] * (reduce is not None)
 
 
-def test_two_reductions_are_refused(tmp_path: Path) -> None:
-    trainer = token_trainer(tmp_path, trainer_preprocess_logits_for_metrics=class_predictions)
-    with pytest.raises(ValueError, match="preprocess_logits_for_metrics") as error:
-        attach(trainer, EvaluationGuardCallback("argmax"))
-    assert str(error.value) == (
-        "reduce='argmax' and preprocess_logits_for_metrics=<class_predictions> would both reduce the logits; expected "
-        "one of them. Write: EvaluationGuardCallback(reduce=None)"
-    )
-
-
+@pytest.mark.slow
 def test_one_process_of_two_recovers(tmp_path: Path) -> None:
     for found in run_pair(tmp_path, __file__, str(tmp_path)):
         assert found["failures"] == [0, 2]  # 7 rows and 4; the last batch has 2

@@ -80,14 +80,6 @@ def test_a_word_names_the_same_part_of_each_architecture(kind: str, word: str, n
     assert frozen(model) == expected != set()
 
 
-def test_layers_of_vision_models_by_any_name() -> None:
-    model = build("vit")  # vit.encoder.layer in transformers 5.8, vit.layers in 5.23
-    freeze(model, "layers:1")
-    [stack] = {name.partition(".1.")[0] for name in frozen(model)}
-    assert frozen(model) == under(model, [f"{stack}.1."])
-    assert under(model, [f"{stack}.0."])
-
-
 class Plain(nn.Module):
     """Of no library."""
 
@@ -317,6 +309,7 @@ def test_a_run_that_froze_others_is_not_resumed(tmp_path: Path, before, now: str
     trainer(now, max_steps=2).train(resume_from_checkpoint=asked)  # weights alone go to their names
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_rest_of_a_model_that_training_makes(tmp_path: Path) -> None:
     """DDP waits for the gradient of each weight that was trained when it was built."""
     first, second = run_pair(tmp_path, __file__, str(tmp_path))

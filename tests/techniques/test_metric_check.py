@@ -348,6 +348,7 @@ def test_a_stateful_function_whose_predictions_do_not_fit_is_refused(
     assert trainer.predict(tiny.rows(14)).predictions.shape == (14,)
 
 
+@pytest.mark.slow
 def test_processes_decide_together(tmp_path: Path) -> None:
     """The rows of one process alone show that the function needs whole predictions."""
     one, other = run_pair(tmp_path, __file__, str(tmp_path))

@@ -29,7 +29,7 @@ from hf_memopt.changes import Change
 from hf_memopt.training.batching.views import bucketed
 from hf_memopt.training.binding import attach
 from hf_memopt.training.techniques.microbatching import MicrobatchCallback
-from hf_memopt.training.techniques.microbatching.limits import MOST_FAILED_TRIES, Limit, microbatch_limits
+from hf_memopt.training.techniques.microbatching.limits import Limit, microbatch_limits
 from hf_memopt.training.techniques.microbatching.microbatch import SAVED, run_in_microbatches
 from hf_memopt.training.techniques.microbatching.splitting import cut, take_rows
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
@@ -412,18 +412,6 @@ def test_the_limit_rises_after_steps_that_fit_and_falls_back(tmp_path: Path) -> 
     assert tiny.largest_difference(whole.model, split.model) <= 2 * FLOAT32  # twice the steps
 
 
-def test_a_limit_stops_rising_after_three_failed_tries() -> None:
-    limit = Limit()
-    limit.lower(4096)
-    waits = []
-    for _ in range(MOST_FAILED_TRIES):
-        waits.append(next(step for step in range(1, 10**4) if limit.note_step(was_split=True)))
-        limit.lower(3000)
-    assert waits == [200, 400, 800]
-    assert limit.limit == 2048
-    assert not any(limit.note_step(was_split=True) for _ in range(10**4))
-
-
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=12),
     room=st.integers(1, 5000),
@@ -550,21 +538,6 @@ def test_a_forward_of_the_user_that_fails_with_all_rows_says_what_to_set(tmp_pat
     case = CASES["llama"]._replace(build=build)
     with pytest.raises(torch.OutOfMemoryError, match=r"Set a smaller per_device_train_batch_size with more"):
         run(case, tmp_path, MicrobatchCallback())
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"max_tokens": 0}, "an integer of 1 or more, or 'auto', or None. Pass max_tokens=4096"),
-        ({"max_examples": "auto"}, "an integer of 1 or more, or None. Pass max_examples=8"),
-    ],
-)
-def test_limits_are_validated_at_once(settings: dict[str, Any], expected: str) -> None:
-    assert MicrobatchCallback("auto").limits == {"max_tokens": Limit(), "max_examples": Limit()}
-    with pytest.raises(ValueError) as error:
-        MicrobatchCallback(**settings)
-    [(name, value)] = settings.items()
-    assert str(error.value) == f"{name}={value!r} is invalid; expected {expected}"
 
 
 def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from hf_memopt.training.techniques.nonfinite.overflow import (
     OverflowCallback,
     OverflowReport,
     WindowStep,
-    is_bad,
     repeat,
 )
 
@@ -314,21 +313,3 @@ def test_the_replay_draws_the_same_random_numbers(tmp_path: Any) -> None:
     torch.rand(7)
     repeat(trainer, WindowStep(inputs, None, state, torch.tensor(True)))
     assert seen[0] == seen[1]
-
-
-def masked(value: float) -> torch.Tensor:
-    return torch.tensor([0.0, value])
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        pytest.param(torch.tensor([1, 2]), False, id="integers"),
-        pytest.param({"a": (torch.ones(2), [torch.tensor(torch.nan)])}, True, id="nested"),
-        pytest.param(masked(-torch.inf), False, id="mask"),
-        pytest.param(masked(torch.inf), True, id="infinity"),
-        pytest.param(masked(-torch.inf).requires_grad_(), True, id="log(0), say"),
-    ],
-)
-def test_what_is_finite(value: Any, expected: bool) -> None:
-    assert is_bad(value) is expected

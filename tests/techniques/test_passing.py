@@ -52,7 +52,10 @@ def is_same(one: Run, other: Run) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", WITH_CALLBACK)
+TRIED = ("micro-batching", "streamed layers", "fused cross-entropy", "freezing", "precision")
+
+
+@pytest.mark.parametrize("name", slow_except(TRIED, WITH_CALLBACK))
 def test_passed_it_trains_and_resumes_as_attached(name: str, tmp_path: Any) -> None:
     settings = {**settings_of(name), **SAVING}
     attached = run([name], tmp_path / "attached", **settings)
@@ -90,6 +93,7 @@ def test_one_callback_serves_two_trainers_in_turn(name: str, tmp_path: Any, monk
     assert callback.binding.trainer is first
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Any) -> None:
     assert run_pair(tmp_path, __file__, str(tmp_path)) == [True, True]
 

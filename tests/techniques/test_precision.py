@@ -8,7 +8,6 @@ import ast
 import csv
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt import Change, CheckpointingCallback, FreezeCallback, PrecisionCallback, attach, estimate
+from hf_memopt import Change, CheckpointingCallback, FreezeCallback, PrecisionCallback, attach
 from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing
 from hf_memopt.training.devices import against_float16, check_precision, choose_precision, precision_support
 from hf_memopt.units import format_bytes
@@ -146,42 +145,6 @@ def test_without_the_cache_a_step_is_bit_equal_but_for_shared_weights(make: Any,
     different = {name for name, gradient in direct[2].items() if not torch.equal(cached[2][name], gradient)}
     assert bool(different) is (make is albert)
     assert all("albert_layer" in name for name in different)
-
-
-def peaks(*, cache: bool, **settings: Any) -> dict[str, int]:
-    """Return the peak in MiB of BERT-large's forward passes and of the whole step, by the estimator."""
-    sizes = {"batch_size": 32, "seq_len": 128, "gpu": "RTX 3090"}
-    found = estimate("bert-large-uncased", **sizes, precision="bf16", autocast_cache=cache, **settings)
-    total = found.timeline.components.sum(axis=1)
-    starts = [*found.timeline.phases, (len(total), "end")]
-    forward = [total[a:b].max() for (a, name), (b, _) in pairwise(starts) if name == "forward"]
-    return {"forward": round(max(forward) / 2**20), "step": round(found.peak_allocated_bytes / 2**20)}
-
-
-@pytest.mark.parametrize(
-    ("settings", "cached", "direct"),
-    [
-        pytest.param({"gradient_accumulation_steps": 2}, (6203, 6203), (5626, 5787), marks=pytest.mark.slow),
-        pytest.param(
-            {"gradient_release": True, "max_grad_norm": 0.0}, (4923, 4923), (4347, 4508), marks=pytest.mark.slow
-        ),
-        ({}, (4923, 5249), (4347, 5249)),
-    ],
-    ids=["accumulation", "release", "plain"],
-)
-def test_what_the_cache_costs_under_checkpointing(settings: Any, cached: Any, direct: Any) -> None:
-    """The figures of the docstring: 576 MiB of a forward pass, and what of it the peak of the step feels."""
-    for cache, (forward, step) in ((True, cached), (False, direct)):
-        assert peaks(cache=cache, checkpointing=True, **settings) == {"forward": forward, "step": step}
-
-
-def test_without_checkpointing_the_cache_costs_nothing() -> None:
-    settings = {"batch_size": 2, "seq_len": 12, "gpu": "RTX 3090", "precision": "bf16"}
-    cached, direct = (
-        estimate(tiny.bert(), **settings, gradient_accumulation_steps=2, autocast_cache=cache)
-        for cache in (True, False)
-    )
-    assert cached.peak_allocated_bytes == direct.peak_allocated_bytes
 
 
 class CacheInside(nn.Module):

@@ -137,16 +137,6 @@ def test_mixtral_and_qwen_fit() -> None:
     assert streamed.step_time is not None
 
 
-def test_recorded_bytes_are_those_of_a_real_model() -> None:
-    """The stacks and what is beside them."""
-    model = mixture(num_hidden_layers=2)
-    quantize_experts(model, double_quant=True)
-    weights = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
-    model.requires_grad_(False).lm_head.requires_grad_(True)
-    found = estimate(model, batch_size=2, seq_len=24, gpu="RTX 4090")
-    assert found.components["weights"] == pytest.approx(weights, rel=0.15)  # each in blocks of 512 bytes
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek"])
 def test_loading_quantises_experts_as_afterwards(kind: str, tmp_path: Path) -> None:
     if kind == "deepseek":

@@ -96,6 +96,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_pair(folder, row_models.__file__, str(folder), timeout_seconds=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "loss"), TRAINED)
 def test_accumulation_in_two_processes(name: str, loss: str, ranks: list[dict[str, Any]]) -> None:
     for difference, cut_steps in (found[f"{name}: {loss}"] for found in ranks):

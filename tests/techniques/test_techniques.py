@@ -235,7 +235,8 @@ def test_techniques_keep_the_weights_together(group, setting, tmp_path) -> None:
     assert ours.trainer.state.global_step == STEPS
 
 
-@pytest.mark.parametrize("cases", [technique_ranks.QUICK, pytest.param(technique_ranks.CASES, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [technique_ranks.QUICK, technique_ranks.CASES])
 def test_techniques_keep_the_weights_in_two_processes(cases, tmp_path) -> None:
     for found in run_pair(tmp_path, technique_ranks.__file__, str(tmp_path), *cases):
         assert list(found) == list(cases)

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 import transformers
+from slow_cases import slow_except
 from tiny_plans import gpu_of
 
 import tiny
@@ -23,6 +24,7 @@ def streamed(memory: str, **options: Any) -> Plan:
     return plan(model, gpu=gpu_of(memory), **given)
 
 
+@pytest.mark.slow
 def test_layers_wait_on_the_host_where_nothing_else_fits() -> None:
     """In the memory of this machine, unless another is given."""
     found = streamed("56MiB")
@@ -40,6 +42,7 @@ def test_layers_wait_on_the_host_where_nothing_else_fits() -> None:
     assert "MicrobatchCallback" not in script
 
 
+@pytest.mark.slow
 def test_too_little_host_memory_is_said() -> None:
     found = streamed("56MiB", host_memory="50MB")
     assert found.chosen is None
@@ -50,7 +53,7 @@ def test_too_little_host_memory_is_said() -> None:
 NOT_WANTED = [("56MiB", {"host_memory": 0}), ("1GiB", {"host_memory": "1TB"})]
 
 
-@pytest.mark.parametrize(("memory", "options"), NOT_WANTED)
+@pytest.mark.parametrize(("memory", "options"), slow_except(NOT_WANTED[:1], NOT_WANTED))
 def test_it_is_not_looked_for_where_it_is_not_needed_or_refused(memory: str, options: dict[str, Any]) -> None:
     assert not any(one.recipe.streamed for one in streamed(memory, **options).candidates)
 
@@ -120,6 +123,7 @@ def test_less_host_memory_makes_rows_shorter() -> None:
     assert any("of host memory are used, as given" in note for note in enough.notes)
 
 
+@pytest.mark.slow
 def test_dropout_within_mlps_leaves_tiles_out() -> None:
     config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=500, n_positions=8192)
     for dropout in (0.1, 0.0):
@@ -128,6 +132,7 @@ def test_dropout_within_mlps_leaves_tiles_out() -> None:
         assert found.simulation.facts.tiles is (dropout == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "is_considered"), [(2048, False), (4096, True)])
 def test_other_goals_consider_tiles_for_long_rows(tokens: int, is_considered: bool) -> None:
     found = longest(goal="memory", seq_len=tokens)

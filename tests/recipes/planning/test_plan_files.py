@@ -148,6 +148,7 @@ def test_a_model_without_a_name_and_a_head_without_a_script_are_said(found: Plan
     assert recipe(other.recipe) == choice.recipe
 
 
+@pytest.mark.slow
 def test_a_model_that_is_changed_in_memory_has_no_script_and_the_call_has_what_was_asked(work: Path) -> None:
     adapted = Recipe("mine", "a test", lora=4).prepare_model(tiny.bert())
     planned = plan(adapted, gpu="RTX 3060 12GB", budget="8GB", seq_len=16, effective_batch_size=2)

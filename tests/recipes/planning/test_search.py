@@ -104,6 +104,7 @@ def found() -> Plan:
     return planned("80MiB", method="full", lengths=lengths, seq_len=None, effective_batch_size=4)
 
 
+@pytest.mark.slow
 def test_random_verdicts_are_those_of_a_direct_estimate(found: Plan) -> None:
     assert len(found.candidates) > 30  # fewer with transformers 5.8, which keeps no checkpoints in host memory
     for one in random.Random(0).sample(found.candidates, 20):
