@@ -48,7 +48,8 @@ EXACT: tuple[tuple[str, ...], ...] = (
 """What ``--apply exact`` tries in this order: the same batch, and the same loss but for the order of sums."""
 ALLOWED = {
     "release_clipping": "max_grad_norm=0, optimizer_cls_and_kwargs=low_memory_optimizer(args, model, release=True)",
-    "bf16_weights": "model.to(torch.bfloat16), optimizer_cls_and_kwargs=low_memory_optimizer(args, model, rounding='stochastic')",
+    "bf16_weights": "model.to(torch.bfloat16), "
+    'optimizer_cls_and_kwargs=low_memory_optimizer(args, model, rounding="stochastic")',
     "freeze": 'callbacks=[FreezeCallback("embeddings")]',
 }
 """What ``--allow`` takes, as a script would write it."""

@@ -118,8 +118,8 @@ class _Released(Built):
     technique = TECHNIQUE
     prefix, described, inner_step = "Released", "that steps within the backward pass.", "_plain_step"
     why_last = (
-        "releases gradients already; expected a plain class. Call low_memory_optimizer(torch.optim.AdamW, release=True, "
-        'rounding="stochastic").'
+        "releases gradients already; expected a plain class. "
+        'Call low_memory_optimizer(torch.optim.AdamW, release=True, rounding="stochastic").'
     )
     max_tensor_norm: float | None
     _plain_step: Any
