@@ -19,7 +19,7 @@ _MODULES = {  # names that stood here until 0.5.0; their old place works for one
     "gpus": ("GPUS", "Gpu", "custom_gpu", "find_gpu"),
     "techniques": (
         *("checkpoint_layers", "freeze", "fuse_cross_entropy", "override_embedding_bits"),
-        *("quantize_experts", "sparse_tied_embedding", "stream_layers", "tile_layers"),
+        *("quantize_experts", "sparse_tied_embedding", "tile_layers"),
     ),
     "types": ("Change", "LengthBuckets", "MemoryReading", "PaddingReport", "Rehearsal", "Rows", "StepSettings"),
 }

@@ -40,6 +40,7 @@ from .training.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
 from .training.techniques.optimizers.low_memory import low_memory_optimizer as low_memory_optimizer
 from .training.techniques.precision import PrecisionCallback as PrecisionCallback
 from .training.techniques.streaming.streamed_layers import StreamedLayersCallback as StreamedLayersCallback
+from .training.techniques.streaming.streamed_layers import stream_layers as stream_layers
 from .training.techniques.tied_embedding import TiedEmbeddingCallback as TiedEmbeddingCallback
 from .training.techniques.tiling.tiles import TiledLayersCallback as TiledLayersCallback
 

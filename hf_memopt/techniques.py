@@ -5,6 +5,5 @@ from hf_memopt.training.techniques.checkpointing.policies import checkpoint_laye
 from hf_memopt.training.techniques.experts.quantize import quantize_experts as quantize_experts
 from hf_memopt.training.techniques.freezing.freezing import freeze as freeze
 from hf_memopt.training.techniques.optimizers.embedding_bits import override_embedding_bits as override_embedding_bits
-from hf_memopt.training.techniques.streaming.streamed_layers import stream_layers as stream_layers
 from hf_memopt.training.techniques.tied_embedding import sparse_tied_embedding as sparse_tied_embedding
 from hf_memopt.training.techniques.tiling.tiles import tile_layers as tile_layers
