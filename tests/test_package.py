@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import importlib
 import re
 import subprocess
 import sys
@@ -248,13 +249,14 @@ def test_a_name_that_is_gone_says_what_to_use(name: str) -> None:
     assert str(error.value) == f"hf_memopt.{name} was removed after 0.5.0. Use {hf_memopt._GONE[name]}"
 
 
-def test_a_name_of_before_works_with_a_warning() -> None:
-    message = (
-        "hf_memopt.DynamicPaddingCollator is now BucketedCollator, and goes with the next version. Use BucketedColl"
-    )
-    with pytest.warns(UserWarning, match=re.escape(message)):
-        from hf_memopt import DynamicPaddingCollator
-    assert DynamicPaddingCollator is hf_memopt.BucketedCollator
+@pytest.mark.parametrize("name", hf_memopt._OLD)
+def test_a_name_of_before_works_with_a_warning(name: str) -> None:
+    place, new = hf_memopt._OLD[name]
+    with pytest.warns(UserWarning, match=re.escape(f"hf_memopt.{name} is now {new}, and goes with the next version.")):
+        found = getattr(hf_memopt, name)
+    assert name not in hf_memopt.__all__
+    assert found is getattr(importlib.import_module(place), new if place == "hf_memopt" else name)
+    assert not new.startswith("hf_memopt.") or found is getattr(getattr(hf_memopt, new.split(".")[1]), name)
 
 
 def test_every_data_file_is_installed() -> None:
