@@ -181,6 +181,7 @@ _CALLED = (
     transformers.optimization.Adafactor,
 )
 NAMES = {one.__name__: one for one in _CALLED} | {name: getattr(hf_memopt, name) for name in hf_memopt.__all__}
+NAMES |= vars(hf_memopt.techniques) | vars(hf_memopt.types)
 NAMES |= {"IDS": IDS, "math": math, "nn": nn, "peft": peft, "tiny": tiny, "tiny_of": tiny_of, "torch": torch}
 NAMES |= {"arguments": lambda **settings: tiny.arguments("unused", **settings), "transformers": transformers}
 

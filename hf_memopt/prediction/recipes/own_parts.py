@@ -52,5 +52,5 @@ def optimizer_of(recipe: Recipe, args: TrainingArguments, model: Any) -> tuple[A
     technique = next((one for one in asked_by(recipe).values() if one.optimizer), None)
     made: tuple[Any, dict[str, Any]] | None = None
     if technique is not None:
-        made = load(technique.optimizer)(args, model, rounding=recipe.rounding)
+        made = load(technique.optimizer)(args, model, release=recipe.gradient_release, rounding=recipe.rounding)
     return made

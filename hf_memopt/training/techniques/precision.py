@@ -134,7 +134,7 @@ class PrecisionCallback(BoundCallback):
             True leaves it on.
         master_weights: whether trainable weights of 16 bits become float32 if autocast (bf16 or fp16) runs. Without
             autocast they stay as they are: that is training in pure 16 bits. So do those whose optimizer is one for
-            16-bit weights (``sixteen_bit_optimizer``).
+            16-bit weights (``low_memory_optimizer``).
 
     Attributes:
         changes: what was changed, and what was not and why.

@@ -61,8 +61,8 @@ class StepSettings:
         tiled: whether MLPs and experts run over tiles of positions, as with ``hf_memopt.tile_layers``.
         tile_tokens: with ``tiled``, the tokens of a tile; None for the model's width, at least 1024.
         sparse_tied_embedding: whether the gradient of tied input embeddings is added into the head's as rows, as
-            ``hf_memopt.sparse_tied_embedding`` does.
-        fused_cross_entropy: whether the loss is computed without the logits, as ``hf_memopt.fuse_cross_entropy`` does.
+            ``sparse_tied_embedding`` does.
+        fused_cross_entropy: whether the loss is computed without the logits, as ``fuse_cross_entropy`` does.
             Every position counts as labelled.
         max_grad_norm: 0 (or less, as in the Trainer) for no clipping.
         gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.
@@ -261,7 +261,7 @@ class StepSettings:
         patterns = (given,) if isinstance(given, str) else given
         if not isinstance(patterns, tuple | list) or not all(isinstance(name, str) and name for name in patterns):
             raise ValueError(
-                f"freeze={shown(self.freeze)} is invalid; expected a pattern of hf_memopt.freeze, or a tuple of them. "
+                f"freeze={shown(self.freeze)} is invalid; expected a pattern of FreezeCallback, or a tuple of them. "
                 "Pass freeze=('embeddings',)"
             )
         object.__setattr__(self, "freeze", tuple(patterns))

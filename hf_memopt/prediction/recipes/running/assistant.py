@@ -47,14 +47,15 @@ EXACT: tuple[tuple[str, ...], ...] = (
 )
 """What ``--apply exact`` tries in this order: the same batch, and the same loss but for the order of sums."""
 ALLOWED = {
-    "release_clipping": "max_grad_norm=0, optimizer_cls_and_kwargs=released_optimizer(args, model)",
-    "bf16_weights": "model.to(torch.bfloat16), optimizer_cls_and_kwargs=rounded_optimizer(args, model)",
+    "release_clipping": "max_grad_norm=0, optimizer_cls_and_kwargs=low_memory_optimizer(args, model, release=True)",
+    "bf16_weights": "model.to(torch.bfloat16), "
+    'optimizer_cls_and_kwargs=low_memory_optimizer(args, model, rounding="stochastic")',
     "freeze": 'callbacks=[FreezeCallback("embeddings")]',
 }
 """What ``--allow`` takes, as a script would write it."""
 BOTH = (
     "model.to(torch.bfloat16), max_grad_norm=0, "
-    'optimizer_cls_and_kwargs=released_optimizer(args, model, rounding="stochastic")'
+    'optimizer_cls_and_kwargs=low_memory_optimizer(args, model, release=True, rounding="stochastic")'
 )
 """The same for the two words that make one optimizer together."""
 SECONDS_BETWEEN = 30.0  # two lines of a run
@@ -252,7 +253,8 @@ def _change_training(trainer: Trainer, word: str, used: Sequence[str]) -> None:
     norm = args.max_grad_norm
     args.max_grad_norm = 0.0 if "release_clipping" in (*used, word) else norm
     try:
-        made = load(asked[0].optimizer)(args, model, rounding=sets.get("rounding", "nearest"))
+        options = {"release": "gradient_release" in sets, "rounding": sets.get("rounding", "nearest")}
+        made = load(asked[0].optimizer)(args, model, **options)
     except (ValueError, TypeError, RuntimeError):
         args.max_grad_norm = norm
         raise

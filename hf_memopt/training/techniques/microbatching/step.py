@@ -62,7 +62,7 @@ PACKED = "its examples are packed"
 OF_OPTIMIZER = (
     "MicrobatchCallback: memory ran out in the optimizer's step, whose state and gradients are as large for any batch; "
     "expected an optimizer that fits. Keep a smaller state with optim='adamw_8bit', or one gradient at a time with "
-    "optimizer_cls_and_kwargs=released_optimizer(args, model)"
+    "optimizer_cls_and_kwargs=low_memory_optimizer(args, model, release=True)"
 )
 
 

@@ -17,31 +17,26 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.plain_data import check_value, check_word, shown
-from hf_memopt.training.binding.compatibility import check_settings, refusal_of
+from hf_memopt.plain_data import check_value, shown
+from hf_memopt.training.binding.compatibility import refusal_of
 from hf_memopt.training.binding.undo import UndoHandle
 from hf_memopt.training.techniques.optimizers.built_classes import (
     ELEMENTWISE,
     Built,
-    OptimizerArguments,
     built_class,
     check_is_class,
     class_name,
     plain_step,
 )
-from hf_memopt.training.techniques.optimizers.sixteen_bit_weights import rounded_optimizer
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 TECHNIQUE = "gradient release"
-FIX = "Call gradient_release(torch.optim.AdamW)."
+FIX = "Call low_memory_optimizer(torch.optim.AdamW, release=True)."
 
 
 def gradient_release(
@@ -111,52 +106,6 @@ def gradient_release(
     return built_class(kind, plain, max_tensor_norm=max_tensor_norm)
 
 
-def released_optimizer(
-    args: TrainingArguments,
-    model: Any,
-    *,
-    max_tensor_norm: float | None = None,
-    trust: bool = False,
-    rounding: Literal["nearest", "stochastic", "kahan"] = "nearest",
-) -> tuple[Any, dict[str, Any]]:
-    """Return the released class of the optimizer that ``TrainingArguments`` name, and its arguments.
-
-    Name, learning rate, betas, epsilon and ``optim_args`` are read as stock does; weight decay is stock's too. An
-    attached Trainer reads them again for each run, as those of a hyperparameter search. Stock's defaults need one
-    change: ``max_grad_norm=0``.
-
-    Args:
-        args: of the Trainer.
-        model: of the Trainer; GaLore's and APOLLO's names choose its modules.
-        max_tensor_norm: as in ``gradient_release``.
-        trust: as in ``gradient_release``; needed for optimizers of other packages (GaLore, APOLLO, torchao).
-        rounding: of 16-bit weights, as in ``sixteen_bit_optimizer``; ``"nearest"`` is what the plain class does.
-
-    Returns:
-        What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
-
-    Raises:
-        ValueError: a setting cannot work with it (``binding.compatibility``), or as ``gradient_release`` and
-            ``sixteen_bit_optimizer`` do.
-
-    Examples:
-        >>> from transformers import TrainingArguments
-        >>> args = TrainingArguments(optim="adamw_torch", max_grad_norm=0, learning_rate=2e-5)
-        >>> released, kwargs = released_optimizer(args, torch.nn.Linear(2, 2))
-        >>> released.__name__, kwargs["lr"], kwargs["betas"]
-        ('ReleasedAdamW', 2e-05, (0.9, 0.999))
-    """
-    check_settings(TECHNIQUE, args)
-    check_word("rounding", rounding, ("nearest", "stochastic", "kahan"))
-    kwargs: dict[str, Any]
-    if rounding == "nearest":
-        kwargs = named = OptimizerArguments(args, model)
-        optimizer_class = named.named
-    else:
-        optimizer_class, kwargs = rounded_optimizer(args, model, rounding)
-    return gradient_release(optimizer_class, max_tensor_norm=max_tensor_norm, trust=trust), kwargs
-
-
 class _Released(Built):
     """The methods that a released class has before those of its plain class.
 
@@ -169,8 +118,8 @@ class _Released(Built):
     technique = TECHNIQUE
     prefix, described, inner_step = "Released", "that steps within the backward pass.", "_plain_step"
     why_last = (
-        "releases gradients already; expected a plain class, which gradient_release takes afterwards. Call "
-        "gradient_release(sixteen_bit_optimizer(torch.optim.AdamW))."
+        "releases gradients already; expected a plain class. "
+        'Call low_memory_optimizer(torch.optim.AdamW, release=True, rounding="stochastic").'
     )
     max_tensor_norm: float | None
     _plain_step: Any
@@ -374,7 +323,7 @@ def _steps_alone(optimizer_class: Any) -> bool:
     """Return whether the step of a class is known to treat each parameter by itself."""
     from transformers.optimization import Adafactor
 
-    optimizer_class = getattr(optimizer_class, "_plain_class", optimizer_class)  # inside sixteen_bit_optimizer's
+    optimizer_class = getattr(optimizer_class, "_plain_class", optimizer_class)  # of 16-bit weights
     of_torch = (getattr(torch.optim, name) for name in (*ELEMENTWISE, "Adafactor"))
     known = {plain_step(kind.step) for kind in (Optimizer8bit, Adafactor, *of_torch)}
     return plain_step(optimizer_class.step) in known

@@ -26,18 +26,16 @@ import random
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optimizer8bit
 
 from hf_memopt.plain_data import check_word
-from hf_memopt.training.binding.compatibility import check_settings
 from hf_memopt.training.devices import choose_precision
 from hf_memopt.training.techniques.optimizers.built_classes import (
     ELEMENTWISE,
     Built,
-    OptimizerArguments,
     built_class,
     check_is_class,
     class_name,
@@ -52,11 +50,8 @@ from hf_memopt.training.techniques.optimizers.weight_slices import (
     widened,
 )
 
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
 TECHNIQUE = "16-bit weights"
-FIX = "Call sixteen_bit_optimizer(torch.optim.AdamW)."
+FIX = 'Call low_memory_optimizer(torch.optim.AdamW, rounding="stochastic").'
 SLICE_ELEMENTS = 2**21
 """Elements of a slice, a multiple of bitsandbytes' blocks: at most 32 bytes of temporaries each, so 64 MiB."""
 COMPENSATION = "compensation"
@@ -69,9 +64,7 @@ def sixteen_bit_optimizer(
     """Return a subclass of an optimizer class that updates bfloat16 parameters in float32, slice by slice.
 
     Its optimizers are built and used like the plain ones, and update float32 parameters as these do. Load the model
-    with ``dtype=torch.bfloat16``, and pass ``optimizer_cls_and_kwargs=(sixteen_bit_optimizer(AdamW), {"lr": ...})`` to
-    the ``Trainer``, or what ``rounded_optimizer(args, model)`` returns. Gradient release comes after it: it takes the
-    returned class.
+    with ``dtype=torch.bfloat16``. Gradient release comes after it: it takes the returned class.
 
     The random numbers of stochastic rounding have generators of their own, seeded by the number of updates so far,
     which ``state_dict`` contains: a resumed run equals the straight one, dropout is not affected, and the processes of
@@ -214,7 +207,7 @@ class _SixteenBitBitsandbytes(_SixteenBit):
         if optimizer.args.max_unorm > 0:
             raise ValueError(
                 f"max_unorm={optimizer.args.max_unorm!r} needs the norm of a whole update; expected 0.0, as of AdamW. "
-                "Call sixteen_bit_optimizer(bitsandbytes.optim.AdamW)."
+                'Call low_memory_optimizer(bitsandbytes.optim.AdamW, rounding="stochastic").'
             )
 
     def init_state(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
@@ -231,37 +224,6 @@ class _SixteenBitBitsandbytes(_SixteenBit):
             plain.update_step(group, p, gindex, pindex)
             return
         self._update(p, lambda float_slice: plain.update_step(group, float_slice, gindex, pindex))
-
-
-def rounded_optimizer(
-    args: TrainingArguments, model: Any, rounding: Literal["stochastic", "kahan"] = "stochastic"
-) -> tuple[Any, dict[str, Any]]:
-    """Return the class of the optimizer that ``TrainingArguments`` name, for 16-bit weights, and its arguments.
-
-    They are read as stock does, and again for each run of an attached Trainer. With gradient release:
-    ``released_optimizer(args, model, rounding="stochastic")``.
-
-    Args:
-        args: of the Trainer.
-        model: of the Trainer.
-        rounding: as in ``sixteen_bit_optimizer``.
-
-    Returns:
-        What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
-
-    Raises:
-        ValueError: a setting cannot work with it (``binding.compatibility``), or as ``sixteen_bit_optimizer``
-            does.
-
-    Examples:
-        >>> from transformers import TrainingArguments
-        >>> rounded, kwargs = rounded_optimizer(TrainingArguments(learning_rate=2e-5), torch.nn.Linear(2, 2))
-        >>> rounded.__name__, kwargs["lr"], kwargs["fused"]
-        ('SixteenBitAdamW', 2e-05, True)
-    """
-    check_settings(TECHNIQUE, args)
-    kwargs = OptimizerArguments(args, model)
-    return sixteen_bit_optimizer(kwargs.named, rounding), kwargs
 
 
 def _nothing_lost(parameter: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ class DeviceSteps:
                 f"a parameter of shape {tuple(parameter.shape)} got a second gradient within one backward pass, of "
                 f"another call of its streamed layer, when {type(self.optimizer).__name__} had stepped it; expected "
                 "one forward pass for each backward pass. Run the model once on all rows joined, or leave "
-                "released_optimizer out: parked gradients are added up"
+                "release=True out: parked gradients are added up"
             )
         self._stepped.add(parameter)
         self.fetch([parameter])

@@ -5,8 +5,8 @@ layers, what is outside the layers (embeddings, head, adapters), and the activat
 recomputed. Weights and losses are bit for bit those of stock with checkpointing. A step of L layers copies
 2 L - 1 - prefetch of them to the GPU, beside the compute of those before; so it pays where a batch has enough tokens.
 
-Gradients are *parked*: each goes to the host when its layer is done, where stock accumulates, clips and steps. With the
-optimizer class of ``released_optimizer`` they are *released*: weight and state visit the GPU, which steps within the
+Gradients are *parked*: each goes to the host when its layer is done, where stock accumulates, clips and steps. With
+``low_memory_optimizer(release=True)`` they are *released*: weight and state visit the GPU, which steps within the
 backward pass; no gradient is kept.
 
 Limitations: one process; no ``torch.compile``; what is outside the layers has to fit, with its gradient and state.
